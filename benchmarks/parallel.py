@@ -1,17 +1,20 @@
-"""Ranks that share a pass: seconds of an update, MFU and memory by tensor and context parallel, beside what a plan predicts.
+"""Ranks that share a pass, or experts: seconds of an update, MFU and memory by tensor, context and expert parallel, beside predictions.
 
     python benchmarks/parallel.py SHAPE:WAY … [--sequences 2] [--length 32768] [--peak 989e12] [--json PATH]
     python benchmarks/parallel.py 8B:dp2 8B:tp2 8B:cp2 --json benchmarks/results/parallel_h200.json      # two GPUs
-    python benchmarks/parallel.py pair:dp2 pair:tp2 pair:cp2 --smoke                                     # its first seconds, on a CPU
+    python benchmarks/parallel.py 30B-A3B-8:dp2 30B-A3B-8:ep2 --sequences 8 --length 4096 --json benchmarks/results/experts_h100.json
+    python benchmarks/parallel.py pair:dp2 pair:tp2 pair:cp2 pair-moe:dp2 pair-moe:ep2 --smoke           # its first seconds, on a CPU
 
 A way says how the ranks share: `tp2` is two ranks that share matrices, `cp2` two that share a row, `tp2dp2` four ranks, `dp2` two with
-passes of their own. All of them recompute activations. FLOP a token are those of `timed_updates.row`. "predicted" is what `rg.compile`
-estimates of the model's shape and the GPU's roofline, with nothing measured. Four updates are timed after two of warm-up; each rank is a
-process with a GPU of its own.
+passes of their own, `ep2` two that share the experts of a mixture and have passes of their own, `ep2dp2` four ranks of which pairs do.
+All of them recompute activations. FLOP a token are those of `timed_updates.row`. "predicted" is what `rg.compile` estimates of the model's
+shape and the GPU's roofline, with nothing measured. Four updates are timed after two of warm-up; each rank is a process with a GPU of its
+own.
 """
 
 import argparse
 import json
+import math
 import re
 import sys
 import tempfile
@@ -27,17 +30,22 @@ def ways(text: str) -> dict[str, int]:
     """Read a way: the number of ranks of each kind.
 
     >>> ways("tp2dp2")
-    {'tp': 2, 'cp': 1, 'dp': 2}
+    {'tp': 2, 'cp': 1, 'dp': 2, 'ep': 1}
     """
-    found = dict(re.findall(r"(tp|cp|dp)(\d+)", text))
+    found = dict(re.findall(r"(tp|cp|dp|ep)(\d+)", text))
     if "".join(f"{kind}{count}" for kind, count in found.items()) != text:
-        raise SystemExit(f"'{text}' is no way: write tp2, cp2, dp2 or several of them, as tp2dp2")
-    return {kind: int(found.get(kind, 1)) for kind in ("tp", "cp", "dp")}
+        raise SystemExit(f"'{text}' is no way: write tp2, cp2, dp2, ep2 or several of them, as tp2dp2")
+    return {kind: int(found.get(kind, 1)) for kind in ("tp", "cp", "dp", "ep")}
+
+
+def ranks_of(way: dict[str, int]) -> int:
+    return math.prod(way.values())
 
 
 def rank_process(shape: str, way: dict[str, int], size: tuple[int, int], rank: int, world: int, rendezvous: str, results: Any) -> None:
     device = begin_rank(rank)
-    sharing = {"tensor_parallel": way["tp"], "context_parallel": way["cp"], "micro_batch_tokens": size[1] // way["cp"]}
+    sharing = {"tensor_parallel": way["tp"], "context_parallel": way["cp"], "expert_parallel": way["ep"]}
+    sharing["micro_batch_tokens"] = size[1] // way["cp"]
     engine = made_engine(shape, rank, world, rendezvous, device, fused=True, recompute=True, **sharing)
     end_rank(timed_updates(engine, size, STEPS), rank, world, results)
 
@@ -48,7 +56,7 @@ def predicted(shape: str, way: dict[str, int], size: tuple[int, int], gpu: str) 
 
     import rlgraph as rg
 
-    world, (sequences, length) = way["tp"] * way["cp"] * way["dp"], size
+    world, (sequences, length) = ranks_of(way), size
     prompt = length // 4
     with tempfile.TemporaryDirectory() as folder:
         config(shape).save_pretrained(folder)  # type: ignore[attr-defined]
@@ -59,6 +67,7 @@ def predicted(shape: str, way: dict[str, int], size: tuple[int, int], gpu: str) 
             pool=rg.Pool("train", gpus=world),
             tensor_parallel=way["tp"],
             context_parallel=way["cp"],
+            expert_parallel=way["ep"],
             micro_batch_tokens=length // way["cp"],
             recompute=True,
         )
@@ -79,7 +88,7 @@ def constant(responses: list[str]) -> list[float]:
 
 def measure(shape: str, text: str, size: tuple[int, int], peak: float, gpu: str) -> dict[str, Any]:
     way = ways(text)
-    world = way["tp"] * way["cp"] * way["dp"]
+    world = ranks_of(way)
     found = row(shape, size, world, peak, of_ranks(world, rank_process, (shape, way, size), 400))
     return found | {"predicted": predicted(shape, way, size, gpu)}
 

@@ -1,10 +1,12 @@
-"""Models with the shapes of Qwen3 and random weights, to measure speed: nothing is downloaded, and their text has no meaning."""
+"""Models with the shapes of Qwen3, dense and mixtures, and random weights, to measure speed: nothing is downloaded, their text is noise."""
 
 import json
 import shutil
+from collections.abc import Iterator
 from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
@@ -19,16 +21,28 @@ SHAPES = {  # hidden, layers, heads, key-value heads, intermediate, tied
     "8B-4": (4096, 4, 32, 8, 12288, False),  # four layers of the 8B
     "32B": (5120, 64, 64, 8, 25600, False),
 }
+MIXTURES = {  # hidden, layers, heads, key-value heads, intermediate of an expert, experts, those that a token takes; not tied
+    "pair-moe": (64, 2, 4, 2, 64, 4, 2),  # for the first seconds of a script on a CPU
+    "30B-A3B": (2048, 48, 32, 4, 768, 128, 8),
+    "30B-A3B-8": (2048, 8, 32, 4, 768, 128, 8),  # eight layers of it: 90 GB of weights, gradients and moments
+}
 VOCAB, CONTEXT = 151936, 40960
 BLOCK = 15_485_863  # numbers, a prime: rows of a matrix do not repeat
 
 
 def config(shape: str) -> object:
     """Make the configuration of a shape."""
-    from transformers import Qwen3Config
+    from transformers import Qwen3Config, Qwen3MoeConfig
 
-    hidden, layers, heads, kv_heads, intermediate, tied = SHAPES[shape]
-    return Qwen3Config(
+    own: dict[str, Any] = {}
+    if shape in MIXTURES:
+        hidden, layers, heads, kv_heads, intermediate, experts, used = MIXTURES[shape]
+        own = {"moe_intermediate_size": intermediate, "num_experts": experts, "num_experts_per_tok": used, "norm_topk_prob": True}
+        tied = False
+    else:
+        hidden, layers, heads, kv_heads, intermediate, tied = SHAPES[shape]
+    return (Qwen3MoeConfig if own else Qwen3Config)(
+        **own,
         vocab_size=VOCAB,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -42,8 +56,15 @@ def config(shape: str) -> object:
         eos_token_id=VOCAB - 1,
         bos_token_id=None,
         pad_token_id=None,
-        architectures=["Qwen3ForCausalLM"],
+        architectures=[f"Qwen3{'Moe' if own else ''}ForCausalLM"],
     )
+
+
+def causal_model(shape: str) -> Any:
+    """Make a model of a shape, on the device of the context and with random weights."""
+    from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
+
+    return (Qwen3MoeForCausalLM if shape in MIXTURES else Qwen3ForCausalLM)(config(shape))
 
 
 def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) -> str:
@@ -52,8 +73,6 @@ def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) 
     Matrices hold normal numbers of deviation 0.02 from one block that repeats, norms hold ones. With `headers_only` the file of weights
     is a hole of the right size: for engines that are started with random weights.
     """
-    from transformers import Qwen3ForCausalLM
-
     from rlgraph.engines.hf_models.pretrained import byte_tokenizer
 
     target = Path(folder) / f"qwen3-{shape}{'-headers' if headers_only else ''}"
@@ -61,12 +80,23 @@ def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) 
         return str(target)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in Qwen3ForCausalLM(config(shape)).named_parameters()}
-    _write(target / "model.safetensors", shapes, hole=headers_only)
+    _write(target / "model.safetensors", dict(_tensors(shape)), hole=headers_only)
     byte_tokenizer().save_pretrained(target)
     config(shape).save_pretrained(target)  # type: ignore[attr-defined]
     return str(target)
+
+
+def _tensors(shape: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors of a folder: of experts that are one parameter in memory, each has its own."""
+    with torch.device("meta"):
+        named = {name: tuple(p.shape) for name, p in causal_model(shape).named_parameters()}
+    for name, size in named.items():
+        place, _, last = name.rpartition(".")
+        kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(last, ()) if len(size) == 3 else ()
+        for kind, expert in product(kinds, range(size[0])):
+            yield f"{place}.{expert}.{kind}.weight", (size[1] // len(kinds), size[2])
+        if not kinds:
+            yield name, size
 
 
 def _write(file: Path, shapes: dict[str, tuple[int, ...]], *, hole: bool) -> None:
@@ -104,7 +134,15 @@ def _normal() -> torch.Tensor:
 
 def parameters(shape: str) -> int:
     """Count the parameters of the model, a tied head once."""
-    from transformers import Qwen3ForCausalLM
-
     with torch.device("meta"):
-        return sum(p.numel() for p in Qwen3ForCausalLM(config(shape)).parameters())
+        return sum(p.numel() for p in causal_model(shape).parameters())
+
+
+def multiplied(shape: str) -> int:
+    """Count the parameters that a token is multiplied with: all but an embedding, which is a look-up, and the experts of other tokens."""
+    found = parameters(shape)
+    if shape not in MIXTURES:
+        hidden, *_, tied = SHAPES[shape]
+        return found - (0 if tied else VOCAB * hidden)
+    hidden, layers, _, _, intermediate, experts, used = MIXTURES[shape]
+    return found - VOCAB * hidden - layers * (experts - used) * 3 * hidden * intermediate

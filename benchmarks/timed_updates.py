@@ -27,8 +27,7 @@ def made_engine(
     """A trainer of random weights of this shape on this rank."""
     import torch
     import torch.distributed as dist
-    from shapes import config
-    from transformers import Qwen3ForCausalLM
+    from shapes import causal_model
 
     import rlgraph as rg
     from rlgraph.engines.forward.policy_head import PolicyHead
@@ -37,7 +36,7 @@ def made_engine(
 
     torch.manual_seed(0)
     with torch.device(device):
-        model = Qwen3ForCausalLM(config(shape)).eval()
+        model = causal_model(shape).eval()
     if world > 1:
         dist.init_process_group(backends(), init_method=rendezvous, rank=rank, world_size=world)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -114,16 +113,16 @@ def of_ranks(world: int, target: Callable[..., None], given: tuple[Any, ...], ti
 def row(shape: str, size: tuple[int, int], world: int, peak: float, found: tuple[list[float], int]) -> dict[str, Any]:
     """What a run is reported by: seconds of an update, tokens a second, the share of the peak, bytes on a GPU.
 
-    FLOP a token: 6 for each parameter but the embedding, which is a look-up (a tied one counts once, as the head), and
-    12 · layers · heads · head size · half the length for causal attention (PaLM, appendix B); recomputed activations don't count.
+    FLOP a token: 6 for each parameter but the embedding, which is a look-up (a tied one counts once, as the head), and the experts that it
+    does not take; and 12 · layers · heads · head size · half the length for causal attention (PaLM, appendix B). Recomputed activations
+    don't count.
     """
-    from shapes import SHAPES, VOCAB, parameters
+    from shapes import MIXTURES, SHAPES, multiplied
 
     (seconds, memory), (sequences, length) = found, size
-    hidden, layers, heads, _, _, tied = SHAPES[shape]
+    _, layers, heads, *_ = MIXTURES[shape] if shape in MIXTURES else SHAPES[shape]
     tokens = sequences * length
-    multiplied = parameters(shape) - (0 if tied else VOCAB * hidden)
-    flop = tokens * (6 * multiplied + 12 * layers * heads * 128 * length / 2)
+    flop = tokens * (6 * multiplied(shape) + 12 * layers * heads * 128 * length / 2)
     timed = seconds[WARM_UP:]
     median = statistics.median(timed)
     return {

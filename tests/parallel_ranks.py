@@ -45,6 +45,8 @@ class Case:
     export: tuple[Path, ExportLayout] | None = None
     steps: int = STEPS
     trainer: str = "fsdp"
+    load_balance: float = 0.0
+    flat: bool = True
 
 
 def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False, **ranks: int) -> Any:
@@ -54,7 +56,8 @@ def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False
 
         own: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "fused": saving, "recompute": saving}
         return MegatronEngine(head, optimizer=case.optimizer, rank=rank, world=world, **own, **ranks)
-    given: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "flat": True}
+    given: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "flat": case.flat}
+    given["load_balance"] = case.load_balance
     return FsdpEngine(head, optimizer=case.optimizer, rank=rank, world=world, recompute=saving, host_moments=saving, **given, **ranks)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,6 +45,36 @@ def tiny_qwen(folder: Path, kind: str, *, vocab: int = 300, heads: int = 4, head
     model(shape).to(torch.bfloat16).save_pretrained(folder / kind)
     byte_tokenizer().save_pretrained(folder / kind)
     return folder / kind
+
+
+def tiny_mixture(folder: Path, kind: str = "qwen3_moe", **settings: Any) -> Path:
+    """Make a folder with a small random mixture of four experts, two of which a token takes."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    given: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 64,  # of an expert, unless the kind has a size for it
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": 0,
+        "pad_token_id": None,
+    }
+    given |= {"moe_intermediate_size": 64, "intermediate_size": 128, "head_dim": 32} if kind == "qwen3_moe" else {}
+    given |= settings
+    if kind == "mixtral":
+        given["num_local_experts"] = given.pop("num_experts")
+    shape = AutoConfig.for_model(kind, **given)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
 
 
 def batch_of(lengths: list[int], *, group: int = 2, holes: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:

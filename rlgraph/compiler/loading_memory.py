@@ -7,7 +7,7 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
 from rlgraph.compiler.precision import itemsize_of
 from rlgraph.costs.adapters import adapter_size, frozen_bytes
-from rlgraph.costs.estimates import being_read, default_estimates
+from rlgraph.costs.estimates import PIECE_BYTES, default_estimates
 from rlgraph.costs.model_shapes import Shapes
 from rlgraph.graph.nodes import Graph
 
@@ -40,7 +40,7 @@ def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], sh
             size = frozen_bytes(model, shape, adapter, itemsize_of(model, cluster)) + adapter.bytes
         whole, host = {f"whole weights of {worker.model}": size}, {f"whole weights of {worker.model}": size}
         if estimates.reads_shards:
-            piece = {f"pieces of files of {worker.model}": being_read(shape)}
+            piece = {f"pieces of files of {worker.model}": PIECE_BYTES}
             share = -(-size // ranks[worker.model])
             if estimates.in_each_group:
                 traits = model.traits

@@ -168,14 +168,14 @@ def _ranks(work: Workload, weights: int) -> Need:
 
 
 def _gathered(work: Workload, weights: int) -> int:
-    """Estimate the memory of weights that are cast to the dtype of passes: of two units and the vocabulary, or of all that is trained where
-    no rank shares them, which are then cast once a pass."""
+    """Estimate the memory of weights that are cast to the dtype of passes: of two units, with a rank's own experts, and the vocabulary, or
+    of all that is trained where no rank shares them, which are then cast once a pass."""
     shape, alone = work.shape, work.workers == work.tensor
     if alone and work.adapter is not None:  # frozen weights are used as they lie
         return (work.adapter + (shape.hidden * max(shape.intermediate, shape.heads * shape.head_dim) if work.remade else 0)) * work.itemsize
     if alone and weights != work.itemsize:
         return shape.parameters * work.itemsize // work.tensor
-    return (2 * shape.layer_parameters + shape.vocab * shape.hidden) * work.itemsize // work.tensor
+    return (2 * shape.own_layer(work.expert) + shape.vocab * shape.hidden) * work.itemsize // work.tensor
 
 
 def _activations(work: Workload, tokens: int, logits: int) -> int:
@@ -218,15 +218,6 @@ def _logits(work: Workload, tokens: int) -> int:
 def compute_weights(parameters: int, itemsize: int) -> int:
     """Count the bytes of weights in the dtype that passes compute in."""
     return parameters * itemsize
-
-
-def being_read(shape: ModelShape) -> int:
-    """Count the bytes of a file that are in memory at once while a rank reads its share of a model.
-
-    Experts that the file keeps apart are fused a parameter at a time: the parts, and the whole of them.
-    """
-    fused = 2 * shape.experts * shape.intermediate * shape.hidden * FILE if shape.experts > 1 else 0
-    return PIECE_BYTES + 2 * fused
 
 
 def master_weights(parameters: int, itemsize: int) -> int:

@@ -20,13 +20,15 @@ ALIKE = 64  # ranks that are dealt sequences at most; more of them, with as many
 class Passes:
     """A batch is cut into `mini_batches` of equal rows, and each of these as the trainer cuts it: dealt to the ranks, in passes
     of at most `tokens` tokens, packed one behind the other. `tensor` × `context` × `pipeline` ranks compute a pass together: it is cut
-    between them. A pipeline waits for as many passes more as it has stages behind the first."""
+    between them. A pipeline waits for as many passes more as it has stages behind the first. `expert` ranks share experts, and cut no
+    pass."""
 
     tokens: int
     mini_batches: int = 1
     tensor: int = 1
     context: int = 1
     pipeline: int = 1
+    expert: int = 1
 
     @property
     def sharing(self) -> int:
@@ -66,4 +68,6 @@ def passes_of(node: "Node", gpus: int) -> Passes | None:
     if model.micro_batch_tokens is None or not (on_gpus or model.recompute or model.sharing > 1):
         return None
     tensor, context = model.tensor_parallel, model.context_parallel
-    return Passes(model.micro_batch_tokens * context, node.traits.mini_batches, tensor, context, model.pipeline_parallel)
+    return Passes(
+        model.micro_batch_tokens * context, node.traits.mini_batches, tensor, context, model.pipeline_parallel, model.expert_parallel
+    )

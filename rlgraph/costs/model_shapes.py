@@ -51,10 +51,14 @@ class ModelShape:
     def layer_parameters(self) -> int:
         return self._layer(self.experts)
 
+    def own_layer(self, expert: int) -> int:
+        """Count the parameters of a layer with the experts of one of `expert` ranks that share them."""
+        return self.layer_parameters - self._of_experts * (expert - 1) // expert
+
     def own_parameters(self, tensor: int, pipeline: int, expert: int) -> int:
         """Count the parameters of a rank where `tensor` × `pipeline` ranks share a model, and `expert` ranks with the same layers its
         experts, whole ones."""
-        inner = 3 * self.hidden * self.intermediate * self.experts * self.layers if self.experts > 1 else 0
+        inner = self._of_experts * self.layers
         return (self.parameters - inner) // (tensor * pipeline) + inner // (pipeline * expert)
 
     @property
@@ -76,6 +80,10 @@ class ModelShape:
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+
+    @property
+    def _of_experts(self) -> int:
+        return 3 * self.hidden * self.intermediate * self.experts if self.experts > 1 else 0
 
     def _layer(self, experts: int) -> int:
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)

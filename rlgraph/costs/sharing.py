@@ -45,8 +45,9 @@ def check_shared(graph: Graph, shapes: Shapes) -> None:
     """Raise PlanError for a model of known shape that its ranks do not divide."""
     for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None):
         shape, traits = shapes.get(model.path), model.traits
-        if shape is None or traits.sharing == 1:
+        if shape is None or traits.together == 1:
             continue
+        _check_experts(f"graph '{graph.name}': model '{model.path}'", shape.experts, traits.expert_parallel)
         inner = shape.intermediate if shape.experts == 1 else traits.tensor_parallel  # experts are not cut
         sizes = shape.heads, shape.kv_heads, None if traits.any_vocabulary else shape.vocab, inner
         found = undivided(*sizes, tensor=traits.tensor_parallel, context=traits.context_parallel)
@@ -56,6 +57,16 @@ def check_shared(graph: Graph, shapes: Shapes) -> None:
                 f"graph '{graph.name}': model '{model.path}' has {name}={size}, which {settings} does not divide; every rank has as many: "
                 f"choose a divisor of {size}"
             )
+
+
+def _check_experts(model: str, experts: int, ranks: int) -> None:
+    if experts == 1 < ranks:
+        raise PlanError(f"{model} has no experts, which expert_parallel={ranks} shares; leave it out")
+    if experts % ranks:
+        raise PlanError(
+            f"{model} has {experts} experts, which expert_parallel={ranks} does not divide; every rank has as many: choose a divisor of "
+            f"{experts}"
+        )
 
 
 def exchange_s(shape: ModelShape, device: Device, traits: ModelTraits, *, trains: bool) -> float:
@@ -92,8 +103,8 @@ def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shap
 def assumed_sharing(graph: Graph, costs: Costs) -> tuple[str, ...]:
     """Name the nodes that were measured with other numbers of ranks that share a pass."""
     return tuple(
-        f"'{node.name}' was measured with tensor_parallel={measured.tensor_parallel}, context_parallel={measured.context_parallel}: its "
-        "exchanges of tokens are taken from the model's shape and the link between GPUs"
+        f"'{node.name}' was measured with tensor_parallel={measured.tensor_parallel}, context_parallel={measured.context_parallel}, "
+        f"expert_parallel={measured.expert_parallel}: its exchanges of tokens are taken from the model's shape and the link between GPUs"
         for node, _, measured in _elsewhere(graph, costs)
     )
 
@@ -105,7 +116,9 @@ def _elsewhere(graph: Graph, costs: Costs) -> Iterator[tuple[Node, NodeCost, Mod
         if node.model is None or not isinstance(cost, NodeCost) or cost.measured is None or not cost.token_s:
             continue
         passes = cost.measured.passes
-        tensor, context = (passes.tensor, passes.context) if passes is not None else (1, 1)
         traits = node.model.traits
-        if (tensor, context) != (traits.tensor_parallel, traits.context_parallel):
-            yield node, cost, replace(traits, tensor_parallel=tensor, context_parallel=context)
+        # Padded passes, which are not described, are of no rank that shares them; how they shared experts is not known.
+        found = (passes.tensor, passes.context, passes.expert) if passes is not None else (1, 1, traits.expert_parallel)
+        if found != (traits.tensor_parallel, traits.context_parallel, traits.expert_parallel):
+            tensor, context, expert = found
+            yield node, cost, replace(traits, tensor_parallel=tensor, context_parallel=context, expert_parallel=expert)

@@ -82,9 +82,17 @@ class SavedShard:
 
 
 def check_plan(model: Any) -> None:
-    """Raise GraphError for a model that its ranks cannot share by the plan that transformers has for it."""
-    from rlgraph.engines.hf_models.parallel_plan import check_folder_parallel
+    """Raise GraphError for a model that its ranks cannot share by the plan that transformers has for it, or whose experts they cannot."""
+    from rlgraph.engines.hf_models.parallel_plan import check_folder_experts, check_folder_parallel
 
+    if model.expert_parallel > 1:
+        for name, ranks in (("tensor_parallel", model.tensor_parallel), ("context_parallel", model.context_parallel)):
+            if ranks > 1:
+                raise GraphError(
+                    f"{type(model).__name__}(expert_parallel={model.expert_parallel}, {name}={ranks}): trainer='{model.spec.name}' shares "
+                    f"experts between ranks with passes of their own; leave out {name}"
+                )
+        check_folder_experts(type(model).__name__, model.path, model.expert_parallel)
     if model.traits.sharing > 1:
         check_folder_parallel(type(model).__name__, model.path, tensor=model.tensor_parallel, context=model.context_parallel)
 

@@ -3,10 +3,11 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from qwen3_shapes import QWEN3_8B
+from qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
 from rlgraph.costs.estimates import Workload, fully_sharded, model_parallel
@@ -16,9 +17,9 @@ from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.errors import GraphError, PlanError
 
 
-def folder(path: Path) -> str:
+def folder(path: Path, config: dict[str, Any] = QWEN3_8B) -> str:
     path.mkdir()
-    (path / "config.json").write_text(json.dumps(QWEN3_8B))
+    (path / "config.json").write_text(json.dumps(config))
     return str(path)
 
 
@@ -83,6 +84,19 @@ def test_ranks_that_share_experts_come_in_whole_groups() -> None:
     assert sum(w.model == "policy" for w in on_host.workers) == 2, "a host without GPUs runs one group"
 
 
+def test_a_plan_of_fsdp_says_how_ranks_share_experts(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", QWEN3_30B_A3B)
+    plan = rg.compile(
+        loop(rg.Pool("train", gpus=8), model, expert_parallel=4, micro_batch_tokens=1000), rg.Cluster(gpus=10, gpus_per_node=10)
+    )
+    assert "dp 8 (ep 4)" in str(plan)
+    assert passes_of(plan) == Passes(1000, expert=4)
+    plan.draw(tmp_path / "plan.svg")
+    assert "dp 8 (ep 4)" in (tmp_path / "plan.svg").read_text()
+    with pytest.raises(PlanError, match=r"has its passes and experts on 4 GPUs \(\(ep 4\)\).* has 6; .* multiple of 4"):
+        rg.compile(loop(rg.Pool("train", gpus=6), expert_parallel=4), rg.Cluster(gpus=8))
+
+
 def test_a_pool_without_a_share_gets_whole_groups() -> None:
     plan = rg.compile(loop(rg.Pool("train"), tensor_parallel=4), rg.Cluster(gpus=8))
     assert [pool.gpus for pool in plan.pools] == [(0, 1), (2, 3, 4, 5)]
@@ -129,6 +143,20 @@ def test_a_model_that_its_ranks_do_not_divide_is_refused_where_its_shape_is_know
         rg.compile(loop(rg.Pool("train", gpus=64), folder(tmp_path / "m"), **ranks), rg.Cluster(gpus=66, gpus_per_node=66))
 
 
+@pytest.mark.parametrize(
+    ("config", "ranks", "said"),
+    [
+        (QWEN3_8B, 2, "has no experts, which expert_parallel=2 shares; leave it out"),
+        (QWEN3_30B_A3B, 3, "has 128 experts, which expert_parallel=3 does not divide; .* a divisor of 128"),
+    ],
+)
+def test_experts_that_ranks_do_not_divide_are_refused_where_their_shape_is_known(
+    tmp_path: Path, config: dict[str, object], ranks: int, said: str
+) -> None:
+    with pytest.raises(PlanError, match=said):
+        rg.compile(loop(rg.Pool("train", gpus=6), folder(tmp_path / "m", config), expert_parallel=ranks), rg.Cluster(gpus=8))
+
+
 def test_layers_that_ranks_share_are_not_compiled() -> None:
     with pytest.raises(GraphError, match=r"Policy\(tensor_parallel=2, compiled=True\).*leave out compiled"):
         rg.Policy("m", pool=rg.Pool("train"), tensor_parallel=2, compiled=True)
@@ -144,6 +172,16 @@ def test_ranks_that_share_a_pass_take_its_activations_and_logits_apart() -> None
     assert tensor["gathered layers"] == alone["gathered layers"] // 2
     assert tensor["logits"] < alone["logits"]
     assert context == alone, "micro_batch_tokens bounds the tokens of a rank"
+
+
+def test_ranks_that_share_experts_never_gather_those_of_others() -> None:
+    shape = ModelShape.from_config(QWEN3_30B_A3B)
+    assert shape is not None
+    work = Workload(shape=shape, itemsize=2, workers=8, width=1.0, rows=64, longest=4096, usual=4096, trained=True)
+    all_experts, own = fully_sharded(work), fully_sharded(replace(work, expert=4))
+    of_a_layer = 128 * 3 * 768 * 2048
+    assert all_experts.runs["gathered layers"] - own.runs["gathered layers"] == 2 * 2 * of_a_layer * 3 // 4
+    assert own.stays == all_experts.stays
 
 
 def test_each_group_of_a_model_that_is_cut_alike_holds_all_of_it() -> None:
@@ -179,3 +217,18 @@ def test_measured_costs_are_taken_to_shared_passes_by_the_links_of_the_gpus(tmp_
     assert plans[2].node("update").seconds > plans[1].node("update").seconds > 0
     assert any("measured with tensor_parallel=1" in said for said in rg.compile(graphs[2], cluster, costs).prediction.assumed)
     assert not any("tensor_parallel" in said for said in rg.compile(graphs[1], cluster, costs).prediction.assumed)
+
+
+def test_measured_costs_are_taken_to_shared_experts_by_the_links_of_the_gpus(tmp_path: Path) -> None:
+    model, cluster = folder(tmp_path / "m", QWEN3_30B_A3B), rg.Cluster(gpus=4, gpu="H200")
+    given = {"micro_batch_tokens": 1 << 14, "recompute": True, "offload": "moments"}
+    graphs = {ranks: loop(rg.Pool("train", gpus=2), model, expert_parallel=ranks, **given) for ranks in (1, 2)}
+    measured = NodeCost(token_s=1e-4, measured=Setting(2, 2, 32, Passes(1 << 14)))
+    lengths = rg.Lengths((0.0, 1.0), (100.0, 100.0))
+    costs = rg.Costs(dict.fromkeys([node.name for node in graphs[1].nodes], 0.1) | {"update": measured}, source="measured", lengths=lengths)
+    seconds = {}
+    for ranks, graph in graphs.items():
+        seconds[ranks] = rg.compile(graph, cluster, costs).node("update").seconds
+    sent = 3 * 48 * 2 * 8 * 2048 / 2 * 2 / (450e9 * 0.7)  # forward twice, backward; there and back to 8 experts, half of them on this rank
+    assert seconds[2] - seconds[1] == pytest.approx(16 * 100 * sent, rel=0.1)
+    assert any("expert_parallel=1: its exchanges" in said for said in rg.compile(graphs[2], cluster, costs).prediction.assumed)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from families import folder_of
 from parallel_ranks import ADAMW, Case, assembled, boxes, by_one_process, engine_of, given_to, going_on, run_exporting
-from tiny import tiny_qwen
+from tiny import tiny_mixture, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.hf_models.pretrained import byte_tokenizer, tiny_model
+from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.megatron.model_config import check_folder
 from rlgraph.engines.megatron.spec import SPEC
 from rlgraph.errors import DataError, GraphError
@@ -59,7 +59,7 @@ RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, 
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     parent = tmp_path_factory.mktemp("models")
     llama = tiny_model(parent / "llama", hidden=128, tied=False)
-    moe = _experts(parent / "moe")
+    moe = tiny_mixture(parent / "moe")
     found = [
         Case("llama", llama),
         Case("saving", llama, saving=True),
@@ -75,7 +75,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         Case("moe", moe),
         Case("moe critic", moe, kind="critic"),
         Case("moe saving", moe, saving=True),
-        Case("unnormed", _experts(parent / "unnormed", norm_topk_prob=False)),
+        Case("unnormed", tiny_mixture(parent / "unnormed", norm_topk_prob=False)),
     ]
     return {case.name: replace(case, steps=STEPS) for case in found}
 
@@ -194,31 +194,6 @@ def test_several_tokens_at_a_position_are_refused(cases: dict[str, Case]) -> Non
     policy = rg.Policy(str(cases["llama"].folder), pool=rg.Pool("train"), trainer="megatron")
     with pytest.raises(GraphError, match=r"node 'update' needs log-probs of several tokens .* trainer='megatron' does not give"):
         check_whole_vocabulary("update", policy)
-
-
-def _experts(folder: Path, *, norm_topk_prob: bool = True) -> Path:
-    """Make a folder with a small random Qwen 3 of four experts, two of which a token takes."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    shape = Qwen3MoeConfig(
-        vocab_size=288,
-        hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        norm_topk_prob=norm_topk_prob,
-        tie_word_embeddings=False,
-        initializer_range=0.1,
-    )
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(shape).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
 
 
 def _biased(folder: Path) -> Path:

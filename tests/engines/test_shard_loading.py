@@ -100,6 +100,26 @@ def test_a_rank_reads_no_more_than_its_boxes_and_no_more_than_a_piece_at_once(
         assert all(4 * size <= 1000 for size in sizes)
 
 
+def test_a_rank_reads_no_more_of_fused_experts_than_its_own(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = FolderWeights(folders["qwen3_moe"], skeleton(AutoModelForCausalLM, folders["qwen3_moe"]))
+    sizes, read = list[int](), FolderWeights._read
+
+    def counted(*given: Any) -> Any:
+        for rows, piece in read(*given):
+            sizes.append(piece.numel())
+            yield rows, piece
+
+    monkeypatch.setattr(FolderWeights, "_read", counted)
+    monkeypatch.setattr(FolderWeights, "_converted", None)
+    for name in ("gate_up_proj", "down_proj"):
+        whole = loaded("policy", folders["qwen3_moe"])[f"model.layers.1.mlp.experts.{name}"]
+        sizes.clear()
+        out = torch.empty(2, whole.shape[1] // 2, whole.shape[2])
+        weights.fill(f"model.layers.1.mlp.experts.{name}", (1, whole.shape[1] // 4, 0), out)
+        assert torch.equal(out, whole[1:3, whole.shape[1] // 4 : whole.shape[1] // 4 * 3])
+        assert sum(sizes) == out.numel()
+
+
 def test_an_engine_trains_from_the_weights_that_it_read(folders: dict[str, Path]) -> None:
     from tiny import LENGTHS, WeightedLikelihood, batch_of
 

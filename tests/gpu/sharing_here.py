@@ -88,7 +88,9 @@ def main() -> None:
         before, after = (torch.tensor(found[float32][when]) for when in (0, 1))
         far, farther = (before - whole).abs().max().item(), (after - plain).abs().max().item()
         half = (torch.tensor(found[bfloat16][0]) - whole).abs().max().item()
-        print(f"{way}: float32 {far:.1e}, after {UPDATES} updates {farther:.1e}; bfloat16 {half:.1e}, of one rank {rounding:.1e}", flush=True)
+        print(
+            f"{way}: float32 {far:.1e}, after {UPDATES} updates {farther:.1e}; bfloat16 {half:.1e}, of one rank {rounding:.1e}", flush=True
+        )
         assert far < NEAR, (way, far)
         assert farther < 10 * NEAR, (way, farther)
         assert half < 2 * rounding, (way, half, rounding)

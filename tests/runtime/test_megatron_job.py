@@ -101,7 +101,6 @@ def test_references_give_what_those_of_fsdp_do_beside_a_policy_of_another_split_
     ("settings", "said"),
     [
         ({"pipeline_parallel": 2}, "'fsdp' has no such setting; leave it out, or use trainer='megatron'"),
-        ({"expert_parallel": 2}, "'fsdp' has no such setting; leave it out, or use trainer='megatron'"),
         ({"trainer": "megatron", "expert_parallel": 4, "data_parallel": 2}, "2 processes have the same layers, of which 4 share experts"),
         ({"trainer": "megatron", "context_parallel": 2}, "'megatron' has no such setting; leave it out, or use trainer='fsdp'"),
         ({"trainer": "megatron", "offload": "moments"}, "'megatron' has no such setting"),

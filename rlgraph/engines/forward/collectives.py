@@ -55,6 +55,12 @@ def whole_tokens(part: torch.Tensor, group: Any) -> torch.Tensor:
     return found
 
 
+def sent_rows(rows: torch.Tensor, counts: list[int], taken: list[int], group: Any) -> torch.Tensor:
+    """Send `counts[i]` of the rows `[n, H]`, in order, to rank i, and give the `taken[i]` rows of each rank i, `[m, H]`, in their order."""
+    found: torch.Tensor = _SentRows.apply(rows, counts, taken, group)
+    return found
+
+
 def filled(part: torch.Tensor, group: Any) -> torch.Tensor:
     """Add up tensors of which each rank has filled some places, the others being 0; every rank then does the same with the whole."""
     found: torch.Tensor = _Filled.apply(part, group)
@@ -109,18 +115,18 @@ class _ScatterSum(torch.autograd.Function):
 
 def _to_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
     ranks, (_, heads, tokens, width) = dist.get_world_size(group), part.shape
-    found = _exchanged(part.reshape(ranks, heads // ranks, tokens, width), group)
+    found = exchanged(part.reshape(ranks, heads // ranks, tokens, width), group)
     return found.transpose(0, 1).reshape(1, heads // ranks, ranks * tokens, width)
 
 
 def _to_tokens(part: torch.Tensor, group: Any) -> torch.Tensor:
     ranks, (_, heads, tokens, width) = dist.get_world_size(group), part.shape
-    found = _exchanged(part.reshape(heads, ranks, tokens // ranks, width).transpose(0, 1), group)
+    found = exchanged(part.reshape(heads, ranks, tokens // ranks, width).transpose(0, 1), group)
     return found.reshape(1, ranks * heads, tokens // ranks, width)
 
 
-def _exchanged(parts: torch.Tensor, group: Any) -> torch.Tensor:
-    """Send part i to rank i, and take its part for this rank."""
+def exchanged(parts: torch.Tensor, group: Any) -> torch.Tensor:
+    """Send part i to rank i, and take its part for this rank; no gradient passes."""
     parts = parts.contiguous()
     found = torch.empty_like(parts)
     dist.all_to_all_single(found, parts, group=group)
@@ -147,6 +153,23 @@ class _Tokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _to_heads(grads[0], ctx.group), None
+
+
+def _sent(rows: torch.Tensor, counts: list[int], taken: list[int], group: Any) -> torch.Tensor:
+    found = rows.new_empty((sum(taken), *rows.shape[1:]))
+    dist.all_to_all_single(found, rows.contiguous(), taken, counts, group=group)
+    return found
+
+
+class _SentRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, counts: list[int], taken: list[int], group: Any) -> torch.Tensor:
+        ctx.counts, ctx.taken, ctx.group = counts, taken, group
+        return _sent(rows, counts, taken, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _sent(grads[0], ctx.taken, ctx.counts, ctx.group), None, None, None
 
 
 class _Filled(torch.autograd.Function):

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.distillation import CHOSEN
@@ -22,6 +24,7 @@ from rlgraph.engines.forward.rows import rows_of, shape_of, tensor_of, unpacked
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.exchange import summed
+from rlgraph.engines.fsdp.expert_parallel import share_experts
 from rlgraph.engines.fsdp.grad_norm import clipped
 from rlgraph.engines.fsdp.muon import made
 from rlgraph.engines.fsdp.offload import OffloadedMoments
@@ -30,7 +33,7 @@ from rlgraph.engines.fsdp.shard_loading import load_shards
 from rlgraph.engines.fsdp.sharding import join, local, memory, own_box, prepare_layers, shard
 from rlgraph.engines.fsdp.tensor_parallel import share_matrices
 from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
-from rlgraph.engines.hf_models.parallel_plan import check_parallel
+from rlgraph.engines.hf_models.parallel_plan import check_experts, check_parallel
 from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
 from rlgraph.engines.lora.settings import LoRA
 from rlgraph.errors import GraphError
@@ -47,11 +50,11 @@ class FsdpEngine:
     kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute). Else responses
     behind each other share one copy of their prompt, unless `shared` is False. `host_moments` keeps the moments of AdamW in host
     memory, and brings those of one parameter at a time to the device in an optimizer step; with `moments_stay` they are on the device also
-    while the engine sleeps. `tensor_parallel` neighbours share the matrices
-    of the layers, and `context_parallel` groups of them the tokens of a pass, which is packed flat: see `Ranks`. `load_balance` is the
-    weight of the loss that balances the experts of a mixture. With an `adapter` the model itself is frozen, in `dtype`; weights,
-    shards and state are then those of the adapter alone. `exact` computes the log-probs of the engine to the bit: see `exact.model`.
-    `on_progress(done, total)` is called after each micro-batch of an update or of scores.
+    while the engine sleeps. `tensor_parallel` neighbours share the matrices of the layers, and `context_parallel` groups of them the tokens
+    of a pass, which is packed flat: see `Ranks`. Without these, `expert_parallel` neighbours share the experts of a mixture: see
+    `share_experts`. `load_balance` is the weight of the loss that balances the experts of a mixture. With an `adapter` the model itself is
+    frozen, in `dtype`; weights, shards and state are then those of the adapter alone. `exact` computes the log-probs of the engine to
+    the bit: see `exact.model`. `on_progress(done, total)` is called after each micro-batch of an update or of scores.
 
     Raises GraphError for ranks that cannot share the model.
     """
@@ -74,6 +77,7 @@ class FsdpEngine:
         moments_stay: bool = False,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
+        expert_parallel: int = 1,
         load_balance: float = 0.0,
         adapter: LoRA | None = None,
         exact: bool = False,
@@ -85,7 +89,7 @@ class FsdpEngine:
         self._adapters = [] if adapter is None else _attached(head, adapter, dtype, world)
         self._made_group = join(rank, world)
         self._device = torch.device(device)
-        self._ranks = Ranks(device, rank, world, tensor=tensor_parallel, context=context_parallel)
+        self._ranks = Ranks(device, rank, world, tensor=tensor_parallel, context=context_parallel, expert=expert_parallel)
         self.micro_batch_tokens = micro_batch_tokens
         self.optimizer_settings, self._steps = optimizer, 0
         self._head = head if head.folder is not None else head.to(self._device)
@@ -100,7 +104,8 @@ class FsdpEngine:
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
         if self._ranks.matrices is not None:
             share_matrices(head, self._ranks.matrices)
-        self._units = shard(head, head.layers, self._ranks.sharded, dtype)
+        experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)
+        self._units = [*experts, *shard(head, head.layers, self._ranks.sharded, dtype)]
         self._parts = {} if head.folder is None else head.folder.parts()
         if head.folder is not None:
             load_shards(head, self._device)
@@ -119,6 +124,10 @@ class FsdpEngine:
             raise GraphError("FsdpEngine(flat=False): ranks share passes that are packed flat; leave out flat")
         config = head.backbone.config.get_text_config()
         check_parallel("FsdpEngine", config, tensor=self._ranks.tensor, context=self._ranks.context)
+
+    def _shared_experts(self, head: Head, mesh: DeviceMesh, dtype: torch.dtype) -> list[Any]:
+        check_experts("FsdpEngine", head.backbone.config.get_text_config(), mesh["ep"].size())
+        return share_experts(head.model, mesh, dtype)
 
     def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
         """Give `[B, T]` float32 under the current weights: 0 where `response_mask` is false; the same on every rank."""

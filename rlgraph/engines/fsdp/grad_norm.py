@@ -15,9 +15,10 @@ def clipped(parameters: Iterable[torch.nn.Parameter], most: float) -> float:
     """Scale the gradients down to a norm of `most` over all ranks, and return the norm before; every rank calls it."""
     learnt = [parameter for parameter in parameters if parameter.grad is not None]
     grads = [parameter.grad for parameter in learnt if isinstance(parameter.grad, DTensor)]
-    if not grads or grads[0].device_mesh.ndim == 1:
+    if all(grad.device_mesh.ndim == 1 for grad in grads):
         return float(full(torch.nn.utils.clip_grad_norm_(learnt, most)))
-    # On a mesh of two dims torch sums each dim by itself, one gradient after the other: here one sum over all ranks.
+    # On a mesh of two dims torch sums each dim by itself, one gradient after the other: here one sum over all ranks. It also adds up
+    # experts, which some ranks share, and the rest of a model, which all share.
     norms = torch.stack(torch._foreach_norm([local(grad) for grad in grads]))
     alone = torch.tensor([placed(grad)[1] == 0 for grad in grads], device=norms.device)  # what several ranks hold counts once
     total = (norms.square() * alone).sum()

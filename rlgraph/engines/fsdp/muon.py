@@ -11,7 +11,7 @@ from rlgraph.engines.forward.head import Head
 from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.fsdp.eight_bit import EightBitAdamW
 from rlgraph.engines.fsdp.host_moments import HostMomentsAdamW
-from rlgraph.engines.fsdp.sharding import full, local, placed
+from rlgraph.engines.fsdp.sharding import by_mesh, full, local, placed
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the iteration; those of torch and of the source
 EPS = 1e-7
@@ -26,7 +26,8 @@ def made(settings: AdamW, head: Head, *, host_moments: bool = False) -> torch.op
     if settings.moments == "8bit":
         return EightBitAdamW(learnt, settings)
     kind = HostMomentsAdamW if host_moments else torch.optim.AdamW
-    return kind(learnt, settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True)
+    groups = [{"params": group} for group in by_mesh(learnt)]
+    return kind(groups, settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True)
 
 
 def first_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -64,7 +65,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
                     self.state[parameter].update(first_moments(self, parameter))
             for matrix in filter(self.takes, learnt):
                 self._step_matrix(matrix, group["lr"])
-            self._step_others([parameter for parameter in learnt if not self.takes(parameter)], group["lr"])
+            for others in by_mesh(parameter for parameter in learnt if not self.takes(parameter)):
+                self._step_others([*others], group["lr"])
 
     def _step_matrix(self, matrix: torch.Tensor, lr: float) -> None:
         settings, momentum = self._settings, self.state[matrix][MOMENTUM]
@@ -78,23 +80,22 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def _step_others(self, parameters: list[torch.Tensor], lr: float) -> None:
         settings, states = self._settings, [self.state[parameter] for parameter in parameters]
-        if parameters:
-            adamw(
-                parameters,
-                [parameter.grad for parameter in parameters if parameter.grad is not None],
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                fused=True,
-                amsgrad=False,
-                beta1=settings.betas[0],
-                beta2=settings.betas[1],
-                lr=lr,
-                weight_decay=settings.weight_decay,
-                eps=settings.eps,
-                maximize=False,
-            )
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            amsgrad=False,
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
+            lr=lr,
+            weight_decay=settings.weight_decay,
+            eps=settings.eps,
+            maximize=False,
+        )
 
 
 def _own(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

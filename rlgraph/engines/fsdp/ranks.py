@@ -13,10 +13,17 @@ class Ranks:
     share matrices, ranks 0 and 2 a row, and ranks 0 to 3 compute what 4 to 7 do for other sequences.
 
     `sharded` is the mesh over which FSDP shards parameters: all ranks that share no matrices. Groups are None for a size of 1.
-    Raises GraphError where the ranks are no multiple of `tensor` × `context`.
+    Of a mixture `expert` neighbours hold experts of their own: of 4 with `expert` 2, ranks 0 and 1 hold all experts together, and ranks 0
+    and 2 the same ones. `experts` is their mesh, of ranks that hold the same experts ("fsdp") and of those that hold all ("ep").
+    Raises GraphError where the ranks are no multiple of `tensor` × `context`, or of `expert`.
     """
 
-    def __init__(self, device: str, rank: int, world: int, *, tensor: int = 1, context: int = 1) -> None:
+    def __init__(self, device: str, rank: int, world: int, *, tensor: int = 1, context: int = 1, expert: int = 1) -> None:
+        if world % expert or expert > 1 < tensor * context:
+            raise GraphError(
+                f"FsdpEngine(world={world}, tensor_parallel={tensor}, context_parallel={context}, expert_parallel={expert}): experts are "
+                f"shared in groups of {expert} ranks, each with passes of its own; give a multiple, and leave out the others"
+            )
         if world % (tensor * context):
             raise GraphError(
                 f"FsdpEngine(world={world}, tensor_parallel={tensor}, context_parallel={context}): the ranks come in groups of "
@@ -31,6 +38,9 @@ class Ranks:
             self.sharded, self.matrices = both["fsdp"], both["tp"]
         else:
             self.sharded = DeviceMesh(device, numbers)
+        self.experts: DeviceMesh | None = None
+        if expert > 1:
+            self.experts = DeviceMesh(device, numbers.view(-1, expert), mesh_dim_names=("fsdp", "ep"))
         self.context_group: Any = None
         self.data_group: Any = self.sharded.get_group()
         if context > 1:

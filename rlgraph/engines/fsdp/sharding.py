@@ -78,6 +78,14 @@ def together(layers: Iterable[torch.nn.Module]) -> list[list[torch.nn.Module]]:
     return units
 
 
+def by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+    """Group parameters by the ranks that share them: an operation of torch on several DTensors takes those of one mesh."""
+    found: dict[DeviceMesh | None, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(found.values())
+
+
 def full(value: torch.Tensor) -> torch.Tensor:
     """Gather the whole of a sharded tensor."""
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -1,22 +1,25 @@
 """The weights of a model folder, read box by box under the names of the model's parameters.
 
-A parameter is a tensor of the folder under its own name or an old one, of which only the box is read; or, in models whose code fuses what
-the folder keeps apart (the experts of a layer), made whole by transformers' own conversion.
+A parameter is a tensor of the folder under its own name or an old one, or in models whose code fuses what the folder keeps apart (the
+experts of a layer) several of them: only the box is read. What is fused in another way is made whole by transformers' own conversion.
 """
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.costs.estimates import PIECE_BYTES
-from rlgraph.engines.hf_models.folder_parts import FolderPart, PartsByName, fused_parts, whole_part
+from rlgraph.engines.hf_models.folder_parts import FolderPart, Numbers, PartsByName, folder_shards, fused_parts, whole_part
 from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import in_text_model, is_text
 from rlgraph.errors import DataError
+
+Pieces: TypeAlias = Iterator[tuple[slice, torch.Tensor]]  # of a box, each with its rows
 
 
 class FolderWeights:
@@ -42,9 +45,14 @@ class FolderWeights:
         """Copy the box of a parameter or buffer that begins at `offsets` and is as large as `out` into `out`, in its dtype."""
         if not out.numel():
             return
-        for rows, piece in self._pieces(name, tuple(offsets), tuple(out.shape)):
-            target = out[rows] if out.dim() else out
-            target.copy_(piece.to(out.device))  # cast there: what crosses the bus is the file's dtype
+        name = self._alias.get(name, name)
+        parts = self._fused(name) if name in self._made else ()
+        if not parts:
+            _copy(self._pieces(name, tuple(offsets), tuple(out.shape)), out)
+            return
+        box = WeightShard(name, tuple(self._model.get_parameter(name).shape), tuple(offsets), out)
+        for part in folder_shards([box], {name: parts}):
+            _copy(self._read(part.name, part.offsets, tuple(part.tensor.shape)), part.tensor)
 
     def holds(self, name: str) -> bool:
         """Whether the folder has what a parameter or buffer of this name is made of."""
@@ -60,22 +68,30 @@ class FolderWeights:
             if name in self._plain:
                 found[parameter] = (whole_part(self._plain[name], shapes[self._plain[name]]),)
             elif name in self._made:
-                first, converter, sources = self._made[name]
-                by_pattern: dict[str, list[str]] = {pattern: [] for pattern in converter.source_patterns}
-                for source, (_, pattern) in sources.items():
-                    by_pattern[pattern].append(source)
-                found[parameter] = fused_parts(converter.operations, by_pattern, shapes) if first == name else ()
+                found[parameter] = self._fused(name)
         return found
 
-    def _pieces(self, name: str, offsets: tuple[int, ...], shape: tuple[int, ...]) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield the box in pieces of `PIECE_BYTES` along its first dim, each with its rows of the box."""
+    def _fused(self, name: str) -> tuple[FolderPart, ...]:
+        """The tensors of the folder that a conversion makes a parameter of; none where it does not show them."""
+        first, converter, sources = self._made[name]
+        by_pattern: dict[str, list[str]] = {pattern: [] for pattern in converter.source_patterns}
+        for source, (_, pattern) in sources.items():
+            by_pattern[pattern].append(source)
+        shapes = {source: self._files[source][1] for source in sources}
+        return fused_parts(converter.operations, by_pattern, shapes) if first == name else ()
+
+    def _pieces(self, name: str, offsets: Numbers, shape: Numbers) -> Pieces:
+        """Yield the box of a parameter in pieces, each with its rows of the box."""
+        name = self._alias.get(name, name)
+        if name in self._plain:
+            yield from self._read(self._plain[name], offsets, shape)
+        else:
+            yield slice(None), self._converted(name)[tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))]
+
+    def _read(self, source: str, offsets: Numbers, shape: Numbers) -> Pieces:
+        """Yield the box of a tensor of the folder in pieces of `PIECE_BYTES` along its first dim."""
         from safetensors import safe_open
 
-        name = self._alias.get(name, name)
-        if name not in self._plain:
-            yield slice(None), self._converted(name)[tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))]
-            return
-        source = self._plain[name]
         if not shape:
             with safe_open(self._files[source][0], "pt") as tensors:
                 yield slice(None), tensors.get_tensor(source)
@@ -165,3 +181,9 @@ class FolderWeights:
         shape = tuple(self._model.get_parameter(first).shape)
         pieces = zip(*(self._pieces(name, (0,) * len(shape), shape) for name in (first, second)), strict=True)
         return all(torch.equal(one, other) for (_, one), (_, other) in pieces)
+
+
+def _copy(pieces: Pieces, out: torch.Tensor) -> None:
+    for rows, piece in pieces:
+        target = out[rows] if out.dim() else out
+        target.copy_(piece.to(out.device))  # cast there: what crosses the bus is the file's dtype

@@ -10,6 +10,7 @@ from rlgraph.errors import GraphError, shown
 
 COLUMNS, ROWS = "colwise", "rowwise"
 KNOWN = {COLUMNS, ROWS, "replicated_with_grad_allreduce", "embedding_rowwise"}
+EXPERT_FAMILIES = ("mixtral", "olmoe", "qwen3_moe")  # by tests/engines/test_sharing_experts.py
 FAMILIES = ("llama", "qwen2", "qwen3")  # by tests/engines/test_sharing_ranks.py
 
 
@@ -45,6 +46,33 @@ def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1
         name, size, settings = found
         raise GraphError(
             f"{given}: the model has {name}={size}, which {settings} does not divide; every rank has as many: choose a divisor of {size}"
+        )
+
+
+def check_folder_experts(where: str, path: str | Path, expert: int) -> None:
+    """Check that ranks can share the experts of the model of a folder. Raises as `check_experts` does."""
+    check_model(path)
+    check_experts(where, text_config(path), expert)
+
+
+def check_experts(where: str, config: Any, expert: int) -> None:
+    """Check that `expert` ranks can share the experts of a model of this configuration.
+
+    Raises GraphError for a model without experts, a family that is not known here, and experts that the ranks do not divide.
+    """
+    given, kind = f"{where}(expert_parallel={expert})", config.model_type
+    name = next((name for name in ("num_experts", "num_local_experts") if getattr(config, name, None)), None)
+    if name is None:
+        raise GraphError(f"{given}: the model has no experts; leave out expert_parallel")
+    if kind not in EXPERT_FAMILIES:
+        raise GraphError(
+            f"{given}: experts of models of type {shown(kind)} are not shared by ranks; it is offered for {', '.join(EXPERT_FAMILIES)}"
+        )
+    size = getattr(config, name)
+    if size % expert:
+        raise GraphError(
+            f"{given}: the model has {name}={size}, which expert_parallel={expert} does not divide; every rank has as many: choose a "
+            f"divisor of {size}"
         )
 
 

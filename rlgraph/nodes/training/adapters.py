@@ -20,6 +20,10 @@ def check_adapter(model: Any) -> None:
             f"{where}, tensor_parallel={model.tensor_parallel}): ranks that share matrices would have to share the adapter's too, which is "
             "not supported; use data_parallel or context_parallel"
         )
+    if model.expert_parallel > 1:
+        raise GraphError(
+            f"{where}, expert_parallel={model.expert_parallel}): mixtures of experts have no adapters here; leave out expert_parallel"
+        )
     if model.adapter.base is not None:
         check_four_bits(model)
     if model.load_balance:

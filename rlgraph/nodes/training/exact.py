@@ -24,6 +24,7 @@ def check_exact_settings(model: Any) -> None:
     given = {
         "tensor_parallel": (model.tensor_parallel, 1),
         "context_parallel": (model.context_parallel, 1),
+        "expert_parallel": (model.expert_parallel, 1),
         "recompute": (model.recompute, False),
         "fused_head": (model.fused_head, None),
         "compiled": (model.compiled, False),

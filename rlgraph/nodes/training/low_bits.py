@@ -16,6 +16,11 @@ def check_eight_bits(model: Any) -> None:
             f"{where}, tensor_parallel={model.tensor_parallel}): ranks that share matrices cut them within blocks of moments; use "
             "data_parallel or context_parallel, or leave out moments"
         )
+    if model.expert_parallel > 1:
+        raise GraphError(
+            f"{where}, expert_parallel={model.expert_parallel}): ranks that share experts cut them unlike the blocks of moments; "
+            "leave out one"
+        )
 
 
 def check_four_bits(model: Any) -> None:
