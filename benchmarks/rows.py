@@ -18,6 +18,7 @@ from gpu_rows import ON_GPUS, PEERS, generation, training, weights
 from learning_rows import LEARNING
 from mathematics_rows import MATHEMATICS_IN_TEXT
 from reliability_rows import RELIABLE, kills
+from replay_rows import ROUTES
 from stage_rows import STAGES
 from table import Row, table
 
@@ -67,7 +68,7 @@ HEAD = ("what", "measured", "beside it", "script")
 
 def tables() -> tuple[dict[str, str], list[str]]:
     """Write every table, by its name, and list what is declared but not measured."""
-    groups = {"channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *EXACT],
+    groups = {"channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *EXACT, *ROUTES],
               "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": [*ON_GPUS, *EXACT_ON_GPUS]}  # fmt: skip
     found = (
         scale_tables.tables() | staleness_tables.tables() | adapters_learning.tables() | exact_learning.tables() | small_gpu_rows.tables()

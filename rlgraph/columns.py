@@ -1,7 +1,8 @@
 """The columns that travel on edges: name, dtype, dimensions and who writes them.
 
 Dimensions: N prompts of a step, B responses (B = N x group_size, the responses of one prompt side by side),
-P prompt tokens, T response tokens. Prompts are padded on the left, responses on the right, with token 0.
+P prompt tokens, T response tokens, L layers with experts, E experts chosen for a token. Prompts are padded on the left, responses on the
+right, with token 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,6 +42,10 @@ COLUMNS: dict[str, ColumnSpec] = {
     "responses": ColumnSpec(torch.int64, ("B", "T"), "rollout", "response token ids; `list[str]` parameters get them as text"),
     "response_mask": ColumnSpec(torch.bool, ("B", "T"), "rollout", "true on tokens the policy wrote, false on padding and tool tokens"),
     "rollout_log_probs": ColumnSpec(torch.float32, ("B", "T"), "rollout", "log-probs of the engine when the token was sampled"),
+    "prompt_routes": ColumnSpec(
+        torch.int16, ("B", "P", "L", "E"), "rollout", "experts that the engine chose for each prompt token; -1 where they are not known"
+    ),
+    "routes": ColumnSpec(torch.int16, ("B", "T", "L", "E"), "rollout", "the same of response tokens; -1 for the last, which is never read"),
     "weight_version": ColumnSpec(torch.int32, ("B", "T"), "rollout", "version of the weights that wrote each token"),
     "finish_reasons": ColumnSpec(
         torch.int8, ("B",), "rollout", "why each response ended: 0 by itself, 1 at the token limit, 2 at the turn limit, 3 aborted"
@@ -115,6 +120,7 @@ def _concat(name: str, columns: Sequence[Column]) -> Column:
     tensors = [c for c in columns if isinstance(c, torch.Tensor)]
     if not tensors:
         return [row for column in columns for row in column]
+    tensors = [t for t in tensors if len(t)] or tensors[:1]  # a writer without rows may not know further dimensions
     if tensors[0].ndim < 2:
         return torch.cat(tensors)
     width = max(t.shape[1] for t in tensors)

@@ -77,6 +77,12 @@ def tiny_mixture(folder: Path, kind: str = "qwen3_moe", **settings: Any) -> Path
     return folder
 
 
+def tiny_moe(folder: Path, *, vocab: int = VOCAB, experts: int = 8, layers: int = 2) -> Path:
+    """Return a folder with a small random Qwen 3 MoE of eight experts, of whom two are chosen for a token."""
+    more = {"num_experts": experts, "num_hidden_layers": layers, "norm_topk_prob": True, "max_position_embeddings": 1024}
+    return tiny_mixture(folder / "moe", vocab_size=vocab, moe_intermediate_size=32, **more)
+
+
 def batch_of(lengths: list[int], *, group: int = 2, holes: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return a batch with responses of these lengths, `group` of them for each prompt, and advantages.
 

@@ -41,6 +41,7 @@ class MicroBatch:
 
     Entry i of `predicts` says which position of the flattened input gives the distribution of `targets[i]`, and
     `(row[i], column[i])` is where that token lies in a [len(rows), T] column. `real` is false on padding of the flattened input.
+    `routes` [S x L, layers, k] are the experts of each token of the flattened input, -1 where none are known; None without the columns.
     """
 
     rows: torch.Tensor
@@ -56,6 +57,7 @@ class MicroBatch:
     longest: int = 0
     group: Any = None
     real: torch.Tensor | None = None
+    routes: torch.Tensor | None = None
 
     def shard(self, group: Any, rank: int, ranks: int) -> "MicroBatch":
         """Take the shard of a row for one of the ranks of a group: its tokens, and what they predict."""
@@ -169,17 +171,23 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
     shape = (max(len(sequences), 1), length)
     tokens, positions, segments = torch.zeros(3, *shape, dtype=torch.long).unbind()
     predicts, targets, rows, columns = [], [], [], []
+    told = _Routes.of(batch)
+    routes = None if told is None else told.unknown(*shape)
     row_of_batch = 0
     for index, sequence in enumerate(sequences):
         prompt = sequence.prompt
         tokens[index, :prompt] = prompts[sequence.rows[0]][prompt_mask[sequence.rows[0]]]
         positions[index] = torch.arange(length)
+        if told is not None and routes is not None:
+            routes[index, :prompt] = told.prompt(sequence.rows[0])
         start = prompt
         for segment, (row, size) in enumerate(zip(sequence.rows, sequence.responses, strict=True), 1):
             span = slice(start, start + size - 1)
             tokens[index, span] = responses[row, : size - 1]
             positions[index, span] = torch.arange(prompt, prompt + size - 1)
             segments[index, span] = segment
+            if told is not None and routes is not None:
+                routes[index, span] = told.response(row, size - 1)
             trained = response_mask[row, :size].nonzero()[:, 0]
             predicts.append(index * length + torch.where(trained == 0, prompt - 1, start + trained - 1))
             targets.append(responses[row, trained])
@@ -200,6 +208,7 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
         row=torch.cat([none, *rows]),
         column=torch.cat([none, *columns]),
         real=(segments != IGNORED).flatten() & bool(sequences),
+        routes=None if routes is None else routes.flatten(0, 1),
     )
 
 
@@ -209,13 +218,15 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: 
     The length of the row is a `multiple`: behind the sequences lies one of tokens that predict nothing.
     """
     prompts, prompt_mask, responses, response_mask = _read(batch)
-    pieces: list[torch.Tensor] = []
+    pieces, routes = list[torch.Tensor](), list[torch.Tensor]()
+    told = _Routes.of(batch)
     positions, predicts, targets, columns, rows = [], [], [], [], []
     starts = [0]
     for index, sequence in enumerate(sequences):
         (row,), (size,) = sequence.rows, sequence.responses
         trained = response_mask[row, :size].nonzero()[:, 0]
         pieces += [prompts[row][prompt_mask[row]], responses[row, : size - 1]]
+        routes += [] if told is None else [told.prompt(row), told.response(row, size - 1)]
         positions.append(torch.arange(sequence.tokens))
         predicts.append(starts[-1] + sequence.prompt - 1 + trained)
         targets.append(responses[row, trained])
@@ -226,6 +237,7 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: 
     spare = -starts[-1] % multiple if sequences else multiple
     if spare:
         pieces.append(torch.zeros(spare, dtype=torch.long))
+        routes += [] if told is None else [told.unknown(spare)]
         positions.append(torch.arange(spare))
         starts.append(starts[-1] + spare)
     return MicroBatch(
@@ -241,7 +253,32 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: 
         prompts=torch.tensor([*(s.prompt for s in sequences), *([spare] if spare else [])], dtype=torch.int32),
         longest=max([spare, *(s.tokens for s in sequences)]),
         real=torch.arange(starts[-1]) < sum(s.tokens for s in sequences),
+        routes=None if told is None else torch.cat(routes),
     )
+
+
+@dataclass(frozen=True)
+class _Routes:
+    """The experts that the engine took for the tokens of a batch: the columns `prompt_routes` and `routes`."""
+
+    prompts: torch.Tensor
+    responses: torch.Tensor
+    mask: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: Columns) -> "_Routes | None":
+        found = [batch.get(name) for name in ("prompt_routes", "routes", "prompt_mask")]
+        tensors = [column.cpu() for column in found if isinstance(column, torch.Tensor)]
+        return cls(*tensors) if len(tensors) == len(found) else None
+
+    def prompt(self, row: int) -> torch.Tensor:
+        return self.prompts[row][self.mask[row].bool()]
+
+    def response(self, row: int, count: int) -> torch.Tensor:
+        return self.responses[row, :count]
+
+    def unknown(self, *shape: int) -> torch.Tensor:
+        return self.responses.new_full((*shape, *self.responses.shape[2:]), IGNORED)
 
 
 def _mask(segments: torch.Tensor) -> torch.Tensor:

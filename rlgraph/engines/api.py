@@ -81,12 +81,15 @@ class Response:
     weights that sampled it.
 
     `finish` is the reason why it ended: "stop" at a stop token, "length" at its limit of tokens or of the context, "abort" if dropped.
+    `routes` [prompt + response, layers, k], int16, are the experts that an engine with routes chose for each token when it read it first;
+    -1 where they are not known, as for the last token, which it never reads.
     """
 
     tokens: list[int]
     log_probs: list[float]
     versions: list[int] = field(default_factory=list, compare=False)
     finish: Finish = "stop"
+    routes: torch.Tensor | None = field(default=None, compare=False)
 
 
 class GenerateEngine(ABC):

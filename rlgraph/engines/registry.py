@@ -19,7 +19,9 @@ from rlgraph.errors import GraphError, shown
 from rlgraph.settings import Name
 
 S = TypeVar("S", bound="EngineSpec | TrainerSpec")
-EngineSetting: TypeAlias = Literal["memory", "max_sequences", "engines_per_gpu", "self_test", "engine_args", "weights_dtype", "drafts"]
+EngineSetting: TypeAlias = Literal[
+    "memory", "max_sequences", "engines_per_gpu", "self_test", "engine_args", "weights_dtype", "drafts", "routes"
+]
 TrainerSetting: TypeAlias = Literal[
     "micro_batch_tokens",
     "recompute",
@@ -28,6 +30,7 @@ TrainerSetting: TypeAlias = Literal[
     "fused_head",
     "offload",
     "load_balance",
+    "router_replay",
     "tensor_parallel",
     "context_parallel",
     "pipeline_parallel",
@@ -44,8 +47,8 @@ class EngineSpec(Estimates):
 
     `load(generator, place)` makes the engine in the worker that runs it; it is sent there, so it is a function of a module.
     `settings` names the optional fields of `Generator` that the engine takes: `max_sequences`, `memory`, `engines_per_gpu`, `self_test`,
-    `weights_dtype`, `drafts`, and `engine_args`, which `check_arguments(given)` checks where the generator is declared; it returns those
-    that need a GPU, with the reason. It also takes `tensor_parallel` if it `spans_devices`. Any other setting is an error. It
+    `weights_dtype`, `drafts`, `routes`, and `engine_args`, which `check_arguments(given)` checks where the generator is declared; it
+    returns those that need a GPU, with the reason. It also takes `tensor_parallel` if it `spans_devices`. Any other setting is an error. It
     `shares_steps` if responses that join later are decoded in the same step as those under way, and `merges_adapters` if it may follow a
     policy with `adapter=`: each new version is then made of the base and the adapter. It `samples_exactly` if a policy with `exact=True`
     computes its log-probs to the bit. `prepare()` imports what `load` needs, where that changes the process for others: `rg.warm` then
@@ -103,10 +106,10 @@ class TrainerSpec(Estimates):
 
     `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` names the optional
     fields of the model that the engine takes: `micro_batch_tokens`, `recompute`, `compiled`, `self_test`, `fused_head`, `offload`,
-    `load_balance`, `tensor_parallel`, `context_parallel`, `pipeline_parallel`, `expert_parallel`, `adapter`, `exact`, and of a model
-    that only scores `max_context`. `check(model)` raises GraphError for a model that it is not offered for, before anything starts;
-    unless given, for one that ranks cannot share by the plan that transformers has for it. An engine that `only_scores` is for a teacher
-    or a reference, and is one process. One without the `whole_vocabulary` gives log-probs of one token at each position.
+    `load_balance`, `router_replay`, `tensor_parallel`, `context_parallel`, `pipeline_parallel`, `expert_parallel`, `adapter`, `exact`,
+    and of a model that only scores `max_context`. `check(model)` raises GraphError for a model that it is not offered for, before
+    anything starts; unless given, for one that ranks cannot share by the plan that transformers has for it. An engine that `only_scores`
+    is for a teacher or a reference, and is one process. One without the `whole_vocabulary` gives log-probs of one token at each position.
     Ranks of an engine for `any_vocabulary` share one that they do not divide. `prepare` is as that of an `EngineSpec`.
     `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.export`; without it only a running job
     exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host

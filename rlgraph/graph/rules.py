@@ -10,6 +10,7 @@ from rlgraph.columns import COLUMNS
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.adapter_rules import check_adapters
 from rlgraph.graph.exact_rules import check_exact
+from rlgraph.graph.replay_rules import routes_have_a_reader
 from rlgraph.graph.rounds import lags
 
 if TYPE_CHECKING:
@@ -317,6 +318,7 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     evaluations_delay_nobody,
     check_adapters,
     check_exact,
+    routes_have_a_reader,
 )
 
 

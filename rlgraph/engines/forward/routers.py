@@ -1,18 +1,20 @@
-"""The routers of a mixture of experts: what they choose in a pass, the loss that balances experts, and metrics of both.
+"""The routers of a mixture of experts: what they choose in a pass, or what is replayed, the loss that balances experts, and metrics.
 
 The experts themselves are transformers' own: tokens sorted by expert and one grouped product, summed in a fixed order, so that equal
 passes give equal bits. No token is dropped, however many an expert gets.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from rlgraph.errors import GraphError
+from rlgraph.errors import DataError, GraphError
 
 OUTPUTS = 3  # of a router that tells its choice: logits `[N, E]`, weights `[N, k]`, experts `[N, k]`
+TELLING = "families that do are Qwen 2, 3 and 3.5 MoE, Mixtral and OLMoE"
 
 
 def routers_of(model: Any) -> list[Any]:
@@ -23,42 +25,97 @@ def routers_of(model: Any) -> list[Any]:
     return [module for module in model.modules() if any(isinstance(module, kind) for kind in kinds)]
 
 
+def tells(output: Any) -> bool:
+    """Whether what a router gives is logits, weights and experts."""
+    return isinstance(output, tuple) and len(output) == OUTPUTS and output[2].dtype == torch.int64
+
+
+def weights_at(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Compute the weights `[N, k]` that a router gives to `experts [N, k]`, as it weighs those it chooses itself.
+
+    They are its softmax over all experts, of which most families take the chosen ones as a whole.
+    """
+    weights = logits.float().softmax(-1).gather(-1, experts)
+    return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
+
+
 class Routing:
     """Takes what the routers of a model give in the passes over which it is entered, but not where layers are computed again.
 
-    `coefficient` is the weight of the loss that balances experts; 0 leaves it out. Raises GraphError for a coefficient of a model without
-    routers. A model whose routers do not tell the experts they chose has no metrics, and refuses a coefficient in its first pass.
+    `coefficient` is the weight of the loss that balances experts; 0 leaves it out. With `replay` the experts of a pass are those that it
+    is told by `begin`; their weights are computed from the router's own logits, and have gradients. Source: Ma et al. 2025,
+    arXiv:2510.11370.
+
+    Raises GraphError for a coefficient or a replay of a model without routers. A model whose routers do not tell the experts they chose
+    has no metrics, and refuses both in its first pass.
     """
 
-    def __init__(self, routers: Sequence[Any], coefficient: float = 0.0) -> None:
-        self._coefficient = coefficient
+    def __init__(self, routers: Sequence[Any], coefficient: float = 0.0, *, replay: bool = False) -> None:
+        self._coefficient, self.replay = coefficient, replay
         self._on, self._tells = False, True
         self._logits: list[torch.Tensor] = []
         self._experts: list[torch.Tensor] = []
-        self._counts: torch.Tensor | None = None  # [layers, E + 2]: tokens of each expert, entropies, tokens
-        if coefficient and not routers:
-            raise GraphError(f"load_balance={coefficient}: the model has no routers of experts; leave it out")
-        for router in routers:
-            router.register_forward_hook(self._take)
+        self._alike: list[torch.Tensor] = []  # whether the own choice is the replayed one, `[N]` of each layer
+        self._routes: torch.Tensor | None = None  # of the pass
+        self._weighed = False  # whether weights were seen to be those of `weights_at`
+        self._layers = len(routers)
+        self._counts: torch.Tensor | None = None  # [layers, E + 4]: tokens of each expert, entropies, tokens; replayed alike, replayed
+        asked = f"load_balance={coefficient}" if coefficient else "router_replay=True"
+        if (coefficient or replay) and not routers:
+            raise GraphError(f"{asked}: the model has no routers of experts; leave it out")
+        for layer, router in enumerate(routers):
+            router.register_forward_hook(partial(self._take, layer))
+
+    def begin(self, routes: torch.Tensor | None) -> None:
+        """Replay `routes [N, layers, k]` in the next pass and wherever its layers are computed again; -1 is for own choice, as None is.
+
+        Raises DataError for routes of another number of layers.
+        """
+        if routes is not None and routes.shape[1] != self._layers:
+            raise DataError(
+                f"router_replay=True: the routes of the batch are of {routes.shape[1]} layers, and the trainer's model has {self._layers} "
+                "with experts; generator and policy have to read one model"
+            )
+        self._routes = routes
 
     def __enter__(self) -> None:
-        self._on, self._logits, self._experts = True, [], []
+        self._on, self._logits, self._experts, self._alike = True, [], [], []
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._on = False
 
-    def _take(self, router: Any, given: Any, output: Any) -> None:
-        if not self._on:
-            return
-        self._tells = isinstance(output, tuple) and len(output) == OUTPUTS and output[2].dtype == torch.int64
-        if self._tells:
+    def _take(self, layer: int, router: Any, given: Any, output: Any) -> Any:
+        self._tells = tells(output)
+        if not self._tells:
+            self._refuse(router)
+            return output
+        used = output if self._routes is None else self._replayed(layer, router, output, self._routes)
+        if self._on:
             self._logits.append(output[0])
-            self._experts.append(output[2])
-        elif self._coefficient:
-            raise GraphError(
-                f"load_balance={self._coefficient}: {type(router).__name__} does not tell which experts it chose; families "
-                "that do are Qwen 2, 3 and 3.5 MoE, Mixtral and OLMoE: leave it out"
+            self._experts.append(used[2])
+            if self._routes is not None:
+                self._alike.append((used[2].sort(-1).values == output[2].sort(-1).values).all(-1))
+        return used
+
+    def _refuse(self, router: Any) -> None:
+        asked = "router_replay=True" if self.replay else f"load_balance={self._coefficient}" if self._coefficient and self._on else ""
+        if asked:
+            raise GraphError(f"{asked}: {type(router).__name__} does not tell which experts it chose; {TELLING}: leave it out")
+
+    def _replayed(self, layer: int, router: Any, output: Any, routes: torch.Tensor) -> Any:
+        logits, weights, experts = output
+        if routes.shape[-1] != experts.shape[-1]:
+            raise DataError(
+                f"router_replay=True: the routes of the batch are {routes.shape[-1]} experts a token, and the trainer's model has "
+                f"{experts.shape[-1]}; generator and policy have to read one model"
             )
+        if not self._weighed:
+            _check_weighed(router, logits.detach(), weights.detach(), experts)
+            self._weighed = True
+        told = routes[:, layer].long()
+        known = told[:, :1] >= 0
+        chosen = torch.where(known, told, experts)
+        return logits, torch.where(known, weights_at(router, logits, chosen).to(weights.dtype), weights), chosen
 
     def loss(self, real: torch.Tensor, share: float) -> tuple[torch.Tensor | None, dict[str, float]]:
         """Compute this pass's share of the loss that balances experts and of its metric, over the tokens where `real [N]` is true.
@@ -78,10 +135,15 @@ class Routing:
         if not self._logits:
             return
         rows = []
-        for logits, experts in zip(self._logits, self._experts, strict=True):
+        for layer, (logits, experts) in enumerate(zip(self._logits, self._experts, strict=True)):
             logs = logits[real].float().log_softmax(-1)
             counts = torch.bincount(experts[real].flatten(), minlength=logits.shape[-1]).double()
-            rows.append(torch.cat([counts, torch.stack([-(logs.exp() * logs).sum().double(), real.sum().double()])]))
+            alike = replayed = real.new_zeros(()).double()
+            if self._routes is not None:
+                known = real & (self._routes[:, layer, 0] >= 0)
+                alike, replayed = (self._alike[layer] & known).sum().double(), known.sum().double()
+            own = [-(logs.exp() * logs).sum().double(), real.sum().double(), alike, replayed]
+            rows.append(torch.cat([counts, torch.stack(own)]))
         found = torch.stack(rows)
         self._counts = found if self._counts is None else self._counts + found
 
@@ -91,12 +153,24 @@ class Routing:
             return {}
         counts, self._counts = self._counts, None
         add_up(counts)
-        chosen, entropies, tokens = counts[:, :-2], counts[:, -2], counts[:, -1].clamp(min=1)
+        chosen, (entropies, tokens, alike, replayed) = counts[:, :-4], counts[:, -4:].unbind(-1)
         shares = chosen / chosen.sum(-1, keepdim=True).clamp(min=1)
+        known = replayed.sum().item()
         return {
             "moe/expert_share_min": shares.min().item(),
             "moe/expert_share_max": shares.max().item(),
-            "moe/routing_entropy": (entropies / tokens).mean().item(),
+            "moe/routing_entropy": (entropies / tokens.clamp(min=1)).mean().item(),
             "moe/dropped_tokens": 0.0,
             **{f"moe/expert_share/{expert}": share for expert, share in enumerate(shares.mean(0).tolist())},
+            **({"moe/route_agreement": alike.sum().item() / known} if known else {}),
+            **({"moe/routes_replayed": known / max(tokens.sum().item(), 1)} if self.replay else {}),
         }
+
+
+def _check_weighed(router: Any, logits: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> None:
+    """Raise GraphError for a router that weighs the experts of its own choice in another way than `weights_at`."""
+    if not torch.allclose(weights_at(router, logits, experts), weights.float(), rtol=0.02, atol=1e-3):
+        raise GraphError(
+            f"router_replay=True: {type(router).__name__} does not weigh experts by a softmax of its logits, so the weights of experts "
+            "that it did not choose are not known; leave it out"
+        )

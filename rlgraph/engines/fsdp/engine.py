@@ -52,9 +52,10 @@ class FsdpEngine:
     memory, and brings those of one parameter at a time to the device in an optimizer step; with `moments_stay` they are on the device also
     while the engine sleeps. `tensor_parallel` neighbours share the matrices of the layers, and `context_parallel` groups of them the tokens
     of a pass, which is packed flat: see `Ranks`. Without these, `expert_parallel` neighbours share the experts of a mixture: see
-    `share_experts`. `load_balance` is the weight of the loss that balances the experts of a mixture. With an `adapter` the model itself is
-    frozen, in `dtype`; weights, shards and state are then those of the adapter alone. `exact` computes the log-probs of the engine to
-    the bit: see `exact.model`. `on_progress(done, total)` is called after each micro-batch of an update or of scores.
+    `share_experts`. `load_balance` is the weight of the loss that balances the experts of a mixture. `router_replay` computes with the
+    experts that a batch's columns `prompt_routes` and `routes` name, where it has them. With an `adapter` the model itself is frozen, in
+    `dtype`; weights, shards and state are then those of the adapter alone. `exact` computes the log-probs of the engine to the bit: see
+    `exact.model`. `on_progress(done, total)` is called after each micro-batch of an update or of scores.
 
     Raises GraphError for ranks that cannot share the model.
     """
@@ -79,13 +80,14 @@ class FsdpEngine:
         context_parallel: int = 1,
         expert_parallel: int = 1,
         load_balance: float = 0.0,
+        router_replay: bool = False,
         adapter: LoRA | None = None,
         exact: bool = False,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
         told = not compiled and tensor_parallel * context_parallel == 1  # layers tell which experts they chose
-        self._routing = Routing(routers_of(head.model) if told else [], load_balance)
+        self._routing = Routing(routers_of(head.model) if told else [], load_balance, replay=router_replay)
         self._adapters = [] if adapter is None else _attached(head, adapter, dtype, world)
         self._made_group = join(rank, world)
         self._device = torch.device(device)
@@ -240,7 +242,9 @@ class FsdpEngine:
         for done, sequences in enumerate(passes):
             self._on_progress(done, len(passes))
             packed = pack_flat(batch, sequences, multiple=ranks.sharing) if self._flat else pack(batch, sequences)
-            yield (packed if ranks.context == 1 else packed.shard(ranks.context_group, ranks.context_rank, ranks.context)).to(self._device)
+            own = (packed if ranks.context == 1 else packed.shard(ranks.context_group, ranks.context_rank, ranks.context)).to(self._device)
+            self._routing.begin(own.routes if self._routing.replay else None)
+            yield own
         self._on_progress(len(passes), len(passes))
 
     def trained(self) -> dict[str, torch.nn.Parameter]:

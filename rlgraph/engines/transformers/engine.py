@@ -8,20 +8,22 @@ from typing import Any
 import torch
 
 from rlgraph.engines.api import GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
+from rlgraph.engines.forward.routers import TELLING, routers_of, tells
 from rlgraph.engines.hf_models.folder_parts import whole_part
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_model import load_text_model
 from rlgraph.engines.lora.merging import as_described
+from rlgraph.errors import GraphError
 
 
 class TransformersEngine(GenerateEngine):
     """A `GenerateEngine` on transformers, which may share its process with a trainer.
 
     A response depends on weights, prompt and seed, and in the last bits on the prompts that are sampled with it. Every request
-    is taken at once, whatever memory that needs.
+    is taken at once, whatever memory that needs. With `routes` responses tell which experts were chosen for each token.
 
-    Raises DataError for a folder that is no model.
+    Raises DataError for a folder that is no model, GraphError for routes of one without experts.
     """
 
     def __init__(
@@ -31,12 +33,14 @@ class TransformersEngine(GenerateEngine):
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         max_context: int | None = None,
+        routes: bool = False,
     ) -> None:
         super().__init__()
         self._summary = check_model(path)
         self._context = max_context or self._summary.context_length
         self._device = torch.device(device)
         self._model = load_text_model(path, dtype).to(self._device)
+        self._chosen = ChosenExperts(self._model) if routes else None
         self._parts = FolderWeights(path, self._model).parts()
         self._waiting: list[Request] = []
         self._batches: list[_Batch] = []
@@ -53,7 +57,8 @@ class TransformersEngine(GenerateEngine):
         for request in self._waiting:
             alike.setdefault(_drawing(request.sampling), []).append(request)
         self._waiting = []
-        self._batches += [_Batch(drawing, requests, self._rows(requests), self._device) for drawing, requests in alike.items()]
+        for drawing, requests in alike.items():
+            self._batches.append(_Batch(drawing, requests, self._rows(requests), self._device, self._chosen))
         finished: dict[str, Response] = {}
         for batch in self._batches:
             finished |= batch.decode(self._model)
@@ -68,6 +73,7 @@ class TransformersEngine(GenerateEngine):
                 request.id,
                 min(request.sampling.max_tokens, self._context - len(request.prompt)),
                 frozenset(request.sampling.stop_token_ids) | (frozenset() if request.sampling.ignore_eos else eos),
+                len(request.prompt),
             )
             for place, request in enumerate(requests)
         ]
@@ -86,7 +92,7 @@ class TransformersEngine(GenerateEngine):
         ended = {request.id: Response([], []) for request in self._waiting if request.id in ids}
         self._waiting = [request for request in self._waiting if request.id not in ids]
         for batch in self._batches:
-            ended |= {row.id: row.response for row in batch.rows if row.id in ids}
+            ended |= {row.id: batch.told(row) for row in batch.rows if row.id in ids}
             batch.rows = [row for row in batch.rows if row.id not in ids]
         self._batches = [batch for batch in self._batches if batch.rows]
         return ended
@@ -121,23 +127,36 @@ class _Row:
     id: str
     limit: int
     stops: frozenset[int]
+    prompt: int = 0
     response: Response = field(default_factory=lambda: Response([], []))
 
 
 class _Batch:
     """Requests that began at the same step and draw alike. `rows` are those not yet finished; their places stay the same."""
 
-    def __init__(self, drawing: Sampling, requests: Sequence[Request], rows: list[_Row], device: torch.device) -> None:
+    def __init__(
+        self,
+        drawing: Sampling,
+        requests: Sequence[Request],
+        rows: list[_Row],
+        device: torch.device,
+        chosen: "ChosenExperts | None",
+    ) -> None:
         self.drawing, self.rows = drawing, rows
+        self._chosen, self._routes = chosen, list[torch.Tensor]()  # [B, n, layers, k] of the tokens that were read first
         self.cache: Any = None
         self._steps = 0
         self._tokens, self._mask = _left_padded([request.prompt for request in requests], device)
+        self._width = self._tokens.shape[1]  # of the prompts
         # One number a token, drawn beforehand, so that what a prompt gets does not depend on the others.
         longest = max(row.limit for row in rows)
         self._numbers = torch.stack([_uniform(request.seed, longest) for request in requests]).to(device)
 
     def decode(self, model: Any) -> dict[str, Response]:
         logits, self.cache = next_logits(model, self._tokens, self._mask, self.cache)
+        if self._chosen is not None:
+            fresh = self._tokens.shape[1] - sum(part.shape[1] for part in self._routes)  # what is read again keeps its routes
+            self._routes.append(self._chosen.taken(len(self._tokens))[:, -fresh:])
         chosen, log_probs = sample(logits, self._numbers[:, self._steps], self.drawing)
         self._steps += 1
         self._tokens = torch.cat([self._tokens, chosen[:, None]], dim=1)
@@ -152,9 +171,42 @@ class _Batch:
             row.response.tokens.append(token)
             row.response.log_probs.append(log_probs[row.place])
             if token in row.stops or self._steps == row.limit:
-                finished[row.id] = replace(row.response, finish="stop" if token in row.stops else "length")
+                finished[row.id] = replace(self.told(row), finish="stop" if token in row.stops else "length")
         self.rows = [row for row in self.rows if row.id not in finished]
         return finished
+
+    def told(self, row: _Row) -> Response:
+        """The response of a row so far, with its routes if the engine tells them."""
+        if self._chosen is None:
+            return row.response
+        read = torch.cat([part[row.place] for part in self._routes])[self._width - row.prompt :]
+        routes = read.new_full((row.prompt + len(row.response.tokens), *read.shape[1:]), -1)
+        routes[: min(len(read), len(routes) - 1)] = read[: len(routes) - 1]
+        return replace(row.response, routes=routes)
+
+
+class ChosenExperts:
+    """The experts that the routers of a model chose in its last forward pass. Raises GraphError for a model without routers."""
+
+    def __init__(self, model: Any) -> None:
+        routers = routers_of(model)
+        if not routers:
+            raise GraphError("Generator(routes=True): the model has no routers of experts; leave out routes")
+        self._layers: list[torch.Tensor] = []
+        for router in routers:
+            router.register_forward_hook(self._take)
+
+    def _take(self, router: Any, given: Any, output: Any) -> None:
+        if not tells(output):
+            raise GraphError(
+                f"Generator(routes=True): {type(router).__name__} does not tell which experts it chose; {TELLING}: leave out routes"
+            )
+        self._layers.append(output[2].to("cpu", torch.int16))
+
+    def taken(self, rows: int) -> torch.Tensor:
+        """Take the choice `[rows, n, layers, k]` of a pass over so many rows."""
+        layers, self._layers = self._layers, []
+        return torch.stack(layers, dim=1).unflatten(0, (rows, -1))
 
 
 def next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:

@@ -18,13 +18,13 @@ def load(generator: Any, place: Place) -> GenerateEngine:
     if generator.self_test:
         check_generator(generator.path, device=place.device)
     dtype = getattr(torch, dtype_of(generator, place))
-    return TransformersEngine(generator.path, device=place.device, dtype=dtype, max_context=generator.max_context)
+    return TransformersEngine(generator.path, device=place.device, dtype=dtype, max_context=generator.max_context, routes=generator.routes)
 
 
 SPEC = EngineSpec(
     name="transformers",
     load=load,
-    settings=("engines_per_gpu", "self_test"),
+    settings=("engines_per_gpu", "self_test", "routes"),
     shares_steps=False,
     merges_adapters=True,
     sleep_bytes=stays_awake,

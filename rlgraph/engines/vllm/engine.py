@@ -24,6 +24,7 @@ from rlgraph.engines.vllm import drafts as vllm_drafts
 from rlgraph.engines.vllm import engine_arguments, fp8_weights, language_model
 from rlgraph.engines.vllm.cpu_packing import pack_again, pair_single_rows
 from rlgraph.engines.vllm.requests import CoreRequests
+from rlgraph.engines.vllm.routes import RouteRecorder
 from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
 from rlgraph.errors import GraphError
 
@@ -39,7 +40,8 @@ class VllmEngine(GenerateEngine):
     the size of the KV cache. `threads` is the number of cores on a CPU, for the whole process. `random_weights` ignores the weights of the
     folder. With `weights_dtype="fp8"` the layers' matrices are kept in fp8, and each version is quantised as it is loaded. `drafts` guess
     tokens ahead. `engine_args` replace the arguments that rlgraph gives to vLLM. Log-probs are those of the sampling distribution. `exact`
-    takes kernels whose log-probs a trainer can compute to the bit; on a CPU all are such.
+    takes kernels whose log-probs a trainer can compute to the bit; on a CPU all are such. With `routes` responses tell which experts were
+    chosen for each token.
 
     Raises DataError for a folder that is no model, GraphError for tensor parallelism on a CPU.
     """
@@ -64,6 +66,7 @@ class VllmEngine(GenerateEngine):
         exact: bool = False,
         weights_dtype: str | None = None,
         drafts: PromptLookup | None = None,
+        routes: bool = False,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
@@ -87,15 +90,12 @@ class VllmEngine(GenerateEngine):
         machine = engine_arguments.arguments(
             on_cpu=self._on_cpu, context=context, max_sequences=max_sequences, kv_cache_bytes=kv_cache_bytes, share=share, shared=shared
         )
-        machine = {**machine, **(engine_arguments.EXACT if exact and not self._on_cpu else {})}
+        machine = {**machine, **({} if self._on_cpu else engine_arguments.of_worker(exact=exact, routes=routes))}
         model = engine_arguments.of_model(path, context, dtype, seed, tensor_parallel, random_weights=random_weights)
         nested, fp8 = language_model.arguments(self._summary.nested), fp8_weights.ARGUMENTS if weights_dtype else {}
         guessing = {} if drafts is None else vllm_drafts.arguments(drafts, machine)
         self.llm = _started({**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})})
-        if self._on_cpu:
-            pair_single_rows(self.model())
-        if self._guesses:
-            vllm_drafts.connect(self.llm.model_executor.driver_worker.worker.model_runner)
+        self._routes = self._prepared(routes)
         self._running, self._names = dict[str, _Running](), dict[str, str]()  # by vLLM's own name of the request; that, by request id
         self._loads, self._asleep, self.decoded, self.decodings = 0, set[str](), 0, 0  # `decoded` tokens, by so many steps of a sequence
         self.copies: copy_plan.CopyPlan | None = None
@@ -105,6 +105,14 @@ class VllmEngine(GenerateEngine):
         if self._summary.nested and not random_weights:
             self.replace_weights(language_model.folder_weights(self._summary.path, self._shapes), "recompute")
 
+    def _prepared(self, routes: bool) -> RouteRecorder | None:
+        """Connect what rlgraph adds to the engine's model and its runner; with `routes` give what records them."""
+        if self._on_cpu:
+            pair_single_rows(self.model())
+        if self._guesses:
+            vllm_drafts.connect(self.llm.model_executor.driver_worker.worker.model_runner)
+        return RouteRecorder(self.llm.model_executor.driver_worker.worker, on_cpu=self._on_cpu) if routes else None
+
     def submit(self, request: Request) -> None:
         """Queue a request; see `GenerateEngine`."""
         check_request(request, self._names, self.context_length(), self._summary.vocab_size)
@@ -113,6 +121,8 @@ class VllmEngine(GenerateEngine):
         self.llm.engine_core.add_request(made)
         self._names[request.id] = made.request_id
         self._running[made.request_id] = _Running(request)
+        if self._routes is not None:
+            self._routes.begin(made.request_id, request.prompt)
 
     def decode(self) -> dict[str, Response]:
         """Run one decode step; see `GenerateEngine`."""
@@ -153,7 +163,8 @@ class VllmEngine(GenerateEngine):
     def _forget(self, name: str, finish: Finish = "abort") -> Response:
         row = self._running.pop(name)
         del self._names[row.request.id]
-        return Response(row.tokens, row.log_probs, finish=finish)
+        routes = None if self._routes is None else self._routes.take(name, [*row.request.prompt, *row.tokens])
+        return Response(row.tokens, row.log_probs, finish=finish, routes=routes)
 
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
         """Load new weights; see `GenerateEngine`."""
@@ -175,6 +186,8 @@ class VllmEngine(GenerateEngine):
         else:
             self._copy(weights)
         self._loads += 1
+        if self._routes is not None:
+            self._routes.forget([name for name, row in self._running.items() if not row.tokens])
         if running == "recompute":
             self.llm.reset_prefix_cache(reset_running_requests=True)
         else:

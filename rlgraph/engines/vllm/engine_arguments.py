@@ -22,9 +22,17 @@ EXACT = {  # on a GPU
     "worker_cls": "rlgraph.engines.vllm.exact_worker.ExactWorker",
     "disable_cascade_attn": True,  # it sums a shared prefix apart
 }
+ROUTES = {  # on a GPU
+    "worker_cls": "rlgraph.engines.vllm.routes_worker.RoutesWorker",
+}
 KV_CACHE_BYTES = 1 << 30  # on a CPU
 STEP_BYTES = 3 << 30  # on a GPU: recorded decode steps, activations, libraries
 MEMORY_ALONE, MEMORY_SHARED = 0.9, 0.45  # of a GPU: weights, keys and values, and what a step needs
+
+
+def of_worker(*, exact: bool, routes: bool) -> Mapping[str, Any]:
+    """The arguments of `vllm.EngineArgs` for a worker of a GPU that computes exactly, or whose routers write down what they choose."""
+    return EXACT if exact else ROUTES if routes else {}
 
 
 def most_sequences(on_cpu: bool, needed: int = 0) -> int:

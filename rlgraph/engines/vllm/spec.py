@@ -30,6 +30,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
         exact=place.exact,
         weights_dtype=generator.weights_dtype,
         drafts=generator.drafts,
+        routes=generator.routes,
         engine_args=generator.engine_args,
     )
 
@@ -37,7 +38,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
 SPEC = EngineSpec(
     name="vllm",
     load=load,
-    settings=("memory", "max_sequences", "engines_per_gpu", "engine_args", "weights_dtype", "drafts"),
+    settings=("memory", "max_sequences", "engines_per_gpu", "engine_args", "weights_dtype", "drafts", "routes"),
     spans_devices=True,
     merges_adapters=True,
     samples_exactly=True,

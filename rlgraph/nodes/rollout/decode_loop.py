@@ -11,6 +11,7 @@ from rlgraph.engines.api import GenerateEngine, Request, Response
 from rlgraph.errors import DataError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.rollout.batch_admission import BatchAdmission
+from rlgraph.nodes.rollout.routes import routes_of
 
 WRITES = (
     *("prompts", "prompt_mask", "responses", "response_mask"),
@@ -168,12 +169,16 @@ def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], 
     }
 
 
-def columns_of_sampled(sampled: Sequence[Outcome], group_ids: Column, rewarded: bool = False, outputs: bool = False) -> dict[str, Column]:
+def columns_of_sampled(
+    sampled: Sequence[Outcome], group_ids: Column, rewarded: bool = False, outputs: bool = False, routes: bool = False
+) -> dict[str, Column]:
     """Pack what was sampled into columns; with `rewarded` also `rewards` [B] and `token_rewards` [B, T], whose sums are equal.
 
-    With `outputs` also those of programs, as text.
+    With `outputs` also those of programs, as text; with `routes` also the experts that the engine chose.
     """
     columns = columns_of([one.prompt for one in sampled], [one.response for one in sampled], group_ids)
+    if routes:
+        columns |= routes_of([one.prompt for one in sampled], [one.response for one in sampled])
     mask, tokens = columns["response_mask"], columns["responses"]
     assert isinstance(mask, torch.Tensor)
     assert isinstance(tokens, torch.Tensor)

@@ -244,7 +244,7 @@ class DynamicSampler:
         rows = [(group, group.responses[task.request.id]) for group in groups for task in group.tasks]
         positions = torch.tensor([group.position for group, _ in rows], dtype=torch.int64)
         rollout = self.operation.rollout
-        sampled = columns_of_sampled([one for _, one in rows], positions, rollout.rewarded, rollout.has_outputs)
+        sampled = columns_of_sampled([one for _, one in rows], positions, rollout.rewarded, rollout.has_outputs, rollout.generator.routes)
         return self.operation.draws_from.columns([group.item for group, _ in rows]) | sampled
 
     def _spread(self, trained: Sequence[Group], batch: Sequence[Group]) -> dict[str, float]:

@@ -124,13 +124,19 @@ def most_tokens(overlong: Overlong, context: Context, max_context: int | None, s
 
 def declared_context(path: str) -> int | None:
     """Read the most tokens that a model takes from its config.json; None if the file or the entry is missing."""
-    try:
-        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    text = config.get("text_config", config) if isinstance(config, dict) else {}
+    text = text_config(path)
     found = text.get("max_position_embeddings")
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
     factor = scaling.get("factor", 1) if kind in ("linear", "dynamic", "yarn") else 1  # these extend the trained context by their factor
     return int(found * factor) if isinstance(found, int) and isinstance(factor, int | float) else None
+
+
+def text_config(path: str) -> dict[str, Any]:
+    """Read the text model's part of a config.json; empty if the file is missing."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    text = config.get("text_config", config) if isinstance(config, dict) else {}
+    return text if isinstance(text, dict) else {}

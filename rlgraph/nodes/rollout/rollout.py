@@ -1,6 +1,5 @@
 """Rollout: the generator, and its node that samples responses under the current weights."""
 
-import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -37,6 +36,8 @@ from rlgraph.nodes.rollout.decode_loop import (
     seed_of,
 )
 from rlgraph.nodes.rollout.fitting import check_prompts, declared_context, most_tokens
+from rlgraph.nodes.rollout.options import agent_of, check_options
+from rlgraph.nodes.rollout.routes import ROUTES, check_routes, check_told, route_dims
 from rlgraph.nodes.rollout.turn_checks import chats_of
 from rlgraph.nodes.rollout.turn_metrics import turn_metrics
 from rlgraph.nodes.rollout.turns import check_conversations_of, item_of, session_loop, turn_loop
@@ -67,6 +68,8 @@ class Generator(Model):
       shorter than the engine's own work between two of them.
     * `weights_dtype`: "fp8" keeps the matrices of the layers in fp8, quantised from each version as it is loaded. None: as `dtype`.
     * `drafts`: `rg.PromptLookup(…)` guesses tokens ahead. None: each step decodes one token of a sequence.
+    * `routes`: writes which experts of a mixture the engine chose for each token, as `prompt_routes` [B, P, L, E] and `routes`
+      [B, T, L, E], for a policy with `router_replay=True`. It is for rollouts without tools and agents, and engines of one GPU.
     * `engine_args`: arguments for the engine itself, as `{"max_num_batched_tokens": 32768}`. One that rlgraph sets is an error.
     * `dtype`: "auto" is bfloat16 if the device computes in it, else float32.
     * `self_test`: checks at the start that the engine `transformers` decodes as the model's own forward computes.
@@ -84,6 +87,7 @@ class Generator(Model):
     engines_per_gpu: Count = 1
     weights_dtype: Literal["fp8"] | None = None
     drafts: PromptLookup | None = None
+    routes: bool = False
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     self_test: bool = True
 
@@ -105,6 +109,7 @@ class Generator(Model):
                 f"Generator(memory={self.memory}, pool=Pool({shown(self.pool.name)}, cpus={self.pool.cpus})): memory is a share of "
                 "a GPU's; leave it out on host cores"
             )
+        check_told(self)
         object.__setattr__(self, "_spec", engine_of(self))
         check = self.spec.check_arguments if self.engine_args else None
         object.__setattr__(self, "_gpu_only", {} if check is None else check(self.engine_args))
@@ -186,8 +191,8 @@ class Generator(Model):
         Raises GraphError for `max_turns` or `concurrency` without tools and agent, chunks that do not divide the prompts of a step,
         `interrupt` or `continuous` at depth 0, and options that exclude each other.
         """
-        _check_options(name, {"tools": tools, "agent": agent, "max_turns": max_turns, "concurrency": concurrency, "refill": refill})
-        source, given = prompts.node.operation, _agent_of(tools, agent)
+        check_options(name, self.routes, tools=tools, agent=agent, max_turns=max_turns, concurrency=concurrency, refill=refill)
+        source, given = prompts.node.operation, agent_of(tools, agent)
         operation = Rollout(
             generator=self,
             group_size=group_size * (given.sequences if isinstance(given, Program) else 1),
@@ -204,38 +209,6 @@ class Generator(Model):
             carried=prompts.columns,
         )
         return operation.declare(name, prompts, weights) if refill is None else refill.declare(name, operation, prompts, weights)
-
-
-def _agent_of(tools: Tools | None, agent: Any) -> Agent | Program | None:
-    """Make the agent of a rollout: of tools, of a class of environments, or of a program."""
-    if tools is not None:
-        return tools.agent()
-    if isinstance(agent, Agent | Program | None):
-        return agent
-    return Program(agent) if isinstance(agent, str | Sequence) or inspect.iscoroutinefunction(agent) else Agent(agent)
-
-
-def _check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Raise GraphError for options that no rollout can have."""
-    refill = options["refill"]
-    if options["tools"] is not None and options["agent"] is not None:
-        raise GraphError(
-            f"node '{name}' has tools= and agent=; choose one: an environment gets calls of tools parsed, with rg.Agent(…, calls=…)"
-        )
-    for option in ("max_turns", "concurrency"):
-        if options[option] is not None and options["tools"] is None and options["agent"] is None:
-            raise GraphError(
-                f"node '{name}' has {option}={options[option]} but no tools and no agent, so there is one turn; pass tools= or agent=, or "
-                f"leave {option} out"
-            )
-    agent = options["agent"]
-    if isinstance(agent, Agent) and agent.warm and options["concurrency"] is None:
-        raise GraphError(
-            f"node '{name}' has Agent(warm={agent.warm}) without concurrency=, so every conversation begins at once and none waits for its "
-            "place; give concurrency=, or leave warm out"
-        )
-    if refill is not None and not hasattr(refill, "declare"):
-        raise GraphError(f"node '{name}' has refill={shown(refill)}; pass what to refill by, as refill=rg.Refill(reward=right)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,7 +243,8 @@ class Rollout(Operation):
     @property
     def writes(self) -> tuple[str, ...]:
         """The columns of a response; an environment's rewards are among them."""
-        return (*WRITES, *(REWARDS if self.rewarded else ()), *((OUTPUTS,) if self.has_outputs else ()))
+        own = (*(ROUTES if self.generator.routes else ()), *(REWARDS if self.rewarded else ()))
+        return (*WRITES, *own, *((OUTPUTS,) if self.has_outputs else ()))
 
     @property
     def rewarded(self) -> bool:
@@ -305,7 +279,9 @@ class Rollout(Operation):
     def dims(self) -> Mapping[str, int]:
         """The most tokens of a response and, if `max_context` is given, of a prompt."""
         tokens = self.sampling.max_tokens
-        return {"T": tokens} if self.generator.max_context is None else {"T": tokens, "P": max(self.generator.max_context - tokens, 1)}
+        told = route_dims(self.generator.path) if self.generator.routes else {}
+        most = self.generator.max_context
+        return {"T": tokens, **told} | ({} if most is None else {"P": max(most - tokens, 1)})
 
     def check(self, node: Node) -> None:
         """Check model and prompts before anything starts. Raises DataError for a folder that is no model, or a prompt that does not fit."""
@@ -313,6 +289,8 @@ class Rollout(Operation):
 
     def check_prompts(self, node: Node, source: object) -> None:
         """Check the tools, the model and the prompts of `source`. Raises GraphError or DataError for one that cannot be used."""
+        if self.generator.routes:
+            check_routes(f"node '{node.name}' has routes=True, and", self.generator.path)
         if self.tools is not None:
             self.tools.check()
         if self.agent is None:
@@ -361,7 +339,8 @@ class Rollout(Operation):
 
     def packed(self, context: Context, decoder: TaskDecoder, sampled: Sequence[Outcome], ids: Column) -> Fired:
         """Pack the responses of a part into columns, with the metrics of its conversations."""
-        columns, found = columns_of_sampled(sampled, ids, self.rewarded, self.has_outputs), context.engine.decode_metrics()
+        columns = columns_of_sampled(sampled, ids, self.rewarded, self.has_outputs, self.generator.routes)
+        found = context.engine.decode_metrics()
         if isinstance(decoder, ConversationLoop):
             found |= turn_metrics(sampled, decoder.seconds, self.tools is not None, context.world * self.chunks, decoder.counted)
         return (columns, found) if found else columns

@@ -29,6 +29,7 @@ def check_exact_settings(model: Any) -> None:
         "fused_head": (model.fused_head, None),
         "compiled": (model.compiled, False),
         "load_balance": (model.load_balance, 0.0),
+        "router_replay": (model.router_replay, False),
         "adapter": (model.adapter, None),
     }
     for name, (value, plain) in given.items():

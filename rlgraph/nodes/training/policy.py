@@ -15,6 +15,7 @@ from rlgraph.nodes.training.exact import columns_to_check
 from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.loss_inputs import check_taken
 from rlgraph.nodes.training.mixture import Part, checked_also, own_name
+from rlgraph.nodes.training.router_replay import routes_read
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, PolicyUpdate, Update, checked_schedule
 from rlgraph.settings import Count, Natural, checked
@@ -61,9 +62,15 @@ class Policy(TrainedModel):
     >>> policy = rg.Policy("tiny", pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-6))
     >>> policy.log_probs(rollout).columns  # policy.update(...) trains it
     ('old_log_probs',)
+
+    `router_replay=True` is for a mixture of experts. The log-probs and the update then use the experts that the engine chose for each
+    token, `rg.Generator(…, routes=True)`. Their weights are computed from the trainer's own routers, and have gradients. Source: Ma et al.
+    2025, arXiv:2510.11370 (R3). Metrics: `moe/route_agreement`, the share of tokens and layers whose own choice is the replayed one, and
+    `moe/routes_replayed`, the share for which a route is known.
     """
 
     role: ClassVar[str] = "policy"
+    router_replay: bool = False
 
     @checked()
     def log_probs(self, *inputs: Output, sum_pi_squared: bool = False, name: str = "old_log_probs") -> Output:
@@ -77,7 +84,8 @@ class Policy(TrainedModel):
             return Output(declare(name, SampledLogProbs(), inputs, reads=("rollout_log_probs",), writes=("old_log_probs",)))
         operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs), sum_pi_squared)
         writes = ("old_log_probs", *(("sum_pi_squared",) if sum_pi_squared else ()))
-        return Output(declare(name, operation, inputs, reads=TOKENS, writes=writes, model=self))
+        reads = (*TOKENS, *routes_read(name, self, inputs))
+        return Output(declare(name, operation, inputs, reads=reads, writes=writes, model=self))
 
     @checked()
     def base_log_probs(self, *inputs: Output, name: str = "base_log_probs") -> Output:
@@ -127,7 +135,7 @@ class Policy(TrainedModel):
         behaviour, reads = columns_read(name, inputs, loss)
         if guards.stop_mismatch is not None:
             reads += ("rollout_log_probs", "old_log_probs")
-        reads += columns_to_check(name, self, inputs)
+        reads += columns_to_check(name, self, inputs) + routes_read(name, self, inputs)
         parts, more = list[Part](), list(inputs)
         sizes: list[tuple[object, Sequence[Output]]] = [(loss, inputs)]
         for number, (outputs, other, weight) in enumerate(checked_also(name, also)):

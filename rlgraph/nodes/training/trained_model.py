@@ -14,6 +14,7 @@ from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.training.adapters import check_adapter, check_adapter_folder
 from rlgraph.nodes.training.exact import check_exact_settings
 from rlgraph.nodes.training.low_bits import check_eight_bits, check_installed
+from rlgraph.nodes.training.router_replay import check_replay, check_replay_folder
 from rlgraph.nodes.training.vocabulary import check_vocabulary
 from rlgraph.setting_types import Named
 from rlgraph.settings import AtLeastZero, Count, Dtype
@@ -83,6 +84,7 @@ class TrainedModel(Model):
     offload: Literal["moments", "never"] | None = None
     compiled: bool = False
     load_balance: AtLeastZero = 0.0
+    router_replay: bool = field(default=False, init=False)  # a policy's alone
     adapter: LoRA | None = None
     exact: bool = False
     self_test: bool = True
@@ -112,6 +114,7 @@ class TrainedModel(Model):
                 f"{type(self).__name__}(load_balance={self.load_balance}): layers that are compiled, or that ranks share, do not "
                 "tell what their routers chose; leave out load_balance, or compiled, tensor_parallel and context_parallel"
             )
+        check_replay(self)
         object.__setattr__(self, "_spec", trainer_of(self))
         if self.data_parallel is not None and self.data_parallel * self.tensor_parallel % self.expert_parallel:
             raise GraphError(
@@ -210,6 +213,7 @@ def check_trained(model: TrainedModel) -> None:
 
     model.spec.check(model)
     check_installed(model)
+    check_replay_folder(model)
     if model.adapter is not None:
         check_adapter_folder(model, check_model(model.path))
     if model.exact:
