@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from rlgraph.engines.forward.collectives import exchanged, own_part, sent_rows
+from rlgraph.engines.forward.collectives import exchanged, own_part, ranks_in, sent_rows
 from rlgraph.errors import GraphError
 
 
@@ -65,10 +64,11 @@ def _sending(module: Any, forward: Callable[..., torch.Tensor], group: Any) -> C
     def run(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         chosen, each = top_k_index.shape[-1], module.num_experts
         experts, order = top_k_index.reshape(-1).sort(stable=True)
-        counts = torch.bincount(experts, minlength=each * dist.get_world_size(group)).view(-1, each)  # [ranks, experts of one]
+        every = torch.arange(each * ranks_in(group) + 1, device=experts.device)
+        counts = torch.searchsorted(experts, every).diff().view(-1, each)  # [ranks, experts of one]; the host waits for it once, below
         taken = exchanged(counts, group)
         sent, received = torch.stack([counts.sum(1), taken.sum(1)]).tolist()
-        numbers = torch.arange(each, device=experts.device).repeat(len(received)).repeat_interleave(taken.flatten())
+        numbers = every[:each].repeat(len(received)).repeat_interleave(taken.flatten(), output_size=sum(received))
         rows = sent_rows(hidden_states[order // chosen], sent, received, group)
         results = sent_rows(_computed(module, forward, rows, numbers), received, sent, group)
         found = results[order.argsort()] * top_k_weights.reshape(-1, 1)
@@ -80,7 +80,7 @@ def _sending(module: Any, forward: Callable[..., torch.Tensor], group: Any) -> C
 def _computed(module: Any, forward: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """Compute rows `[n, H]`, each by one of this rank's experts `[n]`, by the module's own forward."""
     count = len(rows)
-    if not count:  # no token chose an expert of this rank: its weights need gradients all the same, for those who share them
+    if not count:  # no token chose an expert of this rank, and kernels need not take none: its weights get a gradient all the same, 0
         rows, experts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), experts.new_zeros(1)
     kept = dict(module._parameters)
     module._parameters.update({name: own_part(one) for name, one in kept.items() if one is not None})
