@@ -121,15 +121,18 @@ def fully_sharded(work: Workload) -> Need:
 
 
 def model_parallel(work: Workload) -> Need:
-    """Estimate the memory of a rank with its share of one model of its group: each data-parallel group holds all weights, gradients and
-    moments in float32, and the weights again in the dtype of passes. Of a pipeline the first stage keeps a pass of each stage, of its own
-    layers: together as much as a pass of all layers."""
-    own = work.shape.own_parameters(work.tensor, work.pipeline, work.expert)
-    per_parameter = {"weights": MASTER if work.itemsize == MASTER else MASTER + work.itemsize}
+    """Estimate the memory of a rank with its share of one model of its group: weights in the dtype of passes and gradients are those of
+    the group's share, float32 weights and moments those of the parameters that this rank owns, whole ones. Of a pipeline the first stage
+    keeps a pass of each stage, of its own layers: together as much as a pass of all layers."""
+    shape, stage = work.shape, work.workers // work.pipeline
+    own = shape.own_parameters(work.tensor, work.pipeline, work.expert)
+    owned = max(shape.own_parameters(stage, work.pipeline, stage), shape.vocab * shape.hidden // work.tensor)  # an embedding has one owner
+    masters = 0 if work.itemsize == MASTER else MASTER * owned
+    stays = {"weights": work.itemsize * own + masters}
     if work.trained:
-        per_parameter |= {"optimizer": OPTIMIZER, "gradients": GRADIENT}
+        stays |= {"optimizer": OPTIMIZER * owned, "gradients": GRADIENT * own}
     runs = {what: size for what, size in _ranks(work, MASTER).runs.items() if what != "gathered layers"}
-    return Need({what: size * own for what, size in per_parameter.items()}, runs, sum(runs.values()))
+    return Need(stays, runs, sum(runs.values()))
 
 
 def whole(work: Workload) -> Need:

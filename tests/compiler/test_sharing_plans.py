@@ -184,14 +184,15 @@ def test_ranks_that_share_experts_never_gather_those_of_others() -> None:
     assert own.stays == all_experts.stays
 
 
-def test_each_group_of_a_model_that_is_cut_alike_holds_all_of_it() -> None:
+def test_groups_of_a_model_that_is_cut_alike_share_its_float32_weights_and_moments() -> None:
     shape = ModelShape.from_config(QWEN3_8B)
     assert shape is not None
     work = Workload(shape=shape, itemsize=2, workers=8, width=1.0, rows=64, longest=4096, usual=4096, trained=True, tensor=2, pipeline=2)
-    need = model_parallel(work)
-    assert need.stays == {"weights": 6 * shape.parameters // 4, "optimizer": 2 * shape.parameters, "gradients": shape.parameters}
-    assert model_parallel(replace(work, workers=4)).stays == need.stays
-    assert model_parallel(replace(work, itemsize=4)).stays["weights"] == shape.parameters, "passes compute with the weights themselves"
+    own, owned = shape.parameters // 4, shape.parameters // 8
+    assert model_parallel(work).stays == {"weights": 2 * own + 4 * owned, "optimizer": 8 * owned, "gradients": 4 * own}
+    assert model_parallel(replace(work, workers=4)).stays == {"weights": 6 * own, "optimizer": 8 * own, "gradients": 4 * own}
+    assert model_parallel(replace(work, itemsize=4)).stays["weights"] == 4 * own, "passes compute with the weights themselves"
+    assert model_parallel(replace(work, workers=64)).stays["optimizer"] == 8 * shape.vocab * shape.hidden // 2, "an embedding has one owner"
 
 
 def test_ranks_that_share_experts_hold_their_own_and_all_of_the_rest() -> None:

@@ -115,6 +115,10 @@ def test_megatron_trains_as_fsdp_does_and_each_goes_on_from_the_others_state(
             near = AFTER_STEPS if held == "weights after" else NEAR if held == "moments" else {"atol": 0, "rtol": 0}
             for parameter, tensor in whole.items():
                 torch.testing.assert_close(tensor, expected[parameter], **near)
+        if not shared:  # each moment has one owner
+            held_by = [sum(shard.tensor.numel() for shard in rank["moments"]) for rank in many]
+            assert sum(held_by) == sum(tensor.numel() for tensor in assembled([rank["moments"] for rank in many]).values())
+            assert max(held_by) < 1.2 * sum(held_by) / world
         engine = engine_of(cases[name])  # the trainer "fsdp" goes on from what Megatron-Core's ranks saved
         engine.load(tmp_path / "out" / name)
         kept = assembled([rank["weights after"] for rank in many])

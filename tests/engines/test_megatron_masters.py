@@ -1,20 +1,32 @@
 """Weights in float32 behind parameters in bfloat16: gradients add up and small steps count, which bfloat16 would round away."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
+from rlgraph.engines.fsdp.sharding import join
 from rlgraph.engines.megatron.masters import Masters
 from rlgraph.engines.megatron.pieces import PieceTable
 
-ALONE: Any = SimpleNamespace(tensor=1, data=1, pipeline=1, world=1, stage=0, tensor_rank=0, data_rank=0)
 SMALL = 2.0**-10  # beside 1, bfloat16 rounds it away
 
 
-def test_gradients_and_steps_that_bfloat16_rounds_away_count() -> None:
+@pytest.fixture
+def alone() -> Iterator[Any]:
+    """A rank that shares nothing."""
+    join(0, 1)
+    groups = dict.fromkeys(("data_group", "expert_data_group", "tensor_group"), dist.group.WORLD)
+    yield SimpleNamespace(tensor=1, data=1, pipeline=1, world=1, stage=0, tensor_rank=0, data_rank=0, **groups)
+    dist.destroy_process_group()
+
+
+def test_gradients_and_steps_that_bfloat16_rounds_away_count(alone: Any) -> None:
     parameter = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
-    masters = Masters({"decoder.final_layernorm.weight": parameter}, PieceTable(None, ALONE, "model.", tied=False))
+    masters = Masters({"decoder.final_layernorm.weight": parameter}, PieceTable(None, alone, "model.", tied=False))
     (weight,) = masters.weights.values()
     optimizer = torch.optim.SGD([weight], lr=SMALL)
     for step in range(1, 9):
@@ -31,11 +43,11 @@ def test_gradients_and_steps_that_bfloat16_rounds_away_count() -> None:
     assert (parameter < 1).all()
 
 
-def test_a_gradient_is_clipped_to_the_norm_over_all_weights() -> None:
+def test_a_gradient_is_clipped_to_the_norm_over_all_weights(alone: Any) -> None:
     parameters = {
         f"decoder.layers.0.{name}": torch.nn.Parameter(torch.zeros(1)) for name in ("mlp.router.weight", "input_layernorm.weight")
     }
-    masters = Masters(parameters, PieceTable(None, ALONE, "model.", tied=False))
+    masters = Masters(parameters, PieceTable(None, alone, "model.", tied=False))
     masters.begin()
     (3 * parameters["decoder.layers.0.mlp.router.weight"] + 4 * parameters["decoder.layers.0.input_layernorm.weight"]).sum().backward()
     masters.add_up()

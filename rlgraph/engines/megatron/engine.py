@@ -92,7 +92,7 @@ class MegatronEngine:
         self._read()
         weights = list(self._masters.weights.values())
         settings = optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay
-        self._optimizer = torch.optim.AdamW(weights, *settings, fused=True)
+        self._optimizer = torch.optim.AdamW([{"params": weights}], *settings, fused=True)
         self._offloaded = OffloadedMoments(self._optimizer)
         self._shards: list[WeightShard] = []
         self._saver = distributed_checkpoint.Saver(rank, world)

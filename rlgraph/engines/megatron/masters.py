@@ -8,46 +8,56 @@ import torch.distributed as dist
 
 from rlgraph.engines.fsdp.grad_norm import TINY
 from rlgraph.engines.megatron.pieces import PieceTable, is_expert, sees_own
+from rlgraph.engines.megatron.zero import Owned
 
 
 class Masters:
-    """Float32 weights of the parameters that passes compute with: the parameters themselves, or where these are of another dtype, copies.
+    """Float32 weights of the parameters that this rank owns: the parameters that passes compute with, or where these are of another dtype,
+    copies. Of the ranks that compute with the same parameters for other tokens each owns some; see `zero`.
 
     Gradients of all micro-batches add up in float32.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], table: PieceTable) -> None:
+        ranks, self._table = table.ranks, table
+        tied = ("embedding.weight", "output.weight") if table.tied else ()  # the same owner in the first and the last stage
+        common = {name: one for name, one in parameters.items() if not is_expert(name)}
         experts = {name: one for name, one in parameters.items() if is_expert(name)}
-        self._parameters, self._table = {**{n: one for n, one in parameters.items() if n not in experts}, **experts}, table
-        self._shared = sum(one.numel() for name, one in parameters.items() if name not in experts)  # the first gradients; then the experts'
-        self.weights = {name: one if one.dtype == torch.float32 else _copy(one) for name, one in self._parameters.items()}
+        self._common = Owned(common, ranks.data_group, ranks.tensor_group, tied)
+        self._experts = Owned(experts, ranks.expert_data_group, ranks.tensor_group, ())
+        self._parameters = self._common.parameters | self._experts.parameters
+        own = {name: one for name, one in self._parameters.items() if name in self._common.names | self._experts.names}
+        self.weights = {name: one if one.dtype == torch.float32 else _copy(one) for name, one in own.items()}
         self._all: torch.Tensor | None = None
-        self._gradients: dict[str, torch.Tensor] = {}
+        self._gradients: dict[str, torch.Tensor] = {}  # of what this rank owns
 
     def begin(self) -> None:
         """Set all gradients to 0; their memory is made at the first call."""
         if self._all is None:
-            sizes = [one.numel() for one in self.weights.values()]
-            self._all = torch.zeros(sum(sizes), device=next(iter(self.weights.values())).device)
-            for (name, weight), part in zip(self.weights.items(), self._all.split(sizes), strict=True):
-                weight.grad = self._gradients[name] = part.view(weight.shape)
-                if self._parameters[name] is not weight:
-                    self._parameters[name].register_post_accumulate_grad_hook(_into(weight.grad))
+            sizes = [one.numel() for one in self._parameters.values()]
+            self._all = torch.zeros(sum(sizes), device=next(iter(self._parameters.values())).device)
+            for (name, parameter), part in zip(self._parameters.items(), self._all.split(sizes), strict=True):
+                gradient = part.view(parameter.shape)
+                if parameter.dtype == torch.float32:
+                    parameter.grad = gradient
+                else:
+                    parameter.register_post_accumulate_grad_hook(_into(gradient))
+                if name in self.weights:
+                    self.weights[name].grad = self._gradients[name] = gradient
         self._all.zero_()
 
     def add_up(self) -> None:
         """Add up the gradients of the ranks that computed with other tokens, other heads, or the same embeddings elsewhere."""
         ranks, table = self._table.ranks, self._table
         assert self._all is not None
-        if ranks.data > 1:
-            dist.all_reduce(self._all[: self._shared], group=ranks.data_group)
-        if self._shared < len(self._all) and dist.get_world_size(ranks.expert_data_group) > 1:
-            dist.all_reduce(self._all[self._shared :], group=ranks.expert_data_group)
+        self._common.add_up(self._all[: self._common.elements])
+        self._experts.add_up(self._all[self._common.elements :])
         if ranks.tensor > 1:
             _together([g for name, g in self._gradients.items() if sees_own(name)], ranks.tensor_group)
         if table.tied and ranks.pipeline > 1 and ranks.tied_group is not None:
             name = "embedding.weight" if ranks.is_first else "output.weight"
-            dist.all_reduce(self._gradients[name], group=ranks.tied_group)
+            if name in self._gradients:
+                dist.all_reduce(self._gradients[name], group=ranks.tied_group)
 
     def clip(self, most: float) -> float:
         """Scale the gradients down to a norm of `most` over all ranks, and return the norm before; what several ranks hold counts once."""
@@ -62,10 +72,12 @@ class Masters:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the weights to the parameters that passes compute with."""
+        """Copy the weights to the parameters that passes compute with, on all ranks."""
         for name, weight in self.weights.items():
             if self._parameters[name] is not weight:
                 self._parameters[name].copy_(weight)
+        self._common.publish()
+        self._experts.publish()
 
 
 def _copy(parameter: torch.nn.Parameter) -> torch.nn.Parameter:

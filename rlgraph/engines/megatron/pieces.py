@@ -80,14 +80,10 @@ class PieceTable:
             yield f"{attention}v_proj.{kind}", (group * size, *rest), rows[queries + size :]
 
     def replica(self, name: str) -> int:
-        """Number this rank among those that hold the same boxes of a parameter; the first is 0."""
-        ranks = self.ranks
-        if is_expert(name):
-            return ranks.expert_data_rank
+        """Number this rank, an owner of a parameter, among the owners of the same boxes; the first is 0."""
         whole = name == SCORE or sees_own(name)  # on each rank, where matrices are cut
-        found = ranks.data_rank * ranks.tensor + ranks.tensor_rank if whole else ranks.data_rank
         again = self.tied and name == "output.weight"  # the last stage has the embeddings once more
-        return found + again * ranks.world
+        return whole * self.ranks.tensor_rank + again * self.ranks.world
 
 
 def is_expert(name: str) -> bool:
