@@ -6,10 +6,12 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 PEAK = 989e12  # dense bfloat16 of an H100 or H200 in its SXM form
 SMOKE = 2, 32  # sequences and their length on a CPU
+MODELS = Path(tempfile.gettempdir()) / "rlgraph-shapes"  # folders of random weights
 WARM_UP = 2  # updates that are not counted
 
 
@@ -22,26 +24,50 @@ def begin_rank(rank: int) -> str:
 
 
 def made_engine(
-    shape: str, rank: int, world: int, rendezvous: str, device: str, *, fused: bool, optimizer: Any = None, **settings: Any
+    shape: str,
+    rank: int,
+    world: int,
+    rendezvous: str,
+    device: str,
+    *,
+    fused: bool,
+    optimizer: Any = None,
+    trainer: str = "fsdp",
+    **settings: Any,
 ) -> Any:
-    """A trainer of random weights of this shape on this rank."""
+    """A trainer of random weights of this shape on this rank; Megatron-Core reads them from a folder, which the first rank makes."""
     import torch
     import torch.distributed as dist
-    from shapes import causal_model
+    from shapes import causal_model, random_model
 
     import rlgraph as rg
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import backends
 
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = causal_model(shape).eval()
     if world > 1:
         dist.init_process_group(backends(), init_method=rendezvous, rank=rank, world_size=world)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    head = PolicyHead(model, fused=fused)
-    return FsdpEngine(head, optimizer=optimizer or rg.AdamW(), rank=rank, world=world, device=device, dtype=dtype, **settings)
+    given: dict[str, Any] = {
+        "optimizer": optimizer or rg.AdamW(),
+        "rank": rank,
+        "world": world,
+        "device": device,
+        "dtype": dtype,
+        **settings,
+    }
+    if trainer == "megatron":
+        from rlgraph.engines.megatron.engine import MegatronEngine
+
+        if rank == 0:
+            random_model(shape, MODELS)
+        if world > 1:
+            dist.barrier()
+        return MegatronEngine(PolicyHead(random_model(shape, MODELS), fused=fused), fused=fused, **given)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = causal_model(shape).eval()
+    return FsdpEngine(PolicyHead(model, fused=fused), **given)
 
 
 def random_batch(size: tuple[int, int]) -> dict[str, Any]:

@@ -44,7 +44,7 @@ def matmul_rate(results: Any) -> None:
 def rank_process(spec: str, size: tuple[int, int], rank: int, world: int, rendezvous: str, results: Any) -> None:
     device = begin_rank(rank)
     shape, *options = spec.split(":")
-    chosen = {"recompute": "recompute" in options, "compiled": "compiled" in options}
+    chosen: dict[str, Any] = {"recompute": "recompute" in options, "compiled": "compiled" in options}
     engine = made_engine(shape, rank, world, rendezvous, device, fused=False, micro_batch_tokens=MICRO_BATCH_TOKENS, **chosen)
     end_rank(timed_updates(engine, size, STEPS), rank, world, results)
 
