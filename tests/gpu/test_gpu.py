@@ -49,6 +49,13 @@ def test_an_engine_repeats_itself_reads_prompts_right_and_takes_weights_as_its_l
 
 
 @pytest.mark.gpu
+@pytest.mark.sglang
+@pytest.mark.parametrize("how", [("no",), ("yes",), ("yes", "shared")], ids=" ".join)
+def test_sglang_repeats_itself_reads_prompts_right_takes_weights_as_its_loader_would_and_sleeps(alone: Alone, how: tuple[str, ...]) -> None:
+    assert alone("sglang_here.py", *how).splitlines()[-1].startswith("equal")
+
+
+@pytest.mark.gpu
 @pytest.mark.vllm
 def test_more_sequences_than_tokens_of_the_context_start_and_repeat(alone: Alone) -> None:
     assert alone("short_context_here.py").splitlines()[-1] == "equal"

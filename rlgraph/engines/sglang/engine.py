@@ -18,7 +18,7 @@ from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
 from rlgraph.engines.sglang import start
 from rlgraph.engines.sglang.seeded_sampler import GREEDY, SeededSampler
 
-MEMORIES = ("weights", "kv_cache", "cuda_graph")  # that SGLang frees by name, in the order in which they come back
+MEMORIES = ("weights", "kv_cache")  # that SGLang frees by name, in the order in which they come back
 
 
 class SglangEngine(GenerateEngine):
@@ -223,7 +223,7 @@ class SglangEngine(GenerateEngine):
         scheduler.enable_overlap = overlap
 
     def sleep(self) -> int | None:
-        """Free the memory of keys, values, recorded steps and weights; the weights go to host memory; see `GenerateEngine`."""
+        """Free the memory of keys, values and weights; the weights go to host memory; see `GenerateEngine`."""
         if not self._shared:
             return None
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput

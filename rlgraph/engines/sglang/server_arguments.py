@@ -13,6 +13,8 @@ ENVIRONMENT = {
 MARGIN = 8  # tokens that SGLang's context is longer
 KV_CACHE_BYTES = 1 << 30  # on a CPU
 STEP_BYTES = 3 << 30  # on a GPU: recorded decode steps, activations, libraries
+SAMPLER_BYTES = 48  # for each sequence and word
+MOST_OF_FREE = 0.98
 MEMORY_ALONE, MEMORY_SHARED = 0.9, 0.45  # of a GPU: weights, keys and values, and what a step needs
 NEVER_S = 10 * 365 * 24 * 3600.0  # SGLang's watchdog ends a process that takes no step for so long; tools may take longer than its own
 
@@ -56,16 +58,25 @@ def on_cpu(kv_token_bytes: int, context: int, sequences: int, kv_cache_bytes: in
     }
 
 
-def on_gpu(memory: float | None, shared: bool, total_bytes: int, staged_bytes: int, sequences: int) -> Mapping[str, Any]:
-    """The arguments for a GPU of `total_bytes`, of which `staged_bytes` are for versions of the weights that arrive."""
+def on_gpu(memory: float | None, shared: bool, total_bytes: int, free_bytes: int, apart_bytes: int, sequences: int) -> Mapping[str, Any]:
+    """The arguments for a GPU of `total_bytes`, of which `free_bytes` are free and `apart_bytes` are not for weights, keys and values.
+
+    The share is of the whole GPU, as everywhere in rlgraph; SGLang's own is of what is free.
+    """
     share = memory or (MEMORY_SHARED if shared else MEMORY_ALONE)
     return {
         "device": "cuda",
-        "mem_fraction_static": round(share - (staged_bytes + STEP_BYTES) / total_bytes, 4),
+        "mem_fraction_static": round(min((share * total_bytes - apart_bytes) / free_bytes, MOST_OF_FREE), 4),
         "cuda_graph_max_bs_decode": sequences,
+        "disable_prefill_cuda_graph": True,  # it holds memory that SGLang cannot free
         "enable_memory_saver": shared,
         "enable_weights_cpu_backup": shared,
     }
+
+
+def step_bytes(sequences: int, vocab_size: int) -> int:
+    """The memory that a step needs on a GPU besides weights, keys and values: most of it is the sampler's, in float64."""
+    return STEP_BYTES + SAMPLER_BYTES * sequences * vocab_size
 
 
 def other_models(architecture: str, models: Path) -> str:

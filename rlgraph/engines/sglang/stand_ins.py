@@ -1,6 +1,7 @@
-"""Stand-ins for the packages that SGLang imports and a CPU has no use for, so that it loads without its kernels.
+"""Stand-ins for packages that SGLang imports and dense models have no use for, so that it loads without them.
 
-There is no build of its kernels for CPUs on the package index. Attention is then PyTorch's own, and of the kernels one is needed.
+On a CPU they take the place of its kernels too, of which the package index has no build for CPUs. Attention is then PyTorch's own, and of
+the kernels one is needed.
 """
 
 import importlib
@@ -22,15 +23,29 @@ UNUSED = (
     "build_tree_kernel_efficient_cpu",
     "verify_tree_greedy_cpu",
 )
+# What it imports of FlashInfer on a GPU even where that is not available: for weights of eight bits, and for its own sampler.
+FLASHINFER = {
+    "flashinfer": ("bmm_fp8",),
+    "flashinfer.sampling": ("min_p_sampling_from_probs", "top_k_top_p_sampling_from_probs"),
+    "flashinfer.fused_moe": ("fused_topk_deepseek",),
+    "flashinfer.prefill": ("cudnn_batch_prefill_with_kv_cache",),
+}
 
 
 def install() -> None:
-    """Put a stand-in in place of each package that is absent. Call it before SGLang is imported, on a machine without GPUs."""
-    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    _triton()
+    """Put a stand-in in place of each package that is absent. Call it before SGLang is imported."""
     if _absent("IPython"):
         _module("IPython")
         _module("IPython.display", HTML=object, display=print)
+    if torch.cuda.is_available():
+        sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # which SGLang imports where it is, for seconds and to no use
+        if _absent("flashinfer"):
+            os.environ["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
+            for module, names in FLASHINFER.items():
+                _module(module, **{name: _unused(f"{module}.{name}") for name in names})
+        return
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    _triton()
     if _absent("torchvision"):
         importlib.import_module("transformers.utils.import_utils")  # finds out first that there is no torchvision
         _module("torchvision")
@@ -39,7 +54,7 @@ def install() -> None:
         _module("torchvision.transforms", InterpolationMode=modes)
         _module("torchvision.transforms.functional", InterpolationMode=modes)
     if _absent("sgl_kernel"):
-        kernels = {name: _unused(name) for name in UNUSED}
+        kernels = {name: _unused(f"sgl_kernel.{name}") for name in UNUSED}
         _module("sgl_kernel", assign_req_to_token_pool_cpu=assign_req_to_token_pool_cpu, **kernels)
 
 
@@ -92,6 +107,6 @@ def _module(name: str, **names: Any) -> None:
 
 def _unused(name: str) -> Any:
     def refuse(*args: Any, **options: Any) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in on a CPU")
+        raise NotImplementedError(f"SGLang calls {name}, which is not installed here")
 
     return refuse

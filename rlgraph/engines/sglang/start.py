@@ -58,6 +58,8 @@ def _started(arguments: Mapping[str, Any]) -> tuple[Any, list[Path]]:
     _seed_batches()
     _silence(weight_utils)
     given = ServerArgs(**arguments)
+    if given.enable_memory_saver:
+        _free_without_preload()
     ports = PortArgs.init_new(given)
     publish(given, role="scheduler")
     made: Any = Scheduler(given, ports, 0, 0, 0, 0, 0, 0, None)
@@ -73,13 +75,14 @@ def _started(arguments: Mapping[str, Any]) -> tuple[Any, list[Path]]:
 
 def _arguments(path: str | Path, context: int, dtype: str, seed: int, machine: MachineLimits) -> dict[str, Any]:
     gpu = torch.cuda.is_available()
+    config = json.loads((Path(path) / "config.json").read_text())
     sequences = server_arguments.most_sequences(not gpu, machine.max_sequences)
     arguments = server_arguments.arguments(path, context=context, dtype=dtype, seed=seed, sequences=sequences)
     if gpu:
-        total = torch.cuda.get_device_properties(0).total_memory
-        arguments |= server_arguments.on_gpu(machine.memory, machine.shared, total, machine.staged_bytes, sequences)
+        free, total = torch.cuda.mem_get_info()
+        apart = machine.staged_bytes + server_arguments.step_bytes(sequences, (config.get("text_config") or config)["vocab_size"])
+        arguments |= {**server_arguments.on_gpu(machine.memory, machine.shared, total, free, apart, sequences), **_gpu_attention()}
     else:
-        config = json.loads((Path(path) / "config.json").read_text())
         _check_attention(path, config)
         shape = ModelShape.from_config(config)
         if shape is None:
@@ -87,6 +90,14 @@ def _arguments(path: str | Path, context: int, dtype: str, seed: int, machine: M
         token_bytes = shape.kv_bytes_per_token(getattr(torch, dtype).itemsize)
         arguments |= server_arguments.on_cpu(token_bytes, context, sequences, machine.kv_cache_bytes)
     return arguments | ({} if machine.overlap is None else {"disable_overlap_schedule": not machine.overlap})
+
+
+def _gpu_attention() -> dict[str, Any]:
+    """Take attention in Triton where FlashAttention 3, which SGLang takes on Hopper, was left out of its kernels."""
+    package = find_spec("sgl_kernel")
+    folders = package.submodule_search_locations if package is not None else None
+    built = any(any(Path(folder).glob("flash_ops*")) for folder in folders or ())
+    return {} if built else {"attention_backend": "triton"}
 
 
 def _check_attention(path: str | Path, config: Mapping[str, Any]) -> None:
@@ -108,8 +119,7 @@ def _prepare_process(path: str | Path, threads: int | None) -> None:
     others = server_arguments.other_models((config.get("architectures") or [""])[0], models)
     server_arguments.prepare(server_arguments.ENVIRONMENT | ({"SGLANG_DISABLED_MODEL_ARCHS": others} if others else {}))
     logging.getLogger("sglang").setLevel(logging.ERROR)
-    if not torch.cuda.is_available():
-        stand_ins.install()
+    stand_ins.install()
     stand_ins.register_configs_twice()
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
@@ -131,6 +141,16 @@ def _seed_batches() -> None:
         return info
 
     SamplingBatchInfo.from_schedule_batch = classmethod(seeded)
+
+
+def _free_without_preload() -> None:
+    """Have torch_memory_saver free what PyTorch allocates for it: its other way needs a library that is loaded when the process starts.
+
+    Recorded steps then keep their memory, which is small beside weights, keys and values.
+    """
+    from torch_memory_saver import torch_memory_saver
+
+    torch_memory_saver.hook_mode = "torch"
 
 
 def _silence(weight_utils: Any) -> None:
