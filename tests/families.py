@@ -109,19 +109,17 @@ def nested_folder(kind: str, folder: Path) -> Path:
 
 def results(folder: Path) -> dict[str, str]:
     """Tell what rlgraph does with a model, by the columns of the table: "right", or that it is refused and why."""
-    from rlgraph.engines.forward.self_test import generator_result, trainer_results
+    from rlgraph.engines.forward.self_test import FLAT_SHARED, generator_result, trainer_results
     from rlgraph.errors import DataError
 
     try:
         found = {**trainer_results(folder), "generator": generator_result(folder)}
     except DataError:
         return dict.fromkeys(COLUMNS, "refused")
-    right = {name: "right" if result.right else "refused" for name, result in found.items()}
+    right = {name: result.right for name, result in found.items()}
     instead = {"shared": "own prompts", "flat": "padded"}  # what a trainer does where only that layout is out
-    return {
-        name: instead[name] if text == "refused" and name in instead and right["padded"] == "right" else text
-        for name, text in right.items()
-    }
+    words = {name: "right" if right[name] else instead[name] if name in instead and right["padded"] else "refused" for name in COLUMNS}
+    return words | ({"flat": "own prompts"} if right["flat"] and not right[FLAT_SHARED] else {})
 
 
 def table() -> str:

@@ -58,6 +58,7 @@ def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False
         return MegatronEngine(head, optimizer=case.optimizer, rank=rank, world=world, **own, **ranks)
     given: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "flat": case.flat}
     given["load_balance"] = case.load_balance
+    given["shared"] = world > 1  # ranks that share prompts are held against one process that does not
     return FsdpEngine(head, optimizer=case.optimizer, rank=rank, world=world, recompute=saving, host_moments=saving, **given, **ranks)
 
 

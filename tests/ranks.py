@@ -20,7 +20,7 @@ MICRO_BATCH_TOKENS = 16
 
 
 def run_ranks(kind: str, model: Path, out: Path, world: int) -> list[Any]:
-    """Return what each rank saved: of a policy or a critic."""
+    """Return what each rank saved: of a policy, or as `kind` says of a critic, with Muon or with flat passes."""
     ranks = [server.Process(target=be_rank, args=(kind, str(model), out, rank, world), daemon=True) for rank in range(world)]
     for rank in ranks:
         rank.start()
@@ -74,6 +74,7 @@ def be_rank(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
         world=world,
         dtype=torch.float32,
         micro_batch_tokens=MICRO_BATCH_TOKENS,
+        flat=kind == "flat",
     )
     scores = engine.scores(batch)
     metrics = [engine.update(batch, loss) for _ in range(2)]

@@ -1,22 +1,22 @@
 """Cut a batch for ranks and passes, and pack the rows of a pass into its input. Pure, and the same on every rank.
 
-Trainers run the rule by which sequences are dealt, and predictions count passes by it.
+`cutting` has the rules by which sequences are dealt.
 
 Responses of one prompt lie behind one copy of it and do not see each other, so the prompt is computed once
 (Liu et al. 2025, arXiv:2506.05433, "Prefix Grouper"); the last token of a response predicts nothing and is left out.
-On a GPU sequences lie one behind the other without padding, each with its own prompt.
+On a GPU sequences lie one behind the other without padding: first the prompts that are shared, then their responses.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 
+from rlgraph.batching.cutting import Array, best, cut, micro_batches
 from rlgraph.columns import Columns
 
-Array: TypeAlias = np.ndarray
 IGNORED = -1
 
 
@@ -32,16 +32,47 @@ class PackedSequence:
     def tokens(self) -> int:
         return self.prompt + sum(self.responses) - len(self.responses)
 
+    @property
+    def shares(self) -> bool:
+        """Whether several responses see the prompt from behind it; those of one token are predicted from the prompt alone."""
+        return len(self.rows) > 1 and self.tokens > self.prompt
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """The prompts at the beginning of a flat row, and behind all of them their responses, those of one prompt together.
+
+    Prompt i begins at `prompts[i]`, and its responses at `prompts[-1] + responses[i]`: [G + 1] each, int32. `tokens` count those of all
+    prompts and of all responses, `longest` bound those of a prompt, and of the responses to one.
+
+    By segment of the row, which are prompts, responses and sequences: `keys[key_starts[i]:key_starts[i + 1]]` are the places of all tokens
+    that segment i sees, the prompt of a response included; no segment sees more than `most_keys`.
+    """
+
+    prompts: torch.Tensor
+    responses: torch.Tensor
+    tokens: tuple[int, int]
+    longest: tuple[int, int]
+    keys: torch.Tensor
+    key_starts: torch.Tensor
+    most_keys: int
+
+    def to(self, device: torch.device) -> "SharedPrompts":
+        moved: dict[str, Any] = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in vars(self).items()}
+        return SharedPrompts(**moved)
+
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one pass: `tokens`, `positions` [S, L], `mask` [S, 1, L, L] (None: plain causal), for `rows` of the batch.
     Packed flat they are [1, L]: sequence i begins at `starts[i]` with a prompt of `prompts[i]` tokens, and none is longer than
-    `longest`. With a `group`, its ranks have consecutive shards of the row, and this is the shard of one.
+    `longest`. Where prompts are `shared`, these are segments: a prompt, a response, or a whole sequence that shares none. With a
+    `group`, its ranks have consecutive shards of the row, and this is the shard of one.
 
     Entry i of `predicts` says which position of the flattened input gives the distribution of `targets[i]`, and
-    `(row[i], column[i])` is where that token lies in a [len(rows), T] column. `real` is false on padding of the flattened input.
-    `routes` [S x L, layers, k] are the experts of each token of the flattened input, -1 where none are known; None without the columns.
+    `(row[i], column[i])` is where that token lies in a [len(rows), T] column. `repeats` counts the sequences that a position of
+    the flattened input is of: several for a shared prompt, and none for padding. `routes` [S x L, layers, k] are the experts of each
+    token of the flattened input, -1 where none are known; None without the columns.
     """
 
     rows: torch.Tensor
@@ -55,8 +86,9 @@ class MicroBatch:
     starts: torch.Tensor | None = None
     prompts: torch.Tensor | None = None
     longest: int = 0
+    shared: SharedPrompts | None = None
     group: Any = None
-    real: torch.Tensor | None = None
+    repeats: torch.Tensor | None = None
     routes: torch.Tensor | None = None
 
     def shard(self, group: Any, rank: int, ranks: int) -> "MicroBatch":
@@ -76,41 +108,9 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> "MicroBatch":
-        moved: dict[str, Any] = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in vars(self).items()}
+        parts = torch.Tensor | SharedPrompts
+        moved: dict[str, Any] = {name: value.to(device) if isinstance(value, parts) else value for name, value in vars(self).items()}
         return MicroBatch(**moved)
-
-
-def micro_batches(tokens: Array, ranks: int, limit: int, *, padded: bool = False) -> tuple[Array, Array]:
-    """Deal sequences to ranks, and split the sequences of each rank into passes of at most `limit` tokens.
-
-    `tokens` [batches, n] are the sizes of the sequences of independent batches, the longest first. Returns the rank and the pass of
-    each sequence, both [batches, n]. A sequence goes to the rank with the fewest tokens so far, on a tie to the lowest; the rank
-    starts another pass where this one would exceed the limit, so a longer sequence has a pass of its own. `padded` passes count each
-    sequence as long as their first. A size of 0 stands for no sequence: it is dealt like the others, but changes nothing.
-
-        >>> import numpy as np
-        >>> rank, passes = micro_batches(np.array([[50, 30, 20, 20]]), ranks=2, limit=60)
-        >>> rank.tolist(), passes.tolist()  # rank 0 has 50 and 20 in two passes, rank 1 has 30 and 20 in one
-        ([[0, 1, 1, 0]], [[0, 0, 0, 1]])
-    """
-    batches, count = tokens.shape
-    each = np.arange(batches)
-    dealt, filled, longest = np.zeros((3, batches, ranks), dtype=tokens.dtype)  # tokens of a rank, of its pass, of the pass's first
-    passes = np.zeros((batches, ranks), dtype=np.int64)
-    rank_of, pass_of = np.zeros((2, batches, count), dtype=np.int64)
-    for index in range(count):
-        size = tokens[:, index]
-        rank = dealt.argmin(axis=1)
-        at = (each, rank)
-        taken = np.where(size > 0, longest[at], 0) if padded else size
-        opens = (size > 0) & (filled[at] > 0) & (filled[at] + taken > limit)
-        passes[at] += opens
-        first = opens | (filled[at] == 0)
-        longest[at] = np.where(first, size, longest[at])
-        filled[at] = np.where(first, size, filled[at] + taken)
-        dealt[at] += size
-        rank_of[:, index], pass_of[:, index] = rank, passes[at]
-    return rank_of, pass_of
 
 
 def plan_micro_batches(
@@ -118,31 +118,40 @@ def plan_micro_batches(
 ) -> list[list[list[PackedSequence]]]:
     """Plan the micro-batches of each rank, the same number for each; an empty one still has to run.
 
-    `micro_batches` deals the sequences, the longest first. `flat` packing has no shared prompts and no padding; without `shared`
-    each response has its own copy of its prompt.
+    `micro_batches` deals the sequences, the longest first, and `cut` those of `flat` packing, which has no padding. Without `shared` each
+    response has its own copy of its prompt.
     """
-    sequences = sorted(_sequences(batch, shared=shared and not flat), key=lambda s: (-s.tokens, s.rows))
-    sizes = np.array([[sequence.tokens for sequence in sequences]], dtype=np.int64)
-    ranks, passes = micro_batches(sizes, world, micro_batch_tokens, padded=not flat)
+    if flat:
+        sequences, ranks, passes = _flat_sequences(batch, world, micro_batch_tokens, shared=shared)
+    else:
+        sequences = sorted(_sequences(batch, shared=shared), key=lambda s: (-s.tokens, s.rows))
+        sizes = np.array([[sequence.tokens for sequence in sequences]], dtype=np.int64)
+        ranks, passes = (each[0] for each in micro_batches(sizes, world, micro_batch_tokens, padded=True))
     count = int(passes.max(initial=-1)) + 1
     plans: list[list[list[PackedSequence]]] = [[[] for _ in range(count)] for _ in range(world)]
-    for sequence, rank, index in zip(sequences, ranks[0].tolist(), passes[0].tolist(), strict=True):
+    for sequence, rank, index in zip(sequences, ranks.tolist(), passes.tolist(), strict=True):
         plans[rank][index].append(sequence)
     return plans
 
 
-def _read(batch: Columns) -> list[torch.Tensor]:
+def read(batch: Columns) -> list[torch.Tensor]:
+    """Give prompts, their mask, responses and theirs, in host memory."""
     columns = [batch[name] for name in ("prompts", "prompt_mask", "responses", "response_mask")]
     return [column.cpu() for column in columns if isinstance(column, torch.Tensor)]
 
 
+def _repeats(batch: Columns) -> torch.Tensor:
+    """Tell of each row `[B]` whether its prompt is that of the row before; of the first, of the last row."""
+    prompts, prompt_mask, *_ = read(batch)
+    return ((prompts == prompts.roll(1, 0)) | ~prompt_mask).all(-1) & (prompt_mask == prompt_mask.roll(1, 0)).all(-1)
+
+
 def _sequences(batch: Columns, *, shared: bool) -> list[PackedSequence]:
-    prompts, prompt_mask, _, response_mask = _read(batch)
+    _, prompt_mask, _, response_mask = read(batch)
     prompt_lengths = prompt_mask.sum(-1).tolist()
     lengths = response_lengths(response_mask).tolist()
-    same = ((prompts == prompts.roll(1, 0)) | ~prompt_mask).all(-1) & (prompt_mask == prompt_mask.roll(1, 0)).all(-1)
     sequences: list[PackedSequence] = []
-    for row, (prompt, length, repeated) in enumerate(zip(prompt_lengths, lengths, same.tolist(), strict=True)):
+    for row, (prompt, length, repeated) in enumerate(zip(prompt_lengths, lengths, _repeats(batch).tolist(), strict=True)):
         if length == 0:
             continue
         last = sequences[-1] if sequences else None
@@ -151,6 +160,21 @@ def _sequences(batch: Columns, *, shared: bool) -> list[PackedSequence]:
         else:
             sequences.append(PackedSequence((row,), prompt, (length,)))
     return sequences
+
+
+def _flat_sequences(batch: Columns, world: int, limit: int, *, shared: bool) -> tuple[list[PackedSequence], Array, Array]:
+    """Cut a batch for flat passes: its sequences, the longest first, and the rank and the pass of each."""
+    _, prompt_mask, _, response_mask = read(batch)
+    prompts, lengths = prompt_mask.sum(-1).numpy(), response_lengths(response_mask).numpy()
+    groups = np.cumsum(~_repeats(batch).numpy())
+    cuts = cut(prompts[None], lengths[None], groups, world, limit, shared=shared)
+    chosen = cuts[int(best(cuts, world)[0])]
+    rows: list[list[int]] = [[] for _ in chosen.tokens[0]]
+    for row in np.flatnonzero(lengths).tolist():
+        rows[chosen.piece[0, row]].append(row)
+    order = [index for index in np.argsort(-chosen.tokens[0], kind="stable").tolist() if rows[index]]
+    sequences = [PackedSequence(tuple(rows[i]), int(prompts[rows[i][0]]), tuple(lengths[rows[i]].tolist())) for i in order]
+    return sequences, chosen.rank[0, order], chosen.index[0, order]
 
 
 def _saves(sequence: PackedSequence, length: int) -> bool:
@@ -166,12 +190,12 @@ def response_lengths(response_mask: torch.Tensor) -> torch.Tensor:
 
 def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
     """Pack some sequences of a batch into a padded input. Without sequences it is one token that predicts nothing."""
-    prompts, prompt_mask, responses, response_mask = _read(batch)
+    prompts, prompt_mask, responses, response_mask = read(batch)
     length = max((s.tokens for s in sequences), default=1)
     shape = (max(len(sequences), 1), length)
-    tokens, positions, segments = torch.zeros(3, *shape, dtype=torch.long).unbind()
+    tokens, positions, segments, repeats = torch.zeros(4, *shape, dtype=torch.long).unbind()
     predicts, targets, rows, columns = [], [], [], []
-    told = _Routes.of(batch)
+    told = Routes.of(batch)
     routes = None if told is None else told.unknown(*shape)
     row_of_batch = 0
     for index, sequence in enumerate(sequences):
@@ -196,6 +220,8 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
             row_of_batch += 1
             start += size - 1
         segments[index, start:] = IGNORED
+        repeats[index, :start] = 1
+        repeats[index, :prompt] = len(sequence.rows)
     shared = any(len(s.rows) > 1 for s in sequences)
     none = torch.zeros(0, dtype=torch.long)
     return MicroBatch(
@@ -207,58 +233,13 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
         targets=torch.cat([none, *targets]),
         row=torch.cat([none, *rows]),
         column=torch.cat([none, *columns]),
-        real=(segments != IGNORED).flatten() & bool(sequences),
+        repeats=repeats.flatten(),
         routes=None if routes is None else routes.flatten(0, 1),
     )
 
 
-def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: int = 1) -> MicroBatch:
-    """Pack some sequences of a batch one behind another in one row. Without sequences it is one token.
-
-    The length of the row is a `multiple`: behind the sequences lies one of tokens that predict nothing.
-    """
-    prompts, prompt_mask, responses, response_mask = _read(batch)
-    pieces, routes = list[torch.Tensor](), list[torch.Tensor]()
-    told = _Routes.of(batch)
-    positions, predicts, targets, columns, rows = [], [], [], [], []
-    starts = [0]
-    for index, sequence in enumerate(sequences):
-        (row,), (size,) = sequence.rows, sequence.responses
-        trained = response_mask[row, :size].nonzero()[:, 0]
-        pieces += [prompts[row][prompt_mask[row]], responses[row, : size - 1]]
-        routes += [] if told is None else [told.prompt(row), told.response(row, size - 1)]
-        positions.append(torch.arange(sequence.tokens))
-        predicts.append(starts[-1] + sequence.prompt - 1 + trained)
-        targets.append(responses[row, trained])
-        rows.append(torch.full_like(trained, index))
-        columns.append(trained)
-        starts.append(starts[-1] + sequence.tokens)
-    none = torch.zeros(0, dtype=torch.long)
-    spare = -starts[-1] % multiple if sequences else multiple
-    if spare:
-        pieces.append(torch.zeros(spare, dtype=torch.long))
-        routes += [] if told is None else [told.unknown(spare)]
-        positions.append(torch.arange(spare))
-        starts.append(starts[-1] + spare)
-    return MicroBatch(
-        rows=torch.tensor([s.rows[0] for s in sequences], dtype=torch.long),
-        tokens=torch.cat(pieces)[None],
-        positions=torch.cat(positions)[None],
-        mask=None,
-        predicts=torch.cat([none, *predicts]),
-        targets=torch.cat([none, *targets]),
-        row=torch.cat([none, *rows]),
-        column=torch.cat([none, *columns]),
-        starts=torch.tensor(starts, dtype=torch.int32),
-        prompts=torch.tensor([*(s.prompt for s in sequences), *([spare] if spare else [])], dtype=torch.int32),
-        longest=max([spare, *(s.tokens for s in sequences)]),
-        real=torch.arange(starts[-1]) < sum(s.tokens for s in sequences),
-        routes=None if told is None else torch.cat(routes),
-    )
-
-
 @dataclass(frozen=True)
-class _Routes:
+class Routes:
     """The experts that the engine took for the tokens of a batch: the columns `prompt_routes` and `routes`."""
 
     prompts: torch.Tensor
@@ -266,7 +247,7 @@ class _Routes:
     mask: torch.Tensor
 
     @classmethod
-    def of(cls, batch: Columns) -> "_Routes | None":
+    def of(cls, batch: Columns) -> "Routes | None":
         found = [batch.get(name) for name in ("prompt_routes", "routes", "prompt_mask")]
         tensors = [column.cpu() for column in found if isinstance(column, torch.Tensor)]
         return cls(*tensors) if len(tensors) == len(found) else None

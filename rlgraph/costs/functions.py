@@ -216,7 +216,7 @@ class NodeCost:
 
     def _training(self, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
         floor = self.sharded_pass_s or self.pass_s if setting.engines > 1 else self.pass_s
-        if floor and setting.passes is not None:
+        if setting.passes is not None and (floor or setting.passes.group > 1):
             passes = setting.passes.of_a_rank(batch, prompt_tokens, setting.engines) / setting.width
             found: Array = np.where(passes > 0, np.maximum(self.token_s * passes, floor), 0.0).sum(axis=1)
         else:

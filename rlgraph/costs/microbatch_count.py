@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rlgraph.batching.packing import micro_batches
+from rlgraph.batching.cutting import best, cut
 from rlgraph.costs.lengths import Array
 from rlgraph.graph.operation import ModelTraits
 
@@ -19,9 +19,9 @@ ALIKE = 64  # ranks that are dealt sequences at most; more of them, with as many
 @dataclass(frozen=True)
 class Passes:
     """A batch is cut into `mini_batches` of equal rows, and each of these as the trainer cuts it: dealt to the ranks, in passes
-    of at most `tokens` tokens, packed one behind the other. `tensor` × `context` × `pipeline` ranks compute a pass together: it is cut
-    between them. A pipeline waits for as many passes more as it has stages behind the first. `expert` ranks share experts, and cut no
-    pass."""
+    of at most `tokens` tokens, packed one behind the other. The rows are in groups of `group` with one prompt, which a pass has once.
+    `tensor` × `context` × `pipeline` ranks compute a pass together: it is cut between them. A pipeline waits for as many passes more as
+    it has stages behind the first. `expert` ranks share experts, and cut no pass."""
 
     tokens: int
     mini_batches: int = 1
@@ -29,6 +29,7 @@ class Passes:
     context: int = 1
     pipeline: int = 1
     expert: int = 1
+    group: int = 1
 
     @property
     def sharing(self) -> int:
@@ -41,23 +42,24 @@ class Passes:
         Ranks wait for each other in every pass, so a pass counts the tokens of the rank that has the most. Of a pass that ranks share each
         counts its share. Of more than `ALIKE` ranks that many, with their share of the rows, stand for all.
         """
-        groups = max(ranks // self.sharing, 1)
-        if groups > ALIKE:
-            rows = max(round(lengths.shape[1] * ALIKE / groups), ALIKE, self.mini_batches)
-            lengths, groups = lengths[:, :rows], ALIKE
-        sequences = np.where(lengths > 0, lengths + max(prompt_tokens - 1, 0.0), 0.0)  # the last token of a response predicts nothing
-        longest_first = [-np.sort(-batch, axis=1) for batch in np.array_split(sequences, self.mini_batches, axis=1)]
-        cut = [self._cut(batch, groups) for batch in longest_first]
-        filling = [batch.max(axis=1, keepdims=True).repeat(self.pipeline - 1, axis=1) for batch in cut]
-        found: Array = np.concatenate([*cut, *filling], axis=1)
+        ranks_of_data = max(ranks // self.sharing, 1)
+        if ranks_of_data > ALIKE:
+            rows = max(round(lengths.shape[1] * ALIKE / ranks_of_data), ALIKE, self.mini_batches)
+            lengths, ranks_of_data = lengths[:, :rows], ALIKE
+        groups = np.arange(lengths.shape[1]) // self.group
+        mini_batches = zip(*(np.array_split(each, self.mini_batches, axis=-1) for each in (lengths, groups)), strict=True)
+        by_mini_batch = [self._cut(batch, of_rows, max(prompt_tokens, 1.0), ranks_of_data) for batch, of_rows in mini_batches]
+        filling = [batch.max(axis=1, keepdims=True).repeat(self.pipeline - 1, axis=1) for batch in by_mini_batch]
+        found: Array = np.concatenate([*by_mini_batch, *filling], axis=1)
         return found if self.sharing == 1 else found / self.sharing
 
-    def _cut(self, sequences: Array, ranks: int) -> Array:
-        rank, micro_batch = micro_batches(sequences, ranks, self.tokens)
-        steps, passes = len(sequences), int(micro_batch.max()) + 1
-        place = (np.arange(steps)[:, None] * ranks + rank) * passes + micro_batch
-        tokens = np.bincount(place.ravel(), weights=sequences.ravel(), minlength=steps * ranks * passes)
-        found: Array = tokens.reshape(steps, ranks, passes).max(axis=1)
+    def _cut(self, lengths: Array, groups: Array, prompt_tokens: float, ranks: int) -> Array:
+        """Count the tokens `[steps, passes]` of the passes of a mini-batch `[steps, rows]`, each step cut in its best way."""
+        cuts = cut(np.full_like(lengths, prompt_tokens, dtype=float), lengths, groups, ranks, self.tokens, shared=self.group > 1)
+        of_cuts = [each.of_passes(ranks) for each in cuts]
+        width = max(passes.shape[1] for passes in of_cuts)
+        padded = np.stack([np.pad(passes, ((0, 0), (0, width - passes.shape[1]))) for passes in of_cuts])
+        found: Array = padded[best(cuts, ranks), np.arange(len(lengths))]
         return found
 
 
@@ -68,6 +70,24 @@ def passes_of(node: "Node", gpus: int) -> Passes | None:
     if model.micro_batch_tokens is None or not (on_gpus or model.recompute or model.sharing > 1):
         return None
     tensor, context = model.tensor_parallel, model.context_parallel
+    group = _group(node) if model.shared_prompts else 1
     return Passes(
-        model.micro_batch_tokens * context, node.traits.mini_batches, tensor, context, model.pipeline_parallel, model.expert_parallel
+        model.micro_batch_tokens * context,
+        node.traits.mini_batches,
+        tensor,
+        context,
+        model.pipeline_parallel,
+        model.expert_parallel,
+        group,
     )
+
+
+def _group(node: "Node") -> int:
+    """Find how many neighbours among the rows of a node have one prompt, by the node that its responses come from; 1 if that is not known.
+
+    An update on several batches counts each response with its own prompt.
+    """
+    source = node.source_of("responses") if "responses" in node.reads else None
+    if source is None or source.rows != node.rows:
+        return 1
+    return source.traits.group_size or (2 if source.traits.preferences == "pairs" else 1)

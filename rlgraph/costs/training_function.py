@@ -41,7 +41,7 @@ def share_of(setting: Setting, sampled: Sequence[Sampled]) -> Share:
     if setting.passes is None or not lengths.size:
         return Share(tokens, None, alone)
     passes = setting.passes.of_a_rank(lengths, prompts / lengths.size, setting.engines)[0] / setting.width
-    return Share(tokens, passes[passes > 0], alone)
+    return Share(tokens if setting.passes.group == 1 else float(passes.sum()), passes[passes > 0], alone)
 
 
 def by_passes(setting: Setting, shares: Sequence[Share], seconds: Array, plain: NodeCost) -> NodeCost:

@@ -188,6 +188,8 @@ class ModelTraits:
     `host_moments` says that the moments of its optimizer are in host memory while it trains, `moments_stay` that they are on the GPU while
     other models have it.
 
+    `shared_prompts` says that its passes without padding compute the prompt of several responses once.
+
     `fused_head` says that training never has the logits of all tokens of a pass in memory; None for a model without a vocabulary.
 
     `one_moment` says that the optimizer keeps one moment of each matrix of a layer, as Muon does.
@@ -228,6 +230,7 @@ class ModelTraits:
     recompute: bool = False
     host_moments: bool = False
     moments_stay: bool = False
+    shared_prompts: bool = False
     fused_head: bool | None = None
     one_moment: bool = False
     eight_bit_moments: bool = False

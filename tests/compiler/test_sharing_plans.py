@@ -47,14 +47,24 @@ def test_a_plan_says_how_ranks_share_passes_in_its_text_and_its_picture(tmp_path
     assert "tp 2 × dp 2" in str(plan)
     plan.draw(tmp_path / "plan.svg")
     assert "tp 2 × dp 2" in (tmp_path / "plan.svg").read_text()
-    assert passes_of(plan) == Passes(1000, tensor=2)
+    assert passes_of(plan) == Passes(1000, tensor=2, group=4)
     both = rg.compile(
         loop(rg.Pool("train", gpus=8), tensor_parallel=2, context_parallel=2, micro_batch_tokens=1000),
         rg.Cluster(gpus=10, gpus_per_node=10),
     )
     assert "tp 2 × cp 2 × dp 2" in str(both)
-    assert passes_of(both) == Passes(2000, tensor=2, context=2)
+    assert passes_of(both) == Passes(2000, tensor=2, context=2, group=4)
     assert " tp " not in str(rg.compile(loop(rg.Pool("train", gpus=4)), rg.Cluster(gpus=6)))
+
+
+def test_pairs_share_their_prompt_in_a_plan_and_a_trainer_that_shares_none_has_passes_of_own_prompts() -> None:
+    policy = rg.Policy("m", pool=rg.Pool("train"), micro_batch_tokens=1000)
+    pairs = rg.pairs([{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}], 8, policy)
+    reference = rg.Reference("m", pool=rg.Pool("reference"))
+    graph = rg.Graph("pairs", policy.update(pairs, reference.log_probs(pairs), loss=rg.DPO()).metrics)
+    assert passes_of(rg.compile(graph, rg.Cluster(gpus=2))) == Passes(1000, group=2)
+    plan = rg.compile(loop(rg.Pool("train", gpus=2), trainer="megatron", micro_batch_tokens=1000), rg.Cluster(gpus=4))
+    assert passes_of(plan) == Passes(1000)
 
 
 def test_a_pipeline_waits_for_its_stages_and_may_lie_on_several_hosts() -> None:
@@ -90,7 +100,7 @@ def test_a_plan_of_fsdp_says_how_ranks_share_experts(tmp_path: Path) -> None:
         loop(rg.Pool("train", gpus=8), model, expert_parallel=4, micro_batch_tokens=1000), rg.Cluster(gpus=10, gpus_per_node=10)
     )
     assert "dp 8 (ep 4)" in str(plan)
-    assert passes_of(plan) == Passes(1000, expert=4)
+    assert passes_of(plan) == Passes(1000, expert=4, group=4)
     plan.draw(tmp_path / "plan.svg")
     assert "dp 8 (ep 4)" in (tmp_path / "plan.svg").read_text()
     with pytest.raises(PlanError, match=r"has its passes and experts on 4 GPUs \(\(ep 4\)\).* has 6; .* multiple of 4"):

@@ -25,18 +25,52 @@ LIMIT, TOKEN_S, ALONE_S, SHARDED_S = 500, 1e-4, 0.02, 0.03
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(0, 40), min_size=2, max_size=24), st.integers(10, 200), st.integers(1, 5), st.integers(1, 3))
-def test_passes_are_those_of_the_trainer(lengths: list[int], limit: int, ranks: int, mini_batches: int) -> None:
-    lengths = (lengths * mini_batches)[: len(lengths) // mini_batches * mini_batches * mini_batches] or [1] * mini_batches
-    batch = batch_of([*lengths, 40], group=1)
+@given(
+    *(st.lists(st.integers(0, 40), min_size=2, max_size=24), st.integers(10, 200), st.integers(1, 5), st.integers(1, 3)),
+    st.sampled_from([1, 2, 3, 8]),
+)
+def test_passes_are_those_of_the_trainer(lengths: list[int], limit: int, ranks: int, mini_batches: int, group: int) -> None:
+    step = mini_batches * group
+    lengths = (lengths * step)[: len(lengths) // mini_batches * step] or [1] * step
+    batch = batch_of([*lengths, *[40] * group], group=group)
     batch["prompt_mask"] = torch.ones_like(batch["prompt_mask"])
     trained: list[int] = []
-    for mini_batch in UpdateSchedule(mini_batches=mini_batches).cut({name: column[:-1] for name, column in batch.items()}):
-        plans = plan_micro_batches(mini_batch, ranks, limit, flat=True)
+    for mini_batch in UpdateSchedule(mini_batches=mini_batches).cut({name: column[:-group] for name, column in batch.items()}):
+        plans = plan_micro_batches(mini_batch, ranks, limit, flat=True, shared=group > 1)
         trained += [max(sum(s.tokens for s in plan[index]) for plan in plans) for index in range(len(plans[0]))]
-    passes = Passes(limit, mini_batches).of_a_rank(np.array([lengths, lengths], dtype=float), batch["prompts"].shape[1], ranks)
+    cut = Passes(limit, mini_batches, group=group)
+    passes = cut.of_a_rank(np.array([lengths, lengths], dtype=float), batch["prompts"].shape[1], ranks)
     assert (passes[0] == passes[1]).all()
     assert passes[0][passes[0] > 0].tolist() == trained
+
+
+@given(st.lists(st.integers(1, 40), min_size=4, max_size=24), st.integers(10, 400), st.integers(1, 6), st.integers(1, 30))
+def test_shared_prompts_never_take_more_tokens_than_own_ones(lengths: list[int], limit: int, ranks: int, prompt: int) -> None:
+    rows = np.array([lengths], dtype=float)
+    shared, own = (Passes(limit, group=group).of_a_rank(rows, prompt, ranks).sum() for group in (4, 1))
+    assert shared <= own
+
+
+def test_sixteen_responses_behind_one_prompt_count_it_once() -> None:
+    """Each response without its last token, which predicts nothing."""
+    rows = np.full((1, 16), 257.0)
+    found = {group: Passes(16384, group=group).of_a_rank(rows, 1024, 1).sum() for group in (1, 16)}
+    assert found == {1: 20480, 16: 5120}
+
+
+def test_ranks_without_work_get_responses_behind_another_copy_of_the_prompt() -> None:
+    rows = np.full((1, 16), 257.0)
+    found = [Passes(16384, group=16).of_a_rank(rows, 1024, ranks).sum() for ranks in (1, 2, 4, 16)]
+    assert found == [5120, 1024 + 8 * 256, 1024 + 4 * 256, 1024 + 256]
+
+
+def test_an_update_whose_passes_cost_no_launch_counts_shared_prompts_once() -> None:
+    cost = NodeCost(token_s=0.1)
+    own, shared = (
+        rg.Costs({"node": cost}, lengths=Lengths((0.0, 1.0), (11.0, 11.0), 20.0)).mean("node", Setting(1, 1, 4, Passes(1000, group=group)))
+        for group in (1, 4)
+    )
+    assert (own, shared) == (pytest.approx(0.1 * 4 * 31), pytest.approx(0.1 * (20 + 4 * 10)))
 
 
 def test_steps_of_fewer_passes_have_none_in_the_place_of_more() -> None:

@@ -15,7 +15,13 @@ from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import GraphError
 
 COEFFICIENT = 0.3
-WAYS: list[dict[str, bool]] = [{"shared": False}, {"flat": True}, {"recompute": True, "flat": True}]
+WAYS: list[dict[str, bool]] = [
+    {"shared": False},
+    {"shared": True},
+    {"flat": True, "shared": False},
+    {"flat": True},
+    {"recompute": True, "flat": True},
+]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import torch
 from families import COLUMNS, FAMILIES, folder_of, results
 
 from rlgraph.engines.api import Sampling
-from rlgraph.engines.forward import packed_attention, self_test
+from rlgraph.engines.forward import flash, packed_attention, self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
@@ -16,7 +16,12 @@ from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
-WAYS: dict[str, dict[str, bool]] = {"padded": {"shared": False}, "shared": {"shared": True}, "flat": {"flat": True}}
+WAYS: dict[str, dict[str, bool]] = {
+    "padded": {"shared": False},
+    "shared": {"shared": True},
+    "flat": {"flat": True},
+    "flat with own prompts": {"flat": True, "shared": False},
+}
 FAR = ["mistral", "gemma2", "gpt_oss", "qwen3_moe"]  # a window, soft caps with it, sinks, and experts
 NEAR = 1e-3
 EPS = 100.0  # so large that Adam's first step is the gradient, by a factor
@@ -43,7 +48,7 @@ def test_each_engine_gives_the_models_own_log_probs_or_is_refused(name: str, tmp
     batch = self_test._batch()
     expected = own_scores(folder, batch)
     for way, settings in WAYS.items():
-        if found[way] == "right":
+        if found.get(way, found["flat"]) in ("right", *(["own prompts"] if way not in found else [])):
             with closing(FsdpEngine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32, **settings)) as engine:  # type: ignore[arg-type]
                 torch.testing.assert_close(engine.scores(batch), expected, atol=NEAR, rtol=0)
     if found["generator"] == "right":
@@ -104,6 +109,7 @@ def test_the_start_finds_an_attention_that_leaves_a_setting_out(
     found = self_test.trainer_results(folder)
     assert found["flat"].off > 0.05
     assert found["shared"].off > 0.05
+    assert found["flat with shared prompts"].off > 0.05
     if name != "mistral":  # whose padded rows have the window in the mask that the model makes
         with pytest.raises(DataError, match=rf"\({name}\): rlgraph does not compute what the model's own forward does.*self_test=False"):
             self_test.trainer_layout(folder, flat=False)
@@ -120,7 +126,7 @@ def test_a_process_tests_each_configuration_once(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(self_test, "trainer_results", results)
     layouts = [self_test.trainer_layout(folder_of("llama", tmp_path / folder), flat=flat) for folder in "ab" for flat in (False, True)]
     assert [layout.flat for layout in layouts] == [False] * 4
-    assert tried == [("padded", "shared"), ("flat",)]
+    assert tried == [("padded", "shared"), ("flat", "flat with shared prompts")]
     self_test.trainer_layout(folder_of("mistral", tmp_path), flat=False)
     self_test.trainer_layout(tmp_path / "a" / "llama", flat=False, dtype=torch.bfloat16)
     assert tried[2:] == [("padded", "shared")] * 2
@@ -142,7 +148,23 @@ def test_a_model_gets_another_layout_if_the_one_asked_for_is_wrong(tmp_path: Pat
     assert (layout.flat, layout.shared) == (False, False)
     assert "(lfm2): batches are padded, each response with its own prompt" in layout.note
     assert "convolution over time" in layout.note
-    assert self_test.trainer_layout(folder_of("llama", tmp_path), flat=True) == self_test.BatchLayout(flat=True, shared=False)
+    assert self_test.trainer_layout(folder_of("llama", tmp_path), flat=True) == self_test.BatchLayout(flat=True, shared=True)
+
+
+def test_a_model_whose_flat_rows_are_right_with_own_prompts_alone_gets_those(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def results(path: Path, ways: tuple[str, ...], **place: object) -> dict[str, self_test.SelfTestResult]:
+        return {way: self_test.SelfTestResult(2.0 if way == self_test.FLAT_SHARED else 0.0) for way in ways}
+
+    monkeypatch.setattr(self_test, "_FOUND", {})
+    monkeypatch.setattr(self_test, "trainer_results", results)
+    folder = folder_of("llama", tmp_path)
+    layout = self_test.trainer_layout(folder, flat=True)
+    assert (layout.flat, layout.shared) == (True, False)
+    assert layout.note == (
+        f"model '{folder}' (llama): each response has its own prompt, since rlgraph cannot share prompts in flat passes "
+        "(its log-probs are off by 2 nats)"
+    )
+    assert self_test.trainer_layout(folder, flat=True, shared=False) == self_test.BatchLayout(flat=True, shared=False)
 
 
 def test_sinks_added_to_a_kernels_output_give_output_and_gradients_of_the_attention_with_sinks() -> None:
@@ -159,11 +181,11 @@ def test_sinks_added_to_a_kernels_output_give_output_and_gradients_of_the_attent
     expected.backward(up)
 
     plain = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, -torch.inf)
-    out, sums = packed_attention.with_sinks(torch.einsum("hqk,khd->qhd", plain.softmax(-1), v), plain.logsumexp(-1), sinks)
+    out, sums = flash.with_sinks(torch.einsum("hqk,khd->qhd", plain.softmax(-1), v), plain.logsumexp(-1), sinks)
     torch.testing.assert_close(out, expected.detach(), atol=1e-6, rtol=0)
     shares = (plain - sums[..., None]).exp()  # as the kernel's backward pass computes them
     rows = (up * out).sum(-1).t()
     of_scores = shares * (torch.einsum("qhd,khd->hqk", up, v) - rows[..., None])
     for x, grad in zip(given, (torch.einsum("hqk,khd->qhd", of_scores, k), torch.einsum("hqk,qhd->khd", of_scores, q)), strict=False):
         torch.testing.assert_close(grad, x.grad, atol=1e-6, rtol=0)
-    torch.testing.assert_close(packed_attention.of_sinks(up, out, sums, sinks), given[3].grad, atol=1e-6, rtol=0)
+    torch.testing.assert_close(flash.of_sinks(up, out, sums, sinks), given[3].grad, atol=1e-6, rtol=0)

@@ -32,6 +32,19 @@ def test_compiled_layers_take_the_step_of_eager_ones(alone: Alone, family: str) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt_oss", "deepseek_v3"])
+def test_passes_that_share_prompts_are_those_of_float32_and_of_own_prompts(alone: Alone, family: str) -> None:
+    assert alone("shared_prompts_here.py", family).splitlines()[-1] == "equal"
+
+
+@pytest.mark.gpu
+def test_compiled_layers_share_prompts(alone: Alone) -> None:
+    found = alone("shared_prompts_here.py", "llama", "--compiled").splitlines()
+    assert found[-2].startswith("compiled")
+    assert found[-1] == "equal"
+
+
+@pytest.mark.gpu
 def test_a_profile_on_a_gpu_has_its_kernels_and_the_history_of_its_memory(alone: Alone) -> None:
     assert "profiled" in alone("profile_here.py")
 

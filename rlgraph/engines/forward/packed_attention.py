@@ -6,13 +6,16 @@ A setting of a layer that neither knows is refused by name, since leaving it out
 """
 
 from functools import partial
+from itertools import pairwise
 from math import gcd
 from typing import Any
 
 import torch
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from rlgraph.batching.packing import SharedPrompts
+from rlgraph.engines.forward import flash
 from rlgraph.engines.forward.collectives import ranks_in, whole_heads, whole_tokens
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import DataError
@@ -109,41 +112,63 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
+    shared_prompts: SharedPrompts | None = None,
     context_group: Any = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within each sequence: `[1, L, H, D]` from `query [1, H, L, D]`, keys and values of as many or fewer heads.
 
-    Sequence i lies at `cu_seq_lens_q[i]` up to the next entry. The kernel is FlashAttention 2 as PyTorch carries it, which knows
-    windows, and sinks by `_FlashWithSinks`. It knows no soft cap, does not run on a CPU or in float32, and has heads of at most 256
-    numbers: there the sequences are attended to one by one. Raises DataError for a setting of the layer that it does not know.
+    Sequence i lies at `cu_seq_lens_q[i]` up to the next entry. With `shared_prompts` that is a segment of a sequence, which also sees the
+    prompt before it. The kernel is FlashAttention 2 as PyTorch carries it, which knows windows, and sinks and shared prompts by `flash`.
+    It knows no soft cap, does not run on a CPU or in float32, and has heads of at most 256 numbers: there the sequences are attended to
+    one by one. Raises DataError for a setting of the layer that it does not know.
 
     The ranks of a `context_group` have consecutive tokens of the row each: see `attend_apart`.
     """
     if context_group is not None:
-        more = {"cu_seq_lens_q": cu_seq_lens_q, "max_length_q": max_length_q, "scaling": scaling, "sliding_window": sliding_window}
-        return attend_apart(module, query, key, value, context_group, softcap=softcap, s_aux=s_aux, **more, **others), None
+        more: dict[str, Any] = {
+            "cu_seq_lens_q": cu_seq_lens_q,
+            "max_length_q": max_length_q,
+            "scaling": scaling,
+            "sliding_window": sliding_window,
+        }
+        more |= {"softcap": softcap, "s_aux": s_aux, "shared_prompts": shared_prompts}
+        return attend_apart(module, query, key, value, context_group, **more, **others), None
     _refuse(module, others)
     if cu_seq_lens_q is None:
         raise DataError(f"{type(module).__name__} does not pass the starts of sequences on to its attention")
-    if softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and kernel_takes(query.shape[-1]):
-        return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, s_aux)[None], None
+    if softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and flash.takes(query.shape[-1]):
+        given = (query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, s_aux, shared_prompts)
+        return flash.flash(*given)[None], None
     parts = []
-    for start, end in zip(cu_seq_lens_q.tolist(), cu_seq_lens_q.tolist()[1:], strict=False):
+    spans = pairwise(cu_seq_lens_q.tolist())
+    seen = None if shared_prompts is None else shared_prompts.keys.split(shared_prompts.key_starts.diff().tolist())
+    for index, (start, end) in enumerate(spans):
         q, k, v = (x[:, :, start:end] for x in (query, key, value))
-        mask = (
-            None if sliding_window is None or sliding_window >= end - start else _causal(end - start, end - start, sliding_window, q.device)
-        )
-        if softcap is not None or s_aux is not None:
-            mask = _causal(end - start, end - start, None, q.device) if mask is None else mask
-            parts.append(_remembered(q, k, v, mask, scaling, softcap, s_aux))
-        else:
-            parts.append(
-                scaled_dot_product_attention(
-                    q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-                )
-            )
+        if seen is not None and len(seen[index]) > end - start:
+            k, v = (x[:, :, seen[index]] for x in (key, value))
+        parts.append(_attend_one(q, k, v, scaling, sliding_window, softcap, s_aux))
     return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def _attend_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend `[1, H, l, D]` within one sequence in PyTorch, from all its tokens or the last of them."""
+    queries, keys = query.shape[2], key.shape[2]
+    plain = queries == keys and (window is None or window >= keys)
+    if softcap is not None or sinks is not None:
+        return _remembered(query, key, value, _causal(queries, keys, window, query.device), scaling, softcap, sinks)
+    mask = None if plain else _causal(queries, keys, window, query.device)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=plain, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    )
 
 
 def attend_apart(
@@ -161,11 +186,6 @@ def attend_apart(
     query, key, value = (whole_heads(x, group) for x in (query, key, value))
     out, _ = attend(module, query, key, value, None, **settings)
     return whole_tokens(out.transpose(1, 2), group).transpose(1, 2)
-
-
-def kernel_takes(size: int) -> bool:
-    """Whether FlashAttention supports heads of this size. By arithmetic alone: in a compiled layer the size can be a symbol."""
-    return size <= 256 and size % 8 == 0
 
 
 def attend_half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, dtype: Any, **settings: Any) -> Any:
@@ -215,81 +235,3 @@ def _plain(
         scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     shares = scores.softmax(-1)[..., : key.shape[2]]
     return shares.to(value.dtype) @ value
-
-
-def _flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    starts: torch.Tensor,
-    longest: int,
-    scaling: float | None,
-    window: int | None,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Attend `[L, H, D]` by the kernel. Values that are narrower than keys, as in latent attention, are padded for it."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    width = v.shape[-1]
-    if width < q.shape[-1]:
-        v = pad(v, (0, q.shape[-1] - width))
-    if sinks is not None:
-        out: torch.Tensor = _FlashWithSinks.apply(q, k, v, sinks, starts, longest, scaling, window)
-    else:
-        out = torch.ops.aten._flash_attention_forward(
-            q, k, v, starts, starts, longest, longest, 0.0, window is None, False, scale=scaling, **_window(window)
-        )[0]
-    return out[..., :width]
-
-
-def _window(window: int | None) -> dict[str, int]:
-    """Convert a window to the kernel's, which does not count the token itself."""
-    return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
-
-
-class _FlashWithSinks(torch.autograd.Function):
-    """FlashAttention with a sink for each head: one more key with the score `sinks[h]` and a value of 0.
-
-    The kernel gives the logarithm of each row's sum, from which the share of the sink follows. Its backward pass wants the output
-    and that logarithm: given those with the sink in it, its gradients are those of the attention with the sink.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        sinks: torch.Tensor,
-        starts: torch.Tensor,
-        longest: int,
-        scale: float | None,
-        window: int | None,
-    ) -> torch.Tensor:
-        found, sums, seed, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, k, v, starts, starts, longest, longest, 0.0, window is None, False, scale=scale, **_window(window)
-        )
-        out, sums = with_sinks(found, sums, sinks)
-        ctx.save_for_backward(q, k, v, sinks, starts, out, sums, seed, unused)
-        ctx.longest, ctx.scale, ctx.window = longest, scale, window
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, starts, out, sums, seed, unused = ctx.saved_tensors
-        grad, longest, causal = grad.contiguous(), ctx.longest, ctx.window is None
-        of_q, of_k, of_v = torch.ops.aten._flash_attention_backward(
-            grad, q, k, v, out, sums, starts, starts, longest, longest, 0.0, causal, seed, unused, scale=ctx.scale, **_window(ctx.window)
-        )
-        return of_q, of_k, of_v, of_sinks(grad, out, sums, sinks), None, None, None, None
-
-
-def with_sinks(out: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add sinks `[H]` to an attention `out [L, H, D]` whose rows have the logarithmic sums `[H, L]`; give both with them."""
-    whole = torch.logaddexp(sums, sinks.float()[:, None])
-    return (out * (sums - whole).exp().t()[..., None]).to(out.dtype), whole
-
-
-def of_sinks(grad: torch.Tensor, out: torch.Tensor, sums: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Compute the gradient `[H]` of the sinks from that of the output `[L, H, D]` and the results of `with_sinks`."""
-    shares = (sinks.float()[:, None] - sums).exp()
-    return -(shares * (grad.float() * out.float()).sum(-1).t()).sum(-1).to(sinks.dtype)

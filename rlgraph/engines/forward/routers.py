@@ -117,8 +117,8 @@ class Routing:
         chosen = torch.where(known, told, experts)
         return logits, torch.where(known, weights_at(router, logits, chosen).to(weights.dtype), weights), chosen
 
-    def loss(self, real: torch.Tensor, share: float) -> tuple[torch.Tensor | None, dict[str, float]]:
-        """Compute this pass's share of the loss that balances experts and of its metric, over the tokens where `real [N]` is true.
+    def loss(self, repeats: torch.Tensor, share: float) -> tuple[torch.Tensor | None, dict[str, float]]:
+        """Compute this pass's share of the loss that balances experts and of its metric, over tokens that count `repeats [N]` times.
 
         The loss is transformers' own. Source: Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6.
         """
@@ -126,24 +126,26 @@ class Routing:
             return None, {}
         from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-        balance: Any = load_balancing_loss_func(tuple(self._logits), self._logits[0].shape[-1], self._experts[0].shape[-1], real)
+        balance: Any = load_balancing_loss_func(tuple(self._logits), self._logits[0].shape[-1], self._experts[0].shape[-1], repeats)
         return self._coefficient * share * balance, {"moe/load_balance_loss": share * float(balance.detach())}
 
     @torch.no_grad()
-    def count(self, real: torch.Tensor) -> None:
-        """Count the experts of a pass's tokens where `real [N]` is true."""
+    def count(self, repeats: torch.Tensor) -> None:
+        """Count the experts of a pass's tokens, each `repeats [N]` times, as if each response had its own prompt."""
         if not self._logits:
             return
+        real = repeats > 0
+        times = repeats[real].double()
         rows = []
         for layer, (logits, experts) in enumerate(zip(self._logits, self._experts, strict=True)):
-            logs = logits[real].float().log_softmax(-1)
-            counts = torch.bincount(experts[real].flatten(), minlength=logits.shape[-1]).double()
-            alike = replayed = real.new_zeros(()).double()
+            logs, chosen = logits[real].float().log_softmax(-1), experts[real]
+            counts = torch.bincount(chosen.flatten(), times.repeat_interleave(chosen.shape[-1]), minlength=logits.shape[-1])
+            entropies = -(logs.exp() * logs).sum(-1).double()
+            alike = replayed = times.new_zeros(())
             if self._routes is not None:
-                known = real & (self._routes[:, layer, 0] >= 0)
-                alike, replayed = (self._alike[layer] & known).sum().double(), known.sum().double()
-            own = [-(logs.exp() * logs).sum().double(), real.sum().double(), alike, replayed]
-            rows.append(torch.cat([counts, torch.stack(own)]))
+                known = times * (self._routes[real, layer, 0] >= 0)
+                alike, replayed = (known * self._alike[layer][real]).sum(), known.sum()
+            rows.append(torch.cat([counts, torch.stack([(entropies * times).sum(), times.sum(), alike, replayed])]))
         found = torch.stack(rows)
         self._counts = found if self._counts is None else self._counts + found
 

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlgraph.batching.packing import pack, pack_flat, plan_micro_batches
+from rlgraph.batching.flat_packing import pack_flat
+from rlgraph.batching.packing import pack, plan_micro_batches
 from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.miniature import VOCAB, miniature, quiet
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -20,8 +21,8 @@ from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import DataError
 
-PADDED, SHARED, FLAT = "padded", "shared", "flat"
-PATHS = (PADDED, SHARED, FLAT)
+PADDED, SHARED, FLAT, FLAT_SHARED = "padded", "shared", "flat", "flat with shared prompts"
+PATHS = (PADDED, SHARED, FLAT, FLAT_SHARED)
 NEAR = 1e-3  # nats, at most, in float32
 NEAR_HALF = 0.06  # nats, the median, of a kernel that takes bfloat16: single tokens go to other experts by rounding, and are far off
 Found = TypeVar("Found")
@@ -46,7 +47,7 @@ class SelfTestResult:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The layout of a trainer's batches: packed `flat`, or padded with or without shared prompts.
+    """The layout of a trainer's batches: packed `flat` or padded, with or without `shared` prompts.
 
     `note` gives the reason if it is not the layout asked for.
     """
@@ -56,17 +57,22 @@ class BatchLayout:
     note: str = ""
 
 
-def trainer_layout(path: str | Path, *, flat: bool, device: str = "cpu", dtype: torch.dtype = torch.float32) -> BatchLayout:
-    """Choose a correct layout for a model: the one asked for, else padded, else padded without shared prompts.
+def trainer_layout(
+    path: str | Path, *, flat: bool, shared: bool = True, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> BatchLayout:
+    """Choose a correct layout for a model: the one asked for, else without shared prompts, else padded, then with them if they are right.
 
     Raises DataError if none is correct, or for a model that transformers cannot make.
     """
-    found = _once(trainer_results, path, (FLAT,) if flat else (PADDED, SHARED), device=device, dtype=dtype)
+    asked = (FLAT, FLAT_SHARED) if flat and shared else (FLAT,) if flat else (PADDED, SHARED)
+    found = _once(trainer_results, path, asked, device=device, dtype=dtype)
     if flat and found[FLAT].right:
-        return BatchLayout(flat=True, shared=False)
+        right = all(result.right for result in found.values())
+        note = "" if right else f"{_named(path)}: each response has its own prompt, since rlgraph cannot share prompts in flat passes"
+        return BatchLayout(flat=True, shared=shared and right, note=note if right else f"{note} ({found[FLAT_SHARED]})")
     if flat:
-        found |= _once(trainer_results, path, (PADDED, SHARED), device=device, dtype=dtype)
-    where = f"model '{path}' ({check_model(path).model_type})"
+        found = {FLAT: found[FLAT]} | _once(trainer_results, path, (PADDED, SHARED), device=device, dtype=dtype)
+    where = _named(path)
     if not found[PADDED].right:
         raise DataError(
             f"{where}: rlgraph does not compute what the model's own forward does: {found[PADDED]}; train a model of a family in "
@@ -75,6 +81,10 @@ def trainer_layout(path: str | Path, *, flat: bool, device: str = "cpu", dtype: 
     wrong = [f"{way} ({result})" for way, result in found.items() if not result.right]
     note = f"{where}: batches are padded{'' if found[SHARED].right else ', each response with its own prompt'}, since rlgraph cannot lay"
     return BatchLayout(flat=False, shared=found[SHARED].right, note=f"{note} them out {' or '.join(wrong)}" if wrong else "")
+
+
+def _named(path: str | Path) -> str:
+    return f"model '{path}' ({check_model(path).model_type})"
 
 
 def check_generator(path: str | Path, *, device: str = "cpu") -> None:
@@ -114,8 +124,9 @@ def trainer_results(
         if way != PADDED and any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
             found[way] = SelfTestResult(error="its layers have a convolution over time, which runs on into the next sequence")
             continue
-        half = way == FLAT and device != "cpu" and dtype != torch.float32
-        kind = packed_attention.FLAT_HALF if half else packed_attention.FLAT if way == FLAT else packed_attention.PADDED
+        flat = way in (FLAT, FLAT_SHARED)
+        half = flat and device != "cpu" and dtype != torch.float32
+        kind = packed_attention.FLAT_HALF if half else packed_attention.FLAT if flat else packed_attention.PADDED
         found[way] = _result(lambda way=way, kind=kind: _laid_out(model, batch, way, kind), expected, batch, half)  # type: ignore[misc]
     return found
 
@@ -171,8 +182,9 @@ def _laid_out(model: Any, batch: dict[str, torch.Tensor], way: str, kind: str) -
     packed_attention.install(model, kind)
     head = PolicyHead(model)
     found = torch.zeros(batch["responses"].shape)
-    for sequences in plan_micro_batches(batch, 1, 1 << 20, flat=way == FLAT, shared=way == SHARED)[0]:
-        micro_batch = (pack_flat if way == FLAT else pack)(batch, sequences)
+    flat = way in (FLAT, FLAT_SHARED)
+    for sequences in plan_micro_batches(batch, 1, 1 << 20, flat=flat, shared=way in (SHARED, FLAT_SHARED))[0]:
+        micro_batch = (pack_flat if flat else pack)(batch, sequences)
         found[micro_batch.rows[micro_batch.row], micro_batch.column] = head(micro_batch.to(model.device))[0].cpu()
     return found
 

@@ -11,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.distillation import CHOSEN
 from rlgraph.algorithms.inputs import check_whole
-from rlgraph.batching.packing import MicroBatch, pack, pack_flat, plan_micro_batches
+from rlgraph.batching.flat_packing import pack_flat
+from rlgraph.batching.packing import MicroBatch, pack, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Guard, Loss, check_weights, chosen_at
@@ -47,8 +48,8 @@ class FsdpEngine:
     group itself. `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds
     the padded tokens of one pass, and so its memory; the step does not depend on it. `recompute` keeps only the input of each
     layer for the backward pass and computes the layer again, which takes a third more time. `compiled` fuses each layer's
-    kernels. `flat` packs sequences without padding, but each with its own prompt (None: on a GPU, or to recompute). Else responses
-    behind each other share one copy of their prompt, unless `shared` is False. `host_moments` keeps the moments of AdamW in host
+    kernels. `flat` packs sequences without padding (None: on a GPU, or to recompute). Responses to one prompt share one copy of it, unless
+    `shared` is False, or with `exact`. `host_moments` keeps the moments of AdamW in host
     memory, and brings those of one parameter at a time to the device in an optimizer step; with `moments_stay` they are on the device also
     while the engine sleeps. `tensor_parallel` neighbours share the matrices of the layers, and `context_parallel` groups of them the tokens
     of a pass, which is packed flat: see `Ranks`. Without these, `expert_parallel` neighbours share the experts of a mixture: see
@@ -96,7 +97,7 @@ class FsdpEngine:
         self.optimizer_settings, self._steps = optimizer, 0
         self._head = head if head.folder is not None else head.to(self._device)
         self._flat = exact or (self._device.type == "cuda" or recompute or self._ranks.sharing > 1 if flat is None else flat)
-        self._shared = shared
+        self.shared = shared and not exact  # the engine attends to a prompt before each response by itself
         if self._ranks.sharing > 1:
             self._check_sharing(head)
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
@@ -196,8 +197,8 @@ class FsdpEngine:
             tokens = None if at is None else ChosenTokens(tensor_of(rows, at)[micro_batch.row, micro_batch.column])
             with self._routing:
                 scores = self._head(micro_batch, temperature=temperature, entropy=loss.needs_entropy, tokens=tokens)
-            assert micro_batch.real is not None
-            self._routing.count(micro_batch.real)
+            assert micro_batch.repeats is not None
+            self._routing.count(micro_batch.repeats)
             if len(micro_batch.rows) == 0:
                 (scores[0].sum() * 0).backward()  # collectives need every rank
                 continue
@@ -205,7 +206,7 @@ class FsdpEngine:
             if at is not None:
                 rows, whole = {**rows, CHOSEN: whole[2]}, whole[: 1 + loss.needs_entropy]
             value, metrics = self._head.loss(loss, whole, rows, totals)
-            balance, more = self._routing.loss(micro_batch.real, len(micro_batch.targets) / max(totals.tokens, 1))
+            balance, more = self._routing.loss(micro_batch.repeats, len(micro_batch.targets) / max(totals.tokens, 1))
             found.append({self._head.loss_name: value.item()} | metrics | more)  # before the backward pass, which this would wait for
             (value if balance is None else value + balance).backward()
         metrics = {self._head.loss_name: 0.0} | summed(found, self._ranks.data, self._device, self._ranks.data_group)
@@ -238,7 +239,7 @@ class FsdpEngine:
     def _passes(self, batch: Columns) -> Iterator[MicroBatch]:
         ranks = self._ranks
         most = self.micro_batch_tokens * ranks.context  # of a pass, which these ranks share
-        passes = plan_micro_batches(batch, ranks.data, most, flat=self._flat, shared=self._shared)[ranks.data_rank]
+        passes = plan_micro_batches(batch, ranks.data, most, flat=self._flat, shared=self.shared)[ranks.data_rank]
         for done, sequences in enumerate(passes):
             self._on_progress(done, len(passes))
             packed = pack_flat(batch, sequences, multiple=ranks.sharing) if self._flat else pack(batch, sequences)

@@ -28,7 +28,7 @@ def load(model: Any, place: Place) -> TrainEngine:
     if model.self_test:
         from rlgraph.engines.forward.self_test import trainer_layout
 
-        layout = trainer_layout(model.path, flat=flat, device=place.device, dtype=dtype)
+        layout = trainer_layout(model.path, flat=flat, shared=not model.exact, device=place.device, dtype=dtype)
         if sharing and not layout.flat:
             raise DataError(f"{layout.note}; ranks share such passes alone: use tensor_parallel=1 and context_parallel=1")
         flat, shared = layout.flat, layout.shared
@@ -85,6 +85,7 @@ SPEC = TrainerSpec(
         "adapter",
         "exact",
     ),
+    shares_prompts=True,
     reads_shards=True,
     saved_shards=saved_shards,
 )

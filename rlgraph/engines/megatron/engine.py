@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.inputs import check_whole
-from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
+from rlgraph.batching.flat_packing import pack_flat
+from rlgraph.batching.packing import MicroBatch, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Guard, Loss, check_weights
@@ -178,7 +179,7 @@ class MegatronEngine:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         ranks = self._ranks
-        passes = plan_micro_batches(batch, ranks.data, self.micro_batch_tokens, flat=True)[ranks.data_rank]
+        passes = plan_micro_batches(batch, ranks.data, self.micro_batch_tokens, flat=True, shared=False)[ranks.data_rank]
 
         def micro_batches() -> Iterator[MicroBatch]:
             for done, sequences in enumerate(passes):

@@ -162,6 +162,7 @@ class TrainedModel(Model):
             recompute=self.recompute,
             host_moments=self.offload == "moments",
             moments_stay=self.offload == "never",
+            shared_prompts=self.spec.shares_prompts and not self.exact,
             fused_head=self.fuses_head if self.scores == "log_probs" else None,
             one_moment=isinstance(self.optimizer, Muon),
             eight_bit_moments=self.optimizer.moments == "8bit",
