@@ -39,7 +39,7 @@ du -sh "$site"
 
 
 def download(requirement: str) -> Path:
-    """Return the wheel of `requirement` for the machine, from the cache or the index."""
+    """Fetch the wheel of `requirement` for the machine, from the index once."""
     folder = CACHE / requirement.replace("=", "_")
     if not (found := list(folder.glob("*.whl"))):
         folder.mkdir(parents=True, exist_ok=True)

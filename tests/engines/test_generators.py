@@ -99,6 +99,12 @@ def test_an_engine_that_slept_samples_as_before(run: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("run", SGLANG, indirect=True)
+def test_sglang_frees_weights_keys_and_values_asleep_and_has_both_again_awake(run: dict[str, Any]) -> None:
+    assert run["asleep"] == {"weights", "kv_cache"}
+    assert run["awake"] == set()
+
+
+@pytest.mark.parametrize("run", SGLANG, indirect=True)
 def test_recorded_copies_leave_the_model_as_its_own_loader_does(run: dict[str, Any]) -> None:
     """On a CPU vLLM reloads instead; its copies are compared on GPUs."""
     assert len(run["copied"]) > 10

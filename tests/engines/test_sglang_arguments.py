@@ -1,5 +1,9 @@
 """The arguments and stand-ins of SGLang, without SGLang."""
 
+import importlib.util
+import os
+import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +12,7 @@ import torch
 from rlgraph.engines.sglang import server_arguments, stand_ins
 
 GPU_BYTES = 80 << 30
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_kv_cache_of_a_cpu_holds_all_sequences_or_its_bytes_and_one_at_least() -> None:
@@ -54,3 +59,22 @@ def test_the_stand_in_of_a_kernel_writes_each_requests_places() -> None:
     table, places = torch.zeros(3, 5, dtype=torch.int32), torch.tensor([7, 8, 9])
     stand_ins.assign_req_to_token_pool_cpu(torch.tensor([2, 0]), table, torch.tensor([1, 0]), torch.tensor([3, 1]), places, 5)
     assert table.tolist() == [[9, 0, 0, 0, 0], [0] * 5, [0, 7, 8, 0, 0]]
+
+
+def test_on_a_gpu_flashinfer_and_vllm_are_not_looked_for_where_flashinfer_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(sys, "modules", {name: module for name, module in sys.modules.items() if name != "vllm"})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("SGLANG_IS_FLASHINFER_AVAILABLE", "true")
+    stand_ins.install()
+    assert os.environ["SGLANG_IS_FLASHINFER_AVAILABLE"] == "false"
+    assert sys.modules["vllm"] is None  # type: ignore[comparison-overlap]
+    with pytest.raises(NotImplementedError, match=r"SGLang calls flashinfer\.sampling\.min_p_sampling_from_probs, which"):
+        sys.modules["flashinfer.sampling"].min_p_sampling_from_probs()
+
+
+@pytest.mark.parametrize("machine", ["cpu", "gpu"])
+def test_a_lock_holds_the_version_of_sglang_that_the_package_names(machine: str) -> None:
+    named = re.search(r'^sglang = \["(sglang==[\d.]+)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert named is not None
+    assert named[1] in (ROOT / "requirements" / f"sglang-{machine}.lock").read_text().splitlines()
