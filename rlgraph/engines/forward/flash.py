@@ -34,16 +34,28 @@ def flash(
     width = v.shape[-1]
     if width < q.shape[-1]:
         v = pad(v, (0, q.shape[-1] - width))
+    apply = _apply if sinks is None else _apply_untraced
     if shared is not None and (window is None or window >= shared.most_keys):
         prompts = (shared.prompts, shared.responses, *shared.tokens, *shared.longest)
-        out: torch.Tensor = FlashBehindPrompts.apply(q, k, v, sinks, starts, longest, *prompts, scaling)
+        out = apply(FlashBehindPrompts, q, k, v, sinks, starts, longest, *prompts, scaling)
     elif shared is not None:  # which keys a window leaves follows from a token's place behind its prompt
-        out = FlashOfRow.apply(q, k, v, sinks, starts, longest, shared.keys, shared.key_starts, shared.most_keys, scaling, window)
+        out = apply(FlashOfRow, q, k, v, sinks, starts, longest, shared.keys, shared.key_starts, shared.most_keys, scaling, window)
     elif sinks is not None:
-        out = FlashOfRow.apply(q, k, v, sinks, starts, longest, None, starts, longest, scaling, window)
+        out = apply(FlashOfRow, q, k, v, sinks, starts, longest, None, starts, longest, scaling, window)
     else:
         out = _forward(q, k, v, starts, starts, longest, longest, window is None, scaling, window)[0]
     return out[..., :width]
+
+
+def _apply(function: Any, *given: Any) -> torch.Tensor:
+    out: torch.Tensor = function.apply(*given)
+    return out
+
+
+@torch.compiler.disable
+def _apply_untraced(function: Any, *given: Any) -> torch.Tensor:
+    """Keep attention with sinks out of a compiled layer: torch 2.11 gives it gradients of 0 there, without a word."""
+    return _apply(function, *given)
 
 
 def _forward(
@@ -59,10 +71,15 @@ def _forward(
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Give the output `[L, H, D]`, the logarithmic sums `[H, L]`, and what the backward pass wants besides."""
-    out, sums, seed, unused, _ = torch.ops.aten._flash_attention_forward(
+    found: tuple[torch.Tensor, ...] = torch.ops.aten._flash_attention_forward(
         q, k, v, of_queries, of_keys, most_queries, most_keys, 0.0, causal, False, scale=scale, **_window(window)
     )
-    return out, sums, seed, unused
+    return (
+        found[0],
+        found[1],
+        found[2],
+        found[3],
+    )  # by no names: where two calls give tensors one name, torch 2.11 compiles no backward pass
 
 
 def _backward(
@@ -77,11 +94,8 @@ def _backward(
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of queries, keys and values, `given` with the output, its sums, and what the forward pass gave besides."""
-    q, k, v, out, sums, seed, unused = given
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
-        *(grad, q, k, v, out, sums, of_queries, of_keys, most_queries, most_keys, 0.0, causal, seed, unused),
-        scale=scale,
-        **_window(window),
+        *(grad, *given[:5], of_queries, of_keys, most_queries, most_keys, 0.0, causal, *given[5:]), scale=scale, **_window(window)
     )
     return found
 
@@ -115,12 +129,11 @@ class FlashOfRow(torch.autograd.Function):
     ) -> torch.Tensor:
         seen_k, seen_v = (k, v) if places is None else (k[places], v[places])
         causal = window is None
-        out, sums, seed, unused = _forward(q, seen_k, seen_v, starts, key_starts, longest, most_keys, causal, scale, window)
-        if sinks is not None:
-            out, sums = with_sinks(out, sums, sinks)
-        ctx.save_for_backward(q, k, v, sinks, starts, places, key_starts, out, sums, seed, unused)
+        own = _forward(q, seen_k, seen_v, starts, key_starts, longest, most_keys, causal, scale, window)
+        found = own[:2] if sinks is None else with_sinks(own[0], own[1], sinks)
+        ctx.save_for_backward(q, k, v, sinks, starts, places, key_starts, *found, *own[2:])
         ctx.longest, ctx.most_keys, ctx.scale, ctx.window = longest, most_keys, scale, window
-        return out
+        return found[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -163,27 +176,26 @@ class FlashBehindPrompts(torch.autograd.Function):
         scale: float | None,
     ) -> torch.Tensor:
         end = prompt_tokens + response_tokens
-        out, sums, *more = _forward(q, k, v, starts, starts, longest, longest, True, scale)
-        behind, behind_sums, *others = _forward(
+        own = _forward(q, k, v, starts, starts, longest, longest, True, scale)
+        behind = _forward(
             *(q[prompt_tokens:end], k[:prompt_tokens], v[:prompt_tokens]), responses, prompts, most_responses, most_prompt, False, scale
         )
-        both, both_sums = merged(out[prompt_tokens:end], sums[:, prompt_tokens:end], behind, behind_sums)
-        out = torch.cat([out[:prompt_tokens], both, out[end:]])
-        sums = torch.cat([sums[:, :prompt_tokens], both_sums, sums[:, end:]], dim=1)
-        if sinks is not None:
-            out, sums = with_sinks(out, sums, sinks)
-        ctx.save_for_backward(q, k, v, sinks, starts, prompts, responses, out, sums, *more, *others)
+        both, both_sums = merged(own[0][prompt_tokens:end], own[1][:, prompt_tokens:end], behind[0], behind[1])
+        row = torch.cat([own[0][:prompt_tokens], both, own[0][end:]])
+        row_sums = torch.cat([own[1][:, :prompt_tokens], both_sums, own[1][:, end:]], dim=1)
+        found = (row, row_sums) if sinks is None else with_sinks(row, row_sums, sinks)
+        ctx.save_for_backward(q, k, v, sinks, starts, prompts, responses, *found, *own[2:], *behind[2:])
         ctx.longest, ctx.scale, ctx.most_prompt, ctx.most_responses = longest, scale, most_prompt, most_responses
         ctx.prompt_tokens, ctx.end = prompt_tokens, end
-        return out
+        return found[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, starts, prompts, responses, out, sums, seed, unused, other_seed, other_unused = ctx.saved_tensors
+        q, k, v, sinks, starts, prompts, responses, out, sums, *rest = ctx.saved_tensors
         grad, tokens, end = grad.contiguous(), ctx.prompt_tokens, ctx.end
-        given = (q, k, v, out, sums, seed, unused)
+        given = (q, k, v, out, sums, rest[0], rest[1])
         of_q, of_k, of_v = _backward(grad, given, starts, starts, ctx.longest, ctx.longest, True, ctx.scale)
-        behind = (q[tokens:end], k[:tokens], v[:tokens], out[tokens:end], sums[:, tokens:end].contiguous(), other_seed, other_unused)
+        behind = (q[tokens:end], k[:tokens], v[:tokens], out[tokens:end], sums[:, tokens:end].contiguous(), rest[2], rest[3])
         more = _backward(grad[tokens:end], behind, responses, prompts, ctx.most_responses, ctx.most_prompt, False, ctx.scale)
         of_q = torch.cat([of_q[:tokens], of_q[tokens:end] + more[0], of_q[end:]])
         of_k, of_v = (torch.cat([own[:tokens] + other, own[tokens:]]) for own, other in ((of_k, more[1]), (of_v, more[2])))
