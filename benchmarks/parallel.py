@@ -180,7 +180,7 @@ def main() -> None:
             flush=True,
         )
         if given.json:
-            from weights import machine
+            from learning_runs import machine
 
             given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
     sys.exit(failed)

@@ -15,6 +15,7 @@ from channel_rows import BY_RAY, CHANNELS, HOPS_BY_RAY, MIB, hop
 from exact_rows import EXACT, EXACT_ON_GPUS
 from figures import Figure, ms, percent, seconds, share, times
 from gpu_rows import ON_GPUS, PEERS, generation, training, weights
+from h100_rows import ON_H100S
 from learning_rows import LEARNING
 from mathematics_rows import MATHEMATICS_IN_TEXT
 from reliability_rows import RELIABLE, kills
@@ -69,7 +70,7 @@ HEAD = ("what", "measured", "beside it", "script")
 def tables() -> tuple[dict[str, str], list[str]]:
     """Write every table, by its name, and list what is declared but not measured."""
     groups = {"channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *EXACT, *ROUTES],
-              "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": [*ON_GPUS, *EXACT_ON_GPUS]}  # fmt: skip
+              "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": [*ON_GPUS, *EXACT_ON_GPUS], "h100s": ON_H100S}  # fmt: skip
     found = (
         scale_tables.tables() | staleness_tables.tables() | adapters_learning.tables() | exact_learning.tables() | small_gpu_rows.tables()
     )

@@ -11,16 +11,14 @@ update: they differ by rounding alone, and so do those of one way in passes of a
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from learning_runs import machine
 
 import rlgraph as rg
 
@@ -117,13 +115,6 @@ def measured(shape: str, given: argparse.Namespace, device: str) -> dict[str, An
     for work in ("scores", "update"):
         found[work]["times as fast"] = found[work]["own"]["seconds"] / found[work]["shared"]["seconds"]
     return found
-
-
-def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    versions = {package: version(package) for package in ("torch", "transformers")}
-    return {"device": name, "cpus": os.cpu_count(), "python": platform.python_version(), "versions": versions}
 
 
 def main() -> None:

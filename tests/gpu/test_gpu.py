@@ -159,3 +159,8 @@ def test_nccl_carries_messages_and_weights_bit_for_bit(alone: Alone) -> None:
 @pytest.mark.multi_gpu
 def test_a_writer_that_is_killed_while_nccl_carries_breaks_the_channel_at_once(alone: Alone) -> None:
     assert "ChannelBroken channel 'batches', a reader, step 5: the writer" in alone("nccl_here.py", "kill")
+
+
+@pytest.mark.multi_gpu
+def test_two_ranks_that_share_passes_train_as_one_does(alone: Alone) -> None:
+    assert "equal" in alone("sharing_here.py")

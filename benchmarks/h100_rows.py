@@ -1,0 +1,57 @@
+"""The rows of measurements on H100s: ranks that share a pass or experts, shared prompts, and routes that are replayed."""
+
+from figures import Figure, count, percent, seconds, share
+from table import Row
+
+SHARED, ROUTES = "shared_prompts_h100.json", "router_replay_h100.json"
+
+
+def update(file: str, spec: str, what: str, command: str, beside: str, other: Figure) -> Row:
+    """The seconds of an update beside another figure."""
+    words = {"sequences": count(file, "sequences"), "length": count(file, "length")}
+    return Row(f"{what}, {{sequences}} sequences of {{length}} tokens: an update", seconds(file, "runs", spec, "step_s"),
+               f"benchmarks/parallel.py {command}", beside, other, words)  # fmt: skip
+
+
+def sixteen(spec: str, what: str) -> Row:
+    file = "parallel_16k_h100.json"
+    return update(file, spec, what, f"1.7B:dp1 {spec} --sequences 4 --length 16384", "predicted from one GPU",
+                  seconds(file, "runs", spec, "predicted_from_one_rank_s"))  # fmt: skip
+
+
+def four(spec: str, what: str, other: str, beside: str) -> Row:
+    file = "parallel_4k_h100.json"
+    return update(file, spec, what, f"{spec} {other} --sequences 8 --length 4096", beside, seconds(file, "runs", other, "step_s"))
+
+
+def replayed(what: str, field: str) -> Row:
+    return Row(f"mixture of 128 experts in the shape of 30B-A3B with 4 layers, `router_replay=True`: {what} of log-probs in a bfloat16 "
+               "trainer from bfloat16 vLLM's, in nats", share(ROUTES, "bfloat16", "replayed", field, form="{:.4f}"),
+               "benchmarks/router_replay.py --layers 4", "own routers", share(ROUTES, "bfloat16", "own", field, form="{:.4f}"))  # fmt: skip
+
+
+def shared(what: str, field: str) -> Row:
+    return Row(f"{what} of 0.6B, 8 prompts of 1,024 tokens with 16 responses of 256 each, prompts shared",
+               seconds(SHARED, "0.6B", field, "shared", "seconds"), "benchmarks/shared_prompts.py --shapes 0.6B", "own prompts",
+               seconds(SHARED, "0.6B", field, "own", "seconds"))  # fmt: skip
+
+
+ON_H100S = [
+    Row("training 1.7B on one GPU, compiled, packed 4k sequences: MFU of 989 TFLOP/s",
+        percent("training_h100.json", "runs", "1.7B:1:compiled", "mfu", form="{:.0f} %"), "benchmarks/training.py 1.7B:1:compiled",
+        "of a large matrix product", percent("training_h100.json", "runs", "1.7B:1:compiled", "of_matmul", form="{:.0f} %")),
+    shared("an update", "update"),
+    shared("log-probs", "scores"),
+    sixteen("1.7B:dp2", "1.7B, dp 2, recomputed"),
+    sixteen("1.7B:cp2", "1.7B, cp 2, recomputed"),
+    sixteen("1.7B:tp2", "1.7B, tp 2, recomputed"),
+    update("parallel_32k_h100.json", "8B:cp2:offload", "8B, cp 2, recomputed, moments on the host", "8B:cp2:offload",
+           "estimated with nothing measured", seconds("parallel_32k_h100.json", "runs", "8B:cp2:offload", "predicted", "step_s")),
+    four("4B:dp2:megatron", "4B, Megatron-Core, dp 2, recomputed", "4B:dp2", "FSDP2, dp 2"),
+    four("4B:tp2:megatron", "4B, Megatron-Core, tp 2, recomputed", "4B:tp2", "FSDP2, tp 2"),
+    update("experts_h100.json", "30B-A3B-8:ep2", "30B-A3B with 8 layers, ep 2, recomputed",
+           "30B-A3B-8:dp2 30B-A3B-8:ep2 --sequences 8 --length 4096", "dp 2",
+           seconds("experts_h100.json", "runs", "30B-A3B-8:dp2", "step_s")),
+    replayed("mean distance", "mean"),
+    replayed("99th percentile of the distance", "p99"),
+]  # fmt: skip
