@@ -24,7 +24,7 @@ SHARING = HostTime(1.36, "peer_job_h200.json: one_step_off, four engines a GPU")
 PASS_LAYER_S = HostTime(7.75e-3, "prediction_h200.json: costs, pass_s of 1.7B and 4B over their layers")
 SHARDED_PASS_LAYER_S = HostTime(15e-3, "prediction_h200.json: costs, sharded_pass_s of 1.7B and 4B over their layers")
 # Bytes of memory traffic for each logit of a token that is trained: float32 softmax, its gradient, temperature, entropy.
-LOGIT_BYTES = HostTime(240.0, "prediction_h200.json: costs, token_s of 1.7B and 4B; peer_job_h200.json: one_step_off")
+LOGIT_BYTES = HostTime(220.0, "prediction_h200.json: costs, token_s of 1.7B and 4B; peer_job_h200.json: one_step_off")
 # Bytes a second between a GPU and pinned memory of its host, over the link's: 15 to 43 GB/s of 63.
 COPYING = HostTime(0.425, "prediction_h200.json: costs, sleep of 1.7B and 4B")
 # The same of moments on the host at an optimizer step, over the link's one way: those of one parameter leave while others come.

@@ -52,6 +52,17 @@ class Lengths:
         return float(np.trapezoid(self.tokens, self.at))
 
     @property
+    def sequence_of_a_token(self) -> float:
+        """The mean length of the sequence that a token is of, prompts included: long sequences have most of the tokens.
+
+        >>> Lengths(at=(0, 1), tokens=(100, 100), prompt_tokens=50).sequence_of_a_token
+        150.0
+        """
+        low, high = np.array(self.tokens[:-1]) + self.prompt_tokens, np.array(self.tokens[1:]) + self.prompt_tokens
+        squares = (np.diff(self.at) * (low * low + low * high + high * high) / 3).sum()  # quantiles have straight lines between them
+        return float(squares / max(self.mean + self.prompt_tokens, 1e-9))
+
+    @property
     def longest(self) -> float:
         """The most tokens of a response."""
         return self.tokens[-1]

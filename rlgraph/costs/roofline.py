@@ -142,7 +142,8 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     exchange = node.model.traits.sharing * exchange_s(shape, device, node.model.traits, trains=trains)
     return NodeCost(
         parallel_s=epochs_of(node) * _optimizer_s(node.model, shape, device) if trains else 0.0,
-        token_s=walks * (_operations(node.model, shape, trains=trains) / (device.flops * TRAINING) + logits) + walks_of(node) * exchange,
+        token_s=walks * (_operations(node.model, shape, lengths, trains=trains) / (device.flops * TRAINING) + logits)
+        + walks_of(node) * exchange,
         pass_s=walks * shape.layers * host_times.PASS_LAYER_S.value,
         sharded_pass_s=walks * shape.layers * host_times.SHARDED_PASS_LAYER_S.value,
     )
@@ -153,11 +154,15 @@ def _in_fp8(shape: ModelShape) -> float:
     return shape.weight_bytes(2, fp8=True) / shape.weight_bytes(2)
 
 
-def _operations(model: Model, shape: ModelShape, *, trains: bool) -> float:
-    """The operations of a token forwards and backwards: frozen weights have no gradient, and recomputing is a second forward pass."""
+def _operations(model: Model, shape: ModelShape, lengths: Lengths, *, trains: bool) -> float:
+    """The operations of a token forwards and backwards: frozen weights have no gradient, and recomputing is a second forward pass.
+
+    A token attends to half of its sequence, and the tokens of a long sequence are many (Chowdhery et al. 2022, "PaLM", appendix B).
+    """
     adapter = adapter_size(model, shape) if trains else None
     own = 6 * shape.active_parameters if adapter is None else 4 * shape.active_parameters + 6 * adapter.parameters
-    return own + 2 * shape.active_parameters * (trains and model.traits.recompute)
+    attends = 4 * shape.layers * shape.heads * shape.head_dim * lengths.sequence_of_a_token / 2
+    return own + 3 * attends + (2 * shape.active_parameters + attends) * (trains and model.traits.recompute)
 
 
 def _optimizer_s(model: Model, shape: ModelShape, device: Device) -> float:
