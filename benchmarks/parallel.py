@@ -113,7 +113,8 @@ def predicted(run: Run, size: tuple[int, int], gpu: str, one_rank_s: float | Non
         costs = None if one_rank_s is None else profiled(one_rank_s, size)
         plan = rg.compile(rg.Graph("parallel", step.metrics), cluster, costs)
     need = next(need for need in plan.memory if need.pool == "train" and not need.loading)
-    return {"step_s": plan.node("update").seconds, "peak_bytes": need.peak_bytes}
+    staged = sum(size for part, size in need.parts if part == "weights in staging")  # for generators, which are not here
+    return {"step_s": plan.node("update").seconds, "peak_bytes": need.peak_bytes - staged}
 
 
 def profiled(seconds: float, size: tuple[int, int]) -> Any:
