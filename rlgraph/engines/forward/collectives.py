@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Partial
+from torch.distributed.tensor import DTensor
 
 # Their names from torch 2.13 on, where the old ones warn.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -16,15 +16,14 @@ def ranks_in(group: Any) -> int:
     return dist.get_world_size(group)
 
 
-def own_part(parameter: torch.Tensor, *, summed: bool = False) -> torch.Tensor:
+def own_part(parameter: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter that ranks share; a parameter of this rank alone is its own part.
 
-    Gradients of what all ranks hold alike are `summed` over them, or else equal already.
+    So are gradients: those of what all ranks hold alike, each for its own tokens, are still to be summed over them.
     """
     if not isinstance(parameter, DTensor):
         return parameter
-    gradients = [Partial() for _ in parameter.placements] if summed else parameter.placements
-    found: torch.Tensor = parameter.to_local(grad_placements=gradients)
+    found: torch.Tensor = parameter.to_local(grad_placements=parameter.placements)
     return found
 
 

@@ -32,7 +32,7 @@ from rlgraph.engines.fsdp.offload import OffloadedMoments
 from rlgraph.engines.fsdp.ranks import Ranks
 from rlgraph.engines.fsdp.shard_loading import load_shards
 from rlgraph.engines.fsdp.sharding import join, local, memory, own_box, prepare_layers, shard
-from rlgraph.engines.fsdp.tensor_parallel import share_matrices
+from rlgraph.engines.fsdp.tensor_parallel import Places, share_matrices, sum_gradients
 from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
 from rlgraph.engines.hf_models.parallel_plan import check_experts, check_parallel
 from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
@@ -105,8 +105,7 @@ class FsdpEngine:
         if self._device.type == "cuda" and not exact:
             fused_norms.install(head.model)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
-        if self._ranks.matrices is not None:
-            share_matrices(head, self._ranks.matrices)
+        self._alike: Places = () if self._ranks.matrices is None else share_matrices(head, self._ranks.matrices)
         experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)
         self._units = [*experts, *shard(head, head.layers, self._ranks.sharded, dtype)]
         self._parts = {} if head.folder is None else head.folder.parts()
@@ -218,6 +217,8 @@ class FsdpEngine:
             dist.all_reduce(counts, group=self._ranks.sharded.get_group())
 
     def _step(self, metrics: dict[str, float], learns: bool, guard: Guard | None) -> dict[str, float]:
+        if self._ranks.matrices is not None:
+            sum_gradients(self._alike, self._ranks.matrices)
         norm = clipped(self._head.parameters(), self.optimizer_settings.grad_clip)
         lr = self.optimizer_settings.lr_at(self._steps)
         metrics = metrics | {f"{self._head.prefix}/grad_norm": norm, f"{self._head.prefix}/lr": lr}

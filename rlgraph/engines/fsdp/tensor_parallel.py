@@ -5,9 +5,9 @@ tokens alone, so norms and residuals are cut as well (sequence parallel: Korthik
 block gathers the tokens, and its last matrix sums over the ranks and gives each its tokens back. Embedding and head are cut by words.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,28 +19,46 @@ from rlgraph.engines.forward.collectives import gathered_rows, own_part, scatter
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.vocabulary import VocabularyShard
+from rlgraph.engines.fsdp.sharding import local
 from rlgraph.engines.hf_models.parallel_plan import COLUMNS, ROWS, plan_of
 
 Run = Callable[..., Any]
+Places: TypeAlias = Sequence[tuple[torch.nn.Module, str]]  # of parameters, which FSDP replaces: the module, and the name in it
 
 
-def share_matrices(head: Head, mesh: DeviceMesh) -> None:
+def share_matrices(head: Head, mesh: DeviceMesh) -> Places:
     """Cut the parameters of a head over the ranks of a mesh, and let its modules compute with the parts; call it before FSDP.
 
-    Passes are packed flat, in rows of a length that the ranks divide.
+    Passes are packed flat, in rows of a length that the ranks divide. Returns the places of parameters that all ranks hold alike and whose
+    gradients are of a rank's own tokens: `sum_gradients` adds them up before a step, since a sum for each norm in each pass would take the
+    host longer than the rest of the pass.
     """
     backbone, group = head.backbone, mesh.get_group()
     styles = {f"model.{name}" if name else "model": style for name, style in _styles(head).items()}
     words = backbone.get_input_embeddings()
     _distribute(head, mesh, styles, (words, _output(head)))
+    places, layers = list[tuple[torch.nn.Module, str]](), set(backbone.modules())  # a head computes with its part by itself
     for name, module in head.named_modules():
-        _replace(module, styles.get(name), words, group)
+        alike = _replace(module, styles.get(name), words, group)
+        places += [(module, of) for of in alike if module in layers]
     for block in {name.rpartition(".")[0] for name, style in styles.items() if style == COLUMNS}:
         head.get_submodule(block).register_forward_pre_hook(_gathering(group), with_kwargs=True)
     by_words = isinstance(head, PolicyHead)  # else each rank has all of the head, and the same gradient of the states
     backbone.norm.register_forward_hook(lambda module, given, found: gathered_rows(found, group, summed=by_words))
     if isinstance(head, PolicyHead):
         head.words = VocabularyShard.of(group, mesh.get_local_rank(), mesh.size(), words.num_embeddings)
+    return places
+
+
+@torch.no_grad()
+def sum_gradients(places: Places, mesh: DeviceMesh) -> None:
+    """Sum the gradients at these places over the ranks that share matrices, in one call."""
+    found = [local(gradient) for module, name in places if (gradient := module.get_parameter(name).grad) is not None]
+    if found:
+        whole = torch.cat([gradient.flatten() for gradient in found])
+        dist.all_reduce(whole, group=mesh.get_group())
+        for gradient, part in zip(found, whole.split([gradient.numel() for gradient in found]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def _output(head: Head) -> Any:
@@ -71,22 +89,26 @@ def _distribute(head: Head, mesh: DeviceMesh, styles: dict[str, str], by_words: 
             module.register_parameter(name, made[parameter])
 
 
-def _replace(module: torch.nn.Module, style: str | None, words: Any, group: Any) -> None:
-    """Let a module with parameters of its own compute with this rank's parts of them."""
+def _replace(module: torch.nn.Module, style: str | None, words: Any, group: Any) -> list[str]:
+    """Let a module with parameters of its own compute with this rank's parts of them; name those that it shares with all ranks."""
+    own = [name for name, one in module.named_parameters(recurse=False)]
     if module is words:
         module.forward = _embedding(module, group)
-    elif style == ROWS:
+        return []
+    if style == ROWS:
         module.forward = _by_rows(module, group)
-    elif style == COLUMNS or any(True for _ in module.parameters(recurse=False)):
-        module.forward = _with_own(module, module.forward, summed=style != COLUMNS)
+        return [name for name in own if name == "bias"]
+    if own:
+        module.forward = _with_own(module, module.forward)
+    return [] if style == COLUMNS else own
 
 
-def _with_own(module: torch.nn.Module, forward: Run, *, summed: bool) -> Run:
-    """Run a module's own forward with parts in place of its parameters. Gradients of tokens are `summed` over the ranks that have them."""
+def _with_own(module: torch.nn.Module, forward: Run) -> Run:
+    """Run a module's own forward with parts in place of its parameters."""
 
     def run(*given: Any, **named: Any) -> Any:
         kept = dict(module._parameters)
-        parts: Any = {name: own_part(one, summed=summed) for name, one in kept.items() if one is not None}
+        parts: Any = {name: own_part(one) for name, one in kept.items() if one is not None}
         module._parameters.update(parts)
         try:
             return forward(*given, **named)
@@ -101,7 +123,7 @@ def _by_rows(module: Any, group: Any) -> Run:
 
     def run(states: torch.Tensor) -> torch.Tensor:
         found = scattered_sum(states @ own_part(module.weight).t(), group)
-        return found if module.bias is None else found + own_part(module.bias, summed=True)
+        return found if module.bias is None else found + own_part(module.bias)
 
     return run
 
