@@ -1,11 +1,14 @@
-"""FlashAttention's calls in plain PyTorch, in the dtype they are given: what a GPU's kernel computes, for machines without one."""
+"""FlashAttention's calls, of 2 and 4, in plain PyTorch, in the dtype they are given: what a GPU's kernels compute."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import pytest
 import torch
+
+from rlgraph.engines.forward import flash4
 
 
 @contextmanager
@@ -18,6 +21,31 @@ def flash_on_cpu() -> Iterator[None]:
         yield
     finally:
         library._destroy()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def flash4_on_cpu() -> Iterator[None]:
+    """Let the functions of the package with FlashAttention 4 be computed here, for heads of any number and size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flash4, "_kernels", [_forward4, _backward4])
+        patch.setattr(flash4, "takes", lambda heads, size: True)
+        yield
+
+
+def _forward4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> tuple[torch.Tensor, ...]:
+    assert given.pop("return_lse")
+    scale, causal = given.pop("softmax_scale"), given.pop("causal")
+    return forward(q, k, v, *_places(given), 0.0, causal, False, scale=scale, **given)[:2]
+
+
+def _backward4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any, **more: Any) -> tuple[torch.Tensor, ...]:
+    out, grad, sums, scale, causal = given
+    assert not more.pop("deterministic")
+    return backward(grad, q, k, v, out, sums, *_places(more), 0.0, causal, None, None, scale=scale, **more)
+
+
+def _places(given: dict[str, Any]) -> list[Any]:
+    return [given.pop(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")]
 
 
 def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any, **window: Any) -> tuple[torch.Tensor, ...]:

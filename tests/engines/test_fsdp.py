@@ -12,8 +12,10 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of
 
 from rlgraph.algorithms import AGGREGATIONS, GMPO, GSPO, Bypass, ClippedLoss, Reinforce, Rejection, RolloutCorrection, TruncatedIS
 from rlgraph.algorithms.aggregation import Totals
+from rlgraph.batching.packing import plan_micro_batches
 from rlgraph.channels.weights.shards import Assembly, WeightShard
 from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.fsdp import engine as engine_module
 from rlgraph.engines.fsdp import sharding
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
@@ -219,6 +221,31 @@ def test_layers_that_share_a_unit_take_the_same_step_in_every_bit(
         assert len(engine._units) == units
         metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(2)]
         runs.append((metrics, copies(engine), engine.scores(batch)))
+    assert runs[0][0] == runs[1][0]
+    assert all(torch.equal(runs[0][1][name], tensor) for name, tensor in runs[1][1].items())
+    assert torch.equal(runs[0][2], runs[1][2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rank_alone_casts_weights_and_moves_gradients_once_an_update_to_the_same_bits(
+    make: Any, tied: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    batch, runs, calls = batch_of(LENGTHS), [], list[str]()
+    for place, name in ((_fsdp_param_group.FSDPParamGroup, "_to_unsharded"), (_fsdp_param_group, "foreach_reduce")):
+        own = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *given, _own=own, _name=name: calls.append(_name) or _own(*given))
+    for kept in (True, False):
+        if not kept:
+            monkeypatch.setattr(engine_module, "keep", lambda units, more: None)
+        engine, count = make(tied, dtype=dtype, micro_batch_tokens=16), len(calls)
+        metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(2)]
+        runs.append((metrics, copies(engine), engine.scores(batch)))
+        moved = [calls[count:].count(name) for name in ("_to_unsharded", "foreach_reduce")]
+        passes, units = len(plan_micro_batches(batch, 1, 16)[0]), len(engine._units)
+        assert passes > 2
+        assert moved == ([3 * units, 2 * units] if kept else [(2 * passes + 1) * units, 2 * passes * units])  # and for scores
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(runs[0][1][name], tensor) for name, tensor in runs[1][1].items())
     assert torch.equal(runs[0][2], runs[1][2])

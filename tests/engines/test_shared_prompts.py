@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import folder_of
-from flat_kernel import flash_on_cpu
+from flat_kernel import flash4_on_cpu, flash_on_cpu
 from ranks import run_ranks
 from tiny import WeightedLikelihood, batch_of, returns_of
 
@@ -177,7 +177,10 @@ def drawn(length: int, dtype: torch.dtype, *, narrow: bool = False) -> list[torc
 @pytest.mark.parametrize("window", [None, 5, 1000])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("narrow", [False, True], ids=["", "narrow values"])
-def test_the_calls_of_the_kernel_give_output_and_gradients_of_each_sequence_alone(window: int | None, sinks: bool, narrow: bool) -> None:
+@pytest.mark.parametrize("kernel", [flash_on_cpu, flash4_on_cpu], ids=["2", "4"])
+def test_the_calls_of_the_kernel_give_output_and_gradients_of_each_sequence_alone(
+    window: int | None, sinks: bool, narrow: bool, kernel: Any
+) -> None:
     """With the kernel of a GPU in PyTorch, in float64: what is merged is exact."""
     part = pass_of(batch())
     given = drawn(part.tokens.shape[1], torch.float64, narrow=narrow)
@@ -187,7 +190,7 @@ def test_the_calls_of_the_kernel_give_output_and_gradients_of_each_sequence_alon
     up = torch.randn(plain.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = torch.autograd.grad(plain, leaves, up)
     assert part.starts is not None
-    with flash_on_cpu():
+    with kernel():
         out = flash.flash(*given[:3], part.starts, part.longest, None, window, sink, part.shared)[None]
         grads = torch.autograd.grad(out, leaves, up)
     near = {"atol": 1e-5 if sinks or window == 5 else 1e-10, "rtol": 0}  # shares of sinks, and sums over gathered keys, are float32
@@ -200,10 +203,11 @@ def test_the_calls_of_the_kernel_give_output_and_gradients_of_each_sequence_alon
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # between two graphs
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_a_compiled_layer_has_the_gradients_of_an_eager_one_for_passes_of_any_size(window: int | None, sinks: bool) -> None:
+@pytest.mark.parametrize("kernel", [flash_on_cpu, flash4_on_cpu], ids=["2", "4"])
+def test_a_compiled_layer_has_the_gradients_of_an_eager_one_for_passes_of_any_size(window: int | None, sinks: bool, kernel: Any) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(flash.flash, dynamic=True, fullgraph=not sinks, backend="aot_eager")  # sinks stay outside of a graph
-    with flash_on_cpu(), torch._dynamo.config.patch(error_on_recompile=True):
+    with kernel(), torch._dynamo.config.patch(error_on_recompile=True):
         for groups in (6, 9):  # counts that are no number of heads, which a graph would take them for
             part = pass_of(batch_of([30, 9, 17, 12 + groups] * groups, group=4))
             given = drawn(part.tokens.shape[1], torch.float32)
@@ -214,6 +218,18 @@ def test_a_compiled_layer_has_the_gradients_of_an_eager_one_for_passes_of_any_si
                 found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
             for eager, other in zip(*found, strict=True):
                 torch.testing.assert_close(other, eager, **NEAR)
+
+
+@pytest.mark.parametrize("kernel", [flash_on_cpu, flash4_on_cpu], ids=["2", "4"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_own_prompts_have_output_and_gradients_of_each_sequence_alone(window: int | None, kernel: Any) -> None:
+    starts, given = torch.tensor([0, 30, 39, 56], dtype=torch.int32), drawn(56, torch.float64)[:3]
+    plain, _ = packed_attention.attend(None, *given, None, sliding_window=window, cu_seq_lens_q=starts, max_length_q=30)
+    with kernel():
+        out = flash.flash(*given, starts, 30, None, window, None)[None]
+        grads = torch.autograd.grad(out.square().sum(), given)
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(grads, torch.autograd.grad(plain.square().sum(), given))
 
 
 def test_two_attentions_are_merged_by_their_sums() -> None:

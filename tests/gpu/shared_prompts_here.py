@@ -54,9 +54,9 @@ def kernel_alone(batch: dict[str, torch.Tensor]) -> None:
     assert part.shared is not None
     length, draw = part.tokens.shape[1], torch.Generator().manual_seed(0)
     for size, window, sinks in ((64, None, False), (128, None, True), (128, 50, False), (64, 50, True), (192, None, False)):
-        shapes = [(1, 8, length, size), (1, 2, length, size), (1, 2, length, 128 if size == 192 else size), (8,)]
+        shapes = [(1, 16, length, size), (1, 4, length, size), (1, 4, length, 128 if size == 192 else size), (16,)]
         rounded = [torch.randn(shape, generator=draw).to(torch.bfloat16) for shape in shapes]
-        up = torch.randn(1, length, 8, shapes[2][3], generator=draw).to(torch.bfloat16)
+        up = torch.randn(1, length, 16, shapes[2][3], generator=draw).to(torch.bfloat16)
         results = []
         for place, dtype in (("cpu", torch.float32), (device, torch.float32 if smoke else torch.bfloat16)):
             leaves = [x.to(place, dtype).requires_grad_() for x in rounded]

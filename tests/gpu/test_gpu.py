@@ -32,6 +32,13 @@ def test_compiled_layers_take_the_step_of_eager_ones(alone: Alone, family: str) 
 
 
 @pytest.mark.gpu
+def test_attention_is_the_same_by_the_kernels_of_either_package(alone: Alone) -> None:
+    if (found := alone("flash4_here.py").splitlines()[-1]) == "not installed":
+        pytest.skip("flash-attn-4 is not installed")
+    assert found == "equal"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gpt_oss", "deepseek_v3"])
 def test_passes_that_share_prompts_are_those_of_float32_and_of_own_prompts(alone: Alone, family: str) -> None:
     assert alone("shared_prompts_here.py", family).splitlines()[-1] == "equal"

@@ -1,5 +1,6 @@
-"""FlashAttention 2, as PyTorch carries it, over rows packed flat: with sinks, and with prompts that several responses share.
+"""FlashAttention over rows packed flat: with sinks, and with prompts that several responses share.
 
+It is FlashAttention 2, as PyTorch carries it, or 4 where `flash4` takes the heads.
 The kernel gives its output and the logarithm of each row's sum. From these follow the output and the sum over more keys, be it a sink
 or a prompt that another call attended to. Its backward pass wants both: given those over all keys, the gradients of each call are its
 share of the whole's.
@@ -11,6 +12,7 @@ import torch
 from torch.nn.functional import pad
 
 from rlgraph.batching.packing import SharedPrompts
+from rlgraph.engines.forward import flash4
 
 
 def takes(size: int) -> bool:
@@ -69,6 +71,9 @@ def _forward(
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Give the output `[L, H, D]`, the logarithmic sums `[H, L]`, and what the backward pass wants besides."""
+    if flash4.takes(*q.shape[1:]):
+        out, sums = flash4.forward(q, k, v, of_queries, of_keys, most_queries, most_keys, causal, scale, window)
+        return out, sums, sums.new_empty(0), sums.new_empty(0)
     found: tuple[torch.Tensor, ...] = torch.ops.aten._flash_attention_forward(
         q, k, v, of_queries, of_keys, most_queries, most_keys, 0.0, causal, False, scale=scale, **_window(window)
     )
@@ -92,6 +97,8 @@ def _backward(
     window: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of queries, keys and values, `given` with the output, its sums, and what the forward pass gave besides."""
+    if flash4.takes(*given[0].shape[1:]):
+        return flash4.backward(grad, *given[:5], of_queries, of_keys, most_queries, most_keys, causal, scale, window)
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
         *(grad, *given[:5], of_queries, of_keys, most_queries, most_keys, 0.0, causal, *given[5:]), scale=scale, **_window(window)
     )

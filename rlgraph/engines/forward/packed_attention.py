@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from rlgraph.batching.packing import SharedPrompts
-from rlgraph.engines.forward import flash
+from rlgraph.engines.forward import flash, flash4
 from rlgraph.engines.forward.collectives import ranks_in, whole_heads, whole_tokens
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import DataError
@@ -36,6 +36,8 @@ def install(model: Any, name: str) -> None:
     A model whose attention is its own alone keeps it.
     """
     register()
+    if name != PADDED:
+        flash4.load()
     if model._can_set_attn_implementation():
         model.set_attn_implementation(name)
 
@@ -119,7 +121,7 @@ def attend(
     """Attend within each sequence: `[1, L, H, D]` from `query [1, H, L, D]`, keys and values of as many or fewer heads.
 
     Sequence i lies at `cu_seq_lens_q[i]` up to the next entry. With `shared_prompts` that is a segment of a sequence, which also sees the
-    prompt before it. The kernel is FlashAttention 2 as PyTorch carries it, which knows windows, and sinks and shared prompts by `flash`.
+    prompt before it. The kernel is FlashAttention, which knows windows, and sinks and shared prompts by `flash`.
     It knows no soft cap, does not run on a CPU or in float32, and has heads of at most 256 numbers: there the sequences are attended to
     one by one. Raises DataError for a setting of the layer that it does not know.
 

@@ -31,7 +31,7 @@ from rlgraph.engines.fsdp.muon import made
 from rlgraph.engines.fsdp.offload import OffloadedMoments
 from rlgraph.engines.fsdp.ranks import Ranks
 from rlgraph.engines.fsdp.shard_loading import load_shards
-from rlgraph.engines.fsdp.sharding import join, local, memory, own_box, prepare_layers, shard
+from rlgraph.engines.fsdp.sharding import join, keep, local, memory, own_box, prepare_layers, shard
 from rlgraph.engines.fsdp.tensor_parallel import Places, share_matrices, sum_gradients
 from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
 from rlgraph.engines.hf_models.parallel_plan import check_experts, check_parallel
@@ -246,6 +246,8 @@ class FsdpEngine:
             packed = pack_flat(batch, sequences, multiple=ranks.sharing) if self._flat else pack(batch, sequences)
             own = (packed if ranks.context == 1 else packed.shard(ranks.context_group, ranks.context_rank, ranks.context)).to(self._device)
             self._routing.begin(own.routes if self._routing.replay else None)
+            if ranks.sharded.size() == 1:
+                keep(self._units, more=done + 1 < len(passes))
             yield own
         self._on_progress(len(passes), len(passes))
 
