@@ -1,6 +1,6 @@
 """Ranks that share a pass, or experts: seconds of an update, MFU and memory by tensor, context and expert parallel, beside predictions.
 
-    python benchmarks/parallel.py SHAPE:WAY[:OPTION] … [--sequences 2] [--length 32768] [--peak 989e12] [--json PATH]
+    python benchmarks/parallel.py SHAPE:WAY[:OPTION] … [--sequences 2] [--length 32768] [--peak 989e12] [--profile] [--json PATH]
     python benchmarks/parallel.py 8B:dp2 8B:tp2 8B:cp2 --json benchmarks/results/parallel_h200.json      # two GPUs
     python benchmarks/parallel.py 30B-A3B-8:dp2 30B-A3B-8:ep2 --sequences 8 --length 4096 --json benchmarks/results/experts_h100.json
     python benchmarks/parallel.py pair:dp2 pair:tp2 pair:cp2 pair-moe:dp2 pair-moe:ep2 --smoke           # its first seconds, on a CPU
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from profiled_update import profiled_update
 from timed_updates import PEAK, SMOKE, WARM_UP, begin_rank, end_rank, made_engine, of_ranks, row, timed_updates
 
 STEPS = 4 + WARM_UP
@@ -53,13 +54,14 @@ class Run:
     shape: str
     way: dict[str, int]
     options: tuple[str, ...]
+    profile: bool = False
 
     @classmethod
-    def of(cls, spec: str) -> "Run":
+    def of(cls, spec: str, *, profile: bool = False) -> "Run":
         shape, way, *options = spec.split(":")
         if unknown := sorted(set(options) - set(OPTIONS)):
             raise SystemExit(f"'{spec}': there is no option {unknown[0]}; write some of {', '.join(OPTIONS)}")
-        return cls(shape, ways(way), tuple(options))
+        return cls(shape, ways(way), tuple(options), profile)
 
     @property
     def trainer(self) -> str:
@@ -78,7 +80,10 @@ def rank_process(run: Run, size: tuple[int, int], rank: int, world: int, rendezv
     sharing |= {f"{kind}_parallel": run.way[short] for kind, short in (("context", "cp"), ("expert", "ep")) if run.way[short] > 1}
     more = {"host_moments" if name == "offload" else name: bool(value) for name, value in run.settings.items()}
     engine = made_engine(run.shape, rank, world, rendezvous, device, fused=True, trainer=run.trainer, **sharing, **more)
-    end_rank(timed_updates(engine, size, STEPS), rank, world, results)
+    seconds = timed_updates(engine, size, STEPS)
+    if run.profile:
+        profiled_update(engine, size, rank, seconds[WARM_UP:])
+    end_rank(seconds, rank, world, results)
 
 
 def predicted(run: Run, size: tuple[int, int], gpu: str, one_rank_s: float | None = None) -> dict[str, float]:
@@ -138,7 +143,7 @@ def constant(responses: list[str]) -> list[float]:
 
 def measure(run: Run, size: tuple[int, int], peak: float, gpu: str, one_rank_s: float | None) -> dict[str, Any]:
     world = ranks_of(run.way)
-    found = row(run.shape, size, world, peak, of_ranks(world, rank_process, (run, size), 400))
+    found = row(run.shape, size, world, peak, of_ranks(world, rank_process, (run, size), 900 if run.profile else 400))
     found["predicted"] = predicted(run, size, gpu)
     if one_rank_s is not None and world > 1:
         found["predicted_from_one_rank_s"] = predicted(run, size, gpu, one_rank_s)["step_s"]
@@ -152,6 +157,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--peak", type=float, default=PEAK)
     parser.add_argument("--smoke", action="store_true", help="two short sequences, on a CPU")
+    parser.add_argument("--profile", action="store_true", help="one more update, profiled by rank 0")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.smoke and given.json:
@@ -164,7 +170,7 @@ def main() -> None:
     failed, alone = False, dict[tuple[str, tuple[str, ...]], float]()
     for spec in given.specs:
         try:
-            asked = Run.of(spec)
+            asked = Run.of(spec, profile=given.profile)
             kind = asked.shape, asked.options
             run = found["runs"][spec] = measure(asked, size, given.peak, gpu, alone.get(kind))
             if run["ranks"] == 1:
