@@ -49,6 +49,14 @@ def training(spec: str, what: str) -> Row:
                {"peak": Figure(file, ("peak_flop_per_s",), "{:.0f}", 1e-12)})  # fmt: skip
 
 
+def flash(spec: str, what: str) -> Row:
+    """The same by FlashAttention 4, beside 2."""
+    four, two = (f"training_flash{number}_h200.json" for number in (4, 2))
+    mfu = [percent(file, "runs", spec, "mfu", form="{:.0f} %") for file in (four, two)]
+    return Row(f"training {what} by FlashAttention 4, packed 4k sequences: MFU of 989 TFLOP/s", mfu[0],
+               f"benchmarks/training.py {spec}", "by FlashAttention 2", mfu[1])  # fmt: skip
+
+
 def by_megatron(what: str, field: tuple[str, ...], peer: str = "", beside: tuple[str, ...] = ()) -> Row:
     file, at = "megatron_h200.json", ("shapes", "0.6B", "updates")
     return Row(what, seconds(file, *at, *field, "step_s"), "benchmarks/megatron_gpu.py 0.6B", peer,
@@ -101,7 +109,8 @@ ON_GPUS = [
     Row("8B from 2 sharded ranks to 2 engines", Figure("sharded_weights_h200.json", ("shapes", "8B", "2 to 2", "median", "gb_per_s"),
         "{:.0f} GB/s"), "benchmarks/sharded_weights.py", "from 1 to 1",
         Figure("sharded_weights_h200.json", ("shapes", "8B", "1 to 1", "median", "gb_per_s"), "{:.0f} GB/s")),
-    training("4B:1:compiled", "4B on one GPU, compiled"),
+    flash("4B:1:compiled", "4B on one GPU, compiled"),
+    flash("1.7B:1:compiled", "1.7B on one GPU, compiled"),
     training("4B:1", "4B on one GPU, eager"),
     training("8B:2:compiled", "8B on two, compiled"),
     by_megatron("updating 0.6B on one GPU by Megatron-Core, 8 packed sequences of 4,096 tokens", ("megatron",), "by FSDP2", ("fsdp",)),

@@ -14,7 +14,7 @@ from accuracy_rows import ACCURATE, PREDICTED
 from channel_rows import BY_RAY, CHANNELS, HOPS_BY_RAY, MIB, hop
 from exact_rows import EXACT, EXACT_ON_GPUS
 from figures import Figure, ms, percent, seconds, share, times
-from gpu_rows import ON_GPUS, PEERS, generation, training, weights
+from gpu_rows import ON_GPUS, PEERS, flash, generation, weights
 from h100_rows import ON_H100S
 from learning_rows import LEARNING
 from mathematics_rows import MATHEMATICS_IN_TEXT
@@ -30,7 +30,7 @@ TEN: list[Row] = [
     PEERS[1],
     generation("4B", "generation_4b_h200.json"),
     generation("SmolLM2", "generation_h200.json"),
-    training("4B:1:compiled", "4B on one H200, compiled"),
+    flash("4B:1:compiled", "4B on one H200, compiled"),
     weights("8B")[0],
     CHANNELS[1],
     CHANNELS[-1],

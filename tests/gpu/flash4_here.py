@@ -22,7 +22,7 @@ NEAR = 0.01  # of a result, as a share of its length: both round to bfloat16, ea
 LENGTHS = [700, 1, 333, 128, 64, 1, 1000, 90]
 OTHERS = [300, 2, 64, 700, 1, 90, 128, 1000]  # of keys, where queries see all of them
 #       heads, of keys, size, window
-CALLS = (16, 8, 64, None), (16, 4, 128, None), (16, 16, 128, 50), (8, 4, 256, None), (32, 8, 128, 1), (32, 8, 64, 200)
+CALLS = (16, 8, 64, None), (16, 4, 128, None), (16, 16, 128, 50), (8, 4, 256, None), (32, 8, 128, 3), (32, 8, 64, 200)
 
 
 def starts(lengths: list[int]) -> torch.Tensor:

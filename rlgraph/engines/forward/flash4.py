@@ -5,6 +5,7 @@ and its gradients are private ones of this version, since public ones do not tak
 """
 
 import os
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ def load() -> bool:
     except Exception as error:  # noqa: BLE001 (whatever a broken installation raises, FlashAttention 2 computes the same)
         notices.here.say(f"attention is FlashAttention 2: {PACKAGE} cannot be imported ({type(error).__name__}: {error})")
         return False
+    warnings.filterwarnings("ignore", "Argument aux_data", UserWarning)  # of the package, each time that it compiles a kernel
     _kernels[:] = _flash_attn_fwd, _flash_attn_bwd
     return True
 
