@@ -41,6 +41,7 @@ def test_what_rlgraph_gives_to_vllm_is_either_free_or_refused_by_name(on_cpu: bo
         ({"enforce_eager": "yes"}, "'enforce_eager' of vLLM is True or False$"),
         ({"max_num_batched_tokens": 0.5}, "'max_num_batched_tokens' of vLLM is a whole number or None$"),
         ({"additional_config": {"a": {1, 2}}}, "the value is data"),
+        ({"enable_expert_parallel": True}, "an engine on one GPU has all experts; leave it out, or set tensor_parallel$"),
     ],
 )
 def test_an_argument_that_cannot_be_given_is_an_error_where_it_is_declared(given: dict[str, Any], message: str) -> None:

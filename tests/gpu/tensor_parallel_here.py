@@ -1,5 +1,6 @@
-"""An engine over two GPUs: `llama|qwen3` loads weights in every way they can arrive, and compares with the model's own loader on each
-rank; `kill` ends its process with SIGKILL and waits for the ranks to go."""
+"""An engine over two GPUs: `llama|qwen3|experts|experts_apart` loads weights in every way they can arrive, and compares with the model's own
+loader on each rank; `kill` ends its process with SIGKILL and waits for the ranks to go. `experts` is a mixture whose ranks each have a part of
+every expert, and `experts_apart` one whose ranks have whole experts of their own."""
 
 import multiprocessing
 import os
@@ -15,11 +16,13 @@ FACTORS = (1.0, 1.5, 0.75, 1.25)  # by version; 0 is the folder's
 
 
 def model(kind: str) -> Path:
-    """Return the tiny Llama, whose only key head both ranks have, or a Qwen3 with one for each; both pad their tied vocabulary."""
-    from tiny import tiny, tiny_qwen
+    """Return the tiny Llama, whose only key head both ranks have, a Qwen3 with one for each, both with a padded vocabulary, or a mixture."""
+    from tiny import tiny, tiny_mixture, tiny_qwen
 
     if kind == "llama":
         return tiny(Path("model"))
+    if kind.startswith("experts"):
+        return tiny_mixture(Path("model"), num_experts=8, hidden_size=256, head_dim=64, num_attention_heads=8, moe_intermediate_size=128)
     return tiny_qwen(Path(), "qwen3", vocab=32_001, heads=8, head=128, layers=4)
 
 
@@ -67,6 +70,11 @@ def on_rank(worker: Any) -> dict[str, Any]:
     }
 
 
+def experts_of(worker: Any) -> list[int]:
+    """Count the experts that one rank has in each layer."""
+    return [len(parameter) for name, parameter in worker.get_model().named_parameters() if name.endswith("w13_weight")]
+
+
 def check(engine: Any, weights: dict[str, Any]) -> list[dict[str, int]]:
     """Compare both ranks with the weights that were loaded last, and return the bits of their parameters."""
     ranks = engine.llm.collective_rpc(on_rank)
@@ -87,7 +95,13 @@ def loads(kind: str) -> None:
 
     folder, sampling = model(kind), Sampling(max_tokens=12, ignore_eos=True)
     prompts, seeds = [[5, 6, 7], [8, 9], [10, 11, 12, 13]], [1, 2, 3]
-    engine = VllmEngine(folder, max_model_len=64, kv_cache_bytes=256 << 20, max_sequences=16, shared=True, tensor_parallel=2)
+    given = {"enable_expert_parallel": True} if kind == "experts_apart" else {}
+    size = {"max_model_len": 64, "kv_cache_bytes": 256 << 20, "max_sequences": 16}
+    engine = VllmEngine(folder, shared=True, tensor_parallel=2, engine_args=given, **size)
+    if kind.startswith("experts"):
+        own = engine.llm.collective_rpc(experts_of)
+        print("experts of each rank", own)
+        assert own == ([[4, 4]] * 2 if given else [[8, 8]] * 2)
 
     def responses() -> list[list[int]]:
         return [response.tokens for response in engine.generate(prompts, sampling, seeds)]

@@ -137,7 +137,7 @@ def test_an_engine_over_two_gpus_and_two_ranks_of_a_policy_share_them_in_turns(a
 
 @pytest.mark.multi_gpu
 @pytest.mark.vllm
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.parametrize("model", ["llama", "qwen3", "experts", "experts_apart"])
 def test_each_rank_of_an_engine_over_two_gpus_takes_weights_as_its_loader_would(alone: Alone, model: str) -> None:
     assert alone("tensor_parallel_here.py", model).splitlines()[-1] == "equal"
 

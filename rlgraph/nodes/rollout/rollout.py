@@ -109,6 +109,11 @@ class Generator(Model):
                 f"Generator(memory={self.memory}, pool=Pool({shown(self.pool.name)}, cpus={self.pool.cpus})): memory is a share of "
                 "a GPU's; leave it out on host cores"
             )
+        if self.engine_args and self.engine_args.get("enable_expert_parallel") and self.tensor_parallel == 1:
+            raise GraphError(
+                "Generator(engine_args={'enable_expert_parallel': True}): an engine on one GPU has all experts; leave it out, or set "
+                "tensor_parallel"
+            )
         check_told(self)
         object.__setattr__(self, "_spec", engine_of(self))
         check = self.spec.check_arguments if self.engine_args else None
