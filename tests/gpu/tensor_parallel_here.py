@@ -1,6 +1,6 @@
-"""An engine over two GPUs: `llama|qwen3|experts|experts_apart` loads weights in every way they can arrive, and compares with the model's own
-loader on each rank; `kill` ends its process with SIGKILL and waits for the ranks to go. `experts` is a mixture whose ranks each have a part of
-every expert, and `experts_apart` one whose ranks have whole experts of their own."""
+"""An engine over two GPUs: `llama|qwen3|experts|experts_apart` loads weights in every way they can arrive, and compares with the loader of
+the model on each rank; `kill` ends its process with SIGKILL and waits for the ranks to go. `experts` is a mixture whose ranks each have
+a part of every expert, and `experts_apart` one whose ranks have whole experts of their own."""
 
 import multiprocessing
 import os
@@ -16,7 +16,7 @@ FACTORS = (1.0, 1.5, 0.75, 1.25)  # by version; 0 is the folder's
 
 
 def model(kind: str) -> Path:
-    """Return the tiny Llama, whose only key head both ranks have, a Qwen3 with one for each, both with a padded vocabulary, or a mixture."""
+    """Return the tiny Llama, whose only key head both ranks have, a Qwen3 with one for each (both pad their vocabulary), or a mixture."""
     from tiny import tiny, tiny_mixture, tiny_qwen
 
     if kind == "llama":
