@@ -1,8 +1,8 @@
 """The chunked log-probs and the RMS norm of a training pass beside Liger's kernels, and the head with and without whole logits: time,
 memory and error, on one GPU.
 
-    python benchmarks/kernels.py [--json PATH]
-    python benchmarks/kernels.py --smoke          # ours alone, small, on a CPU
+    python benchmarks/kernel_times.py [--json PATH]
+    python benchmarks/kernel_times.py --smoke          # ours alone, small, on a CPU
 
 Liger is no dependency: install it with `pip install liger-kernel==0.8.5`. Each figure is the median of a forward and a backward pass;
 passes of the two sides alternate. The error is the largest against float64 over 64 rows. Liger's `cross_entropy` writes its loss in the
