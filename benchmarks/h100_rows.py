@@ -36,7 +36,25 @@ def shared(what: str, field: str) -> Row:
                seconds(SHARED, "0.6B", field, "own", "seconds"))  # fmt: skip
 
 
+def beside_vllm(model: str, what: str, field: tuple[str, ...], form: str, scale: float = 1.0) -> Row:
+    """The same on both engines, one after the other on one GPU."""
+    sglang, vllm = (Figure("second_engine_h100.json", ("models", model, engine, *field), form, scale) for engine in ("sglang", "vllm"))
+    return Row(f"{model}, SGLang: {what}", sglang, f"benchmarks/second_engine.py {model}", "vLLM", vllm)
+
+
+SECOND_ENGINE = [
+    row
+    for model in ("0.6B", "4B")
+    for row in (
+        beside_vllm(model, "256 responses of 512 tokens with log-probs, tokens/s", ("throughput", "tokens_a_second"), "{:,.0f}"),
+        beside_vllm(model, "the same in conversations of 4 turns", ("conversations", "tokens_a_second"), "{:,.0f}"),
+        beside_vllm(model, "a swap while 256 responses go on, keys and values kept", ("swap", "gap_s_keep"), "{:.1f} ms", 1e3),
+        beside_vllm(model, "a swap while 256 responses go on, these read again", ("swap", "gap_s_recompute"), "{:.0f} ms", 1e3),
+    )
+]
+
 ON_H100S = [
+    *SECOND_ENGINE,
     Row("training 1.7B on one GPU, compiled, packed 4k sequences: MFU of 989 TFLOP/s",
         percent("training_h100.json", "runs", "1.7B:1:compiled", "mfu", form="{:.0f} %"), "benchmarks/training.py 1.7B:1:compiled",
         "of a large matrix product", percent("training_h100.json", "runs", "1.7B:1:compiled", "of_matmul", form="{:.0f} %")),
