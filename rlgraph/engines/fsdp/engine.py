@@ -106,8 +106,8 @@ class FsdpEngine:
             fused_norms.install(head.model)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
         self._alike: Places = () if self._ranks.matrices is None else share_matrices(head, self._ranks.matrices)
-        experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)
-        self._units = [*experts, *shard(head, head.layers, self._ranks.sharded, dtype)]
+        self._experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)
+        self._units = [*self._experts, *shard(head, head.layers, self._ranks.sharded, dtype)]
         self._parts = {} if head.folder is None else head.folder.parts()
         if head.folder is not None:
             load_shards(head, self._device)
@@ -248,6 +248,8 @@ class FsdpEngine:
             self._routing.begin(own.routes if self._routing.replay else None)
             if ranks.sharded.size() == 1:
                 keep(self._units, more=done + 1 < len(passes))
+            elif ranks.experts is not None and ranks.experts["fsdp"].size() == 1:
+                keep(self._experts, more=done + 1 < len(passes), casts=False)
             yield own
         self._on_progress(len(passes), len(passes))
 
@@ -323,7 +325,7 @@ class FsdpEngine:
     def close(self) -> None:
         """Free the model, and the process group if the engine made it."""
         self._optimizer.zero_grad()
-        del self._optimizer, self._head, self._units, self._shards, self._held
+        del self._optimizer, self._head, self._units, self._experts, self._shards, self._held
         if self._made_group:
             dist.destroy_process_group()
 

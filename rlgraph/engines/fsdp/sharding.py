@@ -65,14 +65,15 @@ def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dt
     return firsts
 
 
-def keep(units: Iterable[Any], more: bool) -> None:
-    """Before a pass of a rank alone: if `more` passes follow, units keep what they cast for them, and add up gradients where they are.
+def keep(units: Iterable[Any], more: bool, *, casts: bool = True) -> None:
+    """Before a pass of a rank alone: if `more` passes follow, units add up gradients where they are, and keep `casts` of weights for them.
 
     The sums have the same bits. Without it a pass casts all weights, and copies all gradients twice before they are added.
     """
     for unit in units:
-        unit.set_reshard_after_backward(not more, recurse=False)
         unit.set_requires_gradient_sync(not more, recurse=False)
+        if casts:
+            unit.set_reshard_after_backward(not more, recurse=False)
 
 
 def together(layers: Iterable[torch.nn.Module]) -> list[list[torch.nn.Module]]:
