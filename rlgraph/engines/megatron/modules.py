@@ -13,13 +13,15 @@ from rlgraph.engines.forward.packed_attention import attend
 class Packed:
     """Sequences that lie one behind another in a row: where each begins, the longest, and the rotation `[L, D]` at each token.
 
-    Megatron-Core hands it on to the attention as it is, and looks at `qkv_format` alone.
+    The ranks of a `group` have consecutive tokens of the row each, and the rotation at these. Megatron-Core hands all this on to the
+    attention as it is, and looks at `qkv_format` alone.
     """
 
     starts: torch.Tensor
     longest: int
     cos: torch.Tensor
     sin: torch.Tensor
+    group: Any = None
     qkv_format: str = "thd"
 
 
@@ -37,7 +39,10 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(torch.nn.Module):
-    """Attention within each sequence of a packed row, for the heads of this rank. It rotates queries and keys itself."""
+    """Attention within each sequence of a packed row, for the heads of this rank. It rotates queries and keys itself.
+
+    Ranks that share the row exchange tokens for heads and back (`attend_apart`).
+    """
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
@@ -45,11 +50,12 @@ class PackedAttention(torch.nn.Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, *, packed_seq_params: Packed, **given: Any
     ) -> torch.Tensor:
-        """Attend `[L, H, D]`."""
+        """Attend `[l, H, D]`, for the tokens of this rank."""
         packed = packed_seq_params
         query, key = (_rotated(x, packed.cos[:, None], packed.sin[:, None]) for x in (query, key))
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        found, _ = attend(self, query, key, value, None, cu_seq_lens_q=packed.starts, max_length_q=packed.longest)
+        row: dict[str, Any] = {"cu_seq_lens_q": packed.starts, "max_length_q": packed.longest, "context_group": packed.group}
+        found, _ = attend(self, query, key, value, None, **row)
         return found[0]
 
 
