@@ -13,6 +13,7 @@ from parallel_ranks import ADAMW, Case, assembled, boxes, by_one_process, engine
 from tiny import tiny_mixture, tiny_qwen
 
 import rlgraph as rg
+from rlgraph.engines.forward import flash4
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.megatron.model_config import check_folder
@@ -156,6 +157,16 @@ def test_a_layer_that_recomputes_keeps_nothing_in_the_first_pass(recompute: bool
     layers = len(engine._stage.decoder.layers)
     assert sorted(calls) == sorted([False] * layers + learning * layers)
     engine.close()
+
+
+@installed
+def test_attention_is_that_of_other_trainers_flash_attention_4_where_it_is_installed(
+    cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[bool] = []
+    monkeypatch.setattr(flash4, "load", lambda: loaded.append(True))
+    engine_of(replace(cases["llama"], trainer="megatron")).close()
+    assert loaded
 
 
 @installed

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rlgraph.engines.forward import flash4
 from rlgraph.engines.forward.packed_attention import attend
 
 
@@ -46,6 +47,7 @@ class PackedAttention(torch.nn.Module):
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
+        flash4.load()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, *, packed_seq_params: Packed, **given: Any
