@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from learning_runs import machine
-from placed_hash import added, placed_hash, placed_hashes
+from placed_hash import placed_hashes, shard_hashes
 from timed_updates import PEAK, SMOKE, WARM_UP, random_batch, row, timed_updates
 
 PARTS = "updates", "log_probs", "publishing"
@@ -138,18 +138,6 @@ def log_probs(shape: str, folder: str, smoke: bool) -> dict[str, Any]:
     return found
 
 
-def sent_hashes(shards: Any) -> dict[str, int]:
-    """Hash what a trainer's boxes are in bfloat16, by parameter."""
-    import torch
-
-    found: dict[str, int] = {}
-    for shard in shards:
-        strides = torch.empty(shard.global_shape, device="meta").stride()
-        offset = sum(at * stride for at, stride in zip(shard.offsets, strides, strict=True))
-        found[shard.name] = added(found.get(shard.name, 0), placed_hash(shard.tensor.to(torch.bfloat16), offset, strides))
-    return found
-
-
 def receiver(folder: str, job: str, out: Any) -> None:
     """Load versions of each trainer into an engine, and tell when each had arrived, how long its loading took, and its hashes."""
     import torch
@@ -202,7 +190,7 @@ def publish(engine: Any, address: str, out: Any) -> dict[str, Any]:
         finished()
         stall = time.monotonic() - start
         arrived, load, hashes = out.get(timeout=LONGEST_S)
-        same = hashes == sent_hashes(engine.weight_shards())
+        same = hashes == shard_hashes(engine.weight_shards())
         rows.append({"publish_s": stall, "staged_s": arrived - start, "load_s": load, "bit_exact": same})
     assert out.get(timeout=LONGEST_S) == "closed"
     writer.writer.close()

@@ -34,6 +34,19 @@ def placed_hashes(tensors: Any) -> dict[str, int]:
     return {name: placed_hash(tensor) for name, tensor in tensors.items()}
 
 
+def shard_hashes(shards: Any) -> dict[str, int]:
+    """Hash by parameter what a trainer's boxes, which are sent, are in bfloat16; those of all ranks add up to the whole parameter's."""
+    import torch
+
+    found: dict[str, int] = {}
+    for shard in shards:
+        if shard.replica == 0:
+            strides = torch.empty(shard.global_shape, device="meta").stride()
+            offset = sum(at * stride for at, stride in zip(shard.offsets, strides, strict=True))
+            found[shard.name] = added(found.get(shard.name, 0), placed_hash(shard.tensor.to(torch.bfloat16), offset, strides))
+    return found
+
+
 def added(*hashes: int) -> int:
     """Return the hash of a whole whose parts have these hashes."""
     return (sum(hashes) + 2**63) % 2**64 - 2**63

@@ -79,6 +79,13 @@ def test_a_pipeline_waits_for_its_stages_and_may_lie_on_several_hosts() -> None:
     assert sorted(found[0].tolist()) == [125, 150, 175, 175], "three passes, each cut in four, and a longest one in which a stage waits"
 
 
+def test_ranks_of_megatron_share_rows_of_as_many_tokens_as_all_of_them_take() -> None:
+    ranks = {"trainer": "megatron", "context_parallel": 2, "pipeline_parallel": 2, "micro_batch_tokens": 1000}
+    plan = rg.compile(loop(rg.Pool("train", gpus=8), **ranks), rg.Cluster(gpus=10, gpus_per_node=10))
+    assert "cp 2 × pp 2 × dp 2" in str(plan)
+    assert passes_of(plan) == Passes(2000, context=2, pipeline=2)
+
+
 def test_ranks_that_share_experts_come_in_whole_groups() -> None:
     ranks = {"trainer": "megatron", "tensor_parallel": 2, "expert_parallel": 4, "micro_batch_tokens": 1000}
     plan = rg.compile(loop(rg.Pool("train", gpus=8), **ranks), rg.Cluster(gpus=10, gpus_per_node=10))
@@ -202,6 +209,7 @@ def test_groups_of_a_model_that_is_cut_alike_share_its_float32_weights_and_momen
     assert model_parallel(work).stays == {"weights": 2 * own + 4 * owned, "optimizer": 8 * owned, "gradients": 4 * own}
     assert model_parallel(replace(work, workers=4)).stays == {"weights": 6 * own, "optimizer": 8 * own, "gradients": 4 * own}
     assert model_parallel(replace(work, itemsize=4)).stays["weights"] == 4 * own, "passes compute with the weights themselves"
+    assert model_parallel(replace(work, context=2)) == model_parallel(work), "ranks of a row share them as groups do"
     assert model_parallel(replace(work, workers=64)).stays["optimizer"] == 8 * shape.vocab * shape.hidden // 2, "an embedding has one owner"
 
 

@@ -13,6 +13,7 @@ from parallel_ranks import ADAMW, Case, assembled, boxes, by_one_process, engine
 from tiny import tiny_mixture, tiny_qwen
 
 import rlgraph as rg
+from rlgraph.engines.forward import flash4
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.megatron.model_config import check_folder
@@ -26,7 +27,8 @@ AFTER_STEPS = {"atol": 1e-5, "rtol": 2e-5}  # ten, in which rounding adds up
 STEPS = 10
 DENSE = ("llama", "qwen2", "qwen3")
 CRITIC, SAVING, ODD = ("critic",), ("saving",), ("odd", "odd tied", "odd saving")  # odd is a vocabulary that ranks do not divide
-TP, PP, EP, EP4 = {"tensor_parallel": 2}, {"pipeline_parallel": 2}, {"expert_parallel": 2}, {"expert_parallel": 4}
+TP, CP, PP = {"tensor_parallel": 2}, {"context_parallel": 2}, {"pipeline_parallel": 2}
+EP, EP4 = {"expert_parallel": 2}, {"expert_parallel": 4}
 RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, what its ranks share, and the models
     "alone": (1, {}, DENSE + CRITIC + SAVING),
     "dp2": (2, {}, DENSE),
@@ -37,6 +39,12 @@ RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, 
     "pp2 × dp2": (4, PP, DENSE),
     "pp4": (4, {"pipeline_parallel": 4}, ("large",)),
     "tp2 × pp2": (4, TP | PP, DENSE + CRITIC + ODD[1:2]),
+    "cp2": (2, CP, DENSE + CRITIC + SAVING),
+    "cp2 × dp2": (4, CP, DENSE + CRITIC),
+    "cp4": (4, {"context_parallel": 4}, ("llama", "large")),
+    "tp2 × cp2": (4, TP | CP, DENSE + CRITIC + SAVING + ODD[1:2]),
+    "tp2 × cp2 × dp2": (8, TP | CP, ("llama",)),
+    "cp2 × pp2": (4, CP | PP, DENSE + CRITIC + SAVING),
     "alone, experts": (1, {}, ("moe", "moe critic", "moe saving", "unnormed")),
     "dp2, experts": (2, {}, ("moe",)),
     "ep2": (2, EP, ("moe", "moe critic", "moe saving")),
@@ -52,6 +60,11 @@ RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, 
     "ep2 × pp2": (4, EP | PP, ("moe", "moe saving")),
     "tp2 × pp2, experts": (4, TP | PP, ("moe",)),
     "tp2 × pp2, ep2": (4, TP | PP | EP, ("moe",)),
+    "cp2, experts": (2, CP, ("moe",)),
+    "cp2, ep2": (2, CP | EP, ("moe", "moe saving")),
+    "cp2 × dp2, ep4": (4, CP | EP4, ("moe",)),
+    "tp2 × cp2, ep4": (4, TP | CP | EP4, ("moe",)),
+    "cp2 × pp2, ep2": (4, CP | PP | EP, ("moe",)),
 }
 
 
@@ -147,6 +160,16 @@ def test_a_layer_that_recomputes_keeps_nothing_in_the_first_pass(recompute: bool
 
 
 @installed
+def test_attention_is_that_of_other_trainers_flash_attention_4_where_it_is_installed(
+    cases: dict[str, Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[bool] = []
+    monkeypatch.setattr(flash4, "load", lambda: loaded.append(True))
+    engine_of(replace(cases["llama"], trainer="megatron")).close()
+    assert loaded
+
+
+@installed
 def test_weights_of_another_model_are_refused(cases: dict[str, Case]) -> None:
     engine = engine_of(replace(cases["moe"], trainer="megatron"))
     with pytest.raises(DataError, match=r"load_weights: missing \['lm_head.weight', .*unknown \['w'\]"):
@@ -158,6 +181,8 @@ def test_weights_of_another_model_are_refused(cases: dict[str, Case]) -> None:
     ("name", "ranks", "said"),
     [
         ("qwen2", {"tensor": 4}, r"Policy\(tensor_parallel=4\): the model has num_key_value_heads=2"),
+        ("llama", {"context": 3}, r"Policy\(context_parallel=3\): the model has num_attention_heads=4, .* choose a divisor of 4"),
+        ("qwen2", {"tensor": 2, "context": 4}, r"Policy\(tensor_parallel=2 × context_parallel=4\): the model has num_attention_heads=4"),
         ("llama", {"pipeline": 3}, r"Policy\(pipeline_parallel=3\): the model has num_hidden_layers=2"),
         ("moe", {"expert": 3}, r"Policy\(expert_parallel=3\): the model has num_experts=4"),
         ("moe", {"tensor": 4}, r"Policy\(tensor_parallel=4\): the model has num_key_value_heads=2"),
@@ -211,6 +236,6 @@ def _biased(folder: Path) -> Path:
 def test_two_splits_in_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from rlgraph.engines.megatron import ranks
 
-    monkeypatch.setattr(ranks, "_made", [(2, 1, 1)])
+    monkeypatch.setattr(ranks, "_made", [(2, 1, 1, 1)])
     with pytest.raises(GraphError, match=r"another model in these processes has tensor_parallel=2, .* or processes of their own"):
         ranks.MegatronRanks(0, 2, pipeline=2)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rlgraph.engines.fsdp.sharding import join
+from rlgraph.engines.megatron import zero
 from rlgraph.engines.megatron.masters import Masters
 from rlgraph.engines.megatron.pieces import PieceTable
 
@@ -53,3 +54,33 @@ def test_a_gradient_is_clipped_to_the_norm_over_all_weights(alone: Any) -> None:
     masters.add_up()
     assert masters.clip(1.0) == 5.0
     torch.testing.assert_close([float(weight.grad) for weight in masters.weights.values() if weight.grad is not None], [0.6, 0.8])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_and_values_of_all_parameters_take_one_call_for_each_owner(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int, torch.Tensor]] = []
+
+    def called(what: str, part: torch.Tensor, of: int) -> SimpleNamespace:
+        calls.append((what, of, part))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(zero.dist, "get_world_size", lambda group: 2 if group == "data" else 1)
+    monkeypatch.setattr(zero.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(zero.dist, "reduce", lambda part, *, group, group_dst, async_op: called("reduce", part, group_dst))
+    monkeypatch.setattr(zero.dist, "broadcast", lambda part, *, group, group_src, async_op: called("broadcast", part, group_src))
+    sizes = {f"layers.{number}.{kind}": size for number in range(12) for kind, size in (("matrix", 300), ("norm", 5))}
+    parameters = {name: torch.nn.Parameter(torch.full((size,), float(at), dtype=dtype)) for at, (name, size) in enumerate(sizes.items())}
+    owned = zero.Owned(parameters, "data", "tensor", ())
+    assert all(one.unique().tolist() == [at] for at, one in enumerate(parameters.values())), "moved, not changed"
+    gradients = torch.arange(owned.elements, dtype=torch.float32)
+    owned.add_up(gradients)
+    owned.publish()
+    assert [(what, of) for what, of, _ in calls] == [("reduce", 0), ("reduce", 1), ("broadcast", 0), ("broadcast", 1)]
+    reduced, sent = [part for what, _, part in calls if what == "reduce"], [part for what, _, part in calls if what == "broadcast"]
+    assert torch.equal(torch.cat(reduced), gradients)
+    for rank, part in enumerate(sent):
+        begin, end = part.data_ptr(), part.data_ptr() + part.nbytes
+        within = {name for name, one in parameters.items() if begin <= one.data_ptr() and one.data_ptr() + one.nbytes <= end}
+        assert (within == owned.names) == (rank == 0)
+        assert len(within) == 12
+        assert len(reduced[rank]) == sum(sizes[name] for name in within)

@@ -1,7 +1,8 @@
 """Two ranks with a GPU each that share matrices, rows of tokens, or experts, beside one rank: the same log-probs and the same steps.
 
-python tests/gpu/sharing_here.py            on a machine of two GPUs
-python tests/gpu/sharing_here.py --smoke    on CPUs, by gloo
+python tests/gpu/sharing_here.py              on a machine of two GPUs
+python tests/gpu/sharing_here.py --megatron   by Megatron-Core's ranks, beside one rank of FSDP2
+python tests/gpu/sharing_here.py --smoke      on CPUs, by gloo
 
 In float32 log-probs before and after four updates agree to rounding. In bfloat16 they are as far from float32's as those of one rank are.
 """
@@ -11,13 +12,15 @@ import os
 import sys
 import tempfile
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-SMOKE = "--smoke" in sys.argv
+SMOKE, MEGATRON = "--smoke" in sys.argv, "--megatron" in sys.argv
 LENGTHS = [40, 30, 61, 12, 50, 44, 33, 64]  # of the responses
 WAYS: dict[str, dict[str, int]] = {"dp2": {}, "tp2": {"tensor_parallel": 2}, "cp2": {"context_parallel": 2}}
+WAYS |= {"pp2": {"pipeline_parallel": 2}} if MEGATRON else {}
 NEAR, UPDATES = 2e-5, 4
 
 
@@ -40,8 +43,13 @@ def measured(rank: int, world: int, sharing: dict[str, int], folder: Path, rende
         batch, found = batch_of(LENGTHS, holes=True), {}
         for dtype in (torch.float32, torch.bfloat16):
             step = AdamW(lr=1e-3, eps=1e-3)
-            more: dict[str, Any] = {"device": device, "dtype": dtype, "micro_batch_tokens": 96, "flat": True, **sharing}
-            engine = FsdpEngine(PolicyHead(folder), optimizer=step, rank=rank, world=world, **more)
+            more: dict[str, Any] = {"device": device, "dtype": dtype, "micro_batch_tokens": 96, **sharing}
+            made: Any = partial(FsdpEngine, flat=True)
+            if MEGATRON and world > 1:
+                from rlgraph.engines.megatron.engine import MegatronEngine
+
+                made = MegatronEngine
+            engine = made(PolicyHead(folder), optimizer=step, rank=rank, world=world, **more)
             before = engine.scores(batch)
             norms = [engine.update(batch, WeightedLikelihood())["actor/grad_norm"] for _ in range(UPDATES)]
             found[str(dtype)] = before.tolist(), engine.scores(batch).tolist(), norms

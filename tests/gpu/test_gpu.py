@@ -1,6 +1,7 @@
 """What holds on GPUs: the same log-probs and steps as on a CPU, weights that arrive bit for bit, jobs that learn, peers that die."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import pytest
 
@@ -171,3 +172,9 @@ def test_a_writer_that_is_killed_while_nccl_carries_breaks_the_channel_at_once(a
 @pytest.mark.multi_gpu
 def test_two_ranks_that_share_passes_train_as_one_does(alone: Alone) -> None:
     assert "equal" in alone("sharing_here.py")
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
+def test_two_ranks_of_megatron_core_train_as_one_of_fsdp_does(alone: Alone) -> None:
+    assert "equal" in alone("sharing_here.py", "--megatron")

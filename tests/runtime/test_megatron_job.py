@@ -21,6 +21,7 @@ from rlgraph.runtime.driver.job import Job
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
 MEGATRON = {"trainer": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2}
+OF_ROWS = {"trainer": "megatron", "tensor_parallel": 2, "context_parallel": 2}
 
 
 @installed
@@ -38,7 +39,7 @@ def test_a_job_goes_on_with_the_other_trainer_and_its_weights_reach_the_generato
 
     expected = run(4, "alone", "exported alone")
     there = run(2, "there") + run(4, "there", "exported there", **MEGATRON)
-    back = run(2, "back", **MEGATRON) + run(4, "back", "exported back")
+    back = run(2, "back", **OF_ROWS) + run(4, "back", "exported back")
     before = load_file(tmp_path / "exported alone" / "model.safetensors")
     for found, name in ((there, "exported there"), (back, "exported back")):
         assert len(found) == 4
@@ -102,7 +103,10 @@ def test_references_give_what_those_of_fsdp_do_beside_a_policy_of_another_split_
     [
         ({"pipeline_parallel": 2}, "'fsdp' has no such setting; leave it out, or use trainer='megatron'"),
         ({"trainer": "megatron", "expert_parallel": 4, "data_parallel": 2}, "2 processes have the same layers, of which 4 share experts"),
-        ({"trainer": "megatron", "context_parallel": 2}, "'megatron' has no such setting; leave it out, or use trainer='fsdp'"),
+        (
+            {"trainer": "megatron", "expert_parallel": 3, "data_parallel": 1, "context_parallel": 2},
+            r"context_parallel=2, expert_parallel=3\): 2 processes have the same layers, of which 3 share experts",
+        ),
         ({"trainer": "megatron", "offload": "moments"}, "'megatron' has no such setting"),
         ({"trainer": "megatron", "compiled": True}, "'megatron' has no such setting"),
         ({"trainer": "megatron", "adapter": rg.LoRA(rank=4)}, "'megatron' has no such setting"),

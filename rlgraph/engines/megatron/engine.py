@@ -43,11 +43,11 @@ class MegatronEngine:
 
     `head` is the Hugging Face model, without its weights, and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The
     ranks of a world of more than one call `torch.distributed.init_process_group` beforehand. `tensor_parallel` neighbours share matrices
-    and the tokens between them, `pipeline_parallel` groups of these the layers, and `expert_parallel` neighbours the experts:
-    see `MegatronRanks`.
-    `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the tokens of a pass, and a
-    pipeline has several under way. `recompute` keeps only the input of each layer for the backward pass and computes the layer again.
-    `fused` keeps the logits of all tokens out of memory. `on_progress(done, total)` is called after each.
+    and the tokens between them, `context_parallel` groups of these the tokens of a row, `pipeline_parallel` groups of those the layers, and
+    `expert_parallel` neighbours the experts: see `MegatronRanks`.
+    `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the tokens of a rank in a
+    pass, and a pipeline has several passes under way. `recompute` keeps only the input of each layer for the backward pass and computes the
+    layer again. `fused` keeps the logits of all tokens out of memory. `on_progress(done, total)` is called after each pass.
 
     Raises GraphError for a model or an optimizer that it is not offered for, and ranks that cannot share the model.
     """
@@ -65,13 +65,14 @@ class MegatronEngine:
         recompute: bool = False,
         fused: bool = False,
         tensor_parallel: int = 1,
+        context_parallel: int = 1,
         pipeline_parallel: int = 1,
         expert_parallel: int = 1,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
         check_whole("MegatronEngine", "micro_batch_tokens", micro_batch_tokens, 1)
         text = head.backbone.config.get_text_config()
-        cut = {"tensor": tensor_parallel, "pipeline": pipeline_parallel, "expert": expert_parallel}
+        cut = {"tensor": tensor_parallel, "context": context_parallel, "pipeline": pipeline_parallel, "expert": expert_parallel}
         check_config("MegatronEngine", text, **cut)
         self._made_group = join(rank, world)
         with host_cuda.quiet():
@@ -158,7 +159,7 @@ class MegatronEngine:
                 return scores[0].sum() * 0, self._no_tokens, None  # the other ranks of the pass compute it too
             padded = tuple(unpacked(score, micro_batch, width) for score in scores)
             value, metrics = self._head.loss(loss, padded, rows_of(batch, micro_batch.rows, self._device), totals)
-            if self._ranks.speaks:
+            if self._ranks.speaks and self._ranks.context_rank == 0:  # ranks of a row compute the same loss
                 found.append({self._head.loss_name: value.item()} | metrics)
             return value, self._no_tokens, None
 
@@ -179,12 +180,15 @@ class MegatronEngine:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         ranks = self._ranks
-        passes = plan_micro_batches(batch, ranks.data, self.micro_batch_tokens, flat=True, shared=False)[ranks.data_rank]
+        most = self.micro_batch_tokens * ranks.context  # of a pass, which these ranks share
+        passes = plan_micro_batches(batch, ranks.data, most, flat=True, shared=False)[ranks.data_rank]
 
         def micro_batches() -> Iterator[MicroBatch]:
             for done, sequences in enumerate(passes):
                 self._on_progress(done, len(passes))
-                yield pack_flat(batch, sequences, multiple=ranks.tensor).to(self._device)
+                row = pack_flat(batch, sequences, multiple=ranks.tensor * ranks.context)
+                own = row if ranks.context == 1 else row.shard(ranks.context_group, ranks.context_rank, ranks.context)
+                yield own.to(self._device)
 
         def forward(given: Iterator[MicroBatch], stage: PipelineStage) -> tuple[torch.Tensor, Callable[[torch.Tensor], Any]]:
             micro_batch = next(given)

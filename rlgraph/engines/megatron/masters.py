@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlgraph.channels.weights.shards import copy_all
 from rlgraph.engines.fsdp.grad_norm import TINY
 from rlgraph.engines.megatron.pieces import PieceTable, is_expert, sees_own
 from rlgraph.engines.megatron.zero import Owned
@@ -73,9 +74,8 @@ class Masters:
     @torch.no_grad()
     def publish(self) -> None:
         """Copy the weights to the parameters that passes compute with, on all ranks."""
-        for name, weight in self.weights.items():
-            if self._parameters[name] is not weight:
-                self._parameters[name].copy_(weight)
+        copied = [name for name, weight in self.weights.items() if self._parameters[name] is not weight]
+        copy_all([self._parameters[name] for name in copied], [self.weights[name] for name in copied])
         self._common.publish()
         self._experts.publish()
 

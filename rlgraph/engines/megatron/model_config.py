@@ -14,13 +14,13 @@ from rlgraph.errors import GraphError, shown
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # by tests/engines/test_megatron.py
 
 
-def check_folder(where: str, path: str | Path, *, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> None:
+def check_folder(where: str, path: str | Path, *, tensor: int = 1, context: int = 1, pipeline: int = 1, expert: int = 1) -> None:
     """Check that Megatron-Core trains the model of a folder. Raises as `check_config` does."""
     check_model(path)
-    check_config(where, text_config(path), tensor=tensor, pipeline=pipeline, expert=expert)
+    check_config(where, text_config(path), tensor=tensor, context=context, pipeline=pipeline, expert=expert)
 
 
-def check_config(where: str, config: Any, *, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> None:
+def check_config(where: str, config: Any, *, tensor: int = 1, context: int = 1, pipeline: int = 1, expert: int = 1) -> None:
     """Check that Megatron-Core trains a model of this configuration.
 
     Raises GraphError for a family or a feature that it is not offered for, and for sizes that the ranks do not divide.
@@ -38,9 +38,9 @@ def check_config(where: str, config: Any, *, tensor: int = 1, pipeline: int = 1,
     if experts == 1 < expert:
         raise GraphError(f"{where}(expert_parallel={expert}): the model has no experts; leave out expert_parallel")
     inner = tensor if experts > 1 else config.intermediate_size  # experts are not cut
-    found = undivided(config.num_attention_heads, config.num_key_value_heads, None, inner, tensor=tensor, context=1)
+    found = undivided(config.num_attention_heads, config.num_key_value_heads, None, inner, tensor=tensor, context=context)
     for name, size, setting, ranks in (
-        *([(*found, tensor)] if found is not None else []),
+        *([(*found, tensor * context)] if found is not None else []),
         ("num_hidden_layers", config.num_hidden_layers, f"pipeline_parallel={pipeline}", pipeline),
         ("num_experts", experts, f"expert_parallel={expert}", expert),
     ):
@@ -87,6 +87,7 @@ def transformer_config(config: Any, ranks: MegatronRanks, *, dtype: torch.dtype,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=ranks.tensor,
+        context_parallel_size=ranks.context,
         pipeline_model_parallel_size=ranks.pipeline,
         sequence_parallel=ranks.tensor > 1,
         params_dtype=dtype,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rlgraph.engines.forward import flash4
 from rlgraph.engines.forward.packed_attention import attend
 
 
@@ -13,13 +14,15 @@ from rlgraph.engines.forward.packed_attention import attend
 class Packed:
     """Sequences that lie one behind another in a row: where each begins, the longest, and the rotation `[L, D]` at each token.
 
-    Megatron-Core hands it on to the attention as it is, and looks at `qkv_format` alone.
+    The ranks of a `group` have consecutive tokens of the row each, and the rotation at these. Megatron-Core hands all this on to the
+    attention as it is, and looks at `qkv_format` alone.
     """
 
     starts: torch.Tensor
     longest: int
     cos: torch.Tensor
     sin: torch.Tensor
+    group: Any = None
     qkv_format: str = "thd"
 
 
@@ -37,19 +40,24 @@ class RMSNorm(torch.nn.Module):
 
 
 class PackedAttention(torch.nn.Module):
-    """Attention within each sequence of a packed row, for the heads of this rank. It rotates queries and keys itself."""
+    """Attention within each sequence of a packed row, for the heads of this rank. It rotates queries and keys itself.
+
+    Ranks that share the row exchange tokens for heads and back (`attend_apart`).
+    """
 
     def __init__(self, **given: Any) -> None:
         super().__init__()
+        flash4.load()
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, *, packed_seq_params: Packed, **given: Any
     ) -> torch.Tensor:
-        """Attend `[L, H, D]`."""
+        """Attend `[l, H, D]`, for the tokens of this rank."""
         packed = packed_seq_params
         query, key = (_rotated(x, packed.cos[:, None], packed.sin[:, None]) for x in (query, key))
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
-        found, _ = attend(self, query, key, value, None, cu_seq_lens_q=packed.starts, max_length_q=packed.longest)
+        row: dict[str, Any] = {"cu_seq_lens_q": packed.starts, "max_length_q": packed.longest, "context_group": packed.group}
+        found, _ = attend(self, query, key, value, None, **row)
         return found[0]
 
 
@@ -85,13 +93,15 @@ def layer_spec(*, head_norms: bool, experts: bool) -> Any:
     """Describe a layer to Megatron-Core: its own matrices and router, and the modules of this file."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.attention import SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+    from rlgraph.engines.megatron.attention import Attention
 
     of_heads = RMSNorm if head_norms else IdentityOp
     attention = SelfAttentionSubmodules(
@@ -107,7 +117,7 @@ def layer_spec(*, head_norms: bool, experts: bool) -> Any:
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+            self_attention=ModuleSpec(module=Attention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=mlp,

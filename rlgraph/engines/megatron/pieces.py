@@ -1,7 +1,7 @@
 """Megatron-Core's parameters as boxes of Hugging Face parameters: the one table by which weights are loaded, published and saved.
 
-Megatron-Core keeps q, k and v of a group of heads behind each other in one matrix, and gate and up of an MLP in another. A piece is a view
-of such a parameter, so it is read and written in place.
+A rank's queries, keys and values lie behind each other in one matrix (`attention`), and gate and up of an MLP in another. A piece is a view
+of such a parameter, one range of its memory, so it is read and written in place.
 """
 
 from collections.abc import Iterator
@@ -69,15 +69,11 @@ class PieceTable:
             raise KeyError(f"Megatron-Core has a parameter '{name}', which the table of pieces lacks")
 
     def _of_heads(self, attention: str, kind: str, tensor: torch.Tensor) -> Iterator[Piece]:
-        """Yield the pieces of each group: the rows of its queries, of its keys and of its values, of a weight or of a bias."""
-        groups, size = self.config.num_query_groups // self.ranks.tensor, self.config.kv_channels
-        queries = self.config.num_attention_heads // self.config.num_query_groups * size
-        rest = (0,) * (tensor.dim() - 1)
-        for index, rows in enumerate(tensor.chunk(groups)):
-            group = self.ranks.tensor_rank * groups + index
-            yield f"{attention}q_proj.{kind}", (group * queries, *rest), rows[:queries]
-            yield f"{attention}k_proj.{kind}", (group * size, *rest), rows[queries : queries + size]
-            yield f"{attention}v_proj.{kind}", (group * size, *rest), rows[queries + size :]
+        """Yield the rows of this rank's queries, of its keys and of its values, of a weight or of a bias."""
+        heads, groups = self.config.num_attention_heads, self.config.num_query_groups
+        sizes = [count // self.ranks.tensor * self.config.kv_channels for count in (heads, groups, groups)]
+        for part, rows in zip("qkv", tensor.split(sizes), strict=True):
+            yield f"{attention}{part}_proj.{kind}", (self.ranks.tensor_rank * rows.shape[0], *(0,) * (tensor.dim() - 1)), rows
 
     def replica(self, name: str) -> int:
         """Number this rank, an owner of a parameter, among the owners of the same boxes; the first is 0."""

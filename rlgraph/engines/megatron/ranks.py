@@ -1,8 +1,10 @@
-"""The ranks of a model that Megatron-Core cuts: those that share matrices (tensor) or layers (pipeline), or have other sequences (data).
+"""The ranks of a model that Megatron-Core cuts: those that share matrices (tensor), rows of tokens (context) or layers (pipeline), or have
+other sequences (data).
 
-Neighbours share matrices, and the ranks of a stage come before those of the next: of 8 ranks with `tensor` and `pipeline` 2, ranks 0 and 1
-share the first layers, as 2 and 3 do for other sequences, and ranks 4 to 7 have the last layers. Of a mixture the experts are shared by
-`expert` neighbours of a stage, whole ones, whatever else these share.
+Neighbours share matrices, then rows, and the ranks of a stage come before those of the next: of 8 ranks with `tensor` and `pipeline` 2,
+ranks 0 and 1 share the first layers, as 2 and 3 do for other sequences, and ranks 4 to 7 have the last layers. With `context` 2, ranks 0
+and 2 have two halves of the same rows. Of a mixture the experts are shared by `expert` neighbours of a stage, whole ones, whatever else
+these share.
 """
 
 from typing import Any
@@ -12,17 +14,20 @@ import torch.distributed as dist
 from rlgraph.errors import GraphError
 
 ORDER = "tp-cp-ep-dp-pp"
-_made: list[tuple[int, int, int]] = []  # Megatron-Core's groups are of a process, however many models it has
+_made: list[tuple[int, int, int, int]] = []  # Megatron-Core's groups are of a process, however many models it has
 
 
 class MegatronRanks:
-    """The place of one rank of `world`. Raises GraphError where ranks are no multiple of those of a pass, or another model of this process
-    is shared in another way."""
+    """The place of one rank of `world`. `data` counts the ranks of a stage that have sequences of their own; those of `data_group` compute
+    with the same parameters for other tokens.
 
-    def __init__(self, rank: int, world: int, *, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> None:
-        asked = tensor, pipeline, expert
+    Raises GraphError where ranks are no multiple of those of a pass, or another model of this process is shared in another way.
+    """
+
+    def __init__(self, rank: int, world: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1, expert: int = 1) -> None:
+        asked = tensor, context, pipeline, expert
         given = f"MegatronEngine(world={world}, {_named(asked)})"
-        for sharing in (tensor * pipeline, pipeline * expert):
+        for sharing in (tensor * context * pipeline, pipeline * expert):
             if world % sharing:
                 raise GraphError(f"{given}: the ranks come in groups of {sharing}; give a multiple")
         if _made and _made[-1] != asked:
@@ -34,15 +39,19 @@ class MegatronRanks:
 
         if not _made:
             experts = {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": 1}
-            groups.initialize_model_parallel(tensor, pipeline, order=ORDER, create_gloo_process_groups=False, **experts)
+            more = {"context_parallel_size": context, "order": ORDER, "create_gloo_process_groups": False}
+            groups.initialize_model_parallel(tensor, pipeline, **more, **experts)
         _made.append(asked)
         stage = world // pipeline  # ranks of one
-        self.world, self.tensor, self.pipeline, self.expert, self.data = world, tensor, pipeline, expert, stage // tensor
+        self.world, self.tensor, self.context, self.pipeline, self.expert = world, tensor, context, pipeline, expert
+        self.data = stage // (tensor * context)
         self.stage, of_stage = divmod(rank, stage)
-        self.data_rank, self.tensor_rank = divmod(of_stage, tensor)
+        of_row, self.tensor_rank = divmod(of_stage, tensor)
+        self.data_rank, self.context_rank = divmod(of_row, context)
         self.expert_data_rank, self.expert_rank = divmod(of_stage, expert)
         self.tensor_group: Any = groups.get_tensor_model_parallel_group()
-        self.data_group: Any = groups.get_data_parallel_group()
+        self.context_group: Any = groups.get_context_parallel_group()
+        self.data_group: Any = groups.get_data_parallel_group(with_context_parallel=True)
         self.expert_data_group: Any = groups.get_expert_data_parallel_group()
         self.tied_group: Any = groups.get_embedding_group() if self.is_first or self.is_last else None
 
@@ -58,7 +67,7 @@ class MegatronRanks:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank reports the results of its pass: it is one of those that computed the head."""
+        """Whether this rank reports the scores of its tokens: it is one of those that computed the head."""
         return self.is_last and self.tensor_rank == 0
 
     def close(self) -> None:
@@ -70,5 +79,5 @@ class MegatronRanks:
             parallel_state.destroy_model_parallel()
 
 
-def _named(asked: tuple[int, int, int]) -> str:
-    return "tensor_parallel={}, pipeline_parallel={}, expert_parallel={}".format(*asked)
+def _named(asked: tuple[int, int, int, int]) -> str:
+    return "tensor_parallel={}, context_parallel={}, pipeline_parallel={}, expert_parallel={}".format(*asked)

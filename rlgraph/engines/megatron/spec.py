@@ -22,7 +22,7 @@ def check(model: Any) -> None:
     if kind != "AdamW" or moments != "32bit":
         given = f"rg.{kind}(moments={moments!r})" if kind == "AdamW" else f"rg.{kind}()"
         raise GraphError(f"{where}, optimizer={given}): it trains with AdamW's moments in float32; write rg.AdamW(…), or leave out trainer")
-    shared = {"tensor": model.tensor_parallel, "pipeline": model.pipeline_parallel, "expert": model.expert_parallel}
+    shared = {how: getattr(model, f"{how}_parallel") for how in ("tensor", "context", "pipeline", "expert")}
     check_folder(type(model).__name__, model.path, **shared)
 
 
@@ -47,6 +47,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         recompute=model.recompute,
         fused=model.fuses_head,
         tensor_parallel=model.tensor_parallel,
+        context_parallel=model.context_parallel,
         pipeline_parallel=model.pipeline_parallel,
         expert_parallel=model.expert_parallel,
         on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
@@ -56,7 +57,15 @@ def load(model: Any, place: Place) -> TrainEngine:
 SPEC = TrainerSpec(
     name="megatron",
     load=load,
-    settings=("micro_batch_tokens", "recompute", "fused_head", "tensor_parallel", "pipeline_parallel", "expert_parallel"),
+    settings=(
+        "micro_batch_tokens",
+        "recompute",
+        "fused_head",
+        "tensor_parallel",
+        "context_parallel",
+        "pipeline_parallel",
+        "expert_parallel",
+    ),
     check=check,
     whole_vocabulary=False,
     any_vocabulary=True,

@@ -66,7 +66,7 @@ class PipelineStage(torch.nn.Module):
         states = self._embedded(micro_batch.tokens) if self._ranks.is_first else None
         like = torch.empty(0, device=micro_batch.tokens.device, dtype=self.config.params_dtype)
         cos, sin = self._rotation[0](like, micro_batch.positions)
-        packed = Packed(micro_batch.starts, micro_batch.longest, cos[0], sin[0])
+        packed = Packed(micro_batch.starts, micro_batch.longest, cos[0], sin[0], micro_batch.group)
         states = self.decoder(hidden_states=states, attention_mask=None, packed_seq_params=packed)
         if not self._ranks.is_last:
             return states

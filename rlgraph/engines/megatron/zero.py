@@ -1,7 +1,8 @@
 """Each parameter's float32 weights and moments on one of the ranks that compute with it for other tokens (ZeRO-1, arXiv 1910.02054).
 
 An owner has whole parameters of a rank, so each stays some boxes of the Hugging Face model. Gradients are added up at their owner, which
-takes the step and sends the others the values: as many bytes as to reduce-scatter and to gather.
+takes the step and sends the others the values: as many bytes as to reduce-scatter and to gather. The gradients of an owner's parameters lie
+behind each other, and so do their values: each takes one call for an owner, however many parameters it has.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,9 +25,14 @@ def owners(sizes: Mapping[str, int], count: int, first: Collection[str] = ()) ->
     return found
 
 
+ALIGNED = 64  # numbers between which parameters begin: kernels of products want 16 bytes, and lines of a cache have 128
+
+
 class Owned:
-    """Parameters of the ranks of `group`, in the order of their owners. `tensor_group` are the neighbours that share matrices, whose
-    parameters of the same name have the same owner."""
+    """Parameters of the ranks of `group`, in the order of their owners, moved to one memory where there are several owners.
+
+    `tensor_group` are the neighbours that share matrices, whose parameters of the same name have the same owner.
+    """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], group: Any, tensor_group: Any, first: Collection[str]) -> None:
         self._group, self._count, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
@@ -39,6 +45,18 @@ class Owned:
         self.parameters = {name: parameters[name] for name in sorted(parameters, key=lambda name: self._owner[name])}
         self.names = {name for name, owner in self._owner.items() if owner == self._rank}
         self.elements = sum(one.numel() for one in parameters.values())
+        self._parts = self._moved_together() if self._count > 1 and parameters else []
+
+    def _moved_together(self) -> list[torch.Tensor]:
+        """Move the parameters to one memory, behind each other, and give the part of each owner."""
+        sizes = [-(-one.numel() // ALIGNED) * ALIGNED for one in self.parameters.values()]
+        kind = next(iter(self.parameters.values()))
+        memory = torch.zeros(sum(sizes), dtype=kind.dtype, device=kind.device)
+        parts = [0] * self._count
+        for (name, one), size, place in zip(self.parameters.items(), sizes, memory.split(sizes), strict=True):
+            parts[self._owner[name]] += size
+            one.data = place[: one.numel()].view(one.shape).copy_(one.detach())
+        return list(memory.split(parts))
 
     def add_up(self, gradients: torch.Tensor) -> None:
         """Add up the gradients of all ranks, which lie behind each other as the parameters do, each at its owner; the others' are lost."""
@@ -53,8 +71,6 @@ class Owned:
 
     def publish(self) -> None:
         """Give all ranks the values of the owners."""
-        if self._count > 1:
-            held = self.parameters.items()
-            sent = [dist.broadcast(one.detach(), group=self._group, group_src=self._owner[n], async_op=True) for n, one in held]
-            for work in sent:
-                work.wait()
+        sent = [dist.broadcast(part, group=self._group, group_src=of, async_op=True) for of, part in enumerate(self._parts) if len(part)]
+        for work in sent:
+            work.wait()

@@ -116,10 +116,11 @@ class TrainedModel(Model):
             )
         check_replay(self)
         object.__setattr__(self, "_spec", trainer_of(self))
-        if self.data_parallel is not None and self.data_parallel * self.tensor_parallel % self.expert_parallel:
+        stage = (self.data_parallel or 0) * self.tensor_parallel * self.context_parallel
+        if stage % self.expert_parallel:
             raise GraphError(
-                f"{type(self).__name__}(data_parallel={self.data_parallel}, tensor_parallel={self.tensor_parallel}, expert_parallel="
-                f"{self.expert_parallel}): {self.data_parallel * self.tensor_parallel} processes have the same layers, of which "
+                f"{type(self).__name__}(data_parallel={self.data_parallel}, tensor_parallel={self.tensor_parallel}, context_parallel="
+                f"{self.context_parallel}, expert_parallel={self.expert_parallel}): {stage} processes have the same layers, of which "
                 f"{self.expert_parallel} share experts; choose numbers that divide"
             )
         if self.spec.only_scores:
