@@ -41,7 +41,8 @@ def _forward4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -
 def _backward4(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: Any, **more: Any) -> tuple[torch.Tensor, ...]:
     out, grad, sums, scale, causal = given
     assert not more.pop("deterministic")
-    return backward(grad, q, k, v, out, sums, *_places(more), 0.0, causal, None, None, scale=scale, **more)
+    found = backward(grad, q, k, v, out, sums, *_places(more), 0.0, causal, None, None, scale=scale, **more)
+    return tuple(torch.empty_like(given).copy_(gradient) for given, gradient in zip((q, k, v), found, strict=True))  # laid out alike
 
 
 def _places(given: dict[str, Any]) -> list[Any]:

@@ -64,7 +64,7 @@ def forward(
     """Give the output `[L, H, D]` and the logarithmic sums `[H, L]` of the segments that start at `of_queries` and `of_keys`."""
     starts = {"cu_seqlens_q": of_queries, "cu_seqlens_k": of_keys, "max_seqlen_q": most_queries, "max_seqlen_k": most_keys}
     found: tuple[torch.Tensor, ...] = _kernels[0](q, k, v, softmax_scale=scale, causal=causal, return_lse=True, **starts, **_window(window))
-    return found[0], found[1]
+    return found[0].contiguous(), found[1].contiguous()
 
 
 @forward.register_fake
@@ -91,10 +91,9 @@ def backward(
     """Compute the gradients of queries, keys and values from output and sums, which may be of more keys than these."""
     starts = {"cu_seqlens_q": of_queries, "cu_seqlens_k": of_keys, "max_seqlen_q": most_queries, "max_seqlen_k": most_keys}
     same = torch.are_deterministic_algorithms_enabled()
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = _kernels[1](
-        q, k, v, out, grad, sums, scale, causal, deterministic=same, **starts, **_window(window)
-    )
-    return found
+    found: tuple[torch.Tensor, ...] = _kernels[1](q, k, v, out, grad, sums, scale, causal, deterministic=same, **starts, **_window(window))
+    of_q, of_k, of_v = (gradient.contiguous() for gradient in found)  # laid out as `q` may be, which a compiled layer does not expect
+    return of_q, of_k, of_v
 
 
 @backward.register_fake

@@ -1,10 +1,29 @@
 """Requests as vLLM's core takes them: checked once for each way to sample, and copied for each request."""
 
+from collections.abc import Iterable
 from copy import copy
 from itertools import count
 from typing import Any
 
 from rlgraph.engines.api import Request, Sampling
+
+
+class StopTokens(list[int]):
+    """A list of token ids in which vLLM looks each new token up, in the time of a set; a process of another GPU gets a plain list.
+
+    >>> 4 in StopTokens([3, 4]), StopTokens([3]) == [3]
+    (True, True)
+    """
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        super().__init__(ids)
+        self._set = frozenset(self)
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._set
+
+    def __reduce__(self) -> tuple[type, tuple[list[int]]]:
+        return list, ([*self],)
 
 
 class CoreRequests:
@@ -51,5 +70,5 @@ class CoreRequests:
             skip_clone=True,  # nobody else has it, and a deep copy of many stop tokens takes longer than a decode step
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        params.stop_token_ids = frozenset(params.stop_token_ids)  # vLLM looks each new token up in it
+        params.stop_token_ids = StopTokens(params.stop_token_ids)
         return params
