@@ -22,7 +22,6 @@ from rlgraph.batching.packing import MicroBatch
 from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn
 from rlgraph.engines.forward.chosen_tokens import ChosenTokens
-from rlgraph.engines.forward.collectives import own_part
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.forward.rows import rows_at_once
 from rlgraph.engines.forward.vocabulary import VocabularyShard
@@ -115,7 +114,7 @@ def head_scores(head: Any, states: torch.Tensor, tokens: torch.Tensor, scored: S
     if not isinstance(head, torch.nn.Linear):
         return scored(head(states), tokens)
     learns = torch.is_grad_enabled() and (states.requires_grad or head.weight.requires_grad)
-    weight, bias = own_part(head.weight), None if head.bias is None else own_part(head.bias)
+    weight, bias = head.weight, head.bias
     words = weight.shape[0] if scored.words is None else scored.words.most  # ranks take as many rows at a time
     at_once, plain = rows_at_once(weight.device, words), type(head) is torch.nn.Linear
     product: Callable[[torch.Tensor], torch.Tensor] = partial(linear, weight=weight, bias=bias) if plain else head
