@@ -181,10 +181,7 @@ def token_scores(
     Both are float32, whatever the logits are; the full `[N, V]` in float32 is never built, not in the backward pass either. Logits of
     the `words` of this rank alone, `[N, size]`, give what those of the whole vocabulary would.
     """
-    if words is None:
-        log_probs, entropies = _scores_on(logits.device.type).apply(logits, tokens, temperature, entropy)
-    else:
-        log_probs, entropies = _TokenScores.apply(logits, tokens, temperature, entropy, words)
+    log_probs, entropies = _scores_on(logits.device.type).apply(logits, tokens, temperature, entropy, words)
     return log_probs, entropies if entropy else None
 
 
@@ -228,9 +225,7 @@ class _TokenScores(torch.autograd.Function):
             if entropy:
                 entropies[rows] = -(table.exp() * table).sum(-1)
         if words is not None:
-            normalisers, log_shares, (found, inner, is_here) = words.joined(normalisers, log_probs, entropies, here.float())
-            log_probs = (is_here * (found + log_shares)).sum(0)
-            entropies = (log_shares.exp() * (inner - log_shares)).sum(0)  # that of the choice of a rank, and within its words
+            normalisers, log_probs, entropies = words.scores(normalisers, log_probs, entropies, here)
         ctx.save_for_backward(logits, own, here, normalisers, entropies)
         ctx.temperature, ctx.entropy = temperature, entropy
         return log_probs, entropies
