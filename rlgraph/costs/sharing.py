@@ -13,8 +13,8 @@ from rlgraph.graph.operation import ModelTraits
 
 LINKED = 0.7  # share of the link between GPUs that collectives reach; an assumption, which a profile replaces
 ITEMSIZE = 2  # bytes of a number on the way
-# Seconds of a collective without a byte: 6 µs on two H100s when a CUDA graph launches it, by nccl-tests, and about as much twice for the events
-# by which the stream of products and that of NCCL wait for each other; an assumption, which a profile replaces.
+# Seconds of a collective without a byte: 6 µs on two H100s when a CUDA graph launches it, by nccl-tests, and about as much twice for the
+# events by which the stream of products and that of NCCL wait for each other; an assumption, which a profile replaces.
 CALL_S = 20e-6
 SHARED, EXCHANGED, DISPATCHED = 4, 4, 3  # collectives a layer: gathers and sums; queries, keys, values, results; counts, there and back
 
