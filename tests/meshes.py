@@ -10,7 +10,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlgraph.engines.fsdp.sharding import local, placed
+from rlgraph.engines.fsdp.sharding import local, placed, shard
+from rlgraph.engines.fsdp.whole import as_whole, cut
 
 WHOLE = torch.arange(7 * 6 * 4.0).view(7, 6, 4)
 PLACEMENTS: dict[str, list[Any]] = {
@@ -20,6 +21,7 @@ PLACEMENTS: dict[str, list[Any]] = {
     "three dims": [Shard(2), Shard(0), Shard(1)],
     "replicas": [Replicate(), Replicate(), Replicate()],
 }
+CUT: dict[str, int | None] = {"cut by rows": 0, "cut by columns": 1, "alike": None}
 
 
 def shards_of(rank: int) -> dict[str, Any]:
@@ -28,12 +30,19 @@ def shards_of(rank: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2, 2))
     found = {name: distribute_tensor(WHOLE, mesh, placements, src_data_rank=None) for name, placements in PLACEMENTS.items()}
     both = init_device_mesh("cpu", (4, 2), mesh_dim_names=("fsdp", "tp"))
-    layer = torch.nn.Linear(3, 16, bias=False)
-    whole = torch.arange(48.0).view(16, 3)
+    layer = torch.nn.Linear(4, 16, bias=False)
+    whole = torch.arange(64.0).view(16, 4)
     layer.weight = torch.nn.Parameter(distribute_tensor(whole, both["tp"], [Shard(0)], src_data_rank=None))
     fully_shard(layer, mesh=both["fsdp"])
     found["fsdp over tp"] = layer.weight.detach()
-    result = {name: (*placed(tensor), local(tensor).clone()) for name, tensor in found.items()}
+    for name, dim in CUT.items():
+        plain = torch.nn.Linear(4, 16, bias=False)
+        plain.weight = cut(torch.nn.Parameter(whole), both, dim)
+        shard(plain, (), both["fsdp"], torch.float32)
+        found[name] = plain.weight
+        assert plain.weight.device_mesh.ndim == 1, "FSDP knows of no other ranks"
+        assert placed(as_whole(plain.weight, plain.weight)) == placed(plain.weight)
+    result = {name: (*placed(tensor), local(tensor.detach()).clone()) for name, tensor in found.items()}
     dist.destroy_process_group()
     return result
 

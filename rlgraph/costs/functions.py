@@ -40,6 +40,11 @@ class Setting:
         """The number of devices of one engine."""
         return self.devices / self.engines
 
+    @property
+    def alone(self) -> bool:
+        """Whether no rank gathers shards of others: one rank, or those that share the matrices of one model."""
+        return self.engines == (1 if self.passes is None else self.passes.tensor)
+
 
 @dataclass(frozen=True)
 class Decode:
@@ -128,7 +133,7 @@ class NodeCost:
 
     The device-seconds are `parallel_s` a firing (of `measured.rows` rows, where that is known) and `token_s` for each token
     of the batch, prompts included. A pass takes at least `pass_s`, however few tokens are in it, which is the host's own work to
-    launch it, and where several ranks share the model `sharded_pass_s`. `decode` is the function of a generator, by response lengths.
+    launch it, and where ranks gather shards of the model `sharded_pass_s`. `decode` is the function of a generator, by response lengths.
     `spread` holds single firings as measured seconds over those of the function, so its mean is about 1. `measured` is the setting that
     the numbers come from; for any other one they are scaled.
 
@@ -215,7 +220,7 @@ class NodeCost:
         return _spread(self.spread, steps).tolist() if self.spread else [1.0] * steps
 
     def _training(self, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
-        floor = self.sharded_pass_s or self.pass_s if setting.engines > 1 else self.pass_s
+        floor = self.pass_s if setting.alone else self.sharded_pass_s or self.pass_s
         if setting.passes is not None and (floor or setting.passes.group > 1):
             passes = setting.passes.of_a_rank(batch, prompt_tokens, setting.engines) / setting.width
             found: Array = np.where(passes > 0, np.maximum(self.token_s * passes, floor), 0.0).sum(axis=1)

@@ -13,6 +13,10 @@ from rlgraph.graph.operation import ModelTraits
 
 LINKED = 0.7  # share of the link between GPUs that collectives reach; an assumption, which a profile replaces
 ITEMSIZE = 2  # bytes of a number on the way
+# Seconds of a collective without a byte: 6 µs on two H100s when a CUDA graph launches it, by nccl-tests, and about as much twice for the
+# events by which the stream of products and that of NCCL wait for each other; an assumption, which a profile replaces.
+CALL_S = 20e-6
+SHARED, EXCHANGED, DISPATCHED = 4, 4, 3  # collectives a layer: gathers and sums; queries, keys, values, results; counts, there and back
 
 
 def undivided(heads: int, kv_heads: int, vocab: int | None, intermediate: int, *, tensor: int, context: int) -> tuple[str, int, str] | None:
@@ -74,7 +78,8 @@ def exchange_s(shape: ModelShape, device: Device, traits: ModelTraits, *, trains
 
     Ranks that share matrices gather and scatter the tokens twice a layer (Korthikanti et al., 2022, section 4.2.2), ranks that share a row
     exchange queries, keys, values and results (Jacobs et al., 2023), and ranks that share experts send them tokens and take them back. The
-    backward pass does all again, and so does recomputing. Of a pipeline a rank does so for its own layers.
+    backward pass does all again, and so does recomputing. Of a pipeline a rank does so for its own layers. No exchange overlaps with
+    products, and each waits for its call (`CALL_S`), of which a short pass has as many as a long one.
     """
     tensor, context = traits.tensor_parallel, traits.context_parallel
     gathered = 4 * shape.hidden * (tensor - 1) / tensor / context
@@ -82,7 +87,9 @@ def exchange_s(shape: ModelShape, device: Device, traits: ModelTraits, *, trains
     expert, layers = traits.expert_parallel, shape.layers / traits.pipeline_parallel
     dispatched = 2 * shape.hidden * shape.experts_used * (expert - 1) / expert / (tensor * context)
     walks = (2 + traits.recompute) if trains else 1
-    return walks * layers * (gathered + exchanged + dispatched) * ITEMSIZE / (device.peer_link * LINKED)
+    calls = SHARED * (tensor > 1) + EXCHANGED * (context > 1) + DISPATCHED * (expert > 1)
+    waits = 0.0 if traits.micro_batch_tokens is None else calls * CALL_S / (traits.micro_batch_tokens * context)  # of full passes
+    return walks * layers * ((gathered + exchanged + dispatched) * ITEMSIZE / (device.peer_link * LINKED) + waits)
 
 
 def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:

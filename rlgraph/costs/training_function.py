@@ -19,7 +19,7 @@ KNOWN = 2.0  # of the information criterion: evidence "not worth more than a bar
 
 @dataclass(frozen=True)
 class Share:
-    """The work of one rank in a step: its tokens a device, those of each pass where known, and whether it was the only rank."""
+    """The work of one rank in a step: its tokens a device, those of each pass where known, and whether it gathered no shards of others."""
 
     tokens: float
     passes: Array | None = None
@@ -37,7 +37,7 @@ def share_of(setting: Setting, sampled: Sequence[Sampled]) -> Share:
     if 0 < lengths.size < setting.rows:
         prompts *= setting.rows / lengths.size
         lengths = np.resize(lengths, (1, int(setting.rows)))  # repeats them
-    tokens, alone = (prompts + float(lengths.sum())) / setting.devices, setting.engines == 1
+    tokens, alone = (prompts + float(lengths.sum())) / setting.devices, setting.alone
     if setting.passes is None or not lengths.size:
         return Share(tokens, None, alone)
     passes = setting.passes.of_a_rank(lengths, prompts / lengths.size, setting.engines)[0] / setting.width
@@ -47,7 +47,7 @@ def share_of(setting: Setting, sampled: Sequence[Sampled]) -> Share:
 def by_passes(setting: Setting, shares: Sequence[Share], seconds: Array, plain: NodeCost) -> NodeCost:
     """Fit the function of the measured ranks, and from runs on other devices the least seconds of a pass with, or without, a sharded
     model. It is `plain` if tokens explain nothing."""
-    alone = setting.engines == 1
+    alone = setting.alone
     own = np.array([share.alone == alone for share in shares])
     cost = _by_tokens(setting, [share for share in shares if share.alone == alone], seconds[own], plain)
     floor = _least(cost, [share for share in shares if share.alone != alone], seconds[~own])

@@ -221,18 +221,20 @@ def test_ranks_that_share_experts_hold_their_own_and_all_of_the_rest() -> None:
     assert shape.own_parameters(2, 2, 4) == (shape.parameters - experts) // 4 + experts // 8
 
 
-def test_measured_costs_are_taken_to_shared_passes_by_the_links_of_the_gpus(tmp_path: Path) -> None:
+@pytest.mark.parametrize("of_a_pass", [1 << 20, 1 << 11])
+def test_measured_costs_are_taken_to_shared_passes_by_the_links_of_the_gpus(of_a_pass: int, tmp_path: Path) -> None:
     model, cluster = folder(tmp_path / "m"), rg.Cluster(gpus=4, gpu="H100")
-    graphs = {ranks: loop(rg.Pool("train", gpus=2), model, tensor_parallel=ranks, micro_batch_tokens=1 << 20) for ranks in (1, 2)}
+    graphs = {ranks: loop(rg.Pool("train", gpus=2), model, tensor_parallel=ranks, micro_batch_tokens=of_a_pass) for ranks in (1, 2)}
     plans = {ranks: rg.compile(graph, cluster) for ranks, graph in graphs.items()}  # by the roofline
     names = [node.name for node in plans[1].nodes]
-    measured = NodeCost(token_s=1e-4, measured=Setting(2, 2, 32, Passes(1 << 20)))
+    measured = NodeCost(token_s=1e-4, measured=Setting(2, 2, 32, Passes(of_a_pass)))
     lengths = rg.Lengths((0.0, 1.0), (100.0, 100.0))
     costs = rg.Costs(dict.fromkeys(names, 0.1) | {"update": measured}, source="measured", lengths=lengths)
     seconds = {ranks: rg.compile(graph, cluster, costs).node("update").seconds for ranks, graph in graphs.items()}
     tokens = 32 * 100
     exchanged = 2 * 36 * 4 * 4096 * 2 / 2 / (450e9 * 0.7)  # forward and backward, four times a layer, half of the numbers, two bytes each
-    assert seconds[2] - seconds[1] == pytest.approx(tokens * exchanged, rel=1e-3)
+    waits = 2 * 36 * 4 * 20e-6 / of_a_pass  # of each call, in a full pass
+    assert seconds[2] - seconds[1] == pytest.approx(tokens * (exchanged + waits), rel=1e-3)
     assert plans[2].node("update").seconds > plans[1].node("update").seconds > 0
     assert any("measured with tensor_parallel=1" in said for said in rg.compile(graphs[2], cluster, costs).prediction.assumed)
     assert not any("tensor_parallel" in said for said in rg.compile(graphs[1], cluster, costs).prediction.assumed)
@@ -251,3 +253,14 @@ def test_measured_costs_are_taken_to_shared_experts_by_the_links_of_the_gpus(tmp
     sent = 3 * 48 * 2 * 8 * 2048 / 2 * 2 / (450e9 * 0.7)  # forward twice, backward; there and back to 8 experts, half of them on this rank
     assert seconds[2] - seconds[1] == pytest.approx(16 * 100 * sent, rel=0.1)
     assert any("expert_parallel=1: its exchanges" in said for said in rg.compile(graphs[2], cluster, costs).prediction.assumed)
+
+
+def test_ranks_that_share_matrices_alone_gather_no_shards_and_launch_a_pass_as_one_rank_does() -> None:
+    cost = NodeCost(token_s=1e-6, pass_s=1.0, sharded_pass_s=3.0)
+    lengths = rg.Lengths((0.0, 1.0), (100.0, 100.0), 10.0)
+
+    def seconds(ranks: int, **sharing: int) -> float:
+        return float(cost.seconds(Setting(ranks, ranks, 4, Passes(1000, **sharing)), lengths, 1, 4)[0])
+
+    assert seconds(1) == seconds(2, tensor=2) == 1.0, "one pass each"
+    assert seconds(4, tensor=2) == seconds(2, context=2) == 3.0, "FSDP gathers shards of ranks that share no matrices"

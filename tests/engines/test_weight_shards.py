@@ -3,11 +3,11 @@
 import pytest
 import torch
 from forked import server
-from meshes import PLACEMENTS, WHOLE, run
+from meshes import CUT, PLACEMENTS, WHOLE, run
 
 from rlgraph.channels.weights.shards import Assembly, WeightShard
 
-CASES = dict.fromkeys(PLACEMENTS, WHOLE) | {"fsdp over tp": torch.arange(48.0).view(16, 3)}
+CASES = dict.fromkeys(PLACEMENTS, WHOLE) | dict.fromkeys(["fsdp over tp", *CUT], torch.arange(64.0).view(16, 4))
 
 
 @pytest.fixture(scope="module")

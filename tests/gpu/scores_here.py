@@ -6,6 +6,31 @@ Without a GPU: TRITON_INTERPRET=1 python scores_here.py
 import torch
 
 from rlgraph.engines.forward.triton_scores import TritonScores
+from rlgraph.engines.forward.vocabulary import VocabularyShard
+
+
+class Half(VocabularyShard):
+    """Half of a vocabulary beside what the other half says, which a rank would have sent."""
+
+    others: torch.Tensor
+
+    def joined(self, normalisers, *of_shards):
+        ranks = torch.stack([torch.stack([normalisers, *of_shards]), Half.others])
+        whole = ranks[:, 0].logsumexp(0)
+        return whole, ranks[:, 0] - whole, [*ranks[:, 1:].unbind(1)]
+
+
+def halves(logits, temperature):
+    """Each half of an even vocabulary, and what the other half knows of `tokens`."""
+    size = logits.shape[1] // 2
+    for mine in (0, 1):
+        other = VocabularyShard(None, (1 - mine) * size, size, size)
+        scaled = logits[:, other.first : other.first + size].float() / temperature
+        table, (own, here) = scaled.log_softmax(-1), other.own(tokens)
+        entropies = -(table.exp() * table).sum(-1)
+        Half.others = torch.stack([scaled.logsumexp(-1), table.gather(-1, own[:, None])[:, 0], entropies, here.float()])
+        yield Half(None, mine * size, size, size)
+
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 SHAPES = [(9, 151936, 1.0), (64, 9001, 0.7), (3, 4096, 1.3), (5, 100, 1.0), (0, 100, 1.0)]  # rows, words, temperature
@@ -24,6 +49,14 @@ for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         for mine, true in zip(found, expected, strict=True):
             torch.testing.assert_close(mine.double(), true, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(own.grad.double(), plain.grad, atol=bound, rtol=bound)
+        for half in halves(logits, temperature) if words % 2 == 0 and rows else ():
+            part = slice(half.first, half.first + half.size)
+            cut = logits[:, part].detach().requires_grad_()
+            of_half = TritonScores.apply(cut, tokens, temperature, True, half)
+            torch.autograd.backward(of_half, list(given))
+            for mine, true in zip(of_half, expected, strict=True):
+                torch.testing.assert_close(mine.double(), true, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(cut.grad.double(), plain.grad[:, part], atol=bound, rtol=bound)
         alone = [TritonScores.apply(logits[row : row + 1], tokens[row : row + 1], temperature, True)[0] for row in range(rows)]
         assert not rows or torch.equal(torch.cat(alone), found[0]), "a row depends on the rows beside it"
         print(f"{dtype}, {rows} rows of {words} words at {temperature}")

@@ -22,7 +22,6 @@ from rlgraph.batching.packing import MicroBatch
 from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn
 from rlgraph.engines.forward.chosen_tokens import ChosenTokens
-from rlgraph.engines.forward.collectives import own_part
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.forward.rows import rows_at_once
 from rlgraph.engines.forward.vocabulary import VocabularyShard
@@ -115,7 +114,7 @@ def head_scores(head: Any, states: torch.Tensor, tokens: torch.Tensor, scored: S
     if not isinstance(head, torch.nn.Linear):
         return scored(head(states), tokens)
     learns = torch.is_grad_enabled() and (states.requires_grad or head.weight.requires_grad)
-    weight, bias = own_part(head.weight), None if head.bias is None else own_part(head.bias)
+    weight, bias = head.weight, head.bias
     words = weight.shape[0] if scored.words is None else scored.words.most  # ranks take as many rows at a time
     at_once, plain = rows_at_once(weight.device, words), type(head) is torch.nn.Linear
     product: Callable[[torch.Tensor], torch.Tensor] = partial(linear, weight=weight, bias=bias) if plain else head
@@ -182,10 +181,7 @@ def token_scores(
     Both are float32, whatever the logits are; the full `[N, V]` in float32 is never built, not in the backward pass either. Logits of
     the `words` of this rank alone, `[N, size]`, give what those of the whole vocabulary would.
     """
-    if words is None:
-        log_probs, entropies = _scores_on(logits.device.type).apply(logits, tokens, temperature, entropy)
-    else:
-        log_probs, entropies = _TokenScores.apply(logits, tokens, temperature, entropy, words)
+    log_probs, entropies = _scores_on(logits.device.type).apply(logits, tokens, temperature, entropy, words)
     return log_probs, entropies if entropy else None
 
 
@@ -229,9 +225,7 @@ class _TokenScores(torch.autograd.Function):
             if entropy:
                 entropies[rows] = -(table.exp() * table).sum(-1)
         if words is not None:
-            normalisers, log_shares, (found, inner, is_here) = words.joined(normalisers, log_probs, entropies, here.float())
-            log_probs = (is_here * (found + log_shares)).sum(0)
-            entropies = (log_shares.exp() * (inner - log_shares)).sum(0)  # that of the choice of a rank, and within its words
+            normalisers, log_probs, entropies = words.scores(normalisers, log_probs, entropies, here)
         ctx.save_for_backward(logits, own, here, normalisers, entropies)
         ctx.temperature, ctx.entropy = temperature, entropy
         return log_probs, entropies

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rlgraph.engines.forward.vocabulary import VocabularyShard
+
 BLOCK = 4096  # words that a program holds at once
 LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite: the difference of two infinities is no number
 
@@ -69,25 +71,32 @@ def _gradient(
 
 
 class TritonScores(torch.autograd.Function):
-    """Log-probs `[N]` and entropies `[N]` (zeros unless asked for) of `tokens [N]` under `logits [N, V] / temperature`."""
+    """Log-probs `[N]` and entropies `[N]` (zeros unless asked for) of `tokens [N]` under `logits [N, V] / temperature`.
+
+    Logits of the `words` of this rank alone, `[N, size]`, give what those of the whole vocabulary would.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, entropy: bool
+        ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, entropy: bool, words: VocabularyShard | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         rows, vocab = logits.shape
+        own, here = (tokens, None) if words is None else words.own(tokens)
         log_probs = torch.empty(rows, dtype=torch.float32, device=logits.device)
         normalisers, entropies = torch.empty_like(log_probs), torch.zeros_like(log_probs)
         if rows:
             sizes = (logits.stride(0), vocab, float(temperature))
-            _scores[(rows,)](logits, tokens, log_probs, normalisers, entropies, *sizes, entropy=entropy, block=BLOCK)
-        ctx.save_for_backward(logits, tokens, normalisers, entropies)
+            _scores[(rows,)](logits, own, log_probs, normalisers, entropies, *sizes, entropy=entropy, block=BLOCK)
+        if words is not None and here is not None:
+            normalisers, log_probs, entropies = words.scores(normalisers, log_probs, entropies, here)
+            own = torch.where(here, own, -1)  # no place: the gradient of another rank's word is that of the normaliser
+        ctx.save_for_backward(logits, own, normalisers, entropies)
         ctx.temperature, ctx.entropy = float(temperature), entropy
         return log_probs, entropies
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         logits, tokens, normalisers, entropies = ctx.saved_tensors
         rows, vocab = logits.shape
         gradient = torch.empty(rows, vocab, dtype=logits.dtype, device=logits.device)
@@ -96,4 +105,4 @@ class TritonScores(torch.autograd.Function):
             sizes = (logits.stride(0), vocab, ctx.temperature)
             grid = (rows, triton.cdiv(vocab, BLOCK))
             _gradient[grid](logits, tokens, normalisers, entropies, *given, gradient, *sizes, entropy=ctx.entropy, block=BLOCK)
-        return gradient, None, None, None
+        return gradient, None, None, None, None

@@ -11,7 +11,6 @@ from rlgraph.batching.packing import MicroBatch
 from rlgraph.columns import Columns
 from rlgraph.engines.api import ValueLossFn
 from rlgraph.engines.forward.chosen_tokens import ChosenTokens
-from rlgraph.engines.forward.collectives import own_part
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.hf_models.backbone import load_headless, predicting_states
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
@@ -64,7 +63,7 @@ class ValueHead(Head):
         tokens: ChosenTokens | None = None,
     ) -> tuple[torch.Tensor, ...]:
         # In float32: a sum over hidden units that is rounded to bfloat16 is a return to two digits.
-        return (torch.mv(predicting_states(self.model, micro_batch).float(), own_part(self.score.weight).float()[0]),)
+        return (torch.mv(predicting_states(self.model, micro_batch).float(), self.score.weight.float()[0]),)
 
     def loss(
         self, loss: ValueLossFn, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals

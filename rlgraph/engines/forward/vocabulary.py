@@ -32,6 +32,17 @@ class VocabularyShard:
         here = (tokens >= self.first) & (tokens < self.first + self.size)
         return torch.where(here, tokens - self.first, 0), here
 
+    def scores(
+        self, normalisers: torch.Tensor, log_probs: torch.Tensor, entropies: torch.Tensor, here: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Make normalisers, log-probs and entropies `[N]` of the whole vocabulary of those of each rank's words alone.
+
+        A log-prob counts where its token is `here [N]`.
+        """
+        whole, log_shares, (found, inner, is_here) = self.joined(normalisers, log_probs, entropies, here.float())
+        # The entropy of the choice of a rank, and those within its words.
+        return whole, (is_here * (found + log_shares)).sum(0), (log_shares.exp() * (inner - log_shares)).sum(0)
+
     def joined(self, normalisers: torch.Tensor, *of_shards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Gather what ranks know of `[N]` tokens: the logarithm of the sum over each rank's words, and other numbers.
 

@@ -30,6 +30,7 @@ from rlgraph.engines.fsdp.eight_bit import CODES
 from rlgraph.engines.fsdp.exchange import RankFailed, of_all
 from rlgraph.engines.fsdp.host_moments import HostMomentsAdamW
 from rlgraph.engines.fsdp.muon import first_moments
+from rlgraph.engines.fsdp.whole import as_whole
 from rlgraph.engines.registry import SavedShard
 from rlgraph.errors import CheckpointError
 
@@ -57,8 +58,9 @@ def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: to
         held = optimizer.state[parameter]
         if not held:
             held.update(first_moments(optimizer, parameter))
-        found[f"{WEIGHTS}{name}"] = parameter.detach()
-        found |= {moment_key(name, moment): value for moment, value in held.items()}
+        found[f"{WEIGHTS}{name}"] = as_whole(parameter.detach(), parameter)
+        for moment, value in held.items():  # of the parameter's shape, but for the count of steps and 8-bit codes, which ranks do not `cut`
+            found[moment_key(name, moment)] = as_whole(value, parameter) if value.shape == parameter.shape else value
     return found
 
 

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.sharding import local
+from rlgraph.engines.fsdp.whole import is_part
 from rlgraph.engines.low_bits import bitsandbytes
 
 BLOCK, LEAST = 256, 4096  # numbers that share a scale, and of a parameter whose moments have 8 bits: both are of the library
@@ -86,6 +87,7 @@ def scales_shape(parameter: torch.Tensor) -> tuple[int, int] | None:
     together = BLOCK // math.gcd(whole // rows, BLOCK)  # rows that fill whole blocks
     ranks = 1
     if isinstance(parameter, DTensor):
+        assert not is_part(parameter), "ranks that share matrices cut them within blocks"
         assert parameter.placements == (Shard(0),), "shards are rows"
         ranks = parameter.device_mesh.size()
     of_rank = -(-rows // ranks)

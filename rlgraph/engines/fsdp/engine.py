@@ -33,6 +33,7 @@ from rlgraph.engines.fsdp.ranks import Ranks
 from rlgraph.engines.fsdp.shard_loading import load_shards
 from rlgraph.engines.fsdp.sharding import join, keep, local, memory, own_box, prepare_layers, shard
 from rlgraph.engines.fsdp.tensor_parallel import Places, share_matrices, sum_gradients
+from rlgraph.engines.fsdp.whole import whole_shape
 from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
 from rlgraph.engines.hf_models.parallel_plan import check_experts, check_parallel
 from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
@@ -277,7 +278,7 @@ class FsdpEngine:
 
         Raises DataError unless they are exactly the model's parameters.
         """
-        shapes = {name: tuple(parameter.shape) for name, parameter in self.trained().items()}
+        shapes = {name: whole_shape(parameter) for name, parameter in self.trained().items()}
         check_weights(weights, folder_shapes(shapes, self._parts))
         for box in self.weight_shards():
             box.tensor.copy_(box.within(weights[box.name]))

@@ -73,10 +73,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         assert matrix.grad is not None
         momentum.lerp_(matrix.grad, 1 - settings.momentum)
         update = matrix.grad.lerp(momentum, settings.momentum) if settings.nesterov else momentum
-        whole = orthogonal(full(update), settings.ns_steps)  # the same on every rank
+        whole = orthogonal(full(update, matrix), settings.ns_steps)  # the same on every rank
         rows = local(matrix)
         rows.mul_(1 - lr * settings.weight_decay)
-        rows.add_(_own(whole, matrix), alpha=-lr * _factor(settings, matrix.shape))
+        rows.add_(_own(whole, matrix), alpha=-lr * _factor(settings, whole.shape))
 
     def _step_others(self, parameters: list[torch.Tensor], lr: float) -> None:
         settings, states = self._settings, [self.state[parameter] for parameter in parameters]

@@ -12,7 +12,8 @@ class Ranks:
     """The place of one rank of `world`. Neighbours share matrices, then rows of tokens: of 8 with `tensor` and `context` 2, ranks 0 and 1
     share matrices, ranks 0 and 2 a row, and ranks 0 to 3 compute what 4 to 7 do for other sequences.
 
-    `sharded` is the mesh over which FSDP shards parameters: all ranks that share no matrices. Groups are None for a size of 1.
+    `sharded` is the mesh over which FSDP shards parameters: all ranks that share no matrices. `matrices` is the mesh of these ("fsdp") and
+    of the ranks that share matrices ("tp"). Groups and meshes are None for a size of 1.
     Of a mixture `expert` neighbours hold experts of their own: of 4 with `expert` 2, ranks 0 and 1 hold all experts together, and ranks 0
     and 2 the same ones. `experts` is their mesh, of ranks that hold the same experts ("fsdp") and of those that hold all ("ep").
     Raises GraphError where the ranks are no multiple of `tensor` × `context`, or of `expert`.
@@ -34,8 +35,8 @@ class Ranks:
         numbers = torch.arange(world)
         self.matrices: DeviceMesh | None = None
         if tensor > 1:
-            both = DeviceMesh(device, numbers.view(-1, tensor), mesh_dim_names=("fsdp", "tp"))
-            self.sharded, self.matrices = both["fsdp"], both["tp"]
+            self.matrices = DeviceMesh(device, numbers.view(-1, tensor), mesh_dim_names=("fsdp", "tp"))
+            self.sharded = self.matrices["fsdp"]
         else:
             self.sharded = DeviceMesh(device, numbers)
         self.experts: DeviceMesh | None = None

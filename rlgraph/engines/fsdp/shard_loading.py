@@ -5,13 +5,14 @@ from torch.distributed.tensor import DTensor
 
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.fsdp.sharding import local, placed
+from rlgraph.engines.fsdp.whole import remembered
 from rlgraph.engines.lora.modules import LoraLinear
 
 
 def load_shards(head: Head, device: torch.device) -> None:
     """Make the parameters of a sharded head, which are on the meta device, in memory of `device`, and fill them from its folder."""
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters stay one
-    with torch.no_grad():
+    with torch.no_grad(), remembered(head):
         for place, module in head.named_modules():
             own = dict(module.named_parameters(recurse=False))
             for name, parameter in own.items():
@@ -24,8 +25,8 @@ def load_shards(head: Head, device: torch.device) -> None:
                 module.register_buffer(name, real, persistent=name not in module._non_persistent_buffers_set)
             if isinstance(module, LoraLinear) and module.settle():
                 del made[own["weight"]]  # else the matrices of all layers would be in memory until the last is read
-    head.folder = None
-    head.to(device)  # lets FSDP2 find the new tensors, as after any change of them
+        head.folder = None
+        head.to(device)  # lets FSDP2 find the new tensors, as after any change of them
 
 
 def _read(head: Head, name: str, parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:

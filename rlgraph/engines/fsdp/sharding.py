@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlgraph.channels.weights.shards import WeightShard
+from rlgraph.engines.fsdp.whole import as_whole, remembered, spec_of, whole_shape
 from rlgraph.errors import GraphError
 
 # The least size of a unit: the host takes as long to gather, cast and scatter a small unit as a large one, and in a model of less than
@@ -55,8 +56,9 @@ def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dt
     frozen = {parameter for parameter in whole.parameters() if not parameter.requires_grad} if alone else set()  # used as they are
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     units: list[list[Any]] = [*together(layers), [whole]]
-    for unit in units:
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone, ignored_params=frozen)
+    with remembered(whole):
+        for unit in units:
+            fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone, ignored_params=frozen)
     firsts = [unit[0] for unit in units]
     if not alone:  # losses are normalised by the totals of all ranks, so that gradients are summed and not averaged
         for first in firsts:
@@ -97,27 +99,36 @@ def by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Para
     return list(found.values())
 
 
-def full(value: torch.Tensor) -> torch.Tensor:
-    """Gather the whole of a sharded tensor."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
+def full(value: torch.Tensor, parameter: torch.Tensor | None = None) -> torch.Tensor:
+    """Gather the whole of a sharded tensor; a `parameter` says what it is sharded as, where ranks `cut` it."""
+    found = value if parameter is None else as_whole(value, parameter)
+    return found.full_tensor() if isinstance(found, DTensor) else found
 
 
 def placed(value: torch.Tensor) -> tuple[tuple[int, ...], int]:
     """Compute the offsets of this rank's box of a tensor, and its number among equal boxes of several ranks.
 
-    A DTensor may be sharded along any dims of any mesh. Raises GraphError for a partial tensor, whose ranks hold summands.
+    A DTensor may be sharded along any dims of any mesh; of a part that `whole.cut` made it is the box of the whole. Raises GraphError for
+    a partial tensor, whose ranks hold summands.
     """
-    if not isinstance(value, DTensor):
-        return (0,) * value.dim(), dist.get_rank() if dist.is_initialized() else 0
-    if any(placement.is_partial() for placement in value.placements):
-        raise GraphError(f"a tensor with placements {value.placements} is a sum over ranks and no shard: reduce it before it is published")
-    mesh = value.device_mesh
-    _, offsets = compute_local_shape_and_global_offset(value.shape, mesh, value.placements)
-    replica = 0
-    for dim, placement in enumerate(value.placements):
+    spec = spec_of(value)
+    if spec is None:
+        return (0,) * value.dim(), replica(value)
+    if any(placement.is_partial() for placement in spec.placements):
+        raise GraphError(f"a tensor with placements {spec.placements} is a sum over ranks and no shard: reduce it before it is published")
+    _, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    return tuple(offsets), replica(value)
+
+
+def replica(value: torch.Tensor) -> int:
+    """Number this rank among those that hold the same box of a tensor."""
+    spec, found = spec_of(value), 0
+    if spec is None:
+        return dist.get_rank() if dist.is_initialized() else 0
+    for dim, placement in enumerate(spec.placements):
         if placement.is_replicate():
-            replica = replica * mesh.size(dim) + mesh.get_local_rank(dim)
-    return tuple(offsets), replica
+            found = found * spec.mesh.size(dim) + spec.mesh.get_local_rank(dim)
+    return found
 
 
 def memory(value: torch.Tensor) -> torch.Tensor:
@@ -127,8 +138,8 @@ def memory(value: torch.Tensor) -> torch.Tensor:
 
 def own_box(name: str, parameter: torch.Tensor) -> WeightShard:
     """This rank's box of a parameter, live."""
-    offsets, replica = placed(parameter)
-    return WeightShard(name, tuple(parameter.shape), offsets, local(parameter.detach()), replica)
+    offsets, number = placed(parameter)
+    return WeightShard(name, whole_shape(parameter), offsets, local(parameter.detach()), number)
 
 
 def local(value: torch.Tensor) -> torch.Tensor:

@@ -12,14 +12,14 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, linear
 
-from rlgraph.engines.forward.collectives import gathered_rows, own_part, scattered_sum
+from rlgraph.engines.forward.collectives import gathered_rows, scattered_sum
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.vocabulary import VocabularyShard
 from rlgraph.engines.fsdp.sharding import local
+from rlgraph.engines.fsdp.whole import cut
 from rlgraph.engines.hf_models.parallel_plan import COLUMNS, ROWS, plan_of
 
 Run = Callable[..., Any]
@@ -27,16 +27,17 @@ Places: TypeAlias = Sequence[tuple[torch.nn.Module, str]]  # of parameters, whic
 
 
 def share_matrices(head: Head, mesh: DeviceMesh) -> Places:
-    """Cut the parameters of a head over the ranks of a mesh, and let its modules compute with the parts; call it before FSDP.
+    """Cut the parameters of a head over the ranks "tp" of a mesh, and let its modules compute with the parts; call it before FSDP.
 
     Passes are packed flat, in rows of a length that the ranks divide. Returns the places of parameters that all ranks hold alike and whose
     gradients are of a rank's own tokens: `sum_gradients` adds them up before a step, since a sum for each norm in each pass would take the
     host longer than the rest of the pass.
     """
-    backbone, group = head.backbone, mesh.get_group()
+    backbone, ranks = head.backbone, mesh["tp"]
+    group = ranks.get_group()
     styles = {f"model.{name}" if name else "model": style for name, style in _styles(head).items()}
     words = backbone.get_input_embeddings()
-    _distribute(head, mesh, styles, (words, _output(head)))
+    _cut(head, mesh, styles, (words, _output(head)))
     places, layers = list[tuple[torch.nn.Module, str]](), set(backbone.modules())  # a head computes with its part by itself
     for name, module in head.named_modules():
         alike = _replace(module, styles.get(name), words, group)
@@ -46,7 +47,7 @@ def share_matrices(head: Head, mesh: DeviceMesh) -> Places:
     by_words = isinstance(head, PolicyHead)  # else each rank has all of the head, and the same gradient of the states
     backbone.norm.register_forward_hook(lambda module, given, found: gathered_rows(found, group, summed=by_words))
     if isinstance(head, PolicyHead):
-        head.words = VocabularyShard.of(group, mesh.get_local_rank(), mesh.size(), words.num_embeddings)
+        head.words = VocabularyShard.of(group, ranks.get_local_rank(), ranks.size(), words.num_embeddings)
     return places
 
 
@@ -56,7 +57,7 @@ def sum_gradients(places: Places, mesh: DeviceMesh) -> None:
     found = [local(gradient) for module, name in places if (gradient := module.get_parameter(name).grad) is not None]
     if found:
         whole = torch.cat([gradient.flatten() for gradient in found])
-        dist.all_reduce(whole, group=mesh.get_group())
+        dist.all_reduce(whole, group=mesh["tp"].get_group())
         for gradient, part in zip(found, whole.split([gradient.numel() for gradient in found]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
@@ -74,23 +75,23 @@ def _styles(head: Head) -> dict[str, str]:
     return {f"{inside}.{name}" if inside else name: style for name, style in found.items()}
 
 
-def _distribute(head: Head, mesh: DeviceMesh, styles: dict[str, str], by_words: tuple[Any, ...]) -> None:
-    """Make DTensors of all parameters; tied ones stay one."""
+def _cut(head: Head, mesh: DeviceMesh, styles: dict[str, str], by_words: tuple[Any, ...]) -> None:
+    """Put this rank's part in place of each parameter; tied ones stay one."""
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for place, module in head.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter not in made:
                 style = styles.get(place)
-                cut = (
-                    Shard(0) if style == COLUMNS or module in by_words else Shard(1) if style == ROWS and name == "weight" else Replicate()
-                )
-                whole = distribute_tensor(parameter.detach(), mesh, [cut], src_data_rank=None)  # each takes its own: nothing is sent
-                made[parameter] = torch.nn.Parameter(whole, parameter.requires_grad)
+                dim = 0 if style == COLUMNS or module in by_words else 1 if style == ROWS and name == "weight" else None
+                made[parameter] = cut(parameter, mesh, dim)
             module.register_parameter(name, made[parameter])
 
 
 def _replace(module: torch.nn.Module, style: str | None, words: Any, group: Any) -> list[str]:
-    """Let a module with parameters of its own compute with this rank's parts of them; name those that it shares with all ranks."""
+    """Let a module combine what the ranks compute with their parts of it; name the parameters that it shares with all ranks.
+
+    A module that is cut by columns, or not at all, computes as it does with whole parameters.
+    """
     own = [name for name, one in module.named_parameters(recurse=False)]
     if module is words:
         module.forward = _embedding(module, group)
@@ -98,32 +99,15 @@ def _replace(module: torch.nn.Module, style: str | None, words: Any, group: Any)
     if style == ROWS:
         module.forward = _by_rows(module, group)
         return [name for name in own if name == "bias"]
-    if own:
-        module.forward = _with_own(module, module.forward)
     return [] if style == COLUMNS else own
-
-
-def _with_own(module: torch.nn.Module, forward: Run) -> Run:
-    """Run a module's own forward with parts in place of its parameters."""
-
-    def run(*given: Any, **named: Any) -> Any:
-        kept = dict(module._parameters)
-        parts: Any = {name: own_part(one) for name, one in kept.items() if one is not None}
-        module._parameters.update(parts)
-        try:
-            return forward(*given, **named)
-        finally:
-            module._parameters.update(kept)
-
-    return run
 
 
 def _by_rows(module: Any, group: Any) -> Run:
     """Multiply by this rank's columns of a weight, sum over the ranks, and keep this rank's tokens."""
 
     def run(states: torch.Tensor) -> torch.Tensor:
-        found = scattered_sum(states @ own_part(module.weight).t(), group)
-        return found if module.bias is None else found + own_part(module.bias)
+        found = scattered_sum(linear(states, module.weight), group)
+        return found if module.bias is None else found + module.bias
 
     return run
 
@@ -135,7 +119,7 @@ def _embedding(module: Any, group: Any) -> Run:
     def run(tokens: torch.Tensor) -> torch.Tensor:
         own, here = words.own(tokens)
         padding = None if module.padding_idx is None else module.padding_idx - words.first
-        found = embedding(own, own_part(module.weight), padding if padding is not None and 0 <= padding < words.size else None)
+        found = embedding(own, module.weight, padding if padding is not None and 0 <= padding < words.size else None)
         return scattered_sum(found * here[..., None], group)
 
     return run
