@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import gcd
 
 from rlgraph.costs.costs import Costs, epochs_of
 from rlgraph.costs.estimates import Device
@@ -37,6 +38,17 @@ def undivided(heads: int, kv_heads: int, vocab: int | None, intermediate: int, *
     return None
 
 
+def ring_ranks(heads: int, *, tensor: int, context: int) -> int:
+    """Count the ranks of the ring in which `context` ranks pass keys round: what is left of them where heads run out.
+
+    The others exchange tokens for heads: as many as divide the heads of a rank.
+
+    >>> ring_ranks(32, tensor=2, context=4), ring_ranks(14, tensor=1, context=4), ring_ranks(9, tensor=1, context=2)
+    (1, 2, 2)
+    """
+    return context if heads % tensor else context // gcd(heads // tensor, context)
+
+
 def _cut_by_tensor(kv_heads: int, vocab: int | None, intermediate: int) -> Mapping[str, int]:
     return {"num_key_value_heads": kv_heads, **({} if vocab is None else {"vocab_size": vocab}), "intermediate_size": intermediate}
 
@@ -50,7 +62,9 @@ def check_shared(graph: Graph, shapes: Shapes) -> None:
         _check_experts(f"graph '{graph.name}': model '{model.path}'", shape.experts, traits.expert_parallel)
         inner = shape.intermediate if shape.experts == 1 else traits.tensor_parallel  # experts are not cut
         sizes = shape.heads, shape.kv_heads, None if traits.any_vocabulary else shape.vocab, inner
-        found = undivided(*sizes, tensor=traits.tensor_parallel, context=traits.context_parallel)
+        tensor, context = traits.tensor_parallel, traits.context_parallel
+        ring = ring_ranks(shape.heads, tensor=tensor, context=context) if traits.any_heads else 1
+        found = undivided(*sizes, tensor=tensor, context=context // ring)
         if found is not None:
             name, size, settings = found
             raise PlanError(
