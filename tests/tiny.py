@@ -24,10 +24,11 @@ def tiny(folder: Path, *, tied: bool = True) -> Path:
 def tiny_qwen(
     folder: Path, kind: str, *, vocab: int = 300, heads: int = 4, key_heads: int = 2, head: int = 32, layers: int = 2, name: str = ""
 ) -> Path:
-    """Return a folder with a small random "qwen2" or "qwen3": biases or norms of heads, two key heads, a tied vocabulary that is padded."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    """Return a folder with a small random "qwen2", "qwen3" or "llama": biases, norms of heads or neither, a tied vocabulary that is padded."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    config, model = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
+    kinds = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    config, model = kinds[kind]
     shape = config(
         vocab_size=vocab,
         hidden_size=heads * head,

@@ -88,15 +88,22 @@ def exchange_s(shape: ModelShape, device: Device, traits: ModelTraits, *, trains
 
     Ranks that share matrices gather and scatter the tokens twice a layer (Korthikanti et al., 2022, section 4.2.2), ranks that share a row
     exchange queries, keys, values and results (Jacobs et al., 2023), and ranks that share experts send them tokens and take them back. The
-    backward pass does all again, and so does recomputing. Of a pipeline a rank does so for its own layers.
+    backward pass does all again, and so does recomputing. In a ring keys and values are passed on (Liu et al., 2023), and in the backward
+    pass their gradients too, in float32 and once more, home. Of a pipeline a rank does so for its own layers.
     """
     tensor, context = traits.tensor_parallel, traits.context_parallel
+    ring = ring_ranks(shape.heads, tensor=tensor, context=context)
+    neighbours = context // ring
     gathered = 4 * shape.hidden * (tensor - 1) / tensor / context
-    exchanged = 2 * (shape.heads + max(shape.kv_heads, context)) * shape.head_dim / tensor * (context - 1) / context / context
+    key_heads = max(shape.kv_heads / tensor, neighbours)
+    exchanged = 2 * (shape.heads / tensor + key_heads) * shape.head_dim * (neighbours - 1) / neighbours / context
+    block = 2 * key_heads * shape.head_dim / context  # keys and values that a rank passes on at a hop
+    exchanged += block * (ring - 1)
+    home = block * ring * (4 / ITEMSIZE) if trains and ring > 1 else 0.0
     expert, layers = traits.expert_parallel, shape.layers / traits.pipeline_parallel
     dispatched = 2 * shape.hidden * shape.experts_used * (expert - 1) / expert / (tensor * context)
     walks = (2 + traits.recompute) if trains else 1
-    return walks * layers * (gathered + exchanged + dispatched) * ITEMSIZE / (device.peer_link * LINKED)
+    return layers * (walks * (gathered + exchanged + dispatched) + home) * ITEMSIZE / (device.peer_link * LINKED)
 
 
 def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:

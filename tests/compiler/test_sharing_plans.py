@@ -152,12 +152,25 @@ def test_groups_that_do_not_fit_are_refused(pool: rg.Pool, cluster: rg.Cluster, 
     ("ranks", "said"),
     [
         ({"tensor_parallel": 16}, "num_key_value_heads=8, which tensor_parallel=16"),
-        ({"tensor_parallel": 4, "context_parallel": 16}, r"num_attention_heads=32, which tensor_parallel=4 × context_parallel=16"),
+        ({"tensor_parallel": 3}, "num_attention_heads=32, which tensor_parallel=3"),
+        (
+            {"trainer": "megatron", "tensor_parallel": 4, "context_parallel": 16},
+            r"num_attention_heads=32, which tensor_parallel=4 × context_parallel=16",
+        ),
     ],
 )
-def test_a_model_that_its_ranks_do_not_divide_is_refused_where_its_shape_is_known(tmp_path: Path, ranks: dict[str, int], said: str) -> None:
+def test_a_model_that_its_ranks_do_not_divide_is_refused_where_its_shape_is_known(tmp_path: Path, ranks: dict[str, Any], said: str) -> None:
+    pool = rg.Pool("train", gpus=64 if "context_parallel" in ranks else 48)
     with pytest.raises(PlanError, match=said):
-        rg.compile(loop(rg.Pool("train", gpus=64), folder(tmp_path / "m"), **ranks), rg.Cluster(gpus=66, gpus_per_node=66))
+        rg.compile(loop(pool, folder(tmp_path / "m"), **ranks), rg.Cluster(gpus=66, gpus_per_node=66))
+
+
+def test_ranks_that_heads_do_not_divide_share_a_row_by_a_ring(tmp_path: Path) -> None:
+    pool = rg.Pool("train", gpus=64)
+    plan = rg.compile(
+        loop(pool, folder(tmp_path / "m"), tensor_parallel=4, context_parallel=16), rg.Cluster(gpus=66, gpus_per_node=66, gpu="H100")
+    )
+    assert "tp 4 × cp 16 × dp 1" in str(plan)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,9 @@ class Visit:
     @property
     def pairs(self) -> int:
         """Count the pairs of a query and a key that it sees."""
-        sizes = [(end - start, last - first) for (start, end), (first, last) in zip(pairwise(self.queries), pairwise(self.keys), strict=True)]
+        sizes = [
+            (end - start, last - first) for (start, end), (first, last) in zip(pairwise(self.queries), pairwise(self.keys), strict=True)
+        ]
         return sum(n * (n + 1) // 2 if self.causal else n * m for n, m in sizes)
 
 
@@ -259,9 +261,13 @@ def _spans(placed: _Placed, heads: int) -> list[tuple[slice, slice, torch.Tensor
             stop, mask = min(end, begin + at_once), None
             seen = last - end + stop if visit.causal else last
             if visit.causal:
-                rows, columns = (torch.arange(*span, device=placed.of_keys.device) for span in ((begin - start, stop - start), (seen - first,)))
+                rows, columns = (
+                    torch.arange(*span, device=placed.of_keys.device) for span in ((begin - start, stop - start), (seen - first,))
+                )
                 mask = columns[None] <= rows[:, None] + (last - first) - (end - start)
-            found.append((slice(begin - visit.queries[0], stop - visit.queries[0]), slice(first - visit.keys[0], seen - visit.keys[0]), mask))
+            found.append(
+                (slice(begin - visit.queries[0], stop - visit.queries[0]), slice(first - visit.keys[0], seen - visit.keys[0]), mask)
+            )
     return found
 
 
