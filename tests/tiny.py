@@ -24,7 +24,7 @@ def tiny(folder: Path, *, tied: bool = True) -> Path:
 def tiny_qwen(
     folder: Path, kind: str, *, vocab: int = 300, heads: int = 4, key_heads: int = 2, head: int = 32, layers: int = 2, name: str = ""
 ) -> Path:
-    """Return a folder with a small random "qwen2", "qwen3" or "llama": biases, norms of heads or neither, a tied vocabulary that is padded."""
+    """Return a folder with a small random "qwen2" (biases), "qwen3" (norms of heads) or "llama", with a tied vocabulary that is padded."""
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     kinds = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}

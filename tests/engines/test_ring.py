@@ -15,7 +15,7 @@ from rlgraph.engines.forward.ring import Schedule, schedule
 from rlgraph.errors import DataError
 
 ROWS = [[0, 48], [0, 24, 48], [0, 1, 2, 17, 31, 48], [0, 5, 9, 13, 40, 47, 48]]
-BEHIND = [(range(0, 7), range(12, 29)), (range(7, 12), range(29, 40))]  # prompts of a row, and their responses
+BEHIND = [(range(7), range(12, 29)), (range(7, 12), range(29, 40))]  # prompts of a row, and their responses
 SHARING = [0, 7, 12, 20, 29, 35, 40, 48]
 
 

@@ -135,7 +135,7 @@ class _Placed:
 
 
 class RingPass:
-    """The ring of one row for one rank: its visits by hop, the `ring` it passes keys round in, and the `heads` group, None if of one rank."""
+    """The ring of one row for one rank: its visits by hop, the `ring` that keys go round, and the `heads` group, None if of one rank."""
 
     def __init__(self, row: MicroBatch, ring: Any, heads: Any, device: torch.device) -> None:
         assert row.starts is not None
