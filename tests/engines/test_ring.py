@@ -11,7 +11,7 @@ from flat_kernel import flash4_on_cpu, flash_on_cpu
 from rlgraph.batching.packing import ring_pieces
 from rlgraph.engines.forward import ring
 from rlgraph.engines.forward.packed_attention import attend
-from rlgraph.engines.forward.ring import Schedule, schedule
+from rlgraph.engines.forward.ring import RingSchedule, schedule
 from rlgraph.errors import DataError
 
 ROWS = [[0, 48], [0, 24, 48], [0, 1, 2, 17, 31, 48], [0, 5, 9, 13, 40, 47, 48]]
@@ -19,7 +19,7 @@ BEHIND = [(range(7), range(12, 29)), (range(7, 12), range(29, 40))]  # prompts o
 SHARING = [0, 7, 12, 20, 29, 35, 40, 48]
 
 
-def seen(made: Schedule, length: int) -> torch.Tensor:
+def seen(made: RingSchedule, length: int) -> torch.Tensor:
     """How often each query of the row sees each key."""
     ranks, found = len(made.visits), torch.zeros(length, length, dtype=torch.long)
     places = [[place for piece in ring_pieces(length, rank, ranks) for place in piece] for rank in range(ranks)]

@@ -15,11 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import pad
 
 from rlgraph.batching.packing import MicroBatch, ring_pieces
 from rlgraph.engines.forward import flash
+from rlgraph.engines.forward.collectives import passed_on, rank_in, ranks_in
 
 SCORES_AT_ONCE = 1 << 24  # of the plain implementation, which takes some queries at a time
 
@@ -45,7 +45,7 @@ class Visit:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RingSchedule:
     """The visits of a ring: `visits[rank][hop]`, where the keys of rank `(rank - hop) % ranks` are at `rank`.
 
     Example:
@@ -76,13 +76,13 @@ def _shown(visit: Visit) -> str:
     return f"{queries} causal" if visit.causal else f"{queries} on {keys}"
 
 
-def schedule(starts: Sequence[int], ranks: int, prompts: Sequence[tuple[range, range]] = ()) -> Schedule:
+def schedule(starts: Sequence[int], ranks: int, prompts: Sequence[tuple[range, range]] = ()) -> RingSchedule:
     """Plan the visits of a row: segment i is at `starts[i]` up to the next, and of `prompts` each is seen by the tokens of its responses.
 
     The length of the row is a multiple of `2 * ranks`.
     """
     every = range(ranks)
-    return Schedule(tuple(tuple(_visits(starts, ranks, prompts, rank, (rank - hop) % ranks) for hop in every) for rank in every))
+    return RingSchedule(tuple(tuple(_visits(starts, ranks, prompts, rank, (rank - hop) % ranks) for hop in every) for rank in every))
 
 
 def _visits(starts: Sequence[int], ranks: int, prompts: Sequence[tuple[range, range]], rank: int, other: int) -> tuple[Visit, ...]:
@@ -145,33 +145,21 @@ class RingPass:
             spans = zip(pairwise(shared.prompts.tolist()), pairwise(behind), strict=True)
             prompts = [(range(*prompt), range(*responses)) for prompt, responses in spans]
         self.ring, self.heads = ring, heads
-        rank, ranks, starts = dist.get_rank(ring), dist.get_world_size(ring), row.starts.tolist()
+        rank, ranks, starts = rank_in(ring), ranks_in(ring), row.starts.tolist()
         planned = [_visits(starts, ranks, prompts, rank, (rank - hop) % ranks) for hop in range(ranks)]
         self.hops = [[_Placed.of(visit, device) for visit in visits] for visits in planned]
 
     def pass_on(self, block: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to send a block to the next rank and to take that of the rank before; call the result to wait for it."""
-        ranks, rank, found = len(self.hops), dist.get_rank(self.ring), torch.empty_like(block)
-        following, before = (dist.get_global_rank(self.ring, (rank + by) % ranks) for by in (1, -1))
-        calls = [dist.P2POp(dist.isend, block, following, self.ring), dist.P2POp(dist.irecv, found, before, self.ring)]
-        under_way = dist.batch_isend_irecv(calls)
-
-        def arrived() -> torch.Tensor:
-            for one in under_way:
-                one.wait()
-            return found
-
-        arrived.block = block  # type: ignore[attr-defined]  # it lives until it is sent
-        return arrived
+        return passed_on(block, self.ring)
 
 
-@torch.compiler.disable
 def ring_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, row: RingPass, scaling: float | None) -> torch.Tensor:
     """Attend `[1, l, H, D]` from `query [1, H, l, D]`, the tokens of this rank of the ring, to the tokens of all its ranks."""
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     width = v.shape[-1]
     v = pad(v, (0, k.shape[-1] - width)) if width < k.shape[-1] else v
-    out: torch.Tensor = _Ring.apply(q, k, v, row, q.shape[-1] ** -0.5 if scaling is None else scaling)
+    out: torch.Tensor = _untraced(q, k, v, row, q.shape[-1] ** -0.5 if scaling is None else scaling)
     return out[None, ..., :width]
 
 
@@ -216,6 +204,10 @@ class _Ring(torch.autograd.Function):
         assert following is not None
         of_k, of_v = following()
         return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), None, None
+
+
+# A compiled layer does not know the plan of a row, which is another in each pass.
+_untraced: Any = torch.compiler.disable(_Ring.apply)
 
 
 def _by_kernel(q: torch.Tensor) -> bool:

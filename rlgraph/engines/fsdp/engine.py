@@ -97,17 +97,14 @@ class FsdpEngine:
         self._adapters = [] if adapter is None else _attached(head, adapter, dtype, world)
         self._made_group = join(rank, world)
         self._device = torch.device(device)
-        if ring is None:
-            heads = getattr(head.backbone.config.get_text_config(), "num_attention_heads", 1)
-            ring = ring_ranks(heads, tensor=tensor_parallel, context=context_parallel)
+        ring = _ring(head, tensor_parallel, context_parallel) if ring is None else ring
         self._ranks = Ranks(device, rank, world, tensor=tensor_parallel, context=context_parallel, ring=ring, expert=expert_parallel)
         self.micro_batch_tokens = micro_batch_tokens
         self.optimizer_settings, self._steps = optimizer, 0
         self._head = head if head.folder is not None else head.to(self._device)
         self._flat = exact or (self._device.type == "cuda" or recompute or self._ranks.sharing > 1 if flat is None else flat)
         self.shared = shared and not exact  # the engine attends to a prompt before each response by itself
-        if self._ranks.sharing > 1:
-            self._check_sharing(head)
+        self._check_sharing(head)
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
         self._exchanged = exchange(head, self._device.type) if exact else []
         if self._device.type == "cuda" and not exact:
@@ -130,6 +127,8 @@ class FsdpEngine:
         self._saver = distributed_checkpoint.Saver(rank, world)
 
     def _check_sharing(self, head: Head) -> None:
+        if self._ranks.sharing == 1:
+            return
         if not self._flat:
             raise GraphError("FsdpEngine(flat=False): ranks share passes that are packed flat; leave out flat")
         config = head.backbone.config.get_text_config()
@@ -342,6 +341,12 @@ class FsdpEngine:
         del self._optimizer, self._head, self._units, self._experts, self._shards, self._held
         if self._made_group:
             dist.destroy_process_group()
+
+
+def _ring(head: Head, tensor: int, context: int) -> int:
+    """Count the ranks of a ring for the heads of a model; 1 where no row is shared, whatever the model."""
+    config = head.backbone.config.get_text_config()
+    return 1 if context == 1 else ring_ranks(config.num_attention_heads, tensor=tensor, context=context)
 
 
 def _attached(head: Head, adapter: LoRA, dtype: torch.dtype, world: int) -> list[LoraLinear]:

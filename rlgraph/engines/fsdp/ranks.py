@@ -52,8 +52,8 @@ class Ranks:
         self.ring_group: Any = None
         self.heads_group: Any = None
         if ring > 1:
-            shape = (self.data, ring, context // ring, tensor)
-            mesh = DeviceMesh(device, numbers.view(shape), mesh_dim_names=("dp", "ring", "heads", "tp"))
+            places = numbers.view(self.data, ring, context // ring, tensor)
+            mesh = DeviceMesh(device, places, mesh_dim_names=("dp", "ring", "heads", "tp"))
             self.ring_group = mesh["ring"].get_group()
             self.heads_group = mesh["heads"].get_group() if ring < context else None
 

@@ -29,7 +29,7 @@ def check_folder_parallel(where: str, path: str | Path, *, tensor: int = 1, cont
 def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1, ring: int | None = None) -> None:
     """Check that ranks can share a model of this configuration, `ring` of which pass keys round; None: as many as heads leave.
 
-    Raises GraphError for a family that is not known here, for heads or a vocabulary that the ranks do not divide, and for windows in a ring.
+    Raises GraphError for a family that is not known here, heads or a vocabulary that the ranks do not divide, or windows in a ring.
     """
     given = f"{where}({', '.join(f'{name}={size}' for name, size in _asked(tensor, context))})"
     kind = config.model_type
