@@ -8,6 +8,8 @@
 A way says how the ranks share: `tp2` is two ranks that share matrices, `cp2` two that share a row, `tp2dp2` four ranks, `dp2` two with
 passes of their own, `ep2` two that share the experts of a mixture and have passes of their own, `ep2dp2` four ranks of which pairs do.
 They recompute activations, but for the option `eager`. `compiled`, `offload` (moments on the host) and `megatron` (the trainer) are others.
+With `ring` all ranks that share a row pass keys round, where else they exchange tokens for heads as far as these go:
+`8B:cp2 8B:cp2:ring`. Predictions are then still those of the exchange.
 FLOP a token are those of `timed_updates.row`. "predicted" is what `rg.compile` estimates of the model's shape and the GPU's roofline, with
 nothing measured; "from one rank" is what it predicts of the seconds that `dp1` took before in the same call. Four updates are timed after
 two of warm-up; each rank is a process with a GPU of its own.
@@ -28,7 +30,7 @@ from timed_updates import PEAK, SMOKE, WARM_UP, begin_rank, end_rank, made_engin
 
 STEPS = 4 + WARM_UP
 NAMES = {"compiled": "compiled", "offload": "offload"}  # of settings, and of the options that give them
-OPTIONS = "megatron", "compiled", "eager", "offload"
+OPTIONS = "megatron", "compiled", "eager", "offload", "ring"
 
 
 def ways(text: str) -> dict[str, int]:
@@ -61,6 +63,8 @@ class Run:
         shape, way, *options = spec.split(":")
         if unknown := sorted(set(options) - set(OPTIONS)):
             raise SystemExit(f"'{spec}': there is no option {unknown[0]}; write some of {', '.join(OPTIONS)}")
+        if "ring" in options and ("megatron" in options or ways(way)["cp"] == 1):
+            raise SystemExit(f"'{spec}': the option ring is for ranks of FSDP2 that share a row: write cp2:ring, without megatron")
         return cls(shape, ways(way), tuple(options), profile)
 
     @property
@@ -78,6 +82,7 @@ def rank_process(run: Run, size: tuple[int, int], rank: int, world: int, rendezv
     device = begin_rank(rank)
     sharing = {"tensor_parallel": run.way["tp"], "micro_batch_tokens": size[1] // run.way["cp"]}
     sharing |= {f"{kind}_parallel": run.way[short] for kind, short in (("context", "cp"), ("expert", "ep")) if run.way[short] > 1}
+    sharing |= {"ring": run.way["cp"]} if "ring" in run.options else {}
     more = {"host_moments" if name == "offload" else name: bool(value) for name, value in run.settings.items()}
     engine = made_engine(run.shape, rank, world, rendezvous, device, fused=True, trainer=run.trainer, **sharing, **more)
     seconds = timed_updates(engine, size, STEPS)

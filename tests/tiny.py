@@ -21,18 +21,21 @@ def tiny(folder: Path, *, tied: bool = True) -> Path:
     return tiny_model(folder / ("tied" if tied else "untied"), vocab=VOCAB, tied=tied)
 
 
-def tiny_qwen(folder: Path, kind: str, *, vocab: int = 300, heads: int = 4, head: int = 32, layers: int = 2) -> Path:
-    """Return a folder with a small random "qwen2" or "qwen3": biases or norms of heads, two key heads, a tied vocabulary that is padded."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+def tiny_qwen(
+    folder: Path, kind: str, *, vocab: int = 300, heads: int = 4, key_heads: int = 2, head: int = 32, layers: int = 2, name: str = ""
+) -> Path:
+    """Return a folder with a small random "qwen2" (biases), "qwen3" (norms of heads) or "llama", with a tied vocabulary that is padded."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-    config, model = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[kind]
+    kinds = {"qwen2": (Qwen2Config, Qwen2ForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    config, model = kinds[kind]
     shape = config(
         vocab_size=vocab,
         hidden_size=heads * head,
         intermediate_size=2 * heads * head,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=2,
+        num_key_value_heads=key_heads,
         head_dim=head,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
@@ -42,9 +45,10 @@ def tiny_qwen(folder: Path, kind: str, *, vocab: int = 300, heads: int = 4, head
         pad_token_id=None,
     )
     torch.manual_seed(0)
-    model(shape).to(torch.bfloat16).save_pretrained(folder / kind)
-    byte_tokenizer().save_pretrained(folder / kind)
-    return folder / kind
+    place = folder / (name or kind)
+    model(shape).to(torch.bfloat16).save_pretrained(place)
+    byte_tokenizer().save_pretrained(place)
+    return place
 
 
 def tiny_mixture(folder: Path, kind: str = "qwen3_moe", **settings: Any) -> Path:

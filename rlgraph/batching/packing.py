@@ -67,7 +67,8 @@ class MicroBatch:
     """The input of one pass: `tokens`, `positions` [S, L], `mask` [S, 1, L, L] (None: plain causal), for `rows` of the batch.
     Packed flat they are [1, L]: sequence i begins at `starts[i]` with a prompt of `prompts[i]` tokens, and none is longer than
     `longest`. Where prompts are `shared`, these are segments: a prompt, a response, or a whole sequence that shares none. With a
-    `group`, its ranks have consecutive shards of the row, and this is the shard of one.
+    `group`, its ranks have shards of the row, and this is the shard of one: see `shard_places`. `ring` is what attention needs to know
+    where these pass keys round.
 
     Entry i of `predicts` says which position of the flattened input gives the distribution of `targets[i]`, and
     `(row[i], column[i])` is where that token lies in a [len(rows), T] column. `repeats` counts the sequences that a position of
@@ -88,19 +89,21 @@ class MicroBatch:
     longest: int = 0
     shared: SharedPrompts | None = None
     group: Any = None
+    ring: Any = None
     repeats: torch.Tensor | None = None
     routes: torch.Tensor | None = None
 
-    def shard(self, group: Any, rank: int, ranks: int) -> "MicroBatch":
-        """Take the shard of a row for one of the ranks of a group: its tokens, and what they predict."""
-        size = self.tokens.shape[1] // ranks
-        own = slice(rank * size, (rank + 1) * size)
-        here = (self.predicts >= own.start) & (self.predicts < own.stop)
+    def shard(self, group: Any, rank: int, ranks: int, *, ring: int = 1) -> "MicroBatch":
+        """Take the shard of a row for one of the ranks of a group, some of them a `ring`: its tokens, and what they predict."""
+        length = self.tokens.shape[1]
+        own = shard_places(length, rank, ranks, ring)
+        predicts = torch.full((length,), IGNORED).index_copy(0, own, torch.arange(len(own)))[self.predicts]
+        here = predicts != IGNORED
         return replace(
             self,
             tokens=self.tokens[:, own],
             positions=self.positions[:, own],
-            predicts=self.predicts[here] - own.start,
+            predicts=predicts[here],
             targets=self.targets[here],
             row=self.row[here],
             column=self.column[here],
@@ -111,6 +114,29 @@ class MicroBatch:
         parts = torch.Tensor | SharedPrompts
         moved: dict[str, Any] = {name: value.to(device) if isinstance(value, parts) else value for name, value in vars(self).items()}
         return MicroBatch(**moved)
+
+
+def shard_places(length: int, rank: int, ranks: int, ring: int = 1) -> torch.Tensor:
+    """Find the places in a row of a rank's tokens: consecutive ones, or, of a `ring`, those of its part of two pieces of the row.
+
+    Neighbours of `ranks // ring` have consecutive tokens of the pieces of one place of the ring.
+
+    Example:
+        >>> [shard_places(8, rank, 2, ring=2).tolist() for rank in range(2)], shard_places(8, 1, 2).tolist()
+        ([[0, 1, 6, 7], [2, 3, 4, 5]], [4, 5, 6, 7])
+    """
+    if ring == 1:
+        return torch.arange(length).chunk(ranks)[rank]
+    neighbours = ranks // ring
+    both = [place for piece in ring_pieces(length, rank // neighbours, ring) for place in piece]
+    return torch.tensor(both).chunk(neighbours)[rank % neighbours]
+
+
+def ring_pieces(length: int, rank: int, ranks: int) -> tuple[range, range]:
+    """Give the two pieces of a row at a place of a ring: of causal attention all places then have equal parts, if one sequence fills it."""
+    size = length // (2 * ranks)
+    first, second = (range(piece * size, (piece + 1) * size) for piece in (rank, 2 * ranks - 1 - rank))
+    return first, second
 
 
 def plan_micro_batches(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import gcd
 
 from rlgraph.costs.costs import Costs, epochs_of
 from rlgraph.costs.estimates import Device
@@ -41,6 +42,17 @@ def undivided(heads: int, kv_heads: int, vocab: int | None, intermediate: int, *
     return None
 
 
+def ring_ranks(heads: int, *, tensor: int, context: int) -> int:
+    """Count the ranks of the ring in which `context` ranks pass keys round: what is left of them where heads run out.
+
+    The others exchange tokens for heads: as many as divide the heads of a rank.
+
+    >>> ring_ranks(32, tensor=2, context=4), ring_ranks(14, tensor=1, context=4), ring_ranks(9, tensor=1, context=2)
+    (1, 2, 2)
+    """
+    return context if heads % tensor else context // gcd(heads // tensor, context)
+
+
 def _cut_by_tensor(kv_heads: int, vocab: int | None, intermediate: int) -> Mapping[str, int]:
     return {"num_key_value_heads": kv_heads, **({} if vocab is None else {"vocab_size": vocab}), "intermediate_size": intermediate}
 
@@ -54,7 +66,9 @@ def check_shared(graph: Graph, shapes: Shapes) -> None:
         _check_experts(f"graph '{graph.name}': model '{model.path}'", shape.experts, traits.expert_parallel)
         inner = shape.intermediate if shape.experts == 1 else traits.tensor_parallel  # experts are not cut
         sizes = shape.heads, shape.kv_heads, None if traits.any_vocabulary else shape.vocab, inner
-        found = undivided(*sizes, tensor=traits.tensor_parallel, context=traits.context_parallel)
+        tensor, context = traits.tensor_parallel, traits.context_parallel
+        ring = ring_ranks(shape.heads, tensor=tensor, context=context) if traits.any_heads else 1
+        found = undivided(*sizes, tensor=tensor, context=context // ring)
         if found is not None:
             name, size, settings = found
             raise PlanError(
@@ -78,18 +92,26 @@ def exchange_s(shape: ModelShape, device: Device, traits: ModelTraits, *, trains
 
     Ranks that share matrices gather and scatter the tokens twice a layer (Korthikanti et al., 2022, section 4.2.2), ranks that share a row
     exchange queries, keys, values and results (Jacobs et al., 2023), and ranks that share experts send them tokens and take them back. The
-    backward pass does all again, and so does recomputing. Of a pipeline a rank does so for its own layers. No exchange overlaps with
+    backward pass does all again, and so does recomputing. In a ring keys and values are passed on (Liu et al., 2023), and in the backward
+    pass their gradients too, in float32 and once more, home. Of a pipeline a rank does so for its own layers. No exchange overlaps with
     products, and each waits for its call (`CALL_S`), of which a short pass has as many as a long one.
     """
     tensor, context = traits.tensor_parallel, traits.context_parallel
+    ring = ring_ranks(shape.heads, tensor=tensor, context=context)
+    neighbours = context // ring
     gathered = 4 * shape.hidden * (tensor - 1) / tensor / context
-    exchanged = 2 * (shape.heads + max(shape.kv_heads, context)) * shape.head_dim / tensor * (context - 1) / context / context
+    key_heads = max(shape.kv_heads / tensor, neighbours)
+    exchanged = 2 * (shape.heads / tensor + key_heads) * shape.head_dim * (neighbours - 1) / neighbours / context
+    block = 2 * key_heads * shape.head_dim / context  # keys and values that a rank passes on at a hop
+    exchanged += block * (ring - 1)
+    home = block * ring * (4 / ITEMSIZE) if trains and ring > 1 else 0.0
     expert, layers = traits.expert_parallel, shape.layers / traits.pipeline_parallel
     dispatched = 2 * shape.hidden * shape.experts_used * (expert - 1) / expert / (tensor * context)
     walks = (2 + traits.recompute) if trains else 1
-    calls = SHARED * (tensor > 1) + EXCHANGED * (context > 1) + DISPATCHED * (expert > 1)
+    calls = SHARED * (tensor > 1) + EXCHANGED * (neighbours > 1) + (ring - 1) + DISPATCHED * (expert > 1)
     waits = 0.0 if traits.micro_batch_tokens is None else calls * CALL_S / (traits.micro_batch_tokens * context)  # of full passes
-    return walks * layers * ((gathered + exchanged + dispatched) * ITEMSIZE / (device.peer_link * LINKED) + waits)
+    sent = walks * (gathered + exchanged + dispatched) + home
+    return layers * (sent * ITEMSIZE / (device.peer_link * LINKED) + walks * waits)
 
 
 def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:

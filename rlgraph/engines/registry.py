@@ -110,7 +110,8 @@ class TrainerSpec(Estimates):
     and of a model that only scores `max_context`. `check(model)` raises GraphError for a model that it is not offered for, before
     anything starts; unless given, for one that ranks cannot share by the plan that transformers has for it. An engine that `only_scores`
     is for a teacher or a reference, and is one process. One without the `whole_vocabulary` gives log-probs of one token at each position.
-    Ranks of an engine for `any_vocabulary` share one that they do not divide. One that `shares_prompts` computes the prompt of several
+    Ranks of an engine for `any_vocabulary` share one that they do not divide, and ranks of one for `any_heads` a row by a ring where they
+    do not divide the heads. One that `shares_prompts` computes the prompt of several
     responses once on a GPU, by which passes are counted. `prepare` is as that of an `EngineSpec`.
     `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.export`; without it only a running job
     exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host
@@ -130,6 +131,7 @@ class TrainerSpec(Estimates):
     only_scores: bool = False
     whole_vocabulary: bool = True
     any_vocabulary: bool = False
+    any_heads: bool = False
     shares_prompts: bool = False
     saved_shards: Callable[[Path], Iterable[SavedShard]] | None = None
     prepare: Callable[[], None] | None = None

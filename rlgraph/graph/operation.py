@@ -218,7 +218,7 @@ class ModelTraits:
 
     `tensor_parallel` ranks share the model's matrices, `context_parallel` ranks the tokens of a row, and `pipeline_parallel` ranks the
     layers: together they compute one pass. `expert_parallel` ranks of those with the same layers share the experts of a mixture.
-    With `any_vocabulary` ranks that share matrices need not divide the vocabulary.
+    With `any_vocabulary` ranks that share matrices need not divide the vocabulary, and with `any_heads` those that share rows the heads.
 
     `prepare` imports what its engine needs into a warm process from which its workers are forked; None if that of other nodes will do.
     """
@@ -251,6 +251,7 @@ class ModelTraits:
     pipeline_parallel: int = 1
     expert_parallel: int = 1
     any_vocabulary: bool = False
+    any_heads: bool = False
     prepare: Callable[[], None] | None = None
 
     @property

@@ -10,11 +10,13 @@ import pytest
 from qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
-from rlgraph.costs.estimates import Workload, fully_sharded, model_parallel
+from rlgraph.costs.estimates import Device, Workload, fully_sharded, model_parallel
 from rlgraph.costs.functions import NodeCost, Setting
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.costs.model_shapes import ModelShape
+from rlgraph.costs.sharing import exchange_s
 from rlgraph.errors import GraphError, PlanError
+from rlgraph.graph.operation import ModelTraits
 
 
 def folder(path: Path, config: dict[str, Any] = QWEN3_8B) -> str:
@@ -152,12 +154,25 @@ def test_groups_that_do_not_fit_are_refused(pool: rg.Pool, cluster: rg.Cluster, 
     ("ranks", "said"),
     [
         ({"tensor_parallel": 16}, "num_key_value_heads=8, which tensor_parallel=16"),
-        ({"tensor_parallel": 4, "context_parallel": 16}, r"num_attention_heads=32, which tensor_parallel=4 × context_parallel=16"),
+        ({"tensor_parallel": 3}, "num_attention_heads=32, which tensor_parallel=3"),
+        (
+            {"trainer": "megatron", "tensor_parallel": 4, "context_parallel": 16},
+            r"num_attention_heads=32, which tensor_parallel=4 × context_parallel=16",
+        ),
     ],
 )
-def test_a_model_that_its_ranks_do_not_divide_is_refused_where_its_shape_is_known(tmp_path: Path, ranks: dict[str, int], said: str) -> None:
+def test_a_model_that_its_ranks_do_not_divide_is_refused_where_its_shape_is_known(tmp_path: Path, ranks: dict[str, Any], said: str) -> None:
+    pool = rg.Pool("train", gpus=64 if "context_parallel" in ranks else 48)
     with pytest.raises(PlanError, match=said):
-        rg.compile(loop(rg.Pool("train", gpus=64), folder(tmp_path / "m"), **ranks), rg.Cluster(gpus=66, gpus_per_node=66))
+        rg.compile(loop(pool, folder(tmp_path / "m"), **ranks), rg.Cluster(gpus=66, gpus_per_node=66))
+
+
+def test_ranks_that_heads_do_not_divide_share_a_row_by_a_ring(tmp_path: Path) -> None:
+    pool = rg.Pool("train", gpus=64)
+    plan = rg.compile(
+        loop(pool, folder(tmp_path / "m"), tensor_parallel=4, context_parallel=16), rg.Cluster(gpus=66, gpus_per_node=66, gpu="H100")
+    )
+    assert "tp 4 × cp 16 × dp 1" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +187,17 @@ def test_experts_that_ranks_do_not_divide_are_refused_where_their_shape_is_known
 ) -> None:
     with pytest.raises(PlanError, match=said):
         rg.compile(loop(rg.Pool("train", gpus=6), folder(tmp_path / "m", config), expert_parallel=ranks), rg.Cluster(gpus=8))
+
+
+def test_a_ring_passes_on_keys_and_values_and_the_gradients_of_both_in_float32() -> None:
+    shape = ModelShape.from_config(QWEN3_8B | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64, "num_hidden_layers": 5})
+    assert shape is not None
+    device = Device(flops=1e12, bandwidth=1e12, memory_bytes=1, host_link=1e9, peer_link=1e9)
+    block = 5 * 2 * 3 * 64 / 4 / (0.7e9)  # numbers a hop by the link, of each token of the pass
+    ring = ModelTraits(context_parallel=4)
+    assert exchange_s(shape, device, ring, trains=False) == pytest.approx(3 * 2 * block)
+    assert exchange_s(shape, device, ring, trains=True) == pytest.approx((2 * 3 * 2 + 4 * 4) * block)
+    assert exchange_s(shape, device, replace(ring, recompute=True), trains=True) == pytest.approx((3 * 3 * 2 + 4 * 4) * block)
 
 
 def test_layers_that_ranks_share_are_not_compiled() -> None:

@@ -1,5 +1,6 @@
 """Ranks that share matrices or rows of tokens compute what one process does, and move their weights as any other ranks do."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,9 @@ from parallel_ranks import MUON, Case, assembled, boxes, by_one_process, engine_
 from tiny import tiny_qwen
 
 from rlgraph.engines.fsdp.ranks import Ranks
-from rlgraph.engines.hf_models.parallel_plan import check_folder_parallel
+from rlgraph.engines.hf_models.parallel_plan import check_folder_parallel, check_parallel
 from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import GraphError
 
 NEAR = {"atol": 5e-6, "rtol": 5e-6}
@@ -26,6 +28,14 @@ RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, 
     "cp4": (4, {"context_parallel": 4}, ("qwen3",)),  # of two heads of keys
     "cp2 × dp2": (4, {"context_parallel": 2}, ("llama", "critic")),
     "tp2 × cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}, ("qwen3", "critic")),
+    "ring 2": (2, {"context_parallel": 2}, ("nine", "nine critic", "nine saving", "nine muon")),
+    "ring 3": (3, {"context_parallel": 3}, ("qwen3",)),
+    "ring 4": (4, {"context_parallel": 4}, ("nine",)),
+    "cp4 (ring 2)": (4, {"context_parallel": 4}, ("fourteen", "six")),
+    "ring 2 × dp2": (4, {"context_parallel": 2}, ("nine", "nine critic")),
+    "tp2 × ring 2": (4, {"tensor_parallel": 2, "context_parallel": 2}, ("fourteen",)),
+    "forced ring 2": (2, {"context_parallel": 2, "ring": 2}, ("llama",)),  # where heads would do
+    "tp2 × cp4 (ring 2)": (8, {"tensor_parallel": 2, "context_parallel": 4}, ("twelve",)),
     "tp2 × cp2 × dp2": (8, {"tensor_parallel": 2, "context_parallel": 2}, ("llama",)),
 }
 
@@ -42,7 +52,13 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         Case("wide", tiny_model(parent / "wide", hidden=256)),
         Case("qwen2", tiny_qwen(parent, "qwen2")),
         Case("qwen3", tiny_qwen(parent, "qwen3")),
+        Case("six", tiny_model(parent / "six", hidden=192)),
+        Case("twelve", tiny_model(parent / "twelve", hidden=384)),
+        Case("fourteen", tiny_qwen(parent, "qwen2", name="fourteen", heads=14, head=16)),  # as Qwen 2 of 0.5B has
     ]
+    nine = tiny_qwen(parent, "llama", name="nine", heads=9, key_heads=3, head=16)  # as many as SmolLM2 of 135M has
+    found += [Case("nine", nine), Case("nine saving", nine, saving=True), Case("nine muon", nine, optimizer=MUON)]
+    found += [Case("nine critic", nine, kind="critic")]
     return {case.name: case for case in found}
 
 
@@ -89,8 +105,12 @@ def test_ranks_that_share_a_model_train_it_as_one_process_does(
             {"tensor": 4},
             r"Policy\(tensor_parallel=4\): the model has num_key_value_heads=2, which tensor_parallel=4 does not divide",
         ),
-        ("qwen2", {"context": 8}, r"Policy\(context_parallel=8\): .* num_attention_heads=4, which context_parallel=8 does not divide"),
-        ("llama", {"tensor": 2, "context": 4}, "num_attention_heads=4, which tensor_parallel=2 × context_parallel=4 does not divide"),
+        ("nine", {"tensor": 2, "context": 3}, "num_attention_heads=9, which tensor_parallel=2 does not divide"),
+        (
+            "windows",
+            {"context": 8},
+            r"Policy\(context_parallel=8\): the model has sliding windows, and num_attention_heads=4, .* in a ring",
+        ),
         ("odd", {"tensor": 2}, "vocab_size=289, which tensor_parallel=2 does not divide.*a divisor of 289"),
         ("gemma2", {"tensor": 2}, "models of type 'gemma2' are not shared by ranks; it is offered for llama, qwen2, qwen3"),
     ],
@@ -98,10 +118,29 @@ def test_ranks_that_share_a_model_train_it_as_one_process_does(
 def test_a_model_that_ranks_cannot_share_is_refused(
     name: str, ranks: dict[str, int], said: str, cases: dict[str, Case], tmp_path: Path
 ) -> None:
-    made = {"odd": lambda: tiny_model(tmp_path / "odd", vocab=289, hidden=128), "gemma2": lambda: folder_of("gemma2", tmp_path)}
+    made = {
+        "windows": lambda: with_windows(tmp_path),
+        "odd": lambda: tiny_model(tmp_path / "odd", vocab=289, hidden=128),
+        "gemma2": lambda: folder_of("gemma2", tmp_path),
+    }
     folder = cases[name].folder if name in cases else made[name]()
     with pytest.raises(GraphError, match=said):
         check_folder_parallel("Policy", folder, **ranks)
+
+
+def with_windows(folder: Path) -> Path:
+    config = tiny_qwen(folder, "qwen2") / "config.json"
+    given = json.loads(config.read_text()) | {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
+    config.write_text(json.dumps(given | {"sliding_window": 8}))
+    return config.parent
+
+
+def test_a_ring_divides_the_ranks_that_share_a_row(cases: dict[str, Case]) -> None:
+    config = text_config(cases["llama"].folder)
+    with pytest.raises(GraphError, match="a ring of 3 does not divide context_parallel=4"):
+        check_parallel("FsdpEngine", config, context=4, ring=3)
+    with pytest.raises(GraphError, match="num_attention_heads=4, which context_parallel=8 does not divide"):
+        check_parallel("FsdpEngine", config, context=8, ring=1)
 
 
 def test_ranks_come_in_whole_groups() -> None:

@@ -36,8 +36,8 @@ def results(heads: int, keys: int, size: int, window: int | None, *, causal: boo
     shapes = [(sum(LENGTHS), heads, size), (sum(of_keys), keys, size), (sum(of_keys), keys, size), (sum(LENGTHS), heads, size)]
     q, k, v, up = (torch.randn(shape, generator=draw).to(device, dtype) for shape in shapes)
     place: Any = (starts(LENGTHS), starts(of_keys), max(LENGTHS), max(of_keys), causal and window is None, None, window)
-    forward = flash._forward(q, k, v, *place)
-    return [*forward[:2], *flash._backward(up, (q, k, v, *forward), *place)]
+    forward = flash.forward(q, k, v, *place)
+    return [*forward[:2], *flash.backward(up, (q, k, v, *forward), *place)]
 
 
 def share(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 SMOKE, MEGATRON = "--smoke" in sys.argv, "--megatron" in sys.argv
 LENGTHS = [40, 30, 61, 12, 50, 44, 33, 64]  # of the responses
 WAYS: dict[str, dict[str, int]] = {"dp2": {}, "tp2": {"tensor_parallel": 2}, "cp2": {"context_parallel": 2}}
-WAYS |= {"pp2": {"pipeline_parallel": 2}} if MEGATRON else {}
+WAYS |= {"pp2": {"pipeline_parallel": 2}} if MEGATRON else {"ring 2": {"context_parallel": 2, "ring": 2}}
 NEAR, UPDATES = 2e-5, 4
 
 

@@ -1,5 +1,6 @@
 """What ranks that share a pass send each other, with gradients: each has some of its tokens, of its heads, or of a parameter."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,11 @@ _sum_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_
 def ranks_in(group: Any) -> int:
     """Count the ranks of a group."""
     return dist.get_world_size(group)
+
+
+def rank_in(group: Any) -> int:
+    """This rank's place in a group."""
+    return dist.get_rank(group)
 
 
 def own_part(parameter: torch.Tensor) -> torch.Tensor:
@@ -58,6 +64,22 @@ def sent_rows(rows: torch.Tensor, counts: list[int], taken: list[int], group: An
     """Send `counts[i]` of the rows `[n, H]`, in order, to rank i, and give the `taken[i]` rows of each rank i, `[m, H]`, in their order."""
     found: torch.Tensor = _SentRows.apply(rows, counts, taken, group)
     return found
+
+
+def passed_on(block: torch.Tensor, group: Any) -> Callable[[], torch.Tensor]:
+    """Begin to send a block to the next rank of a ring and to take one like it from the rank before; call the result to wait."""
+    ranks, rank, found = dist.get_world_size(group), dist.get_rank(group), torch.empty_like(block)
+    following, before = (dist.get_global_rank(group, (rank + by) % ranks) for by in (1, -1))
+    sent = dist.P2POp(dist.isend, block, following, group)  # which keeps the block until it has arrived
+    under_way = dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, found, before, group)])
+
+    def arrived() -> torch.Tensor:
+        for one in under_way:
+            one.wait()
+        assert sent.tensor is block
+        return found
+
+    return arrived
 
 
 def filled(part: torch.Tensor, group: Any) -> torch.Tensor:

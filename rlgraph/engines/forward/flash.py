@@ -45,7 +45,7 @@ def flash(
     elif sinks is not None:
         out = apply(FlashOfRow, q, k, v, sinks, starts, longest, None, starts, longest, scaling, window)
     else:
-        out = _forward(q, k, v, starts, starts, longest, longest, window is None, scaling, window)[0]
+        out = forward(q, k, v, starts, starts, longest, longest, window is None, scaling, window)[0]
     return out[..., :width]
 
 
@@ -58,7 +58,7 @@ def _apply(function: Any, *given: Any) -> torch.Tensor:
 _apply_untraced: Any = torch.compiler.disable(_apply)
 
 
-def _forward(
+def forward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -85,7 +85,7 @@ def _forward(
     )  # by no names: where two calls give tensors one name, torch 2.11 compiles no backward pass
 
 
-def _backward(
+def backward(
     grad: torch.Tensor,
     given: tuple[torch.Tensor, ...],
     of_queries: torch.Tensor,
@@ -134,7 +134,7 @@ class FlashOfRow(torch.autograd.Function):
     ) -> torch.Tensor:
         seen_k, seen_v = (k, v) if places is None else (k[places], v[places])
         causal = window is None
-        own = _forward(q, seen_k, seen_v, starts, key_starts, longest, most_keys, causal, scale, window)
+        own = forward(q, seen_k, seen_v, starts, key_starts, longest, most_keys, causal, scale, window)
         found = own[:2] if sinks is None else with_sinks(own[0], own[1], sinks)
         ctx.save_for_backward(q, k, v, sinks, starts, places, key_starts, *found, *own[2:])
         ctx.longest, ctx.most_keys, ctx.scale, ctx.window = longest, most_keys, scale, window
@@ -146,7 +146,7 @@ class FlashOfRow(torch.autograd.Function):
         grad = grad.contiguous()
         seen_k, seen_v = (k, v) if places is None else (k[places], v[places])
         where = (starts, key_starts, ctx.longest, ctx.most_keys, ctx.window is None, ctx.scale, ctx.window)
-        of_q, of_k, of_v = _backward(grad, (q, seen_k, seen_v, out, sums, seed, unused), *where)
+        of_q, of_k, of_v = backward(grad, (q, seen_k, seen_v, out, sums, seed, unused), *where)
         if places is not None:  # in float32: many responses add to the gradient of one prompt
             of_k, of_v = (
                 torch.zeros(x.shape, dtype=torch.float32, device=x.device).index_add(0, places, of_x.float()).to(x.dtype)
@@ -181,8 +181,8 @@ class FlashBehindPrompts(torch.autograd.Function):
         scale: float | None,
     ) -> torch.Tensor:
         end = prompt_tokens + response_tokens
-        own = _forward(q, k, v, starts, starts, longest, longest, True, scale)
-        behind = _forward(
+        own = forward(q, k, v, starts, starts, longest, longest, True, scale)
+        behind = forward(
             *(q[prompt_tokens:end], k[:prompt_tokens], v[:prompt_tokens]), responses, prompts, most_responses, most_prompt, False, scale
         )
         both, both_sums = merged(own[0][prompt_tokens:end], own[1][:, prompt_tokens:end], behind[0], behind[1])
@@ -199,9 +199,9 @@ class FlashBehindPrompts(torch.autograd.Function):
         q, k, v, sinks, starts, prompts, responses, out, sums, *rest = ctx.saved_tensors
         grad, tokens, end = grad.contiguous(), ctx.prompt_tokens, ctx.end
         given = (q, k, v, out, sums, rest[0], rest[1])
-        of_q, of_k, of_v = _backward(grad, given, starts, starts, ctx.longest, ctx.longest, True, ctx.scale)
+        of_q, of_k, of_v = backward(grad, given, starts, starts, ctx.longest, ctx.longest, True, ctx.scale)
         behind = (q[tokens:end], k[:tokens], v[:tokens], out[tokens:end], sums[:, tokens:end].contiguous(), rest[2], rest[3])
-        more = _backward(grad[tokens:end], behind, responses, prompts, ctx.most_responses, ctx.most_prompt, False, ctx.scale)
+        more = backward(grad[tokens:end], behind, responses, prompts, ctx.most_responses, ctx.most_prompt, False, ctx.scale)
         of_q = torch.cat([of_q[:tokens], of_q[tokens:end] + more[0], of_q[end:]])
         of_k, of_v = (torch.cat([own[:tokens] + other, own[tokens:]]) for own, other in ((of_k, more[1]), (of_v, more[2])))
         of_s = None if sinks is None else of_sinks(grad, out, sums, sinks)

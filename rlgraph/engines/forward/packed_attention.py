@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from rlgraph.batching.packing import SharedPrompts
 from rlgraph.engines.forward import flash, flash4
 from rlgraph.engines.forward.collectives import ranks_in, whole_heads, whole_tokens
+from rlgraph.engines.forward.ring import RingPass, ring_attention
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import DataError
 
@@ -116,6 +117,7 @@ def attend(
     s_aux: torch.Tensor | None = None,
     shared_prompts: SharedPrompts | None = None,
     context_group: Any = None,
+    context_ring: RingPass | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend within each sequence: `[1, L, H, D]` from `query [1, H, L, D]`, keys and values of as many or fewer heads.
@@ -125,7 +127,7 @@ def attend(
     It knows no soft cap, does not run on a CPU or in float32, and has heads of at most 256 numbers: there the sequences are attended to
     one by one. Raises DataError for a setting of the layer that it does not know.
 
-    The ranks of a `context_group` have consecutive tokens of the row each: see `attend_apart`.
+    The ranks of a `context_group` have some tokens of the row each: see `attend_apart`. With a `context_ring` they pass keys round.
     """
     if context_group is not None:
         more: dict[str, Any] = {
@@ -135,6 +137,9 @@ def attend(
             "sliding_window": sliding_window,
         }
         more |= {"softcap": softcap, "s_aux": s_aux, "shared_prompts": shared_prompts}
+        if context_ring is not None:
+            _refuse(module, others)
+            return attend_in_ring(module, query, key, value, context_ring, scaling, sliding_window, softcap, s_aux), None
         return attend_apart(module, query, key, value, context_group, **more, **others), None
     _refuse(module, others)
     if cu_seq_lens_q is None:
@@ -183,11 +188,42 @@ def attend_apart(
     """
     if s_aux is not None:
         raise DataError(f"{type(module).__name__} has attention sinks, which ranks that share a row do not support; use context_parallel=1")
-    copies = ranks_in(group) // gcd(key.shape[1], ranks_in(group))
-    key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
-    query, key, value = (whole_heads(x, group) for x in (query, key, value))
+    query, key, value = _some_heads(query, key, value, group)
     out, _ = attend(module, query, key, value, None, **settings)
     return whole_tokens(out.transpose(1, 2), group).transpose(1, 2)
+
+
+def attend_in_ring(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    row: RingPass,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attend `[1, l, H, D]` for the tokens of this rank: neighbours exchange tokens for heads, and a ring of them passes keys round."""
+    given = {"a sliding window": window, "a soft cap": softcap, "attention sinks": sinks}
+    unknown = [name for name, value in given.items() if value is not None]
+    if unknown:
+        raise DataError(
+            f"{type(module).__name__} has {unknown[0]}, which ranks that pass keys round in a ring do not support; use a context_parallel "
+            "that divides the heads of a rank"
+        )
+    if row.heads is None:
+        return ring_attention(query, key, value, row, scaling)
+    query, key, value = _some_heads(query, key, value, row.heads)
+    out = ring_attention(query, key, value, row, scaling)
+    return whole_tokens(out.transpose(1, 2), row.heads).transpose(1, 2)
+
+
+def _some_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """Exchange tokens for heads, those of keys as often as ranks need them."""
+    copies = ranks_in(group) // gcd(key.shape[1], ranks_in(group))
+    key, value = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (key, value))
+    return [whole_heads(x, group) for x in (query, key, value)]
 
 
 def attend_half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, dtype: Any, **settings: Any) -> Any:

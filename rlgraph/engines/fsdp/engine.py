@@ -1,6 +1,7 @@
 """Train with PyTorch: FSDP2 over a Hugging Face model, float32 master weights, one optimizer step an update."""
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from rlgraph.batching.flat_packing import pack_flat
 from rlgraph.batching.packing import MicroBatch, pack, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
+from rlgraph.costs.sharing import ring_ranks
 from rlgraph.engines.api import Guard, Loss, check_weights, chosen_at
 from rlgraph.engines.exact.model import exchange
 from rlgraph.engines.forward import fused_norms, packed_attention
 from rlgraph.engines.forward.chosen_tokens import ChosenTokens
 from rlgraph.engines.forward.head import Head
+from rlgraph.engines.forward.ring import RingPass
 from rlgraph.engines.forward.routers import Routing, routers_of
 from rlgraph.engines.forward.rows import rows_of, shape_of, tensor_of, unpacked
 from rlgraph.engines.fsdp import distributed_checkpoint
@@ -53,7 +56,8 @@ class FsdpEngine:
     `shared` is False, or with `exact`. `host_moments` keeps the moments of AdamW in host
     memory, and brings those of one parameter at a time to the device in an optimizer step; with `moments_stay` they are on the device also
     while the engine sleeps. `tensor_parallel` neighbours share the matrices of the layers, and `context_parallel` groups of them the tokens
-    of a pass, which is packed flat: see `Ranks`. Without these, `expert_parallel` neighbours share the experts of a mixture: see
+    of a pass, which is packed flat: see `Ranks`. Of these `ring` pass keys round, and the others exchange tokens for heads; None: as many
+    as heads leave over. Without these, `expert_parallel` neighbours share the experts of a mixture: see
     `share_experts`. `load_balance` is the weight of the loss that balances the experts of a mixture. `router_replay` computes with the
     experts that a batch's columns `prompt_routes` and `routes` name, where it has them. With an `adapter` the model itself is frozen, in
     `dtype`; weights, shards and state are then those of the adapter alone. `exact` computes the log-probs of the engine to the bit: see
@@ -80,6 +84,7 @@ class FsdpEngine:
         moments_stay: bool = False,
         tensor_parallel: int = 1,
         context_parallel: int = 1,
+        ring: int | None = None,
         expert_parallel: int = 1,
         load_balance: float = 0.0,
         router_replay: bool = False,
@@ -93,14 +98,14 @@ class FsdpEngine:
         self._adapters = [] if adapter is None else _attached(head, adapter, dtype, world)
         self._made_group = join(rank, world)
         self._device = torch.device(device)
-        self._ranks = Ranks(device, rank, world, tensor=tensor_parallel, context=context_parallel, expert=expert_parallel)
+        ring = _ring(head, tensor_parallel, context_parallel) if ring is None else ring
+        self._ranks = Ranks(device, rank, world, tensor=tensor_parallel, context=context_parallel, ring=ring, expert=expert_parallel)
         self.micro_batch_tokens = micro_batch_tokens
         self.optimizer_settings, self._steps = optimizer, 0
         self._head = head if head.folder is not None else head.to(self._device)
         self._flat = exact or (self._device.type == "cuda" or recompute or self._ranks.sharing > 1 if flat is None else flat)
         self.shared = shared and not exact  # the engine attends to a prompt before each response by itself
-        if self._ranks.sharing > 1:
-            self._check_sharing(head)
+        self._check_sharing(head)
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
         self._exchanged = exchange(head, self._device.type) if exact else []
         if self._device.type == "cuda" and not exact:
@@ -123,10 +128,12 @@ class FsdpEngine:
         self._saver = distributed_checkpoint.Saver(rank, world)
 
     def _check_sharing(self, head: Head) -> None:
+        if self._ranks.sharing == 1:
+            return
         if not self._flat:
             raise GraphError("FsdpEngine(flat=False): ranks share passes that are packed flat; leave out flat")
         config = head.backbone.config.get_text_config()
-        check_parallel("FsdpEngine", config, tensor=self._ranks.tensor, context=self._ranks.context)
+        check_parallel("FsdpEngine", config, tensor=self._ranks.tensor, context=self._ranks.context, ring=self._ranks.ring)
 
     def _shared_experts(self, head: Head, mesh: DeviceMesh, dtype: torch.dtype) -> list[Any]:
         check_experts("FsdpEngine", head.backbone.config.get_text_config(), mesh["ep"].size())
@@ -244,8 +251,9 @@ class FsdpEngine:
         passes = plan_micro_batches(batch, ranks.data, most, flat=self._flat, shared=self.shared)[ranks.data_rank]
         for done, sequences in enumerate(passes):
             self._on_progress(done, len(passes))
-            packed = pack_flat(batch, sequences, multiple=ranks.sharing) if self._flat else pack(batch, sequences)
-            own = (packed if ranks.context == 1 else packed.shard(ranks.context_group, ranks.context_rank, ranks.context)).to(self._device)
+            multiple = ranks.sharing * (2 if ranks.ring > 1 else 1)  # a ring has two pieces for each place
+            packed = pack_flat(batch, sequences, multiple=multiple) if self._flat else pack(batch, sequences)
+            own = (packed if ranks.context == 1 else self._shard(packed)).to(self._device)
             self._routing.begin(own.routes if self._routing.replay else None)
             if ranks.sharded.size() == 1:
                 keep(self._units, more=done + 1 < len(passes))
@@ -253,6 +261,11 @@ class FsdpEngine:
                 keep(self._experts, more=done + 1 < len(passes), casts=False)
             yield own
         self._on_progress(len(passes), len(passes))
+
+    def _shard(self, row: MicroBatch) -> MicroBatch:
+        ranks = self._ranks
+        own = row.shard(ranks.context_group, ranks.context_rank, ranks.context, ring=ranks.ring)
+        return own if ranks.ring == 1 else replace(own, ring=RingPass(row, ranks.ring_group, ranks.heads_group, self._device))
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that are trained, by the names that the model's folder has."""
@@ -329,6 +342,12 @@ class FsdpEngine:
         del self._optimizer, self._head, self._units, self._experts, self._shards, self._held
         if self._made_group:
             dist.destroy_process_group()
+
+
+def _ring(head: Head, tensor: int, context: int) -> int:
+    """Count the ranks of a ring for the heads of a model; 1 where no row is shared, whatever the model."""
+    config = head.backbone.config.get_text_config()
+    return 1 if context == 1 else ring_ranks(config.num_attention_heads, tensor=tensor, context=context)
 
 
 def _attached(head: Head, adapter: LoRA, dtype: torch.dtype, world: int) -> list[LoraLinear]:

@@ -85,6 +85,7 @@ SPEC = TrainerSpec(
         "adapter",
         "exact",
     ),
+    any_heads=True,
     shares_prompts=True,
     reads_shards=True,
     saved_shards=saved_shards,

@@ -69,6 +69,7 @@ def predicting_states(backbone: Any, micro_batch: MicroBatch) -> torch.Tensor:
         more = {"cu_seq_lens_q": micro_batch.starts, "max_length_q": micro_batch.longest, "prompt_lengths": micro_batch.prompts}
         more |= {"shared_prompts": micro_batch.shared} if micro_batch.shared is not None else {}
         more |= {"context_group": micro_batch.group} if micro_batch.group is not None else {}
+        more |= {"context_ring": micro_batch.ring} if micro_batch.ring is not None else {}
     elif micro_batch.mask is not None:
         more = {"shared_positions": micro_batch.positions}
     with _attention(backbone, micro_batch):

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from rlgraph.costs.sharing import undivided
+from rlgraph.costs.sharing import ring_ranks, undivided
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import GraphError, shown
@@ -26,10 +26,10 @@ def check_folder_parallel(where: str, path: str | Path, *, tensor: int = 1, cont
     check_parallel(where, text_config(path), tensor=tensor, context=context)
 
 
-def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1) -> None:
-    """Check that ranks can share a model of this configuration.
+def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1, ring: int | None = None) -> None:
+    """Check that ranks can share a model of this configuration, `ring` of which pass keys round; None: as many as heads leave.
 
-    Raises GraphError for a family that is not known here, and for heads or a vocabulary that the ranks do not divide.
+    Raises GraphError for a family that is not known here, heads or a vocabulary that the ranks do not divide, or windows in a ring.
     """
     given = f"{where}({', '.join(f'{name}={size}' for name, size in _asked(tensor, context))})"
     kind = config.model_type
@@ -41,11 +41,20 @@ def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1
             f"{given}: the plan that transformers has for {shown(kind)} asks for {unknown or 'nothing'}, which is not known here"
         )
     sizes = config.num_attention_heads, config.num_key_value_heads, config.vocab_size, config.intermediate_size
-    found = undivided(*sizes, tensor=tensor, context=context)
+    ring = ring_ranks(config.num_attention_heads, tensor=tensor, context=context) if ring is None else ring
+    if context % ring:
+        raise GraphError(f"{given}: a ring of {ring} does not divide context_parallel={context}; every place has as many ranks")
+    found = undivided(*sizes, tensor=tensor, context=context // ring)
     if found is not None:
         name, size, settings = found
         raise GraphError(
             f"{given}: the model has {name}={size}, which {settings} does not divide; every rank has as many: choose a divisor of {size}"
+        )
+    if ring > 1 and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        heads = config.num_attention_heads
+        raise GraphError(
+            f"{given}: the model has sliding windows, and num_attention_heads={heads}, which the ranks do not divide: they would pass keys "
+            f"round in a ring, which windows are not offered for; choose ranks of which tensor × context is a divisor of {heads}"
         )
 
 

@@ -174,6 +174,7 @@ class TrainedModel(Model):
             pipeline_parallel=self.pipeline_parallel,
             expert_parallel=self.expert_parallel,
             any_vocabulary=self.spec.any_vocabulary,
+            any_heads=self.spec.any_heads,
             prepare=self.spec.prepare,
         )
 
