@@ -20,6 +20,7 @@ from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Pool
+from rlgraph.settings import RECOMPUTE, Recompute
 
 PROMPT_TOKENS = 512.0  # assumed if neither a context nor lengths are known
 GIB = 1 << 30
@@ -34,8 +35,12 @@ def needs(
     settings: Mapping[str, Setting],
     shapes: Shapes,
     costs: Costs,
+    recompute: Recompute = False,
 ) -> tuple[PlannedMemory, ...]:
-    """Estimate the peak of each pool's devices, and of the host, as far as the shapes of the models are known."""
+    """Estimate the peak of each pool's devices, and of the host, as far as the shapes of the models are known.
+
+    Trainers that can are taken to `recompute` no less than so.
+    """
     lengths = costs.lengths
     found, host = [], dict[str, int]()
     moving = [_moving(graph, feedback, workers, shapes, cluster) for feedback in graph.feedbacks]
@@ -44,7 +49,7 @@ def needs(
         models = [m for m in dict.fromkeys(n.model for n in graph.nodes) if m is not None and m.pool is pool]
         if not models or any(model.path not in shapes for model in models):
             continue
-        each = {model: _need(graph, model, shapes[model.path], settings, lengths, cluster) for model in models}
+        each = {model: _need(graph, model, shapes[model.path], settings, lengths, cluster, recompute) for model in models}
         names = {model: next(node.name for node in graph.nodes if node.model is model) for model in models}
         if cluster.gpus:
             for model, name in names.items():
@@ -127,7 +132,13 @@ def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemor
 
 
 def _need(
-    graph: Graph, model: Model, shape: ModelShape, settings: Mapping[str, Setting], lengths: Lengths | None, cluster: Cluster
+    graph: Graph,
+    model: Model,
+    shape: ModelShape,
+    settings: Mapping[str, Setting],
+    lengths: Lengths | None,
+    cluster: Cluster,
+    recompute: Recompute,
 ) -> Need:
     nodes = [node for node in graph.nodes if node.model is model]
     works = {node.traits.work for node in nodes}
@@ -145,7 +156,7 @@ def _need(
         copies=max((f.buffers for n in nodes if (f := n.feedback) is not None), default=1),
         trained="train" in works,
         micro_batch_tokens=model.traits.micro_batch_tokens or 0,
-        recompute=model.traits.recompute,
+        recompute=max(model.traits.recompute, recompute if "train" in works else False, key=RECOMPUTE.index),
         fused_head=model.traits.fused_head,
         one_moment=model.traits.one_moment,
         eight_bit_moments=model.traits.eight_bit_moments,
@@ -217,16 +228,43 @@ def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> di
     return {what: size for what, size in parts.items() if size}
 
 
-def check_memory(graph: str, memory: Sequence[PlannedMemory]) -> None:
-    """Raise PlanError for a device that cannot hold the least memory that a plan needs; the error names the largest items and a fix."""
+def fitting(
+    graph: Graph,
+    cluster: Cluster,
+    workers: Sequence[PlannedWorker],
+    settings: Mapping[str, Setting],
+    shapes: Shapes,
+    costs: Costs,
+) -> tuple[PlannedMemory, ...]:
+    """Estimate memory as `needs` does. Raises PlanError if it does not fit; where recomputing alone helps, the error names the least of it."""
+
+    def needed(recompute: Recompute = False) -> tuple[PlannedMemory, ...]:
+        return needs(graph, cluster, workers, settings, shapes, costs, recompute)
+
+    memory = needed()
+    if not all(map(_fits, memory)):
+        trained = [node.model for node in graph.nodes if node.traits.work == "train" and node.model is not None]
+        most = max((RECOMPUTE.index(model.traits.recompute) for model in trained), default=len(RECOMPUTE))
+        enough = next((more for more in RECOMPUTE[most + 1 :] if all(map(_fits, needed(more)))), None)
+        check_memory(graph.name, memory, None if enough is None else f"set recompute={enough!r}, with which it fits")
+    return memory
+
+
+def _fits(need: PlannedMemory) -> bool:
+    return need.limit is None or need.least_bytes <= need.limit
+
+
+def check_memory(graph: str, memory: Sequence[PlannedMemory], fix: str | None = None) -> None:
+    """Raise PlanError for a device that cannot hold the least memory that a plan needs; the error names the largest items and a `fix`, or
+    else one that the largest item has."""
     for need in memory:
         if need.limit is not None and need.least_bytes > need.limit:
             largest = sorted(need.parts, key=lambda part: -part[1])[:3]
             parts = ", ".join(f"{what} {size / GIB:.1f} GiB" for what, size in largest)
-            fix = FIXES["whole weights" if need.loading else largest[0][0] if largest[0][0] in FIXES else "weights"]
+            usual = FIXES["whole weights" if need.loading else largest[0][0] if largest[0][0] in FIXES else "weights"]
             raise PlanError(
                 f"graph '{graph}' needs at least {need.least_bytes / GIB:.1f} GiB on {need.place}, which has {need.limit / GIB:.1f} GiB: "
-                f"{parts}; {fix}"
+                f"{parts}; {fix or usual}"
             )
 
 
@@ -236,7 +274,7 @@ FIXES = {
     "weights": "give that pool more devices, or use a smaller model",
     "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
     "optimizer": 'set offload="moments", give that pool more devices, or use a smaller model',
-    "activations": "lower micro_batch_tokens, raise tensor_parallel, or set recompute=True",
+    "activations": "lower micro_batch_tokens, raise tensor_parallel, or set recompute='selective' or True",
     "logits": "set fused_head=True, lower micro_batch_tokens, or raise tensor_parallel",
     "keys and values": "lower max_context or max_tokens",
     REST: "set a smaller memory= for the engine, its share of a GPU",

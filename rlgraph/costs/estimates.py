@@ -8,9 +8,11 @@ from dataclasses import dataclass
 
 from rlgraph import settings
 from rlgraph.costs import host_times
+from rlgraph.costs.activations import kept_beside_feed_forward, kept_by_layer
 from rlgraph.costs.functions import Decode
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.graph.operation import Work
+from rlgraph.settings import Recompute
 
 FILE = 2  # bytes of a number in a model's files
 MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
@@ -41,7 +43,7 @@ class Workload:
 
     `itemsize` is the bytes of a number that passes compute with, `rows` the responses of a step over all workers. Prompt and response
     together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that generates.
-    `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone, and with `fused_head` no pass has the
+    `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps a part, and with `fused_head` no pass has the
     logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer, with
     `eight_bit_moments` both in 8 bits, with `host_moments` its moments are on the host. `tensor` workers share the matrices of a layer, and
     with `context` others a pass. Only the `adapter` numbers of a model that trains an adapter have gradients and moments; the model itself
@@ -61,7 +63,7 @@ class Workload:
     copies: int = 1
     trained: bool = False
     micro_batch_tokens: int = 0
-    recompute: bool = False
+    recompute: Recompute = False
     fused_head: bool | None = None
     one_moment: bool = False
     eight_bit_moments: bool = False
@@ -125,13 +127,14 @@ def model_parallel(work: Workload) -> Need:
     the group's share, float32 weights and moments those of the parameters that this rank owns, whole ones. Of a pipeline the first stage
     keeps a pass of each stage, of its own layers: together as much as a pass of all layers."""
     shape, stage = work.shape, work.workers // work.pipeline
+    kept = kept_beside_feed_forward(shape) if work.recompute == "selective" else None  # what Megatron-Core offers
     own = shape.own_parameters(work.tensor, work.pipeline, work.expert)
     owned = max(shape.own_parameters(stage, work.pipeline, stage), shape.vocab * shape.hidden // work.tensor)  # an embedding has one owner
     masters = 0 if work.itemsize == MASTER else MASTER * owned
     stays = {"weights": work.itemsize * own + masters}
     if work.trained:
         stays |= {"optimizer": OPTIMIZER * owned, "gradients": GRADIENT * own}
-    runs = {what: size for what, size in _ranks(work, MASTER).runs.items() if what != "gathered layers"}
+    runs = {what: size for what, size in _ranks(work, MASTER, kept).runs.items() if what != "gathered layers"}
     return Need(stays, runs, sum(runs.values()))
 
 
@@ -146,8 +149,9 @@ def replicated(work: Workload) -> Need:
     return Need({"weights": work.shape.parameters * work.itemsize}, need.runs, need.least)
 
 
-def _ranks(work: Workload, weights: int) -> Need:
+def _ranks(work: Workload, weights: int, kept: float | None = None) -> Need:
     shape = work.shape
+    kept = kept_by_layer(shape, work.recompute, work.tensor) if kept is None else kept
     per_parameter: dict[str, float] = {"weights": weights}
     if work.trained:
         per_parameter |= {"optimizer": EIGHT_BITS if work.eight_bit_moments else OPTIMIZER, "gradients": GRADIENT}
@@ -164,7 +168,7 @@ def _ranks(work: Workload, weights: int) -> Need:
     groups = max(work.workers // work.sharing, 1)
     tokens = min(work.micro_batch_tokens, int(-(-work.rows // groups) * work.longest) // work.context)  # of a rank
     logits = 0 if work.fused_head is None else _logits(work, tokens)
-    runs = {"activations": _activations(work, tokens, logits), "gathered layers": _gathered(work, weights)}
+    runs = {"activations": _activations(work, tokens, logits, kept), "gathered layers": _gathered(work, weights)}
     if work.fused_head is not None:
         runs["logits"] = logits
     return Need(stays, runs, sum(runs.values()))
@@ -181,28 +185,13 @@ def _gathered(work: Workload, weights: int) -> int:
     return (2 * shape.own_layer(work.expert) + shape.vocab * shape.hidden) * work.itemsize // work.tensor
 
 
-def _activations(work: Workload, tokens: int, logits: int) -> int:
-    """Estimate the memory of what passes keep for the backward pass: all of each layer, or its input and then all of one layer, while the
-    logits are there no more. Without training it is one layer's input."""
-    of_input = tokens * work.shape.hidden * work.itemsize // work.tensor
-    of_layer = tokens * kept_by_layer(work.shape) * work.itemsize // work.tensor
+def _activations(work: Workload, tokens: int, logits: int, kept: float) -> int:
+    """Estimate the memory of what passes keep for the backward pass: `kept` numbers of a token of each layer, and where that is not all,
+    then all of one layer, while the logits are there no more. Without training it is one layer's input."""
+    each = work.itemsize / work.tensor * tokens
     if not work.trained:
-        return of_input
-    return work.shape.layers * of_input + max(0, of_layer - logits) if work.recompute else work.shape.layers * of_layer
-
-
-def kept_by_layer(shape: ModelShape) -> int:
-    """Count the numbers that a layer keeps of a token for the backward pass, with fused norms and FlashAttention.
-
-    Input and output of both norms; queries and keys before and after the rotation (a norm of heads keeps them before), values, and the
-    output of attention; of a gated MLP the gate, its activation, what it multiplies, and the product. An adapter keeps the same inputs.
-
-    >>> kept_by_layer(ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10))
-    132
-    """
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    copies = shape.experts_used if shape.experts > 1 else 0  # of a token, one for each of its experts
-    return (4 + copies) * shape.hidden + 3 * (queries + keys) + 4 * shape.intermediate * shape.experts_used
+        return int(each * work.shape.hidden)
+    return int(work.shape.layers * kept * each) + max(0, int((kept_by_layer(work.shape) - kept) * each) - logits)
 
 
 def _logits(work: Workload, tokens: int) -> int:

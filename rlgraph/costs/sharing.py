@@ -81,7 +81,7 @@ def exchange_s(shape: ModelShape, device: Device, traits: ModelTraits, *, trains
     exchanged = 2 * (shape.heads + max(shape.kv_heads, context)) * shape.head_dim / tensor * (context - 1) / context / context
     expert, layers = traits.expert_parallel, shape.layers / traits.pipeline_parallel
     dispatched = 2 * shape.hidden * shape.experts_used * (expert - 1) / expert / (tensor * context)
-    walks = (2 + traits.recompute) if trains else 1
+    walks = 2 + bool(traits.recompute) if trains else 1
     return walks * layers * (gathered + exchanged + dispatched) * ITEMSIZE / (device.peer_link * LINKED)
 
 

@@ -6,7 +6,7 @@ from tiny import WeightedLikelihood, batch_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import rlgraph as rg
-from rlgraph.costs.estimates import kept_by_layer
+from rlgraph.costs.activations import kept_by_layer
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.engines.forward import fused_norms
 from rlgraph.engines.forward.policy_head import PolicyHead

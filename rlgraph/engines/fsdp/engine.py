@@ -30,14 +30,16 @@ from rlgraph.engines.fsdp.grad_norm import clipped
 from rlgraph.engines.fsdp.muon import made
 from rlgraph.engines.fsdp.offload import OffloadedMoments
 from rlgraph.engines.fsdp.ranks import Ranks
+from rlgraph.engines.fsdp.recompute import prepare_layers
 from rlgraph.engines.fsdp.shard_loading import load_shards
-from rlgraph.engines.fsdp.sharding import join, keep, local, memory, own_box, prepare_layers, shard
+from rlgraph.engines.fsdp.sharding import join, keep, local, memory, own_box, shard
 from rlgraph.engines.fsdp.tensor_parallel import Places, share_matrices, sum_gradients
 from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
 from rlgraph.engines.hf_models.parallel_plan import check_experts, check_parallel
 from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
 from rlgraph.engines.lora.settings import LoRA
 from rlgraph.errors import GraphError
+from rlgraph.settings import Recompute
 
 
 class FsdpEngine:
@@ -47,8 +49,8 @@ class FsdpEngine:
     than one call `torch.distributed.init_process_group` beforehand (gloo on a CPU); for a world of one the engine makes the
     group itself. `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds
     the padded tokens of one pass, and so its memory; the step does not depend on it. `recompute` keeps only the input of each
-    layer for the backward pass and computes the layer again, which takes a third more time. `compiled` fuses each layer's
-    kernels. `flat` packs sequences without padding (None: on a GPU, or to recompute). Responses to one prompt share one copy of it, unless
+    layer for the backward pass and computes the layer again, which takes a third more time; "selective" keeps also what costs most for
+    its bytes: see `recompute.Keeps`. `compiled` fuses each layer's kernels. `flat` packs sequences without padding (None: on a GPU, or to recompute). Responses to one prompt share one copy of it, unless
     `shared` is False, or with `exact`. `host_moments` keeps the moments of AdamW in host
     memory, and brings those of one parameter at a time to the device in an optimizer step; with `moments_stay` they are on the device also
     while the engine sleeps. `tensor_parallel` neighbours share the matrices of the layers, and `context_parallel` groups of them the tokens
@@ -71,7 +73,7 @@ class FsdpEngine:
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         micro_batch_tokens: int = 8192,
-        recompute: bool = False,
+        recompute: Recompute = False,
         compiled: bool = False,
         flat: bool | None = None,
         shared: bool = True,
@@ -96,7 +98,7 @@ class FsdpEngine:
         self.micro_batch_tokens = micro_batch_tokens
         self.optimizer_settings, self._steps = optimizer, 0
         self._head = head if head.folder is not None else head.to(self._device)
-        self._flat = exact or (self._device.type == "cuda" or recompute or self._ranks.sharing > 1 if flat is None else flat)
+        self._flat = exact or (self._device.type == "cuda" or bool(recompute) or self._ranks.sharing > 1 if flat is None else flat)
         self.shared = shared and not exact  # the engine attends to a prompt before each response by itself
         if self._ranks.sharing > 1:
             self._check_sharing(head)
@@ -104,7 +106,7 @@ class FsdpEngine:
         self._exchanged = exchange(head, self._device.type) if exact else []
         if self._device.type == "cuda" and not exact:
             fused_norms.install(head.model)
-        prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
+        prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled, tensor_parallel=tensor_parallel)
         self._alike: Places = () if self._ranks.matrices is None else share_matrices(head, self._ranks.matrices)
         self._experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)
         self._units = [*self._experts, *shard(head, head.layers, self._ranks.sharded, dtype)]

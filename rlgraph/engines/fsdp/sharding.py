@@ -39,16 +39,6 @@ def backends() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def prepare_layers(model: Any, layers: Any, *, recompute: bool, compiled: bool) -> None:
-    """Make the layers recompute their activations in the backward pass, or compile them; call it before they are sharded."""
-    if recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in layers:
-        layer.training = recompute  # of the layer alone, not of what is in it: recomputing is off otherwise, dropout stays off
-        if compiled:
-            layer.compile(dynamic=True)
-
-
 def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dtype) -> list[Any]:
     """Shard the layers in units, and the rest as one unit; passes compute in `dtype`. Returns the first module of each unit."""
     alone = mesh.size() == 1  # then gathered weights are a cast and not a transfer: once a pass is enough
