@@ -7,7 +7,8 @@
 
 A way says how the ranks share: `tp2` is two ranks that share matrices, `cp2` two that share a row, `tp2dp2` four ranks, `dp2` two with
 passes of their own, `ep2` two that share the experts of a mixture and have passes of their own, `ep2dp2` four ranks of which pairs do.
-They recompute activations, a part of them with the option `selective`, none with `eager`. `compiled`, `offload` (moments on the host) and `megatron` (the trainer) are others.
+They recompute activations, a part of them with the option `selective`, none with `eager`. `compiled`, `offload`
+(moments on the host) and `megatron` (the trainer) are others.
 FLOP a token are those of `timed_updates.row`. "predicted" is what `rg.compile` estimates of the model's shape and the GPU's roofline, with
 nothing measured; "from one rank" is what it predicts of the seconds that `dp1` took before in the same call. Four updates are timed after
 two of warm-up; each rank is a process with a GPU of its own.
@@ -70,7 +71,11 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """Those of `rg.Policy`."""
-        given: dict[str, Any] = {"recompute": "selective" if "selective" in self.options else "eager" not in self.options, "compiled": True, "offload": "moments"}
+        given: dict[str, Any] = {
+            "recompute": "selective" if "selective" in self.options else "eager" not in self.options,
+            "compiled": True,
+            "offload": "moments",
+        }
         return {name: value for name, value in given.items() if name == "recompute" or NAMES[name] in self.options}
 
 
@@ -78,7 +83,9 @@ def rank_process(run: Run, size: tuple[int, int], rank: int, world: int, rendezv
     device = begin_rank(rank)
     sharing = {"tensor_parallel": run.way["tp"], "micro_batch_tokens": size[1] // run.way["cp"]}
     sharing |= {f"{kind}_parallel": run.way[short] for kind, short in (("context", "cp"), ("expert", "ep")) if run.way[short] > 1}
-    more = {"host_moments" if name == "offload" else name: value if name == "recompute" else bool(value) for name, value in run.settings.items()}
+    more = {
+        "host_moments" if name == "offload" else name: value if name == "recompute" else bool(value) for name, value in run.settings.items()
+    }
     engine = made_engine(run.shape, rank, world, rendezvous, device, fused=True, trainer=run.trainer, **sharing, **more)
     seconds = timed_updates(engine, size, STEPS)
     if run.profile:

@@ -47,7 +47,11 @@ def predicted(
         plan = rg.compile(rg.Graph("update", step.metrics), cluster, costs)
     need = next(need for need in plan.memory if need.pool == "train" and not need.loading)
     staged = sum(size for part, size in need.parts if part == "weights in staging")  # for generators, which are not here
-    return {"step_s": plan.node("update").seconds, "peak_bytes": need.peak_bytes - staged}
+    return {
+        "step_s": plan.node("update").seconds,
+        "peak_bytes": need.peak_bytes - staged,
+        "parts": {part: size for part, size in need.parts if part != "weights in staging"},
+    }
 
 
 def profiled(seconds: float, size: tuple[int, int]) -> Any:

@@ -236,7 +236,7 @@ def fitting(
     shapes: Shapes,
     costs: Costs,
 ) -> tuple[PlannedMemory, ...]:
-    """Estimate memory as `needs` does. Raises PlanError if it does not fit; where recomputing alone helps, the error names the least of it."""
+    """Estimate memory as `needs` does. Raises PlanError if it does not fit; the error names the least recomputing that is enough, if any."""
 
     def needed(recompute: Recompute = False) -> tuple[PlannedMemory, ...]:
         return needs(graph, cluster, workers, settings, shapes, costs, recompute)

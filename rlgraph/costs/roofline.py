@@ -46,8 +46,8 @@ def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
     """Estimate the costs of a graph whose models' shapes are all known.
 
     A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1), 2 more where layers are
-    recomputed, those of gate and up where a part of them is, and 2 less of frozen ones; decoding is by the `decode_law` of the generator's engine. The host's time for each decode step,
-    sequence and pass, and what logits take, are those of `host_times`.
+    recomputed, those of gate and up where a part of them is, and 2 less of frozen ones; decoding is by the `decode_law` of the
+    generator's engine. The host's time for each decode step, sequence and pass, and what logits take, are those of `host_times`.
     """
     lengths = _lengths(graph)
     nodes = {node.name: _cost(node, device, shapes, lengths) for node in graph.nodes}

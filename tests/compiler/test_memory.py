@@ -14,6 +14,7 @@ from rlgraph.costs.estimates import PIECE_BYTES
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.errors import PlanError
 from rlgraph.runtime.worker.spec import worker_specs
+from rlgraph.settings import RECOMPUTE, Recompute
 
 GIB = 1 << 30
 
@@ -318,6 +319,27 @@ def test_a_plan_that_fails_by_its_logits_names_the_setting_with_which_it_fits(tm
     with pytest.raises(PlanError, match=r"logits \d+\.\d GiB.*; set fused_head=True, lower micro_batch_tokens, or raise tensor_parallel"):
         rg.compile(logits_of(model, False, **few), cluster)
     rg.compile(logits_of(model, True, **few), cluster)
+
+
+def test_a_plan_that_fits_where_layers_recompute_names_the_least_of_it(tmp_path: Path) -> None:
+    model, few = folder(tmp_path / "m", QWEN3_8B), {"fused_head": True, "micro_batch_tokens": 16384}
+
+    def on_gpus_of(gpu_memory_bytes: int | None, recompute: Recompute = False) -> rg.Plan:
+        return rg.compile(logits_of(model, recompute=recompute, **few), rg.Cluster(gpus=64, gpu_memory_bytes=gpu_memory_bytes))  # type: ignore[arg-type]
+
+    def least(recompute: Recompute) -> int:
+        return next(need.least_bytes for need in on_gpus_of(None, recompute).memory if need.pool == "train" and not need.loading)
+
+    kept, part, whole = map(least, RECOMPUTE)
+    assert whole < part < kept
+    for limit, said in ((kept - 1, "set recompute='selective', with which it fits"), (part - 1, "set recompute=True, with which it fits")):
+        with pytest.raises(PlanError, match=said):
+            on_gpus_of(limit)
+    with pytest.raises(PlanError, match="set recompute=True, with which it fits"):
+        on_gpus_of(part - 1, "selective")
+    with pytest.raises(PlanError, match=r"; lower micro_batch_tokens|; set fused|; give that pool|; set offload"):
+        on_gpus_of(whole - 1)
+    on_gpus_of(part, "selective")
 
 
 def test_offloaded_moments_are_counted_on_the_host_and_make_a_refused_plan_fit(tmp_path: Path) -> None:

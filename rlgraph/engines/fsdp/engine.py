@@ -50,8 +50,8 @@ class FsdpEngine:
     group itself. `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds
     the padded tokens of one pass, and so its memory; the step does not depend on it. `recompute` keeps only the input of each
     layer for the backward pass and computes the layer again, which takes a third more time; "selective" keeps also what costs most for
-    its bytes: see `recompute.Keeps`. `compiled` fuses each layer's kernels. `flat` packs sequences without padding (None: on a GPU, or to recompute). Responses to one prompt share one copy of it, unless
-    `shared` is False, or with `exact`. `host_moments` keeps the moments of AdamW in host
+    its bytes: see `recompute.Keeps`. `compiled` fuses each layer's kernels. `flat` packs sequences without padding (None: on a GPU, or
+    to recompute). Responses to one prompt share one copy of it, unless `shared` is False, or with `exact`. `host_moments` keeps the moments of AdamW in host
     memory, and brings those of one parameter at a time to the device in an optimizer step; with `moments_stay` they are on the device also
     while the engine sleeps. `tensor_parallel` neighbours share the matrices of the layers, and `context_parallel` groups of them the tokens
     of a pass, which is packed flat: see `Ranks`. Without these, `expert_parallel` neighbours share the experts of a mixture: see
