@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def predicted(
+def predicted(*given: Any) -> dict[str, Any]:
+    """The seconds of an update in a plan, the bytes on a GPU and what they are for, without those of generators: as `planned_update` is
+    given it."""
+    need, seconds = planned_update(*given)
+    parts = {part: size for part, size in need.parts if part != "weights in staging"}
+    return {"step_s": seconds, "peak_bytes": sum(parts.values()), "parts": parts}
+
+
+def planned_update(
     shape: str,
     size: tuple[int, int],
     gpu: str,
@@ -14,9 +22,11 @@ def predicted(
     micro_batch_tokens: int,
     settings: Mapping[str, Any],
     one_rank_s: float | None = None,
-) -> dict[str, Any]:
-    """What a plan says of the update of a `size`, sequences and their length, by ranks that share passes in a `way`, with `settings` of
-    `rg.Policy`: its seconds, and the bytes on a GPU; with the seconds of one rank, as if these had been profiled."""
+) -> tuple[Any, float]:
+    """Plan the update of a `size`, sequences and their length, by ranks that share passes in a `way`, with `settings` of `rg.Policy`.
+
+    Returns the memory of a GPU and the seconds; with the seconds of one rank, as if these had been profiled.
+    """
     from shapes import config
 
     import rlgraph as rg
@@ -46,12 +56,7 @@ def predicted(
         costs = None if one_rank_s is None else profiled(one_rank_s, size)
         plan = rg.compile(rg.Graph("update", step.metrics), cluster, costs)
     need = next(need for need in plan.memory if need.pool == "train" and not need.loading)
-    staged = sum(size for part, size in need.parts if part == "weights in staging")  # for generators, which are not here
-    return {
-        "step_s": plan.node("update").seconds,
-        "peak_bytes": need.peak_bytes - staged,
-        "parts": {part: size for part, size in need.parts if part != "weights in staging"},
-    }
+    return need, plan.node("update").seconds
 
 
 def profiled(seconds: float, size: tuple[int, int]) -> Any:

@@ -56,7 +56,7 @@ def recompute_of(options: Sequence[str]) -> bool | str:
 def rank_process(spec: str, size: tuple[int, int], rank: int, world: int, rendezvous: str, results: Any) -> None:
     device = begin_rank(rank)
     shape, *options = spec.split(":")
-    chosen = {"recompute": recompute_of(options), "compiled": "compiled" in options}
+    chosen: dict[str, Any] = {"recompute": recompute_of(options), "compiled": "compiled" in options}
     fused = "fused" in options
     engine = made_engine(shape, rank, world, rendezvous, device, fused=fused, micro_batch_tokens=MICRO_BATCH_TOKENS, **chosen)
     end_rank(timed_updates(engine, size, STEPS), rank, world, results)

@@ -14,10 +14,12 @@ from rlgraph.compiler.precision import itemsize_of
 from rlgraph.compiler.time_sharing import Sleeps, sleep_costs
 from rlgraph.costs.adapters import adapter_size, frozen_bytes
 from rlgraph.costs.costs import Costs
-from rlgraph.costs.estimates import OPTIMIZER, Need, Workload, default_estimates
+from rlgraph.costs.estimates import default_estimates
 from rlgraph.costs.functions import Setting, SleepCost
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
+from rlgraph.costs.update_memory import OPTIMIZER
+from rlgraph.costs.workload import Need, Workload
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Pool
 from rlgraph.settings import RECOMPUTE, Recompute
@@ -70,7 +72,7 @@ def needs(
         host["weights in staging"] = staged
     if host:
         spare = sum(
-            host.get(what, 0) for what in ("keys and values", "activations", "logits")
+            host.get(what, 0) for what in ("keys and values", "activations", "gradients of layers", "logits")
         )  # a host allocates pages when they are touched
         total = sum(host.values())
         found.append(PlannedMemory(None, tuple(host.items()), total, total - spare, cluster.host_memory_bytes))
@@ -106,7 +108,7 @@ def _in_turns(need: Need, sleep: SleepCost | None) -> Need:
 
 
 def _with(need: Need, more: Mapping[str, int]) -> Need:
-    return Need({**need.stays, **more}, need.runs, need.least)
+    return replace(need, stays={**need.stays, **more})
 
 
 def _with_share(need: Need, model: Model, limit: int | None, *, shared: bool) -> Need:
@@ -115,7 +117,7 @@ def _with_share(need: Need, model: Model, limit: int | None, *, shared: bool) ->
     share = model.traits.memory or (usual[shared] if usual is not None else 0.0)
     runs_in = int(share * (limit or 0)) - sum(need.stays.values())
     rest = runs_in - sum(need.runs.values())
-    return Need(need.stays, {**need.runs, REST: rest}, max(need.least, runs_in)) if rest > 0 else need
+    return replace(need, runs={**need.runs, REST: rest}, least=max(need.least, runs_in)) if rest > 0 else need
 
 
 def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemory:
@@ -124,11 +126,13 @@ def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemor
     for need in each:
         for what, size in need.stays.items():
             parts[what] = parts.get(what, 0) + size
-    largest = max((need.runs for need in each), key=lambda parts: sum(parts.values()))
-    for what, size in largest.items():
+    largest = max(each, key=lambda need: sum(need.runs.values()))
+    instants = tuple((instant, tuple(there.items())) for instant, there in largest.instants.items())
+    for what, size in largest.runs.items():
         parts[what] = parts.get(what, 0) + size
     stays = sum(size for need in each for size in need.stays.values())
-    return PlannedMemory(pool.name, tuple(parts.items()), sum(parts.values()), stays + max(n.least for n in each), limit)
+    least = stays + max(need.least for need in each)
+    return PlannedMemory(pool.name, tuple(parts.items()), sum(parts.values()), least, limit, instants=instants)
 
 
 def _need(
@@ -168,6 +172,8 @@ def _need(
         packed=model.traits.exact and not cluster.gpus,
         in_fp8=model.traits.weights_dtype is not None,
         kv_itemsize=model.traits.kv_itemsize,
+        compiled=model.traits.compiled,
+        plain_scores=model.traits.exact or model.traits.tensor_parallel > 1,
     )
     own, followed = adapter_size(model, shape), [adapter_size(_source(n), shape) for n in nodes]
     if own is not None:
@@ -236,7 +242,7 @@ def fitting(
     shapes: Shapes,
     costs: Costs,
 ) -> tuple[PlannedMemory, ...]:
-    """Estimate memory as `needs` does. Raises PlanError if it does not fit; the error names the least recomputing that is enough, if any."""
+    """Estimate memory as `needs` does. Raises PlanError if it does not fit; the error names the least recomputing that is enough."""
 
     def needed(recompute: Recompute = False) -> tuple[PlannedMemory, ...]:
         return needs(graph, cluster, workers, settings, shapes, costs, recompute)
@@ -275,6 +281,7 @@ FIXES = {
     "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
     "optimizer": 'set offload="moments", give that pool more devices, or use a smaller model',
     "activations": "lower micro_batch_tokens, raise tensor_parallel, or set recompute='selective' or True",
+    "gradients of layers": "raise tensor_parallel, train an adapter, or use a smaller model",
     "logits": "set fused_head=True, lower micro_batch_tokens, or raise tensor_parallel",
     "keys and values": "lower max_context or max_tokens",
     REST: "set a smaller memory= for the engine, its share of a GPU",

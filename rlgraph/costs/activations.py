@@ -4,14 +4,14 @@ from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.settings import Recompute
 
 
-def kept_by_layer(shape: ModelShape, recompute: Recompute = False, tensor: int = 1) -> float:
+def kept_by_layer(shape: ModelShape, recompute: Recompute = False, tensor: int = 1, *, compiled: bool = False) -> int:
     """Count the numbers that a layer keeps of a token for the backward pass, with fused norms and FlashAttention, over all of `tensor`
     ranks that share its matrices.
 
     Input and output of both norms; queries and keys before and after the rotation (a norm of heads keeps them before), values, and the
     output of attention; of a gated MLP the gate, its activation, what it multiplies, and the product. An adapter keeps the same inputs.
     With "selective" it keeps its input, and the results of attention and of its products, but not of the last one where ranks sum that.
-    With True it keeps its input.
+    With True it keeps its input. A layer that is `compiled` computes the activation of the gate again.
 
     >>> shape = ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10)
     >>> kept_by_layer(shape), kept_by_layer(shape, "selective"), kept_by_layer(shape, True)
@@ -20,7 +20,7 @@ def kept_by_layer(shape: ModelShape, recompute: Recompute = False, tensor: int =
     queries, keys = _sizes(shape)
     if recompute == "selective":
         return (1 + (tensor == 1)) * shape.hidden + 2 * (queries + keys)
-    return shape.hidden if recompute else (4 + _copies(shape)) * shape.hidden + 3 * (queries + keys) + 4 * _inner(shape)
+    return shape.hidden if recompute else (4 + _copies(shape)) * shape.hidden + 3 * (queries + keys) + (4 - compiled) * _inner(shape)
 
 
 def kept_beside_feed_forward(shape: ModelShape) -> int:

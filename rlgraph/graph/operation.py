@@ -188,6 +188,8 @@ class ModelTraits:
     `recompute` says that the forward pass keeps only the input of each layer for the backward pass, or, "selective", also the results of
     attention and of its products.
 
+    `compiled` says that a compiler fuses the kernels of each layer.
+
     `host_moments` says that the moments of its optimizer are in host memory while it trains, `moments_stay` that they are on the GPU while
     other models have it.
 
@@ -231,6 +233,7 @@ class ModelTraits:
     frees_memory: bool = False
     micro_batch_tokens: int | None = None
     recompute: Recompute = False
+    compiled: bool = False
     host_moments: bool = False
     moments_stay: bool = False
     shared_prompts: bool = False

@@ -62,6 +62,12 @@ def parts(plan: rg.Plan, place: str) -> dict[str, int]:
     return dict(next(need.parts for need in plan.memory if need.place == place))
 
 
+def at(plan: rg.Plan, instant: str) -> dict[str, int]:
+    """What a GPU that trains has at an instant of an update besides what stays."""
+    need = next(need for need in plan.memory if need.pool == "train" and not need.loading)
+    return dict(dict(need.instants)[instant])
+
+
 @pytest.mark.parametrize(("config", "billions", "active"), [(QWEN3_8B, 8.19, 7.57), (QWEN3_30B_A3B, 30.5, 3.0)])
 def test_a_config_gives_the_published_number_of_parameters(config: dict[str, object], billions: float, active: float) -> None:
     shape = ModelShape.from_config(config)
@@ -226,7 +232,7 @@ def test_on_a_host_everything_is_in_its_memory(tmp_path: Path) -> None:
 
 def test_activations_are_at_most_those_of_the_whole_batch(tmp_path: Path) -> None:
     model = folder(tmp_path / "m", QWEN3_8B)
-    small, large = (parts(rg.compile(loop(model, micro_batch_tokens=n), rg.Cluster(gpus=128)), "a GPU of 'train'") for n in (8192, 1 << 30))
+    small, large = (at(rg.compile(loop(model, micro_batch_tokens=n), rg.Cluster(gpus=128)), "head") for n in (8192, 1 << 30))
     assert small["activations"] == large["activations"] == 2 * 4096 * 4096 * 36 * 2  # two responses of 4096 tokens each
 
 
@@ -305,12 +311,13 @@ def logits_of(model: str, fused_head: bool | None, **settings: Any) -> rg.Graph:
 def test_whole_logits_are_counted_and_a_fused_head_holds_a_few_rows_of_them(tmp_path: Path) -> None:
     model, vocab, hidden = folder(tmp_path / "m", QWEN3_8B), 151936, 4096
     whole, fused, follows = (
-        parts(rg.compile(logits_of(model, asked, recompute=recompute), rg.Cluster(gpus=16)), "a GPU of 'train'")["logits"]
+        at(rg.compile(logits_of(model, asked, recompute=recompute), rg.Cluster(gpus=16)), "head")["logits"]
         for asked, recompute in ((False, True), (True, False), (None, True))
     )
-    scoring = 5 * 4 * (1 << 27)
-    assert whole == 2 * 2 * 16384 * vocab + scoring
-    assert fused == follows == 2 * 2 * (1 << 28) + scoring + (4 + 2) * vocab * hidden < whole
+    assert whole == 2 * 2 * 16384 * vocab
+    assert fused == follows == 2 * 2 * (1 << 28) + (4 + 2) * vocab * hidden < whole
+    shared = at(rg.compile(logits_of(model, False, tensor_parallel=2), rg.Cluster(gpus=16)), "head")["logits"]
+    assert shared == 2 * 2 * 16384 * vocab // 2 + 5 * 4 * (1 << 27)  # scored by plain operations
 
 
 def test_a_plan_that_fails_by_its_logits_names_the_setting_with_which_it_fits(tmp_path: Path) -> None:

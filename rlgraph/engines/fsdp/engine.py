@@ -45,20 +45,20 @@ from rlgraph.settings import Recompute
 class FsdpEngine:
     """A `TrainEngine`: one of `world` ranks, each with its rows of every parameter and its share of each batch.
 
-    `head` is the model and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The ranks of a world of more
-    than one call `torch.distributed.init_process_group` beforehand (gloo on a CPU); for a world of one the engine makes the
-    group itself. `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds
-    the padded tokens of one pass, and so its memory; the step does not depend on it. `recompute` keeps only the input of each
-    layer for the backward pass and computes the layer again, which takes a third more time; "selective" keeps also what costs most for
-    its bytes: see `recompute.Keeps`. `compiled` fuses each layer's kernels. `flat` packs sequences without padding (None: on a GPU, or
-    to recompute). Responses to one prompt share one copy of it, unless `shared` is False, or with `exact`. `host_moments` keeps the moments of AdamW in host
-    memory, and brings those of one parameter at a time to the device in an optimizer step; with `moments_stay` they are on the device also
-    while the engine sleeps. `tensor_parallel` neighbours share the matrices of the layers, and `context_parallel` groups of them the tokens
-    of a pass, which is packed flat: see `Ranks`. Without these, `expert_parallel` neighbours share the experts of a mixture: see
-    `share_experts`. `load_balance` is the weight of the loss that balances the experts of a mixture. `router_replay` computes with the
-    experts that a batch's columns `prompt_routes` and `routes` name, where it has them. With an `adapter` the model itself is frozen, in
-    `dtype`; weights, shards and state are then those of the adapter alone. `exact` computes the log-probs of the engine to the bit: see
-    `exact.model`. `on_progress(done, total)` is called after each micro-batch of an update or of scores.
+    `head` is the model and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The ranks of a world of more than one
+    call `torch.distributed.init_process_group` beforehand (gloo on a CPU); for a world of one the engine makes the group itself. `dtype` is
+    what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the padded tokens of one pass, and so
+    its memory; the step does not depend on it. `recompute` keeps only the input of each layer for the backward pass and computes the layer
+    again, which takes a third more time; "selective" keeps also what costs most for its bytes: see `recompute.Keeps`. `compiled` fuses each
+    layer's kernels. `flat` packs sequences without padding (None: on a GPU, or to recompute). Responses to one prompt share one copy of it,
+    unless `shared` is False, or with `exact`. `host_moments` keeps the moments of AdamW in host memory, and brings those of one parameter
+    at a time to the device in an optimizer step; with `moments_stay` they are on the device also while the engine sleeps. `tensor_parallel`
+    neighbours share the matrices of the layers, and `context_parallel` groups of them the tokens of a pass, which is packed flat: see
+    `Ranks`. Without these, `expert_parallel` neighbours share the experts of a mixture: see `share_experts`. `load_balance` is the weight
+    of the loss that balances the experts of a mixture. `router_replay` computes with the experts that a batch's columns `prompt_routes` and
+    `routes` name, where it has them. With an `adapter` the model itself is frozen, in `dtype`; weights, shards and state are then those of
+    the adapter alone. `exact` computes the log-probs of the engine to the bit: see `exact.model`. `on_progress(done, total)` is called
+    after each micro-batch of an update or of scores.
 
     Raises GraphError for ranks that cannot share the model.
     """

@@ -11,11 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlgraph.channels.weights.shards import WeightShard
+from rlgraph.costs.update_memory import UNIT_PARAMETERS
 from rlgraph.errors import GraphError
-
-# The least size of a unit: the host takes as long to gather, cast and scatter a small unit as a large one, and in a model of less than
-# some billion parameters longer than the GPU computes.
-UNIT_PARAMETERS = 200_000_000
 
 
 def join(rank: int, world: int) -> bool:

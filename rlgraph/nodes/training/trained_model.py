@@ -163,6 +163,7 @@ class TrainedModel(Model):
             frees_memory=self.spec.only_scores,
             micro_batch_tokens=tokens,
             recompute=self.recompute,
+            compiled=self.compiled,
             host_moments=self.offload == "moments",
             moments_stay=self.offload == "never",
             shared_prompts=self.spec.shares_prompts and not self.exact,
