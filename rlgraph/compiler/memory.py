@@ -9,7 +9,8 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.events import evaluations, readers
 from rlgraph.compiler.loading_memory import loading
 from rlgraph.compiler.placement import model_names
-from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
+from rlgraph.compiler.plan import PlannedWorker
+from rlgraph.compiler.planned_memory import PlannedMemory
 from rlgraph.compiler.precision import itemsize_of
 from rlgraph.compiler.time_sharing import Sleeps, sleep_costs
 from rlgraph.costs.adapters import adapter_size, frozen_bytes

@@ -14,6 +14,7 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.facade import Facade, facade
 from rlgraph.compiler.plan_keys import unknown_keys, with_new_names
 from rlgraph.compiler.planned_adapter import PlannedAdapter
+from rlgraph.compiler.planned_memory import PlannedMemory
 from rlgraph.compiler.schedule import Reason, Schedule
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.errors import PlanError
@@ -161,37 +162,6 @@ class PlannedModel:
     why: str
     engine_args: str = ""
     split: str = ""
-
-
-@dataclass(frozen=True)
-class PlannedMemory:
-    """Estimated bytes on a GPU of a pool or on the host (None), while a job runs or loads: parts, peak, what must fit, what there is.
-
-    `parts` are those of the peak. `instants` has the parts that come and go at each instant of an update, of which the peak is the largest;
-    `print(need)` shows both.
-    """
-
-    pool: str | None
-    parts: tuple[tuple[str, int], ...]
-    peak_bytes: int
-    least_bytes: int
-    limit: int | None
-    loading: bool = False
-    instants: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
-
-    def __str__(self) -> str:
-        lines = [f"{self.place}: {self.peak_bytes / 2**30:.2f} GiB at the peak", _sizes("peak", self.parts)]
-        return "\n".join([*lines, *(_sizes(instant, parts) for instant, parts in self.instants)])
-
-    @property
-    def place(self) -> str:
-        """The place and the time in words."""
-        return ("host" if self.pool is None else f"a GPU of '{self.pool}'") + (" while models load" if self.loading else "")
-
-
-def _sizes(instant: str, parts: tuple[tuple[str, int], ...]) -> str:
-    total = sum(size for _, size in parts)
-    return f"  {instant:26} {total / 2**30:7.2f} GiB: " + ", ".join(f"{what} {size / 2**30:.2f}" for what, size in parts)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from rlgraph.costs import host_times
 from rlgraph.costs.activations import operations_again
 from rlgraph.costs.adapters import adapter_size
 from rlgraph.costs.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
-from rlgraph.costs.estimates import DECODING, EIGHT_BITS, GENERATING, OPTIMIZER, Device, default_estimates
+from rlgraph.costs.estimates import DECODING, EIGHT_BITS, GENERATING, Device, default_estimates
 from rlgraph.costs.functions import NodeCost, Setting, SleepCost
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
 from rlgraph.costs.sharing import exchange_s
+from rlgraph.costs.update_memory import OPTIMIZER
 from rlgraph.graph.nodes import Graph, Model, Node
 
 GB = 10**9

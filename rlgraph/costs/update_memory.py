@@ -43,7 +43,7 @@ def update(work: Workload, *, cast: bool) -> Instants:
     found = {
         HEAD: {"activations": layers, "gathered layers": gathered},
         LAYER: {"activations": layers + rest, "gathered layers": gathered, "gradients of layers": of_unit + of_head},
-        EMBEDDING: {"gathered layers": gathered, "gradients of layers": of_vocabulary},
+        EMBEDDING: {"gathered layers": _gathered_at_the_end(work, cast), "gradients of layers": of_vocabulary},
     }
     if work.fused_head is not None:
         found[HEAD]["logits"] = _logits(work, tokens)
@@ -116,6 +116,13 @@ def _gathered(work: Workload, cast: bool) -> int:
         return shape.parameters * work.itemsize // work.tensor
     layers = min(2 * _unit(work), shape.layers * shape.own_layer(work.expert))
     return (layers + _vocabulary(work)) * work.itemsize // work.tensor
+
+
+def _gathered_at_the_end(work: Workload, cast: bool) -> int:
+    """Estimate what is still cast when all layers have had their backward pass: the vocabulary, or all of what no rank shares."""
+    if work.workers == work.tensor:
+        return _gathered(work, cast)
+    return _vocabulary(work) * work.itemsize // work.tensor
 
 
 def _logits(work: Workload, tokens: int) -> int:
