@@ -48,7 +48,8 @@ class MegatronEngine:
     `expert_parallel` neighbours the experts: see `MegatronRanks`.
     `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the tokens of a rank in a
     pass, and a pipeline has several passes under way. `recompute` keeps only the input of each layer for the backward pass and computes the
-    layer again; "selective" computes its feed-forward block again. `fused` keeps the logits of all tokens out of memory. `on_progress(done, total)` is called after each pass.
+    layer again; "selective" computes its feed-forward block again. `fused` keeps the logits of all tokens out of memory. `on_progress(done,
+    total)` is called after each pass.
 
     Raises GraphError for a model or an optimizer that it is not offered for, and ranks that cannot share the model.
     """
