@@ -7,7 +7,8 @@
 
 A way says how the ranks share: `tp2` is two ranks that share matrices, `cp2` two that share a row, `tp2dp2` four ranks, `dp2` two with
 passes of their own, `ep2` two that share the experts of a mixture and have passes of their own, `ep2dp2` four ranks of which pairs do.
-They recompute activations, but for the option `eager`. `compiled`, `offload` (moments on the host) and `megatron` (the trainer) are others.
+They recompute activations, a part of them with the option `selective`, none with `eager`. `compiled`, `offload`
+(moments on the host) and `megatron` (the trainer) are others.
 With `ring` all ranks that share a row pass keys round, where else they exchange tokens for heads as far as these go:
 `8B:cp2 8B:cp2:ring`. Predictions are then still those of the exchange.
 FLOP a token are those of `timed_updates.row`. "predicted" is what `rg.compile` estimates of the model's shape and the GPU's roofline, with
@@ -20,17 +21,17 @@ import json
 import math
 import re
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from predicted_update import predicted
 from profiled_update import profiled_update
 from timed_updates import PEAK, SMOKE, WARM_UP, begin_rank, end_rank, made_engine, of_ranks, row, timed_updates
 
 STEPS = 4 + WARM_UP
 NAMES = {"compiled": "compiled", "offload": "offload"}  # of settings, and of the options that give them
-OPTIONS = "megatron", "compiled", "eager", "offload", "ring"
+OPTIONS = "megatron", "compiled", "eager", "selective", "offload", "ring"
 
 
 def ways(text: str) -> dict[str, int]:
@@ -74,7 +75,11 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """Those of `rg.Policy`."""
-        given: dict[str, Any] = {"recompute": "eager" not in self.options, "compiled": True, "offload": "moments"}
+        given: dict[str, Any] = {
+            "recompute": "selective" if "selective" in self.options else "eager" not in self.options,
+            "compiled": True,
+            "offload": "moments",
+        }
         return {name: value for name, value in given.items() if name == "recompute" or NAMES[name] in self.options}
 
 
@@ -83,7 +88,9 @@ def rank_process(run: Run, size: tuple[int, int], rank: int, world: int, rendezv
     sharing = {"tensor_parallel": run.way["tp"], "micro_batch_tokens": size[1] // run.way["cp"]}
     sharing |= {f"{kind}_parallel": run.way[short] for kind, short in (("context", "cp"), ("expert", "ep")) if run.way[short] > 1}
     sharing |= {"ring": run.way["cp"]} if "ring" in run.options else {}
-    more = {"host_moments" if name == "offload" else name: bool(value) for name, value in run.settings.items()}
+    more = {
+        "host_moments" if name == "offload" else name: value if name == "recompute" else bool(value) for name, value in run.settings.items()
+    }
     engine = made_engine(run.shape, rank, world, rendezvous, device, fused=True, trainer=run.trainer, **sharing, **more)
     seconds = timed_updates(engine, size, STEPS)
     if run.profile:
@@ -91,67 +98,17 @@ def rank_process(run: Run, size: tuple[int, int], rank: int, world: int, rendezv
     end_rank(seconds, rank, world, results)
 
 
-def predicted(run: Run, size: tuple[int, int], gpu: str, one_rank_s: float | None = None) -> dict[str, float]:
-    """What a plan says of the update: its seconds, and the bytes on a GPU; with the seconds of one rank, as if these had been profiled."""
-    from shapes import config
-
-    import rlgraph as rg
-
-    way, (sequences, length) = run.way, size
-    world, prompt = ranks_of(way), length // 4
-    with tempfile.TemporaryDirectory() as folder:
-        config(run.shape).save_pretrained(folder)  # type: ignore[attr-defined]
-        sampling = rg.Sampling(max_tokens=length + 1 - prompt, ignore_eos=True)
-        generator = rg.Generator(folder, pool=rg.Pool("rollout", gpus=1), sampling=sampling, max_context=length + 1)
-        policy = rg.Policy(
-            folder,
-            pool=rg.Pool("train", gpus=world),
-            tensor_parallel=way["tp"],
-            context_parallel=way["cp"],
-            expert_parallel=way["ep"],
-            micro_batch_tokens=length // way["cp"],
-            trainer=run.trainer,
-            **run.settings,
-        )
-        weights = rg.feedback("weights", depth=1)
-        prompts = rg.prompts([{"prompt": "x" * 3 * prompt}], count=sequences // 2)  # three characters count as a token
-        rollout = generator.rollout(prompts, weights, group_size=2)
-        rewards = rg.reward(constant, rollout)
-        step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.RLOO()), loss=rg.ClippedLoss())
-        weights.close(step.weights)
-        cluster = rg.Cluster(gpus=world + 1, cpus=64, gpus_per_node=world + 1, gpu=gpu)
-        costs = None if one_rank_s is None else profiled(one_rank_s, size)
-        plan = rg.compile(rg.Graph("parallel", step.metrics), cluster, costs)
-    need = next(need for need in plan.memory if need.pool == "train" and not need.loading)
-    staged = sum(size for part, size in need.parts if part == "weights in staging")  # for generators, which are not here
-    return {"step_s": plan.node("update").seconds, "peak_bytes": need.peak_bytes - staged}
-
-
-def profiled(seconds: float, size: tuple[int, int]) -> Any:
-    """Costs in which one rank has taken so long for the update."""
-    import rlgraph as rg
-    from rlgraph.costs.functions import NodeCost, Setting
-    from rlgraph.costs.lengths import Lengths
-    from rlgraph.costs.microbatch_count import Passes
-
-    (sequences, length), prompt = size, size[1] // 4
-    tokens = float(length + 1 - prompt)
-    measured = Setting(rows=sequences, passes=Passes(length))
-    update = NodeCost(token_s=seconds / (sequences * length), measured=measured)
-    nodes: dict[str, Any] = {"prompts": 0.0, "rollout": 1.0, "reward": 0.0, "advantages": 0.0, "update": update}
-    return rg.Costs(nodes, lengths=Lengths((0.0, 1.0), (tokens, tokens), float(prompt - 1)))
-
-
-def constant(responses: list[str]) -> list[float]:
-    return [1.0 for _ in responses]
+def predicted_of(run: Run, size: tuple[int, int], gpu: str, one_rank_s: float | None = None) -> dict[str, float]:
+    settings = {**run.settings, "trainer": run.trainer}
+    return predicted(run.shape, size, gpu, run.way, size[1] // run.way["cp"], settings, one_rank_s)
 
 
 def measure(run: Run, size: tuple[int, int], peak: float, gpu: str, one_rank_s: float | None) -> dict[str, Any]:
     world = ranks_of(run.way)
     found = row(run.shape, size, world, peak, of_ranks(world, rank_process, (run, size), 900 if run.profile else 400))
-    found["predicted"] = predicted(run, size, gpu)
+    found["predicted"] = predicted_of(run, size, gpu)
     if one_rank_s is not None and world > 1:
-        found["predicted_from_one_rank_s"] = predicted(run, size, gpu, one_rank_s)["step_s"]
+        found["predicted_from_one_rank_s"] = predicted_of(run, size, gpu, one_rank_s)["step_s"]
     return found
 
 

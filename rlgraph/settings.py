@@ -44,6 +44,8 @@ Fraction: TypeAlias = Annotated[float, Range(least=0, most=1)]
 PositiveFraction: TypeAlias = Annotated[float, Range(above=0, most=1)]
 Seconds: TypeAlias = Annotated[float, Range(above=0, rule="a number of seconds above 0")]
 Dtype: TypeAlias = Literal["auto", "bfloat16", "float32"]  # of a pass's computations
+Recompute: TypeAlias = bool | Literal["selective"]  # what a layer computes again in the backward pass: nothing, all, the cheap part
+RECOMPUTE: Final[tuple[Recompute, ...]] = (False, "selective", True)  # from least to most
 Name: TypeAlias = Annotated[str, Range(least=1, rule="a non-empty text")]
 
 

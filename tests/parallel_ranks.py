@@ -24,6 +24,7 @@ from rlgraph.engines.hf_export.folder import GrowingExport
 from rlgraph.engines.hf_export.layout import ExportLayout, planned
 from rlgraph.engines.hf_export.shard_writer import write_shards
 from rlgraph.engines.hf_models.folder_parts import folder_shards
+from rlgraph.settings import Recompute
 
 STEPS = 4
 GOES_ON = 3  # steps, from a state that another engine saved
@@ -47,6 +48,7 @@ class Case:
     trainer: str = "fsdp"
     load_balance: float = 0.0
     flat: bool = True
+    recompute: Recompute = False
 
 
 def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False, **ranks: int) -> Any:
@@ -54,12 +56,14 @@ def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False
     if case.trainer == "megatron":
         from rlgraph.engines.megatron.engine import MegatronEngine
 
-        own: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "fused": saving, "recompute": saving}
+        own: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "fused": saving}
+        own["recompute"] = saving or case.recompute
         return MegatronEngine(head, optimizer=case.optimizer, rank=rank, world=world, **own, **ranks)
     given: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "flat": case.flat}
     given["load_balance"] = case.load_balance
     given["shared"] = world > 1  # ranks that share prompts are held against one process that does not
-    return FsdpEngine(head, optimizer=case.optimizer, rank=rank, world=world, recompute=saving, host_moments=saving, **given, **ranks)
+    given["recompute"] = saving or case.recompute
+    return FsdpEngine(head, optimizer=case.optimizer, rank=rank, world=world, host_moments=saving, **given, **ranks)
 
 
 def trained(engine: Any, kind: str, steps: int = STEPS) -> dict[str, Any]:

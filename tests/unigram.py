@@ -13,7 +13,8 @@ import torch
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.channels.weights.shards import WeightShard, whole
 from rlgraph.columns import Columns
-from rlgraph.costs.estimates import Need, Workload, stays_awake
+from rlgraph.costs.estimates import stays_awake
+from rlgraph.costs.workload import Need, Workload
 from rlgraph.engines.api import GenerateEngine, Guard, Loss, Request, Response, Running, check_request, check_weights
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.hf_models.pretrained import check_model

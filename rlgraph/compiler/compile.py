@@ -16,7 +16,7 @@ from rlgraph.compiler.certificate import Certificate, LoopBound
 from rlgraph.compiler.channels import batch_transports, planned_channels, planned_loops
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.device_split import FEW, best_first
-from rlgraph.compiler.memory import check_drafts, check_fp8, check_gpu_settings, check_memory, check_moments_stay, needs
+from rlgraph.compiler.memory import check_drafts, check_fp8, check_gpu_settings, check_moments_stay, fitting
 from rlgraph.compiler.placement import (
     Counts,
     Divisions,
@@ -98,8 +98,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
     check_shared(graph, shapes)
     workers, settings, schedule = scheduled(graph, cluster, counts, priced)
     sleeps = sleep_costs(graph, workers, settings, priced.sleep)
-    memory = needs(graph, cluster, workers, settings, shapes, priced)
-    check_memory(graph.name, memory)
+    memory = fitting(graph, cluster, workers, settings, shapes, priced)
     cycle = critical_cycle(schedule)
     expected = forecast(schedule, graph, settings, priced)
     step_s = expected.step_s if any(map(priced.varies, priced.nodes)) else cycle.period_s

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
+from rlgraph.compiler.plan import PlannedWorker
+from rlgraph.compiler.planned_memory import PlannedMemory
 from rlgraph.compiler.precision import itemsize_of
 from rlgraph.costs.adapters import adapter_size, frozen_bytes
 from rlgraph.costs.estimates import PIECE_BYTES, default_estimates

@@ -9,17 +9,21 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.events import evaluations, readers
 from rlgraph.compiler.loading_memory import loading
 from rlgraph.compiler.placement import model_names
-from rlgraph.compiler.plan import PlannedMemory, PlannedWorker
+from rlgraph.compiler.plan import PlannedWorker
+from rlgraph.compiler.planned_memory import PlannedMemory
 from rlgraph.compiler.precision import itemsize_of
 from rlgraph.compiler.time_sharing import Sleeps, sleep_costs
 from rlgraph.costs.adapters import adapter_size, frozen_bytes
 from rlgraph.costs.costs import Costs
-from rlgraph.costs.estimates import OPTIMIZER, Need, Workload, default_estimates
+from rlgraph.costs.estimates import default_estimates
 from rlgraph.costs.functions import Setting, SleepCost
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
+from rlgraph.costs.update_memory import OPTIMIZER
+from rlgraph.costs.workload import Need, Workload
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Pool
+from rlgraph.settings import RECOMPUTE, Recompute
 
 PROMPT_TOKENS = 512.0  # assumed if neither a context nor lengths are known
 GIB = 1 << 30
@@ -34,8 +38,12 @@ def needs(
     settings: Mapping[str, Setting],
     shapes: Shapes,
     costs: Costs,
+    recompute: Recompute = False,
 ) -> tuple[PlannedMemory, ...]:
-    """Estimate the peak of each pool's devices, and of the host, as far as the shapes of the models are known."""
+    """Estimate the peak of each pool's devices, and of the host, as far as the shapes of the models are known.
+
+    Trainers that can are taken to `recompute` no less than so.
+    """
     lengths = costs.lengths
     found, host = [], dict[str, int]()
     moving = [_moving(graph, feedback, workers, shapes, cluster) for feedback in graph.feedbacks]
@@ -44,7 +52,7 @@ def needs(
         models = [m for m in dict.fromkeys(n.model for n in graph.nodes) if m is not None and m.pool is pool]
         if not models or any(model.path not in shapes for model in models):
             continue
-        each = {model: _need(graph, model, shapes[model.path], settings, lengths, cluster) for model in models}
+        each = {model: _need(graph, model, shapes[model.path], settings, lengths, cluster, recompute) for model in models}
         names = {model: next(node.name for node in graph.nodes if node.model is model) for model in models}
         if cluster.gpus:
             for model, name in names.items():
@@ -65,7 +73,7 @@ def needs(
         host["weights in staging"] = staged
     if host:
         spare = sum(
-            host.get(what, 0) for what in ("keys and values", "activations", "logits")
+            host.get(what, 0) for what in ("keys and values", "activations", "gradients of layers", "logits")
         )  # a host allocates pages when they are touched
         total = sum(host.values())
         found.append(PlannedMemory(None, tuple(host.items()), total, total - spare, cluster.host_memory_bytes))
@@ -101,7 +109,7 @@ def _in_turns(need: Need, sleep: SleepCost | None) -> Need:
 
 
 def _with(need: Need, more: Mapping[str, int]) -> Need:
-    return Need({**need.stays, **more}, need.runs, need.least)
+    return replace(need, stays={**need.stays, **more})
 
 
 def _with_share(need: Need, model: Model, limit: int | None, *, shared: bool) -> Need:
@@ -110,7 +118,7 @@ def _with_share(need: Need, model: Model, limit: int | None, *, shared: bool) ->
     share = model.traits.memory or (usual[shared] if usual is not None else 0.0)
     runs_in = int(share * (limit or 0)) - sum(need.stays.values())
     rest = runs_in - sum(need.runs.values())
-    return Need(need.stays, {**need.runs, REST: rest}, max(need.least, runs_in)) if rest > 0 else need
+    return replace(need, runs={**need.runs, REST: rest}, least=max(need.least, runs_in)) if rest > 0 else need
 
 
 def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemory:
@@ -119,15 +127,23 @@ def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemor
     for need in each:
         for what, size in need.stays.items():
             parts[what] = parts.get(what, 0) + size
-    largest = max((need.runs for need in each), key=lambda parts: sum(parts.values()))
-    for what, size in largest.items():
+    largest = max(each, key=lambda need: sum(need.runs.values()))
+    instants = tuple((instant, tuple(there.items())) for instant, there in largest.instants.items())
+    for what, size in largest.runs.items():
         parts[what] = parts.get(what, 0) + size
     stays = sum(size for need in each for size in need.stays.values())
-    return PlannedMemory(pool.name, tuple(parts.items()), sum(parts.values()), stays + max(n.least for n in each), limit)
+    least = stays + max(need.least for need in each)
+    return PlannedMemory(pool.name, tuple(parts.items()), sum(parts.values()), least, limit, instants=instants)
 
 
 def _need(
-    graph: Graph, model: Model, shape: ModelShape, settings: Mapping[str, Setting], lengths: Lengths | None, cluster: Cluster
+    graph: Graph,
+    model: Model,
+    shape: ModelShape,
+    settings: Mapping[str, Setting],
+    lengths: Lengths | None,
+    cluster: Cluster,
+    recompute: Recompute,
 ) -> Need:
     nodes = [node for node in graph.nodes if node.model is model]
     works = {node.traits.work for node in nodes}
@@ -145,7 +161,7 @@ def _need(
         copies=max((f.buffers for n in nodes if (f := n.feedback) is not None), default=1),
         trained="train" in works,
         micro_batch_tokens=model.traits.micro_batch_tokens or 0,
-        recompute=model.traits.recompute,
+        recompute=max(model.traits.recompute, recompute if "train" in works else False, key=RECOMPUTE.index),
         fused_head=model.traits.fused_head,
         one_moment=model.traits.one_moment,
         eight_bit_moments=model.traits.eight_bit_moments,
@@ -157,6 +173,8 @@ def _need(
         packed=model.traits.exact and not cluster.gpus,
         in_fp8=model.traits.weights_dtype is not None,
         kv_itemsize=model.traits.kv_itemsize,
+        compiled=model.traits.compiled,
+        plain_scores=model.traits.exact or model.traits.tensor_parallel > 1,
     )
     own, followed = adapter_size(model, shape), [adapter_size(_source(n), shape) for n in nodes]
     if own is not None:
@@ -217,16 +235,43 @@ def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> di
     return {what: size for what, size in parts.items() if size}
 
 
-def check_memory(graph: str, memory: Sequence[PlannedMemory]) -> None:
-    """Raise PlanError for a device that cannot hold the least memory that a plan needs; the error names the largest items and a fix."""
+def fitting(
+    graph: Graph,
+    cluster: Cluster,
+    workers: Sequence[PlannedWorker],
+    settings: Mapping[str, Setting],
+    shapes: Shapes,
+    costs: Costs,
+) -> tuple[PlannedMemory, ...]:
+    """Estimate memory as `needs` does. Raises PlanError if it does not fit; the error names the least recomputing that is enough."""
+
+    def needed(recompute: Recompute = False) -> tuple[PlannedMemory, ...]:
+        return needs(graph, cluster, workers, settings, shapes, costs, recompute)
+
+    memory = needed()
+    if not all(map(_fits, memory)):
+        trained = [node.model for node in graph.nodes if node.traits.work == "train" and node.model is not None]
+        most = max((RECOMPUTE.index(model.traits.recompute) for model in trained), default=len(RECOMPUTE))
+        enough = next((more for more in RECOMPUTE[most + 1 :] if all(map(_fits, needed(more)))), None)
+        check_memory(graph.name, memory, None if enough is None else f"set recompute={enough!r}, with which it fits")
+    return memory
+
+
+def _fits(need: PlannedMemory) -> bool:
+    return need.limit is None or need.least_bytes <= need.limit
+
+
+def check_memory(graph: str, memory: Sequence[PlannedMemory], fix: str | None = None) -> None:
+    """Raise PlanError for a device that cannot hold the least memory that a plan needs; the error names the largest items and a `fix`, or
+    else one that the largest item has."""
     for need in memory:
         if need.limit is not None and need.least_bytes > need.limit:
             largest = sorted(need.parts, key=lambda part: -part[1])[:3]
             parts = ", ".join(f"{what} {size / GIB:.1f} GiB" for what, size in largest)
-            fix = FIXES["whole weights" if need.loading else largest[0][0] if largest[0][0] in FIXES else "weights"]
+            usual = FIXES["whole weights" if need.loading else largest[0][0] if largest[0][0] in FIXES else "weights"]
             raise PlanError(
                 f"graph '{graph}' needs at least {need.least_bytes / GIB:.1f} GiB on {need.place}, which has {need.limit / GIB:.1f} GiB: "
-                f"{parts}; {fix}"
+                f"{parts}; {fix or usual}"
             )
 
 
@@ -236,7 +281,8 @@ FIXES = {
     "weights": "give that pool more devices, or use a smaller model",
     "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
     "optimizer": 'set offload="moments", give that pool more devices, or use a smaller model',
-    "activations": "lower micro_batch_tokens, raise tensor_parallel, or set recompute=True",
+    "activations": "lower micro_batch_tokens, raise tensor_parallel, or set recompute='selective' or True",
+    "gradients of layers": "raise tensor_parallel, train an adapter, or use a smaller model",
     "logits": "set fused_head=True, lower micro_batch_tokens, or raise tensor_parallel",
     "keys and values": "lower max_context or max_tokens",
     REST: "set a smaller memory= for the engine, its share of a GPU",

@@ -14,6 +14,7 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.facade import Facade, facade
 from rlgraph.compiler.plan_keys import unknown_keys, with_new_names
 from rlgraph.compiler.planned_adapter import PlannedAdapter
+from rlgraph.compiler.planned_memory import PlannedMemory
 from rlgraph.compiler.schedule import Reason, Schedule
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.errors import PlanError
@@ -161,23 +162,6 @@ class PlannedModel:
     why: str
     engine_args: str = ""
     split: str = ""
-
-
-@dataclass(frozen=True)
-class PlannedMemory:
-    """Estimated bytes on a GPU of a pool or on the host (None), while a job runs or loads: parts, peak, what must fit, what there is."""
-
-    pool: str | None
-    parts: tuple[tuple[str, int], ...]
-    peak_bytes: int
-    least_bytes: int
-    limit: int | None
-    loading: bool = False
-
-    @property
-    def place(self) -> str:
-        """The place and the time in words."""
-        return ("host" if self.pool is None else f"a GPU of '{self.pool}'") + (" while models load" if self.loading else "")
 
 
 @dataclass(frozen=True)

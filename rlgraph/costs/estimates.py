@@ -3,21 +3,20 @@
 An engine brings `Estimates` of its own with its spec; the defaults hold for engines that work as most do, and for models without a spec.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from rlgraph import settings
 from rlgraph.costs import host_times
 from rlgraph.costs.functions import Decode
 from rlgraph.costs.model_shapes import ModelShape
+from rlgraph.costs.update_memory import GRADIENT, MASTER, OPTIMIZER, scoring, update, update_in_place
+from rlgraph.costs.workload import Need, Workload
 from rlgraph.graph.operation import Work
 
 FILE = 2  # bytes of a number in a model's files
-MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
 EIGHT_BITS = 2 * (1 + 4 / 256)  # two moments with a byte each and a float32 scale for each block
 PIECE_BYTES = 1 << 24  # of a file in memory at once while a sharded model is read: large enough that copying it hides opening it
-LOGITS_AT_ONCE = 1 << 28  # of a GPU's fused head: 1767 rows of a vocabulary of 151936
-SCORED_AT_ONCE, SCORE_COPIES = 1 << 27, 5  # logits that are scored at once, and how many float32 copies of them that takes
 SEQUENCES = 256  # that an engine decodes at once, at most
 # The shares of a device's peaks that well-tuned engines reach; assumptions, which a profile replaces.
 PREFILL, DECODING = 0.5, 0.6
@@ -33,71 +32,6 @@ class Device:
     memory_bytes: int
     host_link: float
     peer_link: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """One model of a graph as it is to run: `workers` engines or ranks, each on `width` devices.
-
-    `itemsize` is the bytes of a number that passes compute with, `rows` the responses of a step over all workers. Prompt and response
-    together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that generates.
-    `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone, and with `fused_head` no pass has the
-    logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer, with
-    `eight_bit_moments` both in 8 bits, with `host_moments` its moments are on the host. `tensor` workers share the matrices of a layer, and
-    with `context` others a pass. Only the `adapter` numbers of a model that trains an adapter have gradients and moments; the model itself
-    has `frozen_bytes`, and if its matrices are `remade`, one of them is there in the dtype of passes at a time. An engine that merges
-    adapters keeps the `merged` numbers of the matrices that they change, and its further copies have `version_bytes` (None: whole weights).
-    An engine `in_fp8` has its layers in fp8; versions on their way are not. Its keys and values have `kv_itemsize` bytes a number (None:
-    as passes). With `packed` each rank has all matrices a second time, as its kernels want them.
-    """
-
-    shape: ModelShape
-    itemsize: int
-    workers: int
-    width: float
-    rows: int
-    longest: float
-    usual: float
-    copies: int = 1
-    trained: bool = False
-    micro_batch_tokens: int = 0
-    recompute: bool = False
-    fused_head: bool | None = None
-    one_moment: bool = False
-    eight_bit_moments: bool = False
-    host_moments: bool = False
-    tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
-    expert: int = 1
-    adapter: int | None = None
-    frozen_bytes: int = 0
-    remade: bool = False
-    merged: int = 0
-    version_bytes: int | None = None
-    packed: bool = False
-    in_fp8: bool = False
-    kv_itemsize: int | None = None
-
-    @property
-    def sharing(self) -> int:
-        """The workers that compute one pass together."""
-        return self.tensor * self.context * self.pipeline
-
-
-@dataclass(frozen=True)
-class Need:
-    """Bytes of one model on one device: what stays, and what is there only while its own nodes run. It needs at least `least`."""
-
-    stays: Mapping[str, int]
-    runs: Mapping[str, int]
-    least: int
-
-    def while_it_runs(self, part: str) -> "Need":
-        """Make the need of a model whose `part` does not stay, but is there while its nodes run."""
-        size = self.stays.get(part, 0)
-        stays = {what: held for what, held in self.stays.items() if what != part}
-        return Need(stays, {part: size, **self.runs}, self.least + size) if size else self
 
 
 def paged(work: Workload) -> Need:
@@ -131,8 +65,8 @@ def model_parallel(work: Workload) -> Need:
     stays = {"weights": work.itemsize * own + masters}
     if work.trained:
         stays |= {"optimizer": OPTIMIZER * owned, "gradients": GRADIENT * own}
-    runs = {what: size for what, size in _ranks(work, MASTER).runs.items() if what != "gathered layers"}
-    return Need(stays, runs, sum(runs.values()))
+    instants = update_in_place(work) if work.trained else scoring(work, cast=False, gathers=False)
+    return Need.of(stays, instants)
 
 
 def whole(work: Workload) -> Need:
@@ -143,7 +77,7 @@ def whole(work: Workload) -> Need:
 def replicated(work: Workload) -> Need:
     """Estimate the memory of a model that each of its ranks holds whole, in the dtype it computes in."""
     need = _ranks(work, work.itemsize)
-    return Need({"weights": work.shape.parameters * work.itemsize}, need.runs, need.least)
+    return Need({"weights": work.shape.parameters * work.itemsize}, need.runs, need.least, need.instants)
 
 
 def _ranks(work: Workload, weights: int) -> Need:
@@ -161,61 +95,9 @@ def _ranks(work: Workload, weights: int) -> Need:
         stays["optimizer"] -= OPTIMIZER // 2 * shape.layers * shape.layer_parameters // work.workers
     if work.packed:
         stays["packed weights"] = work.itemsize * shape.parameters
-    groups = max(work.workers // work.sharing, 1)
-    tokens = min(work.micro_batch_tokens, int(-(-work.rows // groups) * work.longest) // work.context)  # of a rank
-    logits = 0 if work.fused_head is None else _logits(work, tokens)
-    runs = {"activations": _activations(work, tokens, logits), "gathered layers": _gathered(work, weights)}
-    if work.fused_head is not None:
-        runs["logits"] = logits
-    return Need(stays, runs, sum(runs.values()))
-
-
-def _gathered(work: Workload, weights: int) -> int:
-    """Estimate the memory of weights that are cast to the dtype of passes: of two units, with a rank's own experts, and the vocabulary, or
-    of all that is trained where no rank shares them, which are then cast once a pass."""
-    shape, alone = work.shape, work.workers == work.tensor
-    if alone and work.adapter is not None:  # frozen weights are used as they lie
-        return (work.adapter + (shape.hidden * max(shape.intermediate, shape.heads * shape.head_dim) if work.remade else 0)) * work.itemsize
-    if alone and weights != work.itemsize:
-        return shape.parameters * work.itemsize // work.tensor
-    return (2 * shape.own_layer(work.expert) + shape.vocab * shape.hidden) * work.itemsize // work.tensor
-
-
-def _activations(work: Workload, tokens: int, logits: int) -> int:
-    """Estimate the memory of what passes keep for the backward pass: all of each layer, or its input and then all of one layer, while the
-    logits are there no more. Without training it is one layer's input."""
-    of_input = tokens * work.shape.hidden * work.itemsize // work.tensor
-    of_layer = tokens * kept_by_layer(work.shape) * work.itemsize // work.tensor
     if not work.trained:
-        return of_input
-    return work.shape.layers * of_input + max(0, of_layer - logits) if work.recompute else work.shape.layers * of_layer
-
-
-def kept_by_layer(shape: ModelShape) -> int:
-    """Count the numbers that a layer keeps of a token for the backward pass, with fused norms and FlashAttention.
-
-    Input and output of both norms; queries and keys before and after the rotation (a norm of heads keeps them before), values, and the
-    output of attention; of a gated MLP the gate, its activation, what it multiplies, and the product. An adapter keeps the same inputs.
-
-    >>> kept_by_layer(ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10))
-    132
-    """
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    copies = shape.experts_used if shape.experts > 1 else 0  # of a token, one for each of its experts
-    return (4 + copies) * shape.hidden + 3 * (queries + keys) + 4 * shape.intermediate * shape.experts_used
-
-
-def _logits(work: Workload, tokens: int) -> int:
-    """Estimate the memory of the logits of a pass: whole ones with their gradient, or some rows and the head's gradient in float32."""
-    words = work.shape.vocab // work.tensor
-    numbers = tokens * words
-    scoring = SCORE_COPIES * 4 * min(numbers, SCORED_AT_ONCE)
-    if not work.trained:
-        return min(numbers, LOGITS_AT_ONCE) * work.itemsize + scoring
-    if work.fused_head and numbers > LOGITS_AT_ONCE:
-        head = words * work.shape.hidden if work.adapter is None else 0  # its gradient in float32, and what some rows add to it
-        return 2 * LOGITS_AT_ONCE * work.itemsize + scoring + (4 + work.itemsize) * head
-    return 2 * numbers * work.itemsize + scoring
+        return Need.of(stays, scoring(work, cast=weights != work.itemsize))
+    return Need.of(stays, update(work, cast=weights != work.itemsize))
 
 
 def compute_weights(parameters: int, itemsize: int) -> int:

@@ -8,13 +8,15 @@ from rlgraph.compiler.events import readers
 from rlgraph.compiler.placement import model_names
 from rlgraph.compiler.precision import itemsize_of
 from rlgraph.costs import host_times
+from rlgraph.costs.activations import operations_again
 from rlgraph.costs.adapters import adapter_size
 from rlgraph.costs.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
-from rlgraph.costs.estimates import DECODING, EIGHT_BITS, GENERATING, OPTIMIZER, Device, default_estimates
+from rlgraph.costs.estimates import DECODING, EIGHT_BITS, GENERATING, Device, default_estimates
 from rlgraph.costs.functions import NodeCost, Setting, SleepCost
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
 from rlgraph.costs.sharing import exchange_s
+from rlgraph.costs.update_memory import OPTIMIZER
 from rlgraph.graph.nodes import Graph, Model, Node
 
 GB = 10**9
@@ -44,9 +46,9 @@ def device_of(name: str) -> Device | None:
 def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
     """Estimate the costs of a graph whose models' shapes are all known.
 
-    A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1), 2 more where activations are
-    recomputed, and 2 less of frozen ones; decoding is by the `decode_law` of the generator's engine. The host's time for each decode step,
-    sequence and pass, and what logits take, are those of `host_times`.
+    A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1), 2 more where layers are
+    recomputed, those of gate and up where a part of them is, and 2 less of frozen ones; decoding is by the `decode_law` of the
+    generator's engine. The host's time for each decode step, sequence and pass, and what logits take, are those of `host_times`.
     """
     lengths = _lengths(graph)
     nodes = {node.name: _cost(node, device, shapes, lengths) for node in graph.nodes}
@@ -162,7 +164,7 @@ def _operations(model: Model, shape: ModelShape, lengths: Lengths, *, trains: bo
     adapter = adapter_size(model, shape) if trains else None
     own = 6 * shape.active_parameters if adapter is None else 4 * shape.active_parameters + 6 * adapter.parameters
     attends = 4 * shape.layers * shape.heads * shape.head_dim * lengths.sequence_of_a_token / 2
-    return own + 3 * attends + (2 * shape.active_parameters + attends) * (trains and model.traits.recompute)
+    return own + 3 * attends + (operations_again(shape, attends, model.traits.recompute, model.traits.tensor_parallel) if trains else 0)
 
 
 def _optimizer_s(model: Model, shape: ModelShape, device: Device) -> float:

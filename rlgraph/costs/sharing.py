@@ -107,7 +107,7 @@ def exchange_s(shape: ModelShape, device: Device, traits: ModelTraits, *, trains
     home = block * ring * (4 / ITEMSIZE) if trains and ring > 1 else 0.0
     expert, layers = traits.expert_parallel, shape.layers / traits.pipeline_parallel
     dispatched = 2 * shape.hidden * shape.experts_used * (expert - 1) / expert / (tensor * context)
-    walks = (2 + traits.recompute) if trains else 1
+    walks = 2 + bool(traits.recompute) if trains else 1
     calls = SHARED * (tensor > 1) + EXCHANGED * (neighbours > 1) + (ring - 1) + DISPATCHED * (expert > 1)
     waits = 0.0 if traits.micro_batch_tokens is None else calls * CALL_S / (traits.micro_batch_tokens * context)  # of full passes
     sent = walks * (gathered + exchanged + dispatched) + home

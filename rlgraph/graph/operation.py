@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
+from rlgraph.settings import Recompute
+
 if TYPE_CHECKING:
     from rlgraph.costs.estimates import Estimates
     from rlgraph.engines.api import Running, Sampling
@@ -183,7 +185,10 @@ class ModelTraits:
 
     `micro_batch_tokens` bounds the tokens of a pass; None for a model that computes its batch at once.
 
-    `recompute` says that the forward pass keeps only the input of each layer for the backward pass.
+    `recompute` says that the forward pass keeps only the input of each layer for the backward pass, or, "selective", also the results of
+    attention and of its products.
+
+    `compiled` says that a compiler fuses the kernels of each layer.
 
     `host_moments` says that the moments of its optimizer are in host memory while it trains, `moments_stay` that they are on the GPU while
     other models have it.
@@ -227,7 +232,8 @@ class ModelTraits:
     estimates: "Estimates | None" = None
     frees_memory: bool = False
     micro_batch_tokens: int | None = None
-    recompute: bool = False
+    recompute: Recompute = False
+    compiled: bool = False
     host_moments: bool = False
     moments_stay: bool = False
     shared_prompts: bool = False

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import period_on, planned, priced_for, scheduled, settings_on, settled
 from rlgraph.compiler.device_split import FEW, best_first
-from rlgraph.compiler.memory import check_memory, needs
+from rlgraph.compiler.memory import fitting
 from rlgraph.compiler.placement import Counts, Divisions, splits
 from rlgraph.compiler.plan import Plan
 from rlgraph.costs.costs import Costs
@@ -136,7 +136,7 @@ class _Problem:
         for counts in divisions:
             try:
                 workers, placed, schedule = scheduled(self.graph, self.cluster, counts, self.costs)
-                check_memory(self.graph.name, needs(self.graph, self.cluster, workers, placed, self.shapes, self.costs))
+                fitting(self.graph, self.cluster, workers, placed, self.shapes, self.costs)
             except PlanError as refused:
                 left_out[str(refused)] += 1
                 continue
@@ -151,7 +151,7 @@ class _Problem:
         def period_if_it_fits(counts: Counts) -> float:
             placed = settings_on(self.graph, self.cluster, counts)
             try:
-                check_memory(self.graph.name, needs(self.graph, self.cluster, workers, placed, self.shapes, self.costs))
+                fitting(self.graph, self.cluster, workers, placed, self.shapes, self.costs)
             except PlanError as refused:
                 left_out[str(refused)] += 1
                 return float("inf")

@@ -14,6 +14,7 @@ from rlgraph.costs.estimates import PIECE_BYTES
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.errors import PlanError
 from rlgraph.runtime.worker.spec import worker_specs
+from rlgraph.settings import RECOMPUTE, Recompute
 
 GIB = 1 << 30
 
@@ -59,6 +60,12 @@ def no_reward(responses: list[str]) -> list[float]:
 
 def parts(plan: rg.Plan, place: str) -> dict[str, int]:
     return dict(next(need.parts for need in plan.memory if need.place == place))
+
+
+def at(plan: rg.Plan, instant: str) -> dict[str, int]:
+    """What a GPU that trains has at an instant of an update besides what stays."""
+    need = next(need for need in plan.memory if need.pool == "train" and not need.loading)
+    return dict(dict(need.instants)[instant])
 
 
 @pytest.mark.parametrize(("config", "billions", "active"), [(QWEN3_8B, 8.19, 7.57), (QWEN3_30B_A3B, 30.5, 3.0)])
@@ -225,7 +232,7 @@ def test_on_a_host_everything_is_in_its_memory(tmp_path: Path) -> None:
 
 def test_activations_are_at_most_those_of_the_whole_batch(tmp_path: Path) -> None:
     model = folder(tmp_path / "m", QWEN3_8B)
-    small, large = (parts(rg.compile(loop(model, micro_batch_tokens=n), rg.Cluster(gpus=128)), "a GPU of 'train'") for n in (8192, 1 << 30))
+    small, large = (at(rg.compile(loop(model, micro_batch_tokens=n), rg.Cluster(gpus=128)), "head") for n in (8192, 1 << 30))
     assert small["activations"] == large["activations"] == 2 * 4096 * 4096 * 36 * 2  # two responses of 4096 tokens each
 
 
@@ -304,12 +311,13 @@ def logits_of(model: str, fused_head: bool | None, **settings: Any) -> rg.Graph:
 def test_whole_logits_are_counted_and_a_fused_head_holds_a_few_rows_of_them(tmp_path: Path) -> None:
     model, vocab, hidden = folder(tmp_path / "m", QWEN3_8B), 151936, 4096
     whole, fused, follows = (
-        parts(rg.compile(logits_of(model, asked, recompute=recompute), rg.Cluster(gpus=16)), "a GPU of 'train'")["logits"]
+        at(rg.compile(logits_of(model, asked, recompute=recompute), rg.Cluster(gpus=16)), "head")["logits"]
         for asked, recompute in ((False, True), (True, False), (None, True))
     )
-    scoring = 5 * 4 * (1 << 27)
-    assert whole == 2 * 2 * 16384 * vocab + scoring
-    assert fused == follows == 2 * 2 * (1 << 28) + scoring + (4 + 2) * vocab * hidden < whole
+    assert whole == 2 * 2 * 16384 * vocab
+    assert fused == follows == 2 * 2 * (1 << 28) + (4 + 2) * vocab * hidden < whole
+    shared = at(rg.compile(logits_of(model, False, tensor_parallel=2), rg.Cluster(gpus=16)), "head")["logits"]
+    assert shared == 2 * 2 * 16384 * vocab // 2 + 5 * 4 * (1 << 27)  # scored by plain operations
 
 
 def test_a_plan_that_fails_by_its_logits_names_the_setting_with_which_it_fits(tmp_path: Path) -> None:
@@ -318,6 +326,27 @@ def test_a_plan_that_fails_by_its_logits_names_the_setting_with_which_it_fits(tm
     with pytest.raises(PlanError, match=r"logits \d+\.\d GiB.*; set fused_head=True, lower micro_batch_tokens, or raise tensor_parallel"):
         rg.compile(logits_of(model, False, **few), cluster)
     rg.compile(logits_of(model, True, **few), cluster)
+
+
+def test_a_plan_that_fits_where_layers_recompute_names_the_least_of_it(tmp_path: Path) -> None:
+    model, few = folder(tmp_path / "m", QWEN3_8B), {"fused_head": True, "micro_batch_tokens": 16384}
+
+    def on_gpus_of(gpu_memory_bytes: int | None, recompute: Recompute = False) -> rg.Plan:
+        return rg.compile(logits_of(model, recompute=recompute, **few), rg.Cluster(gpus=64, gpu_memory_bytes=gpu_memory_bytes))  # type: ignore[arg-type]
+
+    def least(recompute: Recompute) -> int:
+        return next(need.least_bytes for need in on_gpus_of(None, recompute).memory if need.pool == "train" and not need.loading)
+
+    kept, part, whole = map(least, RECOMPUTE)
+    assert whole < part < kept
+    for limit, said in ((kept - 1, "set recompute='selective', with which it fits"), (part - 1, "set recompute=True, with which it fits")):
+        with pytest.raises(PlanError, match=said):
+            on_gpus_of(limit)
+    with pytest.raises(PlanError, match="set recompute=True, with which it fits"):
+        on_gpus_of(part - 1, "selective")
+    with pytest.raises(PlanError, match=r"; lower micro_batch_tokens|; set fused|; give that pool|; set offload"):
+        on_gpus_of(whole - 1)
+    on_gpus_of(part, "selective")
 
 
 def test_offloaded_moments_are_counted_on_the_host_and_make_a_refused_plan_fit(tmp_path: Path) -> None:

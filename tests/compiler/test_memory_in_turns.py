@@ -10,7 +10,7 @@ import small_gpu_jobs
 from small_gpu_jobs import ADAPTER, FULL, Size
 
 import rlgraph as rg
-from rlgraph.compiler.plan import PlannedMemory
+from rlgraph.compiler.planned_memory import PlannedMemory
 from rlgraph.errors import PlanError
 
 GIB = 1 << 30

@@ -10,11 +10,12 @@ import pytest
 from qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
-from rlgraph.costs.estimates import Device, Workload, fully_sharded, model_parallel
+from rlgraph.costs.estimates import Device, fully_sharded, model_parallel
 from rlgraph.costs.functions import NodeCost, Setting
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.costs.sharing import exchange_s
+from rlgraph.costs.workload import Workload
 from rlgraph.errors import GraphError, PlanError
 from rlgraph.graph.operation import ModelTraits
 
@@ -223,7 +224,8 @@ def test_ranks_that_share_experts_never_gather_those_of_others() -> None:
     work = Workload(shape=shape, itemsize=2, workers=8, width=1.0, rows=64, longest=4096, usual=4096, trained=True)
     all_experts, own = fully_sharded(work), fully_sharded(replace(work, expert=4))
     of_a_layer = 128 * 3 * 768 * 2048
-    assert all_experts.runs["gathered layers"] - own.runs["gathered layers"] == 2 * 2 * of_a_layer * 3 // 4
+    gathered = [need.instants["backward of a layer"]["gathered layers"] for need in (all_experts, own)]
+    assert gathered[0] - gathered[1] == 2 * 2 * of_a_layer * 3 // 4
     assert own.stays == all_experts.stays
 
 

@@ -18,6 +18,7 @@ from rlgraph.costs import host_times
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.costs.model_shapes import ModelShape
+from rlgraph.costs.roofline import TRAINING
 
 
 def test_a_step_that_nothing_measured_is_estimated_within_half_of_what_it_took(tmp_path: Path) -> None:
@@ -87,6 +88,15 @@ def test_updates_of_adapters_and_with_recomputing_are_estimated_as_measured(tmp_
     }
     far = {name: found for name, found in pairs.items() if not 1 / 1.3 <= found[0] / found[1] <= 1.3}
     assert not far
+
+
+def test_recomputing_a_part_of_a_layer_costs_the_products_of_gate_and_up(tmp_path: Path) -> None:
+    shape = ModelShape.from_config(a_priori.shape("4B"))
+    assert shape is not None
+    kept, part, whole = (update_s(a_priori.folder("4B", tmp_path), recompute=way) for way in (False, "selective", True))
+    products = 2 * 2 * shape.layers * shape.hidden * shape.intermediate * 8 * 2048
+    assert part - kept == pytest.approx(products / (a_priori.H200.flops * TRAINING), rel=1e-3)
+    assert 0.3 < (part - kept) / (whole - kept) < 0.5
 
 
 def test_moments_in_host_memory_cost_their_way_to_the_gpu_and_back(tmp_path: Path) -> None:

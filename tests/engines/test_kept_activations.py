@@ -1,26 +1,59 @@
 """What a plan counts of the activations of a layer is what a layer keeps for the backward pass."""
 
+from typing import Any
+
 import pytest
 import torch
 from tiny import WeightedLikelihood, batch_of
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import rlgraph as rg
-from rlgraph.costs.estimates import kept_by_layer
+from rlgraph.costs.activations import kept_by_layer
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.engines.forward import fused_norms
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.settings import Recompute
 
 HIDDEN, HEADS, HEAD, INTERMEDIATE, VOCAB = 64, 4, 32, 256, 288  # as many heads of keys: with fewer a CPU repeats them
 RESPONSE = 100
 
 
-def kept(layers: int) -> tuple[int, int]:
-    """The bytes of the tensors that a pass of an adapter keeps, and its tokens.
+class Alive(TorchDispatchMode):
+    """Knows the memory of results that are of `tokens`, but for the square of shares that attention has on a CPU."""
 
-    Left out are matrices of weights, and the square of shares that attention keeps on a CPU. Norms of whole models keep more on a CPU.
-    """
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.found: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = operation(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, torch.Tensor) and self.tokens in result.shape and result.shape[-2:] != (self.tokens, self.tokens):
+                self.found[StorageWeakRef(result.untyped_storage())] = result.untyped_storage().nbytes()
+        return results
+
+    def bytes(self) -> int:
+        return sum(size for storage, size in self.found.items() if not storage.expired())
+
+
+class Measuring(WeightedLikelihood):
+    """A loss that measures what is alive when the forward pass has ended."""
+
+    alive: Alive
+    kept = 0
+
+    def __call__(self, *given: Any) -> Any:
+        self.kept = self.alive.bytes()
+        return super().__call__(*given)
+
+
+def kept(layers: int, recompute: Recompute) -> tuple[int, int]:
+    """The bytes that a pass of an adapter keeps, and its tokens. Norms of whole models keep more on a CPU."""
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -33,28 +66,22 @@ def kept(layers: int) -> tuple[int, int]:
     torch.manual_seed(0)
     head = PolicyHead(Qwen3ForCausalLM(config).eval())
     fused_norms.install(head.model)
-    engine = FsdpEngine(head, optimizer=rg.AdamW(), dtype=torch.float32, adapter=rg.LoRA(rank=1), flat=False)
+    engine = FsdpEngine(head, optimizer=rg.AdamW(), dtype=torch.float32, adapter=rg.LoRA(rank=1), flat=False, recompute=recompute)
     batch = batch_of([RESPONSE], group=1)
-    found: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        weights = tensor.dim() == 2 and tensor.shape[0] != tokens
-        if weights or tensor.shape[-2:] == (tokens, tokens):
-            return tensor
-        found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
     tokens = int(batch["prompt_mask"].sum()) + RESPONSE - 1  # the last one predicts none
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine.update(batch, WeightedLikelihood())
+    loss = Measuring()
+    loss.alive = Alive(tokens)
+    with loss.alive:
+        engine.update(batch, loss)
     engine.close()
-    return sum(found.values()), tokens
+    return loss.kept, tokens
 
 
-def test_a_layer_keeps_what_the_plan_counts() -> None:
-    (two, tokens), (four, _) = kept(2), kept(4)
+@pytest.mark.parametrize("recompute", [False, "selective", True])
+def test_a_layer_keeps_what_the_plan_counts(recompute: Recompute) -> None:
+    (two, tokens), (four, _) = kept(2, recompute), kept(4, recompute)
     shape = ModelShape(layers=1, hidden=HIDDEN, heads=HEADS, kv_heads=HEADS, head_dim=HEAD, intermediate=INTERMEDIATE, vocab=VOCAB)
-    assert (four - two) / 2 == pytest.approx(4 * tokens * kept_by_layer(shape), rel=0.05)
+    assert (four - two) / 2 == pytest.approx(4 * tokens * kept_by_layer(shape, recompute), rel=0.05)
 
 
 def test_norms_that_are_frozen_in_bfloat16_are_fused() -> None:

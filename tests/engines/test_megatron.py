@@ -20,6 +20,7 @@ from rlgraph.engines.megatron.model_config import check_folder
 from rlgraph.engines.megatron.spec import SPEC
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.training.trained_model import check_whole_vocabulary
+from rlgraph.settings import Recompute
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
 NEAR = {"atol": 5e-6, "rtol": 5e-6}
@@ -32,7 +33,7 @@ EP, EP4 = {"expert_parallel": 2}, {"expert_parallel": 4}
 RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, what its ranks share, and the models
     "alone": (1, {}, DENSE + CRITIC + SAVING),
     "dp2": (2, {}, DENSE),
-    "tp2": (2, TP, DENSE + CRITIC + SAVING + ODD),
+    "tp2": (2, TP, DENSE + CRITIC + SAVING + ("selective",) + ODD),
     "tp2 × dp2": (4, TP, DENSE + CRITIC),
     "tp4": (4, {"tensor_parallel": 4}, ("large",)),
     "pp2": (2, PP, DENSE + CRITIC + SAVING),
@@ -45,7 +46,7 @@ RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, 
     "tp2 × cp2": (4, TP | CP, DENSE + CRITIC + SAVING + ODD[1:2]),
     "tp2 × cp2 × dp2": (8, TP | CP, ("llama",)),
     "cp2 × pp2": (4, CP | PP, DENSE + CRITIC + SAVING),
-    "alone, experts": (1, {}, ("moe", "moe critic", "moe saving", "unnormed")),
+    "alone, experts": (1, {}, ("moe", "moe critic", "moe saving", "moe selective", "unnormed")),
     "dp2, experts": (2, {}, ("moe",)),
     "ep2": (2, EP, ("moe", "moe critic", "moe saving")),
     "ep2 × dp2": (4, EP, ("moe",)),
@@ -76,6 +77,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     found = [
         Case("llama", llama),
         Case("saving", llama, saving=True),
+        Case("selective", llama, recompute="selective"),
         Case("large", tiny_model(parent / "large", hidden=256, layers=4)),  # four heads of keys, four layers
         Case("odd", tiny_model(parent / "odd", hidden=128, vocab=289, tied=False)),
         Case("odd tied", tiny_qwen(parent / "odd tied", "qwen3", vocab=301)),
@@ -88,6 +90,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         Case("moe", moe),
         Case("moe critic", moe, kind="critic"),
         Case("moe saving", moe, saving=True),
+        Case("moe selective", moe, recompute="selective"),
         Case("unnormed", tiny_mixture(parent / "unnormed", norm_topk_prob=False)),
     ]
     return {case.name: replace(case, steps=STEPS) for case in found}
@@ -143,19 +146,26 @@ def test_megatron_trains_as_fsdp_does_and_each_goes_on_from_the_others_state(
 
 @installed
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("recompute", "learning"), [(False, [True]), (True, [False, True])])
-def test_a_layer_that_recomputes_keeps_nothing_in_the_first_pass(recompute: bool, learning: list[bool], cases: dict[str, Case]) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "layer", "inside"),
+    [(False, [True], [True]), ("selective", [True], [False, True]), (True, [False, True], [False, True])],
+)
+def test_what_recomputes_keeps_nothing_in_the_first_pass(
+    recompute: Recompute, layer: list[bool], inside: list[bool], cases: dict[str, Case]
+) -> None:
     from rlgraph.engines.megatron.engine import MegatronEngine
 
     engine = MegatronEngine(PolicyHead(cases["llama"].folder), optimizer=ADAMW, dtype=torch.float32, recompute=recompute)
-    calls: list[bool] = []
-    for layer in engine._stage.decoder.layers:
-        layer.register_forward_hook(lambda *given: calls.append(torch.is_grad_enabled()))
+    calls: dict[str, list[bool]] = {"layer": [], "feed-forward": []}
+    for module in engine._stage.decoder.layers:
+        module.register_forward_hook(lambda *given: calls["layer"].append(torch.is_grad_enabled()))
+        module.mlp.register_forward_hook(lambda *given: calls["feed-forward"].append(torch.is_grad_enabled()))
     batch, loss = given_to("policy")
     engine.scores(batch)
     engine.update(batch, loss)
     layers = len(engine._stage.decoder.layers)
-    assert sorted(calls) == sorted([False] * layers + learning * layers)
+    for name, learning in (("layer", layer), ("feed-forward", inside)):
+        assert sorted(calls[name]) == sorted([False] * layers + learning * layers), name
     engine.close()
 
 

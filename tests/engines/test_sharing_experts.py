@@ -22,7 +22,7 @@ NEAR = {"atol": 5e-6, "rtol": 5e-6}
 AFTER_STEPS = {"atol": 5e-6, "rtol": 2e-5}  # ten, in which rounding adds up
 STEPS = 10
 RANKS: dict[str, tuple[int, int, tuple[str, ...]]] = {  # the world, the ranks that hold all experts together, and the models
-    "ep2": (2, 2, ("qwen3", "again", "padded", "critic", "saving", "muon", "mixtral", "olmoe", "one-sided")),
+    "ep2": (2, 2, ("qwen3", "again", "padded", "critic", "saving", "selective", "muon", "mixtral", "olmoe", "one-sided")),
     "ep2 × dp2": (4, 2, ("qwen3", "critic", "saving", "mixtral", "few")),
     "ep4": (4, 4, ("qwen3", "olmoe")),
 }
@@ -39,6 +39,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         Case("padded", qwen, flat=False),
         Case("critic", qwen, kind="critic"),
         Case("saving", qwen, saving=True),
+        Case("selective", qwen, recompute="selective"),
         Case("muon", qwen, optimizer=MUON),
         Case("balanced", qwen, load_balance=0.3),
         Case("mixtral", tiny_mixture(parent / "mixtral", "mixtral")),

@@ -21,10 +21,10 @@ from rlgraph.errors import GraphError
 NEAR = {"atol": 5e-6, "rtol": 5e-6}
 AFTER_STEPS = {"atol": 5e-6, "rtol": 2e-5}  # in which rounding adds up, on some processors to 8e-6
 RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, what its ranks share, and the models
-    "tp2": (2, {"tensor_parallel": 2}, ("llama", "qwen2", "qwen3", "critic", "saving", "muon")),
+    "tp2": (2, {"tensor_parallel": 2}, ("llama", "qwen2", "qwen3", "critic", "saving", "selective", "muon")),
     "tp4": (4, {"tensor_parallel": 4}, ("wide",)),
     "tp2 × dp2": (4, {"tensor_parallel": 2}, ("llama", "critic", "muon")),
-    "cp2": (2, {"context_parallel": 2}, ("llama", "qwen2", "critic", "saving", "muon")),
+    "cp2": (2, {"context_parallel": 2}, ("llama", "qwen2", "critic", "saving", "selective", "muon")),
     "cp4": (4, {"context_parallel": 4}, ("qwen3",)),  # of two heads of keys
     "cp2 × dp2": (4, {"context_parallel": 2}, ("llama", "critic")),
     "tp2 × cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}, ("qwen3", "critic")),
@@ -47,6 +47,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     found = [
         Case("llama", llama),
         Case("saving", llama, saving=True),
+        Case("selective", llama, recompute="selective"),
         Case("muon", llama, optimizer=MUON),
         Case("critic", llama, kind="critic"),
         Case("wide", tiny_model(parent / "wide", hidden=256)),

@@ -4,7 +4,7 @@ import torch
 
 from rlgraph.batching.packing import MicroBatch
 from rlgraph.columns import Column, Columns
-from rlgraph.costs.estimates import LOGITS_AT_ONCE
+from rlgraph.costs.update_memory import LOGITS_AT_ONCE
 from rlgraph.engines.forward.collectives import filled
 
 AT_ONCE = {"cpu": 1 << 24, "cuda": LOGITS_AT_ONCE}  # logits: on a GPU enough rows for a product at its full speed

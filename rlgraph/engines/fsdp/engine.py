@@ -33,8 +33,9 @@ from rlgraph.engines.fsdp.grad_norm import clipped
 from rlgraph.engines.fsdp.muon import made
 from rlgraph.engines.fsdp.offload import OffloadedMoments
 from rlgraph.engines.fsdp.ranks import Ranks
+from rlgraph.engines.fsdp.recompute import prepare_layers
 from rlgraph.engines.fsdp.shard_loading import load_shards
-from rlgraph.engines.fsdp.sharding import join, keep, local, memory, own_box, prepare_layers, shard
+from rlgraph.engines.fsdp.sharding import join, keep, local, memory, own_box, shard
 from rlgraph.engines.fsdp.tensor_parallel import Places, share_matrices, sum_gradients
 from rlgraph.engines.fsdp.whole import whole_shape
 from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
@@ -42,26 +43,27 @@ from rlgraph.engines.hf_models.parallel_plan import check_experts, check_paralle
 from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
 from rlgraph.engines.lora.settings import LoRA
 from rlgraph.errors import GraphError
+from rlgraph.settings import Recompute
 
 
 class FsdpEngine:
     """A `TrainEngine`: one of `world` ranks, each with its rows of every parameter and its share of each batch.
 
-    `head` is the model and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The ranks of a world of more
-    than one call `torch.distributed.init_process_group` beforehand (gloo on a CPU); for a world of one the engine makes the
-    group itself. `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds
-    the padded tokens of one pass, and so its memory; the step does not depend on it. `recompute` keeps only the input of each
-    layer for the backward pass and computes the layer again, which takes a third more time. `compiled` fuses each layer's
-    kernels. `flat` packs sequences without padding (None: on a GPU, or to recompute). Responses to one prompt share one copy of it, unless
-    `shared` is False, or with `exact`. `host_moments` keeps the moments of AdamW in host
-    memory, and brings those of one parameter at a time to the device in an optimizer step; with `moments_stay` they are on the device also
-    while the engine sleeps. `tensor_parallel` neighbours share the matrices of the layers, and `context_parallel` groups of them the tokens
-    of a pass, which is packed flat: see `Ranks`. Of these `ring` pass keys round, and the others exchange tokens for heads; None: as many
-    as heads leave over. Without these, `expert_parallel` neighbours share the experts of a mixture: see
-    `share_experts`. `load_balance` is the weight of the loss that balances the experts of a mixture. `router_replay` computes with the
-    experts that a batch's columns `prompt_routes` and `routes` name, where it has them. With an `adapter` the model itself is frozen, in
-    `dtype`; weights, shards and state are then those of the adapter alone. `exact` computes the log-probs of the engine to the bit: see
-    `exact.model`. `on_progress(done, total)` is called after each micro-batch of an update or of scores.
+    `head` is the model and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The ranks of a world of more than one
+    call `torch.distributed.init_process_group` beforehand (gloo on a CPU); for a world of one the engine makes the group itself. `dtype` is
+    what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the padded tokens of one pass, and so
+    its memory; the step does not depend on it. `recompute` keeps only the input of each layer for the backward pass and computes the layer
+    again, which takes a third more time; "selective" keeps also what costs most for its bytes: see `recompute.Keeps`. `compiled` fuses each
+    layer's kernels. `flat` packs sequences without padding (None: on a GPU, or to recompute). Responses to one prompt share one copy of it,
+    unless `shared` is False, or with `exact`. `host_moments` keeps the moments of AdamW in host memory, and brings those of one parameter
+    at a time to the device in an optimizer step; with `moments_stay` they are on the device also while the engine sleeps. `tensor_parallel`
+    neighbours share the matrices of the layers, and `context_parallel` groups of them the tokens of a pass, which is packed flat: see
+    `Ranks`. Of these `ring` pass keys round, and the others exchange tokens for heads; None: as many as heads leave over. Without these,
+    `expert_parallel` neighbours share the experts of a mixture: see `share_experts`. `load_balance` is the weight
+    of the loss that balances the experts of a mixture. `router_replay` computes with the experts that a batch's columns `prompt_routes` and
+    `routes` name, where it has them. With an `adapter` the model itself is frozen, in `dtype`; weights, shards and state are then those of
+    the adapter alone. `exact` computes the log-probs of the engine to the bit: see `exact.model`. `on_progress(done, total)` is called
+    after each micro-batch of an update or of scores.
 
     Raises GraphError for ranks that cannot share the model.
     """
@@ -76,7 +78,7 @@ class FsdpEngine:
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         micro_batch_tokens: int = 8192,
-        recompute: bool = False,
+        recompute: Recompute = False,
         compiled: bool = False,
         flat: bool | None = None,
         shared: bool = True,
@@ -103,14 +105,14 @@ class FsdpEngine:
         self.micro_batch_tokens = micro_batch_tokens
         self.optimizer_settings, self._steps = optimizer, 0
         self._head = head if head.folder is not None else head.to(self._device)
-        self._flat = exact or (self._device.type == "cuda" or recompute or self._ranks.sharing > 1 if flat is None else flat)
+        self._flat = exact or (self._device.type == "cuda" or bool(recompute) or self._ranks.sharing > 1 if flat is None else flat)
         self.shared = shared and not exact  # the engine attends to a prompt before each response by itself
         self._check_sharing(head)
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
         self._exchanged = exchange(head, self._device.type) if exact else []
         if self._device.type == "cuda" and not exact:
             fused_norms.install(head.model)
-        prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled)
+        prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled, tensor_parallel=tensor_parallel)
         self._alike: Places = () if self._ranks.matrices is None else share_matrices(head, self._ranks.matrices)
         self._experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)
         self._units = [*self._experts, *shard(head, head.layers, self._ranks.sharded, dtype)]

@@ -11,12 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlgraph.channels.weights.shards import WeightShard
+from rlgraph.costs.update_memory import UNIT_PARAMETERS
 from rlgraph.engines.fsdp.whole import as_whole, remembered, spec_of, whole_shape
 from rlgraph.errors import GraphError
-
-# The least size of a unit: the host takes as long to gather, cast and scatter a small unit as a large one, and in a model of less than
-# some billion parameters longer than the GPU computes.
-UNIT_PARAMETERS = 200_000_000
 
 
 def join(rank: int, world: int) -> bool:
@@ -38,16 +35,6 @@ def join(rank: int, world: int) -> bool:
 def backends() -> str:
     """The backends of collectives: gloo for tensors in host memory and, on a machine with GPUs, NCCL for theirs."""
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-
-
-def prepare_layers(model: Any, layers: Any, *, recompute: bool, compiled: bool) -> None:
-    """Make the layers recompute their activations in the backward pass, or compile them; call it before they are sharded."""
-    if recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for layer in layers:
-        layer.training = recompute  # of the layer alone, not of what is in it: recomputing is off otherwise, dropout stays off
-        if compiled:
-            layer.compile(dynamic=True)
 
 
 def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dtype) -> list[Any]:

@@ -23,7 +23,7 @@ def load(model: Any, place: Place) -> TrainEngine:
     from rlgraph.engines.fsdp.rendezvous import meet_at
 
     sharing = model.traits.sharing > 1
-    dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or model.recompute or sharing
+    dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or bool(model.recompute) or sharing
     shared = True
     if model.self_test:
         from rlgraph.engines.forward.self_test import trainer_layout

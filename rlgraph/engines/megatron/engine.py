@@ -34,6 +34,7 @@ from rlgraph.engines.megatron.model_config import check_config, transformer_conf
 from rlgraph.engines.megatron.pieces import SCORE, PieceTable
 from rlgraph.engines.megatron.ranks import MegatronRanks
 from rlgraph.engines.megatron.stage import PipelineStage
+from rlgraph.settings import Recompute
 
 Done = tuple[torch.Tensor, torch.Tensor, None]  # a loss, a number of tokens that the schedule adds up and nobody reads, and no more
 
@@ -47,7 +48,8 @@ class MegatronEngine:
     `expert_parallel` neighbours the experts: see `MegatronRanks`.
     `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the tokens of a rank in a
     pass, and a pipeline has several passes under way. `recompute` keeps only the input of each layer for the backward pass and computes the
-    layer again. `fused` keeps the logits of all tokens out of memory. `on_progress(done, total)` is called after each pass.
+    layer again; "selective" computes its feed-forward block again. `fused` keeps the logits of all tokens out of memory. `on_progress(done,
+    total)` is called after each pass.
 
     Raises GraphError for a model or an optimizer that it is not offered for, and ranks that cannot share the model.
     """
@@ -62,7 +64,7 @@ class MegatronEngine:
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
         micro_batch_tokens: int = 8192,
-        recompute: bool = False,
+        recompute: Recompute = False,
         fused: bool = False,
         tensor_parallel: int = 1,
         context_parallel: int = 1,

@@ -10,6 +10,7 @@ from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.engines.megatron.ranks import MegatronRanks
 from rlgraph.errors import GraphError, shown
+from rlgraph.settings import Recompute
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # by tests/engines/test_megatron.py
 
@@ -65,7 +66,7 @@ def _unknown(config: Any) -> list[str]:
     return [name for name, has in found.items() if has]
 
 
-def transformer_config(config: Any, ranks: MegatronRanks, *, dtype: torch.dtype, device: str, recompute: bool) -> Any:
+def transformer_config(config: Any, ranks: MegatronRanks, *, dtype: torch.dtype, device: str, recompute: Recompute) -> Any:
     """Translate the configuration of a Hugging Face model. Nothing is fused, and nothing is drawn at random."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -106,9 +107,16 @@ def transformer_config(config: Any, ranks: MegatronRanks, *, dtype: torch.dtype,
         apply_rope_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        **({"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}),
+        **_recomputing(recompute, mixture=bool(getattr(config, "num_experts", None))),
         **_experts(config, ranks),
     )
+
+
+def _recomputing(recompute: Recompute, *, mixture: bool) -> dict[str, Any]:
+    """Translate what layers compute again; Megatron-Core knows no part of attention apart, so that "selective" is the rest of a layer."""
+    if recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": ["moe" if mixture else "mlp"]}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute else {}
 
 
 def _experts(config: Any, ranks: MegatronRanks) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from rlgraph.costs.estimates import Need, Workload, compute_weights, paged
+from rlgraph.costs.estimates import compute_weights, paged
+from rlgraph.costs.workload import Need, Workload
 from rlgraph.engines.api import TrainEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import TrainerSpec

@@ -17,7 +17,7 @@ from rlgraph.nodes.training.low_bits import check_eight_bits, check_installed
 from rlgraph.nodes.training.router_replay import check_replay, check_replay_folder
 from rlgraph.nodes.training.vocabulary import check_vocabulary
 from rlgraph.setting_types import Named
-from rlgraph.settings import AtLeastZero, Count, Dtype
+from rlgraph.settings import AtLeastZero, Count, Dtype, Recompute
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
 TESTED = frozenset(  # by tests/engines/test_families.py
@@ -55,7 +55,9 @@ class TrainedModel(Model):
     * `context_parallel`: the processes of a group that share the tokens of a pass; each has at most `micro_batch_tokens` of them.
     * `pipeline_parallel`: the processes of a group that share the layers, of which each has as many; several passes are under way.
     * `expert_parallel`: the processes with the same layers that share the experts of a mixture, whole ones; others hold the same experts.
-    * `recompute`: keeps only the input of each layer for the backward pass. It saves memory and takes a third more time.
+    * `recompute`: True keeps only the input of each layer for the backward pass, and takes a third more time. "selective" keeps also
+      what costs most for its bytes, the results of attention and of its products: a quarter of what a layer keeps otherwise, for half of
+      that time or, with long sequences, less. See docs/models.md.
     * `fused_head`: computes the logits of some tokens at a time, and in the backward pass again, so that those of all tokens of a pass
       are never in memory. It takes one more product with the head. None: if it recomputes. Without training it costs nothing and is
       always so.
@@ -79,7 +81,7 @@ class TrainedModel(Model):
     expert_parallel: Count = 1
     micro_batch_tokens: Count = 16384
     dtype: Dtype = "auto"
-    recompute: bool = False
+    recompute: Recompute = False
     fused_head: bool | None = None
     offload: Literal["moments", "never"] | None = None
     compiled: bool = False
@@ -150,7 +152,7 @@ class TrainedModel(Model):
     @property
     def fuses_head(self) -> bool:
         """Whether logits are computed again in the backward pass: as `fused_head` says, or else if activations are."""
-        return self.recompute if self.fused_head is None else self.fused_head
+        return bool(self.recompute) if self.fused_head is None else self.fused_head
 
     @property
     def traits(self) -> ModelTraits:
@@ -161,6 +163,7 @@ class TrainedModel(Model):
             frees_memory=self.spec.only_scores,
             micro_batch_tokens=tokens,
             recompute=self.recompute,
+            compiled=self.compiled,
             host_moments=self.offload == "moments",
             moments_stay=self.offload == "never",
             shared_prompts=self.spec.shares_prompts and not self.exact,

@@ -1,0 +1,140 @@
+"""What is in memory at each instant of an update besides what stays: the peak is that of the largest instant, not the sum of all parts.
+
+* "head": all layers keep what their backward pass needs, and the head computes with logits and their gradient. With a fused head these are
+  of a few rows, beside the gradient of the head in float32 and what it is cast to, or what some rows add to it.
+* "backward of a layer": a layer that kept a part has computed the rest of it. Its unit has gradients in the dtype of passes, and a copy of
+  them in float32 that is summed over ranks; the head has its gradient.
+* "backward of the embedding": the gradients of the vocabulary, and their copy in float32.
+* "optimizer step": moments that are in host memory come and go, those of one parameter at a time.
+
+Gradients of earlier passes are there all the time. `tests/costs/test_recorded_peaks.py` holds these against recorded peaks.
+"""
+
+from collections.abc import Mapping
+
+from rlgraph.costs.activations import kept_beside_feed_forward, kept_by_layer
+from rlgraph.costs.workload import Workload
+
+MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
+LOGITS_AT_ONCE = 1 << 28  # of a GPU's fused head: 1767 rows of a vocabulary of 151936
+SCORED_AT_ONCE, SCORE_COPIES = 1 << 27, 5  # logits that are scored at once by plain operations, and how many float32 copies that takes
+# The least size of a unit of FSDP: the host takes as long to gather, cast and scatter a small unit as a large one, and in a model of less
+# than some billion parameters longer than the GPU computes.
+UNIT_PARAMETERS = 200_000_000
+HEAD, LAYER, EMBEDDING, STEP = "head", "backward of a layer", "backward of the embedding", "optimizer step"
+
+Instants = Mapping[str, Mapping[str, int]]
+
+
+def update(work: Workload, *, cast: bool) -> Instants:
+    """Estimate what a rank has at each instant of an update besides what stays; passes `cast` what it holds of weights.
+
+    >>> from rlgraph.costs.model_shapes import ModelShape
+    >>> shape = ModelShape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10, tied=True)
+    >>> work = Workload(shape=shape, itemsize=2, workers=1, width=1, rows=1, longest=4, usual=4, trained=True, micro_batch_tokens=4)
+    >>> {instant: parts["activations"] for instant, parts in update(work, cast=True).items() if "activations" in parts}
+    {'head': 2112, 'backward of a layer': 2112}
+    """
+    shape, tokens, gathered = work.shape, tokens_of(work), _gathered(work, cast)
+    kept = kept_by_layer(shape, work.recompute, work.tensor, compiled=work.compiled)
+    layers, rest = _activations(work, tokens, kept)
+    of_unit, of_vocabulary = (_with_copy(work, count) for count in (_unit(work), _vocabulary(work)))
+    of_head = 0 if work.adapter is not None or work.fused_head is None else work.itemsize * shape.vocab * shape.hidden // work.tensor
+    found = {
+        HEAD: {"activations": layers, "gathered layers": gathered},
+        LAYER: {"activations": layers + rest, "gathered layers": gathered, "gradients of layers": of_unit + of_head},
+        EMBEDDING: {"gathered layers": _gathered_at_the_end(work, cast), "gradients of layers": of_vocabulary},
+    }
+    if work.fused_head is not None:
+        found[HEAD]["logits"] = _logits(work, tokens)
+    if work.host_moments:
+        learnt = shape.vocab * shape.hidden if work.adapter is None else work.adapter
+        found[STEP] = {"moments of a parameter": OPTIMIZER * learnt // work.workers}
+    return found
+
+
+def update_in_place(work: Workload) -> Instants:
+    """Estimate what a rank has at each instant of an update if it gathers and casts nothing, and gradients are added up where they stay:
+    a rank of Megatron-Core."""
+    tokens, whole = tokens_of(work), kept_by_layer(work.shape)
+    kept = kept_beside_feed_forward(work.shape) if work.recompute == "selective" else kept_by_layer(work.shape, work.recompute)
+    layers, rest = _activations(work, tokens, min(kept, whole))
+    head = {"activations": layers} if work.fused_head is None else {"activations": layers, "logits": _logits(work, tokens)}
+    return {HEAD: head, LAYER: {"activations": layers + rest}}
+
+
+def scoring(work: Workload, *, cast: bool, gathers: bool = True) -> Instants:
+    """Estimate what a rank has while it scores: the states of one layer, weights that it `gathers`, and some rows of logits."""
+    tokens = tokens_of(work)
+    parts = {"activations": tokens * work.shape.hidden * work.itemsize // work.tensor}
+    if gathers:
+        parts["gathered layers"] = _gathered(work, cast)
+    if work.fused_head is not None:
+        numbers = tokens * work.shape.vocab // work.tensor
+        parts["logits"] = min(numbers, LOGITS_AT_ONCE) * work.itemsize + _score_copies(numbers)
+    return {HEAD: parts}
+
+
+def tokens_of(work: Workload) -> int:
+    """Bound the tokens that a rank has of a pass."""
+    groups = max(work.workers // work.sharing, 1)
+    return min(work.micro_batch_tokens, int(-(-work.rows // groups) * work.longest) // work.context)
+
+
+def _activations(work: Workload, tokens: int, kept: float) -> tuple[int, int]:
+    """Estimate what all layers keep, and what one layer has beside that in its backward pass: all that it would have kept."""
+    each = work.itemsize / work.tensor * tokens
+    whole = kept_by_layer(work.shape, compiled=work.compiled)
+    return int(work.shape.layers * kept * each), max(0, int((whole - kept) * each)) if work.recompute else 0
+
+
+def _vocabulary(work: Workload) -> int:
+    """Count the parameters that are no layer's: of the embedding, and of a head of its own."""
+    shape = work.shape
+    return shape.vocab * shape.hidden if work.fused_head is None else shape.embedding_parameters
+
+
+def _unit(work: Workload) -> int:
+    """Count the parameters of a unit of layers, with a rank's own experts."""
+    shape = work.shape
+    return min(shape.layers, -(-UNIT_PARAMETERS // shape.layer_parameters)) * shape.own_layer(work.expert)
+
+
+def _with_copy(work: Workload, parameters: int) -> int:
+    """The bytes of the gradients of so many parameters, of which an adapter has a part, and of their copy in float32."""
+    learnt = parameters if work.adapter is None else parameters * work.adapter // work.shape.parameters
+    return (work.itemsize + GRADIENT) * learnt // work.tensor
+
+
+def _gathered(work: Workload, cast: bool) -> int:
+    """Estimate the memory of weights that are cast to the dtype of passes: of two units and the vocabulary, or of all that is trained where
+    no rank shares them, which are then cast once an update."""
+    shape, alone = work.shape, work.workers == work.tensor
+    if alone and work.adapter is not None:  # frozen weights are used as they lie
+        return (work.adapter + (shape.hidden * max(shape.intermediate, shape.heads * shape.head_dim) if work.remade else 0)) * work.itemsize
+    if alone and cast:
+        return shape.parameters * work.itemsize // work.tensor
+    layers = min(2 * _unit(work), shape.layers * shape.own_layer(work.expert))
+    return (layers + _vocabulary(work)) * work.itemsize // work.tensor
+
+
+def _gathered_at_the_end(work: Workload, cast: bool) -> int:
+    """Estimate what is still cast when all layers have had their backward pass: the vocabulary, or all of what no rank shares."""
+    if work.workers == work.tensor:
+        return _gathered(work, cast)
+    return _vocabulary(work) * work.itemsize // work.tensor
+
+
+def _logits(work: Workload, tokens: int) -> int:
+    """Estimate the memory of the logits of a pass: whole ones with their gradient, or some rows and the head's gradient in float32."""
+    words = work.shape.vocab // work.tensor
+    numbers = tokens * words
+    copies = _score_copies(numbers) if work.plain_scores else 0
+    if work.fused_head and numbers > LOGITS_AT_ONCE:
+        head = words * work.shape.hidden if work.adapter is None else 0  # its gradient in float32, and what some rows add to it
+        return 2 * LOGITS_AT_ONCE * work.itemsize + copies + (GRADIENT + work.itemsize) * head
+    return 2 * numbers * work.itemsize + copies
+
+
+def _score_copies(numbers: int) -> int:
+    return SCORE_COPIES * 4 * min(numbers, SCORED_AT_ONCE)
