@@ -86,8 +86,9 @@ def rank_process(run: Run, size: tuple[int, int], rank: int, world: int, rendezv
     end_rank(seconds, rank, world, results)
 
 
-def predicted(run: Run, size: tuple[int, int], gpu: str, one_rank_s: float | None = None) -> dict[str, float]:
-    """What a plan says of the update: its seconds, and the bytes on a GPU; with the seconds of one rank, as if these had been profiled."""
+def predicted(run: Run, size: tuple[int, int], gpu: str, one_rank_s: float | None = None, optimizer: Any = None) -> dict[str, float]:
+    """What a plan says of the update: its seconds, and the bytes on a GPU and of moments on the host; with the seconds of one rank, as if
+    these had been profiled."""
     from shapes import config
 
     import rlgraph as rg
@@ -106,6 +107,7 @@ def predicted(run: Run, size: tuple[int, int], gpu: str, one_rank_s: float | Non
             expert_parallel=way["ep"],
             micro_batch_tokens=length // way["cp"],
             trainer=run.trainer,
+            optimizer=optimizer or rg.AdamW(),
             **run.settings,
         )
         weights = rg.feedback("weights", depth=1)
@@ -119,7 +121,8 @@ def predicted(run: Run, size: tuple[int, int], gpu: str, one_rank_s: float | Non
         plan = rg.compile(rg.Graph("parallel", step.metrics), cluster, costs)
     need = next(need for need in plan.memory if need.pool == "train" and not need.loading)
     staged = sum(size for part, size in need.parts if part == "weights in staging")  # for generators, which are not here
-    return {"step_s": plan.node("update").seconds, "peak_bytes": need.peak_bytes - staged}
+    on_host = sum(size for host in plan.memory if host.pool is None for part, size in host.parts if part == "optimizer")
+    return {"step_s": plan.node("update").seconds, "peak_bytes": need.peak_bytes - staged, "host_bytes": on_host}
 
 
 def profiled(seconds: float, size: tuple[int, int]) -> Any:

@@ -14,7 +14,7 @@ from rlgraph.graph.operation import Work
 
 FILE = 2  # bytes of a number in a model's files
 MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
-EIGHT_BITS = 2 * (1 + 4 / 256)  # two moments with a byte each and a float32 scale for each block
+MOMENTS = {"32bit": OPTIMIZER, "16bit": 4, "8bit": 2 * (1 + 4 / 256)}  # of two moments; those of 8 bits have a float32 scale for each block
 PIECE_BYTES = 1 << 24  # of a file in memory at once while a sharded model is read: large enough that copying it hides opening it
 LOGITS_AT_ONCE = 1 << 28  # of a GPU's fused head: 1767 rows of a vocabulary of 151936
 SCORED_AT_ONCE, SCORE_COPIES = 1 << 27, 5  # logits that are scored at once, and how many float32 copies of them that takes
@@ -42,8 +42,8 @@ class Workload:
     `itemsize` is the bytes of a number that passes compute with, `rows` the responses of a step over all workers. Prompt and response
     together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that generates.
     `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps its input alone, and with `fused_head` no pass has the
-    logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer, with
-    `eight_bit_moments` both in 8 bits, with `host_moments` its moments are on the host. `tensor` workers share the matrices of a layer, and
+    logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer; `moments`
+    says how many bits a number of them has, with `host_moments` they are on the host. `tensor` workers share the matrices of a layer, and
     with `context` others a pass. Only the `adapter` numbers of a model that trains an adapter have gradients and moments; the model itself
     has `frozen_bytes`, and if its matrices are `remade`, one of them is there in the dtype of passes at a time. An engine that merges
     adapters keeps the `merged` numbers of the matrices that they change, and its further copies have `version_bytes` (None: whole weights).
@@ -64,7 +64,7 @@ class Workload:
     recompute: bool = False
     fused_head: bool | None = None
     one_moment: bool = False
-    eight_bit_moments: bool = False
+    moments: str = "32bit"
     host_moments: bool = False
     tensor: int = 1
     context: int = 1
@@ -150,7 +150,7 @@ def _ranks(work: Workload, weights: int) -> Need:
     shape = work.shape
     per_parameter: dict[str, float] = {"weights": weights}
     if work.trained:
-        per_parameter |= {"optimizer": EIGHT_BITS if work.eight_bit_moments else OPTIMIZER, "gradients": GRADIENT}
+        per_parameter |= {"optimizer": MOMENTS[work.moments], "gradients": GRADIENT}
     if work.host_moments:
         del per_parameter["optimizer"]
     stays = {what: int(size * shape.parameters) // work.workers for what, size in per_parameter.items()}
