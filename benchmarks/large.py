@@ -6,8 +6,8 @@
     python benchmarks/large.py pair --smoke
     python benchmarks/large.py pair-moe --smoke                                             # their first seconds, on a CPU
 
-It writes random bfloat16 weights to files of 5 GB, in a process that ends before the ranks start, and deletes them at the end. Two ranks then
-read their boxes of a dense model by FSDP2, or share the experts of a mixture, and take three updates: the moments on the host, activations
+It writes random bfloat16 weights to files of 5 GB, in a process that ends before the ranks start, and deletes them at the end. Two ranks
+then read their boxes of a dense model by FSDP2, or share the experts of a mixture, and take three updates: the moments on the host, activations
 recomputed, the head fused. The first two updates are a warm-up. "plan" is what `rg.compile` counts before anything starts. Host memory
 while loading is as in `loading.py`. Each part is printed, and written to the JSON, when it is done.
 """
@@ -215,7 +215,8 @@ def measured(shape: str, given: dict[str, Any], gpu: str, on_gpus: bool, found: 
     """Do all of it, and yield a line for each part; `found` has what was found so far."""
     context = multiprocessing.get_context("spawn")
     plan = found["plan"] = of_plan(given, shape, gpu)
-    yield f"plan: {plan['peak_bytes'] / 1e9:.1f} GB on a GPU, {plan['host_bytes'] / 1e9:.1f} GB on the host, {plan['step_s']:.1f} s an update"
+    on_gpu, on_host = plan["peak_bytes"] / 1e9, plan["host_bytes"] / 1e9
+    yield f"plan: {on_gpu:.1f} GB on a GPU, {on_host:.1f} GB of moments on the host, {plan['step_s']:.1f} s an update"
     start = time.perf_counter()
     writer = context.Process(target=write_process, args=(shape, given["folder"]))
     writer.start()

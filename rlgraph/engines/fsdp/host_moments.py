@@ -33,7 +33,7 @@ class HostMomentsAdamW(torch.optim.AdamW):
             return
         boxes = [local(parameter.detach()) for parameter in parameters for _ in range(2)]
         pinned = boxes[0].device.type == "cuda"
-        moments = pinnedlike(boxes) if pinned else [torch.zeroslike(box) for box in boxes]
+        moments = pinned_like(boxes) if pinned else [torch.zeros_like(box) for box in boxes]
         for index, parameter in enumerate(parameters):
             first, second = (like(parameter, moment.zero_()) for moment in moments[2 * index : 2 * index + 2])
             step = torch.zeros((), dtype=torch.float32, device=parameter.device)

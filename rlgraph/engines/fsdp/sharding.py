@@ -52,8 +52,8 @@ def prepare_layers(model: Any, layers: Any, *, recompute: bool, compiled: bool) 
 def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dtype, embedding: Any = None) -> list[Any]:
     """Shard the layers in units, and the rest as one unit; passes compute in `dtype`. Returns the first module of each unit.
 
-    A large `embedding` with a matrix of its own, and not the head's, is a unit too: else it would be gathered around the whole pass, and its
-    gradient and the head's summed at once, which takes 12 GB of 32B.
+    A large `embedding` with a matrix of its own, and not the head's, is a unit too: else it would be gathered around the whole pass, and
+    its gradient and the head's summed at once, which takes 12 GB of 32B.
     """
     alone = mesh.size() == 1  # then gathered weights are a cast and not a transfer: once a pass is enough
     frozen = {parameter for parameter in whole.parameters() if not parameter.requires_grad} if alone else set()  # used as they are
