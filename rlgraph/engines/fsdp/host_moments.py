@@ -6,6 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from rlgraph.engines.fsdp.offload import pinned_like
 from rlgraph.engines.fsdp.sharding import local
 
 
