@@ -8,8 +8,8 @@
 
 It writes random bfloat16 weights to files of 5 GB, in a process that ends before the ranks start, and deletes them at the end. Two ranks
 then read their boxes of a dense model by FSDP2, or share the experts of a mixture, and take three updates: the moments on the host,
-activations recomputed, the head fused. The first two updates are a warm-up. "plan" is what `rg.compile` counts before anything starts. Host memory
-while loading is as in `loading.py`. Each part is printed, and written to the JSON, when it is done.
+activations recomputed, the head fused. The first two updates are a warm-up. "plan" is what `rg.compile` counts before anything starts.
+Host memory while loading is as in `loading.py`. Each part is printed, and written to the JSON, when it is done.
 """
 
 import argparse

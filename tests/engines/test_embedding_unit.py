@@ -14,7 +14,7 @@ def test_an_embedding_of_its_own_changes_no_bit(model: str, tmp_path: Path, requ
     together: list[Any] = run_ranks(folder, tmp_path / "together", apart=False)
     apart: list[Any] = run_ranks(folder, tmp_path / "apart", apart=True)
     for one, other in zip(together, apart, strict=True):
-        assert "Embedding" not in one["units"]
-        assert ("Embedding" in other["units"]) == (model == "untied")  # what the head shares stays with it
+        assert "FSDPEmbedding" not in one["units"]
+        assert ("FSDPEmbedding" in other["units"]) == (model == "untied")  # what the head shares stays with it
         assert one["metrics"] == other["metrics"]
         assert all(torch.equal(tensor, other["state"][name]) for name, tensor in one["state"].items())
