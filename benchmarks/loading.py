@@ -34,16 +34,17 @@ def memory() -> int:
 
 
 class PeakSampler:
-    """Sample this process's PSS in a thread; `samples` are (time, bytes over the base line)."""
+    """Sample this process's PSS in a thread, every so many seconds; `samples` are (time, bytes over the base line)."""
 
-    def __init__(self) -> None:
+    def __init__(self, every_s: float = SAMPLE_S) -> None:
         self.samples: list[tuple[float, int]] = []
+        self._every_s = every_s
         self._base, self._ended = memory(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        while not self._ended.wait(SAMPLE_S):
+        while not self._ended.wait(self._every_s):
             self.samples.append((time.monotonic(), memory() - self._base))
 
     def stop(self) -> list[tuple[float, int]]:

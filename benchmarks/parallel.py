@@ -98,8 +98,9 @@ def rank_process(run: Run, size: tuple[int, int], rank: int, world: int, rendezv
     end_rank(seconds, rank, world, results)
 
 
-def predicted_of(run: Run, size: tuple[int, int], gpu: str, one_rank_s: float | None = None) -> dict[str, float]:
-    settings = {**run.settings, "trainer": run.trainer}
+def predicted_of(run: Run, size: tuple[int, int], gpu: str, one_rank_s: float | None = None, optimizer: Any = None) -> dict[str, float]:
+    """What a plan says of the update; see `predicted_update`."""
+    settings = {**run.settings, "trainer": run.trainer} | ({"optimizer": optimizer} if optimizer else {})
     return predicted(run.shape, size, gpu, run.way, size[1] // run.way["cp"], settings, one_rank_s)
 
 

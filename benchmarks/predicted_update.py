@@ -9,9 +9,9 @@ from typing import Any
 def predicted(*given: Any) -> dict[str, Any]:
     """The seconds of an update in a plan, the bytes on a GPU and what they are for, without those of generators: as `planned_update` is
     given it."""
-    need, seconds = planned_update(*given)
+    need, seconds, on_host = planned_update(*given)
     parts = {part: size for part, size in need.parts if part != "weights in staging"}
-    return {"step_s": seconds, "peak_bytes": sum(parts.values()), "parts": parts}
+    return {"step_s": seconds, "peak_bytes": sum(parts.values()), "parts": parts, "host_bytes": on_host}
 
 
 def planned_update(
@@ -22,10 +22,11 @@ def planned_update(
     micro_batch_tokens: int,
     settings: Mapping[str, Any],
     one_rank_s: float | None = None,
-) -> tuple[Any, float]:
+) -> tuple[Any, float, int]:
     """Plan the update of a `size`, sequences and their length, by ranks that share passes in a `way`, with `settings` of `rg.Policy`.
 
-    Returns the memory of a GPU and the seconds; with the seconds of one rank, as if these had been profiled.
+    Returns the memory of a GPU, the seconds, and the bytes of moments on the host; with the seconds of one rank, as if these had been
+    profiled.
     """
     from shapes import config
 
@@ -56,7 +57,8 @@ def planned_update(
         costs = None if one_rank_s is None else profiled(one_rank_s, size)
         plan = rg.compile(rg.Graph("update", step.metrics), cluster, costs)
     need = next(need for need in plan.memory if need.pool == "train" and not need.loading)
-    return need, plan.node("update").seconds
+    on_host = sum(size for host in plan.memory if host.pool is None for part, size in host.parts if part == "optimizer")
+    return need, plan.node("update").seconds, on_host
 
 
 def profiled(seconds: float, size: tuple[int, int]) -> Any:

@@ -80,13 +80,13 @@ def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) 
         return str(target)
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    _write(target / "model.safetensors", dict(_tensors(shape)), hole=headers_only)
+    _write(target / "model.safetensors", dict(tensors_of(shape)), hole=headers_only)
     byte_tokenizer().save_pretrained(target)
     config(shape).save_pretrained(target)  # type: ignore[attr-defined]
     return str(target)
 
 
-def _tensors(shape: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def tensors_of(shape: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The tensors of a folder: of experts that are one parameter in memory, each has its own."""
     with torch.device("meta"):
         named = {name: tuple(p.shape) for name, p in causal_model(shape).named_parameters()}

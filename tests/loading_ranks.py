@@ -13,7 +13,7 @@ from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import own_box
-from rlgraph.engines.hf_models.folder_weights import FolderWeights
+from rlgraph.engines.hf_models.file_reading import PieceReader
 
 HEADS = {"policy": PolicyHead, "critic": ValueHead}
 Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # by parameter: whole shape, offsets, this rank's box
@@ -51,15 +51,14 @@ def be_rank(models: list[tuple[str, Path]], out: Path, rank: int, world: int) ->
 
 def load_forever(folder: Path, reading: Any) -> None:
     """Load a model, but stop in the middle of a file, once `reading` is set."""
-    pieces, done = FolderWeights._pieces, []
+    read, done = PieceReader._read, []
 
     def halting(*given: Any) -> Any:
-        for piece in pieces(*given):
-            done.append(1)
-            if len(done) > 3:
-                reading.set()
-                time.sleep(600)
-            yield piece
+        done.append(1)
+        if len(done) > 3:
+            reading.set()
+            time.sleep(600)
+        return read(*given)
 
-    FolderWeights._pieces = halting  # type: ignore[method-assign]
+    PieceReader._read = halting  # type: ignore[method-assign]
     held("policy", folder, 0, 1)

@@ -19,7 +19,7 @@ from rlgraph.costs.estimates import default_estimates
 from rlgraph.costs.functions import Setting, SleepCost
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
-from rlgraph.costs.update_memory import OPTIMIZER
+from rlgraph.costs.update_memory import MOMENTS
 from rlgraph.costs.workload import Need, Workload
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Pool
@@ -91,7 +91,7 @@ def _host_moments(graph: Graph, workers: Sequence[PlannedWorker], shapes: Shapes
             ranks = sum(other.model == worker.model for other in workers)
             size = adapter_size(model, shapes[model.path])
             trained = shapes[model.path].parameters if size is None else size.parameters
-            held[worker.host] = held.get(worker.host, 0) + OPTIMIZER * trained // ranks
+            held[worker.host] = held.get(worker.host, 0) + int(MOMENTS[model.traits.moments] * trained) // ranks
     return max(held.values(), default=0)
 
 
@@ -164,7 +164,7 @@ def _need(
         recompute=max(model.traits.recompute, recompute if "train" in works else False, key=RECOMPUTE.index),
         fused_head=model.traits.fused_head,
         one_moment=model.traits.one_moment,
-        eight_bit_moments=model.traits.eight_bit_moments,
+        moments=model.traits.moments,
         host_moments=model.traits.host_moments and "train" in works,
         tensor=model.traits.tensor_parallel,
         context=model.traits.context_parallel,
@@ -280,7 +280,7 @@ FIXES = {
     "other engines on a host, pools of their own, or a smaller model",
     "weights": "give that pool more devices, or use a smaller model",
     "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
-    "optimizer": 'set offload="moments", give that pool more devices, or use a smaller model',
+    "optimizer": 'set offload="moments" or rg.AdamW(moments="16bit"), give that pool more devices, or use a smaller model',
     "activations": "lower micro_batch_tokens, raise tensor_parallel, or set recompute='selective' or True",
     "gradients of layers": "raise tensor_parallel, train an adapter, or use a smaller model",
     "logits": "set fused_head=True, lower micro_batch_tokens, or raise tensor_parallel",

@@ -10,12 +10,11 @@ from rlgraph import settings
 from rlgraph.costs import host_times
 from rlgraph.costs.functions import Decode
 from rlgraph.costs.model_shapes import ModelShape
-from rlgraph.costs.update_memory import GRADIENT, MASTER, OPTIMIZER, scoring, update, update_in_place
+from rlgraph.costs.update_memory import GRADIENT, MASTER, MOMENTS, OPTIMIZER, scoring, update, update_in_place
 from rlgraph.costs.workload import Need, Workload
 from rlgraph.graph.operation import Work
 
 FILE = 2  # bytes of a number in a model's files
-EIGHT_BITS = 2 * (1 + 4 / 256)  # two moments with a byte each and a float32 scale for each block
 PIECE_BYTES = 1 << 24  # of a file in memory at once while a sharded model is read: large enough that copying it hides opening it
 SEQUENCES = 256  # that an engine decodes at once, at most
 # The shares of a device's peaks that well-tuned engines reach; assumptions, which a profile replaces.
@@ -84,7 +83,7 @@ def _ranks(work: Workload, weights: int) -> Need:
     shape = work.shape
     per_parameter: dict[str, float] = {"weights": weights}
     if work.trained:
-        per_parameter |= {"optimizer": EIGHT_BITS if work.eight_bit_moments else OPTIMIZER, "gradients": GRADIENT}
+        per_parameter |= {"optimizer": MOMENTS[work.moments], "gradients": GRADIENT}
     if work.host_moments:
         del per_parameter["optimizer"]
     stays = {what: int(size * shape.parameters) // work.workers for what, size in per_parameter.items()}

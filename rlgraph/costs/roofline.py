@@ -11,12 +11,12 @@ from rlgraph.costs import host_times
 from rlgraph.costs.activations import operations_again
 from rlgraph.costs.adapters import adapter_size
 from rlgraph.costs.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
-from rlgraph.costs.estimates import DECODING, EIGHT_BITS, GENERATING, Device, default_estimates
+from rlgraph.costs.estimates import DECODING, GENERATING, Device, default_estimates
 from rlgraph.costs.functions import NodeCost, Setting, SleepCost
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
 from rlgraph.costs.sharing import exchange_s
-from rlgraph.costs.update_memory import OPTIMIZER
+from rlgraph.costs.update_memory import MOMENTS, OPTIMIZER
 from rlgraph.graph.nodes import Graph, Model, Node
 
 GB = 10**9
@@ -100,7 +100,7 @@ def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: D
     # What only scores keeps its memory in most engines.
     sleeps = (works & {"generate", "train"} or model.traits.frees_memory) and not _stays(model)
     size = (model.traits.estimates or default_estimates(works)).sleep_bytes(count, itemsize_of(model, cluster)) if sleeps else 0
-    size = int(size * EIGHT_BITS / OPTIMIZER) if model.traits.eight_bit_moments else size
+    size = int(size * MOMENTS[model.traits.moments] / OPTIMIZER)
     size = int(size * _in_fp8(shapes[model.path])) if model.traits.weights_dtype is not None and model.path in shapes else size
     seconds = size / (host_times.COPYING.value * (device.host_link if device else PCIE_4))
     return SleepCost(seconds, seconds, size if count else None, Setting(), estimated=True)
@@ -171,5 +171,5 @@ def _optimizer_s(model: Model, shape: ModelShape, device: Device) -> float:
     """The seconds of an optimizer step: its traffic of memory, and that of moments in host memory, which come and go."""
     adapter = adapter_size(model, shape)
     learnt = shape.parameters if adapter is None else adapter.parameters
-    moved = 2 * OPTIMIZER * learnt if model.traits.host_moments else 0
+    moved = 2 * MOMENTS[model.traits.moments] * learnt if model.traits.host_moments else 0
     return OPTIMIZER_BYTES * learnt / (device.bandwidth * DECODING) + moved / (host_times.MOMENTS_COPYING.value * device.host_link)

@@ -16,6 +16,7 @@ from rlgraph.costs.activations import kept_beside_feed_forward, kept_by_layer
 from rlgraph.costs.workload import Workload
 
 MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
+MOMENTS = {"32bit": OPTIMIZER, "16bit": 4, "8bit": 2 * (1 + 4 / 256)}  # of two moments; those of 8 bits have a float32 scale for each block
 LOGITS_AT_ONCE = 1 << 28  # of a GPU's fused head: 1767 rows of a vocabulary of 151936
 SCORED_AT_ONCE, SCORE_COPIES = 1 << 27, 5  # logits that are scored at once by plain operations, and how many float32 copies that takes
 # The least size of a unit of FSDP: the host takes as long to gather, cast and scatter a small unit as a large one, and in a model of less
@@ -49,7 +50,7 @@ def update(work: Workload, *, cast: bool) -> Instants:
         found[HEAD]["logits"] = _logits(work, tokens)
     if work.host_moments:
         learnt = shape.vocab * shape.hidden if work.adapter is None else work.adapter
-        found[STEP] = {"moments of a parameter": OPTIMIZER * learnt // work.workers}
+        found[STEP] = {"moments of a parameter": int(MOMENTS[work.moments] * learnt) // work.workers}
     return found
 
 

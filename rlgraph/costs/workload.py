@@ -14,8 +14,8 @@ class Workload:
     `itemsize` is the bytes of a number that passes compute with, `rows` the responses of a step over all workers. Prompt and response
     together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that generates.
     `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps a part, and with `fused_head` no pass has the
-    logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer, with
-    `eight_bit_moments` both in 8 bits, with `host_moments` its moments are on the host. `tensor` workers share the matrices of a layer, and
+    logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer, `moments`
+    says how many bits a number of them has, with `host_moments` they are on the host. `tensor` workers share the matrices of a layer, and
     with `context` others a pass. Only the `adapter` numbers of a model that trains an adapter have gradients and moments; the model itself
     has `frozen_bytes`, and if its matrices are `remade`, one of them is there in the dtype of passes at a time. An engine that merges
     adapters keeps the `merged` numbers of the matrices that they change, and its further copies have `version_bytes` (None: whole weights).
@@ -37,7 +37,7 @@ class Workload:
     recompute: Recompute = False
     fused_head: bool | None = None
     one_moment: bool = False
-    eight_bit_moments: bool = False
+    moments: str = "32bit"
     host_moments: bool = False
     tensor: int = 1
     context: int = 1

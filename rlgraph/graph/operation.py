@@ -199,7 +199,7 @@ class ModelTraits:
 
     `one_moment` says that the optimizer keeps one moment of each matrix of a layer, as Muon does.
 
-    `eight_bit_moments` says that the moments of its optimizer have 8 bits a number.
+    `moments` is how many bits a number of its optimizer's moments has: "32bit", "16bit" or "8bit".
 
     `adapter` are the low-rank matrices that it trains and publishes instead of its weights; None for whole weights.
 
@@ -239,7 +239,7 @@ class ModelTraits:
     shared_prompts: bool = False
     fused_head: bool | None = None
     one_moment: bool = False
-    eight_bit_moments: bool = False
+    moments: str = "32bit"
     adapter: "LoRA | None" = None
     merges_adapters: bool = False
     exact: bool = False

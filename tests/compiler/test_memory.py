@@ -352,7 +352,7 @@ def test_a_plan_that_fits_where_layers_recompute_names_the_least_of_it(tmp_path:
 def test_offloaded_moments_are_counted_on_the_host_and_make_a_refused_plan_fit(tmp_path: Path) -> None:
     model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
     few = {"recompute": True, "micro_batch_tokens": 4096}
-    with pytest.raises(PlanError, match=r'optimizer \d+\.\d GiB.*; set offload="moments", give that pool more devices'):
+    with pytest.raises(PlanError, match=r'optimizer \d+\.\d GiB.*; set offload="moments" or rg.AdamW'):
         rg.compile(logits_of(model, None, **few), rg.Cluster(gpus=2, gpu_memory_bytes=100 * GIB))
     plan = rg.compile(logits_of(model, None, offload="moments", **few), rg.Cluster(gpus=2, gpu_memory_bytes=100 * GIB))
     assert "optimizer" not in parts(plan, "a GPU of 'train'")

@@ -72,7 +72,7 @@ def test_a_recorded_peak_is_within_a_tenth_of_the_plan(peak: int, given: tuple[A
     ],
 )
 def test_the_peak_is_that_of_the_largest_instant_and_prints(shape: str, tokens: int, settings: dict[str, Any], instant: str) -> None:
-    need, _ = planned_update(shape, (4, 16384), "H200", {"dp": 1}, tokens, settings)
+    need, *_ = planned_update(shape, (4, 16384), "H200", {"dp": 1}, tokens, settings)
     sizes = {name: sum(size for _, size in parts) for name, parts in need.instants}
     assert max(sizes, key=lambda name: sizes[name]) == instant
     stays = sum(size for part, size in need.parts if part in ("weights", "optimizer", "weights in staging"))
@@ -84,7 +84,7 @@ def test_the_peak_is_that_of_the_largest_instant_and_prints(shape: str, tokens: 
 
 def test_recomputing_changes_the_instant_of_the_peak() -> None:
     def parts_of(recompute: bool | str) -> dict[str, dict[str, int]]:
-        need, _ = planned_update("4B", LONG, "H200", {"dp": 1}, 8192, {"recompute": recompute, "fused_head": True})
+        need, *_ = planned_update("4B", LONG, "H200", {"dp": 1}, 8192, {"recompute": recompute, "fused_head": True})
         return {name: dict(parts) for name, parts in need.instants}
 
     kept, part, whole = map(parts_of, (False, "selective", True))

@@ -21,7 +21,7 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.hf_models import folder_weights
+from rlgraph.engines.hf_models import file_reading, folder_weights
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
 from rlgraph.engines.hf_models.skeleton import skeleton
 from rlgraph.errors import DataError
@@ -77,19 +77,48 @@ def test_tables_that_no_file_holds_are_those_of_transformers(folders: dict[str, 
         assert all(parameter.is_meta for parameter in built.parameters())
 
 
+def count_runs(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
+    """Add the sizes of what is read piece by piece."""
+    pieces = file_reading._pieces
+
+    def counted(box: file_reading.FileBox) -> list[file_reading.FileBox]:
+        found = list(pieces(box))
+        sizes.extend(piece.out.numel() for piece in found)
+        return found
+
+    monkeypatch.setattr(file_reading, "_pieces", counted)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_pieces_of_several_threads_are_cast_as_torch_casts(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {name: torch.randn(300, 7).to(dtype) for name in ("a", "b")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setattr(file_reading, "PIECE_BYTES", 512)
+    reader, out = file_reading.PieceReader([tmp_path / "model.safetensors"]), {name: torch.zeros(200, 7) for name in tensors}
+    boxes = [reader.box(name, (50, 0), into) for name, into in out.items()]
+    reader.read(box for box in boxes if box is not None)
+    assert all(torch.equal(into, tensors[name][50:250].float()) for name, into in out.items())
+    assert reader.box("a", (0, 2), torch.zeros(10, 3)) is None  # columns don't lie together
+    os.truncate(tmp_path / "model.safetensors", 3000)
+    with pytest.raises(DataError, match=r"ends at byte 3000, within a tensor"):
+        reader.read(box for box in boxes if box is not None)
+
+
 def test_a_rank_reads_no_more_than_its_boxes_and_no_more_than_a_piece_at_once(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = FolderWeights(folders["qwen3"], skeleton(AutoModelForCausalLM, folders["qwen3"]))
     monkeypatch.setattr(folder_weights, "PIECE_BYTES", 1000)
-    sizes, pieces = list[int](), FolderWeights._pieces
+    monkeypatch.setattr(file_reading, "PIECE_BYTES", 1000)
+    sizes, pieces = list[int](), FolderWeights._read
 
     def counted(*given: Any) -> Any:
         for rows, piece in pieces(*given):
             sizes.append(piece.numel())
             yield rows, piece
 
-    monkeypatch.setattr(FolderWeights, "_pieces", counted)
+    monkeypatch.setattr(FolderWeights, "_read", counted)
+    count_runs(monkeypatch, sizes)
     name, expected = "model.embed_tokens.weight", loaded("policy", folders["qwen3"])["model.embed_tokens.weight"]
     for offsets, shape in (((100, 3), (7, 20)), ((0, 0), tuple(expected.shape)), ((0, 0), (0, 128))):
         sizes.clear()
@@ -110,6 +139,7 @@ def test_a_rank_reads_no_more_of_fused_experts_than_its_own(folders: dict[str, P
             yield rows, piece
 
     monkeypatch.setattr(FolderWeights, "_read", counted)
+    count_runs(monkeypatch, sizes)
     monkeypatch.setattr(FolderWeights, "_converted", None)
     for name in ("gate_up_proj", "down_proj"):
         whole = loaded("policy", folders["qwen3_moe"])[f"model.layers.1.mlp.experts.{name}"]

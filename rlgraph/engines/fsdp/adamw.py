@@ -19,6 +19,9 @@ class AdamW:
     The learning rate follows `schedule`, as `rg.Cosine(warmup_steps=10, steps=1000)`. Without one it is constant after `warmup_steps`
     optimizer steps, over which it rises linearly, to `lr / warmup_steps` in the first.
 
+    `moments="16bit"` keeps both moments in bfloat16, 4 bytes a parameter instead of 8. A step computes in float32 and rounds up or down at
+    random; the noise depends on the step and on a number's position in its parameter alone, so any number of ranks has the same bits.
+
     `moments="8bit"` keeps both moments in 8 bits with a float32 scale for each block of 256 numbers, 2.03 bytes a parameter instead of 8:
     the steps of bitsandbytes' AdamW8bit (arXiv:2110.02861), which the extra `lowbit` installs. Parameters of less than 4096 numbers, and
     those whose blocks would lie in two ranks, keep float32.
@@ -39,7 +42,7 @@ class AdamW:
     grad_clip: Annotated[float, Range(above=0, rule="a norm above 0; 1e9 does not clip")] = 1.0
     warmup_steps: Natural = 0
     schedule: RateSchedule | None = None
-    moments: Literal["32bit", "8bit"] = "32bit"
+    moments: Literal["32bit", "16bit", "8bit"] = "32bit"
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -84,4 +87,6 @@ class Muon(AdamW):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.moments != "32bit":
-            raise GraphError(f"Muon(moments='{self.moments}'): only AdamW's moments have 8 bits; leave it out, or use rg.AdamW(…)")
+            raise GraphError(
+                f"Muon(moments='{self.moments}'): only AdamW's moments have fewer than 32 bits; leave it out, or use rg.AdamW(…)"
+            )

@@ -30,6 +30,7 @@ from rlgraph.engines.fsdp.eight_bit import CODES
 from rlgraph.engines.fsdp.exchange import RankFailed, of_all
 from rlgraph.engines.fsdp.host_moments import HostMomentsAdamW
 from rlgraph.engines.fsdp.muon import first_moments
+from rlgraph.engines.fsdp.sixteen_bit import NAMES, SixteenBitAdamW
 from rlgraph.engines.fsdp.whole import as_whole
 from rlgraph.engines.registry import SavedShard
 from rlgraph.errors import CheckpointError
@@ -52,7 +53,7 @@ ALLOWED = {  # what a table of contents is made of; a pickle that asks for anyth
 def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Collect the live weights and moments by name. Moments that the optimizer would make at its first step are made now."""
     found: dict[str, torch.Tensor] = {}
-    if isinstance(optimizer, HostMomentsAdamW):
+    if isinstance(optimizer, (HostMomentsAdamW, SixteenBitAdamW)):
         optimizer.make_state()
     for name, parameter in parameters:
         held = optimizer.state[parameter]
@@ -164,10 +165,12 @@ def read(folder: Path, state: State) -> None:
 def _other(name: str, known: Collection[str]) -> str:
     """Describe a checkpoint that has no tensor of this name."""
     place, _, moment = name.rpartition(".")
-    if f"{place}.{CODES[0]}" in known and moment == "exp_avg":
-        return f"its moments are of 8 bits: write rg.AdamW(moments='8bit'). {BLOCKS}"
-    if f"{place}.exp_avg" in known and moment == CODES[0]:
-        return f"its moments are of 32 bits: leave out moments='8bit'. {BLOCKS}"
+    names = {"exp_avg": "32bit", NAMES[0]: "16bit", CODES[0]: "8bit"}
+    theirs = next((bits for other, bits in names.items() if f"{place}.{other}" in known), None)
+    if moment in names and theirs is not None:
+        fix = f"leave out moments='{names[moment]}'" if theirs == "32bit" else f"write rg.AdamW(moments='{theirs}')"
+        blocks = f" {BLOCKS}" if "8bit" in (names[moment], theirs) else ""
+        return f"its moments are of {theirs.removesuffix('bit')} bits: {fix}.{blocks}"
     return "it is a checkpoint of another model or optimizer"
 
 

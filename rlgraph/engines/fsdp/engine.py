@@ -115,7 +115,7 @@ class FsdpEngine:
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled, tensor_parallel=tensor_parallel)
         self._alike: Places = () if self._ranks.matrices is None else share_matrices(head, self._ranks.matrices)
         self._experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)
-        self._units = [*self._experts, *shard(head, head.layers, self._ranks.sharded, dtype)]
+        self._units = [*self._experts, *shard(head, head.layers, self._ranks.sharded, dtype, head.backbone.get_input_embeddings())]
         self._parts = {} if head.folder is None else head.folder.parts()
         if head.folder is not None:
             load_shards(head, self._device)

@@ -36,7 +36,7 @@ class HostMomentsAdamW(torch.optim.AdamW):
         pinned = boxes[0].device.type == "cuda"
         moments = pinned_like(boxes) if pinned else [torch.zeros_like(box) for box in boxes]
         for index, parameter in enumerate(parameters):
-            first, second = (_like(parameter, moment.zero_()) for moment in moments[2 * index : 2 * index + 2])
+            first, second = (like(parameter, moment.zero_()) for moment in moments[2 * index : 2 * index + 2])
             step = torch.zeros((), dtype=torch.float32, device=parameter.device)
             self.state[parameter] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
@@ -66,6 +66,6 @@ def _step(weights: torch.Tensor, gradient: torch.Tensor, state: Any, group: Any)
             kept.copy_(moment, non_blocking=True)
 
 
-def _like(parameter: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+def like(parameter: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
     """A tensor sharded as the parameter, of memory on the host."""
     return DTensor(moment, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else moment

@@ -12,6 +12,7 @@ from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.fsdp.eight_bit import EightBitAdamW
 from rlgraph.engines.fsdp.host_moments import HostMomentsAdamW
 from rlgraph.engines.fsdp.sharding import by_mesh, full, local, placed
+from rlgraph.engines.fsdp.sixteen_bit import SixteenBitAdamW
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the iteration; those of torch and of the source
 EPS = 1e-7
@@ -25,6 +26,8 @@ def made(settings: AdamW, head: Head, *, host_moments: bool = False) -> torch.op
     learnt = [parameter for parameter in head.parameters() if parameter.requires_grad]
     if settings.moments == "8bit":
         return EightBitAdamW(learnt, settings)
+    if settings.moments == "16bit":
+        return SixteenBitAdamW(learnt, settings, on_host=host_moments)
     kind = HostMomentsAdamW if host_moments else torch.optim.AdamW
     groups = [{"params": group} for group in by_mesh(learnt)]
     return kind(groups, settings.lr, settings.betas, settings.eps, settings.weight_decay, fused=True)
@@ -34,7 +37,7 @@ def first_moments(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> 
     """Make the moments of a parameter as an optimizer would at its first step."""
     if isinstance(optimizer, MuonWithAdamW) and optimizer.takes(parameter):
         return {MOMENTUM: torch.zeros_like(parameter)}
-    if isinstance(optimizer, EightBitAdamW):
+    if isinstance(optimizer, (EightBitAdamW, SixteenBitAdamW)):
         return optimizer.first_moments(parameter)
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step, "exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}

@@ -37,12 +37,16 @@ def backends() -> str:
     return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
 
 
-def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dtype) -> list[Any]:
-    """Shard the layers in units, and the rest as one unit; passes compute in `dtype`. Returns the first module of each unit."""
+def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dtype, embedding: Any = None) -> list[Any]:
+    """Shard the layers in units, and the rest as one unit; passes compute in `dtype`. Returns the first module of each unit.
+
+    A large `embedding` with a matrix of its own, and not the head's, is a unit too: else it would be gathered around the whole pass, and
+    its gradient and the head's summed at once, which takes 12 GB of 32B.
+    """
     alone = mesh.size() == 1  # then gathered weights are a cast and not a transfer: once a pass is enough
     frozen = {parameter for parameter in whole.parameters() if not parameter.requires_grad} if alone else set()  # used as they are
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    units: list[list[Any]] = [*together(layers), [whole]]
+    units: list[list[Any]] = [*together(layers), *([[embedding]] if not alone and _apart(whole, embedding) else []), [whole]]
     with remembered(whole):
         for unit in units:
             fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone, ignored_params=frozen)
@@ -52,6 +56,14 @@ def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dt
             first.set_gradient_divide_factor(1.0)
             first.set_force_sum_reduction_for_comms(True)
     return firsts
+
+
+def _apart(whole: torch.nn.Module, embedding: Any) -> bool:
+    if embedding is None:
+        return False
+    weight = embedding.weight
+    uses = sum(parameter is weight for _, parameter in whole.named_parameters(remove_duplicate=False))
+    return uses == 1 and weight.requires_grad and weight.numel() >= UNIT_PARAMETERS and not isinstance(weight, DTensor)
 
 
 def keep(units: Iterable[Any], more: bool, *, casts: bool = True) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.costs.estimates import PIECE_BYTES
+from rlgraph.engines.hf_models.file_reading import PieceReader
 from rlgraph.engines.hf_models.folder_parts import FolderPart, Numbers, PartsByName, folder_shards, fused_parts, whole_part
 from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.engines.hf_models.pretrained import check_model
@@ -32,6 +33,7 @@ class FolderWeights:
         self._path, self._model = path, model
         self._nested = check_model(path).nested
         found = [(file, header_shapes(file)) for file in sorted(check_model(path).path.glob("*.safetensors"))]
+        self._reader = PieceReader(file for file, _ in found)
         self._files = {name: (file, shape) for file, shapes in found for name, shape in shapes.items()}  # by tensor of the folder
         self._plain: dict[str, str] = {}  # by parameter, the tensor of the folder that it is
         self._made: dict[str, tuple[str, Any, dict[str, tuple[str, str]]]] = {}  # by parameter, conversion and its tensors
@@ -47,12 +49,18 @@ class FolderWeights:
             return
         name = self._alias.get(name, name)
         parts = self._fused(name) if name in self._made else ()
-        if not parts:
+        if name in self._made and not parts:
             _copy(self._pieces(name, tuple(offsets), tuple(out.shape)), out)
             return
-        box = WeightShard(name, tuple(self._model.get_parameter(name).shape), tuple(offsets), out)
-        for part in folder_shards([box], {name: parts}):
-            _copy(self._read(part.name, part.offsets, tuple(part.tensor.shape)), part.tensor)
+        sources = [WeightShard(self._plain.get(name, name), tuple(out.shape), tuple(offsets), out)]
+        if parts:
+            box = WeightShard(name, tuple(self._model.get_parameter(name).shape), tuple(offsets), out)
+            sources = list(folder_shards([box], {name: parts}))
+        runs = [self._reader.box(part.name, part.offsets, part.tensor) for part in sources]
+        self._reader.read(run for run in runs if run is not None)
+        for part, run in zip(sources, runs, strict=True):
+            if run is None:
+                _copy(self._read(part.name, part.offsets, tuple(part.tensor.shape)), part.tensor)
 
     def holds(self, name: str) -> bool:
         """Whether the folder has what a parameter or buffer of this name is made of."""

@@ -62,6 +62,11 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
 
 def header_shapes(file: Path) -> Shapes:
     """Read name and shape of every tensor from the header of a safetensors file. Raises DataError for one that is broken or cut off."""
+    return {name: shape for name, (_, shape, _) in header_places(file).items()}
+
+
+def header_places(file: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """Read of every tensor the dtype as the header names it, the shape, and the byte at which it begins; raises the same errors."""
     size = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)
@@ -73,13 +78,13 @@ def header_shapes(file: Path) -> Shapes:
             raise DataError(f"'{file}' has {size} bytes and is {kind}")
         try:
             header = json.loads(opened.read(length))
-            tensors = {name: _tensor(found) for name, found in header.items() if name != "__metadata__"}
+            tensors = {name: (*_tensor(found), found) for name, found in header.items() if name != "__metadata__"}
         except (ValueError, TypeError, KeyError, AttributeError) as broken:
             raise DataError(f"'{file}': its header is broken ({broken!s:.80}); {AGAIN}") from None
-    end = max((ends for _, ends in tensors.values()), default=0)
+    end = max((ends for _, ends, _ in tensors.values()), default=0)
     if size != 8 + length + end:
         raise DataError(f"'{file}' has {size} bytes, but by its header {8 + length + end}: it was cut off or overwritten; {AGAIN}")
-    return {name: shape for name, (shape, _) in tensors.items()}
+    return {name: (found["dtype"], shape, 8 + length + found["data_offsets"][0]) for name, (shape, _, found) in tensors.items()}
 
 
 def _tensor(found: Mapping[str, Any]) -> tuple[tuple[int, ...], int]:

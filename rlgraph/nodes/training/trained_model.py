@@ -169,7 +169,7 @@ class TrainedModel(Model):
             shared_prompts=self.spec.shares_prompts and not self.exact,
             fused_head=self.fuses_head if self.scores == "log_probs" else None,
             one_moment=isinstance(self.optimizer, Muon),
-            eight_bit_moments=self.optimizer.moments == "8bit",
+            moments=self.optimizer.moments,
             adapter=self.adapter,
             exact=self.exact,
             tensor_parallel=self.tensor_parallel,
