@@ -43,7 +43,7 @@ PRIVATE = {
 }
 # Those of other libraries that what is shown beside the package needs; of rlgraph itself it uses none.
 PRIVATE_SHOWN = {
-    **{name: {"_exit"} for name in ("chaos", "kills", "loading", "second_engine", "small_gpu", "timed_updates")},  # of os
+    **{name: {"_exit"} for name in ("chaos", "kills", "large", "loading", "second_engine", "small_gpu", "timed_updates")},  # of os
     **{name: {"_foreach_mul_"} for name in ("sharded_weights", "small_gpu_adapters", "weights")},  # of torch, as optimizers use it
     "fp8_noise": {"_scaled_mm", "_custom_ops"},  # products in FP8, of torch and of vLLM
 }

@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,9 +47,8 @@ class PieceReader:
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._places = {name: (file, place) for file in files for name, place in header_places(file).items()}
-        self._opened: dict[Path, int] = {}
         self._own = threading.local()  # of a thread: its piece of memory, and its stream
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: ThreadPoolExecutor | None = None  # its threads end with it
 
     def box(self, source: str, offsets: tuple[int, ...], out: torch.Tensor) -> FileBox | None:
         """Find the box of a tensor that begins at `offsets` and is as large as `out`; None where it does not lie in one run of the file."""
@@ -64,29 +64,16 @@ class PieceReader:
         pieces = [piece for box in boxes for piece in _pieces(box)]
         if not pieces:
             return
-        for file in {piece.file for piece in pieces} - self._opened.keys():
-            self._opened[file] = os.open(file, os.O_RDONLY)
         device = pieces[0].out.device
         begun = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None  # earlier work may use this memory
         if self._pool is None:
             self._pool = ThreadPoolExecutor(READERS, "reader")
-        for _ in self._pool.map(lambda piece: self._read(piece, begun), pieces):
-            pass
+        with ExitStack() as stack:
+            opened = {file: stack.enter_context(file.open("rb", buffering=0)).fileno() for file in {piece.file for piece in pieces}}
+            for _ in self._pool.map(lambda piece: self._read(opened[piece.file], piece, begun), pieces):
+                pass
 
-    def close(self) -> None:
-        """Let go of threads, files and memory."""
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-        for opened in self._opened.values():
-            os.close(opened)
-        self._opened.clear()
-        self._own = threading.local()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _read(self, piece: FileBox, begun: torch.cuda.Event | None) -> None:
+    def _read(self, opened: int, piece: FileBox, begun: torch.cuda.Event | None) -> None:
         size, on_gpu = piece.out.numel() * piece.dtype.itemsize, begun is not None
         if not hasattr(self._own, "memory"):
             self._own.memory = torch.empty(PIECE_BYTES // READERS, dtype=torch.uint8, pin_memory=on_gpu)
@@ -95,7 +82,7 @@ class PieceReader:
         into = memoryview(held.numpy())
         done = 0
         while done < size:
-            count = os.preadv(self._opened[piece.file], [into[done:]], piece.begin + done)
+            count = os.preadv(opened, [into[done:]], piece.begin + done)
             if not count:
                 raise DataError(f"'{piece.file}' ends at byte {piece.begin + done}, within a tensor: it was cut off while it was read")
             done += count
