@@ -39,8 +39,17 @@ test-sglang: .venv-sglang/.ready
 	touch $@
 
 # The adapters of packages whose pins exclude ours, and agents of smolagents and LangGraph, each in an environment of its own.
-test-environments: $(READY) .venv-openenv/.ready .venv-verifiers/.ready .venv-smolagents/.ready .venv-langgraph/.ready
+test-environments: $(READY) .venv-openenv/.ready .venv-verifiers/.ready .venv-smolagents/.ready .venv-langgraph/.ready .venv-jobs/.ready
 	$(BIN)/python -m pytest -m "apart or smolagents or langgraph" tests/nodes/test_environment_servers.py tests/nodes/test_agent_frameworks.py $(PYTEST)
+	$(BIN)/python -m pytest -m ray_jobs tests/runtime/test_ray_hosts.py $(PYTEST)
+
+# Ray with what takes jobs, in front of the packages of .venv.
+.venv-jobs/.ready: Makefile $(READY)
+	$(BIN)/python -m venv .venv-jobs
+	.venv-jobs/bin/python -m pip install --quiet "ray[default]==$$($(BIN)/python -c 'import ray; print(ray.__version__)')"
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		>"$$(.venv-jobs/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_beside.pth"
+	touch $@
 
 .venv-openenv/.ready .venv-verifiers/.ready .venv-smolagents/.ready .venv-langgraph/.ready: .venv-%/.ready: Makefile
 	$(PYTHON) -m venv .venv-$*
@@ -74,4 +83,4 @@ oracle: .venv-oracle/.ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-sglang .venv-openenv .venv-verifiers .venv-smolagents .venv-langgraph runs
+	rm -rf .venv .venv-sglang .venv-openenv .venv-verifiers .venv-smolagents .venv-langgraph .venv-jobs runs

@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import os
+import platform
 import random
 import subprocess
 import sys
@@ -199,6 +200,7 @@ def disturbed(control: hosts.Control, model: str, depth: int, minutes: float, se
         "depth": depth,
         "steps": len(found),
         "events": dict(faults.events),
+        "events_in_all": sum(faults.events.values()),
         "trainers": len(workers),  # one more than there were restarts that reached a step
         "wrong": wrong,
         "weights": found[-1][2].get("weights", found[-1][2].get("weight")),
@@ -248,14 +250,23 @@ def made_model(folder: Path) -> str:
     return str(folder / "model")
 
 
+def machine() -> dict[str, object]:
+    """Describe what the run ran on."""
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "linux": platform.release()}
+    return {"processor": platform.machine(), "cores": len(os.sched_getaffinity(0)), **versions}
+
+
 def run(given: argparse.Namespace, model: str) -> int:
     def case(control: hosts.Control) -> Mapping[str, object]:
         return disturbed(control, model, given.depth, given.minutes, given.seed)
 
+    load = round(os.getloadavg()[0], 1)
+
     def told(outcome: Mapping[str, object]) -> None:
-        print(json.dumps(outcome), flush=True)
+        found = {"machine": {**machine(), "load_before": load, "load_after": round(os.getloadavg()[0], 1)}, **outcome}
+        print(json.dumps(found), flush=True)
         if given.json:
-            given.json.write_text(json.dumps(outcome, indent=1) + "\n")
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
 
     hosts.CASES["chaos"] = case
     return hosts.main(1, ["chaos"], told)

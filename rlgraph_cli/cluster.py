@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 PORT = 6379
+JOBS = "http://127.0.0.1:8265"  # Ray's own
 MARK = "RLGRAPH_CLUSTER"  # in the environment of all that a command starts, by which `stop` knows it
 TERM_S = 10.0  # for Ray's processes to end by themselves
 KILL_S = 5.0
@@ -34,10 +35,12 @@ def start(
     address: Address = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Ray's port.")] = PORT,
     gpus: Gpus = None,
-    jobs: Annotated[bool, typer.Option("--jobs", help="Take `ray job submit` at 127.0.0.1:8265.")] = False,
+    jobs: Annotated[bool, typer.Option("--jobs", help="Take `ray job submit` at 127.0.0.1:8265; needs ray[default].")] = False,
     token_file: TokenFile = None,
 ) -> None:
     """Start Ray on the first host, and print the line that joins another one."""
+    if jobs:
+        check_takes_jobs()
     file = _file(token_file)
     if not file.exists():
         write_token(file, secrets.token_hex(TOKEN_BYTES))
@@ -48,6 +51,9 @@ def start(
     typer.echo(f"Ray runs at {own}:{port} and asks for the token of {file}\non each other host, where this file is there too:")
     typer.echo(f"    rlgraph cluster join {own}:{port}{named}\nand where it is not:")
     typer.echo(f"    ssh {own} cat {file} | rlgraph cluster join {own}:{port}{named} --token -")
+    if jobs:
+        where = f" RAY_AUTH_TOKEN_PATH={file}" if named else ""
+        typer.echo(f"jobs are submitted here by\n    RAY_AUTH_MODE=token{where} ray job submit --address {JOBS} --working-dir . -- COMMAND")
     if named:
         typer.echo(f"programs find it by\n    export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH={file}")
 
@@ -98,6 +104,14 @@ def _end() -> int:
             ended, _, _ = select.select(living, [], [], left)
             living = [handle for handle in living if handle not in ended]
     return count
+
+
+def check_takes_jobs() -> None:
+    """Raise ConfigError where Ray cannot take jobs: it would start without what takes them, and say nothing."""
+    try:
+        import ray.dashboard.optional_deps  # noqa: F401 (Ray's own list)
+    except ImportError as error:
+        raise _refused(f'start --jobs: this Ray takes no jobs ({error}); run `pip install "ray[default]"` on this host') from None
 
 
 def write_token(file: Path, token: str) -> None:

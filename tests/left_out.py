@@ -25,6 +25,8 @@ def missing(markers: set[str]) -> dict[str, str]:
     for framework in ("smolagents", "langgraph"):
         if framework in markers and not (ROOT / f".venv-{framework}").exists():
             found[framework] = f"the environment of {framework} is not made; `make test-environments` runs them"
+    if "ray_jobs" in markers and not (ROOT / ".venv-jobs").exists():
+        found["ray_jobs"] = "no environment has ray[default], which takes jobs; `make test-environments` runs them"
     if "slurm" in markers and not shutil.which("slurmd"):
         found["slurm"] = "SLURM is not installed: apt-get install slurmd slurmctld slurm-client"
     if "without_slurm" in markers and shutil.which("slurmd"):

@@ -122,7 +122,30 @@ def slurm(hosts: Hosts) -> None:
     hosts.do("tokens", 1, f"ls {hosts.shared} | grep -c slurm-", **at)
 
 
-CASES: dict[str, Callable[[Hosts], None]] = {"tokens": tokens, "symmetric run": symmetric_run, "slurm": slurm}
+def jobs(hosts: Hosts) -> None:
+    """`ray job submit` to the head's host, of a plan over two hosts and of a recipe on the head alone."""
+    submit = "ray job submit --address http://127.0.0.1:8265"
+    with_mode = {"RAY_AUTH_MODE": "token"}
+    tiny = "from pathlib import Path; from rlgraph.engines.hf_models.pretrained import tiny_model; tiny_model(Path('model'))"
+    together(
+        lambda: hosts.do("start", 1, f"{RLGRAPH} cluster start --address {FIRST} --jobs {SMALL}"),
+        lambda: hosts.do("model", 2, f'cd {hosts.shared}; python -c "{tiny}"'),
+    )
+    hosts.do("join", 2, f"{RLGRAPH} cluster join {FIRST} {SMALL}", home=1)
+    print(json.dumps({"did": "ports", "at": [address for address, ports in hosts.listening(1).items() if 8265 in ports]}), flush=True)
+    together(
+        lambda: hosts.do("without a mode", 1, f"{submit} -- python cluster_job.py 2"),
+        lambda: hosts.do("without the token", 1, f"{submit} -- python cluster_job.py 2", home=3, RAY_AUTH_TOKEN="wrong", **with_mode),
+    )
+    recipe = f"python one_step_off.py model={hosts.shared}/model engine=transformers steps=2 out={hosts.shared}/out"
+    hosts.do("job", 1, f"{submit} --working-dir {TESTS} -- python cluster_job.py 2 7", **with_mode)
+    hosts.do(
+        "recipe", 1, f"{submit} --working-dir {TESTS.parent / 'recipes'} -- {recipe}; wc -l {hosts.shared}/out/metrics.jsonl", **with_mode
+    )
+    together(*(lambda n=n: hosts.do(f"stop {n}", n, f"{RLGRAPH} cluster stop; {LEFT}") for n in (1, 2)))
+
+
+CASES: dict[str, Callable[[Hosts], None]] = {"tokens": tokens, "symmetric run": symmetric_run, "slurm": slurm, "jobs": jobs}
 
 
 if __name__ == "__main__":

@@ -11,18 +11,19 @@ import namespaces
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.namespaces, pytest.mark.timeout(900)]  # a Ray host takes up to 20 s
+ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parents[1] / "ray_hosts.py"
 Outcomes = Mapping[str, Mapping[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> Callable[[str], Outcomes]:
+def outcomes() -> Callable[..., Outcomes]:
     """Run a case once, and give what each of its commands did."""
     ran: dict[str, Outcomes] = {}
 
-    def run(case: str) -> Outcomes:
+    def run(case: str, python: str = sys.executable) -> Outcomes:
         if case not in ran:
-            command = namespaces.inside([sys.executable, str(PROGRAM), case])
+            command = namespaces.inside([python, str(PROGRAM), case])
             ended = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
             ran[case] = {line["did"]: line for line in map(json.loads, ended.stdout.splitlines())}
             assert ended.returncode == 0, ended.stderr
@@ -77,3 +78,23 @@ SLURM = {
 @pytest.mark.parametrize("command", SLURM)
 def test_a_batch_job_of_slurm_runs_over_its_hosts_with_a_token_of_its_own(outcomes: Callable[[str], Outcomes], command: str) -> None:
     check(outcomes("slurm")[command], *SLURM[command])
+
+
+JOBS = {
+    "start": (0, "RAY_AUTH_MODE=token ray job submit --address http://127.0.0.1:8265 --working-dir . -- COMMAND\n"),
+    "without a mode": (1, "Missing authentication token"),
+    "without the token": (1, "Invalid authentication token"),
+    "job": (1, "hosts [0, 1] same True"),
+    "recipe": (0, "2 /tmp/"),  # lines of metrics
+    "stop 1": (1, "\n0\n"),
+    "stop 2": (1, "\n0\n"),
+}
+
+
+@pytest.mark.ray_jobs
+@pytest.mark.parametrize("command", JOBS)
+def test_ray_takes_jobs_with_the_token_over_hosts_and_on_the_head_alone(outcomes: Callable[..., Outcomes], command: str) -> None:
+    did = outcomes("jobs", str(ROOT / ".venv-jobs" / "bin" / "python"))
+    check(did[command], *JOBS[command])
+    assert did["ports"]["at"] == ["127.0.0.1"], "jobs are taken from this host alone"
+    assert "command failed with exit code 7" in did["job"]["out"], "the status is that of the program"

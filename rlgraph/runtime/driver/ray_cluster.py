@@ -23,6 +23,7 @@ from rlgraph.runtime.driver.orphan_cleanup import began
 RAY_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
 ANSWER_S = 30  # of a host, which may have to start a process for it
 START_S = 180  # of each of Ray's own processes: on a busy machine more than the 30 s that Ray gives them
+SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's own name
 TOLD_S = 10.0  # between two lines about hosts that are awaited
 log = logging.getLogger("rlgraph.hosts")
 
@@ -158,7 +159,7 @@ def start_ray(hosts: int = 1, *, stores: bool = False) -> bool:
     # they share the cores as the plan says.
     # Ray runs workers at nice 15 unless told otherwise, so that any other process of the machine would starve them.
     # "local": a Ray of its own, also where `ray start` or RAY_ADDRESS names another that runs here.
-    with _daemons_apart(), _signals_left_alone(), _patient():
+    with _daemons_apart(), _signals_left_alone(), _patient(), _no_submitted_job():
         ray.init(
             "local",
             include_dashboard=False,
@@ -215,6 +216,17 @@ def _daemons_apart() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = popen
+
+
+@contextlib.contextmanager
+def _no_submitted_job() -> Iterator[None]:
+    """Hide the settings of a job of `ray job submit`: they name a working folder that only the Ray of that job has."""
+    held = os.environ.pop(SUBMITTED_JOB, None)
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.environ[SUBMITTED_JOB] = held
 
 
 @contextlib.contextmanager
