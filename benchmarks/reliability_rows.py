@@ -33,9 +33,10 @@ RELIABLE = [
     kills("ray", "worker, driver and Ray's own processes on Ray"),
     faults("forked", "forked workers"),
     faults("ray", "workers on Ray"),
-    Row("kills of workers and hosts, cuts and freezes on three hosts in {minutes} minutes, after which every step is that of an undisturbed run",
-        count("chaos_cpu.json", "events_in_all"), "benchmarks/chaos.py", "steps that differ", count("chaos_cpu.json", "wrong", reduce="count"),
-        {"minutes": count("chaos_cpu.json", "minutes")}),
+    Row("kills of workers and hosts, cuts and freezes on three hosts in {minutes} minutes, "
+        "after which every step is that of an undisturbed run",
+        count("chaos_cpu.json", "events_in_all"), "benchmarks/chaos.py",
+        "steps that differ", count("chaos_cpu.json", "wrong", reduce="count"), {"minutes": count("chaos_cpu.json", "minutes")}),
     Row("malformed inputs to channels and driver", count("fuzz_cpu.json", Each(), "cases", reduce="sum"), "benchmarks/fuzz.py",
         "inputs whose code ran", count("fuzz_cpu.json", "code that ran", reduce="count")),
     Row("a checkpoint of {size} every 10 steps, SmolLM2: share of the time that training stands still",
