@@ -250,6 +250,19 @@ def a_model_is_updated_once(graph: "Graph") -> None:
             )
 
 
+def a_model_follows_one_edge(graph: "Graph") -> None:
+    """A model holds the weights of one feedback edge. Nodes of it that follow another edge, or none, would compute with these too."""
+    for node in (node for node in graph.nodes if node.model is not None and node.feedback is not None):
+        other = next((n for n in graph.nodes if n.model is node.model and n.feedback is not node.feedback), None)
+        if other is not None:
+            follows = "none" if other.feedback is None else f"'{other.feedback.name}'"
+            raise GraphError(
+                f"graph '{graph.name}': nodes '{node.name}' and '{other.name}' are of one model, and follow feedback "
+                f"'{node.feedback.name if node.feedback else ''}' and {follows}; a model holds the weights of one edge: give each of "
+                f"them a {type(node.model).__name__} of its own, in one pool if they are to share devices"
+            )
+
+
 def passes_come_before_the_update(graph: "Graph") -> None:
     """Old log-probs and values are computed before the update: the nodes of a model fire in the order of their declaration."""
     for node in graph.nodes:
@@ -312,6 +325,7 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     depth_buys_something,
     continuous_rollouts_have_their_pool_alone,
     a_model_is_updated_once,
+    a_model_follows_one_edge,
     passes_come_before_the_update,
     chunks_have_a_reader,
     chunks_fit_a_channel,

@@ -1,0 +1,209 @@
+"""Adapters of one folder that are trained side by side in one pool: each has the bits that it has alone, also after a checkpoint."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rlgraph as rg
+from rlgraph.engines.lora.merging import BaseWeights
+from rlgraph.engines.lora.peft_folder import read_adapter
+from rlgraph.errors import GraphError
+from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
+from rlgraph.runtime.local import LocalJob
+from rlgraph.runtime.measure import Step
+
+STEPS = 4  # checkpoints are of steps 2 and 4
+NAMES = ("left", "right")
+LORAS = {"left": rg.LoRA(rank=4, alpha=8.0), "right": rg.LoRA(rank=2, targets=("q_proj", "down_proj"), seed=5)}
+QUESTIONS = {"left": ["1 + 1 =", "2 + 3 ="], "right": ["4 + 4 =", "2 + 7 ="]}
+Found = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    from tiny import tiny
+
+    return str(tiny(tmp_path_factory.mktemp("models")))
+
+
+@rg.node(reads="responses", writes="rewards", by_group=True)
+def small_tokens(batch: Any) -> dict[str, torch.Tensor]:
+    return {"rewards": -batch["responses"].float().mean(-1) / 100}
+
+
+def loops(model: str, names: Sequence[str] = NAMES, *, depth: int = 1, rollouts: str = "apart", critic: bool = False) -> rg.Graph:
+    """A loop for each name, whose policies have one pool; `critic` has adapters of that folder too.
+
+    Generators have pools "apart", share the policies' pool ("turns"), or are "one" for all loops.
+    """
+    train, metrics = rg.Pool("train", cpus=1), []
+    given: dict[str, Any] = {"pool": train, "optimizer": rg.AdamW(lr=1e-2), "dtype": "float32"}
+    settings: dict[str, Any] = {"engine": "transformers", "sampling": rg.Sampling(max_tokens=6), "dtype": "float32", "max_context": 64}
+    shared = rg.Generator(model, pool=rg.Pool("rollout", cpus=1), **settings) if rollouts == "one" else None
+    for name in names:
+        own = train if rollouts == "turns" else rg.Pool(f"{name} rollout", cpus=1)
+        generator = shared or rg.Generator(model, pool=own, **settings)
+        policy = rg.Policy(model, adapter=LORAS[name], **given)
+        weights = rg.feedback(f"{name} weights", depth=depth)
+        prompts = rg.prompts([{"prompt": text} for text in QUESTIONS[name]], count=2, name=f"{name} prompts")
+        rollout = generator.rollout(prompts, weights, group_size=2, name=f"{name} rollout")
+        rewards = small_tokens(rollout, name=f"{name} rewards")
+        ref = policy.base_log_probs(rollout, name=f"{name} base")
+        if critic:
+            judge = rg.Critic(model, adapter=LORAS[name], **given)
+            values = judge.values(rollout, name=f"{name} values")
+            advantages = rg.advantages(rollout, rewards, values, estimator=rg.GAE(), name=f"{name} advantages")
+            metrics.append(judge.update(rollout, values, advantages, loss=rg.ValueLoss(), name=f"{name} critic").metrics)
+        else:
+            advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO(), name=f"{name} advantages")
+        step = policy.update(rollout, advantages, ref, loss=rg.ClippedLoss(kl_coef=0.1), name=f"{name} update")
+        weights.close(step.weights)
+        metrics.append(step.metrics)
+    return rg.Graph("together", *metrics)
+
+
+def job_of(graph: rg.Graph, folder: Path) -> LocalJob:
+    planned = rg.compile(graph, rg.Cluster(cpus=4))
+    return LocalJob(graph, planned, Checkpoints(graph, planned, Recovery(folder, 2, 2)))
+
+
+def engine(job: LocalJob, worker: str) -> Any:
+    return job.progress[worker].worker.context.engine
+
+
+def held(job: LocalJob, worker: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in engine(job, worker).weights().items()}
+
+
+def worker_of(job: LocalJob, node: str) -> str:
+    """The worker that runs a node."""
+    return next(worker.name for worker in job.plan.workers if node in worker.nodes)
+
+
+def learnt(steps: Iterable[Step], name: str) -> list[dict[str, float]]:
+    """The metrics of one loop, without the node's name, which a graph of one loop leaves out."""
+    found = []
+    for step in steps:
+        own = {key.removeprefix(f"{name} update/").removeprefix(f"{name} critic/"): value for key, value in step.metrics.items()}
+        kinds = {key: value for key, value in own.items() if key.startswith(("actor/", "critic/"))}
+        assert kinds
+        found.append(kinds)
+    return found
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def sampled(job: LocalJob, name: str) -> dict[str, torch.Tensor]:
+    """The weights of the generator of a loop."""
+    return {key: tensor.clone() for key, tensor in engine(job, worker_of(job, f"{name} rollout"))._model.named_parameters()}
+
+
+def ended(job: LocalJob, names: Sequence[str], exports: Path) -> Found:
+    """What the models of each loop hold: what was trained, what its generator has of it, and PEFT's folder."""
+    found: Found = {}
+    for name in names:
+        policy = worker_of(job, f"{name} update")
+        job.export(exports / name, dtype="float32", policy=policy, adapter="apart")
+        found[name] = {"trained": held(job, policy), "sampled": sampled(job, name), "apart": read_adapter(exports / name)}
+        if any(f"{name} critic" in worker.nodes for worker in job.plan.workers):
+            found[name]["critic"] = held(job, worker_of(job, f"{name} critic"))
+    return found
+
+
+def whole_run(graph: rg.Graph, names: Sequence[str], folder: Path) -> Found:
+    with job_of(graph, folder) as job:
+        steps = list(job.steps(STEPS))
+        found = ended(job, names, folder / "exports")
+    return {name: {**found[name], "learnt": learnt(steps, name)} for name in names}
+
+
+def pair(graphs: Callable[[Sequence[str]], rg.Graph], folder: Path) -> tuple[Found, Found]:
+    """Run both loops together, and each alone."""
+    alone: Found = {}
+    for name in NAMES:
+        alone |= whole_run(graphs([name]), [name], folder / name)
+    return whole_run(graphs(NAMES), NAMES, folder / "together"), alone
+
+
+def check(found: Found, expected: Found) -> None:
+    assert found["learnt"] == expected["learnt"]
+    assert found.keys() == expected.keys()
+    for what in found.keys() - {"learnt"}:
+        assert equal(found[what], expected[what]), what
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "two policies": {},
+    "two policies and two critics": {"critic": True},
+    "two policies that time-share with their generators": {"rollouts": "turns", "depth": 0},
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def runs(request: pytest.FixtureRequest, model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found, Path, dict[str, Any]]:
+    folder, given = tmp_path_factory.mktemp("runs"), CASES[request.param]
+    return *pair(lambda names: loops(model, names, **given), folder), folder, given
+
+
+def test_adapters_of_one_pool_have_the_bits_that_each_has_alone(runs: tuple[Found, Found, Path, dict[str, Any]], model: str) -> None:
+    together, alone, *_ = runs
+    for name in NAMES:
+        check(together[name], alone[name])
+        assert equal(together[name]["apart"], together[name]["trained"])
+        assert {len(tensor) for key, tensor in together[name]["trained"].items() if key.endswith("lora_A.weight")} == {LORAS[name].rank}
+    left, right = (together[name]["sampled"] for name in NAMES)
+    assert not torch.equal(left["model.layers.0.mlp.down_proj.weight"], right["model.layers.0.mlp.down_proj.weight"])
+    assert torch.equal(right["model.layers.0.mlp.up_proj.weight"], BaseWeights(model)["model.layers.0.mlp.up_proj.weight"])  # no target
+
+
+def test_adapters_of_one_pool_go_on_from_a_checkpoint_with_the_same_bits(
+    runs: tuple[Found, Found, Path, dict[str, Any]], model: str, tmp_path: Path
+) -> None:
+    _, alone, folder, given = runs
+    with job_of(loops(model, **given), tmp_path) as job:
+        first = list(job.steps(2))
+    with job_of(loops(model, **given), tmp_path) as job:
+        second = list(job.steps(STEPS))  # of which the checkpoint has two
+        found = ended(job, NAMES, tmp_path / "exports")
+    for name in NAMES:
+        check({**found[name], "learnt": learnt(first + second, name)}, alone[name])
+    for name in NAMES:  # the checkpoint of the run that was never stopped holds them as well
+        policy = worker_of(job, f"{name} update")
+        rg.export(folder / "together", tmp_path / name, "float32", policy=policy, adapter="apart")
+        assert equal(read_adapter(tmp_path / name), alone[name]["apart"])
+
+
+def test_a_checkpoint_holds_the_adapter_of_each_policy_alone(runs: tuple[Found, Found, Path, dict[str, Any]]) -> None:
+    together, _, folder, _ = runs
+    for worker, name in (("policy", "left"), ("policy2", "right")):
+        own = sum(tensor.numel() for tensor in together[name]["trained"].values())
+        saved = sum(file.stat().st_size for file in (folder / "together" / f"step-0000000{STEPS}" / worker).glob("*.distcp"))
+        assert own * 12 <= saved < own * 12 + 200_000
+
+
+def test_one_generator_does_not_follow_two_policies(model: str) -> None:
+    with pytest.raises(GraphError, match=r"follow feedback 'left weights' and 'right weights'.* give each of them a Generator of its own"):
+        loops(model, rollouts="one")
+
+
+def test_one_generator_does_not_roll_out_with_and_without_a_feedback_edge(model: str) -> None:
+    generator = rg.Generator(model, pool=rg.Pool("rollout", cpus=1), engine="transformers")
+    policy, weights = rg.Policy(model, pool=rg.Pool("train", cpus=1)), rg.feedback("weights", depth=1)
+    rollouts = [
+        generator.rollout(rg.prompts([{"prompt": "1"}], count=1, name=f"{name} prompts"), *edge, group_size=2, name=f"{name} rollout")
+        for name, edge in (("own", [weights]), ("first", []))
+    ]
+    rewards = [small_tokens(rollout, name=f"rewards {number}") for number, rollout in enumerate(rollouts)]
+    advantages = [
+        rg.advantages(rollout, rewards[number], estimator=rg.GRPO(), name=f"advantages {number}") for number, rollout in enumerate(rollouts)
+    ]
+    step = policy.update(rollouts[0], advantages[0], loss=rg.ClippedLoss())
+    other = rg.Policy(model, pool=rg.Pool("other", cpus=1)).update(rollouts[1], advantages[1], loss=rg.ClippedLoss(), name="other update")
+    weights.close(step.weights)
+    with pytest.raises(GraphError, match="follow feedback 'weights' and none"):
+        rg.Graph("mixed", step.metrics, other.metrics)
