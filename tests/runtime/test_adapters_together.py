@@ -4,8 +4,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
+from adapter_loops import LORAS, NAMES, loops, small_tokens
 
 import rlgraph as rg
 from rlgraph.engines.lora.merging import BaseWeights
@@ -16,9 +18,6 @@ from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 
 STEPS = 4  # checkpoints are of steps 2 and 4
-NAMES = ("left", "right")
-LORAS = {"left": rg.LoRA(rank=4, alpha=8.0), "right": rg.LoRA(rank=2, targets=("q_proj", "down_proj"), seed=5)}
-QUESTIONS = {"left": ["1 + 1 =", "2 + 3 ="], "right": ["4 + 4 =", "2 + 7 ="]}
 Found = dict[str, Any]
 
 
@@ -27,42 +26,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     from tiny import tiny
 
     return str(tiny(tmp_path_factory.mktemp("models")))
-
-
-@rg.node(reads="responses", writes="rewards", by_group=True)
-def small_tokens(batch: Any) -> dict[str, torch.Tensor]:
-    return {"rewards": -batch["responses"].float().mean(-1) / 100}
-
-
-def loops(model: str, names: Sequence[str] = NAMES, *, depth: int = 1, rollouts: str = "apart", critic: bool = False) -> rg.Graph:
-    """A loop for each name, whose policies have one pool; `critic` has adapters of that folder too.
-
-    Generators have pools "apart", share the policies' pool ("turns"), or are "one" for all loops.
-    """
-    train, metrics = rg.Pool("train", cpus=1), []
-    given: dict[str, Any] = {"pool": train, "optimizer": rg.AdamW(lr=1e-2), "dtype": "float32"}
-    settings: dict[str, Any] = {"engine": "transformers", "sampling": rg.Sampling(max_tokens=6), "dtype": "float32", "max_context": 64}
-    shared = rg.Generator(model, pool=rg.Pool("rollout", cpus=1), **settings) if rollouts == "one" else None
-    for name in names:
-        own = train if rollouts == "turns" else rg.Pool(f"{name} rollout", cpus=1)
-        generator = shared or rg.Generator(model, pool=own, **settings)
-        policy = rg.Policy(model, adapter=LORAS[name], **given)
-        weights = rg.feedback(f"{name} weights", depth=depth)
-        prompts = rg.prompts([{"prompt": text} for text in QUESTIONS[name]], count=2, name=f"{name} prompts")
-        rollout = generator.rollout(prompts, weights, group_size=2, name=f"{name} rollout")
-        rewards = small_tokens(rollout, name=f"{name} rewards")
-        ref = policy.base_log_probs(rollout, name=f"{name} base")
-        if critic:
-            judge = rg.Critic(model, adapter=LORAS[name], **given)
-            values = judge.values(rollout, name=f"{name} values")
-            advantages = rg.advantages(rollout, rewards, values, estimator=rg.GAE(), name=f"{name} advantages")
-            metrics.append(judge.update(rollout, values, advantages, loss=rg.ValueLoss(), name=f"{name} critic").metrics)
-        else:
-            advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO(), name=f"{name} advantages")
-        step = policy.update(rollout, advantages, ref, loss=rg.ClippedLoss(kl_coef=0.1), name=f"{name} update")
-        weights.close(step.weights)
-        metrics.append(step.metrics)
-    return rg.Graph("together", *metrics)
 
 
 def job_of(graph: rg.Graph, folder: Path) -> LocalJob:
@@ -176,6 +139,19 @@ def test_adapters_of_one_pool_go_on_from_a_checkpoint_with_the_same_bits(
         policy = worker_of(job, f"{name} update")
         rg.export(folder / "together", tmp_path / name, "float32", policy=policy, adapter="apart")
         assert equal(read_adapter(tmp_path / name), alone[name]["apart"])
+
+
+def test_processes_of_one_pool_have_the_bits_of_one_process(model: str, tmp_path: Path) -> None:
+    here = whole_run(loops(model, critic=True), NAMES, tmp_path / "here")
+    with forked.job(loops(model, critic=True)) as job:
+        assert {"policy", "critic", "policy2", "critic2"} < job.pids.keys()  # each model is a process
+        steps = list(job.steps(STEPS))
+        for worker, name in (("policy", "left"), ("policy2", "right")):
+            job.export(tmp_path / name, dtype="float32", policy=worker, adapter="apart")
+    for name in NAMES:
+        check(
+            {"learnt": learnt(steps, name), "apart": read_adapter(tmp_path / name)}, {key: here[name][key] for key in ("learnt", "apart")}
+        )
 
 
 def test_a_checkpoint_holds_the_adapter_of_each_policy_alone(runs: tuple[Found, Found, Path, dict[str, Any]]) -> None:
