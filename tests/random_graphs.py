@@ -75,7 +75,8 @@ def _drawn(chance: random.Random) -> Graph:
         reads = tuple(output.columns[0] for output in inputs)
         model = chance.choice([None, generator, policy, *others])
         work: Work = "host" if model is None else "forward"
-        given = feedback(f"old {index}", depth=chance.randint(0, depth)) if chance.random() < 0.1 and model in others else None
+        free = model in others and not any(output.node.feedback for output in made if output.node.model is model)  # one edge a model
+        given = feedback(f"old {index}", depth=chance.randint(0, depth)) if chance.random() < 0.1 and free else None
         operation = Nothing(work, by_group=chance.random() < 0.6)
         made.append(Output(declare(f"node {index}", operation, inputs, reads=reads, writes=(f"c{index}",), model=model, feedback=given)))
     trained = made if chance.random() < 0.5 else [made[0], *chance.sample(made[1:], len(made) // 2)]

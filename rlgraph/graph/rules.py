@@ -251,15 +251,16 @@ def a_model_is_updated_once(graph: "Graph") -> None:
 
 
 def a_model_follows_one_edge(graph: "Graph") -> None:
-    """A model holds the weights of one feedback edge. Nodes of it that follow another edge, or none, would compute with these too."""
+    """A model holds the weights of one feedback edge: nodes that follow another, and rollouts that follow none, would use them too."""
     for node in (node for node in graph.nodes if node.model is not None and node.feedback is not None):
-        other = next((n for n in graph.nodes if n.model is node.model and n.feedback is not node.feedback), None)
-        if other is not None:
-            follows = "none" if other.feedback is None else f"'{other.feedback.name}'"
+        works = {node.traits.work, "generate"}
+        others = (n for n in graph.nodes if n.model is node.model and n.feedback is not node.feedback)
+        other = next((n for n in others if n.feedback is not None or works == {n.traits.work}), None)
+        if other is not None and node.feedback is not None:
             raise GraphError(
                 f"graph '{graph.name}': nodes '{node.name}' and '{other.name}' are of one model, and follow feedback "
-                f"'{node.feedback.name if node.feedback else ''}' and {follows}; a model holds the weights of one edge: give each of "
-                f"them a {type(node.model).__name__} of its own, in one pool if they are to share devices"
+                f"'{node.feedback.name}' and {repr(other.feedback.name) if other.feedback else 'none'}; a model holds the weights of one "
+                f"edge: give each of them a {type(node.model).__name__} of its own, in one pool if they are to share devices"
             )
 
 

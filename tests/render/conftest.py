@@ -176,6 +176,8 @@ def _graphs(draw: st.DrawFn) -> Graph:
         sources = draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=4, unique=True))
         loop = loops[len(driven)] if len(driven) < len(loops) else None
         model = models[index % len(models)] if loop else draw(st.sampled_from([None, *models]))
+        if loop and model and any(model is node.model for node in driven):
+            model = Model(path="m", pool=model.pool)  # a model follows one edge
         columns = tuple(f"{label}{index}" for label in labels[5 : 5 + draw(st.integers(1, 4))])
         node = stage(f"{labels[4]}{index}", {n: n.writes[:1] for n in sources}, columns, "forward" if model else "host", model, loop)
         nodes.append(node)

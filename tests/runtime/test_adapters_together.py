@@ -1,5 +1,6 @@
 """Adapters of one folder that are trained side by side in one pool: each has the bits that it has alone, also after a checkpoint."""
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,19 @@ def test_a_checkpoint_holds_the_adapter_of_each_policy_alone(runs: tuple[Found, 
         own = sum(tensor.numel() for tensor in together[name]["trained"].values())
         saved = sum(file.stat().st_size for file in (folder / "together" / f"step-0000000{STEPS}" / worker).glob("*.distcp"))
         assert own * 12 <= saved < own * 12 + 200_000
+
+
+def test_the_example_of_the_docs_trains_and_exports_both_policies(model: str, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "lora.md").read_text()
+    example = next(code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "def two(" in code)
+    scope: dict[str, Any] = {"rg": rg}
+    exec(example, scope)
+    with rg.compile(scope["two"](model, "transformers", 6), rg.Cluster(cpus=4)).run_here() as job:
+        steps = list(job.steps(2))
+        for worker, rank in (("policy", 32), ("policy2", 8)):
+            job.export(tmp_path / worker, policy=worker, adapter="apart")
+            assert rg.LoRA.load(tmp_path / worker).rank == rank
+    assert {"sums update/actor/grad_norm", "products update/actor/grad_norm"} < steps[-1].metrics.keys()
 
 
 def test_one_generator_does_not_follow_two_policies(model: str) -> None:
