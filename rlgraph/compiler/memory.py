@@ -154,7 +154,7 @@ def _need(
         shape=shape,
         itemsize=itemsize_of(model, cluster),
         workers=setting.engines,
-        width=setting.width,
+        width=setting.width if cluster.gpus else 1.0,  # cores of a process share its memory
         rows=setting.rows if generates else max(node.rows for node in nodes),
         longest=longest,
         usual=min(lengths.mean + lengths.prompt_tokens, longest) if lengths else longest,

@@ -230,6 +230,14 @@ def test_on_a_host_everything_is_in_its_memory(tmp_path: Path) -> None:
         rg.compile(graph, rg.Cluster(cpus=2, host_memory_bytes=24 * GIB))
 
 
+def test_an_engine_on_several_cores_of_a_host_holds_its_model_once(tmp_path: Path) -> None:
+    graph = loop(folder(tmp_path / "m", QWEN3_8B))
+    few, many = (rg.compile(graph, rg.Cluster(cpus=cpus)) for cpus in (2, 8))
+    assert [sum(worker.threads for worker in plan.workers if worker.name == "generator") for plan in (few, many)] == [1, 4]
+    for part in ("engine's weights", "keys and values"):
+        assert parts(few, "host")[part] == parts(many, "host")[part]
+
+
 def test_activations_are_at_most_those_of_the_whole_batch(tmp_path: Path) -> None:
     model = folder(tmp_path / "m", QWEN3_8B)
     small, large = (at(rg.compile(loop(model, micro_batch_tokens=n), rg.Cluster(gpus=128)), "head") for n in (8192, 1 << 30))
