@@ -6,6 +6,10 @@ from table import Row
 CHECKPOINTS, SOAK, KILLS, FAULTS = "checkpoint_cost_cpu.json", "soak_cpu.json", "kills_cpu.json", "injected_faults_cpu.json"
 
 
+def rate(way: str) -> Figure:
+    return Figure("gathering_cpu.json", ("ways", way, "median_bytes_s"), "{:,.0f} MB/s", 1e-6)
+
+
 def growth(process: str) -> Row:
     held = "second and last quarter", process, "rss_kib"
     return Row(f"memory of {process} in the last quarter of {{steps}} steps at depth 2, {{all}}",
@@ -45,6 +49,11 @@ RELIABLE = [
     Row("time of ten steps while such a checkpoint is written, no core free, over ten without: first time",
         share(CHECKPOINTS, "ten steps with a checkpoint over ten without", 0), "benchmarks/checkpoint_cost.py",
         "second time", share(CHECKPOINTS, "ten steps with a checkpoint over ten without", 1)),
+    *(
+        Row(f"256 MiB of a checkpoint, sent to the driver's host and written there{how}", rate(way), "benchmarks/gathering.py",
+            "plain socket and fsync", rate("plain socket and fsync"))
+        for way, how in (("rlgraph", ""), ("rlgraph, encrypted", ", `encrypt=True`"))
+    ),
     *map(growth, ("generator", "policy", "driver")),
     Row("step time of that run, last quarter", ms(SOAK, "step_s", "last quarter", form="{:.2f} ms"), "benchmarks/soak.py",
         "second quarter", ms(SOAK, "step_s", "second quarter", form="{:.2f} ms")),

@@ -154,6 +154,12 @@ class Network:
                     found.setdefault(socket.inet_ntop(family, words), []).append(int(port, 16))
         return found
 
+    def traffic(self, n: int) -> tuple[int, int]:
+        """Count the bytes that a host has received over its link, and sent, with the headers of packets."""
+        lines = Path(f"/proc/{self._first[n].pid}/net/dev").read_text().splitlines()
+        fields = next(line for line in lines if line.strip().startswith("eth0:")).split(":")[1].split()
+        return int(fields[0]), int(fields[8])
+
     def sniff(self, needle: bytes, ignored_port: int) -> None:
         """Begin to look for some bytes in what passes the switch by TCP, but for that of one port; `sniffed` tells what came of it."""
         self._sniffer = Sniffer(f"{self._name}p", needle, ignored_port)

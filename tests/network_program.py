@@ -19,6 +19,7 @@ from typing import Any
 import fakes
 import namespaces
 import placed
+import wide_weights
 
 import rlgraph as rg
 from rlgraph.compiler.cluster import Cluster
@@ -178,21 +179,6 @@ def disk_full(control: Control) -> Mapping[str, object]:
     return {"error": "", "given": given}
 
 
-def folders_apart(control: Control) -> Mapping[str, object]:
-    """Give a folder for checkpoints that lies in each host's own /tmp: with the same path on all, or on the driver's host alone."""
-    outcomes = {}
-    for how in ("same path", "missing"):
-        folder = tempfile.mkdtemp()
-        if how == "same path":
-            control("on", 3, "mkdir", "-p", folder)
-        try:
-            with job(graph(), Recovery(Path(folder), every=5, keep=2, restarts=0)) as running:
-                outcomes[how] = str(len(list(running.steps(5))))
-        except RlgraphError as error:
-            outcomes[how] = str(error)
-    return outcomes
-
-
 def clock_jumps(control: Control) -> Mapping[str, object]:
     """Set the driver's wall clock a day ahead, then back; the hosts' monotonic clocks are days apart anyway."""
     real = time.time
@@ -212,6 +198,42 @@ def encrypted(control: Control) -> Mapping[str, object]:
             losses.append([step.metrics["loss"] for step in running.steps(steps)])
         outcome[how] = control("sniffed")
     return {**outcome, "same": losses[0] == losses[1]}
+
+
+def passed_on(control: Control) -> Mapping[str, object]:
+    """Send versions of 16 MiB to generators on two hosts; tell what came of them, and the bytes of a version on each host's link."""
+    steps, mib, before, outcome = 24, 16, {}, {}
+    with job(wide_weights.graph(mib)) as running:
+        given = list(running.steps(1))
+        before = {n: control("traffic", n) for n in range(1, HOSTS + 1)}
+        given += list(running.steps(steps))
+        after = {n: control("traffic", n) for n in range(1, HOSTS + 1)}
+    outcome["copies"] = {n: [(b - a) / steps / (mib << 20) for a, b in zip(before[n], after[n], strict=True)] for n in before}
+    outcome["same"] = [step.metrics["same"] for step in given]
+    outcome["versions"] = [step.metrics["version"] for step in given]
+    return {"error": "", **outcome}
+
+
+def lost_within_a_version(control: Control, fault: Fault, heal: Fault | None = None) -> Mapping[str, object]:
+    """Let a version of 32 MiB take more than a second over the trainers' link, and lose something in the middle of it."""
+    size, processes = 32 << 20, {}
+
+    def lose(control: Control, running: Job) -> None:
+        assert isinstance(running.session.dispatch, placed.Placed)
+        processes.update(running.session.dispatch.created)
+        control("slow", 3, "200mbit")
+        sent = begin = control("traffic", 3)[1]
+        while sent - begin < size // 3:
+            time.sleep(0.02)
+            sent = control("traffic", 3)[1]
+        fault(control, running)
+
+    found = named(control, lose, heal, wide_weights.graph(32))
+    control("join", 3)
+    end = time.monotonic() + 10
+    while (left := [worker for worker, (n, pid) in processes.items() if placed.call(n, 5.0, "runs", pid)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    return {**found, "left": left, "workers": len(processes)}
 
 
 @rg.node(reads="response_mask", writes="rewards")
@@ -255,13 +277,20 @@ CASES: dict[str, Callable[[Control], Mapping[str, object]]] = {
     "half open": lambda c: named(c, on("mute", 3, 1), on("join", 3)),
     "half open between two others": lambda c: named(c, on("mute", 2, 3), on("join", 2)),
     "half open, the other way": lambda c: named(c, on("mute", 1, 3), on("join", 1)),
+    "weights passed on": passed_on,
+    "host that passes on killed": lambda c: lost_within_a_version(c, on("kill", 2), host_is_back(2)),
+    "worker that passes on killed": lambda c: lost_within_a_version(c, lambda _, r: kill(r, "generator[0]")),
+    "worker that passes on killed, on the last host": lambda c: lost_within_a_version(c, lambda _, r: kill(r, "generator[2]")),
+    "trainers' host killed": lambda c: lost_within_a_version(c, on("kill", 3), host_is_back(3)),
+    "cut between trainers and one that passes on": lambda c: lost_within_a_version(
+        c, both(on("mute", 2, 3), on("mute", 3, 2)), both(on("join", 2), on("join", 3))
+    ),
     "host frozen": lambda c: named(c, on("freeze", 2), on("thaw", 2)),
     "slow link": lambda c: survives(c, on("slow", 3, "2mbit"), on("join", 3)),
     "clock jump": clock_jumps,
     "disk full": disk_full,
     "ports": listens,
     "encrypted": encrypted,
-    "folders apart": folders_apart,
     "host killed, and back": lambda c: goes_on(c, on("kill", 3), host_is_back(3)),
     "silent cut, and back": lambda c: goes_on(c, on("cut", 3), on("join", 3)),
     "short cut": lambda c: survives(c, both(on("cut", 3), both(lambda *_: time.sleep(1.5), on("join", 3))), lambda *_: None),

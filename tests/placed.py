@@ -51,9 +51,9 @@ def _answer(listener: socket.socket, agents: dict[str, LocalHostAgent], what: st
             finally:
                 os._exit(1)
         return pid
-    if what == "kill":
+    if what in ("kill", "runs"):
         try:
-            os.kill(arguments[0], signal.SIGKILL)
+            os.kill(arguments[0], signal.SIGKILL if what == "kill" else 0)
         except ProcessLookupError:
             return False
     if what == "ask":

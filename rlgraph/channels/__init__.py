@@ -1,7 +1,7 @@
 """Bounded channels between the workers of a plan: one writer, its readers, a fixed number of slots, deadlines."""
 
 from rlgraph.channels.api import Reader, Statistics, Writer
-from rlgraph.channels.factory import TRANSPORTS, Site, Transport, open_reader, open_writer
+from rlgraph.channels.factory import TRANSPORTS, Site, Transport, open_onward, open_reader, open_writer
 from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.local import local_channel
 
@@ -15,6 +15,7 @@ __all__ = [
     "Transport",
     "Writer",
     "local_channel",
+    "open_onward",
     "open_reader",
     "open_writer",
 ]

@@ -22,7 +22,8 @@ class Transport:
 
     `writer_keeps` is the memory in which the writer holds a copy of each slot, `reader_keeps` the memory in which each reader holds
     another: None if messages pass by reference, or if a reader maps the writer's. `carrier` is the library that sends columns on a GPU
-    to another host. With `needs_ray` both ends must be workers of one Ray. One that `encrypts` follows `Site.encrypt` between hosts.
+    to another host. With `needs_ray` both ends must be workers of one Ray. One that `encrypts` follows `Site.encrypt` between hosts. With
+    `passes_on`, `module` defines `open_onward(transport, site)` too: a reader can pass messages on to other readers.
     """
 
     name: str
@@ -33,6 +34,14 @@ class Transport:
     carrier: Literal["nccl", "gloo"] | None = None
     needs_ray: bool = False
     encrypts: bool = False
+    passes_on: bool = False
+
+
+class Onward(Protocol):
+    """Where readers connect to which another reader passes messages on."""
+
+    @property
+    def address(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,8 @@ class Site:
     """The address of a channel, and its number of slots and readers, as both ends know them.
 
     The writer listens at the path `address`, or at a free port of `host` if the transport reaches other hosts; readers then find it at
-    the writer's own `address`. A reader waits `timeout_s` for the writer. The ends of one process share `here`.
+    the writer's own `address`. Of the readers `local_readers` are on its host, and connect at the path. A reader waits `timeout_s` for the
+    writer, and passes messages on to the readers of `onward`. The ends of one process share `here`.
     """
 
     channel: str
@@ -52,6 +62,8 @@ class Site:
     timeout_s: float = 0.0
     here: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     encrypt: bool = False  # what goes between hosts
+    local_readers: int = 0
+    onward: Onward | None = field(default=None, repr=False, compare=False)
 
 
 class ListeningWriter(Writer, Protocol):
@@ -68,9 +80,11 @@ TRANSPORTS: Final[Mapping[str, Transport]] = {
         Transport("local", "rlgraph.channels.local", "process", writer_keeps=None),
         Transport("shm", "rlgraph.channels.host.channel", "host", writer_keeps="host"),
         Transport("peer", "rlgraph.channels.host.channel", "host", writer_keeps="gpu"),
-        Transport("tcp", "rlgraph.channels.host.channel", "hosts", writer_keeps="host", reader_keeps="host", encrypts=True),
-        Transport("nccl", "rlgraph.channels.host.channel", "hosts", writer_keeps="gpu", reader_keeps="gpu", carrier="nccl"),
-        Transport("gloo", "rlgraph.channels.host.channel", "hosts", writer_keeps="host", reader_keeps="host", carrier="gloo"),
+        Transport("tcp", "rlgraph.channels.host.channel", "hosts", writer_keeps="host", reader_keeps="host", encrypts=True, passes_on=True),
+        Transport("nccl", "rlgraph.channels.host.channel", "hosts", writer_keeps="gpu", reader_keeps="gpu", carrier="nccl", passes_on=True),
+        Transport(
+            "gloo", "rlgraph.channels.host.channel", "hosts", writer_keeps="host", reader_keeps="host", carrier="gloo", passes_on=True
+        ),
         Transport("ray", "rlgraph.channels.host.ray_channel", "host", writer_keeps="host", reader_keeps="host", needs_ray=True),
         Transport("ray nccl", "rlgraph.channels.host.ray_devices", "host", "gpu", reader_keeps="gpu", carrier="nccl", needs_ray=True),
         Transport("ray gloo", "rlgraph.channels.host.ray_devices", "host", "host", reader_keeps="host", carrier="gloo", needs_ray=True),
@@ -111,6 +125,12 @@ def open_writer(transport: str | Transport, site: Site) -> ListeningWriter:
     """
     found = transport if isinstance(transport, Transport) else transport_of(transport)
     return cast(ListeningWriter, importlib.import_module(found.module).open_writer(found, site))
+
+
+def open_onward(transport: str | Transport, site: Site) -> Onward:
+    """Listen for readers that a reader will pass messages on to; its `Site.onward` takes what this returns, whose `address` tells where."""
+    found = transport if isinstance(transport, Transport) else transport_of(transport)
+    return cast(Onward, importlib.import_module(found.module).open_onward(found, site))
 
 
 def open_reader(transport: str | Transport, site: Site) -> Reader:

@@ -69,7 +69,7 @@ def needs(
     if asleep := _asleep(graph, cluster, settings, sleeps):
         host["asleep"] = asleep
     staged = sum(weights.bytes for weights in moving if transport_of(weights.transport).writer_keeps == "host")
-    if staged:
+    if staged:  # on the trainer's host, and once on each other one, however many readers it has
         host["weights in staging"] = staged
     if host:
         spare = sum(

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 from rlgraph.analysis import words
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
+from rlgraph.compiler.routes import crossings, hosts_of, routes
 from rlgraph.render.tables import aligned, wrapped
 
 WAIT_LEAST = 0.01  # of the step: shorter waits are not worth a line
 WAITS_MOST = 6
+HOPS_MOST = 4
 
 
 def text(plan: Plan) -> str:
@@ -23,6 +25,7 @@ def text(plan: Plan) -> str:
         _workers(plan),
         _models(plan),
         _channels(plan),
+        [line for channel in plan.channels for line in _passed_on(channel, plan)],
         *(_earlier(channel) for channel in plan.channels if channel.kind == "earlier"),
         *(_loop(loop, plan) for loop in plan.loops),
         [*wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_credits, 'credit')})", indent=2)],
@@ -147,7 +150,24 @@ def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
         f"  the firing of step k uses {taken}; expected staleness {loop.staleness:.2f}",
         f"  publishing takes {words.seconds(loop.publish_s, plan.prediction.cost)} a step, {cost}",
     ]
-    return [part for line in lines for part in wrapped(line, indent=4)]
+    return [*(part for line in lines for part in wrapped(line, indent=4)), *_passed_on(loop, plan)]
+
+
+def _passed_on(end: PlannedChannel | PlannedLoop, plan: Plan) -> list[str]:
+    """Say which readers pass on what a rank writes, and how often that crosses a link; nothing where none passes on."""
+    found, hosts = routes(plan, end), hosts_of(plan)
+    writer, route = next(((one, to) for one, to in found.items() if set(to.values()) > {one}), ("", {}))
+    if not writer:
+        return []
+    hops = [first for first, feeder in route.items() if hosts[first] != hosts[feeder]]
+    shown = [f"{words.clean(first)} of host {hosts[first]}" for first in hops]
+    if len(shown) > HOPS_MOST:
+        shown[HOPS_MOST - 1 : -1] = [f"{len(shown) - HOPS_MOST} more hosts"]
+    times = max(crossings(one, hosts) for one in found.values())
+    what = "a version" if isinstance(end, PlannedLoop) else "a batch"
+    others = ", other ranks by other readers" if len(found) > 1 else ""
+    said = f"{words.clean(end.name)} is passed on: {' -> '.join([words.clean(writer), *shown])}{others}; {what} crosses each link"
+    return [*wrapped(f"  {said} {'once' if times == 1 else f'{times} times'} each way", indent=4)]
 
 
 def _waits(plan: Plan) -> list[str]:

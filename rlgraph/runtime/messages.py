@@ -18,10 +18,14 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
-    """A worker listens where it writes: the actual address of each end, by its planned one."""
+    """A worker listens where it writes: the actual address of each end, by its planned one.
+
+    `apart` says that its host does not see the folder of checkpoints.
+    """
 
     worker: str
     addresses: dict[str, str]
+    apart: bool = False
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):

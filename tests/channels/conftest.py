@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import pytest
 from files_channel import FILES
+from passed_on import passed_on
 
 from rlgraph.channels import TRANSPORTS, HostReader, HostWriter, Reader, Site, Writer, open_reader, open_writer
 from rlgraph.channels.host.protocol import CarrierName
@@ -17,6 +18,9 @@ WITHOUT_GPUS = [
     pytest.param(found, marks=pytest.mark.ray if found.needs_ray else (), id=found.name)
     for found in (*TRANSPORTS.values(), FILES)
     if found.writer_keeps != "gpu"
+]
+PASSED_ON = [
+    pytest.param(found, id=f"{found.name}, passed on") for found in TRANSPORTS.values() if found.passes_on and found.writer_keeps != "gpu"
 ]
 ENCRYPTED = [pytest.param(found, id=f"{found.name}, encrypted") for found in TRANSPORTS.values() if found.encrypts]
 
@@ -52,7 +56,7 @@ def ray_driver() -> Iterator[dict[str, object]]:
         stop_ray()
 
 
-@pytest.fixture(params=[*WITHOUT_GPUS, *ENCRYPTED])
+@pytest.fixture(params=[*WITHOUT_GPUS, *PASSED_ON, *ENCRYPTED])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Ends]]:
     """Return a function of (slots, readers) that gives the ends of a new channel called 'edge'."""
     numbers, made, here = itertools.count(), [], {}
@@ -62,6 +66,10 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
 
     def ends(slots: int = 2, readers: int = 1) -> Ends:
         path = str(tmp_path / str(next(numbers)))
+        if "passed on" in request.node.callspec.id:
+            writer, found = passed_on(request.param, path, slots, readers)
+            made.extend([writer, *found])
+            return writer, found
         writer = open_writer(request.param, Site("edge", slots, readers, path, b"key", "127.0.0.1", here=here, encrypt=encrypt))
         made.append(writer)
         site = Site("edge", slots, readers, writer.address, b"key", timeout_s=10, here=here, encrypt=encrypt)

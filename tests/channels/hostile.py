@@ -17,7 +17,7 @@ import msgspec
 
 from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.host import protocol, slot_memory
-from rlgraph.channels.host.address import close_listener, set_deadline
+from rlgraph.channels.host.address import set_deadline
 from rlgraph.channels.host.connection import Connection
 from rlgraph.channels.host.protocol import ControlMessage, Failed, Free, Full, Goodbye, More, Welcome
 from rlgraph.channels.host.slot_memory import Mapped, new_segment
@@ -243,7 +243,7 @@ def told_writer(dice: random.Random) -> str:
         return outcome(put)
     finally:
         writer.close()
-        close_listener(writer._acceptor._listener, writer.address)  # the acceptor believes that it accepted this reader
+        writer._acceptor._close_listeners()  # the acceptor believes that it accepted this reader
         far.close()
 
 

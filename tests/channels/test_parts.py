@@ -25,7 +25,12 @@ def parts(monkeypatch):
     sent = []
     tell = HostWriter._tell
     monkeypatch.setattr(host_channel, "PART_BYTES", PART)
-    monkeypatch.setattr(HostWriter, "_tell", lambda end, message, handle=None: (sent.append(message), tell(end, message, handle))[1])
+
+    def noted(end, message, *handle, **more):
+        sent.append(message)
+        tell(end, message, *handle, **more)
+
+    monkeypatch.setattr(HostWriter, "_tell", noted)
     return sent
 
 

@@ -22,7 +22,7 @@ from rlgraph.graph.nodes import Graph, Output, Pool, declare
 from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
-from rlgraph.runtime.checkpoint.worker_snapshot import check_shared
+from rlgraph.runtime.checkpoint.worker_snapshot import not_seen
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 from rlgraph.runtime.worker.spec import Saving
@@ -259,9 +259,7 @@ def test_a_worker_knows_the_drivers_checkpoint_folder_from_another_of_that_path(
     for _ in range(2):  # each session has its own note
         start = checkpoints.start()
         saving = Saving(start.folder, start.id, 3, 0, trained=False, open=())
-        check_shared(saving, 0)
-        with pytest.raises(CheckpointError, match=rf"is not that of the driver's host \({start.id}\), so no checkpoint would be whole"):
-            check_shared(replace(saving, id="another"), 0)
+        assert not_seen(saving, 0) == ""
+        assert not_seen(replace(saving, id="another"), 0) == start.id
     checkpoints.close()
-    with pytest.raises(CheckpointError, match=r"FileNotFoundError.*give a folder that all hosts share, at the same path"):
-        check_shared(replace(saving, folder=str(tmp_path / "own")), 0)
+    assert not_seen(replace(saving, folder=str(tmp_path / "own")), 0).startswith("FileNotFoundError")

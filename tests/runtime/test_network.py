@@ -19,9 +19,9 @@ PROGRAM = Path(__file__).parents[1] / "network_program.py"
 HOST_0, HOST_1, HOST_2 = (rf"host {n} \(10\.99\.0\.{n + 1}\)" for n in range(3))
 POLICY_LOST = rf"^{HOST_2} was lost, with worker 'policy': no answer for [\d.]+ s; it is down, frozen, or cut off from the network"
 JUDGE_LOST = rf"^{HOST_1} was lost, with worker 'critic': no answer for"
-BETWEEN = (
-    rf"^the network between {HOST_1}, with 'critic', and {HOST_2}, with 'policy', is cut: .*'judge \(tcp\)' ended, and both hosts answer"
-)
+ENDED = r".*'(judge|rollout) \(tcp\)' ended, and both hosts answer"  # the judge passes the rollout on to the policy
+BETWEEN = rf"^the network between {HOST_1}, with 'critic', and {HOST_2}, with 'policy', is cut: {ENDED}"
+GENERATORS, TRAINERS = r"'generator\[2\]' and 'generator\[3\]'", r"'policy\[0\]' and 'policy\[1\]'"
 
 NAMED = {
     "worker killed on the driver's host": ("WorkerDied", rf"^worker 'generator' \(process \d+\) on {HOST_0} died while"),
@@ -39,18 +39,28 @@ NAMED = {
     "host frozen": ("WorkerDied", JUDGE_LOST),
     "disk full": ("CheckpointError", r"^the checkpoint of step 25 could not be written by worker 'policy' on .*: OSError: .*No space left"),
 }
+WITHIN_A_VERSION = {
+    "host that passes on killed": ("WorkerDied", rf"^{HOST_1} was lost, with workers {GENERATORS}: "),
+    "trainers' host killed": ("WorkerDied", rf"^{HOST_2} was lost, with workers {TRAINERS}: "),
+    "worker that passes on killed": ("WorkerDied", rf"^worker 'generator\[0\]' \(process \d+\) on {HOST_0} died while"),
+    "worker that passes on killed, on the last host": ("WorkerDied", rf"^worker 'generator\[2\]' \(process \d+\) on {HOST_1} died while"),
+    "cut between trainers and one that passes on": (
+        "ChannelBroken",
+        rf"^the network between {HOST_1}, with {GENERATORS}, and {HOST_2}, with {TRAINERS}, is cut: .*'weights' ended, and both hosts",
+    ),
+}
 SURVIVED = ["slow link", "short cut", "clock jump", "host killed, and back", "silent cut, and back"]
 
-PORTS, ENCRYPTED, APART = OWN = "ports", "encrypted", "folders apart"
+PORTS, ENCRYPTED, PASSED_ON = OWN = "ports", "encrypted", "weights passed on"
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> Mapping[str, Mapping[str, Any]]:
     """Run all cases and return what came of each."""
-    command = namespaces.inside([sys.executable, str(PROGRAM), "5", *OWN, *SURVIVED, *NAMED])
+    command = namespaces.inside([sys.executable, str(PROGRAM), "5", *OWN, *SURVIVED, *NAMED, *WITHIN_A_VERSION])
     run = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
     found = {outcome["case"]: outcome for outcome in map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))}
-    if missing := {*OWN, *NAMED, *SURVIVED} - found.keys():
+    if missing := {*OWN, *NAMED, *SURVIVED, *WITHIN_A_VERSION} - found.keys():
         pytest.fail(f"no outcome of {sorted(missing)}\n{run.stderr}")
     return found
 
@@ -61,6 +71,26 @@ def test_what_is_lost_is_named_with_its_host_and_its_worker(outcomes: Mapping[st
     outcome = outcomes[case]
     assert outcome.get("kind") == kind, outcome
     assert re.search(pattern, outcome["error"].splitlines()[0]), outcome["error"]
+
+
+@pytest.mark.parametrize("case", WITHIN_A_VERSION)
+def test_what_is_lost_in_the_middle_of_a_version_is_named_and_nothing_is_left(outcomes: Mapping[str, Mapping[str, Any]], case: str) -> None:
+    kind, pattern = WITHIN_A_VERSION[case]
+    outcome = outcomes[case]
+    assert outcome.get("kind") == kind, outcome
+    assert re.search(pattern, outcome["error"].splitlines()[0]), outcome["error"]
+    assert outcome["seconds"] < 30, outcome
+    assert (outcome["workers"], outcome["left"]) == (7, []), outcome
+
+
+def test_a_version_crosses_each_hosts_link_once_and_arrives_bit_for_bit(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
+    outcome = outcomes[PASSED_ON]
+    assert (outcome["error"], outcome["same"]) == ("", [4.0] * 25), outcome
+    assert outcome["versions"] == [0.0, *range(24)], outcome
+    copies = {host: (received, sent) for host, (received, sent) in outcome["copies"].items()}
+    for host in ("1", "2"):  # of the generators, two on each: each gets one copy, and passes half of it on, that of one rank of two
+        assert copies[host] == (pytest.approx(1, abs=0.15), pytest.approx(0.5, abs=0.15)), outcome
+    assert copies["3"] == (pytest.approx(0, abs=0.02), pytest.approx(1, abs=0.15)), outcome
 
 
 @pytest.mark.parametrize("case", SURVIVED)
@@ -86,11 +116,3 @@ def test_an_encrypted_job_has_the_same_bits_and_names_no_column_on_the_wire(outc
     assert (outcome["error"], outcome.get("same")) == ("", True), outcome
     assert outcome["plain"]["found"] > 0
     assert (outcome["secret"]["found"], outcome["secret"]["bytes"] > 0) == (0, True), outcome
-
-
-def test_a_checkpoint_folder_of_each_hosts_own_is_refused_at_the_start(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
-    refused = r"CheckpointError: the checkpoint folder '.*' on host 'host\d' is not that of the driver's host \(FileNotFoundError"
-    for how in ("same path", "missing"):
-        told = outcomes[APART][how]
-        assert re.search(refused, told), told
-        assert "give a folder that all hosts share, at the same path" in told

@@ -1,27 +1,31 @@
-"""Accept a writer's readers, those that know the key, on a thread that ends once all have connected."""
+"""Accept readers, those that know the key, of a writer or of a reader that passes messages on; threads end once all have connected."""
 
 import os
+import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from multiprocessing import AuthenticationError
 
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.address import bound, close_listener, is_path, listen
 from rlgraph.channels.host.connection import Connection
-from rlgraph.channels.host.protocol import Failed, Goodbye, Welcome
-from rlgraph.channels.remote.relay import relayed
+from rlgraph.channels.host.protocol import Failed, Goodbye, Lost, Welcome
+from rlgraph.channels.remote.outward import to_reader
 from rlgraph.channels.remote.transfer import DeviceBuffers
 
 HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the others no longer than this
 
 
 class Acceptor:
-    """Listens for the readers; `connections` are those that have connected, in order."""
+    """Listens for the readers at one address or several; `connections` are those that have connected, in order.
+
+    Readers of this host connect at a path, and those of other hosts at a port, each by a relay.
+    """
 
     def __init__(
         self,
         channel: str,
-        address: str,
+        addresses: Sequence[str],
         authkey: bytes,
         readers: int,
         welcome: Welcome,
@@ -30,50 +34,60 @@ class Acceptor:
         encrypt: bool = False,
     ) -> None:
         self.connections: list[Connection] = []
-        self._channel, self._authkey, self._readers, self._welcome, self._buffers = channel, authkey, readers, welcome, buffers
+        self._channel, self._authkey, self._readers, self._welcome, self.buffers = channel, authkey, readers, welcome, buffers
         self._encrypt = encrypt
         self._lock = threading.Lock()
         self._shut = False
-        self._listener = listen(channel, address, backlog=readers + 8)
-        self.address = address if is_path(address) else bound(self._listener)
-        self._bell = os.eventfd(0)  # rung when a reader has connected, for the thread that waits in `put`
-        threading.Thread(target=self._admit, name=f"accept {channel}", daemon=True).start()
+        self._listeners = {listen(channel, address, backlog=readers + 8): address for address in addresses}
+        self.address = next((bound(listener) for listener, address in self._listeners.items() if not is_path(address)), addresses[0])
+        self.bell = os.eventfd(0)  # rung when a reader has connected, for the thread that waits for messages
+        for listener in self._listeners:
+            threading.Thread(target=self._admit, args=[listener], name=f"accept {channel}", daemon=True).start()
 
     @property
     def full(self) -> bool:
         """Whether all readers have connected."""
-        return len(self.connections) == self._readers
+        return not self.missing
+
+    @property
+    def missing(self) -> int:
+        """How many readers have not connected."""
+        return self._readers - len(self.connections)
 
     def handles(self) -> list[int]:
         """The descriptors to wait on: those of the readers, and the bell that a new one rings."""
-        return [self._bell, *(connection.fileno() for connection in self.connections)]
+        return [self.bell, *(connection.fileno() for connection in self.connections)]
 
     def news(self, handles: Iterable[int]) -> list[Connection]:
         """The connections whose handles are ready."""
-        if self._bell in handles:
-            os.eventfd_read(self._bell)
+        if self.bell in handles:
+            self.hush()
         return [connection for connection in self.connections if connection.fileno() in handles]
 
-    def shut(self, last: Goodbye | Failed) -> None:
+    def hush(self) -> None:
+        """Stop the bell."""
+        os.eventfd_read(self.bell)
+
+    def shut(self, last: Goodbye | Failed | Lost) -> None:
         """Send a last message to the readers and accept no more of them."""
         with self._lock:
             if self._shut:
                 return
             self._shut = True
             if not self.full:
-                close_listener(self._listener, self.address)
+                self._close_listeners()
         for connection in self.connections:
             protocol.send(connection, last)
             connection.close()
-        os.eventfd_write(self._bell, 1)  # wakes a thread in `put`
-        os.close(self._bell)
+        os.eventfd_write(self.bell, 1)  # wakes a thread in `put`
+        os.close(self.bell)
 
-    def _admit(self) -> None:
+    def _admit(self, listener: socket.socket) -> None:
         while not self.full:
             try:
-                sock, _ = self._listener.accept()
+                sock, _ = listener.accept()
             except OSError:
-                if self._shut:
+                if self._shut or self.full:
                     return
                 raise
             try:
@@ -81,9 +95,9 @@ class Acceptor:
             except (AuthenticationError, EOFError, OSError):
                 continue  # whoever it was has been told, and the place stays free for a reader
             if not connection.local:
-                connection = relayed(self._channel, connection, outward=True, buffers=self._buffers)
+                connection = to_reader(self._channel, connection, self.buffers)
             with self._lock:
-                if self._shut:
+                if self._shut or self.full:
                     connection.close()
                     return
                 self._enter(connection)
@@ -92,5 +106,9 @@ class Acceptor:
         protocol.send(connection, self._welcome)
         self.connections.append(connection)
         if self.full:
-            close_listener(self._listener, self.address)
-        os.eventfd_write(self._bell, 1)
+            self._close_listeners()
+        os.eventfd_write(self.bell, 1)
+
+    def _close_listeners(self) -> None:
+        for listener, address in self._listeners.items():
+            close_listener(listener, address)

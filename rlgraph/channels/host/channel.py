@@ -2,84 +2,71 @@
 
 A slot is a memfd segment of the writer, whose handle travels over the socket. The memory is freed when the last process that maps it
 ends, however it ends. Columns on a GPU stay in GPU memory; a reader on any GPU of the host maps them. A channel that listens at a
-port instead of a path may have readers on other hosts: a relay on each side passes control messages and bytes over TCP. Columns on a
-GPU go by NCCL if the channel has that carrier.
+port too may have readers on other hosts: a relay on each side passes control messages and bytes over TCP. Columns on a GPU go by NCCL
+if the channel has that carrier. A reader may pass messages on to others, of its host or of the next one (`open_onward`).
 """
 
 import functools
 import mmap
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 
-from rlgraph.channels.api import MAX_SLOTS, End, Meter, Statistics, Stop, Taken, check_channel, check_columns
+from rlgraph.channels.api import MAX_SLOTS, Stop, Taken, check_channel, check_columns
 from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.host import address as places
 from rlgraph.channels.host import protocol, slot_memory
 from rlgraph.channels.host.acceptor import Acceptor
 from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.channels.host.encryption import check_encryption
+from rlgraph.channels.host.end import HostEnd
 from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, More, Portion
 from rlgraph.channels.host.slot_memory import DeviceMemory, Handle, Mapped, map_segment, segment_of
-from rlgraph.channels.remote.relay import relayed
+from rlgraph.channels.remote.inward import from_writer
 from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError, shown
 
-PART_BYTES = 2 << 20  # large enough that what a part costs on its way is little beside its bytes
+PART_BYTES = 4 << 20  # large enough that what a part costs on its way is little beside its bytes
 
 
 def open_writer(transport: Transport, site: Site) -> "HostWriter":
-    address = f"{site.host}:0" if transport.reach == "hosts" else site.address
-    return HostWriter(site.channel, site.slots, site.readers, site.authkey, address, transport.carrier, encrypt=site.encrypt)
+    addresses = _addresses(transport, site)
+    far = not all(map(places.is_path, addresses))  # else readers map the writer's memory, on whatever device
+    carrier = transport.carrier if far else None
+    return HostWriter(site.channel, site.slots, site.readers, site.authkey, addresses, carrier, encrypt=site.encrypt and far)
+
+
+def open_onward(transport: Transport, site: Site) -> Acceptor:
+    """Listen for the readers that a reader is to pass messages on to; `HostReader` takes what this returns."""
+    welcome, shared = protocol.Welcome(site.slots, transport.carrier), site.local_readers > 0
+    buffers = None if transport.carrier is None else DeviceBuffers.here(site.channel, transport.carrier, shared=shared)
+    addresses = _addresses(transport, site)
+    return Acceptor(site.channel, addresses, site.authkey, site.readers, welcome, buffers, encrypt=site.encrypt)
 
 
 def open_reader(transport: Transport, site: Site) -> "HostReader":
-    return HostReader(site.channel, site.authkey, site.address, site.timeout_s, encrypt=site.encrypt)
+    return HostReader(site.channel, site.authkey, site.address, site.timeout_s, cast(Acceptor | None, site.onward), encrypt=site.encrypt)
 
 
-class _HostEnd:
-    """What both ends share: how an end closes, fails and counts. `close` and `fail` may come from another thread."""
-
-    def __init__(self, name: str, role: str, slots: int) -> None:
-        self.end = End(name, role)
-        self._meter = Meter(slots)
-        self._segments: dict[int, mmap.mmap] = {}
-        self._stop: Stop | None = None
-        self._open = True
-        self._lock = threading.Lock()
-
-    def close(self) -> None:
-        self._end_with(Goodbye(), Stop("this end"))
-
-    def fail(self, reason: str) -> None:
-        self._end_with(Failed(reason[: protocol.MAX_REASON]), Stop("this end", f"failed: {reason}"))
-
-    def statistics(self) -> Statistics:
-        return self._meter.statistics()
-
-    def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
-        with self._lock:
-            if self._open:
-                self._open, self._stop = False, stop
-                self._leave(last)
-                self._segments.clear()
-
-    def _leave(self, last: Goodbye | Failed) -> None:
-        """Send a last message to the peers, and let go of what the end holds beside the segments."""
-        raise NotImplementedError
+def _addresses(transport: Transport, site: Site) -> list[str]:
+    """A path for readers of this host, and a port for those of other hosts."""
+    if transport.reach != "hosts":
+        return [site.address]
+    far = site.local_readers < site.readers
+    return [*([site.address] if site.local_readers else []), *([f"{site.host}:0"] if far else [])]
 
 
-class HostWriter(_HostEnd):
+class HostWriter(HostEnd):
     """The writer. It listens at `address` for `readers` readers that know `authkey`.
 
-    The address is a path in a folder of the job, or `host:port` for readers on any host (port 0 takes a free one, and `address` says
-    which). Between hosts `carrier="nccl"` sends columns on a GPU from GPU to GPU ("gloo" does the same for host memory); without a
-    carrier they go through the memory of both hosts. With `encrypt` what goes to other hosts is encrypted, by TLS.
+    An address is a path in a folder of the job for readers on this host, or `host:port` for readers on any host (port 0 takes a free one,
+    and `address` says which). Between hosts `carrier="nccl"` sends columns on a GPU from GPU to GPU ("gloo" does the same for host
+    memory); without a carrier they go through the memory of both hosts. With `encrypt` what goes to other hosts is encrypted, by TLS.
 
     The constructor returns at once; the first `put` waits for the readers. Raises ChannelError for an impossible number of slots or
     readers, or an impossible address.
@@ -91,14 +78,17 @@ class HostWriter(_HostEnd):
         slots: int,
         readers: int,
         authkey: bytes,
-        address: str,
+        address: str | Sequence[str],
         carrier: CarrierName | None = None,
         *,
         encrypt: bool = False,
     ) -> None:
         check_channel(name, slots, readers)
-        places.check_address(name, address, carrier)
-        if encrypt and not places.is_path(address):
+        addresses = [address] if isinstance(address, str) else address
+        self._local = all(places.is_path(one) for one in addresses)  # a relay passes on whole messages alone
+        for one in addresses:
+            places.check_address(name, one, carrier if self._local else None)
+        if encrypt and not self._local:
             check_encryption(name, carrier)
         super().__init__(name, "the writer", slots)
         self._readers = readers
@@ -107,10 +97,10 @@ class HostWriter(_HostEnd):
         self._layout: slot_memory.MessageLayout | None = None  # of the last message
         self._write_views: dict[int, slot_memory.WriteView] = {}  # for each slot, its memory laid out for the last message
         self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU that readers of this host map
-        self._buffers = None if carrier is None else DeviceBuffers.here(name, carrier)
-        self._local = places.is_path(address)  # a relay passes on whole messages alone
+        shared = any(places.is_path(one) for one in addresses)
+        self._buffers = None if carrier is None else DeviceBuffers.here(name, carrier, shared=shared)
         self._apart = DEVICES[carrier] if carrier is not None else "cuda" if self._local else None
-        self._acceptor = Acceptor(name, address, authkey, readers, protocol.Welcome(slots, carrier), self._buffers, encrypt=encrypt)
+        self._acceptor = Acceptor(name, addresses, authkey, readers, protocol.Welcome(slots, carrier), self._buffers, encrypt=encrypt)
         self.address = self._acceptor.address
 
     def put(
@@ -143,8 +133,10 @@ class HostWriter(_HostEnd):
             if coming:
                 self._tell(full, handle)
             if bucket_bytes is not None and not self._local:
+                before = 0
                 for size, tensors in view.write_parts(columns, bucket_bytes):
-                    self._tell(Portion(slot, size, tensors))
+                    self._tell(Portion(slot, size, tensors), more=tensors > before)
+                    before = tensors
             else:
                 for tensors in view.write(columns, bucket_bytes):
                     if coming:
@@ -167,9 +159,14 @@ class HostWriter(_HostEnd):
         most = MAX_SLOTS // self._meter.slots - 3  # beside: `Full`, the last bucket, and one of another device
         return max(wanted, -(-(of.host_size + of.device_size) // most)) if wanted is not None and most > 1 else None
 
-    def _tell(self, message: Full | More | Portion, handle: int | None = None) -> None:
-        for connection in self._acceptor.connections:
-            protocol.send(connection, message, handle)
+    def _tell(self, message: Full | More | Portion, handle: int | None = None, *, more: bool = False) -> None:
+        if isinstance(message, Portion):
+            protocol.tell_part(self._acceptor.connections, message, more=more)
+        elif isinstance(message, Full):
+            news = None if self._buffers is None else self._buffers.news.pop(message.slot, None)
+            protocol.tell_full(self._acceptor.connections, message, handle, news)
+        else:
+            protocol.tell(self._acceptor.connections, message)
 
     def _lay(self, slot: int, wanted: slot_memory.MessageLayout) -> tuple[slot_memory.WriteView, mmap.mmap, int | None]:
         """Lay the message out in the slot's memory; return the view, the memory, and the memory's handle if it is new."""
@@ -229,19 +226,25 @@ class HostWriter(_HostEnd):
         self._device.clear()
 
 
-class HostReader(_HostEnd):
-    """A reader of the writer that listens at `address`. The constructor waits up to `timeout_s` for the writer.
+class HostReader(HostEnd):
+    """A reader of the writer, or of the reader that passes its messages on, that listens at `address`; it waits up to `timeout_s` for it.
+
+    From another host it can pass messages on itself, to the readers of `onward`.
 
     Raises ChannelTimeout if no writer listens in time, ChannelError if it refuses the authkey.
     """
 
-    def __init__(self, name: str, authkey: bytes, address: str, timeout_s: float, *, encrypt: bool = False) -> None:
+    def __init__(
+        self, name: str, authkey: bytes, address: str, timeout_s: float, onward: Acceptor | None = None, *, encrypt: bool = False
+    ) -> None:
         places.check_address(name, address)
         connection, welcome = protocol.connect(name, address, authkey, timeout_s, encrypt=encrypt)
         super().__init__(name, "a reader", welcome.slots)
-        buffers = None if welcome.carrier is None else DeviceBuffers.here(name, welcome.carrier)
+        buffers = onward.buffers if onward is not None else None
+        if buffers is None and welcome.carrier is not None:
+            buffers = DeviceBuffers.here(name, welcome.carrier)
         self._carried = {} if buffers is None else buffers.memories
-        self._connection = connection if connection.local else relayed(name, connection, outward=False, buffers=buffers)
+        self._connection = connection if connection.local else from_writer(name, connection, buffers, onward)
         self._mapped = Mapped()
         self._read_views: dict[int, tuple[slot_memory.ReadView, Taken]] = {}  # for each slot, the last message read there
         self._full: deque[Full] = deque()
@@ -361,12 +364,19 @@ class HostReader(_HostEnd):
         try:
             if full.segment:
                 self._segments[full.slot] = map_segment(self._connection.receive_handle(), full.segment)  # views keep the old memory alive
+            if full.memory:
+                self._carried[full.slot] = self._map_carried(full.memory)
             held = {f.slot for f in self._full} | {slot for slot, _ in self._taken}
             if full.slot in held or not full.header <= full.size <= len(self._segments.get(full.slot, b"")):
                 raise ProtocolError(f"{shown(full)}, which fits no free slot")
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, slot_memory.Malformed) as error:
             return protocol.disconnected(error)
         return None
+
+    def _map_carried(self, memory: Handle | int) -> torch.Tensor:
+        if isinstance(memory, Handle):
+            return slot_memory.mapped(memory, self._mapped)
+        return torch.frombuffer(map_segment(self._connection.receive_handle(), memory), dtype=torch.uint8)
 
     def _leave(self, last: Goodbye | Failed) -> None:
         protocol.send(self._connection, last)

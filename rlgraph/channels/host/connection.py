@@ -39,6 +39,7 @@ class Connection:
 
     def __init__(self, sock: socket.socket, authkey: bytes, timeout_s: float, *, server: bool, encrypt: bool = False) -> None:
         self.pid, self.peer, self.host = _peer(sock)
+        self.sends_on = False  # whether a relay at its other end sends the bytes of messages to another host
         fingerprint = b""
         if encrypt and sock.family != socket.AF_UNIX:
             sock, fingerprint = encrypted(sock, timeout_s, server=server)
@@ -58,7 +59,7 @@ class Connection:
         ends = []
         for sock in socket.socketpair():
             end = cls.__new__(cls)
-            end.pid, end.peer, end.host, end._socket = 0, peer, host, sock
+            end.pid, end.peer, end.host, end._socket, end.sends_on = 0, peer, host, sock, False
             set_deadline(sock, STALL_S)
             ends.append(end)
         return ends[0], ends[1]
@@ -97,9 +98,12 @@ class Connection:
     def fileno(self) -> int:
         return self._socket.fileno()
 
-    def send(self, frame: bytes) -> None:
-        """Send one frame. Raises OSError if the peer is gone or takes nothing for some seconds."""
-        self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
+    def send(self, frame: bytes, *, more: bool = False) -> None:
+        """Send one frame. Raises OSError if the peer is gone or takes nothing for some seconds.
+
+        With `more` it leaves with the bytes that follow at once: alone it would wake the peer once more: 16 MiB took 5.3 ms, not 4.9.
+        """
+        self._socket.sendall(_LENGTH.pack(len(frame)) + frame, socket.MSG_MORE if more else 0)
 
     def wait(self) -> None:
         """Block until there is something to receive, or the peer is gone."""

@@ -44,8 +44,8 @@ class EncryptedSocket:
     def fileno(self) -> int:
         return self._tls.fileno()
 
-    def sendall(self, data: bytes | memoryview) -> None:
-        """Send all of it. Raises BlockingIOError if the peer takes nothing in time."""
+    def sendall(self, data: bytes | memoryview, flags: int = 0) -> None:
+        """Send all of it at once, whatever the flags say. Raises BlockingIOError if the peer takes nothing in time."""
         rest = memoryview(data)
         while rest:
             rest = rest[self._when_ready(functools.partial(self._tls.send, rest)) :]

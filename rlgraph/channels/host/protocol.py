@@ -1,5 +1,7 @@
 """The control path of host channels: small messages over an authenticated socket. The death of a peer reads as end-of-file."""
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from typing import Annotated, Literal, TypeAlias
@@ -9,6 +11,7 @@ import msgspec
 from rlgraph.channels.api import MAX_SLOTS, Stop
 from rlgraph.channels.host.address import dial, gone
 from rlgraph.channels.host.connection import UNREADABLE, Connection
+from rlgraph.channels.host.slot_memory import Handle, Segment
 from rlgraph.errors import ChannelError, ChannelTimeout, shown
 
 MAX_REASON = 4000  # characters, so that the message still fits into one write
@@ -35,7 +38,8 @@ class Full(msgspec.Struct, tag="full", array_like=True, forbid_unknown_fields=Tr
     """Writer to reader: a slot holds the columns of a step. If `segment` is not 0, a handle of the slot's new memory follows.
 
     A communicator sends `carried` bytes of it separately, once the reader's host requests them. `coming` tensors of it are still being
-    written, one after another; `More` reports the progress.
+    written, one after another; `More` reports the progress. If `memory` is not 0, a reader that shares the host maps the carried bytes
+    anew: by a handle on a GPU, or as so many bytes of host memory, of which a handle follows.
     """
 
     step: int
@@ -45,6 +49,7 @@ class Full(msgspec.Struct, tag="full", array_like=True, forbid_unknown_fields=Tr
     segment: Size
     carried: Size = 0
     coming: Size = 0
+    memory: Handle | Size = 0
 
 
 class More(msgspec.Struct, tag="more", array_like=True, forbid_unknown_fields=True):
@@ -93,6 +98,13 @@ class Failed(msgspec.Struct, tag="failed", array_like=True, forbid_unknown_field
     reason: str
 
 
+class Lost(msgspec.Struct, tag="lost", array_like=True, forbid_unknown_fields=True):
+    """From one that passes messages on: the end beyond it, `peer`, is gone without a goodbye; without a `peer`, the end in its process."""
+
+    peer: str
+    why: str
+
+
 @dataclass(frozen=True)
 class Disconnected:
     """Received instead of a message: the peer is gone without a goodbye."""
@@ -100,7 +112,7 @@ class Disconnected:
     why: str
 
 
-ControlMessage: TypeAlias = Welcome | KeyValue | Full | More | Portion | Posted | Arrived | Free | Goodbye | Failed
+ControlMessage: TypeAlias = Welcome | KeyValue | Full | More | Portion | Posted | Arrived | Free | Goodbye | Failed | Lost
 DIED = Disconnected("died: its connection ended without a goodbye")
 _decoder = msgspec.msgpack.Decoder(ControlMessage)
 
@@ -109,14 +121,43 @@ def encode(message: ControlMessage) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def send(connection: Connection, message: ControlMessage, handle: int | None = None) -> None:
-    """Send a message, then a file descriptor. A peer that is gone is no error here: the next `receive` reports it."""
+def send(connection: Connection, message: ControlMessage, *handles: int | None) -> None:
+    """Send a message, then file descriptors. A peer that is gone is no error here: the next `receive` reports it."""
     try:
         connection.send(encode(message))
-        if handle is not None:
-            connection.send_handle(handle)
+        for handle in handles:
+            if handle is not None:
+                connection.send_handle(handle)
     except OSError:
         connection.end()  # half a message may have been sent, so nothing may follow it
+
+
+def tell(readers: Iterable[Connection], message: ControlMessage, handle: int | None = None) -> None:
+    """Send a message to all these readers."""
+    for reader in readers:
+        send(reader, message, handle)
+
+
+def tell_full(readers: Iterable[Connection], full: Full, handle: int | None, memory: Handle | Segment | None) -> None:
+    """Tell all these readers of a message; `memory`, of its carried bytes, is for those of this host. Closes its handle."""
+    for reader in readers:
+        if memory is None or reader.host:
+            send(reader, full, handle)
+        elif isinstance(memory, Handle):
+            send(reader, msgspec.structs.replace(full, memory=memory), handle)
+        else:
+            send(reader, msgspec.structs.replace(full, memory=memory.size), handle, memory.handle)
+    if isinstance(memory, Segment):
+        os.close(memory.handle)
+
+
+def tell_part(readers: Iterable[Connection], part: Portion, *, more: bool) -> None:
+    """Tell relays to other hosts of a part, and readers of this host if there are `more` whole tensors with it."""
+    for reader in readers:
+        if reader.sends_on:
+            send(reader, part)
+        elif more:
+            send(reader, More(part.slot, part.tensors))
 
 
 def receive(connection: Connection) -> ControlMessage | Disconnected:
@@ -166,9 +207,9 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float, *, enc
         raise ChannelError(f"{where}: the writer at '{address}' sent no welcome ({error})") from error
 
 
-def stop(message: ControlMessage | Disconnected, who: str, connection: Connection) -> Stop:
+def stop(message: ControlMessage | Disconnected, role: str, connection: Connection) -> Stop:
     """The reason why the peer sends no more: its last message, or what was received instead."""
-    who = f"{who} ({connection.peer})"
+    who = f"{role} ({connection.peer})"
     match message:
         case Goodbye():
             return Stop(who, None, connection.pid)
@@ -176,5 +217,7 @@ def stop(message: ControlMessage | Disconnected, who: str, connection: Connectio
             return Stop(who, f"failed: {message.reason}", connection.pid)
         case Disconnected():
             return Stop(who, message.why, connection.pid, connection.host)
+        case Lost():
+            return Stop(f"{role} ({message.peer or connection.peer})", message.why)
         case _:
             return Stop(who, f"sent {shown(message)} where no such message belongs; the channel is of no further use", connection.pid)

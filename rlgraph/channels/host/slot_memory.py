@@ -75,6 +75,23 @@ class Handle(msgspec.Struct, tag="device", array_like=True):
     event_needed: bool
 
 
+@dataclass(frozen=True)
+class Segment:
+    """Memory of this host, as bytes, and the file handle under which others map it."""
+
+    bytes: torch.Tensor
+    handle: int
+
+    @property
+    def size(self) -> int:
+        return self.bytes.numel()
+
+    @classmethod
+    def new(cls, channel: str, size: int) -> "Segment":
+        handle, memory = new_segment(channel, size)
+        return cls(torch.frombuffer(memory, dtype=torch.uint8), handle)
+
+
 class DeviceMemory:
     """Memory of this process on a GPU, with the handle under which others map it."""
 
@@ -305,7 +322,7 @@ class ReadView:
         return self.segment is segment and self.carried is carried and self.size == size and self.header == header
 
 
-def read(slot: mmap.mmap, header: int, size: int, mapped: Mapped, carried: torch.Tensor | None = None) -> dict[str, Column]:
+def read(slot: mmap.mmap, header: int, size: int, memories: Mapped, carried: torch.Tensor | None = None) -> dict[str, Column]:
     """Read the columns behind a header of `header` bytes; tensors are views of the slot, or of the `carried` memory.
 
     Raises Malformed if a column leaves the `size` bytes of the message.
@@ -314,7 +331,7 @@ def read(slot: mmap.mmap, header: int, size: int, mapped: Mapped, carried: torch
         entries = _decoder.decode(memoryview(slot)[:header])
     except UNREADABLE as error:
         raise Malformed(f"its header cannot be read ({error})") from error
-    memory = next((_mapped(entry, mapped) for entry in entries if isinstance(entry, Handle)), carried)
+    memory = next((mapped(entry, memories) for entry in entries if isinstance(entry, Handle)), carried)
     start = _aligned(header)
     columns: dict[str, Column] = {}
     for entry in entries:
@@ -332,9 +349,9 @@ def read(slot: mmap.mmap, header: int, size: int, mapped: Mapped, carried: torch
     return columns
 
 
-def _mapped(handle: Handle, mapped: Mapped) -> torch.Tensor:
+def mapped(handle: Handle, memories: Mapped) -> torch.Tensor:
     try:
-        return mapped.open(handle)
+        return memories.open(handle)
     except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
         raise Malformed(f"its memory on a GPU cannot be mapped ({error})") from error
 

@@ -2,8 +2,9 @@
 
 No cycle of waits can arise, whatever channels a process has, and beside the collectives of a trainer. Each connection has its own
 thread and its own communicator. The reader's side posts its receive and then requests the bytes, so a send that has begun waits only
-for the wire. A receive waits for its send to begin, and that send waits for no transfer: a process that trains only sends, and a
-process that generates only receives. A process receives one message at a time, so kernels that wait for bytes leave the GPU to others.
+for the wire. A receive waits for its send to begin, and that send waits for no transfer but the one that brought its bytes: a reader
+that passes a message on sends it once it is there, and no message comes back to where it was. A process receives one message at a time,
+so kernels that wait for bytes leave the GPU to others.
 """
 
 import select
@@ -21,6 +22,7 @@ from torch._C._distributed_c10d import Store
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.channels.host.protocol import CarrierName, Failed, KeyValue
+from rlgraph.channels.host.slot_memory import Handle, Segment, handle_of
 from rlgraph.errors import ChannelError, shown
 
 Finish: TypeAlias = Callable[[], None]  # blocks until a transfer has ended
@@ -60,26 +62,35 @@ class PairComm(Protocol):
 
 @dataclass
 class DeviceBuffers:
-    """The memory of each slot on this end's device, which the relays send and receive."""
+    """The memory of each slot on this end's device, which the relays send and receive. If it is `shared`, readers of this host map it."""
 
+    channel: str
     kind: CarrierName
     device: torch.device
+    shared: bool = False
     memories: dict[int, torch.Tensor] = field(default_factory=dict)
+    news: dict[int, Handle | Segment] = field(default_factory=dict)  # by slot, memory that those readers have not heard of
 
     @classmethod
-    def here(cls, channel: str, kind: CarrierName) -> "DeviceBuffers":
+    def here(cls, channel: str, kind: CarrierName, *, shared: bool = False) -> "DeviceBuffers":
         """Make empty buffers on this process's current device. Raises ChannelError where "nccl" finds no GPU."""
         if kind == "nccl" and not torch.cuda.is_available():
             raise ChannelError(
                 f"channel '{channel}': its carrier 'nccl' moves columns from GPU to GPU, and this process sees no GPU; "
                 "give both ends one, or no carrier"
             )
-        return cls(kind, torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu"))
+        return cls(channel, kind, torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu"), shared)
 
     def of_slot(self, slot: int, size: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
         """Return `size` bytes of the slot's memory; allocate it by `new` if it is too small."""
         if slot not in self.memories or self.memories[slot].numel() < size:
-            self.memories[slot] = new(size)
+            if self.shared and self.kind == "gloo":
+                self.news[slot] = segment = Segment.new(self.channel, size)
+                self.memories[slot] = segment.bytes
+            else:
+                self.memories[slot] = new(size)
+                if self.shared:
+                    self.news[slot] = handle_of(self.memories[slot])
         return self.memories[slot][:size]
 
 

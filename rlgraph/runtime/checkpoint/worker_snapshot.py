@@ -6,7 +6,6 @@ import json
 import os
 import random
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,6 +33,7 @@ PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
 
 
 OnSaved = Callable[[Saved | NotSaved], None]
+OnWritten = Callable[[int, Path, Sequence[Written]], None]
 
 
 @dataclass
@@ -46,10 +46,13 @@ class Fired:
 
 
 class WorkerSnapshots:
-    """Takes the snapshots of one worker, and calls `told` when each is on the disk, or with the reason why it is not."""
+    """Takes the snapshots of one worker, and calls `told` when each is on the disk, or with the reason why it is not.
 
-    def __init__(self, worker: "Worker", saving: Saving, told: OnSaved) -> None:
-        self.worker, self.saving, self.told = worker, saving, told
+    `gather` brings the files of each to the driver's folder, where this host writes into another one.
+    """
+
+    def __init__(self, worker: "Worker", saving: Saving, told: OnSaved, gather: OnWritten) -> None:
+        self.worker, self.saving, self.told, self._gather = worker, saving, told, gather
         self._thread: threading.Thread | None = None
 
     def take(self, step: int, recent: Mapping[int, Fired]) -> float:
@@ -76,29 +79,32 @@ class WorkerSnapshots:
         return save(folder, self.worker.spec.deadline_s)
 
     def _write(self, step: int, folder: Path, content: Mapping[str, Any], write_model: Callable[[], list[Path]] | None) -> None:
-        worker = self.worker.spec.worker
+        worker, where = self.worker.spec.worker, self.saving.folder
         try:
             folder.mkdir(exist_ok=True)
             files = [_save(content, folder / f"{worker.name}.pt")]
             if write_model is not None:
                 files += write_model()
             written = tuple(_digest(folder, file) for file in files)
+            where = ""  # what fails from here on is not this host's disk
+            self._gather(step, folder, written)
         except Exception as error:  # noqa: BLE001 (the outer edge of a thread: whatever it is, the driver hears of it)
-            self.told(NotSaved(step, worker.name, f"{type(error).__name__}: {error}{_free(self.saving.folder)}"))
+            self.told(NotSaved(step, worker.name, f"{type(error).__name__}: {error}{free(where) if where else ''}"))
         else:
             self.told(Saved(step, CheckpointShard(worker.name, worker.nodes, worker.rank, worker.world, files[0].name, written)))
+        finally:
+            if self.saving.apart:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_shared(saving: Saving, patience_s: float = SEEN_S) -> None:
-    """Raise CheckpointError if the folder of checkpoints here is not the one that the driver has locked."""
+def not_seen(saving: Saving, patience_s: float = SEEN_S) -> str:
+    """Say what is here instead of the folder of checkpoints that the driver has locked; empty if it is here."""
     end = time.monotonic() + patience_s
     while (found := _locked_by(saving)) != saving.id:
         if time.monotonic() > end:
-            raise CheckpointError(
-                f"the checkpoint folder '{saving.folder}' on host '{socket.gethostname()}' is not that of the driver's host ({found}), so "
-                "no checkpoint would be whole; give a folder that all hosts share, at the same path"
-            )
+            return found
         time.sleep(0.1)
+    return ""
 
 
 def _locked_by(saving: Saving) -> str:
@@ -139,7 +145,7 @@ def checked_state(node: str, state: Any) -> Any:
     return state.detach().clone() if isinstance(state, torch.Tensor) else state
 
 
-def _free(folder: str) -> str:
+def free(folder: str) -> str:
     """Say how much room is left; nothing where the folder is gone."""
     try:
         return f" ({shutil.disk_usage(folder).free >> 20} MiB are free on that disk)"

@@ -37,8 +37,7 @@ from rlgraph.runtime.messages import Message, Report
 from rlgraph.runtime.worker.spec import Start
 from rlgraph.settings import Natural, checked
 
-KEPT_SPANS = 100_000  # some thousand steps
-KEPT_SAMPLED, KEPT_STEPS = 2_000, 50_000
+KEPT_SPANS, KEPT_SAMPLED, KEPT_STEPS = 100_000, 2_000, 50_000  # spans of some thousand steps
 HOST_BACK_S = 300.0  # time for a lost host, or another in its place, to be started again
 
 
@@ -201,6 +200,7 @@ class Job:
     def _started(self) -> None:
         self._signals.install()
         self.recorder.started()
+        self.notice(self.session.notice)
 
     def _tell(self, message: Message) -> None:
         if self.session.ready and not self.session.ended:
@@ -278,7 +278,7 @@ class Job:
 
     def notice(self, text: str) -> None:
         """Say once that something works otherwise than asked: in the job's output, `notices` and the report."""
-        if text not in self.notices:
+        if text and text not in self.notices:
             self.notices = (*self.notices, text)
             self._say(text)
 

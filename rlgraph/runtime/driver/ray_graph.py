@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.routes import writers_of
 from rlgraph.errors import PlanError
-from rlgraph.runtime.worker.spec import writers_of
 
 BY_GRAPHVIZ = (".svg", ".png", ".pdf")
 

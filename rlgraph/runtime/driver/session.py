@@ -12,6 +12,7 @@ from rlgraph.compiler.plan import Plan
 from rlgraph.errors import DispatchError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.runtime import messages
+from rlgraph.runtime.checkpoint.gathering import Gatherer
 from rlgraph.runtime.driver import orphan_cleanup, ray_dispatch
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, Hosts, LocalHostAgent
 from rlgraph.runtime.driver.session_start import start_workers
@@ -64,6 +65,7 @@ class Session:
         self._actors: list[Any] = []
         self.group = WorkerGroup(plan, deadline_s)
         self._hosts: Hosts | None = None
+        self._gatherer: Gatherer | None = None
         self.folder = ""
         self._dispatching = self.ended = self.failed = False
         self.ticked = self.reported = self.first
@@ -118,12 +120,35 @@ class Session:
         self._hosts = self._made_hosts(found)
         patience_s = self._deadline_s + FIRST_S
         addresses, encrypt = self._hosts.addresses, self._links.encrypt
-        specs = worker_specs(self._graph, self.plan, self.folder, authkey, patience_s, self._start_at, addresses, encrypt=encrypt)
+        start_at = self._gathering(authkey, self._hosts)
+        specs = worker_specs(self._graph, self.plan, self.folder, authkey, patience_s, start_at, addresses, encrypt=encrypt)
         start_workers(self.dispatch, self.group, specs, self._actors, self._hosts, [host for host, _ in found.hosts])
-        orphan_cleanup.claim(Path(self.folder), self.group.pids.values(), self.dispatch.folders())
+        here = [
+            pid for name, pid in self.group.pids.items() if self._hosts.of[name] == self._hosts.driver
+        ]  # ids of other hosts mean others
+        orphan_cleanup.claim(Path(self.folder), here, self.dispatch.folders())
         self.dispatch.start(self._actors, self.plan.window)
         self.dispatch.tick(self.first - 1)  # nothing fires: the workers listen, also where an export comes before the first step
         self._dispatching = True
+
+    def _gathering(self, authkey: bytes, hosts: Hosts) -> Start | None:
+        """Listen for shards of hosts that do not see the folder of checkpoints, if there are other hosts."""
+        start = self._start_at
+        if start is None or not start.folder or not hosts.addresses:
+            return start
+        resume = Path(start.resume.folder) if start.resume else None
+        address, encrypt = hosts.addresses[hosts.driver], self._links.encrypt
+        self._gatherer = Gatherer(address, authkey, Path(start.folder), start.id, resume, encrypt=encrypt)
+        return replace(start, gatherer=self._gatherer.address)
+
+    @property
+    def notice(self) -> str:
+        """Say which hosts send their shards of checkpoints, since they do not share the folder; empty if none does."""
+        if self._start_at is None or self._hosts is None or not self.group.apart:
+            return ""
+        names = " and ".join(self._hosts.name(at) for at in sorted({self._hosts.of[worker] for worker in self.group.apart}))
+        folder = self._start_at.folder
+        return f"checkpoints: '{folder}' of the driver's host is not shared by {names}, so their shards are sent to it"
 
     def _made_hosts(self, found: FoundHosts) -> Hosts:
         placed = {worker.name: worker.host for worker in self.plan.workers}
@@ -219,6 +244,8 @@ class Session:
         for actor in self._actors:
             self.dispatch.kill(actor)
         self.group.until_ended(GOODBYE_S)
+        if self._gatherer is not None:
+            self._gatherer.close()
         if self._hosts is not None:
             self._hosts.sweep()
         self.dispatch.end()

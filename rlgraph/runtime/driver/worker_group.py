@@ -49,6 +49,7 @@ class WorkerGroup:
         self._processes: list[int] = []
         self._selector = selectors.DefaultSelector()
         self._opened: dict[str, Mapping[str, str]] = {}
+        self.apart: set[str] = set()  # workers whose hosts do not see the folder of checkpoints
         self._ready: set[str] = set()
         self._reports: dict[int, dict[str, messages.Report]] = {}
         self.saved: list[messages.Saved | messages.NotSaved] = []  # news of checkpoints that nobody has looked at yet
@@ -202,6 +203,8 @@ class WorkerGroup:
         match message:
             case messages.Opened():
                 self._opened[name] = message.addresses
+                if message.apart:
+                    self.apart.add(name)
             case messages.Ready():
                 self._ready.add(name)
             case messages.Report():

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import socket
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 from rlgraph import notices
 from rlgraph.channels.api import Reader, Writer
-from rlgraph.channels.factory import open_reader, open_writer
+from rlgraph.channels.factory import Onward, open_onward, open_reader, open_writer
 from rlgraph.channels.host.address import bound, dial, listen
 from rlgraph.channels.host.connection import Connection
 from rlgraph.channels.host.interface import talk_at
@@ -22,7 +23,7 @@ from rlgraph.engines.hf_export.shard_writer import write_shards
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 from rlgraph.nodes.base import Context
 from rlgraph.runtime import messages
-from rlgraph.runtime.checkpoint.worker_snapshot import check_shared
+from rlgraph.runtime.checkpoint.gathering import seated
 from rlgraph.runtime.exports.write import boxes
 from rlgraph.runtime.worker.activity import IDLE, Activity
 from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
@@ -61,6 +62,7 @@ class Process:
         self.mailbox = Mailbox()
         self.listen_fd = -1
         self.addresses: dict[str, str] = {}
+        self.onward: dict[str, Onward] = {}  # by a writer's address, where others get its messages from this worker
         self.here: dict[str, Any] = {}  # what channel ends of this process share
         self.progress: Progress | None = None
         self._speaking = threading.Lock()  # what writes a checkpoint speaks as well
@@ -70,7 +72,7 @@ class Process:
         """Listen where this worker writes and tell the driver the addresses; after its answer connect, load the engine, and report."""
         try:
             self._open()
-            messages.send(self.control, messages.Opened(self.name, self.addresses))
+            messages.send(self.control, messages.Opened(self.name, self.addresses, self.spec.apart))
             joined = messages.receive(self.control)
             if isinstance(joined, messages.Join):
                 self.addresses = joined.addresses
@@ -83,10 +85,12 @@ class Process:
 
     def _open(self) -> None:
         self.status.enter(-1, Activity("open"))
-        if self.spec.saving is not None:
-            check_shared(self.spec.saving)
+        self.spec = seated(self.spec)
         for channel, posts in self.spec.channels:
             self.mailbox.outboxes += [Outbox(channel, self._listen(post)) for post in posts if post.writer == self.name]
+        for post in (post for post in self.spec.posts if post.passes_on(self.name)):
+            self.onward[post.address] = onward = open_onward(post.transport, post.listening(self.spec, self.here))
+            self.addresses[post.place(self.name)] = onward.address
         worker = self.spec.worker
         if self.spec.listen_at and worker.model and worker.rank == 0 and worker.world > 1:
             listener = listen(f"ranks of {worker.model}", f"{self.spec.listen_at}:0", worker.world)
@@ -95,13 +99,13 @@ class Process:
         self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.spec.loops for post in posts if post.writer == self.name}
 
     def _listen(self, post: Post) -> Writer:
-        site = post.site(post.address, self.here, self.spec)
-        writer = open_writer(post.transport, site)
+        writer = open_writer(post.transport, post.listening(self.spec, self.here))
         self.addresses[post.address] = writer.address
         return writer
 
     def _connect(self, post: Post) -> Reader:
-        return open_reader(post.transport, post.site(self.addresses[post.address], self.here, self.spec, timeout_s=self.spec.deadline_s))
+        site = post.reading(self.spec, self.here, self.addresses, self.onward.get(post.address))
+        return open_reader(post.transport, site)
 
     def _start(self) -> None:
         import torch
@@ -208,6 +212,11 @@ class Process:
 
         on_bytes(0)
         try:
+            if not Path(order.folder).is_dir():
+                raise OSError(
+                    f"host '{socket.gethostname()}' does not see '{order.folder}'; give a folder that all hosts share, or export a "
+                    "checkpoint by `rg.export`, which needs the driver's host alone"
+                )
             write_shards(Path(order.folder), order.layout, self.progress.worker.context.engine.weight_shards(), on_bytes)
         except OSError as error:
             self._tell(messages.ShardsWritten(self.name, str(error), error.errno or 0))

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from rlgraph.compiler.schedule import Span
+from rlgraph.runtime.checkpoint.gathering import gathering
 from rlgraph.runtime.checkpoint.worker_snapshot import Fired, OnSaved, WorkerSnapshots, restore
 from rlgraph.runtime.messages import SampledRows
 from rlgraph.runtime.worker.executor import Worker
@@ -23,7 +24,7 @@ class Progress:
         self.fired = worker.spec.first
         self.saving = worker.spec.saving
         self.saved = 0
-        self._snapshots = WorkerSnapshots(worker, self.saving, told) if self.saving else None
+        self._snapshots = WorkerSnapshots(worker, self.saving, told, gathering(worker.spec)) if self.saving else None
 
     @property
     def lookahead(self) -> int:

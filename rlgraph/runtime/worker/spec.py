@@ -1,14 +1,15 @@
 """What a worker needs to know of the plan, as values that can be sent to another process."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlgraph.channels.factory import Site, Transport, first_choice, transport_of
+from rlgraph.channels.factory import Onward, Site, Transport, first_choice, transport_of
 from rlgraph.columns import Column
 from rlgraph.compiler.checkpoint_cut import lookaheads, open_nodes, steps_back
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.compiler.precision import ITEMSIZE
+from rlgraph.compiler.routes import Route, hosts_of, routes
 from rlgraph.compiler.time_sharing import TimeSlice, time_slices
 from rlgraph.graph.exact_rules import exact_models
 from rlgraph.graph.nodes import Due, Graph, Model, Node
@@ -56,20 +57,48 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class Post:
-    """One writing rank of a channel or a loop: where it listens, and how many workers listen to it."""
+    """One writing rank of a channel or a loop: where it listens, and from whom each reader gets its messages."""
 
     name: str
     address: str
     slots: int
-    readers: int
     writer: str
-    read_by: tuple[str, ...]
+    route: Route
+    hosts: Mapping[str, int]  # of the writer and the readers
     transport: Transport  # the value itself, so that the worker need not know its name
 
-    def site(self, address: str, here: dict[str, Any], spec: "WorkerSpec | None" = None, *, timeout_s: float = 0.0) -> Site:
-        """Say where a worker makes its end: `address` is the post's own, or the one at which its writer listens. None: in one process."""
-        key, host, encrypt = (spec.authkey, spec.listen_at, spec.encrypt) if spec else (b"", "", False)
-        return Site(self.name, self.slots, self.readers, address, key, host, timeout_s, here, encrypt)
+    def here(self, ends: dict[str, Any]) -> Site:
+        """Say where both ends are made if all of them are in one process."""
+        return Site(self.name, self.slots, len(self.route), self.address, here=ends)
+
+    def passes_on(self, worker: str) -> bool:
+        """Whether other readers get their messages from this one."""
+        return worker != self.writer and worker in self.route.values()
+
+    def place(self, worker: str) -> str:
+        """The address of a worker's own at which others get messages from it: a path, and the name of its port if it has one."""
+        return self.address if worker == self.writer else f"{self.address}+{list(self.route).index(worker)}"
+
+    def listening(self, spec: "WorkerSpec", ends: dict[str, Any]) -> Site:
+        """Say where a worker listens for those who get messages from it."""
+        worker = spec.worker.name
+        fed = [reader for reader, feeder in self.route.items() if feeder == worker]
+        local = sum(self._joined(worker, reader) for reader in fed)
+        return replace(self._site(spec, ends), readers=len(fed), address=self.place(worker), local_readers=local)
+
+    def reading(self, spec: "WorkerSpec", ends: dict[str, Any], addresses: Mapping[str, str], onward: Onward | None) -> Site:
+        """Say where a worker gets messages, by the addresses at which the workers listen; readers of `onward` get them from it."""
+        worker, feeder = spec.worker.name, self.route[spec.worker.name]
+        place = self.place(feeder)
+        address = place if self._joined(feeder, worker) else addresses[place]
+        return replace(self._site(spec, ends), address=address, timeout_s=spec.deadline_s, onward=onward)
+
+    def _joined(self, feeder: str, reader: str) -> bool:
+        """Whether one maps the memory of the other, though others are on other hosts."""
+        return self.transport.passes_on and self.hosts[feeder] == self.hosts[reader]
+
+    def _site(self, spec: "WorkerSpec", ends: dict[str, Any]) -> Site:
+        return Site(self.name, self.slots, len(self.route), "", spec.authkey, spec.listen_at, here=ends, encrypt=spec.encrypt)
 
 
 @dataclass(frozen=True)
@@ -85,7 +114,8 @@ class Saving:
     """A worker's duties at each checkpoint, at which it is `lookahead` firings ahead of the trained weights.
 
     `id` names the checkpoints of this session. `trained` says that its model's state is saved; `open` names the nodes whose open
-    batches are saved, those of the last `back` steps before the cut included.
+    batches are saved, those of the last `back` steps before the cut included. `gatherer` is the address at which the driver takes
+    shards of hosts that do not see its folder; a worker of such a host is `apart`, and has a `folder` of its own.
     """
 
     folder: str
@@ -95,6 +125,8 @@ class Saving:
     trained: bool
     open: tuple[str, ...]
     back: int = 0
+    gatherer: str = ""
+    apart: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +139,7 @@ class Start:
     every: int = 0
     set_aside: tuple[int, ...] = ()
     probe: tuple[str, int] | None = None  # a node and step that killed its worker, to be tried prompt by prompt
+    gatherer: str = ""  # where hosts that do not see the folder send their shards
 
 
 @dataclass(frozen=True)
@@ -139,9 +172,19 @@ class WorkerSpec:
     exact: bool = False  # whether a trainer computes the log-probs of its engine to the bit
 
     @property
+    def posts(self) -> Iterator[Post]:
+        """All ends that it writes or reads, and those at which it passes on."""
+        return (post for posts in (*(found for _, found in self.channels), *(found for _, found, _ in self.loops)) for post in posts)
+
+    @property
     def first(self) -> int:
         """The step that this worker fires first."""
         return self.begin[self.worker.nodes[0]]
+
+    @property
+    def apart(self) -> bool:
+        """Whether this host does not see the driver's folder of checkpoints."""
+        return self.saving is not None and self.saving.apart
 
     @property
     def shared(self) -> bool:
@@ -172,13 +215,8 @@ def worker_specs(
     lookahead = lookaheads(plan) if start.folder else {}
     begin = {node: start.resume.step + lookahead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
     ahead, exact = plan.steps_ahead(), exact_models(graph)
-    channels = tuple(
-        (c, _posts(plan, c.writer, c.readers, c.name, c.slots, f"{folder}/c{i}", c.transport)) for i, c in enumerate(plan.channels)
-    )
-    loops = tuple(
-        (p, _posts(plan, p.writer, p.readers, p.name, p.slots, f"{folder}/w{i}", p.transport, shards=True))
-        for i, p in enumerate(plan.loops)
-    )
+    channels = tuple((channel, _posts(plan, channel, f"{folder}/c{i}")) for i, channel in enumerate(plan.channels))
+    loops = tuple((loop, _posts(plan, loop, f"{folder}/w{i}")) for i, loop in enumerate(plan.loops))
     return tuple(
         WorkerSpec(
             worker=worker,
@@ -235,7 +273,7 @@ def _merging_bytes(plan: Plan, worker: PlannedWorker) -> int | None:
 def _saving(plan: Plan, start: Start, lookahead: Mapping[str, int], worker: PlannedWorker) -> Saving:
     trained = any(plan.node(name).work == "train" for name in worker.nodes)
     opened, back = open_nodes(plan, lookahead, worker), steps_back(plan, lookahead, worker)
-    return Saving(start.folder, start.id, start.every, lookahead[worker.name], trained, opened, back)
+    return Saving(start.folder, start.id, start.every, lookahead[worker.name], trained, opened, back, start.gatherer)
 
 
 def _model(graph: Graph, plan: Plan, worker: PlannedWorker) -> Model | None:
@@ -274,19 +312,12 @@ def _front(graph: Graph, node: Node) -> str:
     return f"{node.name}/" if several else ""
 
 
-def _posts(
-    plan: Plan, writer: str, readers: tuple[str, ...], name: str, slots: int, address: str, transport: str, *, shards: bool = False
-) -> tuple[Post, ...]:
-    """Describe the writing ends of a channel; of weights (`shards`), each rank writes its own shard."""
-    listening = tuple(dict.fromkeys(worker for reader in readers for worker in plan.node(reader).workers))
-    ranks = plan.node(writer).workers if shards else writers_of(plan, writer)
-    found = transport_of(transport)
-    if found.reach == "process" and listening != ranks:
+def _posts(plan: Plan, end: PlannedChannel | PlannedLoop, address: str) -> tuple[Post, ...]:
+    """Describe the writing ends of a channel or a feedback edge."""
+    found, everywhere, by_writer = transport_of(end.transport), hosts_of(plan), routes(plan, end)
+    if found.reach == "process" and any(list(route) != list(by_writer) for route in by_writer.values()):
         found = transport_of(first_choice("host"))  # ranks of one model are processes of their own
-    return tuple(Post(name, f"{address}.{rank}", slots, len(listening), worker, listening, found) for rank, worker in enumerate(ranks))
-
-
-def writers_of(plan: Plan, node: str) -> tuple[str, ...]:
-    """Name the workers that write a node's batch: each rank of a generator its own rows, rank 0 of any other model all rows."""
-    found = plan.node(node)
-    return found.workers if found.work == "generate" else found.workers[:1]
+    return tuple(
+        Post(end.name, f"{address}.{rank}", end.slots, writer, route, {one: everywhere[one] for one in (writer, *route)}, found)
+        for rank, (writer, route) in enumerate(by_writer.items())
+    )

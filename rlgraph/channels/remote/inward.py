@@ -1,0 +1,179 @@
+"""The relay on the reader's host: messages come in with their bytes, once for all readers that this process passes them on to.
+
+These are the other readers of this host, which map the memory that the bytes came into, and a reader on the next host, to which they go on
+while more of them come in. A slot is free for the writer once all of them have released it. What ends one end is told to the others.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlgraph.channels.host import protocol
+from rlgraph.channels.host.acceptor import Acceptor
+from rlgraph.channels.host.address import ready
+from rlgraph.channels.host.connection import Connection, ProtocolError
+from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, Lost, Portion, Posted
+from rlgraph.channels.host.slot_memory import segment_of
+from rlgraph.channels.remote import relay
+from rlgraph.channels.remote.relay import Relay
+from rlgraph.channels.remote.transfer import DeviceBuffers, HungUp, PeerFailed, watched
+from rlgraph.errors import shown
+
+_receives = threading.Lock()  # held for a transfer: a process receives one at a time
+
+
+def from_writer(channel: str, remote: Connection, buffers: DeviceBuffers | None, onward: Acceptor | None) -> Connection:
+    """Start a relay to a writer on another host, and return the connection that stands for it; `onward` are further readers."""
+    near, far = Connection.pair(remote.peer, remote.host)
+    _Inward(channel, far, remote, buffers, onward=onward).start("from")
+    return near
+
+
+@dataclass
+class _Inward(Relay):
+    onward: Acceptor | None = None
+    coming: Full | None = None  # the message of which parts come in, after its first part
+    there: tuple[int, int] = 0, 0  # the bytes and tensors of it that are there
+    handle: int | None = None  # of new memory, of which the readers do not know yet
+    unread: dict[int, list[Connection]] = field(default_factory=dict)  # for each slot, the readers that have not released it
+    gone: list[Connection] = field(default_factory=list)  # readers that ended before the writer
+    ended: bool = False  # whether the reader of this process has said that it ends
+    last: Goodbye | Failed | Lost | None = None  # of the writer
+
+    def begin(self) -> None:
+        self.join(1)
+
+    def readers(self) -> list[Connection]:
+        """All readers that messages are for."""
+        others = [] if self.onward is None else self.onward.connections
+        return [reader for reader in (self.near, *others) if reader not in self.gone]
+
+    def sources(self) -> list[Connection]:
+        return [*self.readers(), self.remote]
+
+    def wait(self, sources: Sequence[Connection], deadline: float) -> list[int]:
+        bells = [] if self.onward is None else [self.onward.bell]
+        handles = ready([*bells, *(source.fileno() for source in sources)], deadline)
+        if self.onward is not None and self.onward.bell in handles:
+            self.onward.hush()
+        return handles
+
+    def carry(self, message: ControlMessage, source: Connection) -> None:
+        if source is not self.remote:
+            self._answer(message, source)
+        elif isinstance(message, Full):
+            if self.coming is not None:
+                raise ProtocolError(f"{shown(message)}, in the middle of another message")
+            self._receive(message)
+        elif isinstance(message, Portion):
+            self._receive_part(message)
+        else:
+            self.last = message if isinstance(message, Goodbye | Failed | Lost) else None
+            protocol.tell(self.readers(), message)
+
+    def left(self, source: Connection, why: Disconnected) -> bool:
+        if source is self.remote:
+            return False
+        if source is self.near and self.ended:
+            self.gone.append(source)
+        else:
+            self._leave(source, why)
+        return bool(self.readers())
+
+    def fail(self, last: Failed) -> None:
+        self.last = last
+        super().fail(last)
+
+    def part(self) -> None:
+        if self.handle is not None:
+            os.close(self.handle)
+        if self.onward is not None:
+            self.onward.shut(self.last or Lost(self.remote.peer, protocol.DIED.why))
+        super().part()
+
+    def _answer(self, message: ControlMessage, reader: Connection) -> None:
+        """Pass on what a reader says: that it ended, or, once all readers have said so, that a slot is free."""
+        if isinstance(message, Free) and reader in self.unread.get(message.slot, ()):
+            self.unread[message.slot].remove(reader)
+            if not self.unread[message.slot]:
+                self.remote.send(protocol.encode(message))
+        elif reader is not self.near:
+            self._leave(reader, message)
+        else:
+            self.remote.send(protocol.encode(message))
+            self.ended = True
+
+    def _leave(self, reader: Connection, why: ControlMessage | Disconnected) -> None:
+        """Tell the writer that a reader ended. The others still get what is on its way."""
+        self.gone.append(reader)
+        if not isinstance(why, Goodbye | Failed | Lost):
+            why = Lost("" if reader is self.near else reader.peer, protocol.stop(why, "a reader", reader).reason or "")
+        self.remote.send(protocol.encode(why))
+
+    def _receive_part(self, part: Portion) -> None:
+        """Receive the bytes of a part; readers hear of the message with the first one, in which the header is."""
+        full, (size, tensors) = self.coming, self.there
+        if full is None or part.slot != full.slot or not tensors <= part.tensors <= full.coming:
+            raise ProtocolError(f"{shown(part)}, which continues no message")
+        whole = part.tensors == full.coming
+        if not max(size, full.header) <= part.bytes <= full.size or (whole and part.bytes < full.size):
+            raise ProtocolError(f"{shown(part)}, of a message of {full.size} bytes, {size} of which were there")
+        self.remote.receive_into(memoryview(self.segments[part.slot])[size : part.bytes])
+        self.there = part.bytes, part.tensors
+        if not size:
+            self._pass_on(full)
+        protocol.tell_part(self.unread[part.slot], part, more=part.tensors > tensors)
+        if whole:
+            self.coming = None
+
+    def _receive(self, full: Full) -> None:
+        self.handle, self.segments[full.slot] = segment_of(self.channel, self.segments.get(full.slot), full.size)
+        if full.coming:
+            self.coming, self.there = full, (0, 0)
+            return
+        self.remote.receive_into(memoryview(self.segments[full.slot])[: full.size])
+        if full.carried:
+            self._receive_apart(full)
+        self._pass_on(full)
+
+    def _pass_on(self, full: Full) -> None:
+        """Tell the readers of a message, with the handle of its memory if that is new."""
+        self._gather()
+        self.unread[full.slot] = self.readers()
+        mapped = 0 if self.handle is None else len(self.segments[full.slot])
+        message = Full(full.step, full.slot, full.header, full.size, mapped, full.carried, full.coming)
+        protocol.tell_full(
+            self.unread[full.slot], message, self.handle, None if self.buffers is None else self.buffers.news.pop(full.slot, None)
+        )
+        if self.handle is not None:
+            os.close(self.handle)
+            self.handle = None
+
+    def _gather(self) -> None:
+        """Wait until all readers have connected: they share the memory from the first message on."""
+        if self.onward is None or self.onward.full:
+            return
+        end = time.monotonic() + relay.STALL_S
+        while not self.onward.full:
+            handles = ready([self.onward.bell, self.near.fileno()], end)
+            if not handles:
+                missing = f"{self.onward.missing} of the readers that it passes messages on to did not connect within {relay.STALL_S:g} s"
+                raise PeerFailed(missing)
+            if self.near.fileno() in handles:
+                raise HungUp  # before the first message a reader says nothing but that it ends
+            self.onward.hush()
+
+    def _receive_apart(self, full: Full) -> None:
+        if self.buffers is None or self.comm is None:
+            raise ProtocolError(f"{shown(full)}, but the ends agreed on no carrier")
+        if not _receives.acquire(timeout=relay.STALL_S):
+            raise RuntimeError(f"other transfers to this process took {relay.STALL_S:g} s")
+        try:
+            arrived = self.comm.receive(self.buffers.of_slot(full.slot, full.carried, self.comm.memory))
+            self.remote.send(protocol.encode(Posted(full.slot)))
+            watched(arrived, [self.near, self.remote], relay.STALL_S, self.comm.check)
+        finally:
+            _receives.release()
+        self.remote.send(protocol.encode(Arrived(full.slot)))
