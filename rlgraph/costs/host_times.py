@@ -5,6 +5,8 @@
 
 from dataclasses import dataclass
 
+from rlgraph.settings import Recompute
+
 
 @dataclass(frozen=True)
 class HostTime:
@@ -31,3 +33,16 @@ COPYING = HostTime(0.425, "prediction_h200.json: costs, sleep of 1.7B and 4B")
 MOMENTS_COPYING = HostTime(0.882, "small_gpu_h200.json: moments, 4B")
 # Bytes of memory traffic for each number of a matrix that an adapter is merged into: its base, the product in float32, the engine's own.
 MERGED_BYTES = HostTime(54.6, "small_gpu_h200.json: lora_publish, 8B")
+
+
+def launch_s(layers: int, recompute: Recompute, *, sharded: bool = False) -> float:
+    """Estimate the host's time to launch a pass forward and backward. Layers that compute again are launched forward a second time.
+
+    In a sharded pass that time was not seen: the host gathers the layer's shards meanwhile.
+
+    >>> [round(launch_s(36, way), 3) for way in (False, True)]
+    [0.279, 0.372]
+    """
+    if sharded:
+        return layers * SHARDED_PASS_LAYER_S.value
+    return layers * PASS_LAYER_S.value * (4 / 3 if recompute else 1)

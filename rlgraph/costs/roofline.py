@@ -146,8 +146,8 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
         parallel_s=epochs_of(node) * _optimizer_s(node.model, shape, device) if trains else 0.0,
         token_s=walks * (_operations(node.model, shape, lengths, trains=trains) / (device.flops * TRAINING) + logits)
         + walks_of(node) * exchange,
-        pass_s=walks * shape.layers * host_times.PASS_LAYER_S.value,
-        sharded_pass_s=walks * shape.layers * host_times.SHARDED_PASS_LAYER_S.value,
+        pass_s=walks * host_times.launch_s(shape.layers, trains and node.model.traits.recompute),
+        sharded_pass_s=walks * host_times.launch_s(shape.layers, trains and node.model.traits.recompute, sharded=True),
     )
 
 

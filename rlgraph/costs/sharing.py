@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import gcd
 
-from rlgraph.costs.costs import Costs, epochs_of
+from rlgraph.costs import host_times
+from rlgraph.costs.costs import FORWARD, Costs, epochs_of, walks_of
 from rlgraph.costs.estimates import Device
 from rlgraph.costs.functions import NodeCost
 from rlgraph.costs.model_shapes import ModelShape, Shapes
@@ -115,7 +116,11 @@ def exchange_s(shape: ModelShape, device: Device, traits: ModelTraits, *, trains
 
 
 def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
-    """Take measured costs of trainers to other numbers of ranks that share a pass: exchanges are added, those measured are taken off."""
+    """Take measured costs of trainers to other numbers of ranks that share a pass: exchanges are added, those measured are taken off.
+
+    More ranks make a pass shorter on their GPUs, and not on the host. So where a run showed no least time of a pass, since its GPU took
+    longer, the host's of the table is taken.
+    """
     nodes = dict(costs.nodes)
     for node, cost, measured in _elsewhere(graph, costs):
         shape = shapes.get(node.model.path) if node.model is not None else None
@@ -125,7 +130,11 @@ def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shap
         change = epochs_of(node) * sum(
             sign * each.sharing * exchange_s(shape, device, each, trains=trains) for sign, each in ((1, traits), (-1, measured))
         )
-        nodes[node.name] = replace(cost, token_s=max(cost.token_s + change, 0.0))
+        pass_s = cost.pass_s
+        if not pass_s and traits.sharing > measured.sharing:
+            walks = walks_of(node) * (1.0 if trains else FORWARD)
+            pass_s = walks * host_times.launch_s(shape.layers, trains and traits.recompute)
+        nodes[node.name] = replace(cost, token_s=max(cost.token_s + change, 0.0), pass_s=pass_s)
     return replace(costs, nodes=nodes)
 
 
@@ -133,7 +142,8 @@ def assumed_sharing(graph: Graph, costs: Costs) -> tuple[str, ...]:
     """Name the nodes that were measured with other numbers of ranks that share a pass."""
     return tuple(
         f"'{node.name}' was measured with tensor_parallel={measured.tensor_parallel}, context_parallel={measured.context_parallel}, "
-        f"expert_parallel={measured.expert_parallel}: its exchanges of tokens are taken from the model's shape and the link between GPUs"
+        f"expert_parallel={measured.expert_parallel}: its exchanges of tokens are taken from the model's shape and the link between GPUs, "
+        "and the host's time of a pass from a table"
         for node, _, measured in _elsewhere(graph, costs)
     )
 

@@ -255,7 +255,7 @@ def test_measured_costs_are_taken_to_shared_passes_by_the_links_of_the_gpus(of_a
     graphs = {ranks: loop(rg.Pool("train", gpus=2), model, tensor_parallel=ranks, micro_batch_tokens=of_a_pass) for ranks in (1, 2)}
     plans = {ranks: rg.compile(graph, cluster) for ranks, graph in graphs.items()}  # by the roofline
     names = [node.name for node in plans[1].nodes]
-    measured = NodeCost(token_s=1e-4, measured=Setting(2, 2, 32, Passes(of_a_pass)))
+    measured = NodeCost(token_s=1e-4, pass_s=1e-9, measured=Setting(2, 2, 32, Passes(of_a_pass)))
     lengths = rg.Lengths((0.0, 1.0), (100.0, 100.0))
     costs = rg.Costs(dict.fromkeys(names, 0.1) | {"update": measured}, source="measured", lengths=lengths)
     seconds = {ranks: rg.compile(graph, cluster, costs).node("update").seconds for ranks, graph in graphs.items()}
@@ -292,3 +292,19 @@ def test_ranks_that_share_matrices_alone_gather_no_shards_and_launch_a_pass_as_o
 
     assert seconds(1) == seconds(2, tensor=2) == 1.0, "one pass each"
     assert seconds(4, tensor=2) == seconds(2, context=2) == 3.0, "FSDP gathers shards of ranks that share no matrices"
+
+
+def test_measured_costs_that_are_taken_to_shared_passes_count_the_hosts_time_to_launch_them(tmp_path: Path) -> None:
+    model, cluster = folder(tmp_path / "m"), rg.Cluster(gpus=4, gpu="H100")
+    lengths = rg.Lengths((0.0, 1.0), (1000.0, 1000.0))
+
+    def seconds(ranks: int, pass_s: float = 0.0) -> float:
+        graph = loop(rg.Pool("train", gpus=2), model, tensor_parallel=ranks, micro_batch_tokens=1000, recompute=True)
+        names = [node.name for node in rg.compile(graph, cluster).nodes]
+        measured = NodeCost(token_s=1e-6, pass_s=pass_s, measured=Setting(2, 2, 32, Passes(1000)))
+        costs = rg.Costs(dict.fromkeys(names, 0.1) | {"update": measured}, source="measured", lengths=lengths)
+        return rg.compile(graph, cluster, costs).node("update").seconds
+
+    assert seconds(1) == pytest.approx(16 * 1e-3), "a GPU that sets the pace shows no time of its host"
+    assert seconds(2) == pytest.approx(32 * 36 * 7.75e-3 * 4 / 3), "each pass of both ranks, its 36 layers launched forward twice"
+    assert seconds(2, pass_s=0.25) == pytest.approx(32 * 0.25), "what was measured counts"

@@ -150,6 +150,12 @@ def test_the_ranks_of_an_engine_end_with_its_process(alone: Alone) -> None:
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.namespaces
+def test_hosts_that_share_nothing_but_a_network_compute_the_bits_of_one_host(alone: Alone) -> None:
+    assert alone("hosts_here.py").splitlines()[-1] == "equal"
+
+
+@pytest.mark.multi_gpu
 def test_weights_on_one_gpu_are_received_bit_for_bit_by_a_process_that_sees_another_alone(alone: Alone) -> None:
     assert alone("peer_here.py") == "equal\n"
 
