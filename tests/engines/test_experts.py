@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from families import folder_of
+from tiny import WeightedLikelihood, tiny_moe
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -37,8 +39,6 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def updated(folder: Path, **settings: Any) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    from tiny import WeightedLikelihood
-
     engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=1e-3, grad_clip=1e9), dtype=torch.float32, **settings)
     with closing(engine):
         metrics = engine.update(batch(), WeightedLikelihood())
@@ -112,3 +112,33 @@ def test_weights_are_taken_by_the_names_under_which_they_leave(name: str, folder
         engine.load_weights(doubled)
         assert all(torch.equal(shard.tensor, doubled[shard.name]) for shard in engine.weight_shards())
         assert not torch.equal(engine.scores(batch()), before)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the operations after which a GPU's host waits for it, since what comes next depends on numbers."""
+
+    KINDS = torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense, torch.ops.aten.bincount, torch.ops.aten.masked_select
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        packet = func.overloadpacket
+        masks = args[1] if packet in (torch.ops.aten.index, torch.ops.aten.index_put) else ()
+        self.count += packet in self.KINDS or any(mask is not None and mask.dtype == torch.bool for mask in masks)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_host_waits_no_more_often_for_more_layers_of_experts(recompute: bool, tmp_path: Path) -> None:
+    waits = []
+    for layers in (2, 4):
+        head = PolicyHead(tiny_moe(tmp_path / str(layers), layers=layers))
+        engine = FsdpEngine(head, optimizer=AdamW(), dtype=torch.float32, flat=True, load_balance=COEFFICIENT, recompute=recompute)
+        with closing(engine):
+            engine.update(batch(), WeightedLikelihood())  # some things are looked at once
+            with Waits() as counted:
+                engine.update(batch(), WeightedLikelihood())
+        waits.append(counted.count)
+    assert waits[0] == waits[1] > 0

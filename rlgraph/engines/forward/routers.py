@@ -131,21 +131,24 @@ class Routing:
 
     @torch.no_grad()
     def count(self, repeats: torch.Tensor) -> None:
-        """Count the experts of a pass's tokens, each `repeats [N]` times, as if each response had its own prompt."""
+        """Count the experts of a pass's tokens, each `repeats [N]` times, as if each response had its own prompt; padding has 0.
+
+        The host waits for nothing here: the GPU would stand still until the host has launched the next layers.
+        """
         if not self._logits:
             return
-        real = repeats > 0
-        times = repeats[real].double()
-        rows = []
+        times, rows = repeats.double(), []
+        real = times > 0
         for layer, (logits, experts) in enumerate(zip(self._logits, self._experts, strict=True)):
-            logs, chosen = logits[real].float().log_softmax(-1), experts[real]
-            counts = torch.bincount(chosen.flatten(), times.repeat_interleave(chosen.shape[-1]), minlength=logits.shape[-1])
-            entropies = -(logs.exp() * logs).sum(-1).double()
+            logs = logits.float().log_softmax(-1)
+            counts = times.new_zeros(logits.shape[-1])
+            counts.index_add_(0, experts.flatten(), times.repeat_interleave(experts.shape[-1]))  # whole numbers, exact in any order
+            entropies = (-(logs.exp() * logs).sum(-1).double() * times).where(real, 0.0)
             alike = replayed = times.new_zeros(())
             if self._routes is not None:
-                known = times * (self._routes[real, layer, 0] >= 0)
-                alike, replayed = (known * self._alike[layer][real]).sum(), known.sum()
-            rows.append(torch.cat([counts, torch.stack([(entropies * times).sum(), times.sum(), alike, replayed])]))
+                known = times * (self._routes[:, layer, 0] >= 0)
+                alike, replayed = (known * self._alike[layer]).sum(), known.sum()
+            rows.append(torch.cat([counts, torch.stack([entropies.sum(), times.sum(), alike, replayed])]))
         found = torch.stack(rows)
         self._counts = found if self._counts is None else self._counts + found
 
@@ -155,6 +158,7 @@ class Routing:
             return {}
         counts, self._counts = self._counts, None
         add_up(counts)
+        counts = counts.cpu()
         chosen, (entropies, tokens, alike, replayed) = counts[:, :-4], counts[:, -4:].unbind(-1)
         shares = chosen / chosen.sum(-1, keepdim=True).clamp(min=1)
         known = replayed.sum().item()

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rlgraph.engines.forward.collectives import exchanged, own_part, ranks_in, sent_rows
+from rlgraph.engines.forward.grouped_experts import grouped, inverse, spread, takes
 from rlgraph.errors import GraphError
 
 
@@ -64,27 +65,29 @@ def _sending(module: Any, forward: Callable[..., torch.Tensor], group: Any) -> C
     def run(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         chosen, each = top_k_index.shape[-1], module.num_experts
         experts, order = top_k_index.reshape(-1).sort(stable=True)
+        back = inverse(order)
         every = torch.arange(each * ranks_in(group) + 1, device=experts.device)
         counts = torch.searchsorted(experts, every).diff().view(-1, each)  # [ranks, experts of one]; the host waits for it once, below
         taken = exchanged(counts, group)
         sent, received = torch.stack([counts.sum(1), taken.sum(1)]).tolist()
         numbers = every[:each].repeat(len(received)).repeat_interleave(taken.flatten(), output_size=sum(received))
-        rows = sent_rows(hidden_states[order // chosen], sent, received, group)
+        rows = sent_rows(spread(hidden_states, order, back, chosen), sent, received, group)
         results = sent_rows(_computed(module, forward, rows, numbers), received, sent, group)
-        found = results[order.argsort()] * top_k_weights.reshape(-1, 1)
+        found = spread(results, back, order) * top_k_weights.reshape(-1, 1)
         return found.view(-1, chosen, found.shape[-1]).sum(1).to(hidden_states.dtype)  # as transformers': in a fixed order
 
     return run
 
 
 def _computed(module: Any, forward: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Compute rows `[n, H]`, each by one of this rank's experts `[n]`, by the module's own forward."""
+    """Compute rows `[n, H]`, each by one of this rank's experts `[n]`: grouped, or by the module's own forward."""
     count = len(rows)
     if not count:  # no token chose an expert of this rank, and kernels need not take none: its weights get a gradient all the same, 0
         rows, experts = torch.cat([rows, rows.new_zeros(1, rows.shape[1])]), experts.new_zeros(1)
     kept = dict(module._parameters)
     module._parameters.update({name: own_part(one) for name, one in kept.items() if one is not None})
     try:
-        return forward(rows, experts[:, None], rows.new_ones(len(rows), 1))[:count]
+        found = grouped(module, rows, experts) if takes(module) else forward(rows, experts[:, None], rows.new_ones(len(rows), 1))
+        return found[:count]
     finally:
         module._parameters.update(kept)
