@@ -26,7 +26,7 @@ import rlgraph as rg
 from rlgraph.compiler.plan import Plan
 from rlgraph.costs.model_configs import shapes_of
 from rlgraph.simulate import daly
-from rlgraph.simulate.links import direct_s, relayed_s
+from rlgraph.simulate.links import crossing_s
 from rlgraph.simulate.rehearse import failing, prepared
 
 # 419 unexpected interruptions in 54 days on 16,384 H100s (The Llama 3 Herd of Models, 2024, section 3.3.4), whatever failed.
@@ -98,7 +98,6 @@ def large(case: Case, models: Path) -> dict[str, Any]:
     graph = fixed.graph(models)
     site = replace(STRAGGLING, bandwidth=case.link)
     runs = [rg.rehearse(graph, case.cluster, costs, site=site, steps=STEPS, every=EVERY, seed=seed) for seed in range(SEEDS)]
-    relayed = rg.rehearse(graph, case.cluster, costs, site=replace(site, relayed=True), steps=STEPS, every=EVERY)
     tokens = case.rows * (case.mean_tokens + case.prompt_tokens)
     passes = -(-tokens * case.sharing // (split["train"] * case.micro_batch_tokens))
     lost = {name: statistics.fmean(run.lost_to[name] for run in runs) for name in runs[0].lost_to}
@@ -114,11 +113,10 @@ def large(case: Case, models: Path) -> dict[str, Any]:
         "lost_to": lost,
         "idle": runs[0].idle,
         "refused": fixed.refused(graph),
-        "relayed": {"step_s": relayed.step_s, "weights": relayed.lost_to["weights"]},
         "trainer_gathers_s": gathers_s(case, split["train"], int(passes)),
         "left_out": list(runs[0].left_out),
         "compile_s": compiled_s,
-        "rehearse_s": (time.perf_counter() - began - compiled_s) / (SEEDS + 1),
+        "rehearse_s": (time.perf_counter() - began - compiled_s) / SEEDS,
     }
 
 
@@ -145,40 +143,27 @@ def intervals(row: Mapping[str, Any], models: Path) -> dict[str, Any]:
     return {"model": case.model, "gpus": case.gpus, "mtbf_s": mtbf_s, "seeds": seeds, "daly_every": daly_every, "points": points}
 
 
+def ways_of_a_version(size: float, ranks: int, trainer_hosts: int, generators: float, generator_hosts: int) -> dict[str, float]:
+    """Compute the seconds of a version by two ways: from host to host, as rlgraph sends it, and from its ranks to each generator."""
+    site = rg.ClusterSite(bandwidth=8 * LINK)
+    writers = dict.fromkeys(range(trainer_hosts), ranks / trainer_hosts)
+    each = generators / generator_hosts
+    readers = {trainer_hosts + host: each for host in range(generator_hosts)}
+    direct_s = size * max(each, generators / trainer_hosts) / (8 * LINK)
+    return {"direct_s": direct_s, "passed_on_s": crossing_s(size, site, writers, readers, whole=True)}
+
+
 def fan_out() -> dict[str, Any]:
-    """Compute the transfer of 1T from 256 to 128 GPUs: by engines' width and by the bytes of a parameter, each generator or each host."""
-    rows = []
-    for name, itemsize in (("bfloat16", 2), ("fp8", 1)):
-        for width in (1, 8, 16, 32):
-            given = {"generators": 128 // width, "trainer_hosts": 32, "generator_hosts": 16}
-            size = shape("1T-A32B").parameters * itemsize
-            times = {"direct_s": direct_s(size, 8 * LINK, **given), "relayed_s": relayed_s(size, 8 * LINK, **given)}
-            rows.append({"dtype": name, "gpus_an_engine": width, **times})
-    hosts = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-    size = 2 * shape("8B").parameters
-    by_hosts = [
-        {
-            "generator_hosts": count,
-            "direct_s": direct_s(size, 8 * LINK, generators=8 * count, trainer_hosts=8, generator_hosts=count),
-            "relayed_s": relayed_s(size, 8 * LINK, generators=8 * count, trainer_hosts=8, generator_hosts=count),
-        }
-        for count in hosts
+    """Compute the transfer of 1T from 256 to 128 GPUs: by engines' width and by the bytes of a parameter."""
+    size, small = shape("1T-A32B").parameters, 2 * shape("8B").parameters
+    rows = [
+        {"dtype": name, "gpus_an_engine": width, **ways_of_a_version(size * itemsize, 256, 32, 128 / width, 16)}
+        for name, itemsize in (("bfloat16", 2), ("fp8", 1))
+        for width in (1, 8, 16, 32)
     ]
+    hosts = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    by_hosts = [{"generator_hosts": count, **ways_of_a_version(small, 64, 8, 8 * count, count)} for count in hosts]
     return {"1T, 256 to 128 GPUs": rows, "8B, from 8 hosts": by_hosts, "published": dict([TRANSFER])}
-
-
-def played_transfer(models: Path) -> dict[str, Any]:
-    """Rehearse 1T on 256 and 128 GPUs: what the version's way costs a step."""
-    case = Case(
-        "1T-A32B", 384, "B200", prompts=128, group=16, most_tokens=16_384, mean_tokens=4_096, rollout=128, train=256, width=16, a_host=64
-    )
-    graph = case.graph(models)
-    costs = case.costs(graph)
-    return {
-        name: {"step_s": run.step_s, "weights": run.lost_to["weights"]}
-        for name, relayed in (("direct", False), ("relayed", True))
-        for run in [rg.rehearse(graph, case.cluster, costs, site=rg.ClusterSite(bandwidth=case.link, relayed=relayed), steps=200)]
-    }
 
 
 def anchors(models: Path) -> Iterator[dict[str, Any]]:
@@ -221,7 +206,7 @@ def main() -> None:
             "seeds": SEEDS,
             "large": rows,
             "intervals": [intervals(row, models) for row in rows if row["case"]["model"] in ("8B", "1T-A32B")],
-            "fan_out": {**fan_out(), "played": played_transfer(models)},
+            "fan_out": fan_out(),
             "anchors": list(anchors(models)),
         }
     print(json.dumps(values["anchors"], indent=1))

@@ -35,7 +35,7 @@ def _intervals(axes: Any, curves: Any) -> None:
 
 def _fan_out(axes: Any, rows: Any) -> None:
     hosts = [row["generator_hosts"] for row in rows]
-    for colour, name, label in zip(COLOURS, ("direct_s", "relayed_s"), ("each generator", "each host once"), strict=False):
+    for colour, name, label in zip(COLOURS, ("direct_s", "passed_on_s"), ("each generator", "from host to host"), strict=False):
         axes.plot(hosts, [row[name] for row in rows], "o-", color=colour, label=label, markersize=4)
     axes.set(xscale="log", yscale="log", xlabel="hosts of 8 generators", ylabel="seconds of a version")
     axes.set_title("8B in bfloat16 from 8 hosts, 400 GB/s a host")

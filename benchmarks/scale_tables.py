@@ -65,12 +65,11 @@ def _large(rows: Any) -> str:
 def _lost(rows: Any) -> str:
     causes = ("failures", "checkpoints", "weights", "batches", "stragglers")
     return _table(
-        ("model, GPUs", *causes, "weights, if relayed", "GPUs idle"),
+        ("model, GPUs", *causes, "GPUs idle"),
         (
             [
                 _name(row["case"]),
                 *(f"{row['lost_to'][cause]:.1%}" for cause in causes),
-                f"{row['relayed']['weights']:.1%}",
                 f"{row['idle']:.0%}",
             ]
             for row in rows
@@ -109,9 +108,9 @@ def _anchors(rows: Any) -> str:
 def _transfer(found: Any) -> str:
     published = f"{next(iter(found['published'].values())):g} s"
     return _table(
-        ("bytes of a parameter", "GPUs an engine", "each generator", "each host once", "published, bfloat16 to fp8"),
+        ("bytes of a parameter", "GPUs an engine", "each generator", "from host to host", "published, bfloat16 to fp8"),
         (
-            [row["dtype"], str(row["gpus_an_engine"]), f"{row['direct_s']:.2f} s", f"{row['relayed_s']:.2f} s", published]
+            [row["dtype"], str(row["gpus_an_engine"]), f"{row['direct_s']:.2f} s", f"{row['passed_on_s']:.2f} s", published]
             for row in found["1T, 256 to 128 GPUs"]
         ),
     )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from rlgraph.channels.factory import transport_of
+from rlgraph.channels.host.channel import PART_BYTES
 from rlgraph.columns import COLUMNS
 from rlgraph.compiler.plan import PlannedChannel, PlannedWorker
 from rlgraph.compiler.schedule import Dependency, Event, Schedule
@@ -16,46 +17,30 @@ from rlgraph.simulate.site import ClusterSite
 OnHosts = Mapping[int, float]  # how many of something are on each host
 
 
-def direct_s(size: float, bandwidth: float, *, generators: int, trainer_hosts: int, generator_hosts: int) -> float:
-    """Predict the seconds in which each generator gets a version of `size` bytes from the trainer's ranks, which have equal shards of it.
-
-    Trainer and generators are on different hosts, evenly, and each host's link carries `bandwidth` bytes a second each way. A generator
-    on several hosts gets its part on each. The busiest link sets the time.
-
-    >>> direct_s(16e9, 50e9, generators=64, trainer_hosts=1, generator_hosts=8)  # 64 copies leave one host
-    20.48
-    """
-    return _even_s(size, bandwidth, generators / generator_hosts, trainer_hosts, generator_hosts)
-
-
-def relayed_s(size: float, bandwidth: float, *, generators: int, trainer_hosts: int, generator_hosts: int) -> float:
-    """Predict the seconds if a version crosses the link of each generator's host once, and is passed on inside; as `direct_s` otherwise.
-
-    >>> relayed_s(16e9, 50e9, generators=64, trainer_hosts=1, generator_hosts=8)  # 8 copies leave one host
-    2.56
-    """
-    return _even_s(size, bandwidth, min(generators / generator_hosts, 1.0), trainer_hosts, generator_hosts)
-
-
-def _even_s(size: float, bandwidth: float, copies: float, trainer_hosts: int, generator_hosts: int) -> float:
-    return size * max(copies, copies * generator_hosts / trainer_hosts) / bandwidth
-
-
-def crossing_s(size: float, site: ClusterSite, writers: OnHosts, readers: OnHosts) -> float:
+def crossing_s(size: float, site: ClusterSite, writers: OnHosts, readers: OnHosts, *, whole: bool = False) -> float:
     """Predict the seconds in which `size` bytes, an equal part of each writer, reach every reader; 0 where none is on another host.
 
-    >>> crossing_s(1e9, ClusterSite(bandwidth=1e9), writers={0: 1}, readers={0: 1, 1: 2})  # two readers on the other host
+    What a writer sends goes from host to host: it crosses the link of each once, and is passed on inside. A host passes a large message
+    on in parts, while more of it comes in; a small one, or one that goes `whole`, once it is there. A reader on several hosts gets its
+    share on each. The busiest link sets the time, or the writer whose message goes through most hosts.
+
+    >>> crossing_s(1e9, ClusterSite(bandwidth=1e9), writers={0: 1}, readers={0: 1, 1: 2, 2: 2})  # four readers on two other hosts
+    1.004194304
+    >>> crossing_s(1e9, ClusterSite(bandwidth=1e9), writers={0: 1}, readers={0: 1, 1: 2, 2: 2}, whole=True)
     2.0
     """
     total = sum(writers.values())
-    copies = {host: min(count, 1.0) if site.relayed else count for host, count in readers.items()}
-    busiest = 0.0
+    copies = {host: min(count, 1.0) for host, count in readers.items()}
+    message = size * max(copies.values(), default=0.0) / total
+    part = message if whole or message < 2 * PART_BYTES else PART_BYTES
+    longest = 0.0
     for host in {*writers, *readers}:
         here = writers.get(host, 0.0) / total
-        comes = copies.get(host, 0.0) * (1 - here)
-        leaves = here * sum(count for other, count in copies.items() if other != host)
-        busiest = max(busiest, comes, leaves)
-    return site.latency_s + size * busiest / (site.bandwidth or float("inf")) if busiest else 0.0
+        others = [count for other, count in copies.items() if other != host]
+        comes, leaves = copies.get(host, 0.0) * (1 - here), min(sum(others), 1.0) * here
+        through = message + (len(others) - 1) * part if here and others else 0.0
+        longest = max(longest, size * comes, size * leaves, through)
+    return site.latency_s + longest / (site.bandwidth or float("inf")) if longest else 0.0
 
 
 def hosts_of(workers: Sequence[PlannedWorker], node: str) -> OnHosts:
@@ -66,7 +51,7 @@ def hosts_of(workers: Sequence[PlannedWorker], node: str) -> OnHosts:
 def with_links(
     schedule: Schedule, graph: Graph, channels: Sequence[PlannedChannel], workers: Sequence[PlannedWorker], costs: Costs, site: ClusterSite
 ) -> tuple[Schedule, tuple[str, ...]]:
-    """Add an event for each batch and each version that crosses a link: relays send it as soon as it is there, and readers wait for it.
+    """Add an event for each batch and each version that crosses a link: it leaves as soon as it is there, and readers wait for it.
 
     Also names the channels of unknown size, which are left out. Raises PlanError for costs without the bytes of a version that crosses.
     """
@@ -106,7 +91,8 @@ def _with_versions(schedule: Schedule, graph: Graph, workers: Sequence[PlannedWo
                     f"rehearse(site=ClusterSite(bandwidth={site.bandwidth:g})): the weights of '{own[d.before].node}' go to another host, "
                     "and the costs do not say how large a version is; give rg.Costs(…, publish_bytes=…)"
                 )
-            crossing[d] = crossing_s(costs.publish_bytes, site, source, reader)
+            whole = any(worker.gpus for worker in workers if own[d.before].node in worker.nodes)  # what NCCL carries
+            crossing[d] = crossing_s(costs.publish_bytes, site, source, reader, whole=whole)
     arrive = {d.after for d in crossing}
     received = tuple(
         replace(event, seconds=max(event.seconds - costs.receive_s, 0.0)) if event.name in arrive else event for event in schedule.events

@@ -16,8 +16,7 @@ class ClusterSite:
     """Describe a cluster for a rehearsal, besides its counts. By default nothing fails, no host is slow, and costs say what moving takes.
 
     A host's link carries `bandwidth` bytes a second each way, after `latency_s`. Data that crosses it takes the time of its bytes,
-    instead of the `receive_s` of the costs. A version goes to each generator by itself, as rlgraph sends it, or, `relayed`, to each
-    host once and on from there.
+    instead of the `receive_s` of the costs.
 
     A GPU fails once in `gpu_mtbf_s` seconds on average and a host once in `host_mtbf_s` (mean time between failures); the whole run
     then starts again, which takes `restart_s` from the failure to the first step, and goes on from its last checkpoint. A checkpoint
@@ -34,7 +33,6 @@ class ClusterSite:
 
     bandwidth: Positive | None = None
     latency_s: AtLeastZero = 0.0
-    relayed: bool = False
     gpu_mtbf_s: Seconds | None = None
     host_mtbf_s: Seconds | None = None
     restart_s: AtLeastZero = 0.0
@@ -59,7 +57,6 @@ class ClusterSite:
             ),
             (self.slow_down > 1 and not self.stragglers, f"slow_down={self.slow_down:g}", "no host is slow", "stragglers, a share above 0"),
             (self.latency_s and self.bandwidth is None, f"latency_s={self.latency_s:g}", "links are left to the costs", "bandwidth"),
-            (self.relayed and self.bandwidth is None, "relayed=True", "links are left to the costs", "bandwidth"),
         )
         for holds, given, why, missing in alone:
             if holds:

@@ -9,11 +9,12 @@ import pytest
 from simulated import LONG_TAIL, Loop
 
 import rlgraph as rg
+from rlgraph.channels.host.channel import PART_BYTES
 from rlgraph.compiler import compile as compiling
 from rlgraph.costs.functions import Decode, NodeCost
 from rlgraph.errors import PlanError
 from rlgraph.simulate import daly, rehearse
-from rlgraph.simulate.links import crossing_s, direct_s, relayed_s
+from rlgraph.simulate.links import crossing_s
 from rlgraph.simulate.rehearse import Rehearsal, with_failures
 
 PLAIN = {"prompts": 0.0, "rollout": 4.0, "reward": 0.25, "update": 5.0}
@@ -153,15 +154,23 @@ def test_what_crosses_a_link_takes_the_time_of_its_bytes() -> None:
         run(site, hosts=2)
 
 
-def test_a_relayed_version_crosses_each_hosts_link_once() -> None:
-    even = {"generators": 64, "trainer_hosts": 2, "generator_hosts": 8}
-    site = rg.ClusterSite(bandwidth=50e9)
-    trainers, generators = {0: 8, 1: 8}, dict.fromkeys(range(2, 10), 8)
-    assert crossing_s(16e9, site, trainers, generators) == pytest.approx(direct_s(16e9, 50e9, **even))
-    assert crossing_s(16e9, replace(site, relayed=True), trainers, generators) == pytest.approx(relayed_s(16e9, 50e9, **even))
-    assert direct_s(16e9, 50e9, **even) == pytest.approx(8 * relayed_s(16e9, 50e9, **even))
-    over_two_hosts = {"generators": 4, "trainer_hosts": 8, "generator_hosts": 8}  # half a version on each host
-    assert direct_s(16e9, 50e9, **over_two_hosts) == relayed_s(16e9, 50e9, **over_two_hosts) == pytest.approx(0.16)
+def test_a_version_crosses_each_hosts_link_once() -> None:
+    site, far = rg.ClusterSite(bandwidth=50e9), dict.fromkeys(range(2, 10), 8)
+    trainers = {0: 8, 1: 8}
+    assert crossing_s(16e9, site, trainers, far) == pytest.approx(16 / 50), "however many generators a host has"
+    assert crossing_s(16e9, site, trainers, far, whole=True) == pytest.approx(16 / 50), "16 ranks keep eight links busy"
+    assert crossing_s(16e9, site, {0: 1, 1: 1}, far, whole=True) == pytest.approx(4 * 16 / 50), "two ranks keep two of eight busy"
+    assert crossing_s(16e9, site, {0: 8, 1: 8}, {0: 8, 1: 8}) == pytest.approx(8 / 50), "half of it is there"
+    assert crossing_s(16e9, site, trainers, {0: 8}) == pytest.approx(8 / 50)
+    assert crossing_s(16e9, site, {0: 8}, {0: 8}) == 0.0
+    assert crossing_s(16e9, site, trainers, dict.fromkeys(range(2, 10), 0.5)) == pytest.approx(8 / 50), "half a version on each host"
+
+
+def test_a_message_is_passed_on_in_parts_if_it_has_several() -> None:
+    site, two = rg.ClusterSite(bandwidth=1e9), {1: 1, 2: 1}
+    assert crossing_s(1e6, site, {0: 1}, two) == pytest.approx(2e-3), "a small one once it is there"
+    assert crossing_s(1e9, site, {0: 1}, two) == pytest.approx(1 + PART_BYTES / 1e9)
+    assert crossing_s(1e9, site, {0: 1}, {1: 1}) == pytest.approx(1)
 
 
 def test_of_many_engines_some_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +191,6 @@ WRONG = {
     "stragglers that keep up": (lambda: rg.ClusterSite(stragglers=0.1), "give slow_down above 1"),
     "a slow-down of nobody": (lambda: rg.ClusterSite(slow_down=2.0), "give stragglers, a share above 0"),
     "a link without bandwidth": (lambda: rg.ClusterSite(latency_s=0.1), "give bandwidth, or leave it out"),
-    "a relay without bandwidth": (lambda: rg.ClusterSite(relayed=True), "give bandwidth, or leave it out"),
     "faster stragglers": (lambda: rg.ClusterSite(stragglers=0.1, slow_down=0.5), "slow_down is a finite number of at least 1"),
     "no steps": (lambda: run(steps=0), r"rehearse\(steps=0\): steps is a whole number of at least 1"),
 }
