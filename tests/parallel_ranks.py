@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from forked import server
 from safetensors.torch import load_file
-from torch.nn.functional import scaled_dot_product_attention
 from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
+from torch.nn.functional import scaled_dot_product_attention
 
 from rlgraph.algorithms import ValueLoss
 from rlgraph.channels.weights.shards import Assembly, WeightShard

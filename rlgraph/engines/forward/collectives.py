@@ -110,7 +110,8 @@ def all_rows(part: torch.Tensor, group: Any) -> torch.Tensor:
 
 def sum_of_rows(whole: torch.Tensor, group: Any) -> torch.Tensor:
     """Sum the tensors `[1, L, H]` of all ranks, and keep this rank's rows `[1, l, H]`; no gradient passes."""
-    found = whole.new_empty((1, whole.shape[1] // dist.get_world_size(group), *whole.shape[2:]))  # no view: compiled layers tell these apart
+    rows = whole.shape[1] // dist.get_world_size(group)
+    found = whole.new_empty((1, rows, *whole.shape[2:]))  # no view of a tensor of rows: compiled layers tell these apart
     _sum_scatter(found[0], whole[0].contiguous(), group=group)
     return found
 
