@@ -11,9 +11,11 @@ import torch.distributed as dist
 from forked import server
 from safetensors.torch import load_file
 from tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
+from torch.nn.functional import scaled_dot_product_attention
 
 from rlgraph.algorithms import ValueLoss
 from rlgraph.channels.weights.shards import Assembly, WeightShard
+from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.rows import AT_ONCE
 from rlgraph.engines.forward.value_head import ValueHead
@@ -27,6 +29,7 @@ from rlgraph.engines.hf_models.folder_parts import folder_shards
 from rlgraph.settings import Recompute
 
 STEPS = 4
+PLAIN_COMPILE = torch.nn.Module.compile
 GOES_ON = 3  # steps, from a state that another engine saved
 MICRO_BATCH_TOKENS = 48  # two passes
 # A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.
@@ -49,6 +52,7 @@ class Case:
     load_balance: float = 0.0
     flat: bool = True
     recompute: Recompute = False
+    compiled: str = ""  # by which compiler; the layers of one process are not
 
 
 def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False, **ranks: int) -> Any:
@@ -63,6 +67,8 @@ def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False
     given["load_balance"] = case.load_balance
     given["shared"] = world > 1  # ranks that share prompts are held against one process that does not
     given["recompute"] = saving or case.recompute
+    if case.compiled and world > 1:
+        given |= {"compiled": True, "shared": False}
     return FsdpEngine(head, optimizer=case.optimizer, rank=rank, world=world, host_moments=saving, **given, **ranks)
 
 
@@ -141,6 +147,8 @@ def be_rank(cases: list[Case], out: Path, rank: int, world: int, ranks: dict[str
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
     for case in cases:
+        if case.compiled:
+            prepare_compiler(case.compiled)
         AT_ONCE["cpu"] = 4 * 288 if case.saving else 1 << 24
         engine = engine_of(case, rank, world, saving=case.saving, **ranks)
         found = trained(engine, case.kind, case.steps)
@@ -154,9 +162,37 @@ def be_rank(cases: list[Case], out: Path, rank: int, world: int, ranks: dict[str
         if case.trainer == "megatron" and case.kind == "policy":
             engine.load_weights(load_file(case.folder / "model.safetensors"))
             found["taken"] = boxes(engine)
+        if case.compiled:
+            found["traced"] = traced()
         torch.save(found, out / f"{case.name}.{rank}.pt")
         engine.close()
     dist.destroy_process_group()
+
+
+def prepare_compiler(name: str) -> None:
+    """Let layers be compiled by a compiler of this name, and attend in operations that can be traced, as the kernel of a GPU can."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    plain = PLAIN_COMPILE
+    torch.nn.Module.compile = lambda self, **given: plain(self, backend=name, **given)  # type: ignore[method-assign]
+    packed_attention.attend = attend_by_mask
+
+
+def attend_by_mask(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, cu_seq_lens_q: Any, scaling: Any, **others: Any
+) -> tuple[torch.Tensor, None]:
+    """Attend within each sequence of a row, whatever their number, by a mask of the whole row."""
+    places = torch.arange(query.shape[2])
+    of = torch.searchsorted(cu_seq_lens_q, places, right=True)
+    seen = (of[:, None] == of) & (places[:, None] >= places)
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    return scaled_dot_product_attention(query, key, value, attn_mask=seen[None, None], scale=scaling).transpose(1, 2), None
+
+
+def traced() -> dict[str, int]:
+    """How many graphs the layers have become, and how often one ended before its layer did."""
+    counters = torch._dynamo.utils.counters
+    return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
 
 
 def run_ranks(cases: list[Case], out: Path, world: int, **ranks: int) -> dict[str, list[dict[str, Any]]]:

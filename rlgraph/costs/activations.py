@@ -11,16 +11,21 @@ def kept_by_layer(shape: ModelShape, recompute: Recompute = False, tensor: int =
     Input and output of both norms; queries and keys before and after the rotation (a norm of heads keeps them before), values, and the
     output of attention; of a gated MLP the gate, its activation, what it multiplies, and the product. An adapter keeps the same inputs.
     With "selective" it keeps its input, and the results of attention and of its products, but not of the last one where ranks sum that.
-    With True it keeps its input. A layer that is `compiled` computes the activation of the gate again.
+    With True it keeps its input. A layer that is `compiled` computes the activation of the gate again. Of what both norms give, ranks keep
+    what they have gathered: each has it of all tokens.
 
     >>> shape = ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10)
     >>> kept_by_layer(shape), kept_by_layer(shape, "selective"), kept_by_layer(shape, True)
     (132, 40, 8)
+    >>> kept_by_layer(shape, tensor=2)
+    148
     """
     queries, keys = _sizes(shape)
     if recompute == "selective":
         return (1 + (tensor == 1)) * shape.hidden + 2 * (queries + keys)
-    return shape.hidden if recompute else (4 + _copies(shape)) * shape.hidden + 3 * (queries + keys) + (4 - compiled) * _inner(shape)
+    if recompute:
+        return shape.hidden
+    return (2 + 2 * tensor + _copies(shape)) * shape.hidden + 3 * (queries + keys) + (4 - compiled) * _inner(shape)
 
 
 def kept_beside_feed_forward(shape: ModelShape) -> int:

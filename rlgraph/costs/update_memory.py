@@ -38,7 +38,7 @@ def update(work: Workload, *, cast: bool) -> Instants:
     """
     shape, tokens, gathered = work.shape, tokens_of(work), _gathered(work, cast)
     kept = kept_by_layer(shape, work.recompute, work.tensor, compiled=work.compiled)
-    layers, rest = _activations(work, tokens, kept)
+    layers, rest = _activations(work, tokens, kept, kept_by_layer(shape, tensor=work.tensor, compiled=work.compiled))
     of_unit, of_vocabulary = (_with_copy(work, count) for count in (_unit(work), _vocabulary(work)))
     of_head = 0 if work.adapter is not None or work.fused_head is None else work.itemsize * shape.vocab * shape.hidden // work.tensor
     found = {
@@ -59,7 +59,7 @@ def update_in_place(work: Workload) -> Instants:
     a rank of Megatron-Core."""
     tokens, whole = tokens_of(work), kept_by_layer(work.shape)
     kept = kept_beside_feed_forward(work.shape) if work.recompute == "selective" else kept_by_layer(work.shape, work.recompute)
-    layers, rest = _activations(work, tokens, min(kept, whole))
+    layers, rest = _activations(work, tokens, min(kept, whole), whole)
     head = {"activations": layers} if work.fused_head is None else {"activations": layers, "logits": _logits(work, tokens)}
     return {HEAD: head, LAYER: {"activations": layers + rest}}
 
@@ -82,10 +82,9 @@ def tokens_of(work: Workload) -> int:
     return min(work.micro_batch_tokens, int(-(-work.rows // groups) * work.longest) // work.context)
 
 
-def _activations(work: Workload, tokens: int, kept: float) -> tuple[int, int]:
-    """Estimate what all layers keep, and what one layer has beside that in its backward pass: all that it would have kept."""
+def _activations(work: Workload, tokens: int, kept: float, whole: int) -> tuple[int, int]:
+    """Estimate what all layers keep, and what one layer has beside that in its backward pass: the `whole` that it would have kept."""
     each = work.itemsize / work.tensor * tokens
-    whole = kept_by_layer(work.shape, compiled=work.compiled)
     return int(work.shape.layers * kept * each), max(0, int((whole - kept) * each)) if work.recompute else 0
 
 

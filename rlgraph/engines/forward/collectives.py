@@ -101,37 +101,41 @@ def stacked(mine: torch.Tensor, group: Any) -> torch.Tensor:
     return found.view(ranks, *mine.shape)
 
 
-def _all_rows(part: torch.Tensor, group: Any) -> torch.Tensor:
-    return stacked(part[0], group).flatten(0, 1)[None]
+def all_rows(part: torch.Tensor, group: Any) -> torch.Tensor:
+    """Gather the rows `[1, l, H]` of all ranks, as `[1, L, H]`; no gradient passes."""
+    found = part.new_empty((1, dist.get_world_size(group) * part.shape[1], *part.shape[2:]))
+    _gather(found[0], part[0].contiguous(), group=group)
+    return found
 
 
-def _sum_of_rows(whole: torch.Tensor, group: Any) -> torch.Tensor:
+def sum_of_rows(whole: torch.Tensor, group: Any) -> torch.Tensor:
+    """Sum the tensors `[1, L, H]` of all ranks, and keep this rank's rows `[1, l, H]`; no gradient passes."""
     rows = whole.shape[1] // dist.get_world_size(group)
-    found = whole.new_empty((rows, *whole.shape[2:]))
-    _sum_scatter(found, whole[0].contiguous(), group=group)
-    return found[None]
+    found = whole.new_empty((1, rows, *whole.shape[2:]))  # no view of a tensor of rows: compiled layers tell these apart
+    _sum_scatter(found[0], whole[0].contiguous(), group=group)
+    return found
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Any, summed: bool) -> torch.Tensor:
         ctx.group, ctx.summed = group, summed
-        return _all_rows(part, group)
+        return all_rows(part, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return (_sum_of_rows if ctx.summed else own_rows)(grads[0], ctx.group), None, None
+        return (sum_of_rows if ctx.summed else own_rows)(grads[0], ctx.group), None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
         ctx.group = group
-        return _sum_of_rows(part, group)
+        return sum_of_rows(part, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_rows(grads[0], ctx.group), None
+        return all_rows(grads[0], ctx.group), None
 
 
 def _to_heads(part: torch.Tensor, group: Any) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import embedding, linear
 
-from rlgraph.engines.forward.collectives import gathered_rows, scattered_sum
+from rlgraph.engines.forward import collectives, traced_collectives
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.vocabulary import VocabularyShard
@@ -35,20 +35,43 @@ def share_matrices(head: Head, mesh: DeviceMesh) -> Places:
     """
     backbone, ranks = head.backbone, mesh["tp"]
     group = ranks.get_group()
+    sharers = _Sharers(group)
     styles = {f"model.{name}" if name else "model": style for name, style in _styles(head).items()}
     words = backbone.get_input_embeddings()
     _cut(head, mesh, styles, (words, _output(head)))
     places, layers = list[tuple[torch.nn.Module, str]](), set(backbone.modules())  # a head computes with its part by itself
     for name, module in head.named_modules():
-        alike = _replace(module, styles.get(name), words, group)
+        alike = _replace(module, styles.get(name), words, sharers)
         places += [(module, of) for of in alike if module in layers]
     for block in {name.rpartition(".")[0] for name, style in styles.items() if style == COLUMNS}:
-        head.get_submodule(block).register_forward_pre_hook(_gathering(group), with_kwargs=True)
+        head.get_submodule(block).register_forward_pre_hook(_gathering(sharers), with_kwargs=True)
     by_words = isinstance(head, PolicyHead)  # else each rank has all of the head, and the same gradient of the states
-    backbone.norm.register_forward_hook(lambda module, given, found: gathered_rows(found, group, summed=by_words))
+    backbone.norm.register_forward_hook(lambda module, given, found: collectives.gathered_rows(found, group, summed=by_words))
     if isinstance(head, PolicyHead):
         head.words = VocabularyShard.of(group, ranks.get_local_rank(), ranks.size(), words.num_embeddings)
     return places
+
+
+class _Sharers:
+    """The ranks that share matrices, and what they send each other: by operations that a compiler can trace in a layer that is compiled.
+
+    In other passes these would take the host longer than what they are made of.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.name = group, traced_collectives.known(group)
+
+    def gathered_rows(self, part: torch.Tensor) -> torch.Tensor:
+        """Gather the rows `[1, l, H]` of all ranks, and sum the gradients that each has of them."""
+        if torch.compiler.is_compiling():
+            return traced_collectives.gathered_rows(part, self.name)
+        return collectives.gathered_rows(part, self.group)
+
+    def scattered_sum(self, part: torch.Tensor) -> torch.Tensor:
+        """Sum the tensors `[1, L, H]` of all ranks, and keep this rank's rows."""
+        if torch.compiler.is_compiling():
+            return traced_collectives.scattered_sum(part, self.name)
+        return collectives.scattered_sum(part, self.group)
 
 
 @torch.no_grad()
@@ -87,26 +110,26 @@ def _cut(head: Head, mesh: DeviceMesh, styles: dict[str, str], by_words: tuple[A
             module.register_parameter(name, made[parameter])
 
 
-def _replace(module: torch.nn.Module, style: str | None, words: Any, group: Any) -> list[str]:
+def _replace(module: torch.nn.Module, style: str | None, words: Any, sharers: _Sharers) -> list[str]:
     """Let a module combine what the ranks compute with their parts of it; name the parameters that it shares with all ranks.
 
     A module that is cut by columns, or not at all, computes as it does with whole parameters.
     """
     own = [name for name, one in module.named_parameters(recurse=False)]
     if module is words:
-        module.forward = _embedding(module, group)
+        module.forward = _embedding(module, sharers.group)
         return []
     if style == ROWS:
-        module.forward = _by_rows(module, group)
+        module.forward = _by_rows(module, sharers)
         return [name for name in own if name == "bias"]
     return [] if style == COLUMNS else own
 
 
-def _by_rows(module: Any, group: Any) -> Run:
+def _by_rows(module: Any, sharers: _Sharers) -> Run:
     """Multiply by this rank's columns of a weight, sum over the ranks, and keep this rank's tokens."""
 
     def run(states: torch.Tensor) -> torch.Tensor:
-        found = scattered_sum(linear(states, module.weight), group)
+        found = sharers.scattered_sum(linear(states, module.weight))
         return found if module.bias is None else found + module.bias
 
     return run
@@ -120,17 +143,17 @@ def _embedding(module: Any, group: Any) -> Run:
         own, here = words.own(tokens)
         padding = None if module.padding_idx is None else module.padding_idx - words.first
         found = embedding(own, module.weight, padding if padding is not None and 0 <= padding < words.size else None)
-        return scattered_sum(found * here[..., None], group)
+        return collectives.scattered_sum(found * here[..., None], group)
 
     return run
 
 
-def _gathering(group: Any) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+def _gathering(sharers: _Sharers) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     """A hook that gives a block the hidden states of all tokens: its first argument, or the one of that name."""
 
     def gather(module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if given:
-            return (gathered_rows(given[0], group), *given[1:]), named
-        return given, {**named, "hidden_states": gathered_rows(named["hidden_states"], group)}
+            return (sharers.gathered_rows(given[0]), *given[1:]), named
+        return given, {**named, "hidden_states": sharers.gathered_rows(named["hidden_states"])}
 
     return gather

@@ -106,11 +106,11 @@ class TrainedModel(Model):
             check_adapter(self)
         if self.exact:
             check_exact_settings(self)
-        for name, ranks in (("tensor_parallel", self.tensor_parallel), ("expert_parallel", self.expert_parallel)):
-            if ranks > 1 and self.compiled:
-                raise GraphError(
-                    f"{type(self).__name__}({name}={ranks}, compiled=True): layers that ranks share are not compiled; leave out compiled"
-                )
+        if self.expert_parallel > 1 and self.compiled:
+            raise GraphError(
+                f"{type(self).__name__}(expert_parallel={self.expert_parallel}, compiled=True): layers whose experts ranks share are not "
+                "compiled; leave out compiled"
+            )
         if self.load_balance and (self.compiled or self.tensor_parallel > 1 or self.context_parallel > 1):
             raise GraphError(
                 f"{type(self).__name__}(load_balance={self.load_balance}): layers that are compiled, or that ranks share, do not "

@@ -1,0 +1,80 @@
+"""Ranks that share matrices, with layers that are compiled, compute what one process computes with layers that are not."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parallel_ranks import Case, assembled, by_one_process, run_ranks
+from tiny import tiny_qwen
+
+import rlgraph as rg
+from rlgraph.engines.hf_models.pretrained import tiny_model
+
+NEAR = {"atol": 5e-6, "rtol": 5e-6}
+AFTER_STEPS = {"atol": 5e-6, "rtol": 2e-5}  # as of ranks whose layers are not compiled
+FAST = "aot_eager_decomp_partition"  # traces, and decides what to keep, as the usual compiler; runs plain operations
+STEPS = 10
+RANKS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "tp2": (2, ("llama",)),
+    "tp2, twice": (2, ("llama", "again")),
+    "tp2, biases and norms of heads": (2, ("qwen2", "qwen3")),
+    "tp2, recomputing": (2, ("recompute", "selective")),
+    "tp2, critic": (2, ("critic",)),
+    "tp2, kernels": (2, ("kernels",)),
+    "tp2 × dp2": (4, ("llama",)),
+}
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
+    parent = tmp_path_factory.mktemp("models")
+    llama = Case("llama", tiny_model(parent / "llama", hidden=128, tied=False), steps=STEPS, compiled=FAST)
+    found = [
+        llama,
+        replace(llama, name="again"),
+        replace(llama, name="recompute", recompute=True),
+        replace(llama, name="selective", recompute="selective"),
+        replace(llama, name="critic", kind="critic"),
+        replace(llama, name="kernels", compiled="inductor"),
+        replace(llama, name="qwen2", folder=tiny_qwen(parent, "qwen2", layers=3)),
+        replace(llama, name="qwen3", folder=tiny_qwen(parent, "qwen3")),
+    ]
+    return {case.name: case for case in found}
+
+
+@pytest.fixture(scope="module")
+def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], Path]]:
+    """What one process finds with a model: computed once for each."""
+    return by_one_process(cases, tmp_path_factory.mktemp("states"))
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(name, marks=pytest.mark.slow) if name != "tp2" else name for name in RANKS])
+def test_layers_that_ranks_share_train_alike_where_they_are_compiled(
+    ranks: str, cases: dict[str, Case], alone: Callable[[str], tuple[dict[str, Any], Path]], tmp_path: Path
+) -> None:
+    world, names = RANKS[ranks]
+    eager = [replace(cases[names[0]], name="eager", compiled="")]
+    results = run_ranks([*eager, *(cases[name] for name in names)], tmp_path / "out", world, tensor_parallel=2)
+    for name in names:
+        many = results[name]
+        for one in (alone(name)[0], *([results["eager"][0]] if name == names[0] else [])):
+            for found, wanted in zip(many[0]["metrics"], one["metrics"], strict=True):
+                assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+            torch.testing.assert_close(many[0]["scores"], one["scores"], **NEAR)
+            torch.testing.assert_close(many[0]["scores after"], one["scores after"], **AFTER_STEPS)
+        for held in ("moments", "weights after"):
+            whole, expected = assembled([rank[held] for rank in many]), assembled([alone(name)[0][held]])
+            for parameter, tensor in whole.items():
+                torch.testing.assert_close(tensor, expected[parameter], **NEAR)
+        assert all(rank["traced"]["breaks"] == 0 and 2 <= rank["traced"]["graphs"] <= 4 for rank in many), many[0]["traced"]
+    if "again" in names:
+        kept, again = (assembled([rank["weights after"] for rank in results[name]]) for name in ("llama", "again"))
+        assert all(torch.equal(tensor, again[parameter]) for parameter, tensor in kept.items())
+
+
+def test_a_policy_takes_both_settings() -> None:
+    policy = rg.Policy("m", pool=rg.Pool("train", gpus=2), tensor_parallel=2, compiled=True)
+    assert (policy.tensor_parallel, policy.compiled) == (2, True)
