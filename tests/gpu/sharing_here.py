@@ -2,6 +2,7 @@
 
 python tests/gpu/sharing_here.py              on a machine of two GPUs
 python tests/gpu/sharing_here.py --megatron   by Megatron-Core's ranks, beside one rank of FSDP2
+python tests/gpu/sharing_here.py --compiled   with layers that are compiled, beside one rank whose layers are not
 python tests/gpu/sharing_here.py --smoke      on CPUs, by gloo
 
 In float32 log-probs before and after four updates agree to rounding. In bfloat16 they are as far from float32's as those of one rank are.
@@ -17,10 +18,13 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-SMOKE, MEGATRON = "--smoke" in sys.argv, "--megatron" in sys.argv
+SMOKE, MEGATRON, COMPILED = ("--smoke" in sys.argv, "--megatron" in sys.argv, "--compiled" in sys.argv)
 LENGTHS = [40, 30, 61, 12, 50, 44, 33, 64]  # of the responses
 WAYS: dict[str, dict[str, int]] = {"dp2": {}, "tp2": {"tensor_parallel": 2}, "cp2": {"context_parallel": 2}}
 WAYS |= {"pp2": {"pipeline_parallel": 2}} if MEGATRON else {"ring 2": {"context_parallel": 2, "ring": 2}}
+if COMPILED:
+    shared = {"tensor_parallel": 2, "compiled": True}
+    WAYS = {"tp2": shared, "tp2, recomputing": {**shared, "recompute": True}}
 NEAR, UPDATES = 2e-5, 4
 
 
@@ -73,7 +77,7 @@ def of(world: int, sharing: dict[str, int], folder: Path) -> Any:
         ranks = [context.Process(target=measured, args=one) for one in given]
         for rank in ranks:
             rank.start()
-        found = results.get(timeout=120)
+        found = results.get(timeout=240)
         for rank in ranks:
             rank.join(30)
             rank.kill()

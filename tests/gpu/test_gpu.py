@@ -181,6 +181,11 @@ def test_two_ranks_that_share_passes_train_as_one_does(alone: Alone) -> None:
 
 
 @pytest.mark.multi_gpu
+def test_two_ranks_that_share_compiled_layers_train_as_one_does(alone: Alone) -> None:
+    assert "equal" in alone("sharing_here.py", "--compiled")
+
+
+@pytest.mark.multi_gpu
 @pytest.mark.skipif(not find_spec("megatron"), reason="megatron-core is not installed")
 def test_two_ranks_of_megatron_core_train_as_one_of_fsdp_does(alone: Alone) -> None:
     assert "equal" in alone("sharing_here.py", "--megatron")
