@@ -112,7 +112,6 @@ ON_GPUS = [
     flash("4B:1:compiled", "4B on one GPU, compiled"),
     flash("1.7B:1:compiled", "1.7B on one GPU, compiled"),
     training("4B:1", "4B on one GPU, eager"),
-    training("8B:2:compiled", "8B on two, compiled"),
     by_megatron("updating 0.6B on one GPU by Megatron-Core, 8 packed sequences of 4,096 tokens", ("megatron",), "by FSDP2", ("fsdp",)),
     by_megatron("the same by FSDP2, compiled", ("fsdp compiled",)),
     Row("the same: largest difference between Megatron-Core's and FSDP2's log-probs, both in bfloat16",

@@ -22,6 +22,7 @@ from reliability_rows import RELIABLE, kills
 from replay_rows import ROUTES
 from stage_rows import STAGES
 from table import Row, table
+from two_gpu_rows import ON_TWO_H200S
 
 # The ten of README.md: the first ten that are measured.
 TEN: list[Row] = [
@@ -70,7 +71,8 @@ HEAD = ("what", "measured", "beside it", "script")
 def tables() -> tuple[dict[str, str], list[str]]:
     """Write every table, by its name, and list what is declared but not measured."""
     groups = {"channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *EXACT, *ROUTES],
-              "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": [*ON_GPUS, *EXACT_ON_GPUS], "h100s": ON_H100S}  # fmt: skip
+              "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": [*ON_GPUS, *EXACT_ON_GPUS], "h100s": ON_H100S,
+              "two-h200s": ON_TWO_H200S}  # fmt: skip
     found = (
         scale_tables.tables() | staleness_tables.tables() | adapters_learning.tables() | exact_learning.tables() | small_gpu_rows.tables()
     )

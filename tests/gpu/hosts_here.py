@@ -36,7 +36,6 @@ def serve(pickled: bytes, driver: str) -> None:
     each = 1 if spec.listen_at else 2
     first = (spec.worker.host if spec.listen_at else 0) * each
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(first + gpu) for gpu in spec.local_gpus)
-    os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{os.environ['NCCL_LOGS']}/%h.%p"}
     process.serve(spec, driver)
 
 
@@ -85,23 +84,14 @@ def compared(control: hosts.Control) -> Mapping[str, object]:
     return outcome
 
 
-def by_network(logs: Path) -> dict[str, int]:
-    """Count NCCL's connections by their kind."""
-    words = [line.rpartition(" via ")[2] for file in logs.iterdir() for line in file.read_text().splitlines() if "Channel" in line]
-    kinds = ["/".join(word.split("/")[:2]) for word in words]
-    return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
-
-
 def main() -> None:
     if os.getpid() != 1:
         sys.exit(subprocess.run(namespaces.inside([sys.executable, __file__, *sys.argv[1:]]), check=False).returncode)
-    logs = Path(os.environ.setdefault("NCCL_LOGS", "/tmp/nccl-logs"))
-    logs.mkdir(exist_ok=True)
     forked.serve = serve
     hosts.CASES["compared"] = compared
     found: dict[str, Any] = {}
     worst = hosts.main(1, ["compared"], found.update)
-    print(found, by_network(logs))
+    print(found)
     both = [found.get(name, {}) for name in ("ranks", "published")]
     print("equal" if not worst and all(one.get("hosts") == [0, 1] and one["differ"] == [] for one in both) else "different")
 

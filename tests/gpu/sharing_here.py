@@ -23,8 +23,7 @@ LENGTHS = [40, 30, 61, 12, 50, 44, 33, 64]  # of the responses
 WAYS: dict[str, dict[str, int]] = {"dp2": {}, "tp2": {"tensor_parallel": 2}, "cp2": {"context_parallel": 2}}
 WAYS |= {"pp2": {"pipeline_parallel": 2}} if MEGATRON else {"ring 2": {"context_parallel": 2, "ring": 2}}
 if COMPILED:
-    shared = {"tensor_parallel": 2, "compiled": True}
-    WAYS = {"tp2": shared, "tp2, recomputing": {**shared, "recompute": True}}
+    WAYS = {"tp2": {"tensor_parallel": 2, "compiled": True}}
 NEAR, UPDATES = 2e-5, 4
 
 

@@ -111,6 +111,11 @@ class TrainedModel(Model):
                 f"{type(self).__name__}(expert_parallel={self.expert_parallel}, compiled=True): layers whose experts ranks share are not "
                 "compiled; leave out compiled"
             )
+        if self.tensor_parallel > 1 and self.context_parallel > 1 and self.compiled:
+            raise GraphError(
+                f"{type(self).__name__}(tensor_parallel={self.tensor_parallel}, context_parallel={self.context_parallel}, compiled=True): "
+                "layers of which ranks share both matrices and rows are not compiled; leave out compiled, or one of the two"
+            )
         if self.load_balance and (self.compiled or self.tensor_parallel > 1 or self.context_parallel > 1):
             raise GraphError(
                 f"{type(self).__name__}(load_balance={self.load_balance}): layers that are compiled, or that ranks share, do not "
