@@ -11,7 +11,7 @@ READY := .venv/.ready
 # Three tests at a time: they wait for processes to start more than they compute. Those start from compiled files: some hundred interpreters.
 TESTS = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 40 --durations-min 5 $(PYTEST)
 
-.PHONY: demo test test-sglang test-gpu test-environments check docs oracle setup clean
+.PHONY: demo test test-chaos test-sglang test-gpu test-environments check docs oracle setup clean
 setup: $(READY)
 
 $(READY): requirements/cpu.lock requirements/from_source.lock pyproject.toml
@@ -27,6 +27,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(TESTS)
+
+# Five minutes of random kills, cuts and freezes while a model is trained on three hosts.
+test-chaos: $(READY)
+	$(BIN)/python -m pytest -m chaos -o faulthandler_timeout=1500 tests/runtime/test_chaos.py $(PYTEST)
 
 # The tests of SGLang, in an environment of its own: its pins and vLLM's exclude each other.
 test-sglang: .venv-sglang/.ready

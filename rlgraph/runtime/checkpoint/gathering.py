@@ -24,6 +24,7 @@ import msgspec
 from rlgraph.channels.host.address import bound, close_listener, dial, listen
 from rlgraph.channels.host.connection import UNREADABLE, Connection, ProtocolError
 from rlgraph.errors import CheckpointError
+from rlgraph.runtime.checkpoint.store import sync
 from rlgraph.runtime.checkpoint.worker_snapshot import OnWritten, free, not_seen, read_shards, unfinished_name
 from rlgraph.runtime.messages import Written
 from rlgraph.runtime.worker.spec import Resume, WorkerSpec
@@ -145,7 +146,7 @@ class Gatherer:
             if file is not None and not trouble:
                 try:
                     os.fsync(file.fileno())
-                    _sync(target.parent)
+                    sync(target.parent)
                 except OSError as error:
                     trouble = str(error)
         return f"{trouble}{free(str(self._folder))}" if trouble else ""
@@ -256,14 +257,6 @@ def _inside(folder: Path, path: str) -> Path:
     if not parts or PurePosixPath(path).is_absolute() or ".." in parts:
         raise ProtocolError(f"the path {path!r}, which leads out of a checkpoint")
     return folder.joinpath(*parts)
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def seated(spec: WorkerSpec) -> WorkerSpec:

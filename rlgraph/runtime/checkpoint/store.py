@@ -173,9 +173,9 @@ class Checkpoints:
         text = json.dumps(manifest, indent=1)
         _write(unfinished / "manifest.json", text)
         _write(unfinished / "manifest.sha256", hashlib.sha256(text.encode()).hexdigest())
-        _sync(unfinished)
+        sync(unfinished)
         unfinished.rename(self._path(step))
-        _sync(self.recovery.folder)
+        sync(self.recovery.folder)
 
     def _check(self, folder: Path) -> None:
         """Raise CheckpointError unless the checkpoint is whole and of this graph."""
@@ -252,7 +252,8 @@ def _write(file: Path, text: str) -> None:
         os.fsync(out.fileno())
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
+    """Bring the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
