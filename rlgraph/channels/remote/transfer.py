@@ -82,7 +82,7 @@ class DeviceBuffers:
         return cls(channel, kind, torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu"), shared)
 
     def of_slot(self, slot: int, size: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Return `size` bytes of the slot's memory; allocate it by `new` if it is too small."""
+        """Give `size` bytes of the memory of a slot, which is allocated by `new` where it is too small."""
         if slot not in self.memories or self.memories[slot].numel() < size:
             if self.shared and self.kind == "gloo":
                 self.news[slot] = segment = Segment.new(self.channel, size)

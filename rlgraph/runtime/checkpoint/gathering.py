@@ -49,14 +49,14 @@ class Wish(msgspec.Struct, tag=True, frozen=True):
     path: str
 
 
-class Answer(msgspec.Struct, tag=True, frozen=True):
+class Receipt(msgspec.Struct, tag=True, frozen=True):
     """The file is on the driver's disk, or its `bytes` follow; or why not."""
 
     refused: str = ""
     bytes: int = 0
 
 
-Message: TypeAlias = Offer | Wish | Answer
+Message: TypeAlias = Offer | Wish | Receipt
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
@@ -124,7 +124,7 @@ class Gatherer:
     def _answer(self, connection: Connection, message: Message) -> None:
         with connection.deadline(STALL_S):
             if isinstance(message, Offer):
-                _send(connection, Answer(self._take(connection, message)))
+                _send(connection, Receipt(self._take(connection, message)))
             elif isinstance(message, Wish):
                 self._give(connection, message)
             else:
@@ -158,11 +158,11 @@ class Gatherer:
         try:
             file = asked.open("rb")
         except OSError as error:
-            _send(connection, Answer(str(error)))
+            _send(connection, Receipt(str(error)))
             return
         with file:
             size = os.fstat(file.fileno()).st_size
-            _send(connection, Answer(bytes=size))
+            _send(connection, Receipt(bytes=size))
             _send_file(connection, file, size)
 
 
@@ -209,9 +209,9 @@ class DriverFolder:
             raise CheckpointError(f"'{path}' of a checkpoint could not be copied to host '{socket.gethostname()}': {trouble}")
         half.rename(target)
 
-    def _answered(self, path: str) -> Answer:
+    def _answered(self, path: str) -> Receipt:
         answer = _receive(self._connection)
-        if not isinstance(answer, Answer):
+        if not isinstance(answer, Receipt):
             raise ProtocolError("no answer, where the driver was asked")
         if answer.refused:
             raise CheckpointError(f"the driver's host could not take or give '{path}': {answer.refused}")
