@@ -15,7 +15,7 @@ after each part, beside the parts that it holds of earlier runs on such a machin
   `colocated_8b_halves`: a rollout and an update of the same size, each with the GPU to itself.
 * `fp8`, `fp8_8b`, `fp8_kv` (keys and values too): an engine with fp8 weights beside one in bfloat16: tokens a second,
   a swap of weights, and how far its log-probs are.
-* `fp8_learning`: reward of a job with fp8 rollouts, with and without truncated importance sampling, beside one in bfloat16.
+* `fp8_learning`: SmolLM2 learns to add with fp8 rollouts, with and without truncated importance sampling, beside bfloat16; three seeds.
 * `speculative`: rollouts with guessed tokens, beside those without, on responses that end early and late, by a model that never repeats
   itself; `speculative_best`: by one that always does.
 * `moments`: an update of 4B with AdamW's moments in host memory, beside one with them on the GPU; `moments_of_8b`: of 8B, in host memory;

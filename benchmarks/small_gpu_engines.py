@@ -103,9 +103,9 @@ def mismatch(engine: Any, rows: Any) -> dict[str, float]:
     """
     texts = {row: [*prompt, *tokens] for row, (prompt, tokens, _) in enumerate(rows)}
     differences = []
-    for row, places in engine.prompt_log_probs(texts, 0):
-        prompt, tokens, log_probs = rows[row]
-        read = [place[token] for place, token in zip(places[len(prompt) :], tokens, strict=True)]
+    for row, _, read_log_probs in engine.prompt_log_probs(texts, 0):
+        prompt, _, log_probs = rows[row]
+        read = read_log_probs[len(prompt) - 1 :, 0].tolist()
         differences += [sampled - own for sampled, own in zip(log_probs, read, strict=True)]
     found = torch.tensor(differences)
     return {

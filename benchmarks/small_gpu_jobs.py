@@ -1,18 +1,24 @@
 """Parts of `small_gpu.py` that run a job on one GPU: time-shared pools, and learning with fp8 rollouts."""
 
 import ctypes
+import itertools
 import multiprocessing
 import os
 import statistics
+import sys
 import threading
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from shapes import random_model
 from small_gpu import say
 
 import rlgraph as rg
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+from tasks.addition import right_number, sums
 
 FOLDER = ".models"
 GIB80 = 80 * 10**9
@@ -213,45 +219,54 @@ def colocated_8b_halves(smoke: bool) -> dict[str, Any]:
     return halves(TINY_ADAPTER if smoke else ADAPTER)
 
 
-@rg.node(reads="responses", writes="rewards", by_group=True)
-def evens(batch: Any) -> Any:
-    """The share of even token ids: what a model of random weights can learn in a few steps."""
-    rewards = (batch["responses"] % 2 == 0).float().mean(-1)
-    return {"rewards": rewards}, {"critic/rewards/mean": rewards.mean().item()}
-
-
-def learns(folder: str, fp8: bool, corrected: bool, *, gpu: bool) -> rg.Graph:
+def learns(folder: str, fp8: bool, corrected: bool, seed: int, *, gpu: bool) -> rg.Graph:
+    """A model learns to add, on one GPU in turns."""
     pool = rg.Pool("gpu") if gpu else rg.Pool("gpu", cpus=1)
     kind: dict[str, Any] = {"memory": 0.3, "max_sequences": 256} if gpu else {"engine": "transformers", "dtype": "float32"}
     kind |= {"weights_dtype": "fp8"} if fp8 else {}
-    tokens = 32 if gpu else 4
-    generator = rg.Generator(
-        folder, pool=pool, sampling=rg.Sampling(max_tokens=tokens, ignore_eos=True), max_context=64 + tokens, **kind,
-    )  # fmt: skip
-    policy = rg.Policy(folder, pool=pool, optimizer=rg.AdamW(lr=2e-5), micro_batch_tokens=16384, dtype="bfloat16" if gpu else "float32")
+    sampling = rg.Sampling(max_tokens=5)
+    generator = rg.Generator(folder, pool=pool, sampling=sampling, max_context=64, seed=seed, **kind)
+    policy = rg.Policy(folder, pool=pool, optimizer=rg.AdamW(lr=5e-6), dtype="bfloat16" if gpu else "float32")
     weights = rg.feedback("weights", depth=0)
-    rollout = generator.rollout(rg.prompts(SUMS, count=16 if gpu else 2), weights, group_size=16 if gpu else 2)
-    rewards = evens(rollout)
+    prompts = rg.prompts(sums(seed), count=16 if gpu else 2, seed=seed)
+    rollout = generator.rollout(prompts, weights, group_size=8 if gpu else 2)
+    rewards = rg.reward(right_number, prompts, rollout)
     old = policy.log_probs(rollout)
     more = (rg.rollout_correction(rollout, old, weights=rg.TruncatedIS(level="token")),) if corrected else ()
-    step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), old, *more, loss=rg.ClippedLoss())
+    advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, old, *more, loss=rg.ClippedLoss(clip_low=0.2, clip_high=0.28))
     weights.close(step.weights)
     return rg.Graph("learns", step.metrics)
 
 
 def fp8_learning(smoke: bool) -> dict[str, Any]:
     gpu = rg.local_cluster().gpus > 0
-    folder = random_model("toy" if smoke else "0.6B", FOLDER)
-    found: dict[str, Any] = {"shape": "toy" if smoke else "0.6B", "reward": "the share of even token ids", "runs": {}}
-    for name, fp8, corrected in (("bfloat16", False, True), ("fp8", gpu, True), ("fp8, not corrected", gpu, False)):
-        rewards: list[float] = []
-        rest: dict[str, list[float]] = {}
-        with rg.compile(learns(folder, fp8, corrected, gpu=gpu), rg.local_cluster()).launch(deadline_s=120) as job:
-            for step in job.steps(3 if smoke else 25):
-                rewards.append(next(v for n, v in step.metrics.items() if n.endswith("rewards/mean")))
-                for metric, value in step.metrics.items():
-                    if metric.startswith(("rollout_corr/", "guards/mismatch")):
-                        rest.setdefault(metric, []).append(value)
-        found["runs"][name] = {"rewards": rewards, "metrics": {metric: statistics.fmean(each) for metric, each in rest.items()}}
-        say(f"{name}: reward {rewards[0]:.3f} -> {rewards[-1]:.3f}; {found['runs'][name]['metrics']}")
+    name = "tiny" if smoke else "smollm2"
+    folder = str(rg.model_folder(name))
+    found: dict[str, Any] = {"model": name, "reward": "the share of right sums", "runs": {}}
+    ways = (("bfloat16", False, True), ("fp8", gpu, True), ("fp8, not corrected", gpu, False))
+    with rg.warm():
+        for seed, (name, fp8, corrected) in itertools.product(range(1 if smoke else 3), ways):
+            rewards: list[float] = []
+            rest: dict[str, list[float]] = {}
+            start = time.monotonic()
+            with rg.compile(learns(folder, fp8, corrected, seed, gpu=gpu), rg.local_cluster()).launch(deadline_s=120) as job:
+                ready_s = time.monotonic() - start
+                for step in job.steps(3 if smoke else 40):
+                    rewards.append(step.metrics["critic/rewards/mean"])
+                    for metric, value in step.metrics.items():
+                        if metric.startswith(("rollout_corr/", "guards/mismatch")):
+                            rest.setdefault(metric, []).append(value)
+            run: dict[str, Any] = {
+                "rewards": rewards,
+                "ready_s": ready_s,
+                "metrics": {metric: statistics.fmean(each) for metric, each in rest.items()},
+            }
+            found["runs"].setdefault(name, []).append(run)
+            first, last = (statistics.fmean(part) for part in (rewards[:4], rewards[-4:]))
+            kl = run["metrics"].get("rollout_corr/kl")
+            say(f"{name}, seed {seed}: ready after {ready_s:.1f} s, reward {first:.3f} -> {last:.3f}, kl {kl}")
+    for name, runs in found["runs"].items():
+        ends = [statistics.fmean(run["rewards"][-4:]) for run in runs]
+        found[f"last four steps, {name}"] = {"mean": statistics.fmean(ends), "least": min(ends), "most": max(ends)}
     return found

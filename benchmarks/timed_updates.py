@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import queue
 import statistics
 import tempfile
 import time
@@ -16,9 +17,11 @@ WARM_UP = 2  # updates that are not counted
 
 
 def begin_rank(rank: int) -> str:
-    """See one GPU alone; call it before torch is imported. Returns the kind of device."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
+    """See one GPU alone, with one thread, as a worker does; call it before torch is imported. Returns the kind of device."""
+    os.environ |= {"CUDA_VISIBLE_DEVICES": str(rank), "OMP_NUM_THREADS": "1"}
     import torch
+
+    torch.set_num_threads(1)
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -120,7 +123,10 @@ def end_rank(seconds: Sequence[float], rank: int, world: int, results: Any) -> N
 
 
 def of_ranks(world: int, target: Callable[..., None], given: tuple[Any, ...], timeout_s: float) -> tuple[list[float], int]:
-    """Run `target(*given, rank, world, rendezvous, results)` on each rank. Returns what the first one gave `end_rank`."""
+    """Run `target(*given, rank, world, rendezvous, results)` on each rank. Returns what the first one gave `end_rank`.
+
+    Raises RuntimeError as soon as a rank fails, and at the end of the seconds.
+    """
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
@@ -128,12 +134,25 @@ def of_ranks(world: int, target: Callable[..., None], given: tuple[Any, ...], ti
         for process in processes:
             process.start()
         try:
-            found: tuple[list[float], int] = results.get(timeout=timeout_s)
+            return _first_result(results, processes, time.monotonic() + timeout_s)
         finally:
             for process in processes:
-                process.join(10)
+                process.join(10 if not any(one.exitcode for one in processes) else 0)
                 process.kill()
-    return found
+
+
+def _first_result(results: Any, processes: Sequence[Any], end: float) -> tuple[list[float], int]:
+    """Wait for what the first rank puts, as long as no rank has failed."""
+    while True:
+        try:
+            found: tuple[list[float], int] = results.get(timeout=0.5)
+        except queue.Empty:
+            if failed := [process.exitcode for process in processes if process.exitcode]:
+                raise RuntimeError(f"a rank ended with exit code {failed[0]}; what it printed is above") from None
+            if time.monotonic() > end:
+                raise RuntimeError("the ranks took longer than they were given") from None
+        else:
+            return found
 
 
 def row(shape: str, size: tuple[int, int], world: int, peak: float, found: tuple[list[float], int]) -> dict[str, Any]:

@@ -115,24 +115,28 @@ def test_weights_are_taken_by_the_names_under_which_they_leave(name: str, folder
 
 
 class Waits(TorchDispatchMode):
-    """Counts the operations after which a GPU's host waits for it, since what comes next depends on numbers."""
+    """Counts the operations after which a GPU's host waits for it, since what comes next depends on numbers, and those that add rows up
+    where an index says, which a GPU sorts first.
+    """
 
     KINDS = torch.ops.aten.nonzero, torch.ops.aten._local_scalar_dense, torch.ops.aten.bincount, torch.ops.aten.masked_select
+    SUMS = torch.ops.aten.index_put, torch.ops.aten.index_put_, torch.ops.aten._index_put_impl_, torch.ops.aten._unsafe_index_put
 
     def __init__(self) -> None:
         super().__init__()
-        self.count = 0
+        self.count = self.sums = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         packet = func.overloadpacket
         masks = args[1] if packet in (torch.ops.aten.index, torch.ops.aten.index_put) else ()
         self.count += packet in self.KINDS or any(mask is not None and mask.dtype == torch.bool for mask in masks)
+        self.sums += packet in self.SUMS and args[0].dim() == 2 and (*args, False)[3] is True  # attention on a CPU has four dims
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_host_waits_no_more_often_for_more_layers_of_experts(recompute: bool, tmp_path: Path) -> None:
-    waits = []
+    waits, sums = [], []
     for layers in (2, 4):
         head = PolicyHead(tiny_moe(tmp_path / str(layers), layers=layers))
         engine = FsdpEngine(head, optimizer=AdamW(), dtype=torch.float32, flat=True, load_balance=COEFFICIENT, recompute=recompute)
@@ -141,4 +145,6 @@ def test_the_host_waits_no_more_often_for_more_layers_of_experts(recompute: bool
             with Waits() as counted:
                 engine.update(batch(), WeightedLikelihood())
         waits.append(counted.count)
+        sums.append(counted.sums)
     assert waits[0] == waits[1] > 0
+    assert sums[0] == sums[1]

@@ -1,10 +1,14 @@
 """What vLLM is started with."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from rlgraph.engines.api import Request, Sampling
 from rlgraph.engines.vllm.engine_arguments import arguments, environment, kv_cache_of_many, mixed_sequences, mixed_sizes
+from rlgraph.engines.vllm.requests import CoreRequests, StopTokens
 
 GIB = 1 << 30
 
@@ -67,3 +71,21 @@ def test_an_engine_sleeps_beside_programs_that_take_memory_of_its_device(
     fails("another one")
     with pytest.raises(AssertionError, match="another one"):
         GpuWorker.sleep(object.__new__(GpuWorker))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
+def test_stop_tokens_stay_fast_to_look_up_where_the_folder_of_a_model_names_ends() -> None:
+    """vLLM then puts both into a list of its own, and looked each new token up in it."""
+
+    class Processor:
+        def process_inputs(self, name: str, prompt: object, params: Any, supported_tasks: object) -> Any:
+            params.update_from_generation_config({"eos_token_id": [2, 7]}, None)
+            assert type(params.stop_token_ids) is list
+            return SimpleNamespace(sampling_params=params)
+
+    llm = SimpleNamespace(input_processor=Processor(), get_supported_tasks=lambda: ())
+    requests = CoreRequests(llm, ends=(2,))
+    for number in range(2):
+        made = requests.make(Request(str(number), [1], Sampling(stop_token_ids=(5, 9)), seed=number), salt="0")
+        assert isinstance(made.sampling_params.stop_token_ids, StopTokens)
+        assert {*made.sampling_params.stop_token_ids} == {2, 5, 7, 9}

@@ -4,11 +4,24 @@
 too: those of an index would be sorted first, or added by atomics in any order.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 
 product: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # as torch before 2.10 names it
+
+
+def experts_of(model: Any) -> list[Any]:
+    """List the modules of a model that hold the experts of a layer."""
+    return [module for module in model.modules() if hasattr(module, "num_experts") and hasattr(module, "has_gate")]
+
+
+def install(model: Any) -> None:
+    """Have the layers of experts that `takes` names compute by `mixed`, instead of by transformers' function."""
+    for module in experts_of(model):
+        if takes(module):
+            module.forward = partial(mixed, module)
 
 
 def takes(module: Any) -> bool:
@@ -17,13 +30,20 @@ def takes(module: Any) -> bool:
     return grouped_there and module.has_gate and not module.has_bias and module.gate_up_proj.dtype == module.down_proj.dtype
 
 
-def grouped(module: Any, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-    """Compute rows `[n, H]`, each by one of the module's experts `[n]`; equal rows and experts give equal bits."""
+def mixed(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    """Compute tokens `[N, H]`, each by `k` experts `[N, k]`, and sum their results by the weights `[N, k]` in a fixed order."""
+    chosen = top_k_index.shape[-1]
+    results = grouped(module, hidden_states, top_k_index.reshape(-1), chosen) * top_k_weights.reshape(-1, 1)
+    return results.view(-1, chosen, results.shape[-1]).sum(1).to(hidden_states.dtype)
+
+
+def grouped(module: Any, rows: torch.Tensor, experts: torch.Tensor, each: int = 1) -> torch.Tensor:
+    """Compute rows `[n, H]`, each by `each` of the module's experts `[n × each]`; equal rows and experts give equal bits."""
     experts, order = experts.sort(stable=True)
     back = inverse(order)
     ends = torch.searchsorted(experts, torch.arange(1, module.num_experts + 1, device=experts.device), out_int32=True)
     up, down = (one if module.is_transposed else one.transpose(-2, -1) for one in (module.gate_up_proj, module.down_proj))
-    inner = module._apply_gate(product(spread(rows.to(up.dtype), order, back), up, offs=ends))
+    inner = module._apply_gate(product(spread(rows.to(up.dtype), order, back, each), up, offs=ends))
     return spread(product(inner, down, offs=ends), back, order).to(rows.dtype)
 
 

@@ -1,6 +1,6 @@
 """The routers of a mixture of experts: what they choose in a pass, or what is replayed, the loss that balances experts, and metrics.
 
-The experts themselves are transformers' own: tokens sorted by expert and one grouped product, summed in a fixed order, so that equal
+The experts themselves are in `grouped_experts`: tokens sorted by expert and one grouped product, summed in a fixed order, so that equal
 passes give equal bits. No token is dropped, however many an expert gets.
 """
 

@@ -19,7 +19,7 @@ from rlgraph.columns import Columns
 from rlgraph.costs.sharing import ring_ranks
 from rlgraph.engines.api import Guard, Loss, check_weights, chosen_at
 from rlgraph.engines.exact.model import exchange
-from rlgraph.engines.forward import fused_norms, packed_attention
+from rlgraph.engines.forward import fused_norms, grouped_experts, packed_attention
 from rlgraph.engines.forward.chosen_tokens import ChosenTokens
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.forward.ring import RingPass
@@ -112,6 +112,8 @@ class FsdpEngine:
         self._exchanged = exchange(head, self._device.type) if exact else []
         if self._device.type == "cuda" and not exact:
             fused_norms.install(head.model)
+        if not compiled and tensor_parallel == 1 and self._ranks.experts is None:
+            grouped_experts.install(head.model)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled, tensor_parallel=tensor_parallel)
         self._alike: Places = () if self._ranks.matrices is None else share_matrices(head, self._ranks.matrices)
         self._experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)

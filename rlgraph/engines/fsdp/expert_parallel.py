@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rlgraph.engines.forward.collectives import exchanged, own_part, ranks_in, sent_rows
-from rlgraph.engines.forward.grouped_experts import grouped, inverse, spread, takes
+from rlgraph.engines.forward.grouped_experts import experts_of, grouped, inverse, spread, takes
 from rlgraph.errors import GraphError
 
 
@@ -23,7 +23,7 @@ def share_experts(model: Any, mesh: DeviceMesh, dtype: torch.dtype) -> list[Any]
 
     Returns the modules of experts, each a unit of FSDP. Raises GraphError for sizes that the ranks do not divide.
     """
-    found = [module for module in model.modules() if hasattr(module, "num_experts") and hasattr(module, "has_gate")]
+    found = experts_of(model)
     for module in found:
         _share(module, mesh["ep"])
         _shard(module, mesh["fsdp"], dtype)

@@ -45,7 +45,10 @@ class CoreRequests:
         way = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids, sampling.ignore_eos)
         if way not in self._checked:
             prompt, tasks = {"prompt_token_ids": list(request.prompt)}, self._llm.get_supported_tasks()
-            self._checked[way] = self._llm.input_processor.process_inputs(request.id, prompt, self._params(sampling), supported_tasks=tasks)
+            checked = self._llm.input_processor.process_inputs(request.id, prompt, self._params(sampling), supported_tasks=tasks)
+            # Only now: with the ends that a model's folder names vLLM makes a list of its own.
+            checked.sampling_params.stop_token_ids = StopTokens(checked.sampling_params.stop_token_ids)
+            self._checked[way] = checked
         made = copy(self._checked[way])
         made.sampling_params = params = copy(made.sampling_params)
         params.max_tokens, params.seed = sampling.max_tokens, request.seed
@@ -57,7 +60,7 @@ class CoreRequests:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        params = SamplingParams(
+        return SamplingParams(
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -70,5 +73,3 @@ class CoreRequests:
             skip_clone=True,  # nobody else has it, and a deep copy of many stop tokens takes longer than a decode step
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        params.stop_token_ids = StopTokens(params.stop_token_ids)
-        return params
