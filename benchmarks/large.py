@@ -125,7 +125,6 @@ def rank_process(given: dict[str, Any], rank: int, rendezvous: str, results: Any
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import backends
 
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // WORLD))
     dist.init_process_group(backends(), init_method=rendezvous, rank=rank, world_size=WORLD)
     optimizer = rg.AdamW(moments=given["moments"])
     common: dict[str, Any] = {"optimizer": optimizer, "rank": rank, "world": WORLD, "device": device}
@@ -148,7 +147,7 @@ def rank_process(given: dict[str, Any], rank: int, rendezvous: str, results: Any
         PolicyHead(given["folder"], fused=True),
         **common,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
-        micro_batch_tokens=given["size"][1],
+        micro_batch_tokens=given["passes"],
         recompute=True,
         host_moments=True,
         expert_parallel=given["expert"],
@@ -208,7 +207,9 @@ def of_plan(given: dict[str, Any], shape: str, gpu: str) -> dict[str, float]:
     import rlgraph as rg
 
     way = "dp2" if given["expert"] == 1 else "ep2"
-    return predicted_of(Run.of(f"{shape}:{way}:offload"), given["size"], gpu, optimizer=rg.AdamW(moments=given["moments"]))
+    return predicted_of(
+        Run.of(f"{shape}:{way}:offload", passes=given["passes"]), given["size"], gpu, optimizer=rg.AdamW(moments=given["moments"])
+    )
 
 
 def measured(shape: str, given: dict[str, Any], gpu: str, on_gpus: bool, found: dict[str, Any]) -> Iterator[str]:
@@ -269,6 +270,7 @@ def main() -> None:
     parser.add_argument("--moments", default="16bit", choices=("32bit", "16bit"))
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=4096)
+    parser.add_argument("--pass-tokens", type=int, default=0, help="of a pass; without it, a sequence")
     parser.add_argument("--peak", type=float, default=PEAK)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the weights lie while it runs")
     parser.add_argument("--plan", action="store_true", help="print what a plan counts, and end")
@@ -287,6 +289,7 @@ def main() -> None:
         parser.error(f"it takes {WORLD} GPUs")
     given: dict[str, Any] = {
         "size": SMOKE if asked.smoke else (asked.sequences, asked.length),
+        "passes": SMOKE[1] if asked.smoke else asked.pass_tokens or asked.length,
         "moments": asked.moments,
         "expert": 2 if asked.shape in MIXTURES else 1,
         "peak": asked.peak,

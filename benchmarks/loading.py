@@ -64,7 +64,7 @@ def rank_process(folder: str, tiny: str, rank: int, world: int, rendezvous: str,
     from rlgraph.engines.fsdp.sharding import backends
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    torch.set_num_threads(1)  # as a worker's
     if world > 1:
         dist.init_process_group(backends(), init_method=rendezvous, rank=rank, world_size=world)
 

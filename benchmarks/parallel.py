@@ -1,6 +1,6 @@
 """Ranks that share a pass, or experts: seconds of an update, MFU and memory by tensor, context and expert parallel, beside predictions.
 
-    python benchmarks/parallel.py SHAPE:WAY[:OPTION] … [--sequences 2] [--length 32768] [--peak 989e12] [--profile] [--json PATH]
+    python benchmarks/parallel.py SHAPE:WAY[:OPTION] … [--sequences 2] [--length 32768] [--pass-tokens N] [--profile] [--json PATH]
     python benchmarks/parallel.py 8B:dp2 8B:tp2 8B:cp2 --json benchmarks/results/parallel_h200.json      # two GPUs
     python benchmarks/parallel.py 30B-A3B-8:dp2 30B-A3B-8:ep2 --sequences 8 --length 4096 --json benchmarks/results/experts_h100.json
     python benchmarks/parallel.py pair:dp2 pair:tp2 pair:cp2 pair-moe:dp2 pair-moe:ep2 --smoke           # its first seconds, on a CPU
@@ -58,15 +58,16 @@ class Run:
     way: dict[str, int]
     options: tuple[str, ...]
     profile: bool = False
+    passes: int = 0  # tokens of a pass; 0 is one sequence
 
     @classmethod
-    def of(cls, spec: str, *, profile: bool = False) -> "Run":
+    def of(cls, spec: str, *, profile: bool = False, passes: int = 0) -> "Run":
         shape, way, *options = spec.split(":")
         if unknown := sorted(set(options) - set(OPTIONS)):
             raise SystemExit(f"'{spec}': there is no option {unknown[0]}; write some of {', '.join(OPTIONS)}")
         if "ring" in options and ("megatron" in options or ways(way)["cp"] == 1):
             raise SystemExit(f"'{spec}': the option ring is for ranks of FSDP2 that share a row: write cp2:ring, without megatron")
-        return cls(shape, ways(way), tuple(options), profile)
+        return cls(shape, ways(way), tuple(options), profile, passes)
 
     @property
     def trainer(self) -> str:
@@ -85,7 +86,7 @@ class Run:
 
 def rank_process(run: Run, size: tuple[int, int], rank: int, world: int, rendezvous: str, results: Any) -> None:
     device = begin_rank(rank)
-    sharing = {"tensor_parallel": run.way["tp"], "micro_batch_tokens": size[1] // run.way["cp"]}
+    sharing = {"tensor_parallel": run.way["tp"], "micro_batch_tokens": (run.passes or size[1]) // run.way["cp"]}
     sharing |= {f"{kind}_parallel": run.way[short] for kind, short in (("context", "cp"), ("expert", "ep")) if run.way[short] > 1}
     sharing |= {"ring": run.way["cp"]} if "ring" in run.options else {}
     more = {
@@ -101,7 +102,7 @@ def rank_process(run: Run, size: tuple[int, int], rank: int, world: int, rendezv
 def predicted_of(run: Run, size: tuple[int, int], gpu: str, one_rank_s: float | None = None, optimizer: Any = None) -> dict[str, float]:
     """What a plan says of the update; see `predicted_update`."""
     settings = {**run.settings, "trainer": run.trainer} | ({"optimizer": optimizer} if optimizer else {})
-    return predicted(run.shape, size, gpu, run.way, size[1] // run.way["cp"], settings, one_rank_s)
+    return predicted(run.shape, size, gpu, run.way, (run.passes or size[1]) // run.way["cp"], settings, one_rank_s)
 
 
 def measure(run: Run, size: tuple[int, int], peak: float, gpu: str, one_rank_s: float | None) -> dict[str, Any]:
@@ -118,6 +119,7 @@ def main() -> None:
     parser.add_argument("specs", nargs="+")
     parser.add_argument("--sequences", type=int, default=2)
     parser.add_argument("--length", type=int, default=32768)
+    parser.add_argument("--pass-tokens", type=int, default=0, help="of all ranks that share a pass; without it, a sequence")
     parser.add_argument("--peak", type=float, default=PEAK)
     parser.add_argument("--smoke", action="store_true", help="two short sequences, on a CPU")
     parser.add_argument("--profile", action="store_true", help="one more update, profiled by rank 0")
@@ -129,11 +131,17 @@ def main() -> None:
 
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "H200"
     size = SMOKE if given.smoke else (given.sequences, given.length)
-    found: dict[str, Any] = {"peak_flop_per_s": given.peak, "sequences": size[0], "length": size[1], "runs": {}}
+    found: dict[str, Any] = {
+        "peak_flop_per_s": given.peak,
+        "sequences": size[0],
+        "length": size[1],
+        "pass_tokens": given.pass_tokens or size[1],
+        "runs": {},
+    }
     failed, alone = False, dict[tuple[str, tuple[str, ...]], float]()
     for spec in given.specs:
         try:
-            asked = Run.of(spec, profile=given.profile)
+            asked = Run.of(spec, profile=given.profile, passes=given.pass_tokens)
             kind = asked.shape, asked.options
             run = found["runs"][spec] = measure(asked, size, given.peak, gpu, alone.get(kind))
             if run["ranks"] == 1:
