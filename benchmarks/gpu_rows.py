@@ -57,6 +57,17 @@ def flash(spec: str, what: str) -> Row:
                f"benchmarks/training.py {spec}", "by FlashAttention 2", mfu[1])  # fmt: skip
 
 
+def recomputed(file: str, shape: str) -> list[Row]:
+    """An update whose layers keep all, a part or nothing for the backward pass."""
+    ways = {"activations kept": "compiled", '`recompute="selective"`': "selective:compiled", "`recompute=True`": "recompute:compiled"}
+    return [
+        Row(f"training {shape} on one GPU, compiled, {what}: an update of 8 sequences of 4,096 tokens",
+            seconds(file, "runs", f"{shape}:1:{way}", "step_s"), f"benchmarks/training.py {shape}:1:{way}",
+            "peak", gigabytes(file, "runs", f"{shape}:1:{way}", "peak_bytes"))
+        for what, way in ways.items()
+    ]  # fmt: skip
+
+
 def by_megatron(what: str, field: tuple[str, ...], peer: str = "", beside: tuple[str, ...] = ()) -> Row:
     file, at = "megatron_h200.json", ("shapes", "0.6B", "updates")
     return Row(what, seconds(file, *at, *field, "step_s"), "benchmarks/megatron_gpu.py 0.6B", peer,
@@ -133,6 +144,7 @@ ON_GPUS = [
         share("tool_rollouts_tail_h200.json", "step_over_bound"), "benchmarks/tool_rollouts.py --tail 10",
         "share of it that the engine was idle while a conversation could decode",
         percent("tool_rollouts_tail_h200.json", "engine_idle_while_any_could_decode")),
+    *recomputed("training_recompute_h200.json", "1.7B"),
     Row("8B into a trainer on one GPU", seconds("loading_h200.json", "runs", "8B:1", "seconds", form="{:.1f} s"),
         "benchmarks/loading.py 8B:1",
         "reading its files twice", seconds("loading_h200.json", "runs", "8B:1", "read_twice_s", form="{:.1f} s")),

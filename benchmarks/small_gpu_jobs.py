@@ -245,27 +245,26 @@ def fp8_learning(smoke: bool) -> dict[str, Any]:
     folder = str(rg.model_folder(name))
     found: dict[str, Any] = {"model": name, "reward": "the share of right sums", "runs": {}}
     ways = (("bfloat16", False, True), ("fp8", gpu, True), ("fp8, not corrected", gpu, False))
-    with rg.warm():
-        for seed, (name, fp8, corrected) in itertools.product(range(1 if smoke else 3), ways):
-            rewards: list[float] = []
-            rest: dict[str, list[float]] = {}
-            start = time.monotonic()
-            with rg.compile(learns(folder, fp8, corrected, seed, gpu=gpu), rg.local_cluster()).launch(deadline_s=120) as job:
-                ready_s = time.monotonic() - start
-                for step in job.steps(3 if smoke else 40):
-                    rewards.append(step.metrics["critic/rewards/mean"])
-                    for metric, value in step.metrics.items():
-                        if metric.startswith(("rollout_corr/", "guards/mismatch")):
-                            rest.setdefault(metric, []).append(value)
-            run: dict[str, Any] = {
-                "rewards": rewards,
-                "ready_s": ready_s,
-                "metrics": {metric: statistics.fmean(each) for metric, each in rest.items()},
-            }
-            found["runs"].setdefault(name, []).append(run)
-            first, last = (statistics.fmean(part) for part in (rewards[:4], rewards[-4:]))
-            kl = run["metrics"].get("rollout_corr/kl")
-            say(f"{name}, seed {seed}: ready after {ready_s:.1f} s, reward {first:.3f} -> {last:.3f}, kl {kl}")
+    for seed, (name, fp8, corrected) in itertools.product(range(1 if smoke else 3), ways):
+        rewards: list[float] = []
+        rest: dict[str, list[float]] = {}
+        start = time.monotonic()
+        with rg.compile(learns(folder, fp8, corrected, seed, gpu=gpu), rg.local_cluster()).launch(deadline_s=120) as job:
+            ready_s = time.monotonic() - start
+            for step in job.steps(3 if smoke else 40):
+                rewards.append(step.metrics["critic/rewards/mean"])
+                for metric, value in step.metrics.items():
+                    if metric.startswith(("rollout_corr/", "guards/mismatch")):
+                        rest.setdefault(metric, []).append(value)
+        run: dict[str, Any] = {
+            "rewards": rewards,
+            "ready_s": ready_s,
+            "metrics": {metric: statistics.fmean(each) for metric, each in rest.items()},
+        }
+        found["runs"].setdefault(name, []).append(run)
+        first, last = (statistics.fmean(part) for part in (rewards[:4], rewards[-4:]))
+        kl = run["metrics"].get("rollout_corr/kl")
+        say(f"{name}, seed {seed}: ready after {ready_s:.1f} s, reward {first:.3f} -> {last:.3f}, kl {kl}")
     for name, runs in found["runs"].items():
         ends = [statistics.fmean(run["rewards"][-4:]) for run in runs]
         found[f"last four steps, {name}"] = {"mean": statistics.fmean(ends), "least": min(ends), "most": max(ends)}

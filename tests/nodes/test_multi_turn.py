@@ -2,18 +2,16 @@
 
 import asyncio
 import random
-import time
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from conversing import Rolled, Scripted, eventually
+from conversing import Rolled, eventually
 from templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS
-from rlgraph.nodes.rollout import turn_loop
 
 CALL = '<tool_call>\n{"name": "double", "arguments": {"number": %d}}\n</tool_call>'
 POOL = rg.Pool("sandbox", cpus=2)
@@ -267,41 +265,3 @@ class Gate:
         if self.left == 0:
             self.open.set()
         await self.open.wait()
-
-
-def test_turns_that_are_answered_close_together_begin_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first answer begins its turn beside the others; those after it wait for each other as long as one decodes."""
-    monkeypatch.setattr(turn_loop, "JOIN_S", 0.0)  # all first turns begin
-    steps, begun = [0], list[int]()
-
-    class Once:
-        def __init__(self) -> None:
-            self.turns = 0
-
-        async def reset(self) -> None: ...
-
-        async def step(self, said: rg.Message) -> rg.Turn:
-            turn_loop.JOIN_S = 3600.0
-            self.turns += 1
-            return rg.Turn([rg.Message("user", "Again.")], done=self.turns == 2)
-
-        async def close(self) -> None: ...
-
-    def script(text: str) -> str:
-        if "Again." in text:
-            begun.append(steps[0])
-            return "a"
-        return "a " * int(text.rpartition("<|im_start|>user\n")[2].partition("<")[0])
-
-    def decode(engine: Scripted) -> Any:
-        steps[0] += 1
-        time.sleep(0.002)
-        return decoded(engine)
-
-    decoded = Scripted.decode
-    monkeypatch.setattr(Scripted, "decode", decode)
-    Rolled(folder, script, [{"prompt": f"{length}"} for length in (1, 150, 200, 250, 300)], agent=Once, max_tokens=2000)
-    first, *waited, last = begun  # the last one's answer may come when those that waited for it have begun
-    assert first < 300
-    assert len(waited) == 3
-    assert 600 < min(waited) == max(waited) <= last

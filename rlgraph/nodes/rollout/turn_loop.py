@@ -29,9 +29,6 @@ from rlgraph.nodes.rollout.decode_loop import Outcome, Task
 from rlgraph.nodes.rollout.turn_checks import probe_answer
 
 WAIT_S = 0.1  # for an environment, where nothing decodes
-# Between two steps that begin turns where others decode. With 64 conversations of SmolLM2 on an H200 vLLM takes 3.1 ms for such a step,
-# and 2.3 ms for one that only decodes. What it saves there was not measured by itself; on two cores it makes no difference.
-JOIN_S = 0.008
 MOST_MESSAGES = 64  # of one turn of an environment
 CLOSING_S = 10.0  # for environments to close where a run has failed
 log = logging.getLogger("rlgraph.agents")
@@ -81,7 +78,6 @@ class TurnLoop(ConversationLoop):
         self._open: dict[str, Conversation] = {}  # by the request that decodes
         self._groups: dict[str, _GroupEnvironment] = {}
         self._done: dict[str, Outcome] = {}
-        self._joins = 0.0  # from when on turns may begin beside others
         self._checked: set[str] = set()  # roles of messages that the template renders after a turn
         leases.sweep()  # of workers that were killed
         atexit.register(_drain, weakref.ref(self))
@@ -93,7 +89,7 @@ class TurnLoop(ConversationLoop):
         """Decode one step of the open turns. Waits for an environment only if nothing can decode."""
         self._begin()
         if self._open or self._done:
-            ended = self._answers()
+            ended = self.calls.ended(0.0)
         else:
             start = time.monotonic()
             with self.context.waiting():
@@ -109,16 +105,6 @@ class TurnLoop(ConversationLoop):
         self.calls.send()
         done, self._done = self._done, {}
         return done
-
-    def _answers(self) -> Sequence[Call]:
-        """Take what environments have answered, if no turn has just begun beside others: those that come close together begin together."""
-        now = time.monotonic()
-        if self._open and now < self._joins:
-            return []
-        ended = self.calls.ended(0.0)
-        if any(call.kind != "close" for call in ended):
-            self._joins = now + JOIN_S
-        return ended
 
     def close(self) -> None:
         """Close the environments of all conversations, where the rollout has failed; wait a while for them."""
