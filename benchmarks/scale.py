@@ -24,9 +24,9 @@ from scale_graphs import LINK, Case, gathers_s, shape
 
 import rlgraph as rg
 from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.relaying import crossing_s
 from rlgraph.costs.model_configs import shapes_of
 from rlgraph.simulate import daly
-from rlgraph.simulate.links import crossing_s
 from rlgraph.simulate.rehearse import failing, prepared
 
 # 419 unexpected interruptions in 54 days on 16,384 H100s (The Llama 3 Herd of Models, 2024, section 3.3.4), whatever failed.

@@ -7,6 +7,7 @@ if the channel has that carrier. A reader may pass messages on to others, of its
 """
 
 import functools
+import math
 import mmap
 import os
 import time
@@ -32,6 +33,21 @@ from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError, shown
 
 PART_BYTES = 4 << 20  # large enough that what a part costs on its way is little beside its bytes
+
+
+def part_bytes(size: float, slots: int) -> int | None:
+    """The bytes of the parts in which so many bytes of host memory travel between hosts; None if they go whole.
+
+    >>> part_bytes(1 << 20, slots=1), part_bytes(100 << 20, slots=1), part_bytes(1 << 30, slots=2)
+    (None, 4194304, 37025581)
+    """
+    return _parts(size, slots, PART_BYTES) if size >= 2 * PART_BYTES else None
+
+
+def _parts(size: float, slots: int, wanted: int) -> int | None:
+    """The bytes of parts whose control messages fit into a socket's buffer with those of all slots; None if not even two of them do."""
+    most = MAX_SLOTS // slots - 3  # beside: `Full`, the last part, and one of another device
+    return max(wanted, math.ceil(size / most)) if most > 1 else None
 
 
 def open_writer(transport: Transport, site: Site) -> "HostWriter":
@@ -154,10 +170,10 @@ class HostWriter(HostEnd):
 
         Between hosts it is that of the parts that travel while the next is copied. Only columns in host memory can be sent so.
         """
+        size, slots = of.host_size + of.device_size, self._meter.slots
         if not self._local:
-            wanted = None if of.elsewhere or of.host_size < 2 * PART_BYTES else PART_BYTES
-        most = MAX_SLOTS // self._meter.slots - 3  # beside: `Full`, the last bucket, and one of another device
-        return max(wanted, -(-(of.host_size + of.device_size) // most)) if wanted is not None and most > 1 else None
+            return None if of.elsewhere else part_bytes(of.host_size, slots)
+        return _parts(size, slots, wanted) if wanted is not None else None
 
     def _tell(self, message: Full | More | Portion, handle: int | None = None, *, more: bool = False) -> None:
         if isinstance(message, Portion):
