@@ -1,4 +1,4 @@
-"""What a reader passes on arrives whole at the readers of its host and of the next one; an end that is lost is named to all."""
+"""What a reader passes on arrives whole at the readers of its host and of the next ones; an end that is lost is named to all."""
 
 import gc
 import os
@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from passed_on import passed_on
+from passed_on import by_route, passed_on
 
 from rlgraph.channels import Reader, Writer
 from rlgraph.channels.factory import transport_of
 from rlgraph.channels.host import channel as host_channel
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.protocol import More, Portion
+from rlgraph.compiler.relaying import SHAPES
+from rlgraph.compiler.routes import crossings, routed
 from rlgraph.errors import ChannelBroken, ChannelClosed
 
 LONG = 20.0
@@ -51,6 +53,27 @@ def test_large_messages_arrive_whole_at_every_reader(ends):
             assert list(got) == list(expected)
             assert all(torch.equal(got[n], c) if isinstance(c, torch.Tensor) else got[n] == c for n, c in expected.items())
             reader.release()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "gloo"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_large_messages_arrive_whole_on_many_hosts_in_each_shape(shape, transport, tmp_path, monkeypatch):
+    monkeypatch.setattr(host_channel, "PART_BYTES", PART)
+    where = {"w": 0, **{f"r{number}": 1 + number // 2 for number in range(11)}}  # two on each of five hosts, one on a sixth
+    route = routed(shape, "w", [one for one in where if one != "w"], where, turn=1, turns=2)
+    assert crossings(route, where) == (1, {"chain": 1, "tree": 2, "star": 6}[shape])
+    writer, readers = by_route(transport_of(transport), str(tmp_path / "e"), 2, "w", route, where)
+    try:
+        for step in range(4):
+            expected = columns_of(step)
+            writer.put(step, expected, LONG)
+            for reader in readers.values():
+                got = reader.take(step, LONG)
+                assert all(torch.equal(got[n], c) if isinstance(c, torch.Tensor) else got[n] == c for n, c in expected.items())
+                reader.release()
+    finally:
+        for end in (writer, *readers.values()):
+            end.close()
 
 
 @pytest.mark.parametrize("ends", ["tcp"], indirect=True)
