@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol, TypeAlias
 
-from rlgraph.channels.host.channel import part_bytes
+from rlgraph.channels.host.channel import PART_BYTES
+from rlgraph.channels.host.protocol import part_bytes
 
 Shape: TypeAlias = Literal["chain", "tree", "star", "each"]  # "each": every reader gets a copy of its own
 OnHosts: TypeAlias = Mapping[int, float]  # how many of something are on each host
@@ -89,19 +90,26 @@ def fans(shape: Shape, hosts: int) -> Fans:
 
 
 def crossing_s(
-    size: float, link: Link, writers: OnHosts, readers: OnHosts, *, shape: Shape = "chain", whole: bool = False, slots: int = 1
+    size: float,
+    link: Link,
+    writers: OnHosts,
+    readers: OnHosts,
+    *,
+    shape: Shape = "chain",
+    least: int | None = PART_BYTES,
+    slots: int = 1,
 ) -> float:
     """Predict the seconds until every reader has `size` bytes, an equal part from each writer; 0 where no reader is on another host.
 
     What a writer sends crosses the link of each host once inwards, and is passed on to the next hosts of the `shape`: a large message in
-    parts while more of it comes in; a small one, or one that goes `whole`, once it is there. A channel of more `slots` has larger parts. A
-    host that feeds two has both served at half its bandwidth. Writers begin their shapes at other hosts, so all pass on alike. A reader on
-    several hosts gets its share on each. The busiest link sets the time, or the message that comes last.
+    parts of at `least` so many bytes while more of it comes in; a small one, or any if that is None, once it is there. A channel of more
+    `slots` has larger parts. A host that feeds two has both served at half its bandwidth. Writers begin their shapes at other hosts, so all
+    hosts pass on alike. A reader on several hosts gets its share on each. The busiest link sets the time, or the message that comes last.
 
     >>> link = AssumedLink(bandwidth=1e9, latency_s=0.0)
-    >>> crossing_s(2e9, link, writers={0: 1}, readers={0: 1, 1: 2, 2: 2}, whole=True)  # four readers on two other hosts
+    >>> crossing_s(2e9, link, writers={0: 1}, readers={0: 1, 1: 2, 2: 2}, least=None)  # four readers on two other hosts
     4.0
-    >>> [crossing_s(1e9, link, {0: 1}, dict.fromkeys(range(1, 15), 8), shape=shape, whole=True) for shape in SHAPES]
+    >>> [crossing_s(1e9, link, {0: 1}, dict.fromkeys(range(1, 15), 8), shape=shape, least=None) for shape in SHAPES]
     [14.0, 14.0, 6.0]
     >>> [round(crossing_s(1e9, link, {0: 1}, dict.fromkeys(range(1, 15), 8), shape=shape), 2) for shape in SHAPES]
     [1.21, 14.0, 2.07]
@@ -109,7 +117,7 @@ def crossing_s(
     total = sum(writers.values())
     copies = {host: count if shape == "each" else min(count, 1.0) for host, count in readers.items()}
     message = size * min(max(copies.values(), default=0.0), 1.0) / total
-    part = message if whole else part_bytes(message, slots) or message
+    part = message if least is None else part_bytes(message, slots, least) or message
     every, both, longest, levels = sum(copies.values()), writers.keys() & copies.keys(), 0.0, 0
     for host in {*writers, *readers}:
         here, others = writers.get(host, 0.0) / total, every - copies.get(host, 0.0)
@@ -127,10 +135,10 @@ def crossing_s(
     return levels * link.latency_s + longest / (link.bandwidth or float("inf")) if longest else 0.0
 
 
-def ways(size: float | None, writers: OnHosts, readers: OnHosts, *, whole: bool, slots: int, link: Link = ASSUMED) -> Mapping[Shape, float]:
-    """Predict the seconds by each shape; a message of unknown size counts as large."""
+def ways(size: float | None, writers: OnHosts, readers: OnHosts, *, least: int | None, slots: int) -> Mapping[Shape, float]:
+    """Predict the seconds by each shape on assumed links; a message of unknown size counts as large."""
     known = UNKNOWN_BYTES if size is None else size
-    return {shape: crossing_s(known, link, writers, readers, shape=shape, whole=whole, slots=slots) for shape in SHAPES}
+    return {shape: crossing_s(known, ASSUMED, writers, readers, shape=shape, least=least, slots=slots) for shape in SHAPES}
 
 
 def soonest(seconds: Mapping[Shape, float]) -> Shape:

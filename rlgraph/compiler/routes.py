@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 from rlgraph.channels.factory import TRANSPORTS
+from rlgraph.channels.host.channel import PART_BYTES
+from rlgraph.channels.remote import transfer
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.compiler.relaying import OnHosts, Shape, feeders, soonest, ways
 
@@ -67,12 +69,12 @@ def shape_of(plan: Plan, end: PlannedChannel | PlannedLoop) -> Shape:
 def seconds_of(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[Shape, float]:
     """Predict the seconds until the last host has the messages, by each shape."""
     writers, readers = ends_on_hosts(plan, end)
-    return ways(end.bytes, writers, readers, whole=goes_whole(end), slots=end.slots)
+    return ways(end.bytes, writers, readers, least=least_part(end), slots=end.slots)
 
 
-def goes_whole(end: PlannedChannel | PlannedLoop) -> bool:
-    """Whether a host passes a rank's part on only once it has all of it, as it does with what a communicator carries."""
-    return TRANSPORTS[end.transport].carrier is not None
+def least_part(end: PlannedChannel | PlannedLoop) -> int:
+    """The least bytes of a part in which hosts pass messages on."""
+    return PART_BYTES if TRANSPORTS[end.transport].carrier is None else transfer.PART_BYTES
 
 
 def ends_on_hosts(plan: Plan, end: PlannedChannel | PlannedLoop) -> tuple[OnHosts, OnHosts]:

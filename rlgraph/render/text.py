@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from rlgraph.analysis import words
+from rlgraph.channels.host.protocol import part_bytes
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.compiler.relaying import UNKNOWN_BYTES, Shape
-from rlgraph.compiler.routes import Route, crossings, goes_whole, hosts_of, routes, seconds_of, shape_of
+from rlgraph.compiler.routes import Route, crossings, ends_on_hosts, hosts_of, least_part, routes, seconds_of, shape_of
 from rlgraph.render.tables import aligned, wrapped
 
 WAIT_LEAST = 0.01  # of the step: shorter waits are not worth a line
@@ -195,7 +196,9 @@ def _shape(end: PlannedChannel | PlannedLoop, plan: Plan) -> str:
     chosen, seconds = shape_of(plan, end), seconds_of(plan, end)
     other: Shape = "tree" if chosen == "chain" else "chain"
     size = words.size(end.bytes) if end.bytes is not None else f"{words.size(UNKNOWN_BYTES)} (the size is not known)"
-    how = "whole" if goes_whole(end) else "in parts"
+    writers, _ = ends_on_hosts(plan, end)
+    known = UNKNOWN_BYTES if end.bytes is None else end.bytes
+    how = "in parts" if part_bytes(known / sum(writers.values()), end.slots, least_part(end)) else "whole"
     late = seconds[other] / seconds[chosen]
     return f"in a {chosen}, for {size} passed on {how}: by a {other} the last host has it {late:.2g} times as late"
 

@@ -8,7 +8,7 @@ from rlgraph.channels.factory import transport_of
 from rlgraph.columns import COLUMNS
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.compiler.relaying import OnHosts, crossing_s
-from rlgraph.compiler.routes import ends_on_hosts, goes_whole, shape_of
+from rlgraph.compiler.routes import ends_on_hosts, least_part, shape_of
 from rlgraph.compiler.schedule import Dependency, Event, Schedule
 from rlgraph.costs.costs import Costs
 from rlgraph.errors import PlanError
@@ -50,7 +50,7 @@ def with_links(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) -> tup
 
 def _crossing_s(size: float, plan: Plan, end: PlannedChannel | PlannedLoop, site: ClusterSite) -> float:
     writers, readers = ends_on_hosts(plan, end)
-    return crossing_s(size, site, writers, readers, shape=shape_of(plan, end), whole=goes_whole(end), slots=end.slots)
+    return crossing_s(size, site, writers, readers, shape=shape_of(plan, end), least=least_part(end), slots=end.slots)
 
 
 def _with_versions(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) -> Schedule:

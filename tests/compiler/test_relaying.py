@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlgraph.channels.host.channel import PART_BYTES
 from rlgraph.compiler.relaying import BRANCHES, SHAPES, AssumedLink, Shape, crossing_s, feeders, soonest, ways
 from rlgraph.compiler.routes import routed
 
@@ -18,8 +19,8 @@ def hosts(count: int, readers: int = 1, first: int = 1) -> dict[int, int]:
     return dict.fromkeys(range(first, first + count), readers)
 
 
-def shape(size: float | None, writers: dict[int, int], readers: dict[int, int], *, whole: bool = False, slots: int = 1) -> Shape:
-    return soonest(ways(size, writers, readers, whole=whole, slots=slots))
+def shape(size: float | None, writers: dict[int, int], readers: dict[int, int], *, whole: bool = False) -> Shape:
+    return soonest(ways(size, writers, readers, least=None if whole else PART_BYTES, slots=1))
 
 
 @given(st.sampled_from(SHAPES), st.integers(0, 300))
@@ -57,9 +58,9 @@ def test_a_message_of_unknown_size_counts_as_large() -> None:
 
 
 def test_how_many_readers_a_host_has_changes_nothing() -> None:
-    for count, whole in ((2, False), (8, False), (8, True)):
+    for count, least in ((2, PART_BYTES), (8, PART_BYTES), (8, None)):
         alike, unlike = hosts(count), {**hosts(count), 1: 8, 2: 3}
-        assert ways(GB, ONE, alike, whole=whole, slots=1) == ways(GB, ONE, unlike, whole=whole, slots=1)
+        assert ways(GB, ONE, alike, least=least, slots=1) == ways(GB, ONE, unlike, least=least, slots=1)
 
 
 def test_ranks_that_keep_all_links_busy_take_a_chain_and_fewer_ranks_than_hosts_a_tree() -> None:
@@ -69,7 +70,7 @@ def test_ranks_that_keep_all_links_busy_take_a_chain_and_fewer_ranks_than_hosts_
 
 
 def test_readers_that_share_all_hosts_with_writers_have_no_one_to_pass_on_to() -> None:
-    assert set(ways(GB, ONE, {0: 8}, whole=True, slots=1).values()) == {0.0}
+    assert set(ways(GB, ONE, {0: 8}, least=None, slots=1).values()) == {0.0}
     assert shape(GB, ONE, {0: 8}, whole=True) == "chain"
 
 
@@ -87,7 +88,7 @@ def test_each_reader_of_a_message_that_no_one_passes_on_takes_a_copy_over_the_li
 
 def test_latency_counts_for_each_host_on_the_way() -> None:
     late = AssumedLink(bandwidth=1.0, latency_s=100.0)
-    found = [crossing_s(6.0, late, ONE, hosts(6), shape=shape, whole=True) for shape in SHAPES]
+    found = [crossing_s(6.0, late, ONE, hosts(6), shape=shape, least=None) for shape in SHAPES]
     assert found == [600 + 36, 100 + 36, 200 + 24]
 
 
@@ -109,5 +110,5 @@ def test_the_seconds_are_those_of_the_routes(shape: Shape, writers: int, far: in
         levels = [max(fed[one] for one in fed if depth[one] == level) for level in range(max(depth.values()))]
         path = max(path, sum(levels))
     busiest = max(*entered.values(), *left.values(), path)
-    found = crossing_s(float(writers), EVEN, {0: writers}, hosts(far, readers), shape=shape, whole=True)
+    found = crossing_s(float(writers), EVEN, {0: writers}, hosts(far, readers), shape=shape, least=None)
     assert busiest <= found <= busiest + 1, "a copy of one writer's message takes a second"

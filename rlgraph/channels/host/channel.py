@@ -7,7 +7,6 @@ if the channel has that carrier. A reader may pass messages on to others, of its
 """
 
 import functools
-import math
 import mmap
 import os
 import time
@@ -17,7 +16,7 @@ from typing import cast
 
 import torch
 
-from rlgraph.channels.api import MAX_SLOTS, Stop, Taken, check_channel, check_columns
+from rlgraph.channels.api import Stop, Taken, check_channel, check_columns
 from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.host import address as places
 from rlgraph.channels.host import protocol, slot_memory
@@ -33,21 +32,6 @@ from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError, shown
 
 PART_BYTES = 4 << 20  # large enough that what a part costs on its way is little beside its bytes
-
-
-def part_bytes(size: float, slots: int) -> int | None:
-    """The bytes of the parts in which so many bytes of host memory travel between hosts; None if they go whole.
-
-    >>> part_bytes(1 << 20, slots=1), part_bytes(100 << 20, slots=1), part_bytes(1 << 30, slots=2)
-    (None, 4194304, 37025581)
-    """
-    return _parts(size, slots, PART_BYTES) if size >= 2 * PART_BYTES else None
-
-
-def _parts(size: float, slots: int, wanted: int) -> int | None:
-    """The bytes of parts whose control messages fit into a socket's buffer with those of all slots; None if not even two of them do."""
-    most = MAX_SLOTS // slots - 3  # beside: `Full`, the last part, and one of another device
-    return max(wanted, math.ceil(size / most)) if most > 1 else None
 
 
 def open_writer(transport: Transport, site: Site) -> "HostWriter":
@@ -172,8 +156,8 @@ class HostWriter(HostEnd):
         """
         size, slots = of.host_size + of.device_size, self._meter.slots
         if not self._local:
-            return None if of.elsewhere else part_bytes(of.host_size, slots)
-        return _parts(size, slots, wanted) if wanted is not None else None
+            return None if of.elsewhere else protocol.part_bytes(of.host_size, slots, PART_BYTES)
+        return None if wanted is None else protocol.fitting(size, slots, wanted)
 
     def _tell(self, message: Full | More | Portion, handle: int | None = None, *, more: bool = False) -> None:
         if isinstance(message, Portion):
@@ -260,7 +244,7 @@ class HostReader(HostEnd):
         if buffers is None and welcome.carrier is not None:
             buffers = DeviceBuffers.here(name, welcome.carrier)
         self._carried = {} if buffers is None else buffers.memories
-        self._connection = connection if connection.local else from_writer(name, connection, buffers, onward)
+        self._connection = connection if connection.local else from_writer(name, connection, buffers, onward, welcome.slots)
         self._mapped = Mapped()
         self._read_views: dict[int, tuple[slot_memory.ReadView, Taken]] = {}  # for each slot, the last message read there
         self._full: deque[Full] = deque()
