@@ -186,6 +186,8 @@ class _Inward(Relay):
         """Receive the carried bytes: relays to other hosts hear of them with the first part, readers of this host once all are there."""
         if self.buffers is None or self.comm is None:
             raise ProtocolError(f"{shown(full)}, but the ends agreed on no carrier")
+        if full.awaited >= full.carried:
+            raise ProtocolError(f"{shown(full)}, of which no byte has left the writer")
         self._gather()
         self.unread[full.slot] = self.readers()
         beyond = [reader for reader in self.unread[full.slot] if reader.sends_on]
