@@ -367,17 +367,18 @@ def tell(outcome: Mapping[str, object]) -> None:
 
 
 def main(switches: int, cases: Sequence[str], tell: Callable[[Mapping[str, object]], None] = tell) -> int:
-    """Run cases on several networks side by side, since a case mostly waits."""
-    narrow, wide = [case for case in cases if case not in WIDER], [case for case in cases if case in WIDER]
-    made = running = [
-        *(Switch(f"s{i}", narrow[i::switches], tell) for i in range(switches if narrow else 0)),
-        *(Switch(f"w{i}", [case], tell, WIDER[case]) for i, case in enumerate(wide)),
-    ]
-    drivers = {switch.driver for switch in running}
+    """Run cases on several networks side by side, since a case mostly waits; those with more hosts come after the others."""
+    narrow = [case for case in cases if case not in WIDER]
+    worst = until_over([Switch(f"s{i}", narrow[i::switches], tell) for i in range(switches)]) if narrow else 0
+    return max(worst, *(until_over([Switch("w", [case], tell, WIDER[case])]) for case in cases if case in WIDER), 0)
+
+
+def until_over(made: Sequence[Switch]) -> int:
+    """Do what the drivers ask for until all have ended; return their worst exit code."""
+    running, drivers, worst = made, {switch.driver for switch in made}, 0
     while running:
         ready = wait([switch.link for switch in running])
         running = [switch for switch in running if switch.link not in ready or switch.obey()]
-    worst = 0
     while drivers:
         pid, status = os.wait()
         if pid in drivers:
