@@ -123,13 +123,13 @@ def crossing_s(
         here, others = writers.get(host, 0.0) / total, every - copies.get(host, 0.0)
         sends = path = passes = 0.0
         if here and others:
-            own = fans(shape, len(copies.keys() - {host})).levels
+            own = fans(shape, len(copies) - (host in copies)).levels
             most, first = (others, others) if shape == "each" else (max(own), min(own[0], others))
             sends, path, levels = size * here * first, message * most + part * (sum(own) - max(own)), max(levels, len(own))
         comes = size * copies.get(host, 0.0) * (1 - here)
         if comes:
             turns = total * (1 - here)  # messages of which the host has each place among the hosts as often as any other has
-            hosts = len(copies) - bool(both - {host})
+            hosts = len(copies) - (len(both) > (host in both))
             passes = sum(message * math.ceil(turns * count / hosts) for count in fans(shape, hosts).feeding)
         longest = max(longest, comes, sends + passes, path)
     return levels * link.latency_s + longest / (link.bandwidth or float("inf")) if longest else 0.0
