@@ -23,10 +23,11 @@ from typing import Any
 from scale_graphs import LINK, Case, gathers_s, shape
 
 import rlgraph as rg
+from rlgraph.channels.remote.transfer import PART_BYTES
 from rlgraph.compiler.plan import Plan
+from rlgraph.compiler.relaying import crossing_s, soonest, ways
 from rlgraph.costs.model_configs import shapes_of
 from rlgraph.simulate import daly
-from rlgraph.simulate.links import crossing_s
 from rlgraph.simulate.rehearse import failing, prepared
 
 # 419 unexpected interruptions in 54 days on 16,384 H100s (The Llama 3 Herd of Models, 2024, section 3.3.4), whatever failed.
@@ -143,14 +144,16 @@ def intervals(row: Mapping[str, Any], models: Path) -> dict[str, Any]:
     return {"model": case.model, "gpus": case.gpus, "mtbf_s": mtbf_s, "seeds": seeds, "daly_every": daly_every, "points": points}
 
 
-def ways_of_a_version(size: float, ranks: int, trainer_hosts: int, generators: float, generator_hosts: int) -> dict[str, float]:
+def ways_of_a_version(size: float, ranks: int, trainer_hosts: int, generators: float, generator_hosts: int) -> dict[str, Any]:
     """Compute the seconds of a version by two ways: from host to host, as rlgraph sends it, and from its ranks to each generator."""
     site = rg.ClusterSite(bandwidth=8 * LINK)
     writers = dict.fromkeys(range(trainer_hosts), ranks / trainer_hosts)
     each = generators / generator_hosts
     readers = {trainer_hosts + host: each for host in range(generator_hosts)}
     direct_s = size * max(each, generators / trainer_hosts) / (8 * LINK)
-    return {"direct_s": direct_s, "passed_on_s": crossing_s(size, site, writers, readers, whole=True)}
+    shape = soonest(ways(size, writers, readers, least=PART_BYTES, slots=1))
+    passed_on_s = crossing_s(size, site, writers, readers, shape=shape, least=PART_BYTES)
+    return {"direct_s": direct_s, "passed_on_s": passed_on_s, "shape": shape}
 
 
 def fan_out() -> dict[str, Any]:

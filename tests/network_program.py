@@ -1,4 +1,4 @@
-"""Runs jobs on three hosts of namespaces, and what happens to the hosts meanwhile: `network_program.py SWITCHES CASE...`.
+"""Runs jobs on three hosts of namespaces or six, and what happens to the hosts meanwhile: `network_program.py SWITCHES CASE...`.
 It prints the outcome of each case as a line of JSON.
 
 The driver runs on host 1, with the generator; the judge is on host 2 and the policy on host 3, so each host has a link to each other one.
@@ -24,6 +24,7 @@ import wide_weights
 import rlgraph as rg
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
+from rlgraph.compiler.routes import shape_of
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import RlgraphError
 from rlgraph.graph.nodes import Graph, Pool
@@ -33,6 +34,8 @@ from rlgraph.runtime.driver.session import Links
 from rlgraph.runtime.local import LocalJob
 
 HOSTS = 3
+THROUGH_A_TREE = "weights through a tree"
+WIDER = {THROUGH_A_TREE: 6}  # hosts of cases at switches of their own
 GIVE_UP_S = 60.0  # without an error; the job is then ended
 
 
@@ -56,8 +59,16 @@ def graph(generate_s: float = 0.02, count: int = 4) -> Graph:
     return fakes.vector_loop(1, generate_s=generate_s, count=count, middle=lambda rollout: fakes.scored_on(judged, rollout))
 
 
-def job(made: Graph, recovery: Recovery | None = None, deadline_s: float = 60.0, *, encrypt: bool = False) -> Job:
-    plan = compile_plan(made, Cluster(cpus=2 * HOSTS, hosts=HOSTS))
+def job(
+    made: Graph,
+    recovery: Recovery | None = None,
+    deadline_s: float = 60.0,
+    *,
+    encrypt: bool = False,
+    hosts: int = HOSTS,
+    costs: rg.Costs | None = None,
+) -> Job:
+    plan = compile_plan(made, Cluster(cpus=2 * HOSTS, hosts=hosts), costs)
     return Job(made, plan, dispatch_name="placed", deadline_s=deadline_s, recovery=recovery, links=Links(encrypt=encrypt))
 
 
@@ -200,18 +211,26 @@ def encrypted(control: Control) -> Mapping[str, object]:
     return {**outcome, "same": losses[0] == losses[1]}
 
 
-def passed_on(control: Control) -> Mapping[str, object]:
-    """Send versions of 16 MiB to generators on two hosts; tell what came of them, and the bytes of a version on each host's link."""
-    steps, mib, before, outcome = 24, 16, {}, {}
-    with job(wide_weights.graph(mib)) as running:
+def passed_on(control: Control, mib: int = 16, hosts: int = HOSTS, costs: rg.Costs | None = None) -> Mapping[str, object]:
+    """Send versions to four generators; tell what came of them, the shape, and the bytes of a version on each host's link."""
+    steps, before, outcome = 24, {}, {}
+    with job(wide_weights.graph(mib), hosts=hosts, costs=costs) as running:
+        outcome["shape"] = shape_of(running.plan, running.plan.loops[0])
+        outcome["on"] = {worker.name: worker.host + 1 for worker in running.plan.workers}
         given = list(running.steps(1))
-        before = {n: control("traffic", n) for n in range(1, HOSTS + 1)}
+        before = {n: control("traffic", n) for n in range(1, hosts + 1)}
         given += list(running.steps(steps))
-        after = {n: control("traffic", n) for n in range(1, HOSTS + 1)}
+        after = {n: control("traffic", n) for n in range(1, hosts + 1)}
     outcome["copies"] = {n: [(b - a) / steps / (mib << 20) for a, b in zip(before[n], after[n], strict=True)] for n in before}
     outcome["same"] = [step.metrics["same"] for step in given]
     outcome["versions"] = [step.metrics["version"] for step in given]
     return {"error": "", **outcome}
+
+
+def through_a_tree(control: Control) -> Mapping[str, object]:
+    """Send versions of 7 MiB, too small for parts, from two hosts to four others."""
+    seconds = dict.fromkeys(("prompts", "rollout", "update"), 0.0)
+    return passed_on(control, 7, WIDER[THROUGH_A_TREE], rg.Costs(seconds, publish_bytes=7 << 20))
 
 
 def lost_within_a_version(control: Control, fault: Fault, heal: Fault | None = None) -> Mapping[str, object]:
@@ -278,6 +297,7 @@ CASES: dict[str, Callable[[Control], Mapping[str, object]]] = {
     "half open between two others": lambda c: named(c, on("mute", 2, 3), on("join", 2)),
     "half open, the other way": lambda c: named(c, on("mute", 1, 3), on("join", 1)),
     "weights passed on": passed_on,
+    THROUGH_A_TREE: through_a_tree,
     "host that passes on killed": lambda c: lost_within_a_version(c, on("kill", 2), host_is_back(2)),
     "worker that passes on killed": lambda c: lost_within_a_version(c, lambda _, r: kill(r, "generator[0]")),
     "worker that passes on killed, on the last host": lambda c: lost_within_a_version(c, lambda _, r: kill(r, "generator[2]")),
@@ -297,9 +317,9 @@ CASES: dict[str, Callable[[Control], Mapping[str, object]]] = {
 }
 
 
-def drive(link: Connection, shared: Path, names: Sequence[str]) -> None:
+def drive(link: Connection, shared: Path, names: Sequence[str], hosts: int) -> None:
     control = Control(link, shared)
-    for n in range(1, HOSTS + 1):
+    for n in range(1, hosts + 1):
         until_up(n)
     for name in names:
         began = time.monotonic()
@@ -310,13 +330,13 @@ def drive(link: Connection, shared: Path, names: Sequence[str]) -> None:
 class Switch:
     """The hosts with their servers, as the driver asks for them to change."""
 
-    def __init__(self, name: str, cases: Sequence[str], tell: Callable[[Mapping[str, object]], None]) -> None:
+    def __init__(self, name: str, cases: Sequence[str], tell: Callable[[Mapping[str, object]], None], hosts: int = HOSTS) -> None:
         self._tell = tell
-        self.network = namespaces.Network(HOSTS, name=name, named=False)
-        for n in range(1, HOSTS + 1):
+        self.network = namespaces.Network(hosts, name=name, named=False)
+        for n in range(1, hosts + 1):
             self._serve(n)
         self.link, there = multiprocessing.Pipe()
-        self.driver = self.network.fork(1, lambda: (self.link.close(), drive(there, self.network.shared, cases)))
+        self.driver = self.network.fork(1, lambda: (self.link.close(), drive(there, self.network.shared, cases, hosts)))
         there.close()
 
     def _serve(self, n: int) -> None:
@@ -347,13 +367,18 @@ def tell(outcome: Mapping[str, object]) -> None:
 
 
 def main(switches: int, cases: Sequence[str], tell: Callable[[Mapping[str, object]], None] = tell) -> int:
-    """Run cases on several networks side by side, since a case mostly waits."""
-    made = running = [Switch(f"s{i}", cases[i::switches], tell) for i in range(switches)]
-    drivers = {switch.driver for switch in running}
+    """Run cases on several networks side by side, since a case mostly waits; those with more hosts come after the others."""
+    narrow = [case for case in cases if case not in WIDER]
+    worst = until_over([Switch(f"s{i}", narrow[i::switches], tell) for i in range(switches)]) if narrow else 0
+    return max(worst, *(until_over([Switch("w", [case], tell, WIDER[case])]) for case in cases if case in WIDER), 0)
+
+
+def until_over(made: Sequence[Switch]) -> int:
+    """Do what the drivers ask for until all have ended; return their worst exit code."""
+    running, drivers, worst = made, {switch.driver for switch in made}, 0
     while running:
         ready = wait([switch.link for switch in running])
         running = [switch for switch in running if switch.link not in ready or switch.obey()]
-    worst = 0
     while drivers:
         pid, status = os.wait()
         if pid in drivers:

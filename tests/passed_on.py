@@ -1,5 +1,6 @@
-"""A channel whose readers are on three hosts, two of which get messages from the first reader."""
+"""Channels whose readers pass messages on to each other: on three hosts, or by any route."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from rlgraph.channels import Reader, Site, Transport, Writer, open_onward, open_reader, open_writer
@@ -21,3 +22,23 @@ def passed_on(transport: Transport, path: str, slots: int, readers: int) -> tupl
         open_reader(transport, replace(site, onward=onward)),
         *(open_reader(transport, replace(site, address=at)) for at in where),
     ]
+
+
+def by_route(
+    transport: Transport, path: str, slots: int, writer: str, route: Mapping[str, str], hosts: Mapping[str, int]
+) -> tuple[Writer, Mapping[str, Reader]]:
+    """Make a channel whose readers get messages as a route says: over a port between hosts, and over a path on one."""
+
+    def listening(feeder: str) -> Site:
+        fed = [reader for reader, by in route.items() if by == feeder]
+        local = sum(hosts[reader] == hosts[feeder] for reader in fed)
+        return Site("edge", slots, len(fed), f"{path}.{feeder}", b"key", "127.0.0.1", local_readers=local)
+
+    made = open_writer(transport, listening(writer))
+    onward = {one: open_onward(transport, listening(one)) for one in set(route.values()) - {writer}}
+    ports = {writer: made.address, **{one: acceptor.address for one, acceptor in onward.items()}}
+    readers = {}
+    for reader, feeder in route.items():
+        address = f"{path}.{feeder}" if hosts[reader] == hosts[feeder] else ports[feeder]
+        readers[reader] = open_reader(transport, Site("edge", slots, 1, address, b"key", timeout_s=10, onward=onward.get(reader)))
+    return made, readers

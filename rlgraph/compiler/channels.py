@@ -137,10 +137,11 @@ def planned_loops(
     cycle: Cycle,
     expected: Forecast,
     shapes: Shapes,
+    publish_bytes: int | None,
     *,
     on_gpus: bool,
 ) -> list[PlannedLoop]:
-    """Plan the feedback edges. Publishing is hidden if a step without it would be hardly shorter."""
+    """Plan the feedback edges, with `publish_bytes` a version. Publishing is hidden if a step without it would be hardly shorter."""
     free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind in MOVING else e for e in schedule.events))
     hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - HIDDEN)
     planned = []
@@ -149,6 +150,7 @@ def planned_loops(
         moving = {name for d in schedule.dependencies if d.reason == "loop" and d.via == feedback.name for name in (d.before, d.after)}
         publish_s = sum(e.seconds for e in schedule.events if e.kind in MOVING and e.name in moving)
         using, apart = events.readers(graph, feedback), events.evaluations(graph, feedback)
+        adapter = PlannedAdapter.of(feedback.source.node.model, shapes)
         loop = PlannedLoop(
             name=feedback.name,
             writer=feedback.source.node.name,
@@ -163,7 +165,8 @@ def planned_loops(
             slots=staged_versions(feedback, on_gpus=on_gpus),
             publish_s=publish_s,
             hidden=hidden,
-            adapter=PlannedAdapter.of(feedback.source.node.model, shapes),
+            adapter=adapter,
+            bytes=adapter.bytes if adapter is not None and publish_bytes is None else publish_bytes,
         )
         planned += [loop] if using else []
         for node in apart:

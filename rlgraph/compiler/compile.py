@@ -103,7 +103,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
     expected = forecast(schedule, graph, settings, priced)
     step_s = expected.step_s if any(map(priced.varies, priced.nodes)) else cycle.period_s
     channels = planned_channels(graph, workers, schedule)
-    loops = tuple(planned_loops(graph, workers, schedule, cycle, expected, shapes, on_gpus=cluster.gpus > 0))
+    loops = tuple(planned_loops(graph, workers, schedule, cycle, expected, shapes, priced.publish_bytes, on_gpus=cluster.gpus > 0))
     draft = Plan(
         graph=graph.name,
         cluster=cluster,

@@ -134,6 +134,7 @@ class PlannedLoop:
     checksum: bool = False
     due: Due | None = None  # the steps whose weights it carries, if not each; the weights are then for the same step
     adapter: PlannedAdapter | None = None  # what it carries instead of whole weights
+    bytes: int | None = None  # of a version, where they are known
 
     def carries(self, step: int) -> bool:
         """Whether the weights that `step` publishes go this way."""

@@ -1,54 +1,86 @@
-"""Who sends a message on to whom: a large one crosses each host's link once, and is passed on inside the host."""
+"""Who sends a message on to whom: a large one goes from host to host in a shape that the plan chooses, and is passed on inside the host."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 from rlgraph.channels.factory import TRANSPORTS
+from rlgraph.channels.host.channel import PART_BYTES
+from rlgraph.channels.remote import transfer
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
+from rlgraph.compiler.relaying import OnHosts, Shape, feeders, soonest, ways
 
 LARGE: Final = 1 << 20  # bytes of a batch: one that is known to be smaller is sooner at all readers if its writer sends it to each
 Route: TypeAlias = Mapping[str, str]  # each reader, and from whom it gets messages: the writer, or another reader
 T = TypeVar("T")
 
 
-def chain(writer: str, readers: Sequence[str], hosts: Mapping[str, int], turn: int = 0) -> Route:
-    """Route messages through the hosts one after another: on each, one reader gets them, for the others there and for the next host.
+def routed(shape: Shape, writer: str, readers: Sequence[str], hosts: Mapping[str, int], turn: int = 0, turns: int = 1) -> Route:
+    """Route messages through the hosts: on each, one reader gets them, for the others there and for the next hosts of the shape.
 
-    Readers on the writer's host get them from the writer. With another `turn` others pass on, and the hosts come in another order.
+    Readers on the writer's host get them from the writer. Of several `turns`, each lets others pass on, and begins at another host.
 
-    >>> chain("trainer", ["a", "b", "c", "d"], {"trainer": 0, "a": 1, "b": 1, "c": 2, "d": 2})
-    {'a': 'trainer', 'b': 'a', 'c': 'a', 'd': 'c'}
-    >>> chain("trainer", ["a", "b", "c", "d"], {"trainer": 0, "a": 1, "b": 1, "c": 2, "d": 2}, turn=1)
-    {'d': 'trainer', 'c': 'd', 'b': 'd', 'a': 'b'}
+    >>> where = {"trainer": 0, "a": 1, "b": 1, "c": 2, "d": 2, "e": 3}
+    >>> routed("chain", "trainer", ["a", "b", "c", "d", "e"], where)
+    {'a': 'trainer', 'b': 'a', 'c': 'a', 'd': 'c', 'e': 'c'}
+    >>> routed("chain", "trainer", ["a", "b", "c", "d", "e"], where, turn=1, turns=3)
+    {'d': 'trainer', 'c': 'd', 'e': 'd', 'b': 'e', 'a': 'b'}
+    >>> routed("tree", "trainer", ["a", "b", "c", "d", "e"], where)
+    {'a': 'trainer', 'b': 'a', 'c': 'trainer', 'd': 'c', 'e': 'a'}
     """
+    if shape == "each":
+        return dict.fromkeys(readers, writer)
     there: dict[int, list[str]] = {}
     for reader in readers:
         there.setdefault(hosts[reader], []).append(reader)
     found = dict.fromkeys(there.pop(hosts[writer], ()), writer)
-    feeder = writer
-    for host in _turned(list(there), turn):
-        first, *others = _turned(there[host], turn)
-        found |= {first: feeder, **dict.fromkeys(others, first)}
-        feeder = first
+    start = turn * len(there) // turns if turns < len(there) else turn
+    first: list[str] = []
+    for host, feeder in zip(_turned(list(there), start), feeders(shape, len(there)), strict=True):
+        passing, *others = _turned(there[host], turn)
+        found |= {passing: first[feeder] if feeder >= 0 else writer, **dict.fromkeys(others, passing)}
+        first.append(passing)
     return found
 
 
-def crossings(route: Route, hosts: Mapping[str, int]) -> int:
-    """Count how often a message crosses a host's link in one direction, at most.
+def crossings(route: Route, hosts: Mapping[str, int]) -> tuple[int, int]:
+    """Count how often a message comes into a host, and how often it leaves one, at most.
 
-    >>> crossings({"a": "trainer", "b": "trainer"}, {"trainer": 0, "a": 1, "b": 1})
-    2
+    >>> crossings({"a": "trainer", "b": "a", "c": "trainer"}, {"trainer": 0, "a": 1, "b": 1, "c": 2})
+    (1, 2)
     """
     far = [(hosts[feeder], hosts[reader]) for reader, feeder in route.items() if hosts[feeder] != hosts[reader]]
-    return max((sum(pair[end] == host for pair in far) for end in (0, 1) for host in set(hosts.values())), default=0)
+    left, entered = Counter(feeder for feeder, _ in far), Counter(reader for _, reader in far)
+    return max(entered.values(), default=0), max(left.values(), default=0)
 
 
 def routes(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[str, Route]:
     """Route what each writing worker of a channel or a feedback edge puts."""
-    readers = tuple(dict.fromkeys(worker for reader in end.readers for worker in plan.node(reader).workers))
-    hosts, writers = hosts_of(plan), _writers(plan, end)
+    hosts, writers, shape = hosts_of(plan), _writers(plan, end), shape_of(plan, end)
+    return {writer: routed(shape, writer, _readers(plan, end), hosts, turn, len(writers)) for turn, writer in enumerate(writers)}
+
+
+def shape_of(plan: Plan, end: PlannedChannel | PlannedLoop) -> Shape:
+    """Choose the shape in which messages go from host to host."""
     passed_on = TRANSPORTS[end.transport].passes_on and (isinstance(end, PlannedLoop) or end.bytes is None or end.bytes >= LARGE)
-    return {w: chain(w, readers, hosts, turn) if passed_on else dict.fromkeys(readers, w) for turn, w in enumerate(writers)}
+    return soonest(seconds_of(plan, end)) if passed_on else "each"
+
+
+def seconds_of(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[Shape, float]:
+    """Predict the seconds until the last host has the messages, by each shape."""
+    writers, readers = ends_on_hosts(plan, end)
+    return ways(end.bytes, writers, readers, least=least_part(end), slots=end.slots)
+
+
+def least_part(end: PlannedChannel | PlannedLoop) -> int:
+    """The least bytes of a part in which hosts pass messages on."""
+    return PART_BYTES if TRANSPORTS[end.transport].carrier is None else transfer.PART_BYTES
+
+
+def ends_on_hosts(plan: Plan, end: PlannedChannel | PlannedLoop) -> tuple[OnHosts, OnHosts]:
+    """Count the writers and the readers of a channel or a feedback edge on each host."""
+    hosts = hosts_of(plan)
+    return Counter(hosts[worker] for worker in _writers(plan, end)), Counter(hosts[worker] for worker in _readers(plan, end))
 
 
 def hosts_of(plan: Plan) -> Mapping[str, int]:
@@ -65,6 +97,10 @@ def writers_of(plan: Plan, node: str) -> tuple[str, ...]:
 def _writers(plan: Plan, end: PlannedChannel | PlannedLoop) -> tuple[str, ...]:
     """Name the workers that write: of weights, each rank writes its own shard."""
     return plan.node(end.writer).workers if isinstance(end, PlannedLoop) else writers_of(plan, end.writer)
+
+
+def _readers(plan: Plan, end: PlannedChannel | PlannedLoop) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(worker for reader in end.readers for worker in plan.node(reader).workers))
 
 
 def _turned(items: list[T], turn: int) -> list[T]:

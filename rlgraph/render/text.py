@@ -1,10 +1,12 @@
 """A plan as plain text in aligned tables of at most 100 columns: what `print(plan)` shows."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rlgraph.analysis import words
+from rlgraph.channels.host.protocol import part_bytes
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
-from rlgraph.compiler.routes import crossings, hosts_of, routes
+from rlgraph.compiler.relaying import UNKNOWN_BYTES, Shape
+from rlgraph.compiler.routes import Route, crossings, ends_on_hosts, hosts_of, least_part, routes, seconds_of, shape_of
 from rlgraph.render.tables import aligned, wrapped
 
 WAIT_LEAST = 0.01  # of the step: shorter waits are not worth a line
@@ -154,20 +156,51 @@ def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
 
 
 def _passed_on(end: PlannedChannel | PlannedLoop, plan: Plan) -> list[str]:
-    """Say which readers pass on what a rank writes, and how often that crosses a link; nothing where none passes on."""
+    """Say which readers pass on what a rank writes, in which shape and why, and how often that crosses a link; nothing where none does."""
     found, hosts = routes(plan, end), hosts_of(plan)
-    writer, route = next(((one, to) for one, to in found.items() if set(to.values()) > {one}), ("", {}))
-    if not writer:
+    writer, route = next(((one, to) for one, to in found.items() if set(to.values()) > {one}), next(iter(found.items())))
+    several = sum(hosts[first] != hosts[feeder] for first, feeder in route.items()) > 1
+    passing = set(route.values()) > {writer}
+    if shape_of(plan, end) == "each" or not (passing or several):
         return []
-    hops = [first for first, feeder in route.items() if hosts[first] != hosts[feeder]]
-    shown = [f"{words.clean(first)} of host {hosts[first]}" for first in hops]
-    if len(shown) > HOPS_MOST:
-        shown[HOPS_MOST - 1 : -1] = [f"{len(shown) - HOPS_MOST} more hosts"]
-    times = max(crossings(one, hosts) for one in found.values())
     what = "a version" if isinstance(end, PlannedLoop) else "a batch"
+    entered, left = (max(counts) for counts in zip(*(crossings(one, hosts) for one in found.values()), strict=True))
+    times = "crosses each link once each way" if left == entered == 1 else f"comes into each host once, and leaves one up to {left} times"
     others = ", other ranks by other readers" if len(found) > 1 else ""
-    said = f"{words.clean(end.name)} is passed on: {' -> '.join([words.clean(writer), *shown])}{others}; {what} crosses each link"
-    return [*wrapped(f"  {said} {'once' if times == 1 else f'{times} times'} each way", indent=4)]
+    lines = [f"{words.clean(end.name)} is {'passed on' if passing else 'sent'}: {_hops(writer, route, hosts)}{others}; {what} {times}"]
+    if several:
+        lines.append(f"  {_shape(end, plan)}")
+    return [part for line in lines for part in wrapped(f"  {line}", indent=4)]
+
+
+def _hops(writer: str, route: Route, hosts: Mapping[str, int]) -> str:
+    """Write from whom to whom a message goes between hosts: `a -> b of host 1 -> c of host 2`, or each that feeds several by itself."""
+    hops = [(first, feeder) for first, feeder in route.items() if hosts[first] != hosts[feeder]]
+    chained = all(feeder == before for (_, feeder), (before, _) in zip(hops, [(writer, ""), *hops], strict=False))
+    shown = [f"{words.clean(first)} of host {hosts[first]}" for first, _ in hops]
+    if not chained:
+        fed = {feeder: [one for one, (_, by) in zip(shown, hops, strict=True) if by == feeder] for _, feeder in hops}
+        shown = [f"{words.clean(feeder)} -> {', '.join(_shortened(ones, 'hosts'))}" for feeder, ones in fed.items()]
+        return "; ".join(_shortened(shown, "that pass it on"))
+    return " -> ".join([words.clean(writer), *_shortened(shown, "hosts")])
+
+
+def _shortened(shown: list[str], what: str) -> list[str]:
+    """Leave out all but the first and the last of many."""
+    left_out = len(shown) - HOPS_MOST
+    return [*shown[: HOPS_MOST - 1], f"{left_out} more {what}", shown[-1]] if left_out > 0 else shown
+
+
+def _shape(end: PlannedChannel | PlannedLoop, plan: Plan) -> str:
+    """Say in which shape, and how much later the last host would have a message by the other."""
+    chosen, seconds = shape_of(plan, end), seconds_of(plan, end)
+    other: Shape = "tree" if chosen == "chain" else "chain"
+    size = words.size(end.bytes) if end.bytes is not None else f"{words.size(UNKNOWN_BYTES)} (the size is not known)"
+    writers, _ = ends_on_hosts(plan, end)
+    known = UNKNOWN_BYTES if end.bytes is None else end.bytes
+    how = "in parts" if part_bytes(known / sum(writers.values()), end.slots, least_part(end)) else "whole"
+    late = seconds[other] / seconds[chosen]
+    return f"in a {chosen}, for {size} passed on {how}: by a {other} the last host has it {late:.2g} times as late"
 
 
 def _waits(plan: Plan) -> list[str]:

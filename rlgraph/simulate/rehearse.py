@@ -92,7 +92,7 @@ def prepared(
             "`interrupt` out, or take plan.prediction.step_s"
         )
     settings = settings_on(graph, cluster, {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools})
-    schedule, unknown = with_links(plan.schedule, graph, plan.channels, plan.workers, priced, site)
+    schedule, unknown = with_links(plan, graph, priced, site)
     drawn = drawn_times(schedule, graph, settings, priced, priced.steps_drawn(max(node.rows for node in graph.nodes)))
     course = Course.drawn(schedule, drawn, plan.workers, _trained(graph), site, steps, every, np.random.default_rng(seed))
     return plan, course, unknown

@@ -19,7 +19,7 @@ from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.host import protocol, slot_memory
 from rlgraph.channels.host.address import set_deadline
 from rlgraph.channels.host.connection import Connection
-from rlgraph.channels.host.protocol import ControlMessage, Failed, Free, Full, Goodbye, More, Welcome
+from rlgraph.channels.host.protocol import ControlMessage, Failed, Free, Full, Goodbye, More, Staged, Welcome
 from rlgraph.channels.host.slot_memory import Mapped, new_segment
 from rlgraph.errors import ChannelError, RlgraphError
 from rlgraph.runtime import messages
@@ -97,8 +97,8 @@ def mutated(dice: random.Random, data: bytes) -> bytes:
 
 def control_message(dice: random.Random) -> bytes:
     """Make a control message that is wrong in some way, or is right in the wrong place."""
-    fulls = [Full(0, 0, 10, 100, 4096), Full(0, 0, 10, 100, 4096, 0, 2)]
-    others: list[ControlMessage] = [Free(0), Goodbye(), Failed("why"), Welcome(2), Free(1), More(0, 1)]
+    fulls = [Full(0, 0, 10, 100, 4096), Full(0, 0, 10, 100, 4096, 0, 2), Full(0, 0, 10, 100, 4096, 50, awaited=60)]
+    others: list[ControlMessage] = [Free(0), Goodbye(), Failed("why"), Welcome(2), Free(1), More(0, 1), Staged(0, 40)]
     valid = dice.choice([*fulls, *others])
     match dice.randrange(5):
         case 0:

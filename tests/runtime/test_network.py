@@ -51,7 +51,7 @@ WITHIN_A_VERSION = {
 }
 SURVIVED = ["slow link", "short cut", "clock jump", "host killed, and back", "silent cut, and back"]
 
-PORTS, ENCRYPTED, PASSED_ON = OWN = "ports", "encrypted", "weights passed on"
+PORTS, ENCRYPTED, PASSED_ON, THROUGH_A_TREE = OWN = "ports", "encrypted", "weights passed on", "weights through a tree"
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +87,26 @@ def test_a_version_crosses_each_hosts_link_once_and_arrives_bit_for_bit(outcomes
     outcome = outcomes[PASSED_ON]
     assert (outcome["error"], outcome["same"]) == ("", [4.0] * 25), outcome
     assert outcome["versions"] == [0.0, *range(24)], outcome
+    assert outcome["shape"] == "chain"
     copies = {host: (received, sent) for host, (received, sent) in outcome["copies"].items()}
     for host in ("1", "2"):  # of the generators, two on each: each gets one copy, and passes half of it on, that of one rank of two
         assert copies[host] == (pytest.approx(1, abs=0.15), pytest.approx(0.5, abs=0.15)), outcome
     assert copies["3"] == (pytest.approx(0, abs=0.02), pytest.approx(1, abs=0.15)), outcome
+
+
+def test_a_version_comes_once_into_each_of_four_hosts_of_a_tree_and_leaves_the_trainers_twice(
+    outcomes: Mapping[str, Mapping[str, Any]],
+) -> None:
+    outcome = outcomes[THROUGH_A_TREE]
+    assert (outcome["error"], outcome["shape"], outcome["same"]) == ("", "tree", [4.0] * 25), outcome
+    assert outcome["versions"] == [0.0, *range(24)], outcome
+    assert len(set(outcome["on"].values())) == 6, outcome
+    for worker, host in outcome["on"].items():  # of two ranks each has half a version, and begins its tree at other hosts
+        received, sent = outcome["copies"][str(host)]
+        if worker.startswith("generator"):
+            assert (received, sent) == (pytest.approx(1, abs=0.15), pytest.approx(0.5, abs=0.15)), outcome
+        elif worker.startswith("policy"):
+            assert (received, sent) == (pytest.approx(0, abs=0.05), pytest.approx(1, abs=0.15)), outcome
 
 
 @pytest.mark.parametrize("case", SURVIVED)

@@ -11,10 +11,11 @@ from simulated import LONG_TAIL, Loop
 import rlgraph as rg
 from rlgraph.channels.host.channel import PART_BYTES
 from rlgraph.compiler import compile as compiling
+from rlgraph.compiler.relaying import crossing_s
+from rlgraph.compiler.routes import ends_on_hosts, shape_of
 from rlgraph.costs.functions import Decode, NodeCost
 from rlgraph.errors import PlanError
 from rlgraph.simulate import daly, rehearse
-from rlgraph.simulate.links import crossing_s
 from rlgraph.simulate.rehearse import Rehearsal, with_failures
 
 PLAIN = {"prompts": 0.0, "rollout": 4.0, "reward": 0.25, "update": 5.0}
@@ -154,12 +155,23 @@ def test_what_crosses_a_link_takes_the_time_of_its_bytes() -> None:
         run(site, hosts=2)
 
 
-def test_a_version_crosses_each_hosts_link_once() -> None:
+def test_a_version_takes_the_seconds_of_the_shape_that_its_plan_chose() -> None:
+    site, loop, size = rg.ClusterSite(bandwidth=1e6, latency_s=0.1), Loop(depth=0, generators=6), 2_000_000
+    found = run(site, loop=loop, hosts=7, costs=costs(publish_bytes=size), steps=100)
+    [weights] = found.plan.loops
+    writers, readers = ends_on_hosts(found.plan, weights)
+    assert (len(readers), shape_of(found.plan, weights)) == (6, "tree")
+    seconds = {shape: crossing_s(size, site, writers, readers, shape=shape) for shape in ("tree", "chain")}
+    assert seconds == {"tree": pytest.approx(0.2 + 2 * 4), "chain": pytest.approx(0.6 + 6 * 2)}
+    assert found.lost_to["weights"] * found.wall_s == pytest.approx(100 * seconds["tree"], rel=0.01)
+
+
+def test_a_version_comes_into_each_host_once() -> None:
     site, far = rg.ClusterSite(bandwidth=50e9), dict.fromkeys(range(2, 10), 8)
     trainers = {0: 8, 1: 8}
     assert crossing_s(16e9, site, trainers, far) == pytest.approx(16 / 50), "however many generators a host has"
-    assert crossing_s(16e9, site, trainers, far, whole=True) == pytest.approx(16 / 50), "16 ranks keep eight links busy"
-    assert crossing_s(16e9, site, {0: 1, 1: 1}, far, whole=True) == pytest.approx(4 * 16 / 50), "two ranks keep two of eight busy"
+    assert crossing_s(16e9, site, trainers, far, least=None) == pytest.approx(16 / 50), "16 ranks keep eight links busy"
+    assert crossing_s(16e9, site, {0: 1, 1: 1}, far, least=None) == pytest.approx(4 * 16 / 50), "two ranks keep two of eight busy"
     assert crossing_s(16e9, site, {0: 8, 1: 8}, {0: 8, 1: 8}) == pytest.approx(8 / 50), "half of it is there"
     assert crossing_s(16e9, site, trainers, {0: 8}) == pytest.approx(8 / 50)
     assert crossing_s(16e9, site, {0: 8}, {0: 8}) == 0.0
@@ -169,7 +181,7 @@ def test_a_version_crosses_each_hosts_link_once() -> None:
 def test_a_message_is_passed_on_in_parts_if_it_has_several() -> None:
     site, two = rg.ClusterSite(bandwidth=1e9), {1: 1, 2: 1}
     assert crossing_s(1e6, site, {0: 1}, two) == pytest.approx(2e-3), "a small one once it is there"
-    assert crossing_s(1e9, site, {0: 1}, two) == pytest.approx(1 + PART_BYTES / 1e9)
+    assert crossing_s(2e8, site, {0: 1}, two) == pytest.approx(0.2 + PART_BYTES / 1e9)
     assert crossing_s(1e9, site, {0: 1}, {1: 1}) == pytest.approx(1)
 
 

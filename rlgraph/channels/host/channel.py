@@ -16,7 +16,7 @@ from typing import cast
 
 import torch
 
-from rlgraph.channels.api import MAX_SLOTS, Stop, Taken, check_channel, check_columns
+from rlgraph.channels.api import Stop, Taken, check_channel, check_columns
 from rlgraph.channels.factory import Site, Transport
 from rlgraph.channels.host import address as places
 from rlgraph.channels.host import protocol, slot_memory
@@ -154,10 +154,10 @@ class HostWriter(HostEnd):
 
         Between hosts it is that of the parts that travel while the next is copied. Only columns in host memory can be sent so.
         """
+        size, slots = of.host_size + of.device_size, self._meter.slots
         if not self._local:
-            wanted = None if of.elsewhere or of.host_size < 2 * PART_BYTES else PART_BYTES
-        most = MAX_SLOTS // self._meter.slots - 3  # beside: `Full`, the last bucket, and one of another device
-        return max(wanted, -(-(of.host_size + of.device_size) // most)) if wanted is not None and most > 1 else None
+            return None if of.elsewhere else protocol.part_bytes(of.host_size, slots, PART_BYTES)
+        return None if wanted is None else protocol.fitting(size, slots, wanted)
 
     def _tell(self, message: Full | More | Portion, handle: int | None = None, *, more: bool = False) -> None:
         if isinstance(message, Portion):
@@ -244,7 +244,7 @@ class HostReader(HostEnd):
         if buffers is None and welcome.carrier is not None:
             buffers = DeviceBuffers.here(name, welcome.carrier)
         self._carried = {} if buffers is None else buffers.memories
-        self._connection = connection if connection.local else from_writer(name, connection, buffers, onward)
+        self._connection = connection if connection.local else from_writer(name, connection, buffers, onward, welcome.slots)
         self._mapped = Mapped()
         self._read_views: dict[int, tuple[slot_memory.ReadView, Taken]] = {}  # for each slot, the last message read there
         self._full: deque[Full] = deque()

@@ -1,5 +1,6 @@
 """The control path of host channels: small messages over an authenticated socket. The death of a peer reads as end-of-file."""
 
+import math
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -38,8 +39,9 @@ class Full(msgspec.Struct, tag="full", array_like=True, forbid_unknown_fields=Tr
     """Writer to reader: a slot holds the columns of a step. If `segment` is not 0, a handle of the slot's new memory follows.
 
     A communicator sends `carried` bytes of it separately, once the reader's host requests them. `coming` tensors of it are still being
-    written, one after another; `More` reports the progress. If `memory` is not 0, a reader that shares the host maps the carried bytes
-    anew: by a handle on a GPU, or as so many bytes of host memory, of which a handle follows.
+    written, one after another; `More` reports the progress. A host that passes the carried bytes on awaits so many of them itself, of which
+    `Staged` tells. If `memory` is not 0, a reader that shares the host maps the carried bytes anew: by a handle on a GPU, or as so many
+    bytes of host memory, of which a handle follows.
     """
 
     step: int
@@ -50,6 +52,7 @@ class Full(msgspec.Struct, tag="full", array_like=True, forbid_unknown_fields=Tr
     carried: Size = 0
     coming: Size = 0
     memory: Handle | Size = 0
+    awaited: Size = 0
 
 
 class More(msgspec.Struct, tag="more", array_like=True, forbid_unknown_fields=True):
@@ -70,10 +73,18 @@ class Portion(msgspec.Struct, tag="portion", array_like=True, forbid_unknown_fie
     tensors: Size
 
 
-class Posted(msgspec.Struct, tag="posted", array_like=True, forbid_unknown_fields=True):
-    """Reader's relay to writer's relay: the receive of the slot's `carried` bytes is posted."""
+class Staged(msgspec.Struct, tag="staged", array_like=True, forbid_unknown_fields=True):
+    """Relay to relay: the first `bytes` of the slot's `carried` bytes have come to the host that passes them on."""
 
     slot: Slot
+    bytes: Size
+
+
+class Posted(msgspec.Struct, tag="posted", array_like=True, forbid_unknown_fields=True):
+    """Reader's relay to writer's relay: it has posted a receive of `carried` bytes, up to `bytes`, from where the last one ended."""
+
+    slot: Slot
+    bytes: Size
 
 
 class Arrived(msgspec.Struct, tag="arrived", array_like=True, forbid_unknown_fields=True):
@@ -112,9 +123,24 @@ class Disconnected:
     why: str
 
 
-ControlMessage: TypeAlias = Welcome | KeyValue | Full | More | Portion | Posted | Arrived | Free | Goodbye | Failed | Lost
+ControlMessage: TypeAlias = Welcome | KeyValue | Full | More | Portion | Staged | Posted | Arrived | Free | Goodbye | Failed | Lost
 DIED = Disconnected("died: its connection ended without a goodbye")
 _decoder = msgspec.msgpack.Decoder(ControlMessage)
+
+
+def fitting(size: int | float, slots: int, least: int) -> int | None:
+    """The bytes of parts, at least so many, whose messages fit into a socket's buffer with those of all slots; None if not even two do."""
+    most = MAX_SLOTS // slots - 3  # beside: `Full`, the last part, and one of another device
+    return max(least, math.ceil(size / most)) if most > 1 else None
+
+
+def part_bytes(size: int | float, slots: int, least: int) -> int | None:
+    """The bytes of the parts in which a message travels between hosts; None if it goes whole, as one does that has hardly two.
+
+    >>> part_bytes(1 << 20, 1, 4 << 20), part_bytes(100 << 20, 1, 4 << 20), part_bytes(1 << 30, 2, 4 << 20)
+    (None, 4194304, 37025581)
+    """
+    return fitting(size, slots, least) if size >= 2 * least else None
 
 
 def encode(message: ControlMessage) -> bytes:

@@ -7,33 +7,38 @@ while more of them come in. A slot is free for the writer once all of them have 
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.acceptor import Acceptor
 from rlgraph.channels.host.address import ready
 from rlgraph.channels.host.connection import Connection, ProtocolError
-from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, Lost, Portion, Posted
-from rlgraph.channels.host.slot_memory import segment_of
-from rlgraph.channels.remote import relay
+from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, Lost, Portion, Posted, Staged
+from rlgraph.channels.host.slot_memory import Handle, Segment, segment_of
+from rlgraph.channels.remote import relay, transfer
 from rlgraph.channels.remote.relay import Relay
-from rlgraph.channels.remote.transfer import DeviceBuffers, HungUp, PeerFailed, watched
+from rlgraph.channels.remote.transfer import DeviceBuffers, Finish, HungUp, PairComm, PeerFailed, watched
 from rlgraph.errors import shown
 
+POSTED_MOST = 2  # parts, so that a sender that has ended one can begin the next
 _receives = threading.Lock()  # held for a transfer: a process receives one at a time
 
 
-def from_writer(channel: str, remote: Connection, buffers: DeviceBuffers | None, onward: Acceptor | None) -> Connection:
+def from_writer(channel: str, remote: Connection, buffers: DeviceBuffers | None, onward: Acceptor | None, slots: int) -> Connection:
     """Start a relay to a writer on another host, and return the connection that stands for it; `onward` are further readers."""
     near, far = Connection.pair(remote.peer, remote.host)
-    _Inward(channel, far, remote, buffers, onward=onward).start("from")
+    _Inward(channel, far, remote, buffers, onward=onward, slots=slots).start("from")
     return near
 
 
 @dataclass
 class _Inward(Relay):
     onward: Acceptor | None = None
+    slots: int = 1
     coming: Full | None = None  # the message of which parts come in, after its first part
     there: tuple[int, int] = 0, 0  # the bytes and tensors of it that are there
     handle: int | None = None  # of new memory, of which the readers do not know yet
@@ -69,6 +74,8 @@ class _Inward(Relay):
             self._receive(message)
         elif isinstance(message, Portion):
             self._receive_part(message)
+        elif isinstance(message, Staged):
+            raise ProtocolError(f"{shown(message)}, which continues no message")
         else:
             self.last = message if isinstance(message, Goodbye | Failed | Lost) else None
             protocol.tell(self.readers(), message)
@@ -82,13 +89,18 @@ class _Inward(Relay):
             self._leave(source, why)
         return bool(self.readers())
 
+    def heard(self, message: ControlMessage, source: Connection) -> None:
+        if source is self.remote and isinstance(message, Goodbye | Failed | Lost):
+            self.last = message
+
     def fail(self, last: Failed) -> None:
         self.last = last
         super().fail(last)
 
     def part(self) -> None:
-        if self.handle is not None:
-            os.close(self.handle)
+        self._forget_handle()
+        if self.buffers is not None:
+            self.buffers.forget_news()
         if self.onward is not None:
             self.onward.shut(self.last or Lost(self.remote.peer, protocol.DIED.why))
         super().part()
@@ -136,17 +148,22 @@ class _Inward(Relay):
         self.remote.receive_into(memoryview(self.segments[full.slot])[: full.size])
         if full.carried:
             self._receive_apart(full)
-        self._pass_on(full)
+        else:
+            self._pass_on(full)
 
     def _pass_on(self, full: Full) -> None:
         """Tell the readers of a message, with the handle of its memory if that is new."""
         self._gather()
         self.unread[full.slot] = self.readers()
+        self._tell(full, self.unread[full.slot], None)
+        self._forget_handle()
+
+    def _tell(self, full: Full, readers: Sequence[Connection], news: Handle | Segment | None, awaited: int = 0) -> None:
         mapped = 0 if self.handle is None else len(self.segments[full.slot])
-        message = Full(full.step, full.slot, full.header, full.size, mapped, full.carried, full.coming)
-        protocol.tell_full(
-            self.unread[full.slot], message, self.handle, None if self.buffers is None else self.buffers.news.pop(full.slot, None)
-        )
+        message = Full(full.step, full.slot, full.header, full.size, mapped, full.carried, full.coming, awaited=awaited)
+        protocol.tell_full(readers, message, self.handle, news)
+
+    def _forget_handle(self) -> None:
         if self.handle is not None:
             os.close(self.handle)
             self.handle = None
@@ -166,14 +183,55 @@ class _Inward(Relay):
             self.onward.hush()
 
     def _receive_apart(self, full: Full) -> None:
+        """Receive the carried bytes: relays to other hosts hear of them with the first part, readers of this host once all are there."""
         if self.buffers is None or self.comm is None:
             raise ProtocolError(f"{shown(full)}, but the ends agreed on no carrier")
+        if full.awaited >= full.carried:
+            raise ProtocolError(f"{shown(full)}, of which no byte has left the writer")
+        self._gather()
+        self.unread[full.slot] = self.readers()
+        beyond = [reader for reader in self.unread[full.slot] if reader.sends_on]
+        part = protocol.part_bytes(full.carried, self.slots, transfer.PART_BYTES) if beyond else None
         if not _receives.acquire(timeout=relay.STALL_S):
             raise RuntimeError(f"other transfers to this process took {relay.STALL_S:g} s")
         try:
-            arrived = self.comm.receive(self.buffers.of_slot(full.slot, full.carried, self.comm.memory))
-            self.remote.send(protocol.encode(Posted(full.slot)))
-            watched(arrived, [self.near, self.remote], relay.STALL_S, self.comm.check)
+            memory, before = self.buffers.of_slot(full.slot, full.carried, self.comm.memory), 0
+            for there in self._arriving(full, memory, self.comm, part or full.carried):
+                if before:
+                    protocol.tell(beyond, Staged(full.slot, there))
+                else:
+                    self._tell(full, beyond, None, full.carried - there)
+                before = there
         finally:
             _receives.release()
         self.remote.send(protocol.encode(Arrived(full.slot)))
+        self._tell(full, [reader for reader in self.unread[full.slot] if not reader.sends_on], self.buffers.news.pop(full.slot, None))
+        self._forget_handle()
+
+    def _arriving(self, full: Full, memory: torch.Tensor, comm: PairComm, part: int) -> Iterator[int]:
+        """Receive bytes in parts, and tell after each how many are there. The next one is posted meanwhile, if the sending host has it."""
+        staged, begun = full.carried - full.awaited, 0
+        posted: deque[tuple[int, Finish]] = deque()
+        while begun < full.carried or posted:
+            while staged < full.carried and (not (posted or begun < staged) or ready([self.remote.fileno()], 0)):
+                staged = self._hear_of_more(full, staged)
+            while begun < staged and len(posted) < POSTED_MOST:
+                end = min(begun + part, staged)
+                posted.append((end, comm.receive(memory[begun:end])))
+                self.remote.send(protocol.encode(Posted(full.slot, end)))
+                begun = end
+            there, arrived = posted.popleft()
+            watched(arrived, [self.near, self.remote], relay.STALL_S, comm.check)
+            yield there
+
+    def _hear_of_more(self, full: Full, before: int) -> int:
+        """Wait until the sending host has more of the bytes."""
+        message = watched(lambda: protocol.receive(self.remote), [self.near], relay.STALL_S)
+        if isinstance(message, Staged) and message.slot == full.slot and before < message.bytes <= full.carried:
+            return message.bytes
+        if not isinstance(message, Goodbye | Failed | Lost | Disconnected):
+            raise ProtocolError(f"{shown(message)}, in the middle of a message of which {before} of {full.carried} bytes were there")
+        if not isinstance(message, Disconnected):
+            self.heard(message, self.remote)
+            protocol.send(self.near, message)
+        raise HungUp

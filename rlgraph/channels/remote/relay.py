@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.address import ready
 from rlgraph.channels.host.connection import Connection
-from rlgraph.channels.host.protocol import ControlMessage, Disconnected, Failed, Full
+from rlgraph.channels.host.protocol import ControlMessage, Disconnected, Failed, Full, Staged
 from rlgraph.channels.remote.gloo import Gloo
 from rlgraph.channels.remote.nccl import Nccl
 from rlgraph.channels.remote.transfer import DeviceBuffers, HungUp, LinkStore, PairComm, PeerFailed, watched
@@ -119,7 +119,12 @@ class Relay:
         """Pass on the last messages of a side that ended: that it closed, or failed."""
         for source, target in ((self.near, self.remote), (self.remote, self.near)):
             while ready([source.fileno()], 0) and not isinstance(message := protocol.receive(source), Disconnected | Full):
-                protocol.send(target, message)
+                if not isinstance(message, Staged):
+                    self.heard(message, source)
+                    protocol.send(target, message)
+
+    def heard(self, message: ControlMessage, source: Connection) -> None:
+        """Note one of the last messages."""
 
     def part(self) -> None:
         """End both sides. The remote host reads everything sent before this host drops the connection."""

@@ -1,12 +1,13 @@
 """Columns on a GPU between hosts: the interface of a communicator of two, and how a relay waits for it.
 
 No cycle of waits can arise, whatever channels a process has, and beside the collectives of a trainer. Each connection has its own
-thread and its own communicator. The reader's side posts its receive and then requests the bytes, so a send that has begun waits only
-for the wire. A receive waits for its send to begin, and that send waits for no transfer but the one that brought its bytes: a reader
-that passes a message on sends it once it is there, and no message comes back to where it was. A process receives one message at a time,
-so kernels that wait for bytes leave the GPU to others.
+thread and its own communicator. The reader's side posts a receive of bytes that are there on the sending host, and then requests them: a
+send that has begun waits only for the wire, and a receive for its send to begin. A reader that passes a message on has it sent in parts,
+each once it is there, and no message comes back to where it was. A process receives one message at a time. It may wait for parts of it:
+the host that passes them on is then receiving this message itself, or has it whole, so at the end of such waits is the writer.
 """
 
+import os
 import select
 import socket
 import threading
@@ -29,6 +30,7 @@ Finish: TypeAlias = Callable[[], None]  # blocks until a transfer has ended
 T = TypeVar("T")
 
 DEVICES: Final[dict[CarrierName, str]] = {"nccl": "cuda", "gloo": "cpu"}  # the type of device whose memory each carries
+PART_BYTES = 32 << 20  # of what is passed on: at 50 GB/s 0.7 ms, beside which the messages that request a part are short
 LOOK_S = 1.0  # how often to ask the library whether its network failed
 HANG_UP_S = 0.5  # a peer that ends closes all its connections, though not at the same moment
 
@@ -92,6 +94,13 @@ class DeviceBuffers:
                 if self.shared:
                     self.news[slot] = handle_of(self.memories[slot])
         return self.memories[slot][:size]
+
+    def forget_news(self) -> None:
+        """Close the handles of memory that no reader will hear of."""
+        while self.news:
+            _, memory = self.news.popitem()
+            if isinstance(memory, Segment):
+                os.close(memory.handle)
 
 
 class LinkStore(Store):
