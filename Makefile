@@ -34,7 +34,7 @@ test-chaos: $(READY)
 
 # The tests of SGLang, in an environment of its own: its pins and vLLM's exclude each other.
 test-sglang: .venv-sglang/.ready
-	.venv-sglang/bin/python -m pytest -m sglang tests/engines/test_generators.py tests/engines/test_stepping.py tests/test_recipes.py $(PYTEST)
+	.venv-sglang/bin/python -m pytest -m sglang tests/engines/test_generators.py tests/engines/test_stepping.py tests/runtime/test_sglang_job.py tests/test_recipes.py $(PYTEST)
 
 .venv-sglang/.ready: requirements/sglang-cpu.lock pyproject.toml
 	$(PYTHON) -m venv .venv-sglang

@@ -18,9 +18,13 @@ def gap(batch: Columns) -> tuple[Columns, dict[str, float]]:
     return {"kept": ours[:, 0]}, {"gap": ((ours - theirs) * mask).abs().max().item()}
 
 
-def graph_of(model: Path, **settings: Any) -> rg.Graph:
-    sampling = rg.Sampling(max_tokens=6, temperature=0.9)
-    generator = rg.Generator(str(model), pool=rg.Pool("rollout"), engine="transformers", sampling=sampling, dtype="float32")
+SAMPLING = rg.Sampling(max_tokens=6, temperature=0.9)
+
+
+def graph_of(model: Path, generator: rg.Generator | None = None, **settings: Any) -> rg.Graph:
+    """GRPO on the model by a policy with these settings, and by the `generator` (None: one of the engine "transformers")."""
+    if generator is None:
+        generator = rg.Generator(str(model), pool=rg.Pool("rollout"), engine="transformers", sampling=SAMPLING, dtype="float32")
     policy = rg.Policy(str(model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3, eps=1e-3), dtype="float32", **settings)
     weights = rg.feedback("weights", depth=0)
     rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4)

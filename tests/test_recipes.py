@@ -157,17 +157,19 @@ def rows_of_verl() -> str:
 
 ON_SGLANG = ("one_step_off", "tools", "continuous", "dapo")  # turns with tools, batches that join, refill and evaluation
 RUNS = [
-    pytest.param("one_step_off", "vllm", marks=pytest.mark.vllm),
-    *(pytest.param(name, "sglang", marks=pytest.mark.sglang) for name in ON_SGLANG),
+    pytest.param("one_step_off", "engine=vllm", marks=pytest.mark.vllm),
+    *(pytest.param(name, "engine=sglang", marks=pytest.mark.sglang) for name in ON_SGLANG),
+    pytest.param("one_step_off", "engine=sglang trainer=megatron", marks=pytest.mark.sglang),
+    ("tools", "engine=transformers"),
 ]
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize(("name", "engine"), [*RUNS, ("tools", "transformers")])
-def test_a_recipe_is_a_program_that_runs_on_ray(name: str, engine: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "settings"), RUNS)
+def test_a_recipe_is_a_program_that_runs_on_ray(name: str, settings: str, tmp_path: Path) -> None:
     more = VALIDATED if name == "dapo" else []
     (tmp_path / "train.jsonl").write_text(rows_of_verl())
-    command = [sys.executable, str(RECIPES[name]), *TINY, *more, f"engine={engine}", "out=run"]
+    command = [sys.executable, str(RECIPES[name]), *TINY, *more, *settings.split(), "out=run"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert_complete(tmp_path, ended.stdout)

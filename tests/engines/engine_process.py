@@ -2,6 +2,7 @@
 
 import resource
 import sys
+import tempfile
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -76,7 +77,20 @@ def slept_by_sglang(engine: Any) -> tuple[set[str], set[str]]:
     return asleep, set(freed)
 
 
+def opened_under(*folders: str) -> set[str]:
+    """Collect the paths below these folders that this process opens or makes from now on."""
+    opened: set[str] = set()
+
+    def note(event: str, given: tuple[Any, ...]) -> None:
+        if event in ("open", "tempfile.mkdtemp", "tempfile.mkstemp") and isinstance(given[0], str) and given[0].startswith(folders):
+            opened.add(given[0])
+
+    sys.addaudithook(note)
+    return opened
+
+
 def main(engine: str, folder: Path, out: Path) -> None:
+    opened = opened_under("/dev/shm/", f"{tempfile.gettempdir()}/tmp")
     made = {"vllm": vllm, "sglang": sglang, "sglang overlap": lambda folder: sglang(folder, overlap=True)}[engine](folder)
     weights = load_file(folder / "model.safetensors")
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -96,8 +110,9 @@ def main(engine: str, folder: Path, out: Path) -> None:
     else:
         made.load_weights(changed(weights, 1))
         found["copied"] = copied(made, folder)
-    torch.save(found, out)
     made.close()
+    found["left"] = sorted(path for path in opened if Path(path).exists())
+    torch.save(found, out)
 
 
 if __name__ == "__main__":

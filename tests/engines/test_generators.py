@@ -111,6 +111,11 @@ def test_recorded_copies_leave_the_model_as_its_own_loader_does(run: dict[str, A
     assert all(run["copied"].values())
 
 
+@pytest.mark.parametrize("run", SGLANG, indirect=True)
+def test_a_closed_engine_leaves_no_file_in_shared_memory_or_among_temporary_ones(run: dict[str, Any]) -> None:
+    assert run["left"] == []
+
+
 def test_a_response_ends_with_its_stop_token(run: dict[str, Any]) -> None:
     free = run["repeated"][0]["tokens"]
     assert run["stopped"]["tokens"] == free[: free.index(free[3]) + 1]

@@ -73,8 +73,8 @@ def test_on_a_gpu_flashinfer_and_vllm_are_not_looked_for_where_flashinfer_is_abs
         sys.modules["flashinfer.sampling"].min_p_sampling_from_probs()
 
 
-@pytest.mark.parametrize("machine", ["cpu", "gpu"])
-def test_a_lock_holds_the_version_of_sglang_that_the_package_names(machine: str) -> None:
-    named = re.search(r'^sglang = \["(sglang==[\d.]+)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+@pytest.mark.parametrize(("machine", "extra"), [("cpu", "sglang"), ("gpu", "sglang"), ("cpu", "megatron")])
+def test_a_lock_holds_the_version_that_the_package_names(machine: str, extra: str) -> None:
+    named = re.search(rf'^{extra} = \["([\w-]+==[\d.]+)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert named is not None
     assert named[1] in (ROOT / "requirements" / f"sglang-{machine}.lock").read_text().splitlines()

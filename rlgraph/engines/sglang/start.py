@@ -63,6 +63,7 @@ def _started(arguments: Mapping[str, Any]) -> tuple[Any, list[Path]]:
     ports = PortArgs.init_new(given)
     publish(given, role="scheduler")
     made: Any = Scheduler(given, ports, 0, 0, 0, 0, 0, 0, None)
+    _drop_load_file(made)
     made.output_streamer.send_to_detokenizer = NoReader()
     made.ipc_channels = dataclasses.replace(made.ipc_channels, send_to_tokenizer=NoReader())
     # What its own loop sets before the first step. On the stream of weights that arrive, so that steps wait for them.
@@ -141,6 +142,18 @@ def _seed_batches() -> None:
         return info
 
     SamplingBatchInfo.from_schedule_batch = classmethod(seeded)
+
+
+def _drop_load_file(scheduler: Any) -> None:
+    """Remove the file in /dev/shm that tells a server how busy the scheduler is.
+
+    No server reads it here, SGLang never removes it, and it is written in the steps. Now rather than at the end: a worker may be killed.
+    """
+    writer, scheduler.load_snapshot_writer = scheduler.load_snapshot_writer, None
+    if writer is not None:
+        writer.close()
+        if hasattr(writer, "path"):  # by SGLANG_LOAD_SNAPSHOT_USE_ZMQ it is a socket
+            Path(writer.path).unlink(missing_ok=True)
 
 
 def _free_without_preload() -> None:
