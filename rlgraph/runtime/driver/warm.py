@@ -185,7 +185,8 @@ def warm() -> Iterator[Warm]:
     forked from them, so they begin in milliseconds, and as clean as new ones: no state of a job is left for the next, whether it ended
     or failed, and the results are the same bits. Modules of your own are imported anew at each launch. Other environment variables,
     threads or GPUs get processes of their own. The jobs run without Ray, on this host. Nothing starts before the first launch, and a thread
-    that the program starts is not in the block.
+    that the program starts is not in the block. On GPUs the imports of vLLM open the driver, which no fork lives through: plans with vLLM
+    are then refused as they start.
 
     >>> import rlgraph as rg
     >>> with rg.warm() as processes:
