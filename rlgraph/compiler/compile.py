@@ -45,6 +45,7 @@ from rlgraph.compiler.time_sharing import Sleeps, sleep_cost, sleep_costs
 from rlgraph.costs.costs import Costs, checked
 from rlgraph.costs.engine_widths import assumed
 from rlgraph.costs.functions import Setting
+from rlgraph.costs.gathering import assumed_shards, with_shards
 from rlgraph.costs.identified import not_told_apart
 from rlgraph.costs.microbatch_count import passes_of
 from rlgraph.costs.model_shapes import Shapes, known
@@ -86,7 +87,8 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
     device = device_of(cluster.gpu) if cluster.gpu else None
     if costs is None and device is not None and known(graph, shapes):
         return with_sleep(graph, roofline(graph, device, shapes), cluster, device, shapes)
-    return with_sleep(graph, with_sharing(graph, checked(graph, costs), device, shapes), cluster, device, shapes)
+    shared = with_shards(graph, with_sharing(graph, checked(graph, costs), device, shapes), device, shapes)
+    return with_sleep(graph, shared, cluster, device, shapes)
 
 
 def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
@@ -131,6 +133,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
                 *assumed(graph, settings, priced, "GPUs" if cluster.gpus else "cores"),
                 *not_told_apart(graph, settings, priced),
                 *assumed_sharing(graph, priced),
+                *assumed_shards(graph, settings, priced),
             ),
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),

@@ -13,6 +13,7 @@ from rlgraph.costs.adapters import adapter_size
 from rlgraph.costs.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
 from rlgraph.costs.estimates import DECODING, GENERATING, Device, default_estimates
 from rlgraph.costs.functions import NodeCost, Setting, SleepCost
+from rlgraph.costs.gathering import gathers, shards_of
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
 from rlgraph.costs.sharing import exchange_s
@@ -146,8 +147,9 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
         parallel_s=epochs_of(node) * _optimizer_s(node.model, shape, device) if trains else 0.0,
         token_s=walks * (_operations(node.model, shape, lengths, trains=trains) / (device.flops * TRAINING) + logits)
         + walks_of(node) * exchange,
-        pass_s=walks * host_times.launch_s(shape.layers, trains and node.model.traits.recompute),
-        sharded_pass_s=walks * host_times.launch_s(shape.layers, trains and node.model.traits.recompute, sharded=True),
+        pass_s=walks * host_times.launch_s(shape, trains and node.model.traits.recompute),
+        sharded_pass_s=walks * host_times.launch_s(shape, trains and node.model.traits.recompute, sharded=gathers(node)),
+        shards=shards_of(node, shape, device, idle_alone=True),
     )
 
 
