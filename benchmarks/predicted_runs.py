@@ -3,8 +3,8 @@
     python benchmarks/predicted_runs.py                # the table; runs nothing and needs no GPU
     python benchmarks/predicted_runs.py --json         # writes results/predicted_runs.json too, of which docs/prediction.md has a table
 
-The measured side is what `parallel.py` and `large.py` recorded. "From one rank" is a prediction from the seconds of `dp1` in the same file. "Without" is the
-same code that counts neither the shards that ranks gather, nor more operations for layers with experts.
+The measured side is what `parallel.py` and `large.py` recorded. "From one rank" is a prediction from the seconds of `dp1` in the same
+file. "Without" is the same code that counts neither the shards that ranks gather, nor more operations for layers with experts.
 """
 
 import argparse

@@ -51,7 +51,7 @@ from rlgraph.costs.microbatch_count import passes_of
 from rlgraph.costs.model_shapes import Shapes, known
 from rlgraph.costs.plain_costs import warnings_of
 from rlgraph.costs.roofline import device_of, roofline, with_sleep
-from rlgraph.costs.sharing import assumed_sharing, check_shared, with_sharing
+from rlgraph.costs.sharing import assumed_sharing, check_shared, ring_of, with_sharing
 from rlgraph.errors import PlanError
 from rlgraph.graph.exact_rules import exact_models
 from rlgraph.graph.nodes import Graph, Node
@@ -139,7 +139,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
         certificate=certify(graph, schedule, channels, cycle.period_s),
         memory=memory,
         sleeps=tuple(_sleeps(workers, settings, sleeps, priced)),
-        models=tuple(_models(graph, cluster, workers)),
+        models=tuple(_models(graph, cluster, workers, shapes)),
         source=graph,
     )
     return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
@@ -310,12 +310,13 @@ def _nodes(graph: Graph, workers: Sequence[PlannedWorker], settings: Settings, c
     ]
 
 
-def _models(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker]) -> Iterator[PlannedModel]:
+def _models(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], shapes: Shapes) -> Iterator[PlannedModel]:
     for name, model in model_names(graph).items():
         precision = precision_of(model, cluster)
         if precision is not None:
             given, ranks = model.traits.engine_args, sum(worker.model == name for worker in workers)
-            yield PlannedModel(name, precision.dtype, precision.why, json.dumps(given) if given else "", split(model.traits, ranks))
+            shared = split(model.traits, ranks, ring_of(model.traits, shapes.get(model.path)))
+            yield PlannedModel(name, precision.dtype, precision.why, json.dumps(given) if given else "", shared)
 
 
 def _sleeps(workers: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps, costs: Costs) -> Iterator[PlannedSleep]:

@@ -54,6 +54,13 @@ def ring_ranks(heads: int, *, tensor: int, context: int) -> int:
     return context if heads % tensor else context // gcd(heads // tensor, context)
 
 
+def ring_of(traits: ModelTraits, shape: ModelShape | None) -> int:
+    """Count the ranks of the ring of a model; 1 without one, or where its shape is not known."""
+    if shape is None or not traits.any_heads:
+        return 1
+    return ring_ranks(shape.heads, tensor=traits.tensor_parallel, context=traits.context_parallel)
+
+
 def _cut_by_tensor(kv_heads: int, vocab: int | None, intermediate: int) -> Mapping[str, int]:
     return {"num_key_value_heads": kv_heads, **({} if vocab is None else {"vocab_size": vocab}), "intermediate_size": intermediate}
 
@@ -68,7 +75,7 @@ def check_shared(graph: Graph, shapes: Shapes) -> None:
         inner = shape.intermediate if shape.experts == 1 else traits.tensor_parallel  # experts are not cut
         sizes = shape.heads, shape.kv_heads, None if traits.any_vocabulary else shape.vocab, inner
         tensor, context = traits.tensor_parallel, traits.context_parallel
-        ring = ring_ranks(shape.heads, tensor=tensor, context=context) if traits.any_heads else 1
+        ring = ring_of(traits, shape)
         found = undivided(*sizes, tensor=tensor, context=context // ring)
         if found is not None:
             name, size, settings = found
