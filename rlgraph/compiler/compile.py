@@ -50,6 +50,7 @@ from rlgraph.costs.identified import not_told_apart
 from rlgraph.costs.microbatch_count import passes_of
 from rlgraph.costs.model_shapes import Shapes, known
 from rlgraph.costs.plain_costs import warnings_of
+from rlgraph.costs.recomputing import assumed_recompute, with_recompute
 from rlgraph.costs.roofline import device_of, roofline, with_sleep
 from rlgraph.costs.sharing import assumed_sharing, check_shared, ring_of, with_sharing
 from rlgraph.errors import PlanError
@@ -87,7 +88,8 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
     device = device_of(cluster.gpu) if cluster.gpu else None
     if costs is None and device is not None and known(graph, shapes):
         return with_sleep(graph, roofline(graph, device, shapes), cluster, device, shapes)
-    shared = with_shards(graph, with_sharing(graph, checked(graph, costs), device, shapes), device, shapes)
+    again = with_recompute(graph, checked(graph, costs), shapes)
+    shared = with_shards(graph, with_sharing(graph, again, device, shapes), device, shapes)
     return with_sleep(graph, shared, cluster, device, shapes)
 
 
@@ -134,6 +136,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
                 *not_told_apart(graph, settings, priced),
                 *assumed_sharing(graph, priced),
                 *assumed_shards(graph, settings, priced),
+                *assumed_recompute(graph, settings, priced),
             ),
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),

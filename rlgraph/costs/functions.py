@@ -265,6 +265,12 @@ class NodeCost:
         measured = 0.0 if self.measured is None else sum(each.seconds(self.measured) for each in self.shards)
         return sum(each.seconds(setting) for each in self.shards) - measured
 
+    def recomputes_otherwise(self, setting: Setting) -> bool:
+        """Whether layers compute again in a setting what they did not where this was measured, or the reverse."""
+        if self.measured is None or self.measured.passes is None or setting.passes is None:
+            return False
+        return self.measured.passes.recompute not in (None, setting.passes.recompute)
+
     def _rows_scale(self, setting: Setting) -> float:
         return setting.rows / self.measured.rows if self.measured else 1.0
 
