@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import adapters_learning
 import exact_learning
+import predicted_runs
 import scale_tables
 import small_gpu_rows
 import staleness_tables
@@ -74,7 +75,12 @@ def tables() -> tuple[dict[str, str], list[str]]:
               "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": [*ON_GPUS, *EXACT_ON_GPUS], "h100s": ON_H100S,
               "two-h200s": ON_TWO_H200S}  # fmt: skip
     found = (
-        scale_tables.tables() | staleness_tables.tables() | adapters_learning.tables() | exact_learning.tables() | small_gpu_rows.tables()
+        scale_tables.tables()
+        | staleness_tables.tables()
+        | adapters_learning.tables()
+        | exact_learning.tables()
+        | small_gpu_rows.tables()
+        | predicted_runs.tables()
     )
     missing: list[str] = []
     for name, rows in groups.items():

@@ -45,12 +45,14 @@ from rlgraph.compiler.time_sharing import Sleeps, sleep_cost, sleep_costs
 from rlgraph.costs.costs import Costs, checked
 from rlgraph.costs.engine_widths import assumed
 from rlgraph.costs.functions import Setting
+from rlgraph.costs.gathering import assumed_shards, with_shards
 from rlgraph.costs.identified import not_told_apart
 from rlgraph.costs.microbatch_count import passes_of
 from rlgraph.costs.model_shapes import Shapes, known
 from rlgraph.costs.plain_costs import warnings_of
+from rlgraph.costs.recomputing import assumed_recompute, with_recompute
 from rlgraph.costs.roofline import device_of, roofline, with_sleep
-from rlgraph.costs.sharing import assumed_sharing, check_shared, with_sharing
+from rlgraph.costs.sharing import assumed_sharing, check_shared, ring_of, with_sharing
 from rlgraph.errors import PlanError
 from rlgraph.graph.exact_rules import exact_models
 from rlgraph.graph.nodes import Graph, Node
@@ -86,7 +88,9 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
     device = device_of(cluster.gpu) if cluster.gpu else None
     if costs is None and device is not None and known(graph, shapes):
         return with_sleep(graph, roofline(graph, device, shapes), cluster, device, shapes)
-    return with_sleep(graph, with_sharing(graph, checked(graph, costs), device, shapes), cluster, device, shapes)
+    again = with_recompute(graph, checked(graph, costs), shapes)
+    shared = with_shards(graph, with_sharing(graph, again, device, shapes), device, shapes)
+    return with_sleep(graph, shared, cluster, device, shapes)
 
 
 def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
@@ -131,12 +135,14 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
                 *assumed(graph, settings, priced, "GPUs" if cluster.gpus else "cores"),
                 *not_told_apart(graph, settings, priced),
                 *assumed_sharing(graph, priced),
+                *assumed_shards(graph, settings, priced),
+                *assumed_recompute(graph, settings, priced),
             ),
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),
         memory=memory,
         sleeps=tuple(_sleeps(workers, settings, sleeps, priced)),
-        models=tuple(_models(graph, cluster, workers)),
+        models=tuple(_models(graph, cluster, workers, shapes)),
         source=graph,
     )
     return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
@@ -307,12 +313,13 @@ def _nodes(graph: Graph, workers: Sequence[PlannedWorker], settings: Settings, c
     ]
 
 
-def _models(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker]) -> Iterator[PlannedModel]:
+def _models(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], shapes: Shapes) -> Iterator[PlannedModel]:
     for name, model in model_names(graph).items():
         precision = precision_of(model, cluster)
         if precision is not None:
             given, ranks = model.traits.engine_args, sum(worker.model == name for worker in workers)
-            yield PlannedModel(name, precision.dtype, precision.why, json.dumps(given) if given else "", split(model.traits, ranks))
+            shared = split(model.traits, ranks, ring_of(model.traits, shapes.get(model.path)))
+            yield PlannedModel(name, precision.dtype, precision.why, json.dumps(given) if given else "", shared)
 
 
 def _sleeps(workers: Sequence[PlannedWorker], settings: Settings, sleeps: Sleeps, costs: Costs) -> Iterator[PlannedSleep]:

@@ -258,17 +258,20 @@ def _check_one_host(model: Model, name: str, hosts: Sequence[int]) -> None:
             )
 
 
-def split(traits: ModelTraits, ranks: int = 0) -> str:
+def split(traits: ModelTraits, ranks: int = 0, ring: int = 1) -> str:
     """Say how the ranks of a model share its work, as "tp 2 × dp 2"; empty if each has a pass and all experts of its own.
 
-    >>> split(ModelTraits(tensor_parallel=2), 4), split(ModelTraits(expert_parallel=2), 4)
-    ('tp 2 × dp 2', 'dp 4 (ep 2)')
+    Of those that share a row `ring` pass keys and values round.
+
+    >>> split(ModelTraits(tensor_parallel=2), 4), split(ModelTraits(expert_parallel=2), 4), split(ModelTraits(context_parallel=4), 4, ring=2)
+    ('tp 2 × dp 2', 'dp 4 (ep 2)', 'cp 4 (ring 2) × dp 1')
     """
     if traits.together == 1:
         return ""
     shared = [("tp", traits.tensor_parallel), ("cp", traits.context_parallel), ("pp", traits.pipeline_parallel)]
     parts = [*shared, ("dp", ranks // traits.sharing)]
-    found = " × ".join(f"{what} {size}" for what, size in parts if size > 1 or (what == "dp" and size))
+    rings = {"cp": f" (ring {ring})"} if ring > 1 else {}
+    found = " × ".join(f"{what} {size}{rings.get(what, '')}" for what, size in parts if size > 1 or (what == "dp" and size))
     return f"{found} (ep {traits.expert_parallel})".strip() if traits.expert_parallel > 1 else found
 
 

@@ -102,7 +102,7 @@ class Costs:
         """Tell where the seconds of `node` at this setting come from: "scaled" if they were measured at another one."""
         cost = self.cost_of(node)
         counts = [count for count, _ in cost.by_devices]
-        elsewhere = cost.measured not in (None, setting) or (counts and setting.devices not in counts)
+        elsewhere = cost.measured not in (None, setting) or (counts and setting.devices not in counts) or cost.recomputes_otherwise(setting)
         return "scaled" if elsewhere else self.source
 
     def sleep_source(self, model: str, setting: Setting) -> CostSource:

@@ -12,6 +12,7 @@ from rlgraph.costs.functions import number_or_function
 from rlgraph.errors import PlanError
 
 C = TypeVar("C")
+NOTHING_AGAIN = "recompute", False  # is known, where the default is not
 HEAD = """\
 # What each node of a graph costs, in seconds: rlgraph.Costs.from_file reads it. A node's cost is a number of seconds, or the
 # seconds by count of devices, as {1: 38.2, 2: 19.0}, or
@@ -38,7 +39,7 @@ def _cost(value: Any) -> Any:
 def _short(value: Any) -> Any:
     """Round the values to six digits, and leave out zeros and empty values, which are the defaults."""
     if isinstance(value, dict):
-        return {key: _short(part) for key, part in value.items() if part not in (None, "", [], (), 0)}
+        return {key: _short(part) for key, part in value.items() if part not in (None, "", [], (), 0) or (key, part) == NOTHING_AGAIN}
     if isinstance(value, list | tuple):
         return [_short(part) for part in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value

@@ -143,13 +143,15 @@ class Estimates:
     in a worker's memory while it loads, before its ranks share them; an engine that `reads_shards` loads only its own rank's share of
     them: one of all ranks, or `in_each_group` one of those that compute a pass together. `memory_estimate(workload)` is the need of one
     device, `decode_law(shape, device, context)` what a decode step takes there. An engine with `shares` takes such a share of a GPU's
-    memory while it is awake, whatever it needs: where it is alone, and in a pool that others share (None: what it needs).
+    memory while it is awake, whatever it needs: where it is alone, and in a pool that others share (None: what it needs). Ranks of one that
+    `gathers_shards` do so for each layer in each pass, and reduce gradients to shards.
     """
 
     sleep_bytes: Callable[[int, int], int] = compute_weights
     loading_bytes: Callable[[int, int], int] = compute_weights
     reads_shards: bool = False
     in_each_group: bool = False
+    gathers_shards: bool = False
     memory_estimate: Callable[[Workload], Need] = paged
     shares: tuple[float, float] | None = None
     decode_law: Callable[[ModelShape, Device, float], Decode] = decode_law
@@ -159,7 +161,7 @@ class Estimates:
 
 
 GENERATING = Estimates()
-TRAINING = Estimates(sleep_bytes=moments, memory_estimate=whole)
+TRAINING = Estimates(sleep_bytes=moments, memory_estimate=whole, gathers_shards=True)
 SCORING = Estimates(sleep_bytes=stays_awake, memory_estimate=replicated)
 
 

@@ -40,10 +40,39 @@ class Setting:
         """The number of devices of one engine."""
         return self.devices / self.engines
 
+    def sharing_shards(self, apart: int = 1) -> int:
+        """The number of ranks that each hold a shard of the same parameters, where `apart` ranks hold other parameters."""
+        return max(self.engines // apart, 1)
+
     @property
     def alone(self) -> bool:
         """Whether no rank gathers shards of others: one rank, or those that share the matrices of one model."""
         return self.engines == (1 if self.passes is None else self.passes.tensor)
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Seconds of a pass in which ranks gather parameters from their shards and reduce gradients to them.
+
+    A rank copies all parameters (`whole_s`) and its own shard of them (a part of `own_s`), and the others' shards pass its link (a part of
+    `sent_s`). `apart` ranks hold other parameters, and share none of these shards.
+
+    >>> Shards(whole_s=0.03, own_s=0.04, sent_s=0.06).seconds(Setting(2, 2))
+    0.08
+    """
+
+    whole_s: AtLeastZero
+    own_s: AtLeastZero
+    sent_s: AtLeastZero
+    apart: Count = 1
+
+    def __post_init__(self) -> None:
+        settings.check(self, PlanError)
+
+    def seconds(self, setting: Setting) -> float:
+        """The seconds of a pass; none where a rank shares no shards."""
+        ranks = setting.sharing_shards(self.apart)
+        return 0.0 if ranks == 1 else self.whole_s + (self.own_s + self.sent_s * (ranks - 1)) / ranks
 
 
 @dataclass(frozen=True)
@@ -133,7 +162,8 @@ class NodeCost:
 
     The device-seconds are `parallel_s` a firing (of `measured.rows` rows, where that is known) and `token_s` for each token
     of the batch, prompts included. A pass takes at least `pass_s`, however few tokens are in it, which is the host's own work to
-    launch it, and where ranks gather shards of the model `sharded_pass_s`. `decode` is the function of a generator, by response lengths.
+    launch it, and where ranks gather shards of the model `sharded_pass_s`. `shards` are the GPU's seconds of that in each pass; those of
+    `measured` ranks are in `token_s` already. `decode` is the function of a generator, by response lengths.
     `spread` holds single firings as measured seconds over those of the function, so its mean is about 1. `measured` is the setting that
     the numbers come from; for any other one they are scaled.
 
@@ -151,6 +181,7 @@ class NodeCost:
     token_s: AtLeastZero = 0.0
     pass_s: AtLeastZero = 0.0
     sharded_pass_s: AtLeastZero = 0.0
+    shards: tuple[Shards, ...] = ()
     decode: Decode | None = None
     spread: tuple[AtLeastZero, ...] = ()
     measured: Setting | None = None
@@ -221,12 +252,24 @@ class NodeCost:
 
     def _training(self, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
         floor = self.pass_s if setting.alone else self.sharded_pass_s or self.pass_s
-        if setting.passes is not None and (floor or setting.passes.group > 1):
+        gathering = self.gathering_s(setting)
+        if setting.passes is not None and (floor or gathering or setting.passes.group > 1):
             passes = setting.passes.of_a_rank(batch, prompt_tokens, setting.engines) / setting.width
-            found: Array = np.where(passes > 0, np.maximum(self.token_s * passes, floor), 0.0).sum(axis=1)
+            found: Array = np.where(passes > 0, np.maximum(self.token_s * passes + gathering, floor), 0.0).sum(axis=1)
         else:
             found = self.token_s * (batch.sum(axis=1) + prompt_tokens * setting.rows) / max(setting.devices, 1)
         return found
+
+    def gathering_s(self, setting: Setting) -> float:
+        """Predict how much longer a pass takes than that of the measured ranks, since ranks gather shards and reduce gradients."""
+        measured = 0.0 if self.measured is None else sum(each.seconds(self.measured) for each in self.shards)
+        return sum(each.seconds(setting) for each in self.shards) - measured
+
+    def recomputes_otherwise(self, setting: Setting) -> bool:
+        """Whether layers compute again in a setting what they did not where this was measured, or the reverse."""
+        if self.measured is None or self.measured.passes is None or setting.passes is None:
+            return False
+        return self.measured.passes.recompute not in (None, setting.passes.recompute)
 
     def _rows_scale(self, setting: Setting) -> float:
         return setting.rows / self.measured.rows if self.measured else 1.0

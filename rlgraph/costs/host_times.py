@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass
 
+from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.settings import Recompute
 
 
@@ -25,6 +26,9 @@ SHARING = HostTime(1.36, "peer_job_h200.json: one_step_off, four engines a GPU")
 # The host's time to launch a pass forward and backward, for each layer; more if ranks gather and scatter the layer's shards.
 PASS_LAYER_S = HostTime(7.75e-3, "prediction_h200.json: costs, pass_s of 1.7B and 4B over their layers")
 SHARDED_PASS_LAYER_S = HostTime(15e-3, "prediction_h200.json: costs, sharded_pass_s of 1.7B and 4B over their layers")
+# The host's time of a layer with experts over that of a dense one, by the operations it launches: about 1,300 in a layer and pass that
+# computes again (43,026 in four passes of 8 layers, ep 2), and about 650.
+EXPERTS_LAYER = HostTime(2.0, "operations in profiles of 30B-A3B-8 and 4B by parallel.py --profile; fitted to no seconds")
 # Bytes of memory traffic for each logit of a token that is trained: float32 softmax, its gradient, temperature, entropy.
 LOGIT_BYTES = HostTime(220.0, "prediction_h200.json: costs, token_s of 1.7B and 4B; peer_job_h200.json: one_step_off")
 # Bytes a second between a GPU and pinned memory of its host, over the link's: 15 to 43 GB/s of 63.
@@ -35,14 +39,16 @@ MOMENTS_COPYING = HostTime(0.882, "small_gpu_h200.json: moments, 4B")
 MERGED_BYTES = HostTime(54.6, "small_gpu_h200.json: lora_publish, 8B")
 
 
-def launch_s(layers: int, recompute: Recompute, *, sharded: bool = False) -> float:
+def launch_s(shape: ModelShape, recompute: Recompute, *, sharded: bool = False) -> float:
     """Estimate the host's time to launch a pass forward and backward. Layers that compute again are launched forward a second time.
 
     In a sharded pass that time was not seen: the host gathers the layer's shards meanwhile.
 
-    >>> [round(launch_s(36, way), 3) for way in (False, True)]
+    >>> sizes = {"hidden": 2560, "heads": 32, "kv_heads": 8, "head_dim": 128, "intermediate": 9728, "vocab": 151936}
+    >>> [round(launch_s(ModelShape(layers=36, **sizes), way), 3) for way in (False, True)]
     [0.279, 0.372]
     """
+    layers = shape.layers * (EXPERTS_LAYER.value if shape.experts > 1 else 1)
     if sharded:
         return layers * SHARDED_PASS_LAYER_S.value
     return layers * PASS_LAYER_S.value * (4 / 3 if recompute else 1)

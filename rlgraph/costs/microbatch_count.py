@@ -1,6 +1,6 @@
 """The passes of bounded tokens in which a GPU computes a batch; each takes the host time to launch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy as np
 from rlgraph.batching.cutting import best, cut
 from rlgraph.costs.lengths import Array
 from rlgraph.graph.operation import ModelTraits
+from rlgraph.settings import Recompute
 
 if TYPE_CHECKING:
     from rlgraph.graph.nodes import Node
@@ -21,7 +22,8 @@ class Passes:
     """A batch is cut into `mini_batches` of equal rows, and each of these as the trainer cuts it: dealt to the ranks, in passes
     of at most `tokens` tokens, packed one behind the other. The rows are in groups of `group` with one prompt, which a pass has once.
     `tensor` × `context` × `pipeline` ranks compute a pass together: it is cut between them. A pipeline waits for as many passes more as
-    it has stages behind the first. `expert` ranks share experts, and cut no pass."""
+    it has stages behind the first. `expert` ranks share experts, and cut no pass. `recompute` is what its layers compute again (None: not
+    known, of costs that an earlier version wrote); passes are as many with it as without, and equal."""
 
     tokens: int
     mini_batches: int = 1
@@ -30,6 +32,7 @@ class Passes:
     pipeline: int = 1
     expert: int = 1
     group: int = 1
+    recompute: Recompute | None = field(default=None, compare=False)
 
     @property
     def sharing(self) -> int:
@@ -79,6 +82,7 @@ def passes_of(node: "Node", gpus: int) -> Passes | None:
         model.pipeline_parallel,
         model.expert_parallel,
         group,
+        model.recompute,
     )
 
 

@@ -58,8 +58,13 @@ class ModelShape:
     def own_parameters(self, tensor: int, pipeline: int, expert: int) -> int:
         """Count the parameters of a rank where `tensor` × `pipeline` ranks share a model, and `expert` ranks with the same layers its
         experts, whole ones."""
-        inner = self._of_experts * self.layers
+        inner = self.expert_parameters
         return (self.parameters - inner) // (tensor * pipeline) + inner // (pipeline * expert)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Count the parameters of all experts; none of a dense model's."""
+        return self._of_experts * self.layers
 
     @property
     def embedding_parameters(self) -> int:

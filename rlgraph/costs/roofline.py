@@ -9,15 +9,17 @@ from rlgraph.compiler.placement import model_names
 from rlgraph.compiler.precision import itemsize_of
 from rlgraph.costs import host_times
 from rlgraph.costs.activations import operations_again
-from rlgraph.costs.adapters import adapter_size
+from rlgraph.costs.adapters import AdapterSize, adapter_size
 from rlgraph.costs.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
 from rlgraph.costs.estimates import DECODING, GENERATING, Device, default_estimates
 from rlgraph.costs.functions import NodeCost, Setting, SleepCost
+from rlgraph.costs.gathering import gathers, shards_of
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
 from rlgraph.costs.sharing import exchange_s
 from rlgraph.costs.update_memory import MOMENTS, OPTIMIZER
 from rlgraph.graph.nodes import Graph, Model, Node
+from rlgraph.graph.operation import ModelTraits
 
 GB = 10**9
 PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes a second, one way, of 16 lanes: 16 and 32 GT/s each, 128 bits sent as 130
@@ -144,10 +146,15 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     exchange = node.model.traits.sharing * exchange_s(shape, device, node.model.traits, trains=trains)
     return NodeCost(
         parallel_s=epochs_of(node) * _optimizer_s(node.model, shape, device) if trains else 0.0,
-        token_s=walks * (_operations(node.model, shape, lengths, trains=trains) / (device.flops * TRAINING) + logits)
+        token_s=walks
+        * (
+            operations(node.model.traits, shape, lengths, adapter_size(node.model, shape), trains=trains) / (device.flops * TRAINING)
+            + logits
+        )
         + walks_of(node) * exchange,
-        pass_s=walks * host_times.launch_s(shape.layers, trains and node.model.traits.recompute),
-        sharded_pass_s=walks * host_times.launch_s(shape.layers, trains and node.model.traits.recompute, sharded=True),
+        pass_s=walks * host_times.launch_s(shape, trains and node.model.traits.recompute),
+        sharded_pass_s=walks * host_times.launch_s(shape, trains and node.model.traits.recompute, sharded=gathers(node)),
+        shards=shards_of(node, shape, device, idle_alone=True),
     )
 
 
@@ -156,15 +163,15 @@ def _in_fp8(shape: ModelShape) -> float:
     return shape.weight_bytes(2, fp8=True) / shape.weight_bytes(2)
 
 
-def _operations(model: Model, shape: ModelShape, lengths: Lengths, *, trains: bool) -> float:
-    """The operations of a token forwards and backwards: frozen weights have no gradient, and recomputing is a second forward pass.
+def operations(traits: ModelTraits, shape: ModelShape, lengths: Lengths, adapter: AdapterSize | None = None, *, trains: bool) -> float:
+    """Count the operations of a token forwards and backwards: frozen weights have no gradient, and recomputing is a second forward pass.
 
     A token attends to half of its sequence, and the tokens of a long sequence are many (Chowdhery et al. 2022, "PaLM", appendix B).
     """
-    adapter = adapter_size(model, shape) if trains else None
+    adapter = adapter if trains else None
     own = 6 * shape.active_parameters if adapter is None else 4 * shape.active_parameters + 6 * adapter.parameters
     attends = 4 * shape.layers * shape.heads * shape.head_dim * lengths.sequence_of_a_token / 2
-    return own + 3 * attends + (operations_again(shape, attends, model.traits.recompute, model.traits.tensor_parallel) if trains else 0)
+    return own + 3 * attends + (operations_again(shape, attends, traits.recompute, traits.tensor_parallel) if trains else 0)
 
 
 def _optimizer_s(model: Model, shape: ModelShape, device: Device) -> float:

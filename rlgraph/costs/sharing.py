@@ -54,6 +54,13 @@ def ring_ranks(heads: int, *, tensor: int, context: int) -> int:
     return context if heads % tensor else context // gcd(heads // tensor, context)
 
 
+def ring_of(traits: ModelTraits, shape: ModelShape | None) -> int:
+    """Count the ranks of the ring of a model; 1 without one, or where its shape is not known."""
+    if shape is None or not traits.any_heads:
+        return 1
+    return ring_ranks(shape.heads, tensor=traits.tensor_parallel, context=traits.context_parallel)
+
+
 def _cut_by_tensor(kv_heads: int, vocab: int | None, intermediate: int) -> Mapping[str, int]:
     return {"num_key_value_heads": kv_heads, **({} if vocab is None else {"vocab_size": vocab}), "intermediate_size": intermediate}
 
@@ -68,7 +75,7 @@ def check_shared(graph: Graph, shapes: Shapes) -> None:
         inner = shape.intermediate if shape.experts == 1 else traits.tensor_parallel  # experts are not cut
         sizes = shape.heads, shape.kv_heads, None if traits.any_vocabulary else shape.vocab, inner
         tensor, context = traits.tensor_parallel, traits.context_parallel
-        ring = ring_ranks(shape.heads, tensor=tensor, context=context) if traits.any_heads else 1
+        ring = ring_of(traits, shape)
         found = undivided(*sizes, tensor=tensor, context=context // ring)
         if found is not None:
             name, size, settings = found
@@ -133,7 +140,7 @@ def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shap
         pass_s = cost.pass_s
         if not pass_s and traits.sharing > measured.sharing:
             walks = walks_of(node) * (1.0 if trains else FORWARD)
-            pass_s = walks * host_times.launch_s(shape.layers, trains and traits.recompute)
+            pass_s = walks * host_times.launch_s(shape, trains and traits.recompute)
         nodes[node.name] = replace(cost, token_s=max(cost.token_s + change, 0.0), pass_s=pass_s)
     return replace(costs, nodes=nodes)
 

@@ -115,8 +115,9 @@ class TrainerSpec(Estimates):
     do not divide the heads. One that `shares_prompts` computes the prompt of several
     responses once on a GPU, by which passes are counted. `prepare` is as that of an `EngineSpec`.
     `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.export`; without it only a running job
-    exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks; the moments go to host
-    memory in `sleep`. While it loads, a rank is taken to hold the whole float32 weights, unless it `reads_shards`.
+    exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks, which gather them in
+    each pass; the moments go to host memory in `sleep`. While it loads, a rank is taken to hold the whole float32 weights, unless it
+    `reads_shards`.
 
     Example:
         >>> from rlgraph.engines.registry import TrainerSpec
@@ -139,6 +140,7 @@ class TrainerSpec(Estimates):
     sleep_bytes: Callable[[int, int], int] = moments
     loading_bytes: Callable[[int, int], int] = master_weights
     memory_estimate: Callable[[Workload], Need] = fully_sharded
+    gathers_shards: bool = True
 
     def takes(self, setting: str) -> bool:
         """Whether the trainer takes this optional setting."""

@@ -173,7 +173,15 @@ def test_ranks_that_heads_do_not_divide_share_a_row_by_a_ring(tmp_path: Path) ->
     plan = rg.compile(
         loop(pool, folder(tmp_path / "m"), tensor_parallel=4, context_parallel=16), rg.Cluster(gpus=66, gpus_per_node=66, gpu="H100")
     )
-    assert "tp 4 × cp 16 × dp 1" in str(plan)
+    assert "tp 4 × cp 16 (ring 2) × dp 1" in str(plan), "32 heads by 4 leave 8, which 8 of 16 ranks exchange"
+
+
+def test_a_plan_names_no_ring_where_heads_are_enough_or_are_not_known(tmp_path: Path) -> None:
+    pool, cluster = rg.Pool("train", gpus=4), rg.Cluster(gpus=6, gpu="H100")
+    assert "cp 2 × dp 2" in str(rg.compile(loop(pool, folder(tmp_path / "m"), context_parallel=2), cluster))
+    assert "cp 2 × dp 2" in str(rg.compile(loop(pool, context_parallel=2), cluster))
+    nine = folder(tmp_path / "nine", QWEN3_8B | {"num_attention_heads": 9, "num_key_value_heads": 3})
+    assert "cp 2 (ring 2) × dp 2" in str(rg.compile(loop(pool, nine, context_parallel=2), cluster))
 
 
 @pytest.mark.parametrize(

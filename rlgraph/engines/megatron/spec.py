@@ -71,6 +71,7 @@ SPEC = TrainerSpec(
     any_vocabulary=True,
     reads_shards=True,
     in_each_group=True,
+    gathers_shards=False,
     saved_shards=saved_shards,
     memory_estimate=model_parallel,
 )

@@ -38,6 +38,7 @@ SPEC = TrainerSpec(
     load=load,
     settings=("max_context",),
     only_scores=True,
+    gathers_shards=False,
     sleep_bytes=compute_weights,
     loading_bytes=compute_weights,
     memory_estimate=memory,
