@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from rlgraph.channels.api import MAX_SLOTS
 from rlgraph.channels.host import slot_memory
-from rlgraph.channels.host.channel import MAX_SLOTS
 from rlgraph.channels.host.protocol import More
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter

@@ -108,12 +108,7 @@ class FsdpEngine:
         self._flat = exact or (self._device.type == "cuda" or bool(recompute) or self._ranks.sharing > 1 if flat is None else flat)
         self.shared = shared and not exact  # the engine attends to a prompt before each response by itself
         self._check_sharing(head)
-        packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
-        self._exchanged = exchange(head, self._device.type) if exact else []
-        if self._device.type == "cuda" and not exact:
-            fused_norms.install(head.model)
-        if not compiled and tensor_parallel == 1 and self._ranks.experts is None:
-            grouped_experts.install(head.model)
+        self._exchanged = self._install_operations(head, compiled=compiled, exact=exact)
         prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled, tensor_parallel=tensor_parallel)
         self._alike: Places = () if self._ranks.matrices is None else share_matrices(head, self._ranks.matrices)
         self._experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)
@@ -130,6 +125,15 @@ class FsdpEngine:
         self._shards: list[WeightShard] = []  # of this rank, and below what they are of: FSDP moves a shard that it pads, in its first pass
         self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._saver = distributed_checkpoint.Saver(rank, world)
+
+    def _install_operations(self, head: Head, *, compiled: bool, exact: bool) -> list[Any]:
+        """Give the model what computes its attention, norms and experts, and return the linear maps that `forget` when weights change."""
+        packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
+        if self._device.type == "cuda" and not exact:
+            fused_norms.install(head.model)
+        if not compiled and self._ranks.tensor == 1 and self._ranks.experts is None:
+            grouped_experts.install(head.model)
+        return exchange(head, self._device.type) if exact else []
 
     def _check_sharing(self, head: Head) -> None:
         if self._ranks.sharing == 1:
