@@ -7,6 +7,7 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.plan import PlannedWorker
 from rlgraph.compiler.planned_memory import PlannedMemory
 from rlgraph.compiler.precision import itemsize_of
+from rlgraph.compiler.shared_bases import base_bytes, shared_bases
 from rlgraph.costs.adapters import adapter_size, frozen_bytes
 from rlgraph.costs.estimates import PIECE_BYTES, default_estimates
 from rlgraph.costs.model_shapes import Shapes
@@ -25,6 +26,7 @@ def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], sh
     on_hosts: dict[int, Parts] = {}
     on_gpus: dict[str, dict[int, Parts]] = {}
     unknown = set[str | int]()
+    shared = {(name, base.host): base for base in shared_bases(graph, cluster, workers) for name in base.models}
     for worker in workers:
         model = models.get(worker.nodes[0]) if worker.model is not None else None
         if model is None or worker.model is None:
@@ -48,6 +50,10 @@ def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], sh
                 own = shape.own_parameters(traits.tensor_parallel, traits.pipeline_parallel, traits.expert_parallel)
                 share = size * own // shape.parameters
             whole = {f"weights of {worker.model}": share} | piece
+            if base := shared.get((worker.model, worker.host)):
+                frozen = base_bytes(model, cluster, shapes)
+                whole[f"weights of {worker.model}"] -= frozen
+                on_hosts.setdefault(worker.host, {})[base.part] = frozen
             host = piece if worker.gpus else whole
         elif "generate" in works and worker.gpus:  # what a GPU engine reads is mapped from its file
             host = {}

@@ -12,6 +12,7 @@ from rlgraph.compiler.placement import model_names
 from rlgraph.compiler.plan import PlannedWorker
 from rlgraph.compiler.planned_memory import PlannedMemory
 from rlgraph.compiler.precision import itemsize_of
+from rlgraph.compiler.shared_bases import base_bytes, shared_bases
 from rlgraph.compiler.time_sharing import Sleeps, sleep_costs
 from rlgraph.costs.adapters import adapter_size, frozen_bytes
 from rlgraph.costs.costs import Costs
@@ -48,6 +49,8 @@ def needs(
     found, host = [], dict[str, int]()
     moving = [_moving(graph, feedback, workers, shapes, cluster) for feedback in graph.feedbacks]
     sleeps = sleep_costs(graph, workers, settings, costs.sleep)
+    by_name, bases = model_names(graph), shared_bases(graph, cluster, workers)
+    shared = {by_name[name]: base_bytes(by_name[name], cluster, shapes) for base in bases for name in base.models}
     for pool in (pool for pool in graph.pools if pool.cpus is None):
         models = [m for m in dict.fromkeys(n.model for n in graph.nodes) if m is not None and m.pool is pool]
         if not models or any(model.path not in shapes for model in models):
@@ -61,13 +64,15 @@ def needs(
             found.append(_on_gpu(pool, [*each.values()], cluster.gpu_memory_bytes))
             continue
         for model, need in each.items():
-            ranks = settings[names[model]].engines
+            ranks, of_others = settings[names[model]].engines, shared.get(model, 0)
             for what, size in [*need.stays.items(), *need.runs.items()]:
-                host[what] = host.get(what, 0) + size * ranks
+                host[what] = host.get(what, 0) + (size - (of_others if what == "weights" else 0)) * ranks
     if offloaded := _host_moments(graph, workers, shapes):
         host["optimizer"] = host.get("optimizer", 0) + offloaded
     if asleep := _asleep(graph, cluster, settings, sleeps):
         host["asleep"] = asleep
+    held = [base for base in bases if any(by_name[name].pool.cpus is None for name in base.models)]
+    host |= {base.part: base_bytes(by_name[base.models[0]], cluster, shapes) for base in held if base.path in shapes}
     staged = sum(weights.bytes for weights in moving if transport_of(weights.transport).writer_keeps == "host")
     if staged:  # on the trainer's host, and once on each other one, however many readers it has
         host["weights in staging"] = staged

@@ -7,12 +7,18 @@ The chance that a guess is kept is its probability, as in rejection sampling (ar
 """
 
 from dataclasses import dataclass
+from os import PathLike
 
 import torch
 
 from rlgraph import settings
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, shown
 from rlgraph.settings import Count
+
+NO_MODEL = (
+    "a draft model is not offered: the runner of vLLM 0.26 that draws noise by seed and position takes EAGLE heads and MTP but no "
+    "'draft_model', and its older runner draws noise in an order that depends on what was guessed"
+)
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,12 @@ class PromptLookup:
     def schedule(self, most: int) -> list[list[int]]:
         """The guesses of a step, by the fewest and the most sequences that it decodes; `most` of them at once."""
         return [[1, min(self.below, most), self.tokens], *([[self.below + 1, most, 0]] if self.below < most else [])]
+
+
+def check_no_model(drafts: object) -> None:
+    """Raise GraphError, which says why, for the folder of a model where a `PromptLookup` belongs."""
+    if isinstance(drafts, str | PathLike):
+        raise GraphError(f"Generator(drafts={shown(str(drafts))}): {NO_MODEL}; write drafts=rg.PromptLookup(…), or leave it out")
 
 
 def guesses(tokens: torch.Tensor, lengths: torch.Tensor, count: int, *, longest: int, shortest: int) -> torch.Tensor:

@@ -1,16 +1,20 @@
 """The place in which an engine is loaded: the worker that will run it, its device and its precision."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rlgraph.compiler.precision import AUTO
 from rlgraph.engines.amx import leave_out_broken_amx
 from rlgraph.engines.precision import device_precision
 
+if TYPE_CHECKING:
+    from rlgraph.engines.lora.shared_base import SharedBase
+
 
 class Place(Protocol):
     """The place of an engine: its rank among the workers of its model, its device and cores, the number of weight versions on
-    that device, what merging adapters takes of it instead, and whether a trainer computes its log-probs to the bit."""
+    that device, what merging adapters takes of it instead, whether a trainer computes its log-probs to the bit, and the frozen
+    weights that it holds together with other models, if there are such."""
 
     @property
     def rank(self) -> int: ...
@@ -44,6 +48,9 @@ class Place(Protocol):
 
     @property
     def exact(self) -> bool: ...
+
+    @property
+    def shared_base(self) -> "SharedBase | None": ...
 
     @property
     def report_progress(self) -> Callable[[int, int, str], None]: ...

@@ -113,7 +113,8 @@ class TrainerSpec(Estimates):
     is for a teacher or a reference, and is one process. One without the `whole_vocabulary` gives log-probs of one token at each position.
     Ranks of an engine for `any_vocabulary` share one that they do not divide, and ranks of one for `any_heads` a row by a ring where they
     do not divide the heads. One that `shares_prompts` computes the prompt of several
-    responses once on a GPU, by which passes are counted. `prepare` is as that of an `EngineSpec`.
+    responses once on a GPU, by which passes are counted. One that `shares_base` takes the frozen weights beside an adapter from
+    `place.shared_base`, where that is not None. `prepare` is as that of an `EngineSpec`.
     `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.export`; without it only a running job
     exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks, which gather them in
     each pass; the moments go to host memory in `sleep`. While it loads, a rank is taken to hold the whole float32 weights, unless it
@@ -135,6 +136,7 @@ class TrainerSpec(Estimates):
     any_vocabulary: bool = False
     any_heads: bool = False
     shares_prompts: bool = False
+    shares_base: bool = False
     saved_shards: Callable[[Path], Iterable[SavedShard]] | None = None
     prepare: Callable[[], None] | None = None
     sleep_bytes: Callable[[int, int], int] = moments

@@ -203,6 +203,8 @@ class ModelTraits:
 
     `adapter` are the low-rank matrices that it trains and publishes instead of its weights; None for whole weights.
 
+    `shares_base` says that its trainer can hold the frozen weights beside an `adapter` together with other models.
+
     `merges_adapters` says that it may follow a model with an `adapter`.
 
     `exact` says that its log-probs are to the bit those of the engine that samples, and `samples_exactly` that it has such an engine.
@@ -241,6 +243,7 @@ class ModelTraits:
     one_moment: bool = False
     moments: str = "32bit"
     adapter: "LoRA | None" = None
+    shares_base: bool = False
     merges_adapters: bool = False
     exact: bool = False
     samples_exactly: bool = False

@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, SupportsFloat, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias
 
 import torch
 
@@ -14,6 +14,9 @@ from rlgraph.deprecation import old_attribute, renamed
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
+
+if TYPE_CHECKING:
+    from rlgraph.engines.lora.shared_base import SharedBase
 
 Metrics: TypeAlias = Mapping[str, float]
 Fired: TypeAlias = Columns | tuple[Columns, Metrics]
@@ -39,9 +42,9 @@ class Context:
     descriptor of the socket on which rank 0 listens there. The engine computes on `device`; `shared` says whether other models time-share
     it, `copies` how many versions of the weights it keeps there, `merging_bytes` what it keeps there instead to merge adapters (None: whole
     weights arrive), and `sequences` how many responses it decodes at once at most. `exact` says whether a policy that the engine follows
-    computes its log-probs to the bit. `arrivals` loads new versions for a node that reads a feedback edge. `set_aside` lists places of the
-    data order to skip, because their prompts killed a worker. What a node does within `waiting()` is recorded as its wait for tools or
-    environments.
+    computes its log-probs to the bit, and `shared_base` has the frozen weights that other models hold as well. `arrivals` loads new
+    versions for a node that reads a feedback edge. `set_aside` lists places of the data order to skip, because their prompts killed a
+    worker. What a node does within `waiting()` is recorded as its wait for tools or environments.
 
     A long node reports its progress with `report_progress(done, total, unit)`; progress bars and reports of stalls show it:
 
@@ -72,6 +75,7 @@ class Context:
     set_aside: tuple[int, ...] = ()
     sequences: int = 0
     exact: bool = False
+    shared_base: "SharedBase | None" = None
     report_progress: Callable[[int, int, str], None] = lambda done, total, unit: None
     waiting: Callable[[], AbstractContextManager[object]] = nullcontext
     cache: dict[str, Any] = field(default_factory=dict)

@@ -16,6 +16,7 @@ from rlgraph.compiler.schedule import Span
 from rlgraph.engines.hf_export.folder import Exported, check_target
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
 from rlgraph.engines.hf_export.shard_writer import write_shards
+from rlgraph.engines.lora.shared_base import BaseHere
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.base import Context
@@ -42,6 +43,7 @@ class LocalJob:
                 raise PlanError(f"worker '{worker.name}' is one of {worker.world} ranks, which need a process each; launch the plan on Ray")
         self.plan, self._graph = plan, graph
         self._here: dict[str, Any] = {}  # what the ends of its channels share
+        self._bases: dict[str, BaseHere] = {}
         self.checkpoints = checkpoints
         if checkpoints is not None:
             checkpoints.open()
@@ -93,7 +95,14 @@ class LocalJob:
             spec,
             mailbox,
             loops,
-            Context(threads=spec.worker.threads, shared=spec.shared, set_aside=spec.set_aside, sequences=spec.sequences, exact=spec.exact),
+            Context(
+                threads=spec.worker.threads,
+                shared=spec.shared,
+                set_aside=spec.set_aside,
+                sequences=spec.sequences,
+                exact=spec.exact,
+                shared_base=self._bases.setdefault(spec.shared_base, BaseHere()) if spec.shared_base else None,
+            ),
         )
         return Progress(worker, self.checkpoints.hear if self.checkpoints is not None else lambda news: None)
 

@@ -1,6 +1,7 @@
 """Guessed tokens: what is looked up, and that what is kept is what would have been drawn without guesses."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,14 @@ def test_engines_that_cannot_guess_are_refused_before_anything_starts(given: dic
 
 def length(responses: list[str]) -> list[float]:
     return [float(len(response)) for response in responses]
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
+@pytest.mark.parametrize("draft", ["Qwen/Qwen3-0.6B", Path("models/small")])
+def test_a_draft_model_is_refused_and_the_error_says_why(engine: str, draft: Any) -> None:
+    says = rf"drafts='{draft}'\): a draft model is not offered: the runner of vLLM 0.26 .* no 'draft_model'.*rg.PromptLookup"
+    with pytest.raises(GraphError, match=says):
+        rg.Generator("tiny", pool=rg.Pool("rollout"), engine=engine, drafts=draft)
 
 
 def test_an_engine_without_guesses_has_no_such_setting() -> None:

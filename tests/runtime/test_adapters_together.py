@@ -9,6 +9,7 @@ import forked
 import pytest
 import torch
 from adapter_loops import LORAS, NAMES, loops, small_tokens
+from base_holders import mapped
 
 import rlgraph as rg
 from rlgraph.engines.lora.merging import BaseWeights
@@ -147,12 +148,32 @@ def test_processes_of_one_pool_have_the_bits_of_one_process(model: str, tmp_path
     with forked.job(loops(model, critic=True)) as job:
         assert {"policy", "critic", "policy2", "critic2"} < job.pids.keys()  # each model is a process
         steps = list(job.steps(STEPS))
+        bases = {name: mapped(pid) for name, pid in job.pids.items()}
         for worker, name in (("policy", "left"), ("policy2", "right")):
             job.export(tmp_path / name, dtype="float32", policy=worker, adapter="apart")
     for name in NAMES:
         check(
             {"learnt": learnt(steps, name), "apart": read_adapter(tmp_path / name)}, {key: here[name][key] for key in ("learnt", "apart")}
         )
+    holding = {"policy", "critic", "policy2", "critic2"}
+    assert {name for name, base in bases.items() if base["rss"]} == holding
+    weights = 4 * sum(tensor.numel() for tensor in BaseWeights(model).values())
+    for name in holding:
+        assert bases[name]["private"] == 0
+        assert bases[name]["rss"] >= weights
+    assert sum(bases[name]["pss"] for name in holding) <= 1.1 * weights  # of four processes
+
+
+def test_the_models_of_one_process_have_the_same_frozen_tensors(model: str) -> None:
+    with rg.compile(loops(model, critic=True), rg.Cluster(cpus=4)).run_here() as job:
+        heads = [engine(job, name)._head for name in ("policy", "critic", "policy2", "critic2")]
+        places = [{p.data_ptr() for p in head.parameters() if not p.requires_grad} for head in heads]
+        trained = [
+            tensor.data_ptr() for name in ("policy", "critic", "policy2", "critic2") for tensor in engine(job, name).weights().values()
+        ]
+    assert places[0] == places[1] == places[2] == places[3]
+    assert len(places[0]) == len(BaseWeights(model))
+    assert len({*trained, *places[0]}) == len(trained) + len(places[0])
 
 
 def test_a_checkpoint_holds_the_adapter_of_each_policy_alone(runs: tuple[Found, Found, Path, dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""`rg.tune` over `recompute`: the least that fits, more where the passes that it makes room for are faster, and costs of another setting."""
+"""`rg.tune` over `recompute`: the least that fits, more where longer passes are faster, and costs of another setting."""
 
 import json
 from pathlib import Path

@@ -55,6 +55,10 @@ class Head(torch.nn.Module, ABC):
         self.folder.fill(own, offsets, out)
         return True
 
+    def source(self, name: str) -> str | None:
+        """The name in the folder of the tensor that a parameter of this module is; None for one that the folder has otherwise, or lacks."""
+        return None if self.folder is None else self.folder.source(name.removeprefix("model."))
+
     @abstractmethod
     def forward(
         self,

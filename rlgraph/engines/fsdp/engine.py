@@ -42,6 +42,7 @@ from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
 from rlgraph.engines.hf_models.parallel_plan import check_experts, check_parallel
 from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
 from rlgraph.engines.lora.settings import LoRA
+from rlgraph.engines.lora.shared_base import SharedBase
 from rlgraph.errors import GraphError
 from rlgraph.settings import Recompute
 
@@ -62,8 +63,8 @@ class FsdpEngine:
     `expert_parallel` neighbours share the experts of a mixture: see `share_experts`. `load_balance` is the weight
     of the loss that balances the experts of a mixture. `router_replay` computes with the experts that a batch's columns `prompt_routes` and
     `routes` name, where it has them. With an `adapter` the model itself is frozen, in `dtype`; weights, shards and state are then those of
-    the adapter alone. `exact` computes the log-probs of the engine to the bit: see `exact.model`. `on_progress(done, total)` is called
-    after each micro-batch of an update or of scores.
+    the adapter alone; a `shared_base` has frozen weights that other models hold as well. `exact` computes the log-probs of the engine to
+    the bit: see `exact.model`. `on_progress(done, total)` is called after each micro-batch of an update or of scores.
 
     Raises GraphError for ranks that cannot share the model.
     """
@@ -91,6 +92,7 @@ class FsdpEngine:
         load_balance: float = 0.0,
         router_replay: bool = False,
         adapter: LoRA | None = None,
+        shared_base: SharedBase | None = None,
         exact: bool = False,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
@@ -115,7 +117,7 @@ class FsdpEngine:
         self._units = [*self._experts, *shard(head, head.layers, self._ranks.sharded, dtype, head.backbone.get_input_embeddings())]
         self._parts = {} if head.folder is None else head.folder.parts()
         if head.folder is not None:
-            load_shards(head, self._device)
+            load_shards(head, self._device, shared_base)
         for projection in self._adapters:
             projection.settle()
         self._moments_stay = host_moments or moments_stay

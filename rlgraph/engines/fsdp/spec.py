@@ -55,6 +55,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         load_balance=model.load_balance,
         router_replay=model.router_replay,
         adapter=model.adapter,
+        shared_base=place.shared_base,
         exact=model.exact,
         on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
     )
@@ -87,6 +88,7 @@ SPEC = TrainerSpec(
     ),
     any_heads=True,
     shares_prompts=True,
+    shares_base=True,
     reads_shards=True,
     saved_shards=saved_shards,
 )

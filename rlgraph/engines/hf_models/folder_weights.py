@@ -67,6 +67,10 @@ class FolderWeights:
         name = self._alias.get(name, name)
         return name in self._plain or name in self._made
 
+    def source(self, name: str) -> str | None:
+        """The name in the folder of the tensor that a parameter is; None for one that is made of several, or is not there."""
+        return self._plain.get(self._alias.get(name, name))
+
     def parts(self) -> PartsByName:
         """The tensors of the folder that each parameter is made of; none for a parameter whose making they do not show."""
         shapes = {source: shape for source, (_, shape) in self._files.items()}

@@ -9,7 +9,7 @@ import torch
 from rlgraph.columns import Column, Columns, repeat_rows, rows_of_rank
 from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Request, Running, Sampling
-from rlgraph.engines.drafts import PromptLookup
+from rlgraph.engines.drafts import PromptLookup, check_no_model
 from rlgraph.engines.hf_models.encoding import encoded_prompts
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
 from rlgraph.errors import GraphError, shown
@@ -92,6 +92,7 @@ class Generator(Model):
     self_test: bool = True
 
     def __post_init__(self) -> None:
+        check_no_model(self.drafts)
         super().__post_init__()
         limit = declared_context(self.path)
         if self.max_context is not None and limit is not None and self.max_context > limit:

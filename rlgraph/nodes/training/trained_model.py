@@ -176,6 +176,7 @@ class TrainedModel(Model):
             one_moment=isinstance(self.optimizer, Muon),
             moments=self.optimizer.moments,
             adapter=self.adapter,
+            shares_base=self.spec.shares_base,
             exact=self.exact,
             tensor_parallel=self.tensor_parallel,
             context_parallel=self.context_parallel,

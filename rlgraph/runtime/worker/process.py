@@ -20,6 +20,7 @@ from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.compiler.plan import PlannedLoop
 from rlgraph.compiler.schedule import Span
 from rlgraph.engines.hf_export.shard_writer import write_shards
+from rlgraph.engines.lora.shared_base import BaseOfHost
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 from rlgraph.nodes.base import Context
 from rlgraph.runtime import messages
@@ -133,6 +134,7 @@ class Process:
             set_aside=self.spec.set_aside,
             sequences=self.spec.sequences,
             exact=self.spec.exact,
+            shared_base=BaseOfHost(self.spec.shared_base) if self.spec.shared_base else None,
             report_progress=self.status.count,
         )
         self.progress = Progress(Worker(self.spec, self.mailbox, loops, context, self.status.enter), self._tell)

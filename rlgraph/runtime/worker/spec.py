@@ -10,6 +10,7 @@ from rlgraph.compiler.checkpoint_cut import lookaheads, open_nodes, steps_back
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.compiler.precision import ITEMSIZE
 from rlgraph.compiler.routes import Route, hosts_of, routes
+from rlgraph.compiler.shared_bases import shared_bases
 from rlgraph.compiler.time_sharing import TimeSlice, time_slices
 from rlgraph.graph.exact_rules import exact_models
 from rlgraph.graph.nodes import Due, Graph, Model, Node
@@ -170,6 +171,7 @@ class WorkerSpec:
     ahead: int = 0  # steps that it fires beyond the one it is to finish, because others need them to finish theirs
     sequences: int = 0  # responses that its engine decodes at once, at most
     exact: bool = False  # whether a trainer computes the log-probs of its engine to the bit
+    shared_base: str = ""  # where it meets other workers that hold the same frozen base; empty if there are none
 
     @property
     def posts(self) -> Iterator[Post]:
@@ -215,6 +217,7 @@ def worker_specs(
     lookahead = lookaheads(plan) if start.folder else {}
     begin = {node: start.resume.step + lookahead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
     ahead, exact = plan.steps_ahead(), exact_models(graph)
+    bases = shared_bases(graph, plan.cluster, plan.workers)
     channels = tuple((channel, _posts(plan, channel, f"{folder}/c{i}")) for i, channel in enumerate(plan.channels))
     loops = tuple((loop, _posts(plan, loop, f"{folder}/w{i}")) for i, loop in enumerate(plan.loops))
     return tuple(
@@ -243,6 +246,9 @@ def worker_specs(
             ahead=ahead[worker.name],
             sequences=sum(_sequences(graph.node(name), worker.world) for name in worker.nodes),
             exact=any(graph.node(name).model in exact for name in worker.nodes),
+            shared_base=next(
+                (f"{folder}/b{i}" for i, base in enumerate(bases) if worker.model in base.models and worker.host == base.host), ""
+            ),
         )
         for worker in plan.workers
     )
