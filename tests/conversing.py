@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ class Scripted(GenerateEngine):
         super().__init__()
         self.tokenizer, self.script, self.close_text, self.context = tokenizer, script, close, context
         self.asked: list[Request] = []
+        self.ended: list[str] = []  # conversations
         self.open: dict[str, tuple[list[int], int]] = {}
         self.most: dict[str, int] = {}
         self.held = 0
@@ -52,6 +53,9 @@ class Scripted(GenerateEngine):
                 wrote = tokens[: count + 1]
                 done[name] = Response(wrote, [-0.5] * len(wrote), finish="stop" if len(wrote) == len(tokens) else "length")
         return done
+
+    def end_conversations(self, conversations: Iterable[str]) -> None:
+        self.ended += conversations
 
     def unfinished(self) -> int:
         return len(self.open)

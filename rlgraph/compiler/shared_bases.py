@@ -12,7 +12,7 @@ from rlgraph.graph.nodes import Graph, Model
 
 
 @dataclass(frozen=True)
-class SharedBase:
+class PlannedBase:
     """The base of the model folder `path` in `dtype`, which the workers of `models` on a host hold together, in memory once."""
 
     path: str
@@ -24,13 +24,13 @@ class SharedBase:
     def part(self) -> str:
         """Its name among the parts of the host's memory.
 
-        >>> SharedBase("tiny", "float32", 0, ("policy", "critic")).part
+        >>> PlannedBase("tiny", "float32", 0, ("policy", "critic")).part
         'base of policy, critic'
         """
         return f"base of {', '.join(self.models)}"
 
 
-def shared_bases(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker]) -> tuple[SharedBase, ...]:
+def shared_bases(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker]) -> tuple[PlannedBase, ...]:
     """Find the bases that at least two models of a host hold together.
 
     These train adapters of one folder in one dtype, each by one process on cores, with a trainer that `shares_base`. A base of 4 bits is
@@ -45,7 +45,7 @@ def shared_bases(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker
         adapter, precision = model.traits.adapter, precision_of(model, cluster)
         if model.traits.shares_base and adapter is not None and adapter.base is None and precision is not None:
             found.setdefault((model.path, precision.dtype, worker.host), []).append(worker.model)
-    return tuple(SharedBase(*key, tuple(names)) for key, names in found.items() if len(names) > 1)
+    return tuple(PlannedBase(*key, tuple(names)) for key, names in found.items() if len(names) > 1)
 
 
 def base_bytes(model: Model, cluster: Cluster, shapes: Shapes) -> int:

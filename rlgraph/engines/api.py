@@ -1,7 +1,7 @@
 """The interfaces of engines, one that generates and one that trains, and the values that pass through them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -66,13 +66,16 @@ def _stops(given: tuple[int, ...], close: int) -> tuple[int, ...]:
 class Request:
     """A request for one response. The caller chooses `id`; no two requests that an engine holds share one.
 
-    The response depends on weights, prompt, sampling and seed, not on the other requests in the engine.
+    The response depends on weights, prompt, sampling and seed, not on the other requests in the engine. As a rule the prompt of a request
+    begins with the prompt and the response of the one before it in its `conversation`: an engine may keep what it has read of that, until
+    the caller says that the conversation has ended.
     """
 
     id: str
     prompt: Sequence[int]
     sampling: Sampling
     seed: int
+    conversation: str = ""
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,9 @@ class GenerateEngine(ABC):
 
     def wake(self) -> None:  # noqa: B027
         """Take the device memory back, so that the engine can load weights and decode when this returns."""
+
+    def end_conversations(self, conversations: Iterable[str]) -> None:  # noqa: B027
+        """Forget what the engine keeps of these conversations between their requests, if it does. Unknown ones are ignored."""
 
     def decode_metrics(self) -> dict[str, float]:
         """Metrics of the decode steps since this was last asked."""

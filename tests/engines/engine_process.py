@@ -12,6 +12,7 @@ import torch
 from generating import DRAWN, FREE, SEEDS, generated, slept
 from safetensors.torch import load_file
 from stepping import stepped
+from talking import held, talked
 from tiny import VLLM_PROMPTS, changed
 
 from rlgraph.engines.api import GenerateEngine, Request, Sampling
@@ -104,7 +105,9 @@ def main(engine: str, folder: Path, out: Path) -> None:
         made.generate(VLLM_PROMPTS, FREE, SEEDS)
     found["cores"] = (time.process_time() - before) / (time.perf_counter() - started)
     found["stepped"] = stepped(made, weights)
+    found["talked"] = talked(made, weights)
     if engine == "vllm":
+        found["held"] = held(made)
         found["differing"] = differing(made)
         found["batched_tokens"] = made.llm.vllm_config.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
     else:

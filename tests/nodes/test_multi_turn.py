@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -78,6 +79,13 @@ def test_what_the_model_was_told_has_no_log_probs_and_is_not_trained_on(folder: 
     assert (columns["rollout_log_probs"][0][mask] == -0.5).all()
     assert (columns["rollout_log_probs"][0][~mask] == 0).all()
     assert 0 < mask.sum() < len(mask)
+
+
+def test_the_engine_knows_the_turns_of_a_conversation_and_when_it_has_ended(folder: Path) -> None:
+    engine = Rolled(folder, ask_once, [{"prompt": "2 x 7?"}, {"prompt": "3 x 7?"}], tools=tools()).engine
+    turns = Counter(request.conversation for request in engine.asked)
+    assert list(turns.values()) == [2, 2]
+    assert sorted(engine.ended) == sorted(turns)
 
 
 def test_two_calls_of_a_turn_are_answered_in_one_message_as_the_template_joins_them(folder: Path) -> None:

@@ -98,6 +98,7 @@ def test_calls_of_tools_are_parsed_and_answers_read_as_the_template_writes_them(
     row = rolled.columns["responses"][0].tolist()
     first = list(rolled.engine.asked[0].prompt)
     assert list(second) == first + row[: len(second) - len(first)], "no token was encoded again"
+    assert rolled.engine.ended == [rolled.engine.asked[0].conversation] == [rolled.engine.asked[1].conversation]
 
 
 async def edits(client: rg.AgentClient) -> float:

@@ -44,7 +44,7 @@ class BaseHere:
         return {name: self._held[name] for name in wanted}
 
 
-class _Note(msgspec.Struct, frozen=True):
+class _Segment(msgspec.Struct, frozen=True):
     """Where the segment is: handle and inode in the process that made it, and the byte at which each weight begins."""
 
     process: int
@@ -82,7 +82,7 @@ class BaseOfHost:
                 return {name: _view(whole, begins[name], *wanted[name]) for name in wanted}
 
     @contextlib.contextmanager
-    def _segment(self) -> Iterator[tuple[int, _Note]]:
+    def _segment(self) -> Iterator[tuple[int, _Segment]]:
         """Open the segment that another process has made, or else make one."""
         found = self._opened()
         if found is not None:
@@ -93,11 +93,11 @@ class BaseOfHost:
             return
         self._handle = os.memfd_create("rlgraph base", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         fcntl.fcntl(self._handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-        yield self._handle, _Note(os.getpid(), self._handle, os.fstat(self._handle).st_ino, 0, {})
+        yield self._handle, _Segment(os.getpid(), self._handle, os.fstat(self._handle).st_ino, 0, {})
 
-    def _opened(self) -> tuple[int, _Note] | None:
+    def _opened(self) -> tuple[int, _Segment] | None:
         try:
-            note = msgspec.json.decode(self._path.read_bytes(), type=_Note)
+            note = msgspec.json.decode(self._path.read_bytes(), type=_Segment)
             handle = os.open(f"/proc/{note.process}/fd/{note.handle}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:  # nobody has loaded it, or who did is gone
             return None
@@ -106,7 +106,7 @@ class BaseOfHost:
         os.close(handle)  # of another process, that has got the number of one that is gone
         return None
 
-    def _tell(self, note: _Note) -> None:
+    def _tell(self, note: _Segment) -> None:
         beside = Path(f"{self._path}.new")
         beside.write_bytes(msgspec.json.encode(note))
         beside.rename(self._path)

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rlgraph.engines.lora.merging import MergedWeights, as_described
 from rlgraph.engines.vllm import drafts as vllm_drafts
 from rlgraph.engines.vllm import engine_arguments, fp8_weights, language_model
 from rlgraph.engines.vllm.cpu_packing import pack_again, pair_single_rows
+from rlgraph.engines.vllm.held_turns import HeldTurns
 from rlgraph.engines.vllm.requests import CoreRequests
 from rlgraph.engines.vllm.routes import RouteRecorder
 from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
@@ -96,6 +97,8 @@ class VllmEngine(GenerateEngine):
         guessing = {} if drafts is None else vllm_drafts.arguments(drafts, machine)
         self.llm = _started({**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})})
         self._routes = self._prepared(routes)
+        # What an exact trainer computes follows the engine's passes over whole texts, and routes are told by request.
+        self._held = HeldTurns(self.llm) if self._on_cpu and not exact and not routes else None
         self._running, self._names = dict[str, _Running](), dict[str, str]()  # by vLLM's own name of the request; that, by request id
         self._loads, self._asleep, self.decoded, self.decodings = 0, set[str](), 0, 0  # `decoded` tokens, by so many steps of a sequence
         self.copies: copy_plan.CopyPlan | None = None
@@ -116,8 +119,13 @@ class VllmEngine(GenerateEngine):
     def submit(self, request: Request) -> None:
         """Queue a request; see `GenerateEngine`."""
         check_request(request, self._names, self.context_length(), self._summary.vocab_size)
-        # Requests that began under other weights share no prefix with this one: their keys and values are not the new model's.
-        made = self._requests.make(request, salt=str(self._loads))
+        held = None if self._held is None else self._held.next_turn(request)
+        if held is not None:
+            made = self._requests.make_next_turn(request, *held)
+        else:
+            # Requests that began under other weights share no prefix with this one: their keys and values are not the new model's.
+            made = self._requests.make(request, salt=str(self._loads))
+            made.resumable = self._held is not None and bool(request.conversation)
         self.llm.engine_core.add_request(made)
         self._names[request.id] = made.request_id
         self._running[made.request_id] = _Running(request)
@@ -127,6 +135,8 @@ class VllmEngine(GenerateEngine):
     def decode(self) -> dict[str, Response]:
         """Run one decode step; see `GenerateEngine`."""
         finished: dict[str, Response] = {}
+        if self._held is not None:
+            self._held.make_room()
         # The core's own outputs: vLLM makes several objects a token of them, which takes longer than decoding with a small model.
         for output in self.llm.engine_core.get_output().outputs:
             row = self._running.get(output.request_id)
@@ -139,7 +149,14 @@ class VllmEngine(GenerateEngine):
                 row.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
             if output.finish_reason is not None:
                 finished[row.request.id] = self._forget(output.request_id, FINISHES.get(str(output.finish_reason), "abort"))
+                if self._held is not None and row.request.conversation:
+                    self._held.hold(row.request.conversation, output.request_id)
         return finished
+
+    def end_conversations(self, conversations: Iterable[str]) -> None:
+        """Free what is held of these conversations; see `GenerateEngine`."""
+        if self._held is not None:
+            self._held.give_back(conversations)
 
     def decode_metrics(self) -> dict[str, float]:
         """With `drafts`: how many guesses a sequence keeps in a step, on average; see `GenerateEngine`."""
@@ -186,6 +203,8 @@ class VllmEngine(GenerateEngine):
         else:
             self._copy(weights)
         self._loads += 1
+        if self._held is not None:
+            self._held.give_back()
         if self._routes is not None:
             self._routes.forget([name for name, row in self._running.items() if not row.tokens])
         if running == "recompute":

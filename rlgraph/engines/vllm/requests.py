@@ -56,6 +56,12 @@ class CoreRequests:
         made.prompt_token_ids, made.cache_salt = list(request.prompt), salt
         return made
 
+    def make_next_turn(self, request: Request, name: str, tokens: list[int]) -> Any:
+        """Make the request by which the one of this `name` goes on: it reads `tokens` after what it has read."""
+        made = self.make(request, "")
+        made.request_id, made.prompt_token_ids, made.resumable = name, tokens, True
+        return made
+
     def _params(self, sampling: Sampling) -> Any:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind

@@ -49,6 +49,7 @@ class Conversation:
             [*self.prompt, *self.tokens],
             self.task.request.sampling.of_turn(self.room, close),
             (self.task.request.seed + NEXT_TURN * self.turn) % 2**31,
+            self.task.request.id,
         )
 
     def wrote(self, response: Response) -> None:

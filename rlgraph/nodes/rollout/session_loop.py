@@ -209,7 +209,7 @@ class SessionLoop(ConversationLoop):
             raise ApiError(400, f"the sequence has its {self.rules.sampling.max_tokens} tokens (max_tokens)", "context_length_exceeded")
         tokens = [*prompt, *(parent.tokens if parent is not None else ()), *read]
         sampling = self.rules.sampling.of_turn(min(room, asked.most or room), self.template.close)
-        request = Request(f"{session.name}/{session.calls}", tokens, sampling, self._seed(session, tokens))
+        request = Request(f"{session.name}/{session.calls}", tokens, sampling, self._seed(session, tokens), session.name)
         session.calls += 1
         if asked.overrides:
             session.count("overridden_sampling")
@@ -305,6 +305,7 @@ class SessionLoop(ConversationLoop):
         assert self._endpoint is not None
         self._endpoint.shut(session.key)
         self._abandon(session, lambda one: True)
+        self.context.engine.end_conversations([session.name])
         found = session.tree.sequences()
         session.counts |= {"tokens": float(sum(len(one.written) - sum(one.written) for one in found[: len(session.tasks)]))}
         session.counts |= {"sequences": float(len(found)), "dropped_sequences": float(max(len(found) - len(session.tasks), 0))}

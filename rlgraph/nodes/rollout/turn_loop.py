@@ -324,6 +324,7 @@ class TurnLoop(ConversationLoop):
         """End a conversation. Its environment is closed meanwhile, and then its place is free."""
         conversation.ended, conversation.finish = True, finish or conversation.finish
         conversation.prompt = conversation.prompt or [self.template.close]  # of one that never began; a prompt has a token
+        self.context.engine.end_conversations([conversation.task.request.id])
         self._done[conversation.task.request.id] = conversation.sampled()
         self._call(conversation, "close", lambda: self._close(conversation))
 
