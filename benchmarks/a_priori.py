@@ -43,7 +43,8 @@ from rlgraph.costs.lengths import PROBABILITIES
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.costs.model_configs import shapes_of
 from rlgraph.costs.model_shapes import ModelShape
-from rlgraph.costs.roofline import DEVICES, TRAINING
+from rlgraph.costs.roofline import DEVICES, OPTIMIZER_BYTES, TRAINING, operations
+from rlgraph.graph.operation import ModelTraits
 
 RESULTS = Path(__file__).parent / "results"
 H200 = DEVICES["H200"]
@@ -134,9 +135,11 @@ def compared(models: Path) -> Iterator[EstimatedRun]:
 
 
 def updates(models: Path) -> Iterator[EstimatedRun]:
-    """Yield the updates of packed 4k sequences, alone."""
+    """Yield the updates of packed 4k sequences, alone; `predicted_runs.py` has compiled ones."""
     for spec, run in loaded("training_h200.json")["runs"].items():
         name, ranks, *options = spec.split(":")
+        if options:
+            continue
         cfg = peer_job.Config(mode="colocated", model=folder(name, models), prompts=1, response_tokens=4000)
         graph = peer_job.graph(cfg)
         costs = priced_for(graph, cluster(int(ranks)), None, shapes_of(graph))
@@ -144,7 +147,7 @@ def updates(models: Path) -> Iterator[EstimatedRun]:
         lengths = replace(costs.lengths, prompt_tokens=97.0)
         setting = Setting(int(ranks), int(ranks), 8, Passes(8192))
         step_s = float(costs.cost_of("update").seconds(setting, lengths, 1, 8)[0])
-        yield EstimatedRun(f"{name}, an update on {ranks}{', compiled' if options else ''}", step_s, run["step_s"], True)
+        yield EstimatedRun(f"{name}, an update on {ranks}", step_s, run["step_s"], True)
 
 
 def fit() -> dict[str, float]:
@@ -190,10 +193,25 @@ def fit() -> dict[str, float]:
         "PASS_LAYER_S": statistics.fmean(each["pass_s"] / layers[name] for name, each in update.items()),
         "SHARDED_PASS_LAYER_S": statistics.fmean(each["sharded_pass_s"] / layers[name] for name, each in update.items()),
         "LOGIT_BYTES": statistics.fmean(logits),
+        **compiled_updates(),
         "COPYING": statistics.median(sleeps) / H200.host_link,
         "MOMENTS_COPYING": moments_copying(),
         "MERGED_BYTES": merged_bytes(),
     }
+
+
+def compiled_updates() -> dict[str, float]:
+    """Return the share of the peak that two compiled updates reach, and the bytes of a logit, that explain both of their seconds."""
+    per_token, seconds = [], []
+    for spec, run in loaded("training_flash4_h200.json")["runs"].items():
+        of = ModelShape.from_config(shape(spec.split(":")[0]))
+        assert of is not None
+        tokens, length = run["step_s"] * run["tokens_per_s"], 4096
+        needed = operations(ModelTraits(), of, rg.Lengths((0.0, 1.0), (length - 97.0, length - 97.0), 97.0), trains=True)
+        per_token.append([needed / H200.flops, of.vocab / (H200.bandwidth * DECODING)])
+        seconds.append((run["step_s"] - OPTIMIZER_BYTES * of.parameters / (H200.bandwidth * DECODING)) / tokens)
+    share, logit = np.linalg.solve(np.array(per_token), np.array(seconds))
+    return {"COMPILED_TRAINING": 1 / float(share), "FUSED_LOGIT_BYTES": float(logit)}
 
 
 def moments_copying() -> float:

@@ -24,6 +24,20 @@ def four(spec: str, what: str, other: str, beside: str) -> Row:
     return update(file, spec, what, f"{spec} {other} --sequences 8 --length 4096", beside, seconds(file, "runs", other, "step_s"))
 
 
+def now(spec: str, what: str, beside: str, *other: str) -> Row:
+    """An update of 4B by ranks that have one thread each, as workers do."""
+    file = "parallel_4b_h100.json"
+    return update(file, spec, what, f"4B:dp1 {spec} --sequences 8 --length 4096", beside, seconds(file, "runs", spec, *other))
+
+
+def experts(way: str) -> Row:
+    """An update of a mixture in passes of 16,384 tokens, beside those of 4,096."""
+    spec, options = f"30B-A3B-8:{way}", "--sequences 8 --length 4096 --pass-tokens 16384"
+    what = f"30B-A3B with 8 layers, {way[:2]} 2, recomputed, a pass of 16,384 tokens"
+    return update("experts_16k_h100.json", spec, what, f"{spec} {options}", "passes of 4,096",
+                  seconds("experts_h100.json", "runs", spec, "step_s"))  # fmt: skip
+
+
 def replayed(what: str, field: str) -> Row:
     return Row(f"mixture of 128 experts in the shape of 30B-A3B with 4 layers, `router_replay=True`: {what} of log-probs in a bfloat16 "
                "trainer from bfloat16 vLLM's, in nats", share(ROUTES, "bfloat16", "replayed", field, form="{:.4f}"),
@@ -67,9 +81,9 @@ ON_H100S = [
            "estimated with nothing measured", seconds("parallel_32k_h100.json", "runs", "8B:cp2:offload", "predicted", "step_s")),
     four("4B:dp2:megatron", "4B, Megatron-Core, dp 2, recomputed", "4B:dp2", "FSDP2, dp 2"),
     four("4B:tp2:megatron", "4B, Megatron-Core, tp 2, recomputed", "4B:tp2", "FSDP2, tp 2"),
-    update("experts_h100.json", "30B-A3B-8:ep2", "30B-A3B with 8 layers, ep 2, recomputed",
-           "30B-A3B-8:dp2 30B-A3B-8:ep2 --sequences 8 --length 4096", "dp 2",
-           seconds("experts_h100.json", "runs", "30B-A3B-8:dp2", "step_s")),
+    now("4B:dp2", "4B, dp 2, recomputed", "predicted from one GPU", "predicted_from_one_rank_s"),
+    now("4B:dp2:compiled", "4B, dp 2, recomputed, compiled", "estimated with nothing measured", "predicted", "step_s"),
+    *(experts(way) for way in ("ep2", "dp2")),
     replayed("mean distance", "mean"),
     replayed("99th percentile of the distance", "p99"),
 ]  # fmt: skip

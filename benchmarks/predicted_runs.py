@@ -64,7 +64,8 @@ def compared() -> Iterator[PredictedRun]:
     for file in sorted(RESULTS.glob("large_*.json")):
         found = json.loads(file.read_text(encoding="utf-8"))
         expert = found["expert"]
-        run = Run(found["shape"], {"tp": 1, "cp": 1, "dp": 2 // expert, "ep": expert}, ("offload",))
+        way = {"tp": 1, "cp": 1, "dp": 2 // expert, "ep": expert}
+        run = Run(found["shape"], way, ("offload",), passes=found.get("passes", 0))
         of = (tuple(found["size"]), found["machine"]["gpus"][0])
         spec = f"{run.shape}:{'dp' if expert == 1 else 'ep'}2:offload"
         yield _predicted(file.stem, spec, found["update"], run, of, None, moments=found["moments"])

@@ -5,7 +5,7 @@
 
 vLLM with a tiny model, or with random weights of the shape of a given one; SGLang loads the weights of the given one. Conversations of up
 to four turns are answered by a tool that takes a while; turns end at random, so that some wait while others decode. Then as many tokens are
-decoded in single turns of the same lengths, by the same engine. With `--tail 10` the tool's times are log-normal around `--tool-s`, and
+decoded in single turns of the same lengths, by the same engine. Their prompts are new to the engine, as those of the conversations were. With `--tail 10` the tool's times are log-normal around `--tool-s`, and
 their 99th percentile is 10 times that. No step can be faster than its bound: the engine's work without tools, or the slowest conversation
 alone, with its tools' seconds and its tokens at the pace of a single response.
 """
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
+from transformers import AutoTokenizer
 
 import rlgraph as rg
 from rlgraph.engines.api import GenerateEngine, Request, Sampling
@@ -32,6 +33,7 @@ from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.nodes.base import Context
 
 P99 = 2.3263  # standard deviations
+QUESTIONS = 10_000  # of the conversations; the single turns have as many others
 
 
 class Slow:
@@ -85,6 +87,10 @@ def decoded(engine: GenerateEngine, name: str, prompts: list[list[int]], lengths
     while done < len(lengths):
         done += len(engine.step(name))
     return time.perf_counter() - start
+
+
+def question(number: int) -> str:
+    return f"question {QUESTIONS + number}: "  # of five digits, so that the prompts are as long
 
 
 def engine_of(name: str, path: str, context: int, *, random_weights: bool) -> GenerateEngine:
@@ -153,7 +159,8 @@ def main() -> None:
         vocabulary = json.loads((Path(path) / "config.json").read_text())["vocab_size"]
         sampling = Sampling(max_tokens=most, stop_token_ids=tuple(range(1, 1 + vocabulary // given.turn_tokens)))
         generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=sampling, max_context=context_length)
-        prompts = rg.prompts([{"prompt": f"question {i}: ", "number": i} for i in range(1000)], count=given.conversations)
+        prompts = rg.prompts([{"prompt": question(i), "number": i} for i in range(QUESTIONS)], count=given.conversations)
+        tokenizer = AutoTokenizer.from_pretrained(path)
         stage = generator.rollout(prompts, agent=Slow, max_turns=given.turns).node.operation.start(context)
         for step in range(given.repeats + 1):
             batch = prompts.node.operation.batch(step)  # type: ignore[attr-defined]
@@ -163,9 +170,12 @@ def main() -> None:
             columns, metrics = stage(step, batch)
             with_tools, decoding = time.perf_counter() - start, timed.taken()
             lengths = columns["response_mask"].sum(-1).tolist()
-            asked = [row[mask].tolist() for row, mask in zip(columns["prompts"], columns["prompt_mask"], strict=True)]
-            without, plain = decoded(engine, f"plain {step}.", asked, lengths), timed.taken()
-            alone = decoded(engine, f"alone {step}.", asked[:1], [max(lengths)]) / max(lengths)
+            asked = [[{"role": "user", "content": question(QUESTIONS + number)}] for number in numbers]
+            others = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+            if [len(ids) for ids in others] != columns["prompt_mask"].sum(-1).tolist():
+                raise SystemExit("prompts of the single turns are not as long as those of the conversations: compare nothing")
+            without, plain = decoded(engine, f"plain {step}.", others, lengths), timed.taken()
+            alone = decoded(engine, f"alone {step}.", others[:1], [max(lengths)]) / max(lengths)
             slowest = max(Slow.waited[number] + alone * length for number, length in zip(numbers, lengths, strict=True))
             rows.append(figures(sum(lengths), with_tools, without, slowest, metrics) | steps_of(decoding, plain))
             rows[-1]["engine_idle_while_any_could_decode"] = 1 - decoding[0] / (with_tools - metrics["agent/idle_s"])

@@ -8,6 +8,8 @@ from table import Row
 MEGATRON = {"4B": "parallel_4k_h200.json", "8B": "parallel_8b_h200.json"}
 NOW = "parallel_compiled_h200.json"
 SIZE = "--sequences 8 --length 4096"
+EIGHT, PARTLY = "8B:dp2:compiled:eager", "8B:dp2:compiled:selective"
+KEPT, PART, MANY = (f"parallel_8b_{how}_h200.json" for how in ("kept", "one_pass", "selective"))
 
 
 def by_megatron(model: str, way: str, what: str) -> Row:
@@ -29,15 +31,15 @@ def shared(spec: str, what: str) -> Row:
                   seconds(NOW, "runs", spec, "predicted_from_one_rank_s"))  # fmt: skip
 
 
-def large(file: str, model: str) -> list[Row]:
+def large(file: str, model: str, options: str = "", passes: str = "") -> list[Row]:
     """What the largest models take to load and to update, beside what a plan counts."""
-    script = f"benchmarks/large.py {model}"
+    script = f"benchmarks/large.py {model}{options}"
     return [
         Row(f"{model}, two ranks, each its own part: loading", seconds(file, "load", "s", form="{:.1f} s"), script, "bytes of its files",
             gigabytes(file, "write", "bytes")),
         Row(f"{model}: peak of a GPU while loading", gigabytes(file, "load", "device_peak_bytes"), script, "in the plan",
             gigabytes(file, "load", "device_counted_bytes")),
-        Row(f"{model}: an update of 8 sequences of 4,096 tokens, recomputed, moments of 16 bits on the host",
+        Row(f"{model}: an update of 8 sequences of 4,096 tokens{passes}, recomputed, moments of 16 bits on the host",
             seconds(file, "update", "step_s", form="{:.1f} s"), script, "estimated with nothing measured",
             seconds(file, "plan", "step_s", form="{:.1f} s")),
         Row(f"{model}: peak of a GPU in it", gigabytes(file, "update", "peak_bytes"), script, "in the plan",
@@ -56,24 +58,22 @@ def wire(trainer: str, what: str) -> Row:
 
 
 ON_TWO_H200S = [
-    Row("training 8B on two GPUs, compiled, packed 4k sequences: MFU of 989 TFLOP/s",
-        percent("training_flash4_8b_h200.json", "runs", "8B:2:compiled", "mfu", form="{:.0f} %"), "benchmarks/training.py 8B:2:compiled",
-        "of a large matrix product", percent("training_flash4_8b_h200.json", "runs", "8B:2:compiled", "of_matmul", form="{:.0f} %")),
-    Row("the same: an update", seconds("training_flash4_8b_h200.json", "runs", "8B:2:compiled", "step_s"),
-        "benchmarks/training.py 8B:2:compiled", "estimated with nothing measured",
-        seconds("training_flash4_8b_h200.json", "runs", "8B:2:compiled", "predicted", "step_s")),
+    Row("training 8B on two GPUs, compiled, activations kept, packed 4k sequences: MFU of 989 TFLOP/s",
+        percent(KEPT, "runs", EIGHT, "mfu", form="{:.0f} %"), f"benchmarks/parallel.py {EIGHT} {SIZE} --pass-tokens 8192",
+        '`recompute="selective"` in one pass', percent(PART, "runs", PARTLY, "mfu", form="{:.0f} %")),
+    Row("the same: an update", seconds(KEPT, "runs", EIGHT, "step_s"), f"benchmarks/parallel.py {EIGHT} {SIZE} --pass-tokens 8192",
+        '`recompute="selective"` in one pass', seconds(PART, "runs", PARTLY, "step_s")),
+    Row('the same with `recompute="selective"` and 32 sequences, in passes of 16,384 tokens: an update',
+        seconds(MANY, "runs", PARTLY, "step_s"), f"benchmarks/parallel.py {PARTLY} --sequences 32 --length 4096 --pass-tokens 16384",
+        "MFU", percent(MANY, "runs", PARTLY, "mfu", form="{:.0f} %")),
     *(by_megatron(model, way, what) for model in MEGATRON for way, what in (("dp2", "dp 2"), ("tp2", "tp 2"))),
     *(use(model, way, what) for model in MEGATRON for way, what in (("dp2", "dp 2"), ("tp2", "tp 2"))),
     shared("4B:dp2", "4B, dp 2, recomputed"),
     shared("4B:tp2", "4B, tp 2, recomputed"),
     update(NOW, "4B:tp2:compiled", "4B, tp 2, recomputed, compiled", f"4B:tp2 4B:tp2:compiled {SIZE}", "not compiled",
            seconds(NOW, "runs", "4B:tp2", "step_s")),
-    update("experts_h200.json", "30B-A3B-8:ep2", "30B-A3B with 8 layers, ep 2, recomputed", f"30B-A3B-8:dp2 30B-A3B-8:ep2 {SIZE}",
-           "dp 2", seconds("experts_h200.json", "runs", "30B-A3B-8:dp2", "step_s")),
-    update("experts_h200.json", "30B-A3B-8:dp2", "30B-A3B with 8 layers, dp 2, recomputed", f"30B-A3B-8:dp2 {SIZE}",
-           "estimated with nothing measured", seconds("experts_h200.json", "runs", "30B-A3B-8:dp2", "predicted", "step_s")),
     *large("large_32b_h200.json", "32B"),
-    *large("large_30b_a3b_h200.json", "30B-A3B"),
+    *large("large_30b_a3b_h200.json", "30B-A3B", " --pass-tokens 16384", " in passes of 16,384"),
     *(wire(f"1 to 1{trainer}", what) for trainer, what in ((", fsdp", "a trainer of FSDP2"), (", megatron", "one of Megatron-Core"))),
     Row("the same by Megatron-Core: decoding stopped", ms("sharded_weights_trainers_h200.json", "shapes", "8B", "1 to 1, megatron",
         "median", "decode_gap_s"), "benchmarks/sharded_weights.py 8B --ranks 1 --engines 1 --trainers fsdp megatron", "by FSDP2",

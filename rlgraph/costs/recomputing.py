@@ -27,7 +27,7 @@ def with_recompute(graph: Graph, costs: Costs, shapes: Shapes) -> Costs:
         then = replace(model.traits, recompute=cost.measured.passes.recompute)  # type: ignore[union-attr,arg-type]  # as `_otherwise` says
         adapter = adapter_size(model, shape)
         now_and_then = [operations(traits, shape, costs.lengths, adapter, trains=True) for traits in (model.traits, then)]
-        launches = [host_times.launch_s(shape, traits.recompute) for traits in (model.traits, then)]
+        launches = [host_times.launch_s(shape, traits) for traits in (model.traits, then)]
         nodes[node.name] = replace(
             cost,
             token_s=cost.token_s * now_and_then[0] / now_and_then[1],

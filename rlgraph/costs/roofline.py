@@ -142,19 +142,20 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
         return NodeCost(decode=decode, measured=Setting(1, 1, node.rows))
     trains = node.traits.work == "train"
     walks = walks_of(node) * (1.0 if trains else FORWARD)
-    logits = host_times.LOGIT_BYTES.value * shape.vocab / (device.bandwidth * DECODING)
-    exchange = node.model.traits.sharing * exchange_s(shape, device, node.model.traits, trains=trains)
+    traits = node.model.traits
+    compiled = trains and traits.compiled
+    reached = host_times.COMPILED_TRAINING.value if compiled else TRAINING
+    logit = host_times.FUSED_LOGIT_BYTES if compiled or trains and traits.fused_head else host_times.LOGIT_BYTES
+    logits = logit.value * shape.vocab / (device.bandwidth * DECODING)
+    exchange = traits.sharing * exchange_s(shape, device, traits, trains=trains)
     return NodeCost(
         parallel_s=epochs_of(node) * _optimizer_s(node.model, shape, device) if trains else 0.0,
         token_s=walks
-        * (
-            operations(node.model.traits, shape, lengths, adapter_size(node.model, shape), trains=trains) / (device.flops * TRAINING)
-            + logits
-        )
+        * (operations(traits, shape, lengths, adapter_size(node.model, shape), trains=trains) / (device.flops * reached) + logits)
         + walks_of(node) * exchange,
-        pass_s=walks * host_times.launch_s(shape, trains and node.model.traits.recompute),
-        sharded_pass_s=walks * host_times.launch_s(shape, trains and node.model.traits.recompute, sharded=gathers(node)),
-        shards=shards_of(node, shape, device, idle_alone=True),
+        pass_s=walks * host_times.launch_s(shape, traits, trains=trains),
+        sharded_pass_s=walks * host_times.launch_s(shape, traits, trains=trains, sharded=gathers(node)),
+        shards=shards_of(node, shape, device, idle_alone=not compiled),  # `TRAINING` is of ranks that gather, the other of one rank
     )
 
 

@@ -140,7 +140,7 @@ def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shap
         pass_s = cost.pass_s
         if not pass_s and traits.sharing > measured.sharing:
             walks = walks_of(node) * (1.0 if trains else FORWARD)
-            pass_s = walks * host_times.launch_s(shape, trains and traits.recompute)
+            pass_s = walks * host_times.launch_s(shape, traits, trains=trains)
         nodes[node.name] = replace(cost, token_s=max(cost.token_s + change, 0.0), pass_s=pass_s)
     return replace(costs, nodes=nodes)
 

@@ -16,6 +16,16 @@ from predicted_update import planned_update, predicted
 import rlgraph as rg
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+BY_RANKS = (  # of parallel.py
+    "experts_16k_h100",
+    "experts_h100",
+    "parallel_16k_h100",
+    "parallel_32k_h100",
+    "parallel_4b_h100",
+    "parallel_4k_h100",
+    "parallel_8b_kept_h200",
+    "parallel_8b_selective_h200",
+)
 LONG = 8, 4096  # sequences of training.py and megatron_gpu.py, and their length
 SMALL = 8, 2048  # of small_gpu_training.py
 
@@ -26,12 +36,12 @@ def recorded(name: str) -> Any:
 
 def runs() -> Iterator[Any]:
     """Each recorded update: its peak, and what `predicted` is given."""
-    for name in ("experts_h100", "parallel_16k_h100", "parallel_32k_h100", "parallel_4k_h100"):
+    for name in BY_RANKS:
         found = recorded(name)
         for spec, run in found["runs"].items():
             asked, size = parallel.Run.of(spec), (found["sequences"], found["length"])
-            settings = {**asked.settings, "trainer": asked.trainer}
-            yield pytest.param(run["peak_bytes"], (asked.shape, size, "H100", asked.way, size[1] // asked.way["cp"], settings), id=spec)
+            settings, tokens = {**asked.settings, "trainer": asked.trainer}, found.get("pass_tokens", size[1]) // asked.way["cp"]
+            yield pytest.param(run["peak_bytes"], (asked.shape, size, "H100", asked.way, tokens, settings), id=f"{name} {spec}")
     for name in ("training_flash2_h200", "training_flash4_h200", "training_h100", "training_h200"):
         for spec, run in recorded(name)["runs"].items():
             shape, ranks, *options = spec.split(":")

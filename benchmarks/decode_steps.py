@@ -1,0 +1,171 @@
+"""What a decode step of vLLM holds: seconds of its kernels by kind, and of the host, beside the memory that it must read.
+
+    python benchmarks/decode_steps.py SHAPE [--sequences 256] [--tokens 1024] [--ways recorded compiled] [--json PATH]
+    python benchmarks/decode_steps.py tiny --smoke          # its first seconds, on a CPU
+
+All sequences decode together. At half of their tokens 32 steps are timed, and then 16 are profiled. `recorded` are rlgraph's engines as they
+are: CUDA graphs of kernels as the model calls them. `compiled` adds vLLM's own compilation, which fuses norms and activations. `no_scores` is
+`recorded` without log-probs, for what these cost. What must be read are all weights once, and the keys and values of each sequence.
+"""
+
+import argparse
+import json
+import multiprocessing
+import re
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from generation import model, prompts
+from profiled_update import covered
+
+WAYS = "recorded", "compiled", "no_scores"
+TIMED, PROFILED = 32, 16
+BYTES_PER_S = 4.8e12  # of an H200's memory
+KINDS = (  # of kernels, by their names; the first that matches
+    ("attention", r"flash|fmha|attention"),
+    ("keys and values written", r"reshape_and_cache"),
+    ("products", r"gemm|nvjet|cutlass|splitk|cublas|matmul"),
+    ("sampling", r"gumbel|sample|softmax|topk|argmax|logprob|logits|penalt|temperature|multinomial"),
+    ("norms, rotations, activations", r"norm|rotary|rope|silu|act_and_mul|triton_(poi|red|per)"),
+)
+
+
+def kind(name: str) -> str:
+    return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "others")
+
+
+def measured(folder: str, way: str, size: tuple[int, int], out: Any) -> None:
+    """Decode with one engine; put what was seen."""
+    import torch
+
+    from rlgraph.engines.api import Request, Sampling
+    from rlgraph.engines.vllm import engine_arguments
+    from rlgraph.engines.vllm.engine import VllmEngine
+
+    sequences, tokens = size
+    on_gpu = torch.cuda.is_available()
+    more: dict[str, Any] = {}
+    if way == "compiled" and on_gpu:
+        sizes = engine_arguments.recorded_sizes(sequences)
+        more["engine_args"] = {"compilation_config": {"mode": 3, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}}
+    start = time.perf_counter()
+    engine = VllmEngine(folder, max_model_len=max(64, tokens + 32), max_sequences=sequences, random_weights=True, **more)
+    started = time.perf_counter() - start
+    make = engine._requests.make
+
+    def without_scores(*given: Any, **named: Any) -> Any:
+        made = make(*given, **named)
+        made.sampling_params.logprobs = None
+        return made
+
+    if way == "no_scores":
+        engine._requests.make = without_scores  # type: ignore[method-assign]
+        engine.decode = plain_decode(engine)  # type: ignore[method-assign]
+    for i, prompt in enumerate(prompts(sequences)):
+        engine.submit(Request(str(i), prompt, Sampling(max_tokens=tokens, ignore_eos=True), seed=i))
+    timed, profiled = min(TIMED, tokens // 4), min(PROFILED, tokens // 8)
+    for _ in range(tokens // 2 - timed - profiled):
+        engine.step()
+    times = []
+    for _ in range(timed):
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as found:
+        start = time.perf_counter()
+        for _ in range(profiled):
+            engine.step()
+        took = time.perf_counter() - start
+    kernels = [event for event in found.events() if event.device_type.name != "CPU" and not event.is_user_annotation]
+    by_kind, by_name = defaultdict[str, float](float), defaultdict[str, float](float)
+    for event in kernels:
+        seconds = (event.time_range.end - event.time_range.start) / 1e6 / profiled
+        by_kind[kind(event.name)] += seconds
+        by_name[event.name] += seconds
+    for name in sorted(by_name, key=by_name.__getitem__, reverse=True)[:24]:
+        print(f"  {1e3 * by_name[name]:7.3f} ms  {kind(name):30s} {name[:140]}", flush=True)
+    print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=18, max_name_column_width=60))
+    busy = covered((event.time_range.start, event.time_range.end) for event in kernels) / 1e6 / profiled
+    out.put(
+        {
+            "start_s": started,
+            "step_s": statistics.median(times),
+            "profiled_step_s": took / profiled,
+            "gpu_busy_s": busy,
+            "kernels": len(kernels) / profiled,
+            "kernel_s": dict(by_kind),
+        }
+    )
+    engine.close()
+
+
+def plain_decode(engine: Any) -> Any:
+    """`VllmEngine.decode` for outputs without log-probs."""
+
+    def decode() -> dict[str, Any]:
+        for output in engine.llm.engine_core.get_output().outputs:
+            engine._running[output.request_id].tokens += output.new_token_ids
+        return {}
+
+    return decode
+
+
+def must_be_read(folder: str, sequences: int, context: int) -> int:
+    """The bytes of the weights, and of the keys and values, that a step reads; both in bfloat16."""
+    from rlgraph.engines.hf_models.pretrained import parameter_shapes
+
+    config = json.loads((Path(folder) / "config.json").read_text())
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head
+    tied = config.get("tie_word_embeddings", False)
+    shapes = {name: shape for name, shape in parameter_shapes(folder).items() if tied or "embed_tokens" not in name}
+    weights = 0
+    for shape in shapes.values():
+        count = 1
+        for width in shape:
+            count *= width
+        weights += count
+    return 2 * (weights + sequences * context * values)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="a model folder, smollm2, or the name of a shape of shapes.py")
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["recorded", "compiled"])
+    parser.add_argument("--models", default=".models")
+    parser.add_argument("--smoke", action="store_true", help="few and short responses of a tiny model")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    size = (8, 32) if given.smoke else (given.sequences, given.tokens)
+    folder = model(given.folder, given.models)
+    least = must_be_read(folder, size[0], size[1] // 2) / BYTES_PER_S
+    found: dict[str, Any] = {"model": given.folder, "sequences": size[0], "tokens": size[1], "memory_s": least, "ways": {}}
+    context = multiprocessing.get_context("spawn")
+    for way in given.ways:
+        out = context.Queue()
+        process = context.Process(target=measured, args=(folder, way, size, out))
+        process.start()
+        row = found["ways"][way] = out.get(timeout=400)
+        process.join(15)
+        process.kill()
+        kinds = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in sorted(row["kernel_s"].items(), key=lambda each: -each[1]))
+        print(
+            f"{way}: a step {1e3 * row['step_s']:.2f} ms (memory alone {1e3 * least:.2f}), GPU busy {1e3 * row['gpu_busy_s']:.2f} ms, "
+            f"{row['kernels']:.0f} kernels: {kinds}; started in {row['start_s']:.1f} s",
+            flush=True,
+        )
+        if given.json:
+            from weights import machine as measured_on
+
+            given.json.write_text(json.dumps(found | measured_on(), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
