@@ -3,9 +3,9 @@
     python benchmarks/decode_steps.py SHAPE [--sequences 256] [--tokens 1024] [--ways recorded compiled] [--json PATH]
     python benchmarks/decode_steps.py tiny --smoke          # its first seconds, on a CPU
 
-All sequences decode together. At half of their tokens 32 steps are timed, and then 16 are profiled. `recorded` are rlgraph's engines as they
-are: CUDA graphs of kernels as the model calls them. `compiled` adds vLLM's own compilation, which fuses norms and activations. `no_scores` is
-`recorded` without log-probs, for what these cost. What must be read are all weights once, and the keys and values of each sequence.
+All sequences decode together. Before half of their tokens are written, 32 steps are timed and 16 profiled. `recorded` is rlgraph's engine as
+it is: CUDA graphs of the kernels that the model calls. `compiled` adds vLLM's own compilation, which fuses norms and activations. What a
+step must read are all weights once, and the keys and values of each sequence.
 """
 
 import argparse
@@ -21,9 +21,8 @@ from typing import Any
 from generation import model, prompts
 from profiled_update import covered
 
-WAYS = "recorded", "compiled", "no_scores"
+WAYS = "recorded", "compiled"
 TIMED, PROFILED = 32, 16
-BYTES_PER_S = 4.8e12  # of an H200's memory
 KINDS = (  # of kernels, by their names; the first that matches
     ("attention", r"flash|fmha|attention"),
     ("keys and values written", r"reshape_and_cache"),
@@ -54,16 +53,6 @@ def measured(folder: str, way: str, size: tuple[int, int], out: Any) -> None:
     start = time.perf_counter()
     engine = VllmEngine(folder, max_model_len=max(64, tokens + 32), max_sequences=sequences, random_weights=True, **more)
     started = time.perf_counter() - start
-    make = engine._requests.make
-
-    def without_scores(*given: Any, **named: Any) -> Any:
-        made = make(*given, **named)
-        made.sampling_params.logprobs = None
-        return made
-
-    if way == "no_scores":
-        engine._requests.make = without_scores  # type: ignore[method-assign]
-        engine.decode = plain_decode(engine)  # type: ignore[method-assign]
     for i, prompt in enumerate(prompts(sequences)):
         engine.submit(Request(str(i), prompt, Sampling(max_tokens=tokens, ignore_eos=True), seed=i))
     timed, profiled = min(TIMED, tokens // 4), min(PROFILED, tokens // 8)
@@ -104,33 +93,25 @@ def measured(folder: str, way: str, size: tuple[int, int], out: Any) -> None:
     engine.close()
 
 
-def plain_decode(engine: Any) -> Any:
-    """`VllmEngine.decode` for outputs without log-probs."""
+def bandwidth() -> float:
+    """The bytes a second of the GPU's memory; an H200's where there is none."""
+    import torch
 
-    def decode() -> dict[str, Any]:
-        for output in engine.llm.engine_core.get_output().outputs:
-            engine._running[output.request_id].tokens += output.new_token_ids
-        return {}
+    from rlgraph.costs.roofline import DEVICES, device_of
 
-    return decode
+    found = device_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return (found or DEVICES["H200"]).bandwidth
 
 
-def must_be_read(folder: str, sequences: int, context: int) -> int:
-    """The bytes of the weights, and of the keys and values, that a step reads; both in bfloat16."""
+def must_be_read(folder: str, sequences: int, tokens: int) -> int:
+    """The bytes of the weights, and of the keys and values at half of the tokens, that a step reads; both in bfloat16."""
     from rlgraph.engines.hf_models.pretrained import parameter_shapes
 
-    config = json.loads((Path(folder) / "config.json").read_text())
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head
-    tied = config.get("tie_word_embeddings", False)
-    shapes = {name: shape for name, shape in parameter_shapes(folder).items() if tied or "embed_tokens" not in name}
-    weights = 0
-    for shape in shapes.values():
-        count = 1
-        for width in shape:
-            count *= width
-        weights += count
-    return 2 * (weights + sequences * context * values)
+    from rlgraph.costs.model_shapes import ModelShape
+
+    of = ModelShape.from_config(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
+    assert of is not None, folder
+    return 2 * of.active_parameters + sequences * of.kv_bytes_per_token() * tokens // 2
 
 
 def main() -> None:
@@ -138,15 +119,16 @@ def main() -> None:
     parser.add_argument("folder", help="a model folder, smollm2, or the name of a shape of shapes.py")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["recorded", "compiled"])
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--models", default=".models")
     parser.add_argument("--smoke", action="store_true", help="few and short responses of a tiny model")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     size = (8, 32) if given.smoke else (given.sequences, given.tokens)
     folder = model(given.folder, given.models)
-    least = must_be_read(folder, size[0], size[1] // 2) / BYTES_PER_S
-    found: dict[str, Any] = {"model": given.folder, "sequences": size[0], "tokens": size[1], "memory_s": least, "ways": {}}
+    read = must_be_read(folder, *size)
+    least = read / bandwidth()
+    found: dict[str, Any] = {"model": given.folder, "sequences": size[0], "tokens": size[1], "bytes": read, "memory_s": least, "ways": {}}
     context = multiprocessing.get_context("spawn")
     for way in given.ways:
         out = context.Queue()

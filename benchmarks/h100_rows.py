@@ -1,9 +1,11 @@
 """The rows of measurements on H100s: ranks that share a pass or experts, shared prompts, and routes that are replayed."""
 
-from figures import Figure, count, percent, seconds, share
+from figures import Figure, count, ms, percent, seconds, share
+from stage_rows import turns
 from table import Row
 
 SHARED, ROUTES = "shared_prompts_h100.json", "router_replay_h100.json"
+STEPS, RECORDED = "decode_steps_4b_h100.json", ("ways", "recorded")
 
 
 def update(file: str, spec: str, what: str, command: str, beside: str, other: Figure) -> Row:
@@ -72,6 +74,16 @@ ON_H100S = [
     Row("training 1.7B on one GPU, compiled, packed 4k sequences: MFU of 989 TFLOP/s",
         percent("training_h100.json", "runs", "1.7B:1:compiled", "mfu", form="{:.0f} %"), "benchmarks/training.py 1.7B:1:compiled",
         "of a large matrix product", percent("training_h100.json", "runs", "1.7B:1:compiled", "of_matmul", form="{:.0f} %")),
+    Row("4B, 256 responses, at 512 of 1,024 tokens: a decode step", ms(STEPS, *RECORDED, "step_s"), "benchmarks/decode_steps.py 4B",
+        "attention in it", ms(STEPS, *RECORDED, "kernel_s", "attention")),
+    Row("the same: products in it", ms(STEPS, *RECORDED, "kernel_s", "products"), "benchmarks/decode_steps.py 4B",
+        "sampling and log-probs", ms(STEPS, *RECORDED, "kernel_s", "sampling", form="{:.2f} ms")),
+    *turns("tool_rollouts_h100.json", "SmolLM2, turns of 43 tokens, tools of 20 ms"),
+    *turns("tool_rollouts_long_turns_h100.json", "SmolLM2, turns of 170 tokens, tools of 20 ms"),
+    Row("the same with turns of 43 tokens and tools whose 99th percentile is 10 medians: a step over its bound",
+        share("tool_rollouts_tail_h100.json", "step_over_bound"), "benchmarks/tool_rollouts.py --tail 10",
+        "share of it that the engine was idle while a conversation could decode",
+        percent("tool_rollouts_tail_h100.json", "engine_idle_while_any_could_decode")),
     shared("an update", "update"),
     shared("log-probs", "scores"),
     sixteen("1.7B:dp2", "1.7B, dp 2, recomputed"),

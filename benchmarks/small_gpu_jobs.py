@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shapes import random_model
-from small_gpu import say
+from small_gpu import keep, say
 
 import rlgraph as rg
 
@@ -265,6 +265,7 @@ def fp8_learning(smoke: bool) -> dict[str, Any]:
         first, last = (statistics.fmean(part) for part in (rewards[:4], rewards[-4:]))
         kl = run["metrics"].get("rollout_corr/kl")
         say(f"{name}, seed {seed}: ready after {ready_s:.1f} s, reward {first:.3f} -> {last:.3f}, kl {kl}")
+        keep(found)
     for name, runs in found["runs"].items():
         ends = [statistics.fmean(run["rewards"][-4:]) for run in runs]
         found[f"last four steps, {name}"] = {"mean": statistics.fmean(ends), "least": min(ends), "most": max(ends)}

@@ -2,6 +2,7 @@
 
     python benchmarks/tool_rollouts.py [--conversations 64] [--turns 4] [--turn-tokens 43] [--tool-s 0.02] [--tail 10] [--model FOLDER]
         [--engine sglang]
+    python benchmarks/tool_rollouts.py --conversations 1000 --tool-s 7.75 --tail 7.75 --clip --repeats 2    # sandboxes of 1 to 60 s
 
 vLLM with a tiny model, or with random weights of the shape of a given one; SGLang loads the weights of the given one. Conversations of up
 to four turns are answered by a tool that takes a while; turns end at random, so that some wait while others decode. Then as many tokens are
@@ -33,6 +34,7 @@ from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.nodes.base import Context
 
 P99 = 2.3263  # standard deviations
+DEADLINE_S = 600.0  # of a tool: none is cut off
 QUESTIONS = 10_000  # of the conversations; the single turns have as many others
 
 
@@ -41,6 +43,7 @@ class Slow:
 
     seconds = 0.0
     sigma = 0.0
+    clipped = False
     waited: ClassVar[dict[int, float]] = {}  # by conversation
 
     def __init__(self, number: int) -> None:
@@ -50,7 +53,8 @@ class Slow:
         Slow.waited[self.number] = 0.0
 
     async def step(self, said: rg.Message) -> rg.Turn:
-        wait_s = self.seconds * math.exp(self.sigma * self.draws.gauss(0, 1))
+        drawn = self.draws.gauss(0, 1)
+        wait_s = self.seconds * math.exp(self.sigma * (min(max(drawn, -P99), P99) if self.clipped else drawn))
         Slow.waited[self.number] += wait_s
         await asyncio.sleep(wait_s)
         return rg.Turn([rg.Message("user", "and")])
@@ -139,6 +143,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--turn-tokens", type=int, default=43, help="on average: each token is about as likely, one of so many ends a turn")
     parser.add_argument("--tool-s", type=float, default=0.02)
     parser.add_argument("--tail", type=float, default=1.0, help="the 99th percentile of the tool's times over their median")
+    parser.add_argument("--clip", action="store_true", help="no tool is faster than its 1st percentile, or slower than its 99th")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", type=Path, help="a folder in Hugging Face format; without it a tiny model is made")
     parser.add_argument("--engine", choices=("vllm", "sglang"), default="vllm")
@@ -148,7 +153,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     given = arguments()
-    Slow.seconds, Slow.sigma = given.tool_s, math.log(given.tail) / P99
+    Slow.seconds, Slow.sigma, Slow.clipped = given.tool_s, math.log(given.tail) / P99, given.clip
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         most = 5 * given.turn_tokens  # of a response, what the tool says included
@@ -161,7 +166,7 @@ def main() -> None:
         generator = rg.Generator(path, pool=rg.Pool("rollout"), sampling=sampling, max_context=context_length)
         prompts = rg.prompts([{"prompt": question(i), "number": i} for i in range(QUESTIONS)], count=given.conversations)
         tokenizer = AutoTokenizer.from_pretrained(path)
-        stage = generator.rollout(prompts, agent=Slow, max_turns=given.turns).node.operation.start(context)
+        stage = generator.rollout(prompts, agent=rg.Agent(Slow, deadline_s=DEADLINE_S), max_turns=given.turns).node.operation.start(context)
         for step in range(given.repeats + 1):
             batch = prompts.node.operation.batch(step)  # type: ignore[attr-defined]
             numbers = [int(number) for number in batch["numbers"]]
