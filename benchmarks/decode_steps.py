@@ -3,9 +3,9 @@
     python benchmarks/decode_steps.py SHAPE [--sequences 256] [--tokens 1024] [--ways recorded compiled] [--json PATH]
     python benchmarks/decode_steps.py tiny --smoke          # its first seconds, on a CPU
 
-All sequences decode together. Before half of their tokens are written, 32 steps are timed and 16 profiled. `recorded` is rlgraph's engine as
-it is: CUDA graphs of the kernels that the model calls. `compiled` adds vLLM's own compilation, which fuses norms and activations. What a
-step must read are all weights once, and the keys and values of each sequence.
+All sequences decode together. Before half of their tokens are written, 32 steps are timed and 16 profiled. `recorded` is rlgraph's engine
+as it is: CUDA graphs of the kernels that the model calls. `compiled` adds vLLM's own compilation, which fuses norms and activations. What
+a step must read are all weights once, and the keys and values of each sequence.
 """
 
 import argparse
@@ -105,8 +105,6 @@ def bandwidth() -> float:
 
 def must_be_read(folder: str, sequences: int, tokens: int) -> int:
     """The bytes of the weights, and of the keys and values at half of the tokens, that a step reads; both in bfloat16."""
-    from rlgraph.engines.hf_models.pretrained import parameter_shapes
-
     from rlgraph.costs.model_shapes import ModelShape
 
     of = ModelShape.from_config(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))

@@ -52,5 +52,9 @@ STAGES = [
     *rollouts("rollout_cpu.json", "a tiny model"),
     *turns("tool_rollouts_smollm2_cpu.json", "SmolLM2's shape, turns of 43 tokens"),
     *turns("tool_rollouts_long_turns_cpu.json", "SmolLM2's shape, turns of 170 tokens"),
+    Row("1,000 conversations of up to 4 turns at once, a tiny model, sandboxes of 1 to 60 s: a step over its bound",
+        share("tool_rollouts_thousand_cpu.json", "step_over_bound", form="{:.3f}"), "benchmarks/tool_rollouts.py --conversations 1000",
+        "share of it that the engine was idle while a conversation could decode",
+        percent("tool_rollouts_thousand_cpu.json", "engine_idle_while_any_could_decode")),
     *turns("tool_rollouts_cpu.json", "a tiny model, turns of 43 tokens, beside other work"),
 ]  # fmt: skip

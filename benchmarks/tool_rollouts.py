@@ -6,9 +6,10 @@
 
 vLLM with a tiny model, or with random weights of the shape of a given one; SGLang loads the weights of the given one. Conversations of up
 to four turns are answered by a tool that takes a while; turns end at random, so that some wait while others decode. Then as many tokens are
-decoded in single turns of the same lengths, by the same engine. Their prompts are new to the engine, as those of the conversations were. With `--tail 10` the tool's times are log-normal around `--tool-s`, and
-their 99th percentile is 10 times that. No step can be faster than its bound: the engine's work without tools, or the slowest conversation
-alone, with its tools' seconds and its tokens at the pace of a single response.
+decoded in single turns of the same lengths, by the same engine. Their prompts are new to the engine, as those of the conversations were.
+With `--tail 10` the tool's times are log-normal around `--tool-s`, and their 99th percentile is 10 times that. No step can be faster than
+its bound: the engine's work without tools, or the slowest conversation alone, with its tools' seconds and its tokens at the pace of a
+single response.
 """
 
 import argparse

@@ -32,10 +32,11 @@ SHARDED_PASS_LAYER_S = HostTime(15e-3, "prediction_h200.json: costs, sharded_pas
 EXPERTS_LAYER = HostTime(2.0, "operations in profiles of 30B-A3B-8 and 4B by parallel.py --profile; fitted to no seconds")
 # The same of a layer that is compiled: about 250 (18,160 in two passes of 36 layers, dp 2), and about 650.
 COMPILED_LAYER = HostTime(0.39, "operations in profiles of 8B, compiled, and 4B by parallel.py --profile; fitted to no seconds")
-# Share of a GPU's peak that compiled layers reach on one rank, and what a logit takes beside them, in bytes of memory traffic.
+# Share of a GPU's peak that compiled layers reach on one rank, and the bytes of memory traffic of a logit beside them, or of a fused head.
 COMPILED_TRAINING = HostTime(0.562, "training_flash4_h200.json: updates of 1.7B and 4B")
 FUSED_LOGIT_BYTES = HostTime(26.8, "training_flash4_h200.json: updates of 1.7B and 4B")
-# Bytes of memory traffic for each logit of a token that is trained by layers that are not compiled: float32 softmax, its gradient, temperature, entropy.
+# Bytes of memory traffic for each logit of a token that is trained, where neither layers are compiled nor the head is fused: float32
+# softmax, its gradient, temperature, entropy.
 LOGIT_BYTES = HostTime(220.0, "prediction_h200.json: costs, token_s of 1.7B and 4B; peer_job_h200.json: one_step_off")
 # Bytes a second between a GPU and pinned memory of its host, over the link's: 15 to 43 GB/s of 63.
 COPYING = HostTime(0.425, "prediction_h200.json: costs, sleep of 1.7B and 4B")

@@ -145,7 +145,7 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     traits = node.model.traits
     compiled = trains and traits.compiled
     reached = host_times.COMPILED_TRAINING.value if compiled else TRAINING
-    logit = host_times.FUSED_LOGIT_BYTES if compiled or trains and traits.fused_head else host_times.LOGIT_BYTES
+    logit = host_times.FUSED_LOGIT_BYTES if compiled or (trains and traits.fused_head) else host_times.LOGIT_BYTES
     logits = logit.value * shape.vocab / (device.bandwidth * DECODING)
     exchange = traits.sharing * exchange_s(shape, device, traits, trains=trains)
     return NodeCost(
