@@ -1,6 +1,6 @@
 """The rows of how stages overlap: pools of log-probs, slow rewards and weights, continuous rollouts, turns."""
 
-from figures import count, share, times
+from figures import count, percent, share, times
 from table import Row
 
 
