@@ -201,7 +201,7 @@ def fit() -> dict[str, float]:
 
 
 def compiled_updates() -> dict[str, float]:
-    """Return the share of the peak that two compiled updates reach, and the bytes of a logit, that explain both of their seconds."""
+    """Solve for the share of the peak and the bytes of a logit that explain the seconds of two compiled updates."""
     per_token, seconds = [], []
     for spec, run in loaded("training_flash4_h200.json")["runs"].items():
         of = ModelShape.from_config(shape(spec.split(":")[0]))
