@@ -50,6 +50,7 @@ RESULTS = Path(__file__).parent / "results"
 H200 = DEVICES["H200"]
 SMOLLM2 = (576, 30, 9, 3, 1536, True)
 Unexplained = tuple[float, float, float]  # decode steps, sequences in them, and the seconds that the GPU's roofline does not explain
+PROMPT_TOKENS = 97.0  # of the sequences of 4,096 tokens that updates were measured with
 FITTED = ("one_step_off",)  # of peer_job_h200.json
 
 
@@ -144,7 +145,7 @@ def updates(models: Path) -> Iterator[EstimatedRun]:
         graph = peer_job.graph(cfg)
         costs = priced_for(graph, cluster(int(ranks)), None, shapes_of(graph))
         assert costs.lengths is not None
-        lengths = replace(costs.lengths, prompt_tokens=97.0)
+        lengths = replace(costs.lengths, prompt_tokens=PROMPT_TOKENS)
         setting = Setting(int(ranks), int(ranks), 8, Passes(8192))
         step_s = float(costs.cost_of("update").seconds(setting, lengths, 1, 8)[0])
         yield EstimatedRun(f"{name}, an update on {ranks}", step_s, run["step_s"], True)
@@ -206,8 +207,8 @@ def compiled_updates() -> dict[str, float]:
     for spec, run in loaded("training_flash4_h200.json")["runs"].items():
         of = ModelShape.from_config(shape(spec.split(":")[0]))
         assert of is not None
-        tokens, length = run["step_s"] * run["tokens_per_s"], 4096
-        needed = operations(ModelTraits(), of, rg.Lengths((0.0, 1.0), (length - 97.0, length - 97.0), 97.0), trains=True)
+        tokens, response = run["step_s"] * run["tokens_per_s"], 4096 - PROMPT_TOKENS
+        needed = operations(ModelTraits(), of, rg.Lengths((0.0, 1.0), (response, response), PROMPT_TOKENS), trains=True)
         per_token.append([needed / H200.flops, of.vocab / (H200.bandwidth * DECODING)])
         seconds.append((run["step_s"] - OPTIMIZER_BYTES * of.parameters / (H200.bandwidth * DECODING)) / tokens)
     share, logit = np.linalg.solve(np.array(per_token), np.array(seconds))

@@ -10,7 +10,6 @@ a step must read are all weights once, and the keys and values of each sequence.
 
 import argparse
 import json
-import multiprocessing
 import re
 import statistics
 import time
@@ -19,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from generation import model, prompts
-from profiled_update import covered
+from profiled_update import covered, kernels_of, profiler
+from timed_updates import of_ranks
 
 WAYS = "recorded", "compiled"
 TIMED, PROFILED = 32, 16
 KINDS = (  # of kernels, by their names; the first that matches
     ("attention", r"flash|fmha|attention"),
-    ("keys and values written", r"reshape_and_cache"),
     ("products", r"gemm|nvjet|cutlass|splitk|cublas|matmul"),
     ("sampling", r"gumbel|sample|softmax|topk|argmax|logprob|logits|penalt|temperature|multinomial"),
     ("norms, rotations, activations", r"norm|rotary|rope|silu|act_and_mul|triton_(poi|red|per)"),
@@ -36,8 +35,8 @@ def kind(name: str) -> str:
     return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "others")
 
 
-def measured(folder: str, way: str, size: tuple[int, int], out: Any) -> None:
-    """Decode with one engine; put what was seen."""
+def measured(folder: str, way: str, size: tuple[int, int], rank: int, world: int, rendezvous: str, results: Any) -> None:
+    """Decode with one engine, in a process of `of_ranks`; put what was seen."""
     import torch
 
     from rlgraph.engines.api import Request, Sampling
@@ -45,9 +44,8 @@ def measured(folder: str, way: str, size: tuple[int, int], out: Any) -> None:
     from rlgraph.engines.vllm.engine import VllmEngine
 
     sequences, tokens = size
-    on_gpu = torch.cuda.is_available()
     more: dict[str, Any] = {}
-    if way == "compiled" and on_gpu:
+    if way == "compiled" and torch.cuda.is_available():
         sizes = engine_arguments.recorded_sizes(sequences)
         more["engine_args"] = {"compilation_config": {"mode": 3, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}}
     start = time.perf_counter()
@@ -63,29 +61,26 @@ def measured(folder: str, way: str, size: tuple[int, int], out: Any) -> None:
         start = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - start)
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as found:
+    with profiler() as found:
         start = time.perf_counter()
         for _ in range(profiled):
             engine.step()
         took = time.perf_counter() - start
-    kernels = [event for event in found.events() if event.device_type.name != "CPU" and not event.is_user_annotation]
+    kernels = kernels_of(found.events())
     by_kind, by_name = defaultdict[str, float](float), defaultdict[str, float](float)
-    for event in kernels:
-        seconds = (event.time_range.end - event.time_range.start) / 1e6 / profiled
-        by_kind[kind(event.name)] += seconds
-        by_name[event.name] += seconds
+    for name, (begin, end) in kernels:
+        seconds = (end - begin) / 1e6 / profiled
+        by_kind[kind(name)] += seconds
+        by_name[name] += seconds
     for name in sorted(by_name, key=by_name.__getitem__, reverse=True)[:24]:
         print(f"  {1e3 * by_name[name]:7.3f} ms  {kind(name):30s} {name[:140]}", flush=True)
     print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=18, max_name_column_width=60))
-    busy = covered((event.time_range.start, event.time_range.end) for event in kernels) / 1e6 / profiled
-    out.put(
+    results.put(
         {
             "start_s": started,
             "step_s": statistics.median(times),
             "profiled_step_s": took / profiled,
-            "gpu_busy_s": busy,
+            "gpu_busy_s": covered(span for _, span in kernels) / 1e6 / profiled,
             "kernels": len(kernels) / profiled,
             "kernel_s": dict(by_kind),
         }
@@ -127,14 +122,8 @@ def main() -> None:
     read = must_be_read(folder, *size)
     least = read / bandwidth()
     found: dict[str, Any] = {"model": given.folder, "sequences": size[0], "tokens": size[1], "bytes": read, "memory_s": least, "ways": {}}
-    context = multiprocessing.get_context("spawn")
     for way in given.ways:
-        out = context.Queue()
-        process = context.Process(target=measured, args=(folder, way, size, out))
-        process.start()
-        row = found["ways"][way] = out.get(timeout=400)
-        process.join(15)
-        process.kill()
+        row = found["ways"][way] = of_ranks(1, measured, (folder, way, size), 400)
         kinds = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in sorted(row["kernel_s"].items(), key=lambda each: -each[1]))
         print(
             f"{way}: a step {1e3 * row['step_s']:.2f} ms (memory alone {1e3 * least:.2f}), GPU busy {1e3 * row['gpu_busy_s']:.2f} ms, "

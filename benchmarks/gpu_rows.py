@@ -2,7 +2,7 @@
 
 from figures import Figure, count, gigabytes, ms, percent, seconds, share
 from learning_rows import learned
-from stage_rows import rollouts, turns
+from stage_rows import rollouts, turns_on_gpu
 from table import Row
 
 
@@ -138,12 +138,7 @@ ON_GPUS = [
         "worst", percent("prediction_h200.json", "fit_worst_error"), {"count": count("prediction_h200.json", "configurations_measured")}),
     *learned("SmolLM2 learns to add, one step off", "one_step_off_h200.jsonl", "recipes/one_step_off.py"),
     *rollouts("rollout_h200.json", "SmolLM2"),
-    *turns("tool_rollouts_h200.json", "SmolLM2, turns of 43 tokens, tools of 20 ms"),
-    *turns("tool_rollouts_long_turns_h200.json", "SmolLM2, turns of 170 tokens, tools of 20 ms"),
-    Row("the same with turns of 43 tokens and tools whose 99th percentile is 10 medians: a step over its bound",
-        share("tool_rollouts_tail_h200.json", "step_over_bound"), "benchmarks/tool_rollouts.py --tail 10",
-        "share of it that the engine was idle while a conversation could decode",
-        percent("tool_rollouts_tail_h200.json", "engine_idle_while_any_could_decode")),
+    *turns_on_gpu("h200"),
     *recomputed("training_recompute_h200.json", "1.7B"),
     Row("8B into a trainer on one GPU", seconds("loading_h200.json", "runs", "8B:1", "seconds", form="{:.1f} s"),
         "benchmarks/loading.py 8B:1",

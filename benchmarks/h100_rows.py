@@ -1,7 +1,7 @@
 """The rows of measurements on H100s: ranks that share a pass or experts, shared prompts, and routes that are replayed."""
 
 from figures import Figure, count, ms, percent, seconds, share
-from stage_rows import turns
+from stage_rows import turns_on_gpu
 from table import Row
 
 SHARED, ROUTES = "shared_prompts_h100.json", "router_replay_h100.json"
@@ -78,12 +78,7 @@ ON_H100S = [
         "attention in it", ms(STEPS, *RECORDED, "kernel_s", "attention")),
     Row("the same: products in it", ms(STEPS, *RECORDED, "kernel_s", "products"), "benchmarks/decode_steps.py 4B",
         "sampling and log-probs", ms(STEPS, *RECORDED, "kernel_s", "sampling", form="{:.2f} ms")),
-    *turns("tool_rollouts_h100.json", "SmolLM2, turns of 43 tokens, tools of 20 ms"),
-    *turns("tool_rollouts_long_turns_h100.json", "SmolLM2, turns of 170 tokens, tools of 20 ms"),
-    Row("the same with turns of 43 tokens and tools whose 99th percentile is 10 medians: a step over its bound",
-        share("tool_rollouts_tail_h100.json", "step_over_bound"), "benchmarks/tool_rollouts.py --tail 10",
-        "share of it that the engine was idle while a conversation could decode",
-        percent("tool_rollouts_tail_h100.json", "engine_idle_while_any_could_decode")),
+    *turns_on_gpu("h100"),
     shared("an update", "update"),
     shared("log-probs", "scores"),
     sixteen("1.7B:dp2", "1.7B, dp 2, recomputed"),

@@ -17,33 +17,43 @@ def profiled_update(engine: Any, size: tuple[int, int], rank: int, seconds: Sequ
         timed_updates(engine, size, 1)
         return
     import torch
-    from torch.profiler import ProfilerActivity, profile
 
-    on_gpu = torch.cuda.is_available()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     cpu = time.process_time()
-    with profile(activities=activities) as found:
+    with profiler() as found:
         (took,) = timed_updates(engine, size, 1)
     cpu = time.process_time() - cpu
     print(f"profiled update: {took:.3f} s, {cpu:.3f} s of CPU time; not profiled: {statistics.median(seconds):.3f} s", flush=True)
     rows = found.key_averages()
     print(rows.table(sort_by="self_cpu_time_total", row_limit=ROWS, max_name_column_width=70))
-    if on_gpu:
+    if torch.cuda.is_available():
         print(rows.table(sort_by="self_device_time_total", row_limit=ROWS, max_name_column_width=70))
     print(summary(found.events(), took), flush=True)
 
 
-def summary(events: Iterable[Any], took_s: float) -> str:
+def profiler() -> Any:
+    """A profile of the host, and of the GPU where there is one."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    return profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])])
+
+
+def kernels_of(events: Iterable[Any]) -> list[tuple[str, Span]]:
+    """The names and spans, in microseconds, of what ran on the GPU: kernels and copies."""
+    return [
+        (event.name, (event.time_range.start, event.time_range.end))
+        for event in events
+        if event.device_type.name != "CPU" and not event.is_user_annotation
+    ]
+
+
+def summary(events: Sequence[Any], took_s: float) -> str:
     """Say how many operations the host dispatched, how many kernels ran, and in which share of the time any did.
 
     An event is one of `torch.profiler.profile.events()`; "collectives alone" is the share in which no other kernel ran.
     """
-    calls, kernels = 0, list[tuple[str, Span]]()
-    for event in events:
-        if event.device_type.name == "CPU":
-            calls += event.name.startswith("aten::")
-        elif not event.is_user_annotation:
-            kernels.append((event.name, (event.time_range.start, event.time_range.end)))
+    calls = sum(event.name.startswith("aten::") for event in events if event.device_type.name == "CPU")
+    kernels = kernels_of(events)
     all_s = covered(span for _, span in kernels) / 1e6
     others_s = covered(span for name, span in kernels if not name.startswith("nccl")) / 1e6
     of_collectives = sum(name.startswith("nccl") for name, _ in kernels)

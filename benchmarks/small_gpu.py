@@ -68,7 +68,7 @@ OUT = "RLGRAPH_SMALL_GPU_OUT"  # the file of a part's process
 
 
 def keep(found: Mapping[str, Any]) -> None:
-    """Write what a part has found so far, which counts if it is killed at its limit."""
+    """Write what a part has found so far: the file of results gets it if the part is killed at its limit."""
     if OUT in os.environ:
         Path(os.environ[OUT]).write_text(json.dumps({**found, "unfinished": True}, indent=1) + "\n")
 
@@ -123,8 +123,9 @@ def main() -> None:
     for part in given.parts:
         print(f"{part}:", flush=True)
         found = run(part, given.limit, given.smoke)
-        if found is None:
+        if found is None or found.get("unfinished"):
             failed.append(part)
+        if found is None:
             continue
         parts[part] = found
         if given.json:

@@ -122,8 +122,8 @@ def end_rank(seconds: Sequence[float], rank: int, world: int, results: Any) -> N
     os._exit(0)
 
 
-def of_ranks(world: int, target: Callable[..., None], given: tuple[Any, ...], timeout_s: float) -> tuple[list[float], int]:
-    """Run `target(*given, rank, world, rendezvous, results)` on each rank. Returns what the first one gave `end_rank`.
+def of_ranks(world: int, target: Callable[..., None], given: tuple[Any, ...], timeout_s: float) -> Any:
+    """Run `target(*given, rank, world, rendezvous, results)` on each rank. Returns what the first one put, by `end_rank` or itself.
 
     Raises RuntimeError as soon as a rank fails, and at the end of the seconds.
     """
@@ -141,11 +141,11 @@ def of_ranks(world: int, target: Callable[..., None], given: tuple[Any, ...], ti
                 process.kill()
 
 
-def _first_result(results: Any, processes: Sequence[Any], end: float) -> tuple[list[float], int]:
+def _first_result(results: Any, processes: Sequence[Any], end: float) -> Any:
     """Wait for what the first rank puts, as long as no rank has failed."""
     while True:
         try:
-            found: tuple[list[float], int] = results.get(timeout=0.5)
+            found = results.get(timeout=0.5)
         except queue.Empty:
             if failed := [process.exitcode for process in processes if process.exitcode]:
                 raise RuntimeError(f"a rank ended with exit code {failed[0]}; what it printed is above") from None

@@ -150,6 +150,8 @@ def test_updates_of_two_ranks_with_nothing_measured(recorded: list[predicted_run
     assert len(found) >= 18
     far = {name for name, error in found.items() if abs(error) > 0.27}
     assert far == {"30B-A3B:ep2:offload, large_30b_a3b_h200", "1.7B:cp2, parallel_16k_h100"}
+    mixtures = {name: error for name, error in found.items() if "A3B" in name}
+    assert len(mixtures) >= 5
 
 
 def test_compiled_updates_of_data_parallel_ranks_with_nothing_measured(recorded: list[predicted_runs.PredictedRun]) -> None:
