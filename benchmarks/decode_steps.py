@@ -1,19 +1,23 @@
 """What a decode step of vLLM holds: seconds of its kernels by kind, and of the host, beside the memory that it must read.
 
-    python benchmarks/decode_steps.py SHAPE [--sequences 256] [--tokens 1024] [--ways recorded compiled] [--json PATH]
+    python benchmarks/decode_steps.py SHAPE [--sequences 256] [--tokens 1024] [--ways recorded compiled pages] [--json PATH]
     python benchmarks/decode_steps.py tiny --smoke          # its first seconds, on a CPU
 
 All sequences decode together. Before half of their tokens are written, 32 steps are timed and 16 profiled. `recorded` is rlgraph's engine
-as it is: CUDA graphs of the kernels that the model calls. `compiled` adds vLLM's own compilation, which fuses norms and activations. What
-a step must read are all weights once, and the keys and values of each sequence.
+as it is: CUDA graphs of the kernels that the model calls. `compiled` adds vLLM's own compilation, which fuses norms and activations, and
+`pages` keeps keys and values in pages of 128 tokens instead of 16. What a step must read are all weights once, and the keys and values of
+each sequence. `--host` also says in which functions of the host 32 further steps spend their time.
 """
 
 import argparse
+import cProfile
 import json
+import pstats
 import re
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from generation import model, prompts
 from profiled_update import covered, kernels_of, profiler
 from timed_updates import of_ranks
 
-WAYS = "recorded", "compiled"
+WAYS = "recorded", "compiled", "pages"
 TIMED, PROFILED = 32, 16
 KINDS = (  # of kernels, by their names; the first that matches
     ("attention", r"flash|fmha|attention"),
@@ -35,7 +39,7 @@ def kind(name: str) -> str:
     return next((kind for kind, pattern in KINDS if re.search(pattern, name, re.IGNORECASE)), "others")
 
 
-def measured(folder: str, way: str, size: tuple[int, int], rank: int, world: int, rendezvous: str, results: Any) -> None:
+def measured(folder: str, way: str, size: tuple[int, int], host: bool, rank: int, world: int, rendezvous: str, results: Any) -> None:
     """Decode with one engine, in a process of `of_ranks`; put what was seen."""
     import torch
 
@@ -44,23 +48,28 @@ def measured(folder: str, way: str, size: tuple[int, int], rank: int, world: int
     from rlgraph.engines.vllm.engine import VllmEngine
 
     sequences, tokens = size
-    more: dict[str, Any] = {}
-    if way == "compiled" and torch.cuda.is_available():
-        sizes = engine_arguments.recorded_sizes(sequences)
-        more["engine_args"] = {"compilation_config": {"mode": 3, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": sizes}}
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": engine_arguments.recorded_sizes(sequences)}
+    by_way: dict[str, dict[str, Any]] = {
+        "recorded": {},
+        "compiled": {"compilation_config": {"mode": 3, **graphs}},
+        "pages": {"block_size": 128},
+    }
+    more = by_way[way] if torch.cuda.is_available() else {}
     start = time.perf_counter()
-    engine = VllmEngine(folder, max_model_len=max(64, tokens + 32), max_sequences=sequences, random_weights=True, **more)
+    engine = VllmEngine(folder, max_model_len=max(64, tokens + 32), max_sequences=sequences, random_weights=True, engine_args=more)
     started = time.perf_counter() - start
     for i, prompt in enumerate(prompts(sequences)):
         engine.submit(Request(str(i), prompt, Sampling(max_tokens=tokens, ignore_eos=True), seed=i))
     timed, profiled = min(TIMED, tokens // 4), min(PROFILED, tokens // 8)
-    for _ in range(tokens // 2 - timed - profiled):
+    for _ in range(tokens // 2 - timed * (1 + host) - profiled):
         engine.step()
     times = []
     for _ in range(timed):
         start = time.perf_counter()
         engine.step()
         times.append(time.perf_counter() - start)
+    if host:
+        print_host_profile(engine.step)
     with profiler() as found:
         start = time.perf_counter()
         for _ in range(profiled):
@@ -86,6 +95,16 @@ def measured(folder: str, way: str, size: tuple[int, int], rank: int, world: int
         }
     )
     engine.close()
+
+
+def print_host_profile(step: Callable[[], object]) -> None:
+    """Print where the host spends its time in decode steps. The profiler adds to each call, so shares say more than seconds."""
+    profile = cProfile.Profile()
+    with profile:
+        for _ in range(TIMED):
+            step()
+    for order in ("tottime", "cumulative"):
+        pstats.Stats(profile).sort_stats(order).print_stats(40)
 
 
 def bandwidth() -> float:
@@ -115,6 +134,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--models", default=".models")
     parser.add_argument("--smoke", action="store_true", help="few and short responses of a tiny model")
+    parser.add_argument("--host", action="store_true", help="print the functions of the host that a step spends its time in")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     size = (8, 32) if given.smoke else (given.sequences, given.tokens)
@@ -123,7 +143,7 @@ def main() -> None:
     least = read / bandwidth()
     found: dict[str, Any] = {"model": given.folder, "sequences": size[0], "tokens": size[1], "bytes": read, "memory_s": least, "ways": {}}
     for way in given.ways:
-        row = found["ways"][way] = of_ranks(1, measured, (folder, way, size), 400)
+        row = found["ways"][way] = of_ranks(1, measured, (folder, way, size, given.host), 400)
         kinds = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in sorted(row["kernel_s"].items(), key=lambda each: -each[1]))
         print(
             f"{way}: a step {1e3 * row['step_s']:.2f} ms (memory alone {1e3 * least:.2f}), GPU busy {1e3 * row['gpu_busy_s']:.2f} ms, "

@@ -6,6 +6,7 @@ from table import Row
 
 SHARED, ROUTES = "shared_prompts_h100.json", "router_replay_h100.json"
 STEPS, RECORDED = "decode_steps_4b_h100.json", ("ways", "recorded")
+NORMS = "norms, rotations, activations"  # a kind of kernels
 
 
 def update(file: str, spec: str, what: str, command: str, beside: str, other: Figure) -> Row:
@@ -38,6 +39,12 @@ def experts(way: str) -> Row:
     what = f"30B-A3B with 8 layers, {way[:2]} 2, recomputed, a pass of 16,384 tokens"
     return update("experts_16k_h100.json", spec, what, f"{spec} {options}", "passes of 4,096",
                   seconds("experts_h100.json", "runs", spec, "step_s"))  # fmt: skip
+
+
+def small_step(what: str, file: str, command: str) -> Row:
+    """A decode step of a small model beside what the GPU does in it."""
+    return Row(f"SmolLM2, one engine, {what}, at 512 of 1,024 tokens: a decode step", ms(file, *RECORDED, "step_s"),
+               f"benchmarks/decode_steps.py smollm2 {command}", "the GPU is busy", ms(file, *RECORDED, "gpu_busy_s"))  # fmt: skip
 
 
 def replayed(what: str, field: str) -> Row:
@@ -78,6 +85,13 @@ ON_H100S = [
         "attention in it", ms(STEPS, *RECORDED, "kernel_s", "attention")),
     Row("the same: products in it", ms(STEPS, *RECORDED, "kernel_s", "products"), "benchmarks/decode_steps.py 4B",
         "sampling and log-probs", ms(STEPS, *RECORDED, "kernel_s", "sampling", form="{:.2f} ms")),
+    Row("the same, compiled by vLLM: a decode step", ms(STEPS, "ways", "compiled", "step_s"),
+        "benchmarks/decode_steps.py 4B --ways compiled", "norms, rotations and activations in it",
+        ms(STEPS, "ways", "compiled", "kernel_s", NORMS, form="{:.2f} ms")),
+    Row("the same, pages of 128 tokens: a decode step", ms(STEPS, "ways", "pages", "step_s"), "benchmarks/decode_steps.py 4B --ways pages",
+        "attention in it", ms(STEPS, "ways", "pages", "kernel_s", "attention")),
+    small_step("1,024 responses", "decode_steps_smollm2_h100.json", "--sequences 1024"),
+    small_step("256 responses", "decode_steps_smollm2_256_h100.json", "--sequences 256"),
     *turns_on_gpu("h100"),
     shared("an update", "update"),
     shared("log-probs", "scores"),
