@@ -29,6 +29,14 @@ class Notices:
         if not self.carried:
             log.warning("%s", text)
 
+    def said(self) -> tuple[str, ...]:
+        """List all that was said."""
+        return tuple(self._said)
+
+    def forget(self) -> None:
+        """Begin as a new process does: nothing has been said."""
+        self._said.clear()
+
     def taken(self) -> list[str]:
         """Take the notices since the last call."""
         found = [text for text, gone in self._said.items() if not gone]

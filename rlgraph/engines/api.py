@@ -151,6 +151,17 @@ class GenerateEngine(ABC):
     def wake(self) -> None:  # noqa: B027
         """Take the device memory back, so that the engine can load weights and decode when this returns."""
 
+    def forget(self) -> None:
+        """End all requests and begin again at version 0, so that the engine can wait for another job; see `EngineSpec.renews`."""
+        self.drop([*self.written()])
+        self._ends.clear()
+        self._finished.clear()
+        self.version = 0
+
+    def renew(self) -> None:
+        """Load the weights of the folder as they are now, and be as a new engine is. Only one whose `EngineSpec` `renews` is asked."""
+        raise NotImplementedError
+
     def end_conversations(self, conversations: Iterable[str]) -> None:  # noqa: B027
         """Forget what the engine keeps of these conversations between their requests, if it does. Unknown ones are ignored."""
 

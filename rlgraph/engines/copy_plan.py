@@ -61,6 +61,10 @@ class CopyPlan:
         with torch.no_grad():
             torch._foreach_copy_(self._to, self._sources)
 
+    def let_go(self) -> None:
+        """Hold no weights: their memory is another's to free."""
+        self._sources, self._seen = [], {}
+
     def replay_one(self, name: str, weight: torch.Tensor) -> None:
         """Load a new weight of this name, and leave the others as they are."""
         own = self._by_name.get(name, [])

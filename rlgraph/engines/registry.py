@@ -53,7 +53,8 @@ class EngineSpec(Estimates):
     `shares_steps` if responses that join later are decoded in the same step as those under way, and `merges_adapters` if it may follow a
     policy with `adapter=`: each new version is then made of the base and the adapter. It `samples_exactly` if a policy with `exact=True`
     computes its log-probs to the bit. `prepare()` imports what `load` needs, where that changes the process for others: `rg.warm` then
-    keeps a process of its own for it, from which workers are forked, so it may open no GPU. See `Estimates` for the other fields.
+    keeps a process of its own for it, from which workers are forked. An engine that `renews` may be kept by `rg.warm(engines=True)` from
+    one job to the next, between its methods `forget` and `renew`. See `Estimates` for the other fields.
 
     Example:
         >>> from rlgraph.engines.registry import EngineSpec
@@ -71,6 +72,7 @@ class EngineSpec(Estimates):
     samples_exactly: bool = False
     check_arguments: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
     prepare: Callable[[], None] | None = None
+    renews: bool = False
 
     def takes(self, setting: str) -> bool:
         """Whether the engine takes this optional setting."""

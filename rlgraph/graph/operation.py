@@ -228,6 +228,8 @@ class ModelTraits:
     With `any_vocabulary` ranks that share matrices need not divide the vocabulary, and with `any_heads` those that share rows the heads.
 
     `prepare` imports what its engine needs into a warm process from which its workers are forked; None if that of other nodes will do.
+
+    `made_of()` names what its engine is made of, by which a later job finds it again; it gives None, or is, where none can be kept.
     """
 
     dtype: str | None = None
@@ -262,6 +264,7 @@ class ModelTraits:
     any_vocabulary: bool = False
     any_heads: bool = False
     prepare: Callable[[], None] | None = None
+    made_of: Callable[[], str | None] | None = None
 
     @property
     def sharing(self) -> int:

@@ -204,7 +204,9 @@ class ShardsWritten(msgspec.Struct, tag=True, frozen=True):
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
-    """Close everything and end."""
+    """Close everything and end; a process that keeps its engine `keep`s it, and lives on for the next job."""
+
+    keep: bool = False
 
 
 MOST_BYTES = 1 << 26  # of a message; a report of many spans has some thousand

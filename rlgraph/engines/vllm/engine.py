@@ -81,8 +81,9 @@ class VllmEngine(GenerateEngine):
         self.parallel, self._guesses = tensor_parallel > 1, drafts is not None
         if self._on_cpu and self.parallel:
             raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
-        weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * getattr(torch, dtype).itemsize
-        in_fp8 = fp8_weights.quantised_bytes(self._shapes, getattr(torch, dtype).itemsize)
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * self._dtype.itemsize
+        in_fp8 = fp8_weights.quantised_bytes(self._shapes, self._dtype.itemsize)
         self._own_bytes = (in_fp8 if weights_dtype else weights) // tensor_parallel  # of each device
         share, beside = engine_arguments.share_of_memory(memory, shared), engine_arguments.beside_weights(copies, weights, merging_bytes)
         if not self._on_cpu:
@@ -289,6 +290,28 @@ class VllmEngine(GenerateEngine):
         """The number of tokens that prompt and response may have together."""
         length: int = self.llm.vllm_config.model_config.max_model_len
         return length
+
+    def forget(self) -> None:
+        """End all requests, and hold nothing of what they and their versions have left; see `GenerateEngine`."""
+        self.catch_up()
+        super().forget()
+        if self._held is not None:
+            self._held.give_back()
+        if self._routes is not None:
+            self._routes.forget([])
+        self.llm.reset_prefix_cache()
+        self._loads, self.decoded, self.decodings, self._checked = 0, 0, 0, {}
+        self._shared.let_go()
+        for holder in (self.copies, self._fp8):
+            if holder is not None:
+                holder.let_go()
+
+    def renew(self) -> None:
+        """Load the weights of the folder as they are now, and be as a new engine is; see `GenerateEngine`."""
+        self.wake()
+        weights = language_model.folder_weights(self._summary.path, self._shapes)
+        self.replace_weights({name: tensor.to(self._dtype) for name, tensor in weights.items()}, "recompute")
+        self.forget()
 
     def close(self) -> None:
         """Free the model."""

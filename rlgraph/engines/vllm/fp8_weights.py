@@ -78,6 +78,11 @@ class QuantisedWeights:
         """The names of the weights that are quantised."""
         return frozenset(self._targets)
 
+    def let_go(self) -> None:
+        """Hold no weights: their memory is another's to free."""
+        if self._rest is not None:
+            self._rest.let_go()
+
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load a version by its Hugging Face names: of a merged adapter only the matrices that it changes, from the second on."""
         again = isinstance(weights, MergedWeights) and self._rest is not None

@@ -45,4 +45,5 @@ SPEC = EngineSpec(
     check_arguments=check_arguments,
     shares=(engine_arguments.MEMORY_ALONE, engine_arguments.MEMORY_SHARED),
     prepare=import_vllm,
+    renews=True,
 )

@@ -75,9 +75,14 @@ class SharedWeights:
     def give_back(self) -> None:
         """Free the memory that the weights were copied to; the ranks unmap it."""
         if self._own:
+            self.let_go()
+            torch.cuda.empty_cache()
+
+    def let_go(self) -> None:
+        """Hold no weights, and have the ranks unmap them: their memory is another's to free."""
+        if self._known:
             self._call("forget_weights")
             self._known, self._own = {}, {}
-            torch.cuda.empty_cache()
 
     def _copied(self, weights: Weights) -> dict[str, torch.Tensor]:
         kinds = {name: (w.shape, w.dtype) for name, w in weights.items()}
@@ -115,7 +120,7 @@ class RankWeights:
         """Drop every view of the engine process's memory."""
         self.weights = {}
         if self.plan is not None:
-            self.plan = copy_plan.CopyPlan(self.plan.copies)
+            self.plan.let_go()
 
 
 class Extension:

@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -11,6 +12,7 @@ from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Request, Running, Sampling
 from rlgraph.engines.drafts import PromptLookup, check_no_model
 from rlgraph.engines.hf_models.encoding import encoded_prompts
+from rlgraph.engines.made_of import made_of
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
@@ -149,6 +151,7 @@ class Generator(Model):
             samples_exactly=self.spec.samples_exactly,
             estimates=self.spec,
             prepare=self.spec.prepare,
+            made_of=partial(made_of, self) if self.spec.renews else None,
         )
 
     def load(self, context: Any) -> Any:

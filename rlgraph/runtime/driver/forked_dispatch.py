@@ -1,18 +1,21 @@
-"""Dispatch without Ray: workers are forked from warm processes, and the driver's word alone ticks them."""
+"""Dispatch without Ray: workers come from warm processes, and the driver's word alone ticks them."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from rlgraph.compiler.channels import lies_in_ray
 from rlgraph.compiler.plan import Plan
+from rlgraph.engines.imports import import_transformers
 from rlgraph.errors import PlanError, RlgraphError, WorkerDied
+from rlgraph.graph.operation import ModelTraits
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES, pickled
-from rlgraph.runtime.driver.warm import ForkedWorker, here
+from rlgraph.runtime.driver.warm import Wanted, here
+from rlgraph.runtime.driver.warm_processes import WarmWorker
 from rlgraph.runtime.driver.worker_environment import worker_environment
+from rlgraph.runtime.worker.orders import ForkOrder
 from rlgraph.runtime.worker.spec import WorkerSpec
-from rlgraph.runtime.worker.template import ForkOrder
 
 WARM = "warm"  # its name
 
@@ -47,8 +50,15 @@ class WithoutTicks:
     def stop(self) -> None:
         pass
 
+    def announce(self, specs: Sequence[WorkerSpec]) -> None:
+        pass
+
     def kill(self, actor: Any) -> None:
         actor.kill()
+
+    def let_go(self, actor: Any) -> bool:
+        self.kill(actor)
+        return False
 
 
 class ForkedProcesses(WithoutTicks):
@@ -59,21 +69,45 @@ class ForkedProcesses(WithoutTicks):
         if warm is None:
             raise RlgraphError("a job that was launched inside of rg.warm() starts its workers there too, and the block has been left")
         self._warm = warm
-        self._workers: list[ForkedWorker] = []
+        self._workers: dict[WarmWorker, Wanted] = {}
 
-    def create(self, spec: WorkerSpec, driver: str, host: str = "") -> ForkedWorker:
-        variables = worker_environment(spec)
-        path = tuple(variables["PYTHONPATH"].split(os.pathsep))
-        order = ForkOrder(os.getcwd(), path, pickled(spec), driver)
-        prepare = spec.model.traits.prepare if spec.model is not None else None
-        worker = self._warm.fork(spec.worker.name, order, variables, prepare)
-        self._workers.append(worker)
+    def announce(self, specs: Sequence[WorkerSpec]) -> None:
+        self._warm.announce([self._wanted(spec) for spec in specs])
+
+    def create(self, spec: WorkerSpec, driver: str, host: str = "") -> WarmWorker:
+        wanted = self._wanted(spec)
+        path = tuple(wanted.variables["PYTHONPATH"].split(os.pathsep))
+        order = ForkOrder(os.getcwd(), path, pickled(spec), driver, keeps=wanted.engine is not None)
+        worker = self._warm.start(wanted, order)
+        self._workers[worker] = wanted
         return worker
+
+    def let_go(self, actor: WarmWorker) -> bool:
+        wanted = self._workers[actor]
+        if wanted.engine is None or self._warm.ended:
+            return super().let_go(actor)
+        self._warm.keep(wanted, actor)
+        return True
+
+    def _wanted(self, spec: WorkerSpec) -> Wanted:
+        traits = spec.model.traits if spec.model is not None else ModelTraits()
+        engine = kept_as(spec) if self._warm.engines else None
+        prepare = traits.prepare or import_transformers
+        return Wanted(spec.worker.name, worker_environment(spec), prepare, traits.prepare is not None and bool(spec.local_gpus), engine)
 
     def check(self) -> None:
         for worker in self._workers:
             if worker.ended():
                 raise WorkerDied(f"worker '{worker.name}' could not be started: its process has ended; what it wrote says why")
+
+
+def kept_as(spec: WorkerSpec) -> Hashable | None:
+    """Name all that makes a worker's engine what it is, by which a later job finds it; None for one that cannot begin again."""
+    made_of = spec.model.traits.made_of if spec.model is not None else None
+    if made_of is None or (made := made_of()) is None:
+        return None
+    place = spec.worker.threads, spec.local_gpus, spec.shared, spec.copies, spec.merging_bytes, spec.sequences, spec.exact
+    return made, *place
 
 
 DISPATCHES[WARM] = ForkedProcesses

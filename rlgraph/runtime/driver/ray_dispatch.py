@@ -56,6 +56,9 @@ class Dispatch(Protocol):
     def host_agent(self, host: str, folder: str) -> HostAgent:
         """Start the agent that watches the job's workers on another host."""
 
+    def announce(self, specs: Sequence[WorkerSpec]) -> None:
+        """Hear which workers are to be created next, and give back what is kept for others."""
+
     def create(self, spec: WorkerSpec, driver: str, host: str = "") -> Any:
         """Start a worker that connects to the driver at its address, and prepares itself."""
 
@@ -72,6 +75,9 @@ class Dispatch(Protocol):
 
     def kill(self, actor: Any) -> None:
         """Kill a worker."""
+
+    def let_go(self, actor: Any) -> bool:
+        """Part from a worker that has said goodbye; whether its process lives on, for another job."""
 
 
 class Actors:
@@ -134,8 +140,15 @@ class Actors:
             except ray.exceptions.RayError as error:
                 raise WorkerDied(f"worker '{self._preparing[call]}' could not be started: {error}") from error
 
+    def announce(self, specs: Sequence[WorkerSpec]) -> None:
+        pass
+
     def kill(self, actor: Any) -> None:
         bounded("the end of a worker", lambda: ray.kill(actor), KILL_S)
+
+    def let_go(self, actor: Any) -> bool:
+        self.kill(actor)
+        return False
 
 
 class CompiledGraph(Actors):

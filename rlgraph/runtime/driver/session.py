@@ -233,7 +233,7 @@ class Session:
                 self._end()
 
     def _end(self) -> None:
-        self.group.tell(messages.Shutdown())
+        self.group.tell(messages.Shutdown(keep=not self.failed))
         gone = self.group.until_gone(ABANDON_S if self.failed else GOODBYE_S)
         if not gone:
             for actor in self._actors:
@@ -241,9 +241,9 @@ class Session:
             self.group.kill(KILLED_S)
         if self._dispatching:
             self.dispatch.stop()
-        for actor in self._actors:
-            self.dispatch.kill(actor)
-        self.group.until_ended(GOODBYE_S)
+        parted = self.dispatch.let_go if gone and not self.failed else self.dispatch.kill
+        staying = [worker.name for worker, actor in zip(self.plan.workers, self._actors, strict=False) if parted(actor)]
+        self.group.until_ended(GOODBYE_S, staying)
         if self._gatherer is not None:
             self._gatherer.close()
         if self._hosts is not None:

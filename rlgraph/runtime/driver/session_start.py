@@ -43,6 +43,7 @@ def start_workers(
                     )
 
             group.welcome(listener, specs[0].authkey, hosts, encrypt=specs[0].encrypt)
+            dispatch.announce(specs)
             for spec in specs:
                 actors.append(dispatch.create(spec, address, ids[spec.worker.host] if ids else ""))
             group.tell(messages.Join(group.until_open(look)))

@@ -46,7 +46,7 @@ class WorkerGroup:
         self.watchdog = Watchdog(plan, deadline_s, self.states, self.stacks)
         self._names = {worker.name for worker in plan.workers}
         self._hosts: Hosts | None = None
-        self._processes: list[int] = []
+        self._processes: dict[str, int] = {}  # handles, by worker
         self._selector = selectors.DefaultSelector()
         self._opened: dict[str, Mapping[str, str]] = {}
         self.apart: set[str] = set()  # workers whose hosts do not see the folder of checkpoints
@@ -82,7 +82,7 @@ class WorkerGroup:
             connection.close()
             return
         if connection.local:  # between hosts, Ray's `kill` is all that can be done
-            self._processes.append(os.pidfd_open(connection.pid))
+            self._processes[hello.worker] = os.pidfd_open(connection.pid)
         self.pids[hello.worker] = hello.pid
         self.connections[hello.worker] = connection
         self._selector.register(connection, selectors.EVENT_READ, hello.worker)
@@ -158,15 +158,19 @@ class WorkerGroup:
     def kill(self, patience_s: float) -> None:
         """Kill the workers' processes of this host that Ray has not ended in time: a stopped process does not react to Ray."""
         end = time.monotonic() + patience_s
-        for process in self._processes:
+        for process in self._processes.values():
             if not select.select([process], [], [], max(end - time.monotonic(), 0.0))[0]:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
 
-    def until_ended(self, timeout_s: float) -> None:
-        """Wait until every worker's process of this host has ended, at most `timeout_s` for each, and release their handles."""
-        for process in self._processes:
-            select.select([process], [], [], timeout_s)
+    def until_ended(self, timeout_s: float, staying: Collection[str] = ()) -> None:
+        """Wait until the workers' processes of this host have ended, at most `timeout_s` for each, and release their handles.
+
+        Those of the workers that are `staying` live on.
+        """
+        for worker, process in self._processes.items():
+            if worker not in staying:
+                select.select([process], [], [], timeout_s)
             os.close(process)
         self._processes.clear()
         for connection in self.connections.values():

@@ -24,6 +24,7 @@ from rlgraph.errors import GraphError, StalenessError, shown
 from rlgraph.graph.operation import HasState, Stateful
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics
 from rlgraph.runtime.worker.activity import Activity
+from rlgraph.runtime.worker.engine_slot import EngineSlot
 from rlgraph.runtime.worker.metrics_reduce import reduce_metrics
 from rlgraph.runtime.worker.sample_tap import SampleTap
 from rlgraph.runtime.worker.span_recorder import SpanRecorder
@@ -122,6 +123,7 @@ class Worker:
     loops: InitVar[list[Loop]]
     context: Context
     on_enter: OnEnter = lambda step, activity: None
+    slot: EngineSlot = field(default_factory=EngineSlot)
     stages: dict[str, Stage] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     sampled: list[Sampled] = field(default_factory=list)
@@ -144,7 +146,7 @@ class Worker:
         """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
         if self.spec.model is not None:
             with offline():
-                self.context.engine = self.spec.model.load(self.context)
+                self.context.engine = self.slot.load(self.spec.model, self.context)
         self.stages = {node.name: checked_stage(node.name, node.operation.start(self.context)) for node in self.spec.nodes}
 
     def step(self, step: int) -> None:
@@ -299,10 +301,12 @@ class Worker:
         found, self.sampled = self.sampled, []
         return found
 
-    def close(self) -> None:
+    def close(self, *, keep: bool = False) -> None:
+        """Close the ends and the engine; with `keep` a slot that keeps engines holds it."""
         self.mailbox.close()
+        self.weights.close()
         if self.context.engine is not None:
-            self.context.engine.close()
+            self.slot.end(self.context.engine, keep=keep)
 
 
 def checked_stage(node: str, stage: Any) -> Stage:

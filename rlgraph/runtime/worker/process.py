@@ -27,6 +27,7 @@ from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.gathering import seated
 from rlgraph.runtime.exports.write import boxes
 from rlgraph.runtime.worker.activity import IDLE, Activity
+from rlgraph.runtime.worker.engine_slot import EngineSlot
 from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
 from rlgraph.runtime.worker.heartbeat import StatusWriter, status_path
 from rlgraph.runtime.worker.progress import Progress
@@ -49,8 +50,9 @@ def no_collector() -> Iterator[None]:
 class Process:
     """The body of an actor: `prepare` once, then `step` again and again, from the tick before the first step on."""
 
-    def __init__(self, spec: WorkerSpec, driver: str) -> None:
+    def __init__(self, spec: WorkerSpec, driver: str, slot: EngineSlot | None = None) -> None:
         notices.here.carried = True
+        self.slot = slot or EngineSlot()
         if spec.listen_at:
             talk_at(spec.listen_at)
         self.spec = spec
@@ -137,7 +139,7 @@ class Process:
             shared_base=BaseOfHost(self.spec.shared_base) if self.spec.shared_base else None,
             report_progress=self.status.count,
         )
-        self.progress = Progress(Worker(self.spec, self.mailbox, loops, context, self.status.enter), self._tell)
+        self.progress = Progress(Worker(self.spec, self.mailbox, loops, context, self.status.enter, self.slot), self._tell)
         self.status.enter(-1, Activity("load_engine"))
         with no_collector():
             self.progress.load()
@@ -262,13 +264,13 @@ class Process:
             if isinstance(message, messages.Shutdown):
                 self.stopped = True
                 if self.progress is not None:
-                    self.progress.close()
+                    self.progress.close(keep=message.keep)
                 self.control.close()
 
 
-def serve(spec: WorkerSpec, driver: str) -> None:
+def serve(spec: WorkerSpec, driver: str, slot: EngineSlot | None = None) -> None:
     """Be a worker without Ray until the driver says stop: step after step, each on the driver's word alone."""
-    worker = Process(spec, driver)
+    worker = Process(spec, driver, slot)
     worker.prepare()
     step = spec.resume.step - 1 if spec.resume else -1
     while not worker.stopped:

@@ -91,7 +91,7 @@ class Progress:
         if self._snapshots is not None:
             self._snapshots.wait()
 
-    def close(self) -> None:
-        """End the worker, once what it was writing is on the disk."""
+    def close(self, *, keep: bool = False) -> None:
+        """End the worker, once what it was writing is on the disk; with `keep` its engine may be held for another job."""
         self.wait()
-        self.worker.close()
+        self.worker.close(keep=keep)

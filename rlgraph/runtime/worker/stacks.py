@@ -19,6 +19,7 @@ SIGNAL = signal.SIGRTMIN + 9  # one that neither Ray, torch nor users' code take
 ANSWER_S = 5.0  # for the answers of all workers; on a machine that is overloaded a process may wait this long for a core
 QUIET_S = 0.3  # after the last line: an answer has no mark of its end
 MOST_BYTES = 1 << 16  # what a pipe holds
+_handles: list[int] = []  # of this process, at most one
 
 
 def _pipe(folder: str, worker: str) -> Path:
@@ -31,6 +32,9 @@ def offer_stacks(folder: str, worker: str) -> None:
     os.mkfifo(path, 0o600)
     handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # never blocks, and needs no reader to be there
     faulthandler.register(SIGNAL, file=handle, all_threads=True)
+    for earlier in _handles:  # of a job that this process served before
+        os.close(earlier)
+    _handles[:] = [handle]
 
 
 def read_stacks(folder: str, pids: Mapping[str, int]) -> dict[str, str]:

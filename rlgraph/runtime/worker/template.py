@@ -2,21 +2,24 @@
 
 Itself it runs nothing but imports, so a worker that is forked from it begins as one that imported the same. FD is a socket: a message on it
 asks for a worker. The template ends when the driver closes its end, or dies; the kernel then ends the workers, whatever they do.
+
+With `alone` after PREPARE nothing is forked: the process is itself the worker that is asked for, and its imports may open a GPU.
 """
 
 import contextlib
 import ctypes
 import gc
 import os
-import pickle
+import select
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 from importlib import import_module
 
-import msgspec
+from rlgraph.runtime.worker.orders import PID_BYTES, receive_order
 
 NODES = (
     "ray.cloudpickle",
@@ -26,48 +29,72 @@ NODES = (
     "rlgraph.nodes.training.advantages",
     "rlgraph.nodes.training.critic",
     "rlgraph.nodes.training.policy",
-    "rlgraph.runtime.worker.process",
+    "rlgraph.runtime.worker.warm_worker",
 )
-FDS = 4  # of a message: where the worker writes its output and its errors, its order, and where its process id goes
-PID_BYTES = 8
 PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
 GPU = "/dev/nvidia"
 
 
-class ForkOrder(msgspec.Struct, frozen=True):
-    """What a worker is started with. `spec` is pickled: what it names is found once `path` is."""
-
-    folder: str
-    path: tuple[str, ...]
-    spec: bytes
-    driver: str
-
-
 def main() -> None:
-    """Import, then fork workers until the driver is gone."""
-    asked, prepare = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    """Import, then fork workers until the driver is gone; or be a worker."""
+    asked, prepare, alone = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3:] == ["alone"]
+    if alone:
+        threading.Thread(target=end_with, args=(asked,), name="end with the driver", daemon=True).start()
     imported(prepare)
+    if alone:
+        be_asked(asked)
+        return
     libc = ctypes.CDLL(None, use_errno=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes away what ended
     opened = [name for name in open_files() if name.startswith(GPU)]
     if opened:
         sys.exit(f"the imports of '{prepare}' opened {opened[0]}, and a GPU does not live through a fork: launch outside of rg.warm()")
-    while True:
-        message, fds, _, _ = socket.recv_fds(asked, 1, FDS)
-        if not message:
-            return
+    while files := receive_order(asked):
         template = os.getpid()
         pid = os.fork()
         if not pid:
             asked.close()
             libc.prctl(PDEATHSIG, signal.SIGKILL)
             if os.getppid() == template:  # else it has ended before
-                be(fds)
+                be_forked(files)
             os._exit(1)
-        with contextlib.suppress(OSError):  # nobody wants to know any more
-            os.write(fds[-1], pid.to_bytes(PID_BYTES, "little"))
-        for fd in fds:
+        tell(pid, files[3])
+        for fd in files:
             os.close(fd)
+
+
+def tell(pid: int, to: int) -> None:
+    """Tell the driver a worker's process id."""
+    with contextlib.suppress(OSError):  # nobody wants to know any more
+        os.write(to, pid.to_bytes(PID_BYTES, "little"))
+
+
+def be_forked(files: Sequence[int]) -> None:
+    """Be a worker that was forked for an order."""
+    from rlgraph.runtime.worker.warm_worker import be
+
+    os.close(files[3])
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    be(files, socket.socket(fileno=files[4]) if files[4:] else None)
+
+
+def be_asked(asked: socket.socket) -> None:
+    """Be the worker of the first order, and of those that follow."""
+    from rlgraph.runtime.worker.warm_worker import be
+
+    files = receive_order(asked)
+    if files:
+        tell(os.getpid(), files[3])
+        os.close(files[3])
+        be(files, asked)
+
+
+def end_with(asked: socket.socket) -> None:
+    """End this process when the driver closes its end of the socket, or dies, whatever the other threads do."""
+    poll = select.poll()
+    poll.register(asked, 0)  # a hang-up is always told
+    poll.poll()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def imported(prepare: str) -> None:
@@ -92,32 +119,6 @@ def open_files() -> Sequence[str]:
         except OSError:  # the one of this listing
             continue
     return found
-
-
-def be(fds: Sequence[int]) -> None:
-    """Be a worker until the driver says stop, in a process that was forked for it."""
-    try:
-        output, errors, given, reply = fds
-        os.dup2(output, 1)
-        os.dup2(errors, 2)
-        with open(given, "rb") as file:
-            order = msgspec.msgpack.decode(file.read(), type=ForkOrder)
-        for fd in (output, errors, reply):
-            os.close(fd)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # as in a process of its own; Python's own generator does so by itself
-        os.chdir(order.folder)
-        sys.path[:] = order.path
-        from rlgraph.runtime.worker.process import serve
-
-        serve(pickle.loads(order.spec), order.driver)  # of its own program, which Ray would have sent it
-    except BaseException:  # noqa: BLE001 (the outer edge of a process)
-        traceback.print_exc()
-        os._exit(1)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 if __name__ == "__main__":

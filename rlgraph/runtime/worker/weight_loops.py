@@ -145,6 +145,14 @@ class WeightLoops:
             else:  # a user's own
                 engine.load_weights(weights)
 
+    def close(self) -> None:
+        """Close the ends of all edges."""
+        for loop in self.loops:
+            if loop.writer is not None:
+                loop.writer.writer.close()
+            for reader in loop.reader.readers if loop.reader is not None else ():
+                reader.close()
+
     def published_bytes(self) -> int:
         """Count the bytes of a weight version that this worker publishes: those of its own shards."""
         ends = [loop.writer.writer.statistics() for loop in self.loops if loop.writer is not None]

@@ -1,0 +1,68 @@
+"""A worker in a warm process: it serves the order it was started for, and with its engine kept those that come later."""
+
+import gc
+import importlib
+import os
+import pickle
+import socket
+import sys
+import traceback
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from rlgraph.runtime.worker.engine_slot import EngineSlot
+from rlgraph.runtime.worker.orders import ForkOrder, receive_order, take_over
+from rlgraph.runtime.worker.process import serve
+
+OF_LIBRARIES = tuple({str(Path(prefix)) + os.sep for prefix in (sys.prefix, sys.base_prefix)})
+
+
+def be(files: Sequence[int], later: socket.socket | None) -> None:
+    """Be a worker until the driver says stop, then while an engine is kept that of each order of `later`; ends this process."""
+    try:
+        libraries = {name.partition(".")[0] for name in sys.modules}
+        order = take_over(files)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # as in a process of its own; Python's own generator does so by itself
+        slot = EngineSlot(order.keeps and later is not None)
+        work(order, slot)
+        while slot.held is not None and later is not None and (files := receive_order(later)):
+            order = take_over(files)
+            forget_modules(libraries)
+            work(order, slot)
+    except BaseException:  # noqa: BLE001 (the outer edge of a process)
+        traceback.print_exc()
+        os._exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def work(order: ForkOrder, slot: EngineSlot) -> None:
+    """Serve one job."""
+    os.chdir(order.folder)
+    sys.path[:] = order.path
+    serve(pickle.loads(order.spec), order.driver, slot)  # of its own program, which Ray would have sent it
+    if slot.held is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.unfreeze()  # else what the job has left would stay
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+
+def forget_modules(libraries: Collection[str]) -> None:
+    """Forget the modules of the user, so that the next job imports them as they are then; packages of these names stay."""
+    for name in [name for name, module in sys.modules.items() if name.partition(".")[0] not in libraries and is_users(module)]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+def is_users(module: ModuleType) -> bool:
+    """Whether a module lies outside of Python's own folders and those of its packages."""
+    places = [place for place in (getattr(module, "__file__", None), *getattr(module, "__path__", ())) if place]
+    return bool(places) and not any(os.path.abspath(place).startswith(OF_LIBRARIES) for place in places)
