@@ -1,9 +1,9 @@
-"""Seconds of a program's launches one after the other: each on Ray, and all inside of `rg.warm()`.
+"""Seconds of a program's launches one after the other: each on Ray, all inside of `rg.warm()`, and all with engines kept.
 
     python benchmarks/launches.py [--model FOLDER] [--launches 3] [--repeats 3] [--json PATH]
     python benchmarks/launches.py --smoke                 # a tiny model
 
-Each run is a program of its own; runs of the two kinds alternate. A launch is the graph of `recipes/one_step_off.py`, as `start.py` has
+Each run is a program of its own; runs of the kinds alternate. A launch is the graph of `recipes/one_step_off.py`, as `start.py` has
 it: timed from `plan.launch()` until every worker is ready, until its first step has ended, and until it is closed. CPU seconds are
 those that the program and all processes below it use until the first step has ended.
 """
@@ -22,7 +22,7 @@ from typing import Any
 
 import start
 
-KINDS = ("on Ray", "warm")
+KINDS = ("on Ray", "warm", "engines kept")
 TIMEOUT_S = 900.0
 
 
@@ -43,7 +43,7 @@ def child(kind: str, model: str, launches: int) -> None:
 
     cluster = rg.local_cluster()
     plan = rg.compile(start.graph(rg.model_folder(model), 5, in_turns=cluster.gpus == 1), cluster)
-    with rg.warm() if kind == "warm" else contextlib.nullcontext():
+    with contextlib.nullcontext() if kind == "on Ray" else rg.warm(engines=kind == "engines kept"):
         found = [launched(plan) for _ in range(launches)]
     print(json.dumps({"kind": kind, "load": os.getloadavg()[0], "launches": found}))
 
@@ -57,10 +57,10 @@ def one(kind: str, model: str, launches: int) -> dict[str, Any]:
     return found
 
 
-def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+def medians(runs: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str, dict[str, float]]:
     """The median over runs of each figure of a kind's first launch, and of all its later ones."""
     found = {}
-    for kind in KINDS:
+    for kind in kinds:
         own = [run["launches"] for run in runs if run["kind"] == kind]
         for which, rows in (("first", [row for run in own for row in run[:1]]), ("later", [row for run in own for row in run[1:]])):
             found[f"{kind}, {which}"] = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name != "loss"}
@@ -70,6 +70,7 @@ def medians(runs: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a folder, or a name that rg.model_folder knows")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
@@ -82,7 +83,7 @@ def main() -> None:
     model, launches, repeats = ("tiny", 2, 1) if given.smoke else (given.model, given.launches, given.repeats)
     runs = []
     for _ in range(repeats):
-        for kind in KINDS:
+        for kind in given.kinds:
             runs.append(one(kind, model, launches))
             for row in runs[-1]["launches"]:
                 print(f"{kind}: " + ", ".join(f"{name} {value:.2f}" for name, value in row.items()), flush=True)
@@ -92,7 +93,7 @@ def main() -> None:
         "model": model,
         "machine": start.machine(),
         "one_loss": len(losses) == 1,
-        "medians": medians(runs),
+        "medians": medians(runs, given.kinds),
         "runs": runs,
     }
     if given.json:

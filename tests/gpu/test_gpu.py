@@ -90,6 +90,19 @@ def test_versions_of_fp8_weights_have_the_bits_of_the_loader(alone: Alone) -> No
 
 @pytest.mark.gpu
 @pytest.mark.vllm
+@pytest.mark.parametrize("weights", ["bfloat16", "fp8"])
+def test_jobs_with_a_kept_engine_are_those_of_a_new_one(alone: Alone, weights: str) -> None:
+    assert alone("kept_here.py", weights).splitlines()[-1] == "equal"
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.vllm
+def test_jobs_with_a_kept_engine_on_a_gpu_of_its_own_are_those_of_a_new_one(alone: Alone) -> None:
+    assert alone("kept_here.py", "apart").splitlines()[-1] == "equal"
+
+
+@pytest.mark.gpu
+@pytest.mark.vllm
 def test_an_engine_that_guesses_samples_what_one_without_guesses_does(alone: Alone) -> None:
     assert alone("drafts_here.py").splitlines()[-1] == "equal"
 
