@@ -1,6 +1,6 @@
 """Seconds of a program's launches one after the other: each on Ray, all inside of `rg.warm()`, and all with engines kept.
 
-    python benchmarks/launches.py [--model FOLDER] [--launches 3] [--repeats 3] [--json PATH]
+    python benchmarks/launches.py [--model FOLDER] [--shape 0.6B] [--launches 3] [--repeats 3] [--json PATH]
     python benchmarks/launches.py --smoke                 # a tiny model
 
 Each run is a program of its own; runs of the kinds alternate. A launch is the graph of `recipes/one_step_off.py`, as `start.py` has
@@ -15,6 +15,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,6 +71,7 @@ def medians(runs: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2", help="a folder, or a name that rg.model_folder knows")
+    parser.add_argument("--shape", help="a model of this shape with random weights instead: 0.6B, 1.7B, 4B, 8B")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
@@ -81,6 +83,10 @@ def main() -> None:
         child(given.child[0], given.child[1], int(given.child[2]))
         return
     model, launches, repeats = ("tiny", 2, 1) if given.smoke else (given.model, given.launches, given.repeats)
+    if given.shape:
+        from shapes import random_model
+
+        model = random_model(given.shape, Path(tempfile.gettempdir()) / "rlgraph-shapes")
     runs = []
     for _ in range(repeats):
         for kind in given.kinds:
@@ -90,7 +96,7 @@ def main() -> None:
     losses = {row["loss"] for run in runs for row in run["launches"]}
     result = {
         "script": "benchmarks/launches.py",
-        "model": model,
+        "model": given.shape or ("tiny" if given.smoke else given.model),
         "machine": start.machine(),
         "one_loss": len(losses) == 1,
         "medians": medians(runs, given.kinds),

@@ -115,7 +115,8 @@ class Tells:
 
 
 def conversations(model: Path, agent: object) -> rg.Graph:
-    generator = rg.Generator(str(model), pool=rg.Pool("rollout"), engine=ENGINE, sampling=rg.Sampling(max_tokens=40), dtype="float32")
+    turn = rg.Sampling(max_tokens=90, stop_token_ids=tuple(range(10, 60)))
+    generator = rg.Generator(str(model), pool=rg.Pool("rollout"), engine=ENGINE, sampling=turn, dtype="float32")
     policy = rg.Policy(str(model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
     weights = rg.feedback("weights", depth=1)
     rollout = generator.rollout(rg.prompts(ITEMS, count=2, seed=3), weights, group_size=2, agent=agent, max_turns=2)  # type: ignore[arg-type]
