@@ -33,7 +33,7 @@ def ours(folder: str, sequences: int, tokens: int, engines: int, index: int, bar
     from rlgraph.engines.api import Sampling
     from rlgraph.engines.vllm.engine import VllmEngine
 
-    own = sequences // engines
+    own = -(-sequences // engines)
     engine = VllmEngine(folder, max_model_len=max(64, 2 * tokens), max_sequences=own, engines=engines)
     for repeat in range(REPEATS + 1):
         most = tokens if repeat else min(tokens, WARM_UP_TOKENS)

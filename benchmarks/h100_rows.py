@@ -47,6 +47,13 @@ def small_step(what: str, file: str, command: str) -> Row:
                f"benchmarks/decode_steps.py smollm2 {command}", "the GPU is busy", ms(file, *RECORDED, "gpu_busy_s"))  # fmt: skip
 
 
+def launched_again(what: str, field: str) -> list[Row]:
+    """The row of a job in turns that a program launches again, with its engine and without."""
+    kept, warm = (seconds("launches_h100.json", "medians", f"{kind}, later", field, form="{:.1f} s") for kind in ("engines kept", "warm"))
+    return [Row(f"0.6B in turns, launched again inside of `rg.warm(engines=True)`: {what}", kept, "benchmarks/launches.py --shape 0.6B",
+                "`rg.warm()`", warm)]  # fmt: skip
+
+
 def replayed(what: str, field: str) -> Row:
     return Row(f"mixture of 128 experts in the shape of 30B-A3B with 4 layers, `router_replay=True`: {what} of log-probs in a bfloat16 "
                "trainer from bfloat16 vLLM's, in nats", share(ROUTES, "bfloat16", "replayed", field, form="{:.4f}"),
@@ -93,6 +100,8 @@ ON_H100S = [
     small_step("1,024 responses", "decode_steps_smollm2_h100.json", "--sequences 1024"),
     small_step("256 responses", "decode_steps_smollm2_256_h100.json", "--sequences 256"),
     *turns_on_gpu("h100"),
+    *launched_again("until all workers are ready", "ready_s"),
+    *launched_again("to the end of the first step", "first_step_s"),
     shared("an update", "update"),
     shared("log-probs", "scores"),
     sixteen("1.7B:dp2", "1.7B, dp 2, recomputed"),
