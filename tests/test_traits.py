@@ -51,7 +51,7 @@ LOOKED_AT = {
     *("costs", "made", "plan", "found", "cost.decode"),  # fields(...) of our own values, one by one
     *("source", "self.source"),  # a stream of rows, by any library
     *("owner",),  # the object of an attribute that has a new name
-    *("torch", "ray.exceptions", "library", "MultiOutputNode", "self.actor", "actor", "self", "end"),
+    *("torch", "ray.exceptions", "library", "module", "MultiOutputNode", "self.actor", "actor", "self", "end"),
 }
 
 

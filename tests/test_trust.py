@@ -15,7 +15,7 @@ UNPICKLES = {
 PICKLE = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 ALLOWED = {
     "distributed_checkpoint.py": {"pickle", "Unpickler"},  # reads a checkpoint's table of contents with the few classes that it is made of
-    "template.py": {"pickle"},  # what its own driver sends a worker of `rg.warm()`, in a file without a name
+    "warm_worker.py": {"pickle"},  # what its own driver sends a worker of `rg.warm()`, in a file without a name
     "ray_dispatch.py": {"cloudpickle"},  # tries what Ray will send, and reads nothing back
 }
 

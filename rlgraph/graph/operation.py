@@ -229,7 +229,7 @@ class ModelTraits:
 
     `prepare` imports what its engine needs into a warm process from which its workers are forked; None if that of other nodes will do.
 
-    `made_of()` names what its engine is made of, by which a later job finds it again; it gives None, or is, where none can be kept.
+    `made_of` tells what its engine is made of, by which a later job finds one that was kept; it is None, or gives None, where none can be.
     """
 
     dtype: str | None = None

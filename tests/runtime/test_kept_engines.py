@@ -95,6 +95,12 @@ def test_a_job_resumes_from_a_checkpoint_with_a_kept_engine(model: Path, tmp_pat
     assert (half + rest, same) == (expected, pid)
 
 
+def test_an_engine_that_cannot_be_kept_is_said_to_start_anew(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _, pid = launched(grpo(model, "transformers"), 1)
+    assert "rg.warm(engines=True) does not keep the engine of 'generator', which each launch starts anew" in caplog.text
+    assert gone(pid)
+
+
 AGENT = """
 import rlgraph as rg
 

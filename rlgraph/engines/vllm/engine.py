@@ -71,7 +71,7 @@ class VllmEngine(GenerateEngine):
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self._summary = check_model(path)
+        self._summary, self._dtype = check_model(path), getattr(torch, dtype)
         self._shapes = parameter_shapes(path)
         _prepare_process(threads)
 
@@ -81,7 +81,6 @@ class VllmEngine(GenerateEngine):
         self.parallel, self._guesses = tensor_parallel > 1, drafts is not None
         if self._on_cpu and self.parallel:
             raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
-        self._dtype: torch.dtype = getattr(torch, dtype)
         weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * self._dtype.itemsize
         in_fp8 = fp8_weights.quantised_bytes(self._shapes, self._dtype.itemsize)
         self._own_bytes = (in_fp8 if weights_dtype else weights) // tensor_parallel  # of each device

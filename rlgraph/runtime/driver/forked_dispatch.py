@@ -4,6 +4,7 @@ import os
 from collections.abc import Hashable, Sequence
 from typing import Any
 
+from rlgraph import notices
 from rlgraph.compiler.channels import lies_in_ray
 from rlgraph.compiler.plan import Plan
 from rlgraph.engines.imports import import_transformers
@@ -72,11 +73,15 @@ class ForkedProcesses(WithoutTicks):
         self._workers: dict[WarmWorker, Wanted] = {}
 
     def announce(self, specs: Sequence[WorkerSpec]) -> None:
-        self._warm.announce([self._wanted(spec) for spec in specs])
+        wanted = [self._wanted(spec) for spec in specs]
+        for spec, process in zip(specs, wanted, strict=True):
+            if self._warm.engines and process.engine is None and spec.model is not None and spec.model.traits.sampling is not None:
+                notices.here.say(f"rg.warm(engines=True) does not keep the engine of '{spec.worker.model}', which each launch starts anew")
+        self._warm.announce(wanted)
 
     def create(self, spec: WorkerSpec, driver: str, host: str = "") -> WarmWorker:
         wanted = self._wanted(spec)
-        path = tuple(wanted.variables["PYTHONPATH"].split(os.pathsep))
+        path = tuple(wanted.environment["PYTHONPATH"].split(os.pathsep))
         order = ForkOrder(os.getcwd(), path, pickled(spec), driver, keeps=wanted.engine is not None)
         worker = self._warm.start(wanted, order)
         self._workers[worker] = wanted
@@ -92,8 +97,13 @@ class ForkedProcesses(WithoutTicks):
     def _wanted(self, spec: WorkerSpec) -> Wanted:
         traits = spec.model.traits if spec.model is not None else ModelTraits()
         engine = kept_as(spec) if self._warm.engines else None
-        prepare = traits.prepare or import_transformers
-        return Wanted(spec.worker.name, worker_environment(spec), prepare, traits.prepare is not None and bool(spec.local_gpus), engine)
+        return Wanted(
+            name=spec.worker.name,
+            environment={**os.environ, **worker_environment(spec)},
+            prepare=traits.prepare or import_transformers,
+            opens_gpus=traits.prepare is not None and bool(spec.local_gpus),
+            engine=engine,
+        )
 
     def check(self) -> None:
         for worker in self._workers:

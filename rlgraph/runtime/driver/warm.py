@@ -1,6 +1,5 @@
 """Warm processes: they have imported what workers need, and live from one launch of the program to the next."""
 
-import os
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,10 +19,10 @@ Key: TypeAlias = tuple[str, frozenset[tuple[str, str]], Hashable]
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a worker needs of its process: variables, imports, whether these open a GPU, and what its engine is, if that can be kept."""
+    """What a worker needs of its process: environment, imports, whether these open a GPU, and what its engine is, if that can be kept."""
 
     name: str
-    variables: Mapping[str, str]
+    environment: Mapping[str, str]
     prepare: Callable[[], None] = import_transformers
     opens_gpus: bool = False
     engine: Hashable | None = None
@@ -36,8 +35,7 @@ class Wanted:
     @property
     def key(self) -> Key:
         """What processes have in common that serve the same."""
-        environment = {**os.environ, **self.variables}
-        return self.imports, frozenset(pair for pair in environment.items() if pair[0] not in OTHERWISE), self.engine
+        return self.imports, frozenset(pair for pair in self.environment.items() if pair[0] not in OTHERWISE), self.engine
 
 
 class Warm:
@@ -78,9 +76,8 @@ class Warm:
         self._kept.setdefault(wanted.key, []).append(worker)
 
     def _template(self, wanted: Wanted) -> Template:
-        environment = {**os.environ, **wanted.variables}
         if wanted.opens_gpus:
-            self._alone.append(Template.start(wanted.imports, environment, alone=True))
+            self._alone.append(Template.start(wanted.imports, wanted.environment, alone=True))
             return self._alone[-1]
         key = (*wanted.key[:2], None)
         template = self._templates.pop(key, None)
@@ -88,7 +85,7 @@ class Warm:
             if template is not None:
                 template.end()
             self._make_room()
-            template = Template.start(wanted.imports, environment)
+            template = Template.start(wanted.imports, wanted.environment)
         self._templates[key] = template  # the last one is the one that was used last
         return template
 
@@ -138,9 +135,10 @@ def warm(*, engines: bool = False) -> Iterator[Warm]:
     engines has a process of its own there, which starts with its job.
 
     With `engines=True` an engine of vLLM stays loaded when its job has ended. A later launch takes it if its `rg.Generator` is the same but
-    for pool and sampling, on the same devices, at the same depth; a launch that does not take it ends it first, and so does a job that
-    failed. It begins with the weights of the folder as they are then, and the results are again those of a new engine in every bit. In
-    between it keeps its memory. What your own code leaves in its process, such as threads, stays there.
+    for pool and sampling, on the same devices, with room for as many versions of the weights. A launch that does not take it ends it before
+    anything starts, and a job that fails keeps none. It begins with the weights of the folder as they are then, and the results are again
+    those of a new engine in every bit. In between it keeps its memory. Threads that your own code starts in its process stay there. Other
+    engines, and folders of quantised weights, are loaded anew, and a notice says so.
 
     >>> import rlgraph as rg
     >>> with rg.warm() as processes:

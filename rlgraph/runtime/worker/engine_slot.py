@@ -30,9 +30,8 @@ class ProcessState:
     @classmethod
     def now(cls) -> "ProcessState":
         """Take the state as it is."""
-        return cls(
-            random.getstate(), np.random.get_state(), torch.get_rng_state(), torch.get_num_threads(), dict(os.environ)
-        )  # fmt: skip
+        generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
+        return cls(*generators, threads=torch.get_num_threads(), variables=dict(os.environ))
 
     def restore(self) -> None:
         """Set the process to this state."""

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -46,6 +47,7 @@ def main() -> None:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes away what ended
+    warnings.filterwarnings("ignore", ".* multi-threaded", DeprecationWarning)  # NumPy has threads, which mind forks
     opened = [name for name in open_files() if name.startswith(GPU)]
     if opened:
         sys.exit(f"the imports of '{prepare}' opened {opened[0]}, and a GPU does not live through a fork: launch outside of rg.warm()")
