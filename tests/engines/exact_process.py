@@ -61,9 +61,14 @@ def batch(responses: list[tuple[list[int], list[float]]]) -> tuple[dict[str, tor
 
 
 def plain_rotation(states: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    from rlgraph.engines.exact.cpu_rotation import rotated_plainly
+    """Rotate by products and sums apart; in double precision where this CPU's kernel rounds as they do, which it does without AVX-512."""
+    from rlgraph.engines.exact.cpu_rotation import rotated, rotated_plainly
 
-    return rotated_plainly(states.transpose(0, 1)[None], positions, table)[0].transpose(0, 1).contiguous()
+    def apart(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        return rotated_plainly(heads.transpose(0, 1)[None], positions, angles)[0].transpose(0, 1).contiguous()
+
+    found = apart(states, table)
+    return apart(states.double(), table.double()).to(states.dtype) if torch.equal(found, rotated(states, positions, table)) else found
 
 
 def plain_attention(query: Any, key: Any, value: Any, starts: list[int], prompts: list[int], scale: float) -> torch.Tensor:

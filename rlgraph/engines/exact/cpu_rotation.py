@@ -1,4 +1,4 @@
-"""Rotation of queries and keys by the kernel of vLLM on a CPU, which rounds once where separate products and sums round twice."""
+"""Rotation of queries and keys by the kernel of vLLM on a CPU. With AVX-512 it rounds once where separate products and sums round twice."""
 
 from typing import Any
 
