@@ -70,17 +70,18 @@ class ForkedProcesses(WithoutTicks):
         if warm is None:
             raise RlgraphError("a job that was launched inside of rg.warm() starts its workers there too, and the block has been left")
         self._warm = warm
+        self._announced: dict[str, Wanted] = {}  # by worker
         self._workers: dict[WarmWorker, Wanted] = {}
 
     def announce(self, specs: Sequence[WorkerSpec]) -> None:
-        wanted = [self._wanted(spec) for spec in specs]
-        for spec, process in zip(specs, wanted, strict=True):
-            if self._warm.engines and process.engine is None and spec.model is not None and spec.model.traits.sampling is not None:
+        self._announced = {spec.worker.name: self._wanted(spec) for spec in specs}
+        for spec, wanted in zip(specs, self._announced.values(), strict=True):
+            if self._warm.engines and wanted.engine is None and spec.model is not None and spec.model.traits.sampling is not None:
                 notices.here.say(f"rg.warm(engines=True) does not keep the engine of '{spec.worker.model}', which each launch starts anew")
-        self._warm.announce(wanted)
+        self._warm.announce([*self._announced.values()])
 
     def create(self, spec: WorkerSpec, driver: str, host: str = "") -> WarmWorker:
-        wanted = self._wanted(spec)
+        wanted = self._announced[spec.worker.name]
         path = tuple(wanted.environment["PYTHONPATH"].split(os.pathsep))
         order = ForkOrder(os.getcwd(), path, pickled(spec), driver, keeps=wanted.engine is not None)
         worker = self._warm.start(wanted, order)

@@ -7,7 +7,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rlgraph.engines.imports import import_transformers
 from rlgraph.errors import RlgraphError
 from rlgraph.runtime.driver.warm_processes import Template, WarmWorker
 from rlgraph.runtime.worker.orders import ForkOrder
@@ -23,9 +22,9 @@ class Wanted:
 
     name: str
     environment: Mapping[str, str]
-    prepare: Callable[[], None] = import_transformers
-    opens_gpus: bool = False
-    engine: Hashable | None = None
+    prepare: Callable[[], None]
+    opens_gpus: bool
+    engine: Hashable | None
 
     @property
     def imports(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import torch
 
 from rlgraph.runtime.worker.engine_slot import EngineSlot
@@ -25,8 +26,7 @@ def be(files: Sequence[int], later: socket.socket | None) -> None:
     try:
         libraries = {name.partition(".")[0] for name in sys.modules}
         order = take_over(files)
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # as in a process of its own; Python's own generator does so by itself
+        np.random.seed()  # as in a process of its own; Python's own generator does so by itself
         slot = EngineSlot(order.keeps and later is not None)
         work(order, slot)
         while slot.held is not None and later is not None and (files := receive_order(later)):
