@@ -6,7 +6,7 @@ from hypothesis import settings
 
 from rlgraph.engines.amx import leave_out_broken_amx
 
-pytest_plugins = ["left_behind", "left_out", "long_first", "second_chance", "skip_limit"]
+pytest_plugins = ["pytester", "left_behind", "stages", "left_out", "long_first", "second_chance", "skip_limit"]
 ROOT = Path(__file__).parents[1]
 leave_out_broken_amx()  # tests multiply in bfloat16 themselves
 settings.register_profile("untimed", deadline=None)  # the first example of a busy machine may take seconds

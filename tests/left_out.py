@@ -10,16 +10,20 @@ from typing import Any
 
 import namespaces
 import pytest
+from stages import stage_of
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = pytest.StashKey[str]()
 
 
-def missing(markers: set[str], asked: str = "") -> dict[str, str]:
-    """Find which of the markers name something that is missing here, or take long and are not `asked` for; and what to do about it."""
+def marks(item: pytest.Item) -> set[str]:
+    """The names of a test's markers, and of its stage."""
+    return {mark.name for mark in item.iter_markers()} | {stage_of(item)}
+
+
+def missing(markers: set[str]) -> dict[str, str]:
+    """Find which of the markers name something that is missing here, and what to do about it."""
     found = {}
-    if "chaos" in markers and "chaos" not in asked:
-        found["chaos"] = "they take minutes; `make test-chaos` runs them"
     if "sglang" in markers and not find_spec("sglang"):
         found["sglang"] = "SGLang is not installed; `make test-sglang` runs them"
     if "apart" in markers and not all((ROOT / name).exists() for name in (".venv-openenv", ".venv-verifiers")):
@@ -39,8 +43,8 @@ def missing(markers: set[str], asked: str = "") -> dict[str, str]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    reasons = missing({mark.name for item in items for mark in item.iter_markers()}, config.option.markexpr)
-    out = [item for item in items if any(item.get_closest_marker(name) for name in reasons)]
+    reasons = missing({name for item in items for name in marks(item)})
+    out = [item for item in items if reasons.keys() & marks(item)]
     if out:
         config.hook.pytest_deselected(items=out)
         items[:] = [item for item in items if item not in out]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-SECONDS = {"vllm": 25.0, "ray": 12.0, "slurm": 60.0, "namespaces": 15.0, "slow": 15.0}  # that a test of this marker may take
+SECONDS = {"vllm": 25.0, "ray": 12.0, "slurm": 60.0, "namespaces": 15.0}  # that a test of this marker may take
 SHORT = 0.1  # of a test without one
 
 

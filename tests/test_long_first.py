@@ -10,13 +10,13 @@ FILES = {
     "plain": "import pytest\n\n@pytest.mark.parametrize('n', range(5))\ndef test_it(n): ...\n",
     "short": "def test_it(): ...\n",
     "a_ray": "import pytest\n\n@pytest.mark.ray\ndef test_it(): ...\n",
-    "vllm": "import pytest\n\ndef test_first(): ...\n\n@pytest.mark.vllm\n@pytest.mark.slow\ndef test_it(): ...\n",
+    "vllm": "import pytest\n\ndef test_first(): ...\n\n@pytest.mark.vllm\ndef test_it(): ...\n",
 }
 
 
 def ran(folder: Path, *options: str) -> dict[str, list[str]]:
     """Run the files, and list each worker's, in the order in which it ran them."""
-    (folder / "pytest.ini").write_text("[pytest]\naddopts = -p xdist\nmarkers =\n    ray:\n    vllm:\n    slow:\n")
+    (folder / "pytest.ini").write_text("[pytest]\naddopts = -p xdist\nmarkers =\n    ray:\n    vllm:\n")
     (folder / "conftest.py").write_text("pytest_plugins = ['long_first']\n")
     (folder / "long_first.py").write_text(Path(__file__).with_name("long_first.py").read_text())
     for name, source in FILES.items():

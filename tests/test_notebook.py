@@ -6,6 +6,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+pytestmark = pytest.mark.stage("site")
+
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "quickstart.ipynb"
 
 
@@ -15,7 +17,6 @@ def test_the_notebook_is_kept_without_outputs() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jupyter_client and zmq
 def test_the_notebook_runs(tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)

@@ -158,8 +158,8 @@ def rows_of_verl() -> str:
 ON_SGLANG = ("one_step_off", "tools", "continuous", "dapo")  # turns with tools, batches that join, refill and evaluation
 RUNS = [
     pytest.param("one_step_off", "engine=vllm", marks=pytest.mark.vllm),
-    *(pytest.param(name, "engine=sglang", marks=pytest.mark.sglang) for name in ON_SGLANG),
-    pytest.param("one_step_off", "engine=sglang trainer=megatron", marks=pytest.mark.sglang),
+    *(pytest.param(name, "engine=sglang", marks=pytest.mark.stage("sglang")) for name in ON_SGLANG),
+    pytest.param("one_step_off", "engine=sglang trainer=megatron", marks=pytest.mark.stage("sglang")),
     ("tools", "engine=transformers"),
 ]
 

@@ -12,6 +12,8 @@ import pytest
 import rlgraph as rg
 from rlgraph import algorithms
 
+pytestmark = pytest.mark.stage("site")
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 from site_docstrings import fenced  # noqa: E402
@@ -52,7 +54,6 @@ class Text(html.parser.HTMLParser):
         self.said += "" if self.inside else data
 
 
-@pytest.mark.slow
 def test_the_site_builds_strictly_and_shows_what_it_should(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     variables = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}

@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rlgraph", "rlgraph_cli")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.stage("site")
 
 
 def run(*command: str, cwd: Path) -> str:

@@ -129,6 +129,7 @@ def test_curves_are_means_where_all_seeds_are() -> None:
     assert all(text in texts for text in ("disabled", "proximal", "depth 0", "depth 1", "seconds", "updates"))
 
 
+@pytest.mark.stage("jobs")
 def test_a_run_whose_time_is_over_is_saved_and_goes_on_to_the_same_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
     small = {
@@ -186,6 +187,7 @@ def at_once(folder: Path, *settings: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, timeout=200, check=False)
 
 
+@pytest.mark.stage("jobs")
 def test_runs_at_once_add_to_one_file_and_those_that_fail_are_named(tmp_path: Path) -> None:
     failed = at_once(tmp_path, "fail=1")
     assert failed.returncode == 1

@@ -56,6 +56,7 @@ def test_a_division_that_does_not_fit_is_left_out() -> None:
     assert {division.counts["pool 1"] for division in found} == {12, 13, 14, 15}
 
 
+@pytest.mark.stage("exhaustive")
 @pytest.mark.parametrize("train_s", [40.0, 300.0])
 def test_compiling_and_tuning_choose_the_same_where_divisions_are_searched(monkeypatch: pytest.MonkeyPatch, train_s: float) -> None:
     cluster, priced = Cluster(gpus=24), costs(train_s)

@@ -8,6 +8,8 @@ from small_graphs import Small, name_of, shared_graphs, small_graphs
 
 from rlgraph.compiler.events import slots
 
+pytestmark = pytest.mark.stage("exhaustive")
+
 
 def walked(small: Small) -> int:
     graph, schedule = small.schedule()

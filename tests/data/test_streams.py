@@ -214,7 +214,7 @@ def test_a_reader_counts_rows_that_are_left_out() -> None:
     assert [next(reader)[0] for _ in range(3)] == [4, 9, 14]
 
 
-@pytest.mark.slow
+@pytest.mark.stage("kills")
 @pytest.mark.parametrize("kind", ["function", "iterable", "shuffled"])
 def test_a_program_that_is_killed_draws_every_row_exactly_once(kind: str, tmp_path: Path) -> None:
     """Two kills in the middle of a run, with a checkpoint at every third step; compared with the rows as the stream itself gives them."""

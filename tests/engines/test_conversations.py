@@ -11,12 +11,11 @@ from talking import BETWEEN, CASES, PROMPTS, TURN, talked
 
 from rlgraph.engines.transformers.engine import TransformersEngine
 
+VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.stage("jobs")])
+SGLANG = [pytest.param(name, marks=pytest.mark.stage("sglang")) for name in ("sglang", "sglang overlap")]
 
-def engine(name: str) -> Any:
-    return pytest.param(name, marks=[getattr(pytest.mark, name.split()[0]), pytest.mark.slow])
 
-
-@pytest.fixture(scope="module", params=["transformers", *map(engine, ("vllm", "sglang", "sglang overlap"))])
+@pytest.fixture(scope="module", params=["transformers", VLLM, *SGLANG])
 def found(request: pytest.FixtureRequest, tied: Path, in_process: Callable[[str, Path], dict[str, Any]]) -> dict[str, Any]:
     if request.param == "transformers":
         return talked(TransformersEngine(tied, dtype=torch.float32, max_context=64), load_file(tied / "model.safetensors"))
@@ -46,8 +45,8 @@ def held(tied: Path, in_process: Callable[[str, Path], dict[str, Any]]) -> dict[
     return found
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.vllm
-@pytest.mark.slow
 def test_vllm_reads_only_what_is_new_to_a_conversation(held: dict[str, Any]) -> None:
     assert held["read, True"] == len(PROMPTS) * (len(BETWEEN) + 1), "and the last token of the turn, which it wrote and has not read"
     assert held["read, False"] == sum(len(prompt) + TURN.max_tokens + len(BETWEEN) for prompt in PROMPTS), "no whole block of 32 is cached"
@@ -57,15 +56,15 @@ def test_vllm_reads_only_what_is_new_to_a_conversation(held: dict[str, Any]) -> 
     assert held["dropped"] == (0, 0)
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.vllm
-@pytest.mark.slow
 def test_vllm_reads_a_turn_anew_that_goes_on_from_elsewhere(held: dict[str, Any]) -> None:
     told, apart = held["branch"]
     assert [response["tokens"] for response in told] == [response["tokens"] for response in apart]
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.vllm
-@pytest.mark.slow
 def test_vllm_gives_back_what_waits_where_others_need_its_memory_or_its_places(held: dict[str, Any]) -> None:
     assert held["without room"] == (0, 0)
     assert held["without a place"] == (1, 1), "the request that ran and one that waits"

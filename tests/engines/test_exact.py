@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny import tiny, tiny_qwen
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.stage("plugins"), pytest.mark.vllm, pytest.mark.timeout(600)]
 HERE = Path(__file__)
 
 

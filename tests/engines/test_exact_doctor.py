@@ -15,6 +15,8 @@ from rlgraph.engines.exact.diagnosis import ComparedOperation
 from rlgraph.engines.exact.witness import OF_LAYER, Witness, names, of_text
 from rlgraph.errors import DataError
 
+pytestmark = pytest.mark.stage("plugins")
+
 HERE = Path(__file__)
 
 

@@ -11,6 +11,8 @@ from rlgraph.engines.exact.gpu_rules import check_model
 from rlgraph.engines.exact.gpu_table import table_of
 from rlgraph.errors import DataError
 
+pytestmark = pytest.mark.stage("plugins")
+
 PLAIN: dict[str, Any] = {
     "model_type": "qwen3",
     "head_dim": 128,

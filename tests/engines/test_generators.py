@@ -14,15 +14,14 @@ from generating import DRAWN
 from safetensors.torch import load_file
 from tiny import UPDATES, VLLM_PROMPTS, changed
 
-pytestmark = pytest.mark.slow
+
+def case(engine: str, model: str, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param((engine, model), id=f"{engine} {model}", marks=marks)
 
 
-def case(engine: str, model: str) -> Any:
-    return pytest.param((engine, model), id=f"{engine} {model}", marks=getattr(pytest.mark, engine.split()[0]))
-
-
-VLLM = [case("vllm", "tied"), case("vllm", "untied")]
-SGLANG = [case("sglang", "tied"), case("sglang", "untied"), case("sglang overlap", "tied")]
+VLLM = [case("vllm", model, pytest.mark.vllm, pytest.mark.stage("jobs")) for model in ("tied", "untied")]
+OF_SGLANG = (("sglang", "tied"), ("sglang", "untied"), ("sglang overlap", "tied"))
+SGLANG = [case(engine, model, pytest.mark.stage("sglang")) for engine, model in OF_SGLANG]
 
 
 @pytest.fixture(scope="module", params=[*VLLM, *SGLANG])

@@ -19,6 +19,8 @@ from tiny import tiny
 import rlgraph as rg
 from rlgraph.engines.transformers.spec import SPEC
 
+pytestmark = pytest.mark.stage("jobs")
+
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 

@@ -22,6 +22,8 @@ from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.training.trained_model import check_whole_vocabulary
 from rlgraph.settings import Recompute
 
+pytestmark = pytest.mark.stage("plugins")
+
 installed = pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
 NEAR = {"atol": 5e-6, "rtol": 5e-6}
 AFTER_STEPS = {"atol": 1e-5, "rtol": 2e-5}  # ten, in which rounding adds up

@@ -13,6 +13,8 @@ from rlgraph.engines.megatron import zero
 from rlgraph.engines.megatron.masters import Masters
 from rlgraph.engines.megatron.pieces import PieceTable
 
+pytestmark = pytest.mark.stage("plugins")
+
 SMALL = 2.0**-10  # beside 1, bfloat16 rounds it away
 
 

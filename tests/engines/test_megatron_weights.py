@@ -17,7 +17,10 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.hf_models.pretrained import parameter_shapes
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
+pytestmark = [
+    pytest.mark.stage("plugins"),
+    pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed"),
+]
 NOTHING = {"aten::detach", "aten::alias", "aten::view", "aten::slice"}  # views, which copy nothing
 
 

@@ -100,8 +100,8 @@ def test_only_contiguous_tensors_in_one_memory_lie_together():
     assert not lie_together(weights | {"a": weights["a"][:, :2]})
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.vllm
-@pytest.mark.slow
 def test_each_rank_of_vllms_models_replays_what_its_loader_leaves(tied: Path, untied: Path, tmp_path: Path) -> None:
     here = Path(__file__)
     folders = [str(folder) for folder in (tied, untied, tiny_qwen(tmp_path, "qwen2"), tiny_qwen(tmp_path, "qwen3"))]

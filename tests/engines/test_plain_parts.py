@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+pytestmark = pytest.mark.stage("ranks")
+
 MORE = 1.3  # launches of two ranks over those of one: exchanges, and the step of gradients
 
 

@@ -37,7 +37,8 @@ def run(folder: Path, engine: str, limits: dict[str, str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
+@pytest.mark.stage("jobs")
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 @pytest.mark.parametrize("limits", [{}, AVX2], ids=["all instructions", "AVX2 alone"])
 def test_auto_is_what_the_cpu_computes_in(tied: Path, engine: str, limits: dict[str, str]) -> None:
     found = run(tied, engine, limits)

@@ -82,7 +82,7 @@ def test_the_tiny_tokenizer_gives_any_text_back(tied: Path) -> None:
     assert 0 not in tokens
 
 
-@pytest.mark.slow
+@pytest.mark.stage("jobs")
 def test_smollm2_counts_and_its_tokenizer_gives_text_back(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

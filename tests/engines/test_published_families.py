@@ -25,6 +25,8 @@ from rlgraph.engines.hf_models.pretrained import parameter_shapes
 from rlgraph.runtime.exports.models import TrainedEntry
 from rlgraph.runtime.exports.write import Source, boxes, write_export
 
+pytestmark = pytest.mark.stage("families")
+
 DENSE = ["mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "smollm3", "olmo2"]
 EXPERTS = ["qwen3_moe", "mixtral", "olmoe"]
 FAMILIES = [*DENSE, *EXPERTS, "gemma3, text part"]
@@ -86,7 +88,6 @@ def test_transformers_reads_an_export_as_the_trainer_scores(name: str, trained: 
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_vllm_samples_with_what_a_trainer_published(trained: dict[str, Any], tmp_path: Path) -> None:
     here = Path(__file__)

@@ -81,6 +81,7 @@ def test_the_second_matrix_of_an_adapter_is_computed_again(inner: int, outer: in
         assert policy is (CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE)
 
 
+@pytest.mark.stage("families")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("recompute", [False, "selective"])
 def test_compiled_layers_keep_and_compute_again_what_eager_ones_do(

@@ -14,6 +14,8 @@ import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import GraphError
 
+pytestmark = pytest.mark.stage("ranks")
+
 NEAR = {"atol": 5e-6, "rtol": 5e-6}
 AFTER_STEPS = {"atol": 5e-6, "rtol": 2e-5}  # as of ranks whose layers are not compiled
 FAST = "aot_eager_decomp_partition"  # traces, and decides what to keep, as the usual compiler; runs plain operations
@@ -46,7 +48,7 @@ def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> C
     return by_one_process(cases, tmp_path_factory.mktemp("states"))
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(name, marks=pytest.mark.slow) if name != "tp2" else name for name in RANKS])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_layers_that_ranks_share_train_alike_where_they_are_compiled(
     ranks: str, cases: dict[str, Case], alone: Callable[[str], tuple[dict[str, Any], Path]], tmp_path: Path
 ) -> None:

@@ -18,6 +18,8 @@ from rlgraph.engines.hf_models.parallel_plan import check_folder_experts
 from rlgraph.engines.registry import check_plan
 from rlgraph.errors import GraphError
 
+pytestmark = pytest.mark.stage("ranks")
+
 NEAR = {"atol": 5e-6, "rtol": 5e-6}
 AFTER_STEPS = {"atol": 5e-6, "rtol": 2e-5}  # ten, in which rounding adds up
 STEPS = 10

@@ -18,6 +18,8 @@ from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import GraphError
 
+pytestmark = pytest.mark.stage("ranks")
+
 NEAR = {"atol": 5e-6, "rtol": 5e-6}
 AFTER_STEPS = {"atol": 5e-6, "rtol": 2e-5}  # in which rounding adds up, on some processors to 8e-6
 RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, what its ranks share, and the models
@@ -69,7 +71,7 @@ def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> C
     return by_one_process(cases, tmp_path_factory.mktemp("states"))
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(name, marks=pytest.mark.slow) if RANKS[name][0] > 4 else name for name in RANKS])
+@pytest.mark.parametrize("ranks", RANKS)
 def test_ranks_that_share_a_model_train_it_as_one_process_does(
     ranks: str, cases: dict[str, Case], alone: Callable[[str], tuple[dict[str, Any], Path]], tmp_path: Path
 ) -> None:

@@ -15,11 +15,11 @@ from rlgraph.engines.transformers.engine import TransformersEngine
 PROMPT_OF = {f"early{i}": p for i, p in enumerate(PROMPTS)} | {f"{name}{i}": p for name in ("late", "new") for i, p in enumerate(LATE)}
 
 
-def engine(name: str) -> Any:
-    return pytest.param(name, marks=[getattr(pytest.mark, name.split()[0]), pytest.mark.slow])
+VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.stage("jobs")])
+SGLANG = [pytest.param(name, marks=pytest.mark.stage("sglang")) for name in ("sglang", "sglang overlap")]
 
 
-@pytest.fixture(scope="module", params=["transformers", *map(engine, ("vllm", "sglang", "sglang overlap"))])
+@pytest.fixture(scope="module", params=["transformers", VLLM, *SGLANG])
 def found(request: pytest.FixtureRequest, tied: Path, in_process: Callable[[str, Path], dict[str, Any]]) -> dict[str, Any]:
     if request.param == "transformers":
         engine = TransformersEngine(tied, dtype=torch.float32, max_context=64)

@@ -50,6 +50,7 @@ def test_an_engine_of_one_short_sequence_is_started() -> None:
     assert found["compilation_config"]["cudagraph_capture_sizes"] == [1]
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.vllm
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports
 def test_an_engine_sleeps_beside_programs_that_take_memory_of_its_device(

@@ -11,7 +11,7 @@ import torch
 from replaying import PROMPTS, plain, routes_of, with_weights
 from tiny import tiny_moe
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.stage("jobs"), pytest.mark.vllm, pytest.mark.timeout(600)]
 HERE = Path(__file__)
 
 

@@ -17,6 +17,7 @@ from rlgraph.errors import GraphError
 NEAR = 1e-4  # in float32; 1.5e-6 was seen
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.vllm
 def test_a_teacher_on_vllm_gives_the_log_probs_of_one_in_the_trainer(tmp_path: Path) -> None:
     folder = tiny_model(tmp_path / "tiny", vocab=288)
@@ -60,6 +61,7 @@ def distilled(folders: tuple[str, str], trainer: str, **settings: Any) -> rg.Gra
     return rg.Graph("distilled", step.metrics)
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.ray
 @pytest.mark.vllm
 def test_a_student_learns_from_a_teacher_on_vllm_what_it_learns_from_one_in_the_trainer(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 
 import pytest
 
+pytestmark = pytest.mark.stage("gpu")
+
 Alone = Callable[..., str]
 
 

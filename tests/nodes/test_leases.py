@@ -51,6 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.stage("kills")
 def test_what_a_killed_process_held_is_freed_at_once_and_once(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
     process, pids = holder(tmp_path / "mark", str(Path(__file__).parents[1] / "mcp_server.py"))
@@ -64,6 +65,7 @@ def test_what_a_killed_process_held_is_freed_at_once_and_once(tmp_path: Path) ->
     assert (tmp_path / "mark").read_text() == "freed\n"
 
 
+@pytest.mark.stage("kills")
 def test_the_next_rollout_sweeps_where_the_sweeper_was_killed_too(tmp_path: Path) -> None:
     process, pids = holder(tmp_path / "mark")
     [mine] = tmp_path.glob(f"{leases.PREFIX}*")

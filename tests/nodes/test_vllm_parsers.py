@@ -7,7 +7,7 @@ import rlgraph as rg
 from rlgraph.nodes.environments.call_formats import FORMATS, calls_of
 from rlgraph.nodes.rollout.turn_checks import form_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [pytest.mark.stage("jobs"), pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 SCHEMAS = {"add": {"properties": {"a": {"type": "integer"}}}}
 RIGHT = {
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',

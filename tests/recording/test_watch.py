@@ -24,6 +24,8 @@ from rlgraph.recording.live import RunState, read_state
 from rlgraph.recording.watch import Watch
 from rlgraph.runtime.driver.job import Job
 
+pytestmark = pytest.mark.stage("site")
+
 PROGRAM = Path(recorded_program.__file__)
 
 

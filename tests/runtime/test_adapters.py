@@ -140,8 +140,8 @@ def test_a_generator_has_the_bits_of_the_merged_checkpoint(model: str, tmp_path:
     assert any(not torch.equal(held[name], tensor) for name, tensor in changed.named_parameters())
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.vllm
-@pytest.mark.slow
 def test_vllm_samples_from_the_merged_checkpoint(model: str, tmp_path: Path) -> None:
     here = Path(__file__)
     environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parent}:{here.parents[2]}"}

@@ -19,6 +19,8 @@ from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 
+pytestmark = pytest.mark.stage("jobs")
+
 STEPS = 4  # checkpoints are of steps 2 and 4
 Found = dict[str, Any]
 

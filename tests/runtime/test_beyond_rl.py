@@ -274,8 +274,8 @@ def test_a_credit_too_many_in_one_loop_changes_the_certificate_of_that_loop_alon
         checked()
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.ray
-@pytest.mark.slow
 def test_two_policies_play_each_other_on_ray_with_the_bits_of_one_process(model: str) -> None:
     plan = rg.compile(two_players(model, (0, 1)), rg.Cluster(cpus=2))
     assert sorted(node.name for node in plan.nodes if node.work in ("generate", "train")) == sorted(

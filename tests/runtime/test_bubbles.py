@@ -36,6 +36,7 @@ def part(bubbles: Bubbles, worker: str, use: str, cause: str = "") -> float:
     return bubbles.share((row for row in rows if row.use == use and row.cause == cause), rows)
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_here")
 def test_a_slow_update_leaves_the_generator_waiting_for_its_versions() -> None:

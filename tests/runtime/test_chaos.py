@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.namespaces]
+pytestmark = [pytest.mark.stage("kills"), pytest.mark.namespaces]
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 
 
@@ -29,9 +29,9 @@ def test_every_step_of_a_disturbed_run_is_that_of_an_undisturbed_one() -> None:
     assert found["trainers"] >= 2, "no event led to a restart"
 
 
-@pytest.mark.chaos
+@pytest.mark.stage("chaos")
 @pytest.mark.timeout(1500)
-def test_five_minutes_of_events_change_no_bit_of_the_weights_of_a_model() -> None:
-    found = outcome("--minutes", "5", "--seed", "5", timeout_s=1470)
-    assert found["events_in_all"] >= 12, "hardly anything happened"
-    assert found["trainers"] >= 5, "hardly an event led to a restart"
+def test_minutes_of_events_change_no_bit_of_the_weights_of_a_model() -> None:
+    found = outcome("--minutes", "2.5", "--seed", "5", timeout_s=1470)
+    assert found["events_in_all"] >= 6, "hardly anything happened"
+    assert found["trainers"] >= 3, "hardly an event led to a restart"

@@ -16,6 +16,8 @@ from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 
+pytestmark = pytest.mark.stage("kills")
+
 LENGTHS = rg.Sampling(max_tokens=14, stop_token_ids=tuple(range(10, 50)))  # most responses are short, some are not
 GROUPS = 4
 

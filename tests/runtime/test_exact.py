@@ -20,6 +20,8 @@ from rlgraph.nodes.training.exact import checked_rows
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.worker.spec import worker_specs
 
+pytestmark = pytest.mark.stage("plugins")
+
 SAMPLING = rg.Sampling(max_tokens=24, temperature=0.8, ignore_eos=True)
 
 

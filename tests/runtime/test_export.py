@@ -99,7 +99,6 @@ print("answers", json.dumps([list(answer.outputs[0].token_ids) for answer in ans
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 def test_plain_vllm_answers_from_an_export_as_transformers_does(trained: tuple[Path, dict[str, torch.Tensor]]) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def on_hosts(test: T) -> T:
-    for mark in (pytest.mark.slow, pytest.mark.namespaces, pytest.mark.timeout(600)):  # the first test waits for all cases
+    for mark in (pytest.mark.stage("hosts"), pytest.mark.namespaces, pytest.mark.timeout(600)):  # the first test waits for all cases
         test = mark(test)
     return test
 

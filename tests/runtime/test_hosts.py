@@ -19,6 +19,8 @@ from rlgraph.graph.nodes import Pool
 from rlgraph.render.text import text
 from rlgraph.runtime.local import LocalJob
 
+pytestmark = pytest.mark.stage("hosts")
+
 TWO = Cluster(cpus=4, hosts=2)
 
 
@@ -113,7 +115,6 @@ def test_ranks_on_several_hosts_cannot_be_encrypted() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.timeout(600)  # jobs on two nodes, each with a start of its own
 def test_workers_run_on_the_ray_nodes_of_the_plan_and_a_lost_host_is_named() -> None:
     script = Path(__file__).with_name("two_hosts.py")  # in a process of its own, since the other tests share a Ray of one node

@@ -49,7 +49,7 @@ def oracle(graph: Graph, steps: int) -> list[tuple[int, float, float, int]]:
         ("forked", 0, 1),
         ("forked", 1, 1),
         pytest.param("compiled_graph", 2, 2, marks=pytest.mark.ray),
-        pytest.param("calls", 1, 1, marks=pytest.mark.ray),
+        pytest.param("calls", 1, 1, marks=[pytest.mark.ray, pytest.mark.stage("jobs")]),
     ],
 )
 def test_a_run_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, buffers: int) -> None:
@@ -90,6 +90,7 @@ def test_one_pool_never_runs_two_nodes_at_a_time() -> None:
     assert all(end <= start for (_, end), (start, _) in pairwise(busy))
 
 
+@pytest.mark.stage("kills")
 @pytest.mark.parametrize(
     ("dispatch", "worker"),
     [
@@ -217,6 +218,7 @@ dispatch.ray.shutdown()
 """
 
 
+@pytest.mark.stage("kills")
 @pytest.mark.ray
 def test_a_start_keeps_its_deadline_though_ray_makes_no_actor() -> None:
     script = STOPPED_RAYLET.format(tests=str(Path(fakes.__file__).parent))

@@ -24,6 +24,8 @@ from rlgraph.runtime.driver.warm import Wanted
 from rlgraph.runtime.worker import warm_worker
 from rlgraph.runtime.worker.engine_slot import ProcessState
 
+pytestmark = pytest.mark.stage("jobs")
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -117,7 +119,6 @@ def test_what_an_engine_said_as_it_loaded_is_said_in_each_job_and_nothing_else()
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 def test_an_engine_of_vllm_is_kept_and_its_jobs_are_those_of_engines_started_anew(model: Path, tmp_path: Path) -> None:
     mine, other = shutil.copytree(model, tmp_path / "mine"), tiny_model(tmp_path / "other", seed=5)
     with rg.warm(engines=True):

@@ -5,6 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.stage("kills")
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "kills.py"
 
 

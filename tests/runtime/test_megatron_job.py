@@ -19,6 +19,8 @@ from rlgraph.errors import GraphError
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 
+pytestmark = pytest.mark.stage("plugins")
+
 installed = pytest.mark.skipif(not importlib.util.find_spec("megatron"), reason="megatron-core is not installed")
 MEGATRON = {"trainer": "megatron", "tensor_parallel": 2, "pipeline_parallel": 2}
 OF_ROWS = {"trainer": "megatron", "tensor_parallel": 2, "context_parallel": 2}

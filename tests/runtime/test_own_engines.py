@@ -74,6 +74,7 @@ def test_workers_of_their_own_write_checkpoints_and_a_resumed_job_repeats_the_ru
     assert found == oracle(graph, 9)
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_here", "registered")
 def test_a_name_that_only_the_driver_knows_runs_on_ray(model: str) -> None:

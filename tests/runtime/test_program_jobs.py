@@ -133,7 +133,7 @@ def test_one_session_at_a_time_gives_the_same_bits_in_one_process_in_workers_and
     [
         ("function", "forked"),
         ("command", "forked"),
-        pytest.param("function", "compiled_graph", marks=[pytest.mark.ray, pytest.mark.slow]),
+        pytest.param("function", "compiled_graph", marks=[pytest.mark.ray, pytest.mark.stage("kills")]),
     ],
 )
 def test_a_worker_killed_in_the_middle_of_sessions_loses_and_doubles_nothing(kind: str, dispatch: str, model: Path, tmp_path: Path) -> None:

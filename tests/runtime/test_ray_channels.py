@@ -30,6 +30,7 @@ def job(graph: Graph, dispatch: str) -> Job:
     return Job(graph, plan, dispatch_name=dispatch, deadline_s=60.0)
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_here")
 @pytest.mark.parametrize(("dispatch", "depth", "buffers", "ranks"), [("compiled_graph", 2, 2, 2), ("calls", 0, 1, 1)])
@@ -41,6 +42,7 @@ def test_bits_are_those_of_the_oracle(dispatch: str, depth: int, buffers: int, r
         assert found == [bits(step) for step in here.steps(6)]
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_here")
 def test_a_killed_writer_is_named_at_once_though_ray_tells_its_readers_nothing() -> None:
@@ -94,6 +96,7 @@ class Teller:
         return f"{node}{step}({' '.join(batches)})"
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_here")
 def test_the_forward_graph_runs_as_a_graph_of_ray_and_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import namespaces
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.namespaces, pytest.mark.timeout(900)]  # a Ray host takes up to 20 s
+pytestmark = [pytest.mark.stage("hosts"), pytest.mark.ray, pytest.mark.namespaces, pytest.mark.timeout(900)]  # a Ray host takes up to 20 s
 ROOT = Path(__file__).parents[2]
 PROGRAM = Path(__file__).parents[1] / "ray_hosts.py"
 Outcomes = Mapping[str, Mapping[str, Any]]

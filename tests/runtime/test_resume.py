@@ -51,7 +51,9 @@ def oracle(graph: Graph, steps: int) -> list[Bits]:
     [
         (0, 1, "forked"),
         (1, 1, "forked"),
-        pytest.param(1, 1, "calls", marks=pytest.mark.ray),  # a Compiled Graph goes on in the program that is killed, below
+        pytest.param(
+            1, 1, "calls", marks=[pytest.mark.ray, pytest.mark.stage("jobs")]
+        ),  # a Compiled Graph goes on in the program that is killed, below
         (2, 2, "forked"),
     ],
 )
@@ -201,8 +203,8 @@ def saved(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.stage("kills")
 @pytest.mark.ray
-@pytest.mark.slow
 def test_a_killed_program_goes_on_and_a_terminated_one_saves_what_it_did(tmp_path: Path) -> None:
     with start(tmp_path, 1000) as killed:
         workers = until(killed, 6)

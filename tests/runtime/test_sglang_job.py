@@ -19,7 +19,7 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.runtime.driver.job import Job
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow]
+pytestmark = pytest.mark.stage("sglang")
 STEPS = 4  # three of which begin with weights that arrived
 TP, PP = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 CASES = {  # the model, and what the processes of its policy share

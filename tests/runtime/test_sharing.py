@@ -11,6 +11,8 @@ from tiny import tiny_mixture
 
 from rlgraph.engines.hf_models.pretrained import tiny_model
 
+pytestmark = pytest.mark.stage("jobs")
+
 
 @pytest.mark.parametrize("shared", ["tensor_parallel", "expert_parallel"])
 def test_weights_of_ranks_that_share_a_model_reach_the_generator_and_the_export(shared: str, tmp_path: Path) -> None:

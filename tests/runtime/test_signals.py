@@ -12,6 +12,8 @@ from pathlib import Path
 import fakes
 import pytest
 
+pytestmark = pytest.mark.stage("kills")
+
 PROGRAM = """
 import sys, time
 sys.path.insert(0, {tests!r})

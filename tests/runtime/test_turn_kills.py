@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 import forked  # noqa: F401 (a way of dispatch)
+import pytest
 import torch
 from conversing import eventually
 from digests import ITEMS, digest, here
@@ -20,6 +21,8 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
+
+pytestmark = pytest.mark.stage("kills")
 
 STEPS = 5
 

@@ -10,6 +10,8 @@ from templates import model_with
 import rlgraph as rg
 from rlgraph.columns import Columns
 
+pytestmark = pytest.mark.stage("jobs")
+
 TURN = rg.Sampling(max_tokens=150, stop_token_ids=tuple(range(10, 60)))
 
 

@@ -22,6 +22,8 @@ from rlgraph.runtime.driver import warm as warm_module
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.warm import Warm
 
+pytestmark = pytest.mark.stage("jobs")
+
 GONE_S = 30.0
 
 
@@ -77,7 +79,6 @@ def test_a_second_launch_forks_from_the_same_process_and_repeats_the_oracle_in_e
 
 
 @pytest.mark.vllm
-@pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 def test_an_engine_of_vllm_is_forked_too_and_its_run_is_that_of_an_engine_started_anew(model: str) -> None:
     graph = grpo(model, "vllm")

@@ -92,6 +92,7 @@ def test_the_last_node_of_a_graph_that_hangs_is_found_by_the_driver(monkeypatch:
     report_of(raised.value)
 
 
+@pytest.mark.stage("kills")
 @pytest.mark.parametrize(
     ("dispatch", "worker"),
     [("forked", "prompts"), ("forked", "policy"), pytest.param("compiled_graph", "generator", marks=pytest.mark.ray)],
