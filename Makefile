@@ -8,7 +8,7 @@ INSTALL := requirements/install.sh
 # Three tests at a time: they wait for processes to start more than they compute.
 TESTS = $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 20 --durations-min 5
 # The stages beyond `quick`: tests/stages.py says what each is. `make test-NAME` runs one of them.
-STAGES := families ranks jobs kills hosts plugins exhaustive site
+STAGES := families ranks jobs kills hosts plugins exhaustive recipes
 # Packages whose pins exclude rlgraph's have their own environments.
 openenv_PACKAGES := openenv==0.10.0
 verifiers_PACKAGES := verifiers==0.4.0
@@ -32,10 +32,10 @@ demo: $(READY)
 
 # Whether the library works, in ten minutes.
 test: $(READY)
-	$(TESTS) --stage quick $(PYTEST)
+	$(TESTS) --stage=quick $(PYTEST)
 
 $(STAGES:%=test-%): test-%: $(READY)
-	$(TESTS) --stage $* $(PYTEST)
+	$(TESTS) --stage=$* $(PYTEST)
 
 test-all: test test-stages
 
@@ -46,11 +46,11 @@ test-stages:
 
 # Random kills, cuts and freezes while a model is trained on three hosts.
 test-chaos: $(READY)
-	$(BIN)/python -m pytest --stage chaos -o faulthandler_timeout=1500 $(PYTEST)
+	$(BIN)/python -m pytest --stage=chaos -o faulthandler_timeout=1500 $(PYTEST)
 
 # SGLang in its own environment: its pins and vLLM's exclude each other.
 test-sglang: .venv-sglang/.ready
-	.venv-sglang/bin/python -m pytest --stage sglang $(PYTEST)
+	.venv-sglang/bin/python -m pytest --stage=sglang $(PYTEST)
 
 .venv-sglang/.ready: requirements/sglang-cpu.lock $(READY)
 	$(INSTALL) .venv-sglang --no-deps -r requirements/sglang-cpu.lock
@@ -75,7 +75,7 @@ $(OTHERS:%=.venv-%/.ready): .venv-%/.ready: $(READY)
 
 # On a machine with GPUs and its own torch, vLLM and Ray, as docs/gpu.md says: no environment is made.
 test-gpu:
-	$(PYTHON) -m pytest --stage gpu tests/gpu
+	$(PYTHON) -m pytest --stage=gpu tests/gpu
 
 # What to run before each commit: a minute once mypy has its cache.
 check: $(READY)

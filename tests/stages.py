@@ -22,7 +22,7 @@ STAGES = {
     "kills": "killed, frozen and unreachable workers",
     "hosts": "several hosts of network namespaces, SLURM",
     "plugins": "Megatron-Core and bit-exact log-probs",
-    "site": "the site, the wheel, the notebook and the live page",
+    "recipes": "every recipe, the notebook, the wheel, the site and the live page",
     "exhaustive": "every order of events of small graphs, every way out of the sandbox",
     "sglang": "SGLang, in its own environment",
     "chaos": "random kills, cuts and freezes while a model is trained",

@@ -46,6 +46,7 @@ def steps(model: str, **settings: Any) -> list[dict[str, float]]:
     return found
 
 
+@pytest.mark.stage("families")
 @pytest.mark.parametrize("name", OF_REWARDS)
 def test_an_estimator_by_name_trains(model: str, name: str) -> None:
     assert_trained(steps(model, estimator=name))
@@ -57,11 +58,13 @@ def test_an_estimator_of_rewards_of_steps_says_who_gives_them(model: str) -> Non
         steps(model, estimator="grpo_process")
 
 
+@pytest.mark.stage("families")
 @pytest.mark.parametrize("name", OF_ADVANTAGES)
 def test_a_loss_by_name_trains(model: str, name: str) -> None:
     assert_trained(steps(model, loss=name, loss_options=OPTIONS.get(name, {})))
 
 
+@pytest.mark.stage("families")
 @pytest.mark.parametrize("name", list(DECOUPLED))
 def test_a_correction_by_name_trains(model: str, name: str) -> None:
     found = steps(model, correction=name)

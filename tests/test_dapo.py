@@ -13,6 +13,8 @@ from rlgraph.runtime.local import LocalJob
 sys.path.append(str(Path(__file__).parents[1] / "recipes"))
 import dapo
 
+pytestmark = pytest.mark.stage("recipes")
+
 
 def rare(responses: list[str], answers: list[str]) -> list[float]:
     """A reward that is the same for most groups of two."""

@@ -79,6 +79,7 @@ def test_the_readmes_picture_is_what_is_drawn_today(tmp_path: Path) -> None:
     assert (tmp_path / "ppo.svg").read_text() == (ROOT / "docs" / "ppo.svg").read_text()
 
 
+@pytest.mark.stage("recipes")
 def test_the_pictures_of_the_recipes_are_what_is_planned_today(tmp_path: Path) -> None:
     subprocess.run([sys.executable, str(ROOT / "docs" / "draw_recipes.py"), str(tmp_path)], check=True, timeout=250)
     held = {path.name: path.read_text() for path in (ROOT / "docs" / "plans").iterdir()}

@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 
+pytestmark = pytest.mark.stage("recipes")
+
 SMALL = [
     "engine=transformers",
     "prompts=2",

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-pytestmark = pytest.mark.stage("site")
+pytestmark = pytest.mark.stage("recipes")
 
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "quickstart.ipynb"
 

@@ -8,7 +8,9 @@ import re
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import forked
 import pytest
@@ -44,6 +46,11 @@ VALIDATED = ["train=train.jsonl", "validation=train.jsonl", "samples=2", "evalua
 TINY = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2", "steps=2"]
 
 
+def quick(one: str, names: Iterable[str]) -> list[Any]:
+    """List the names: `one` is quick, the others are in the stage of recipes."""
+    return [name if name == one else pytest.param(name, marks=pytest.mark.stage("recipes")) for name in sorted(names)]
+
+
 def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """Do in this process what `python recipes/NAME.py ARGUMENTS` does."""
     recipe = RECIPES[name]
@@ -52,7 +59,7 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     runpy.run_path(str(recipe), run_name="__main__")
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ("tools", "mathematics", *BEYOND, *STAGED, "curriculum")])
+@pytest.mark.parametrize("name", quick("ppo", RECIPES.keys() - {"tools", "mathematics", *BEYOND, *STAGED, "curriculum"}))
 def test_a_recipe_leaves_its_metrics_pictures_and_timelines(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +69,7 @@ def test_a_recipe_leaves_its_metrics_pictures_and_timelines(
     assert_complete(tmp_path, capsys.readouterr().out)
 
 
+@pytest.mark.stage("recipes")
 def test_ppo_with_adapters_has_the_base_for_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
@@ -74,7 +82,7 @@ def test_ppo_with_adapters_has_the_base_for_a_reference(tmp_path: Path, monkeypa
     assert "critic/vf_loss" in first
 
 
-@pytest.mark.parametrize("name", BEYOND)
+@pytest.mark.parametrize("name", quick("sft", BEYOND))
 def test_a_recipe_beyond_policy_gradients_leaves_its_records(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +93,7 @@ def test_a_recipe_beyond_policy_gradients_leaves_its_records(
     assert_recorded(tmp_path, capsys.readouterr().out, metrics)
 
 
+@pytest.mark.stage("recipes")
 @pytest.mark.parametrize("name", STAGED)
 def test_a_recipe_of_several_graphs_leaves_the_records_of_each(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -97,6 +106,7 @@ def test_a_recipe_of_several_graphs_leaves_the_records_of_each(name: str, tmp_pa
     assert (tmp_path / "run" / "run.html").exists()
 
 
+@pytest.mark.stage("recipes")
 def test_a_curriculum_trains_its_second_graph_from_the_weights_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,6 +122,7 @@ def test_a_curriculum_trains_its_second_graph_from_the_weights_of_the_first(
     assert (tmp_path / "run" / "run.html").exists()
 
 
+@pytest.mark.stage("recipes")
 def test_dapo_streams_and_validates_on_data_of_verl(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -124,6 +135,7 @@ def test_dapo_streams_and_validates_on_data_of_verl(
     assert_validated(tmp_path)
 
 
+@pytest.mark.stage("recipes")
 def test_dapo_at_the_published_scale_is_a_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(RECIPES["dapo"].parent)
     shape = {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -246,6 +258,7 @@ WRONG_BEYOND = {  # by recipe
 }
 
 
+@pytest.mark.stage("recipes")
 @pytest.mark.parametrize("name", WRONG_BEYOND)
 def test_bad_settings_beyond_policy_gradients_end_before_anything_starts(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ import pytest
 import rlgraph as rg
 from rlgraph import algorithms
 
-pytestmark = pytest.mark.stage("site")
+pytestmark = pytest.mark.stage("recipes")
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))

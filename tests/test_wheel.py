@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rlgraph", "rlgraph_cli")
-pytestmark = pytest.mark.stage("site")
+pytestmark = pytest.mark.stage("recipes")
 
 
 def run(*command: str, cwd: Path) -> str:

@@ -15,7 +15,7 @@ from rlgraph.channels.host.protocol import CarrierName
 Ends: TypeAlias = tuple[Writer, list[Reader]]
 MakeShm: TypeAlias = Callable[..., tuple[HostWriter, list[HostReader]]]
 WITHOUT_GPUS = [
-    pytest.param(found, marks=pytest.mark.ray if found.needs_ray else (), id=found.name)
+    pytest.param(found, marks=[pytest.mark.ray, pytest.mark.stage("jobs")] if found.needs_ray else [], id=found.name)
     for found in (*TRANSPORTS.values(), FILES)
     if found.writer_keeps != "gpu"
 ]

@@ -54,6 +54,7 @@ def test_a_machine_without_the_file_keeps_what_it_has(tmp_path: Path) -> None:
     assert not amx.leave_out_broken_amx(tmp_path / "none")
 
 
+@pytest.mark.stage("families")
 def test_a_bfloat16_product_works_on_this_machine() -> None:
     own = {name: value for name, value in os.environ.items() if name not in amx.LIMITS}
     subprocess.run([sys.executable, "-c", PRODUCT], env=own, check=True, timeout=250)

@@ -54,6 +54,7 @@ def test_a_step_is_torchs_muon_for_matrices_of_layers_and_adamw_for_the_rest(
         assert torch.equal(parameter, theirs[name]), name
 
 
+@pytest.mark.stage("ranks")
 def test_two_ranks_that_gather_a_matrix_take_the_step_of_one(tmp_path: Path) -> None:
     model = tiny(tmp_path)
     one = engine_of(model)

@@ -199,6 +199,7 @@ def test_the_calls_of_the_kernel_give_output_and_gradients_of_each_sequence_alon
         torch.testing.assert_close(found, expected, **near)
 
 
+@pytest.mark.stage("families")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile imports and does
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # between two graphs
 @pytest.mark.parametrize("window", [None, 5])

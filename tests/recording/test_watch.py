@@ -24,7 +24,7 @@ from rlgraph.recording.live import RunState, read_state
 from rlgraph.recording.watch import Watch
 from rlgraph.runtime.driver.job import Job
 
-pytestmark = pytest.mark.stage("site")
+pytestmark = pytest.mark.stage("recipes")
 
 PROGRAM = Path(recorded_program.__file__)
 

@@ -17,7 +17,10 @@ from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
 
-pytestmark = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed")
+pytestmark = [
+    pytest.mark.stage("ranks"),
+    pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="bitsandbytes is not installed"),
+]
 
 
 @rg.node(reads="responses", writes="rewards", by_group=True)

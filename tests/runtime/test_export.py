@@ -227,6 +227,7 @@ def test_exports_every_few_steps_need_a_folder_of_checkpoints_and_one_policy(mod
         rg.compile(fakes.vector_loop(0), rg.Cluster(cpus=2)).launch(checkpoint="never made", export_every=2)
 
 
+@pytest.mark.stage("jobs")
 def test_two_ranks_export_between_steps_what_their_checkpoint_holds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
     plan = rg.compile(graph_of(model, ranks=2), rg.Cluster(cpus=3))

@@ -153,7 +153,7 @@ def failing(batch: Columns) -> dict[str, Column]:
 
 
 @pytest.mark.usefixtures("ray_unless_forked")
-@pytest.mark.parametrize("dispatch", ["forked", pytest.param("compiled_graph", marks=pytest.mark.ray)])
+@pytest.mark.parametrize("dispatch", ["forked", pytest.param("compiled_graph", marks=[pytest.mark.ray, pytest.mark.stage("jobs")])])
 def test_a_node_that_raises_is_named_with_step_and_traceback(dispatch: str) -> None:
     with job(fakes.vector_loop(1, middle=failing), dispatch) as running:
         with pytest.raises(

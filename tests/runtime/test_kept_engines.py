@@ -19,6 +19,8 @@ import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import NodeError
 
+pytestmark = pytest.mark.stage("jobs")
+
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:

@@ -162,6 +162,7 @@ def test_a_worker_killed_in_the_middle_of_sessions_loses_and_doubles_nothing(kin
     assert sum(begun.values()) > sum(undisturbed.values()), "some sessions began again"
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.parametrize("options", [{}, {"continuous": True}, {"continuous": True, "interrupt": "recompute"}], ids=json.dumps)
 def test_the_staleness_bound_holds_for_every_token_of_a_session(options: dict[str, Any], model: Path, tmp_path: Path) -> None:
     with job(loop(model, talking(None), **options), tmp_path, every=STEPS) as running:

@@ -46,6 +46,7 @@ def variables(monkeypatch: pytest.MonkeyPatch, *folders: str) -> dict[str, str]:
     return worker_environment(spec)
 
 
+@pytest.mark.stage("jobs")
 def test_variables_are_set_before_anything_that_reads_them_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "only_the_driver_has_it.py").touch()
     with open(tmp_path / "actor", "wb") as file:

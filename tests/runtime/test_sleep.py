@@ -125,6 +125,7 @@ def job_of(loop: Loop) -> Job:
 APART = Loop(depth=1, reference="rollout")
 
 
+@pytest.mark.stage("jobs")
 @pytest.mark.parametrize(
     "loop",
     [

@@ -35,7 +35,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("ray_unless_forked")
 @pytest.mark.parametrize(
-    ("depth", "buffers", "dispatch"), [(0, 1, "forked"), (1, 1, "forked"), pytest.param(2, 2, "compiled_graph", marks=pytest.mark.ray)]
+    ("depth", "buffers", "dispatch"),
+    [(0, 1, "forked"), (1, 1, "forked"), pytest.param(2, 2, "compiled_graph", marks=[pytest.mark.ray, pytest.mark.stage("jobs")])],
 )
 def test_five_steps_of_workers_equal_the_oracle_in_every_bit(model: Path, depth: int, buffers: int, dispatch: str) -> None:
     graph = grpo(model, depth, buffers=buffers)
