@@ -100,7 +100,7 @@ def table(costs: Mapping[str, Mapping[str, float]], figures: Mapping[str, Mappin
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     cost = config.pluginmanager.get_plugin("cost")
-    if cost is None or not hasattr(config, "cache"):
+    if cost is None or not cost.tests or not hasattr(config, "cache"):
         return
     costs = config.cache.get("stages/costs", {})
     costs[config.getoption("--stage")] = {"tests": cost.tests, "seconds": cost.seconds, "wall": time.monotonic() - cost.began}
