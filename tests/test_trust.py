@@ -7,17 +7,25 @@ import pytest
 
 import rlgraph
 
-FILES = sorted(Path(rlgraph.__path__[0]).rglob("*.py"))
+PACKAGE = Path(rlgraph.__path__[0])
 UNPICKLES = {
     *("gather_object", "all_gather_object", "broadcast_object_list", "scatter_object_list", "send_object_list", "recv_object_list"),
     *("send_pyobj", "recv_pyobj", "load_module", "Unpickler"),
 }
 PICKLE = {"pickle", "cloudpickle", "dill", "shelve", "marshal"}
 ALLOWED = {
-    "distributed_checkpoint.py": {"pickle", "Unpickler"},  # reads a checkpoint's table of contents with the few classes that it is made of
-    "warm_worker.py": {"pickle"},  # what its own driver sends a worker of `rg.warm()`, in a file without a name
-    "ray_dispatch.py": {"cloudpickle"},  # tries what Ray will send, and reads nothing back
+    "engines/fsdp/distributed_checkpoint.py": {
+        "pickle",
+        "Unpickler",
+    },  # reads a checkpoint's table of contents with the few classes that it is made of
+    "runtime/worker/warm_worker.py": {"pickle"},  # what its own driver sends a worker of `rg.warm()`, in a file without a name
+    "runtime/driver/ray_dispatch.py": {"cloudpickle"},  # tries what Ray will send, and reads nothing back
 }
+
+
+@pytest.fixture(scope="module")
+def trees() -> dict[str, ast.Module]:
+    return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
 
 
 def named(tree: ast.AST) -> set[str]:
@@ -32,15 +40,16 @@ def named(tree: ast.AST) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_nothing_is_unpickled(path: Path) -> None:
-    names = named(ast.parse(path.read_text()))
-    assert names & (UNPICKLES | PICKLE) == ALLOWED.get(path.name, set())
-    assert "cloudpickle" not in names or not names & {"load", "loads"}
+def test_nothing_is_unpickled(trees: dict[str, ast.Module]) -> None:
+    names = {path: named(tree) for path, tree in trees.items()}
+    found = {path: used & (UNPICKLES | PICKLE) for path, used in names.items() if used & (UNPICKLES | PICKLE)}
+    assert found == ALLOWED
+    assert [path for path, used in names.items() if "cloudpickle" in used and used & {"load", "loads"}] == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_tensors_are_read_as_tensors(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-            assert any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords)
+def test_tensors_are_read_as_tensors(trees: dict[str, ast.Module]) -> None:
+    calls = [(path, node) for path, tree in trees.items() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    loads = [(path, node) for path, node in calls if ast.unparse(node.func) == "torch.load"]
+    safe = [any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in node.keywords) for _, node in loads]
+    assert loads
+    assert [path for (path, _), is_safe in zip(loads, safe, strict=True) if not is_safe] == []
