@@ -45,8 +45,8 @@ def assumed(graph: Graph, settings: Mapping[str, Setting], costs: Costs, devices
         if max(bounds) - min(bounds) > CLOSE * seconds:
             yield (
                 f"'{node.name}' was measured on {cost.measured.width:.3g} {devices} an engine and is predicted on {setting.width:.3g}: "
-                f"{seconds:.3g} s if each doubling keeps {kept:.2g} of the ideal speed-up, {min(bounds):.3g} to {max(bounds):.3g} s if it "
-                "keeps nothing or all; profile engines of this width, or of both"
+                f"{seconds:.3g} s if each doubling keeps {kept:.2g} of the ideal speed-up, {bounds[0]:.3g} s if it keeps nothing, "
+                f"{bounds[1]:.3g} s if it keeps all; profile engines of this width, or of both"
             )
 
 

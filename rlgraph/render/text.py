@@ -200,7 +200,7 @@ def _shape(end: PlannedChannel | PlannedLoop, plan: Plan) -> str:
     known = UNKNOWN_BYTES if end.bytes is None else end.bytes
     how = "in parts" if part_bytes(known / sum(writers.values()), end.slots, least_part(end)) else "whole"
     late = seconds[other] / seconds[chosen]
-    return f"in a {chosen}, for {size} passed on {how}: by a {other} the last host has it {late:.2g} times as late"
+    return f"in a {chosen}, for {size} passed on {how}; in a {other} it takes {late:.2f} times as long"
 
 
 def _waits(plan: Plan) -> list[str]:

@@ -86,7 +86,8 @@ def test_without_gpus_the_pools_run_on_cores_and_may_share_them() -> None:
     assert plan.worker("policy").threads == 2
     crowded = rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(cpus=1))
     assert [pool.cpus for pool in crowded.pools] == [1, 1]
-    assert any("2 cores, but the cluster has 1" in advice for advice in crowded.prediction.advice)
+    [advice] = crowded.prediction.advice  # of the cores alone: placeholder costs say nothing about shares
+    assert "2 cores, but the cluster has 1" in advice
 
 
 def test_the_compiler_chooses_the_split_of_least_period() -> None:
