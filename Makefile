@@ -50,7 +50,7 @@ test-chaos: $(READY)
 
 # SGLang in its own environment: its pins and vLLM's exclude each other.
 test-sglang: .venv-sglang/.ready
-	.venv-sglang/bin/python -m pytest --stage=sglang $(PYTEST)
+	.venv-sglang/bin/python -m pytest --numprocesses 2 --dist loadfile --stage=sglang $(PYTEST)
 
 .venv-sglang/.ready: requirements/sglang-cpu.lock $(READY)
 	$(INSTALL) .venv-sglang --no-deps -r requirements/sglang-cpu.lock
