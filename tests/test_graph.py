@@ -6,6 +6,7 @@ import fakes
 import pytest
 
 import rlgraph as rg
+from rlgraph import algorithms
 from rlgraph.errors import DataError, GraphError, RlgraphError
 
 ITEMS = [{"prompt": "1 + 1 =", "answer": "2"}]
@@ -100,12 +101,25 @@ def both_carry() -> object:
     return rg.advantages(parts.rollout, parts.rewards, again, estimator=rg.GRPO())
 
 
-def truncated() -> object:
-    generator = rg.Generator("m", pool=rg.Pool("rollout"), sampling=rg.Sampling(top_p=0.9))
-    rollout = generator.rollout(rg.prompts(ITEMS, count=4))
-    rewards = brief(rollout)
-    policy = rg.Policy("m", pool=rg.Pool("train"))
-    return policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
+def read_from(sampling: rg.Sampling, read: Callable[[rg.Policy, rg.Output, rg.Output], object]) -> Callable[[], object]:
+    def declared() -> object:
+        rollout = rg.Generator("m", pool=rg.Pool("rollout"), sampling=sampling).rollout(rg.prompts(ITEMS, count=4), group_size=2)
+        return read(rg.Policy("m", pool=rg.Pool("train")), rollout, rg.advantages(rollout, brief(rollout), estimator=rg.GRPO()))
+
+    return declared
+
+
+def corrected(policy: rg.Policy, rollout: rg.Output, advantages: rg.Output) -> object:
+    return rg.rollout_correction(rollout, policy.log_probs(rollout), weights=rg.TruncatedIS(level="token"))
+
+
+def bypassed(policy: rg.Policy, rollout: rg.Output, advantages: rg.Output) -> object:
+    return policy.update(rollout, advantages, loss=algorithms.loss("bypass_pg_is"))
+
+
+def also(policy: rg.Policy, rollout: rg.Output, advantages: rg.Output) -> object:
+    more = [(rollout, rg.SFTLoss(), 0.1), ([rollout, advantages], algorithms.ProximalLoss(), 0.1)]
+    return policy.update(rollout, policy.log_probs(rollout), advantages, loss=rg.ClippedLoss(), also=more)
 
 
 @rg.node(reads="response_mask", writes="rewards")
@@ -151,7 +165,14 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "depth in one pool": (depth_in_one_pool, GraphError, "every model is in pool 'shared' and nothing can overlap"),
     "two nodes of a name": (two_of_a_name, GraphError, "2 nodes called 'reward'; give each its own with name="),
     "two pools of a name": (two_pools_of_a_name, GraphError, "2 different pools called 'gpu'"),
-    "ratios against a truncated distribution": (truncated, GraphError, "samples with top_p=0.9 and top_k=0"),
+    "ratios against a truncated distribution": (
+        read_from(rg.Sampling(top_p=0.9), lambda policy, *given: policy.update(*given, loss=rg.ClippedLoss())),
+        GraphError,
+        "node 'update' reads 'rollout_log_probs' of 'rollout', which samples with top_p=0.9, top_k=0 .* use top_p=1",
+    ),
+    "a correction by log-probs of some tokens": (read_from(rg.Sampling(top_k=5), corrected), GraphError, "node 'correction' .* top_k=5"),
+    "a bypass of greedy responses": (read_from(rg.Sampling(temperature=0), bypassed), GraphError, "temperature=0: .* temperature above 0"),
+    "another batch of truncated responses": (read_from(rg.Sampling(top_p=0.9), also), GraphError, "reads 'rollout_log_probs'"),
     "a share of 0": (lambda: rg.Pool("p", share=0), GraphError, r"share=0\): share is a positive number, or None"),
     "a share of infinity": (lambda: rg.Pool("p", share=float("inf")), GraphError, "share=inf"),
     "half a GPU": (lambda: rg.Pool("p", gpus=0.5), GraphError, "gpus=0.5"),  # type: ignore[arg-type]
@@ -204,3 +225,10 @@ def test_a_users_node_is_called_like_a_function() -> None:
     assert output.node.name == "brevity"
     assert output.columns == ("rewards",)
     assert output.node.rows == 8
+
+
+def test_pairs_of_truncated_responses_leave_the_engines_log_probs_out() -> None:
+    for sampling, whole in ((rg.Sampling(), True), (rg.Sampling(top_p=0.9), False)):
+        pairs = read_from(sampling, lambda policy, rollout, advantages: rg.preferred(rollout, brief(rollout)))()
+        assert isinstance(pairs, rg.Output)
+        assert ("rollout_log_probs" in pairs.columns) == whole

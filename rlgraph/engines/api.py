@@ -46,6 +46,11 @@ class Sampling:
     def __post_init__(self) -> None:
         settings.check(self)
 
+    @property
+    def whole(self) -> bool:
+        """Whether any token of the vocabulary may be sampled, so that log-probs are those that a trainer computes."""
+        return self.top_p == 1 and self.top_k == 0 and self.temperature > 0
+
     def of_turn(self, most: int, close: int) -> "Sampling":
         """The same for a turn of a conversation: at most `most` tokens, and it also ends with the token `close`.
 

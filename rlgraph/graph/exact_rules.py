@@ -59,7 +59,7 @@ def _check_reader(graph: "Graph", feedback: "Feedback", source: "Model", node: "
     own = [name for name, given in (("weights_dtype", model.traits.weights_dtype), ("drafts", model.traits.drafts)) if given is not None]
     if own:
         raise GraphError(f"{where}, and its engine has {own[0]}=, which computes in another way; leave out {own[0]}, or exact")
-    if sampling is not None and (sampling.top_p < 1 or sampling.top_k > 0 or sampling.temperature == 0):
+    if sampling is not None and not sampling.whole:
         raise GraphError(
             f"{where}, and samples with top_p={sampling.top_p}, top_k={sampling.top_k} and temperature={sampling.temperature}: the "
             "trainer's log-probs are those of all tokens; use top_p=1, top_k=0 and a temperature above 0"

@@ -16,6 +16,7 @@ from rlgraph.graph.rounds import lags
 if TYPE_CHECKING:
     from rlgraph.graph.nodes import Feedback, Graph, Node, Output
 
+SAMPLED = "rollout_log_probs"  # the engine's, under its own sampling
 MAX_SLOTS = 64  # of a channel
 MAX_DEPTH = MAX_SLOTS - 2  # prompts are up to two batches further ahead
 
@@ -104,6 +105,20 @@ def check_inputs(name: str, inputs: Sequence["Output"], reads: Sequence[str]) ->
                 f"{where} reads nothing of its input '{output.node.name}', which carries {list(output.columns)}; "
                 f"it reads {list(reads)}: leave that input out"
             )
+    check_whole_distribution(name, inputs, reads)
+
+
+def check_whole_distribution(name: str, inputs: Sequence["Output"], reads: Sequence[str]) -> None:
+    """Refuse a reader of a rollout's log-probs if they are those of some tokens only: a trainer's are always those of all tokens."""
+    for output in inputs:
+        sampling = output.node.traits.sampling
+        if sampling is None or sampling.whole or output.prefix + SAMPLED not in {*output.columns} & {*reads}:
+            continue
+        raise GraphError(
+            f"node '{name}' reads '{SAMPLED}' of '{output.node.name}', which samples with top_p={sampling.top_p}, "
+            f"top_k={sampling.top_k} and temperature={sampling.temperature}: the engine chooses among some tokens, the trainer's log-probs "
+            "are those of all; use top_p=1, top_k=0 and a temperature above 0, or pass policy.log_probs(rollout) if an update reads it"
+        )
 
 
 def _fix(column: str, inputs: Sequence["Output"]) -> str:

@@ -170,8 +170,6 @@ def columns_read(name: str, inputs: Sequence[Output], loss: PolicyLossFn | Whole
     behaviour = "old_log_probs" if "old_log_probs" in given or "old_log_probs" not in loss.reads else "rollout_log_probs"
     if "old_log_probs" in loss.reads:
         wanted.append(behaviour)
-    if behaviour == "rollout_log_probs":
-        check_untruncated(name, inputs)
     optional = (*getattr(loss, "optional_reads", ()), "loss_mask", "finish_reasons", "weight_version")
     return behaviour, (*TOKENS, *wanted, *(column for column in optional if column in given))
 
@@ -194,17 +192,6 @@ def sampling_temperature(inputs: Sequence[Output]) -> float:
             f"rollouts of several temperatures are among the inputs of one node ({found}); give each rollout a node of its own"
         )
     return next(iter(found.values()), 1.0)
-
-
-def check_untruncated(name: str, inputs: Sequence[Output]) -> None:
-    """Raise GraphError if ratios would be taken against log-probs of a truncated distribution: the trainer's are of the whole one."""
-    for rollout, sampling in _samplings(inputs):
-        if sampling.top_p < 1 or sampling.top_k > 0:
-            raise GraphError(
-                f"node '{name}' takes ratios against '{rollout.name}', which samples with top_p={sampling.top_p} and "
-                f"top_k={sampling.top_k}: its log-probs are those of the kept tokens, the trainer's of all; use top_p=1 and top_k=0, "
-                "or pass policy.log_probs(rollout) to the update"
-            )
 
 
 def _samplings(inputs: Sequence[Output]) -> Iterator[tuple[Node, Sampling]]:

@@ -9,11 +9,12 @@ from rlgraph.engines.api import Sampling
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.rules import SAMPLED
 from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
 from rlgraph.nodes.training.trained_model import TOKENS
 from rlgraph.settings import AtLeastZero, Name, checked
 
-CARRIED = ("weight_version", "finish_reasons", "rollout_log_probs", "ref_log_probs", "data_sources")
+CARRIED = ("weight_version", "finish_reasons", SAMPLED, "ref_log_probs", "data_sources")
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,9 @@ def preferred(*inputs: Output, gap: AtLeastZero = 0.0, name: Name = "preferred")
     sources = [o.node.traits for o in inputs if isinstance(o, Output) and (o.node.traits.group_size or 1) > 1]
     if not sources:
         raise GraphError(f"node '{name}' needs a rollout with a group_size of 2 or more among its inputs, to take the best and the worst")
-    kept, size = (*TOKENS, *(column for column in CARRIED if column in given)), sources[0].group_size or 1
+    whole = all(source.sampling is None or source.sampling.whole for source in sources)
+    passed = (column for column in CARRIED if column in given and (whole or column != SAMPLED))
+    kept, size = (*TOKENS, *passed), sources[0].group_size or 1
     operation = Preferred(kept, size, gap, sources[0].sampling)
     rows = 2 * (max(o.node.rows for o in inputs) // size)
     return Output(declare(name, operation, inputs, reads=(*kept, "rewards"), writes=(*kept, "preferences", "margins"), rows=rows))
