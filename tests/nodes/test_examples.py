@@ -1,5 +1,6 @@
 """Examples and pairs: what is learnt of text and of conversations, in which columns, and what is refused."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,22 @@ def test_text_is_learnt_with_the_token_that_ends_it(models: dict[str, Path]) -> 
     assert whole(alone) == whole(columns)
     assert alone["prompts"].shape == (1, 1), "nothing predicts the first token, so it is the prompt"
     assert alone["response_mask"].all()
+
+
+def test_a_token_across_the_boundary_of_prompt_and_completion_is_learnt(models: dict[str, Path], tmp_path: Path) -> None:
+    path = model_with(tmp_path / "merging", "qwen2_5")
+    file = path / "tokenizer.json"
+    written = json.loads(file.read_text())
+    for number, pair in enumerate(("Ġ2", "Ċ2"), 300):
+        written["model"]["vocab"][pair] = number
+        written["model"]["merges"].append([*pair])
+    file.write_text(json.dumps(written))
+    row = {"prompt": "1 + 1 = ", "completion": "2 it is", "chosen": "2", "rejected": "3"}
+    end = AutoTokenizer.from_pretrained(path).eos_token
+    assert learnt(path, batch(rg.examples([row], 1, policy(path)))) == [f" 2 it is{end}"]
+    assert learnt(path, batch(rg.pairs([row], 1, policy(path)))) == [f" 2{end}", f"3{end}"]
+    talk = [TALK[0], {"role": "assistant", "content": "2"}]
+    assert learnt(path, batch(rg.examples([{"messages": talk}], 1, policy(path)))) == ["\n2<|im_end|>"]
 
 
 def test_a_pair_is_two_rows_with_its_prompt_and_margin(models: dict[str, Path]) -> None:

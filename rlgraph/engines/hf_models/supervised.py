@@ -82,11 +82,21 @@ def _text(tokenizer: Any, example: Example) -> Encoded:
     """Encode text as TRL does: prompt and completion together, and the token that ends a text."""
     assert isinstance(example.prompt, str)
     assert isinstance(example.completion, str)
-    tokens = prompt_tokens(tokenizer, [example.prompt + example.completion])[0]
+    text = example.prompt + example.completion
+    tokens = prompt_tokens(tokenizer, [text])[0]
+    found = tokenizer(text, return_offsets_mapping=True)
+    if found["input_ids"] != tokens:
+        found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if tokenizer.eos_token_id is not None and tokens[-1:] != [tokenizer.eos_token_id]:
         tokens = [*tokens, tokenizer.eos_token_id]
-    before = len(prompt_tokens(tokenizer, [example.prompt])[0]) if example.prompt else 0
+    held = _holding(found["offset_mapping"], [(len(example.prompt), len(text))])
+    before = held.index(True) if any(held) else len(held)
     return Encoded(tokens, [place >= before for place in range(len(tokens))])
+
+
+def _holding(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+    """Find the tokens that hold a character of one of the spans; a token may hold characters on both sides of a boundary."""
+    return [any(begin < max(last, first + 1) and first < end for begin, end in spans) for first, last in offsets]
 
 
 def _conversation(tokenizer: Any, example: Example, where: str) -> Encoded:
@@ -94,8 +104,7 @@ def _conversation(tokenizer: Any, example: Example, where: str) -> Encoded:
     spans = _spans(tokenizer, example, messages, where)
     text = _rendered(tokenizer, example, messages, where)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    learnt = [any(begin <= first < end for begin, end in spans) for first, _ in found["offset_mapping"]]
-    return Encoded(list(found["input_ids"]), learnt)
+    return Encoded(list(found["input_ids"]), _holding(found["offset_mapping"], spans))
 
 
 def _spans(tokenizer: Any, example: Example, messages: Sequence[Any], where: str) -> list[tuple[int, int]]:
