@@ -6,7 +6,7 @@ from typing import Any
 
 from rlgraph.engines.hf_models.supervised import Example, Learns
 from rlgraph.errors import DataError, shown
-from rlgraph.nodes.conversations import Chat, checked_messages, is_conversation
+from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, checked_messages, is_conversation
 
 SAYS = ("completion", "answer")  # the fields of a row whose text follows its prompt
 Row = Mapping[str, Any]
@@ -24,7 +24,7 @@ def example_of(where: str, row: Any, chat: Chat, learns: Learns) -> Example:
     if "prompt" in row and says is not None:
         return _answered(where, row, row["prompt"], says, chat, learns)
     if isinstance(row.get("text"), str):
-        return Example("", row["text"])
+        return _text(where, row, chat, Example("", row["text"]))
     raise DataError(
         f"{where} has the fields {shown(list(row))}; an example has 'messages', 'prompt' and 'completion' (or 'answer'), or 'text'"
     )
@@ -59,9 +59,17 @@ def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, 
 def _answered(where: str, row: Row, prompt: Any, says: str, chat: Chat, learns: Learns) -> Example:
     said = row[says]
     if isinstance(prompt, str) and isinstance(said, str) and chat == Chat():
-        return Example(prompt, said)
+        return _text(where, row, chat, Example(prompt, said))
     completion = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
     return _conversation(where, row, says, prompt, checked_messages(where, says, completion), chat, learns)
+
+
+def _text(where: str, row: Row, chat: Chat, example: Example) -> Example:
+    """Refuse what only a conversation has, in a row that is text: no template renders it."""
+    given = [name for name in (TOOLS, TEMPLATE_KWARGS) if row.get(name)] or ([] if chat == Chat() else ["chat"])
+    if given:
+        raise DataError(f"{where} is text, which no chat template renders, and has {given[0]}=; leave that out, or give messages")
+    return example
 
 
 def _conversation(where: str, row: Row, name: str, prompt: Any, completion: Sequence[Any], chat: Chat, learns: Learns) -> Example:

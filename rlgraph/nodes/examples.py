@@ -163,8 +163,9 @@ def examples(
 
     A row has `messages`; or a `prompt` with its `completion` (or `answer`), each text or messages; or `text`. Of messages, which the
     model's own chat template renders, the model learns what the assistant says and the token that ends its turn, in all turns or with
-    `learns="last"` in the last one. Of `prompt` and `completion` it learns the completion, of `text` all, and of both the token that ends
-    a text. `chat` adds a system prompt, tools and arguments of the template, and makes messages of text.
+    `learns="last"` in the last one; messages of `weight` 0 are not learnt. Of `prompt` and `completion` it learns the completion, of
+    `text` all, and of both the token that ends a text. `chat` adds a system prompt, tools and arguments of the template, and makes
+    messages of text.
 
     `label` names a field that says whether a row is good (True, or a number above 0.5) or bad: the column `preferences`, for `rg.KTO`.
     With `mismatched` a second row follows each, its prompt with the response of the step's row before, and the preference 0.
@@ -172,7 +173,8 @@ def examples(
     A `data_source` becomes `data_sources`. Rows of more than `max_tokens` tokens are an error, or are cut at their end.
 
     Sequences are packed by the trainer, as those of a rollout: see `micro_batch_tokens`. The launch tokenises every row. Raises DataError
-    for a row of another form, without a token to learn, or whose template renders a turn differently once others follow.
+    for a row of another form or without a token to learn, and where its template leaves out something, or renders a turn differently
+    once others follow.
     """
     if mismatched and (label is None or count < 2):
         raise DataError(f"{name}: mismatched=True is for rows with a label, and at least 2 a step; give label= and count=2 or more")

@@ -72,6 +72,14 @@ def test_the_assistants_turns_are_learnt_with_their_end_and_nothing_else(models:
     assert learnt(path, batch(rg.examples([{"messages": TALK}], 1, policy(path), learns="last"))) == [f"Four.{end}"]
 
 
+def test_messages_of_weight_0_are_read_and_not_learnt(models: dict[str, Path]) -> None:
+    path, talk = models["qwen2_5"], [TALK[0], TALK[1] | {"weight": 0}, TALK[2], TALK[3] | {"weight": 1}]
+    columns = batch(rg.examples([{"messages": talk}], 1, policy(path)))
+    assert learnt(path, columns) == ["Four.<|im_end|>"]
+    every = batch(rg.examples([{"messages": TALK}], 1, policy(path)))
+    assert whole(columns) == whole(every)
+
+
 def test_prompt_and_completion_are_learnt_from_the_completion_on(models: dict[str, Path]) -> None:
     path = models["qwen2_5"]
     as_messages = rg.examples([{"prompt": TALK[:3], "completion": TALK[3:]}], 1, policy(path))
@@ -148,12 +156,33 @@ def test_long_rows_are_refused_or_cut(models: dict[str, Path]) -> None:
 
 
 THINKS = [TALK[0], {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nTwo."}, *TALK[2:]]
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
 WRONG: dict[str, tuple[str, Sequence[dict[str, Any]], str]] = {
     "a row of another form": ("tiny", [{"question": "?"}], "an example has 'messages', 'prompt' and 'completion'"),
     "a conversation for a model without a template": ("tiny", [{"messages": TALK}], "the model has no chat template"),
     "a conversation without an answer": ("qwen2_5", [{"messages": TALK[:1]}], "has no message of the assistant to learn"),
     "a role that the template refuses": ("gemma", [{"messages": [TALK[1], TALK[1]]}], "the chat template refuses its messages of"),
     "a turn that is rendered in another way later": ("qwen3", [{"messages": THINKS}], "renders message 1 in another way once more follow"),
+    "tools that the template does not write": (
+        "smollm2",
+        [{"messages": TALK}, {"messages": TALK, "tools": [TOOL]}],
+        "item 1 .* gives 'tools'",
+    ),
+    "a setting that the template does not read": (
+        "qwen2_5",
+        [{"messages": TALK, "chat_template_kwargs": {"enable_thinking": True}}],
+        "gives 'enable_thinking' to the chat template, which does not read it",
+    ),
+    "a call that the template does not write": ("smollm2", [{"messages": [TALK[0], CALLS]}], "gives 'tool_calls'"),
+    "words that the template leaves out": (
+        "qwen3",
+        [{"messages": [TALK[0], {"role": "assistant", "content": "<think>Hm.</think>lost</think>Two."}]}],
+        "does not write content of message 1",
+    ),
+    "tools beside text": ("tiny", [{"prompt": "1", "completion": "2", "tools": [TOOL]}], "is text, .* and has tools=; leave that out"),
+    "half a weight": ("qwen2_5", [{"messages": [TALK[0], TALK[1] | {"weight": 0.5}]}], "message 1 has weight=0.5; a weight is 1, or 0"),
+    "nothing of a weight": ("qwen2_5", [{"messages": [TALK[0], TALK[1] | {"weight": 0}]}], "has no message of the assistant to learn"),
     "a later row of another form": ("tiny", [{"text": "1"}, {"prompt": "1"}], "item 1 of the data set has the fields"),
 }
 

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +97,16 @@ def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequenc
             f"item {first} of the data set is a conversation, but the tokenizer of '{path}' has no chat template: take the instruct "
             "model, copy its chat_template.jinja into the folder, or give prompts as text without chat="
         )
-    read = _words_read(tokenizer.chat_template)
+    template = tokenizer.chat_template
     texts = []
     for index, text in enumerate(conversations, first):
         conversation = ChatPrompt.from_json(text)
-        given = {**(conversation.template_kwargs or {}), **({"tools": ""} if conversation.tools else {})}
-        if "strftime_now" in read and "date_string" not in given:
+        if reads(template, "strftime_now") and "date_string" not in (conversation.template_kwargs or {}):
             notices.here.say(
                 f"the chat template of '{path}' writes today's date, so that a run of another day has other prompts: give a fixed one, as "
                 "rg.Chat(template_kwargs={'date_string': '1 Jan 2025'}), if it reads that name"
             )
-        unread = [name for name in given if name not in read]
-        if unread:
-            raise DataError(
-                f"item {index} of the data set gives '{unread[0]}' to the chat template of '{path}', which does not read it: leave it out"
-            )
+        check_read(f"item {index} of the data set", f"the chat template of '{path}'", template, conversation)
         try:
             texts.append(conversation.render(tokenizer))
         except Exception as error:
@@ -123,12 +119,22 @@ def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequenc
     return tokens
 
 
+def check_read(where: str, what: str, template: str | Mapping[str, str], chat: ChatPrompt) -> None:
+    """Raise DataError for what a conversation gives to a template that does not read it."""
+    given = [*(chat.template_kwargs or {}), *(("tools",) if chat.tools else ())]
+    given += [name for name in ("tool_calls", "reasoning_content") if any(message.get(name) for message in chat.messages)]
+    unread = [name for name in given if not reads(template, name)]
+    if unread:
+        raise DataError(f"{where} gives '{unread[0]}' to {what}, which does not read it: leave it out, or use a template that writes it")
+
+
 def reads(template: str | Mapping[str, str] | None, name: str) -> bool:
-    """Whether a template reads an argument of this name."""
-    return template is not None and name in _words_read(template)
+    """Whether a template, or one of those of a model that has several, reads an argument of this name."""
+    texts = [template] if isinstance(template, str) else list((template or {}).values())
+    return any(name in _words_read(text) for text in texts)
 
 
-def _words_read(template: str | Mapping[str, str]) -> set[str]:
-    """Collect the words inside the statements and expressions of a template, or of all templates of a model that has several."""
-    texts = [template] if isinstance(template, str) else list(template.values())
-    return {word for text in texts for block in BLOCK.findall(text) for word in re.findall(r"\w+", block)}
+@lru_cache(maxsize=8)
+def _words_read(template: str) -> frozenset[str]:
+    """Collect the words inside the statements and expressions of a template."""
+    return frozenset(word for block in BLOCK.findall(template) for word in re.findall(r"\w+", block))

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from rlgraph.engines.hf_models.chat_template import ChatPrompt
+from rlgraph.engines.hf_models.chat_template import ChatPrompt, check_read
 from rlgraph.engines.hf_models.encoding import prompt_tokens
 from rlgraph.errors import DataError, shown
 
@@ -101,24 +101,26 @@ def _holding(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]
 
 def _conversation(tokenizer: Any, example: Example, where: str) -> Encoded:
     messages = [*example.prompt, *example.completion]
-    spans = _spans(tokenizer, example, messages, where)
     text = _rendered(tokenizer, example, messages, where)
+    check_read(where, "the chat template", tokenizer.chat_template, ChatPrompt(messages, example.tools, example.template_kwargs))
+    spans = _spans(tokenizer, example, messages, text, where)
+    _check_written(messages, text, spans, where)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return Encoded(list(found["input_ids"]), _holding(found["offset_mapping"], spans))
+    return Encoded(list(found["input_ids"]), _holding(found["offset_mapping"], list(spans.values())))
 
 
-def _spans(tokenizer: Any, example: Example, messages: Sequence[Any], where: str) -> list[tuple[int, int]]:
-    """Find where in the rendered text the assistant speaks: from the end of the generation prompt to the end of its turn.
+def _spans(tokenizer: Any, example: Example, messages: Sequence[Any], whole: str, where: str) -> dict[int, tuple[int, int]]:
+    """Find where in the rendered text each learnt message is: from the end of the generation prompt to the end of its turn.
 
-    Blanks that a template writes after the end of a turn are left out: a model stops before them.
+    Messages with `weight` 0 are not learnt. Blanks that a template writes after the end of a turn are left out: a model stops before them.
     """
     ours = range(len(example.prompt), len(messages)) if example.completion else range(len(messages))
     turns = [number for number in ours if messages[number]["role"] == "assistant"]
+    turns = [number for number in (turns if example.learns == "all" else turns[-1:]) if _weight(messages[number], number, where)]
     if not turns:
         raise DataError(f"{where} has no message of the assistant to learn; leave it out")
-    whole = _rendered(tokenizer, example, messages, where)
-    spans = []
-    for number in turns if example.learns == "all" else turns[-1:]:
+    spans = {}
+    for number in turns:
         before = _rendered(tokenizer, example, messages[:number], where, answer=True)
         after = _rendered(tokenizer, example, messages[: number + 1], where)
         if not (whole.startswith(before) and whole.startswith(after) and after.startswith(before)):
@@ -127,8 +129,33 @@ def _spans(tokenizer: Any, example: Example, messages: Sequence[Any], where: str
                 'thinking, so what the model would have said there is not in the text: give learns="last", or a template that keeps each '
                 "message as it was"
             )
-        spans.append((len(before), len(after.rstrip())))
+        spans[number] = len(before), len(after.rstrip())
     return spans
+
+
+def _weight(message: Mapping[str, Any], number: int, where: str) -> bool:
+    """Whether a message is learnt, by its `weight`, as OpenAI names it."""
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(f"{where}, message {number} has weight={shown(weight)}; a weight is 1, or 0 for a message that is not learnt")
+    return bool(weight)
+
+
+def _check_written(messages: Sequence[Mapping[str, Any]], text: str, spans: Mapping[int, tuple[int, int]], where: str) -> None:
+    """Raise DataError unless the text has what the learnt messages, the user's and the system's say; blanks are not compared."""
+    whole = "".join(text.split())
+    for number, message in enumerate(messages):
+        if number not in spans and message["role"] in ("assistant", "tool"):
+            continue  # templates drop earlier thinking, and write results as JSON
+        begin, end = spans.get(number, (0, 0))
+        own = "".join(text[begin:end].split()) if end else whole
+        calls = [("the name of a call", call["function"]["name"]) for call in message.get("tool_calls", ())]
+        for what, said in (("content", message.get("content")), ("reasoning_content", message.get("reasoning_content")), *calls):
+            if isinstance(said, str) and "".join(said.split()) not in own:
+                raise DataError(
+                    f"{where}: the chat template does not write {what} of message {number}, {shown(said)}, so the model would not learn "
+                    "from it; change the row to what the template writes, or use another template"
+                )
 
 
 def _rendered(tokenizer: Any, example: Example, messages: Sequence[Any], where: str, *, answer: bool = False) -> str:
