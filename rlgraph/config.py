@@ -1,9 +1,12 @@
 """Configuration: a dataclass gives names, types and defaults; a YAML file and key=value arguments override them."""
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import TypeVar
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -40,8 +43,10 @@ def config(cls: type[T], arguments: Sequence[str] | None = None) -> T:
         if not Path(file).is_file():
             raise ConfigError(f"config={file}: there is no such file")
     loaded = [_loaded(file, list(base)) for file in files]
+    for file, found in zip(files, loaded, strict=True):
+        _check_texts(f"config={file}", cls, found)
     try:
-        merged = OmegaConf.merge(base, *loaded, OmegaConf.from_dotlist(pairs))
+        merged = OmegaConf.merge(base, *loaded, OmegaConf.from_dotlist([_quoted(cls, pair) for pair in pairs]))
         instance = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
@@ -61,3 +66,35 @@ def _loaded(file: str, keys: list[str]) -> DictConfig:
             f"config={file}: it holds a {type(found).__name__.removesuffix('Config').lower()}; write a line `key: value` for each of {keys}"
         )
     return found
+
+
+def _quoted(cls: type, pair: str) -> str:
+    """Quote the value of an argument whose setting is text, where YAML would read something else: `name=007`."""
+    key, _, text = pair.partition("=")
+    found = OmegaConf.from_dotlist([pair])
+    if [name for name, _ in _misread(cls, OmegaConf.to_container(found))] == [key]:
+        return f"{key}={json.dumps(text)}"
+    _check_texts(f"argument '{pair}'", cls, found)
+    return pair
+
+
+def _check_texts(where: str, cls: type, found: DictConfig) -> None:
+    """Raise ConfigError for a setting that is text, and that YAML read as a number or a truth."""
+    for key, value in _misread(cls, OmegaConf.to_container(found)):
+        raise ConfigError(f"{where}: setting '{key}' is text, and YAML reads {value!r} there: write it in quotes")
+
+
+def _misread(kind: Any, value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Find the texts of a setting of this type that YAML read as something else: their keys and what was read."""
+    options = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if isinstance(value, dict):
+        fields = next((get_type_hints(option) for option in options if is_dataclass(option)), None)
+        of = next((get_args(option)[1] for option in options if get_origin(option) is dict), Any)
+        for name, entry in value.items():
+            yield from _misread(of if fields is None else fields.get(name, Any), entry, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        of = next((get_args(option)[0] for option in options if get_origin(option) in (list, tuple)), Any)
+        for number, entry in enumerate(value):
+            yield from _misread(of, entry, f"{key}[{number}]")
+    elif str in options and not isinstance(value, (str, type(None), *(option for option in options if isinstance(option, type)))):
+        yield key, value

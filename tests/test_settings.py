@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from rlgraph import algorithms, settings
 from rlgraph.compiler.plan import Plan
 from rlgraph.costs.functions import Decode, NodeCost, Setting, SleepCost
 from rlgraph.costs.lengths import Lengths
-from rlgraph.errors import GraphError, PlanError, RlgraphError, shown
+from rlgraph.errors import ConfigError, GraphError, PlanError, RlgraphError, shown
 from rlgraph.graph.nodes import Due, Output
 from rlgraph.nodes.base import checked_metrics
 from rlgraph.nodes.environments.tools import Python, Tool
@@ -276,3 +277,22 @@ def test_a_difference_of_two_runs_is_printed_in_short() -> None:
     told = difference({"data": "a" + LONG}, {"data": "b" + LONG})
     assert told.startswith("'data' was 'axx")
     assert len(told) < 300
+
+
+@dataclasses.dataclass
+class Texts:
+    name: str = "a"
+    more: list[str] = dataclasses.field(default_factory=list)
+    limit: int | None = None
+
+
+@pytest.mark.parametrize("text", ["007", "on", "1e3", "1_0"])
+def test_a_text_setting_is_the_text_as_it_is_written_or_an_error(text: str, tmp_path: Path) -> None:
+    assert rg.config(Texts, [f"name={text}", "limit=3"]) == Texts(text, limit=3)
+    file = tmp_path / "settings.yaml"
+    file.write_text(f"name: '{text}'\nmore: ['{text}']\n")
+    assert rg.config(Texts, [f"config={file}"]) == Texts(text, [text])
+    for wrong in (f"name: {text}\n", f"more: [{text}]\n"):
+        file.write_text(wrong)
+        with pytest.raises(ConfigError, match=r"setting '(name|more\[0\])' is text, and YAML reads .* there: write it in quotes"):
+            rg.config(Texts, [f"config={file}"])
