@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.columns import Column
+from rlgraph.columns import COLUMNS, Column
 from rlgraph.errors import DataError, shown
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, is_conversation
 
@@ -114,12 +114,17 @@ def kind_of(value: Any) -> str | None:
     return "a number with a fraction" if isinstance(plain, float) else None
 
 
-def column_of(values: Sequence[Any], pattern: Any) -> Column:
-    """Build the column `[N]` of a field. `pattern`, the first item's value, decides whether its numbers are whole."""
+def column_of(name: str, values: Sequence[Any], pattern: Any) -> Column:
+    """Build the column `[N]` called `name`. `pattern`, the first item's value, decides whether its numbers are whole.
+
+    Numbers with a fraction keep Python's bits, in a column that rlgraph defines those of its dtype.
+    """
     if isinstance(pattern, str):
         return list(values)
+    own = COLUMNS[name].dtype if name in COLUMNS else None
+    fraction = own if isinstance(own, torch.dtype) else torch.float64
     whole = kind_of(pattern) == "a whole number"
-    return torch.tensor([_plain(value) for value in values], dtype=torch.int64 if whole else torch.float32)
+    return torch.tensor([_plain(value) for value in values], dtype=torch.int64 if whole else fraction)
 
 
 def _plain(value: Any) -> Any:

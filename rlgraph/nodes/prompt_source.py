@@ -49,7 +49,7 @@ class PromptSource(Operation):
         else:
             columns["prompt_texts"] = [self.chat.text("an item", item, self.prompt_field) for item in items]
             columns["prompt_messages"] = [self.chat.conversation("an item", item, self.prompt_field).to_json() for item in items]
-        return columns | {plural(name): column_of([item[name] for item in items], first[name]) for name in self.fields}
+        return columns | {plural(f): column_of(plural(f), [item[f] for item in items], first[f]) for f in self.fields}
 
     def mean_characters(self, items: Iterable[Mapping[str, Any]]) -> float | None:
         """Compute the mean characters of prompts; None if one of them is no prompt."""

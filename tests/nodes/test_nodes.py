@@ -55,6 +55,17 @@ def test_fields_become_columns_in_the_plural_with_numbers_as_tensors() -> None:
     assert plural("answers") == "answers"
 
 
+def test_numbers_with_a_fraction_keep_their_bits_in_training_and_in_evaluation() -> None:
+    numbers = [0.1, 1234567.89, 16777217.0, 1e300]
+    items = [{"prompt": "a", "answer": number, "margin": number / 2} for number in numbers]
+    batch = rg.prompts(items, count=4).node.operation.batch(0)  # type: ignore[attr-defined]
+    assert sorted(batch["answers"].tolist()) == sorted(numbers)
+    assert batch["margins"].dtype is torch.float32, "a column that rlgraph defines"
+    generator, weights = rg.Generator("m", pool=rg.Pool("p")), rg.feedback("w", depth=0)
+    evaluation = rg.evaluate(generator, items, weights, reward=lambda answer: answer, every=1)
+    assert evaluation.node.operation.items["answers"] == numbers  # type: ignore[attr-defined]
+
+
 def test_an_item_without_its_prompt_is_named() -> None:
     operation = rg.prompts([{"prompt": "a"}, {"prompt": 3}], count=2).node.operation
     with pytest.raises(DataError, match="item 1 of the data set has prompt=3; a prompt is text"):

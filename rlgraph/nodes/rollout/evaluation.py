@@ -201,7 +201,6 @@ class Grade(Operation):
     def items(self) -> dict[str, list[Any]]:
         """The columns of the whole data set, in its order."""
         data = [self.questions.row(i) for i in range(self.questions.size)]
-        columns = self.questions.columns(data)
-        texts: dict[str, list[Any]] = {name: list(columns[name]) for name in ("prompt_texts", "prompt_messages") if name in columns}
-        fields = {plural(field): [item[field] for item in data] for field in self.questions.fields}
-        return {"prompts": texts["prompt_texts"], **texts, **fields}
+        columns = self.questions.columns(data).items()
+        found = {name: column.tolist() if isinstance(column, torch.Tensor) else list(column) for name, column in columns}
+        return {"prompts": found["prompt_texts"], **found}
