@@ -155,12 +155,18 @@ async def _talk(child: asyncio.subprocess.Process, code: str, most: int) -> byte
     return b"".join(parts)
 
 
+def signal_name(number: int) -> str:
+    """Name a signal; those of real time have no names of their own."""
+    known = {signum.value: signum.name for signum in signal.Signals}
+    return known.get(number, f"signal {number}")
+
+
 def _judged(output: bytes, code: int | None, limits: Limits) -> str:
     text = output[: limits.output_bytes].decode(errors="replace")
     if len(output) > limits.output_bytes:
         raise ToolError(f"{text}\n… the code printed more than {limits.output_bytes} bytes and was stopped")
     if code is not None and code < 0:
-        raise ToolError(f"{text}\nthe code's process was killed by {signal.Signals(-code).name}".lstrip())
+        raise ToolError(f"{text}\nthe code's process was killed by {signal_name(-code)}".lstrip())
     if code:
         raise ToolError(f"the code could not be run: {text.strip()}")
     return text

@@ -109,7 +109,7 @@ class LocalSandbox:
         if status == TOO_MUCH:
             return Executed(text, f"the code printed more than {self.limits.output_bytes} bytes and was stopped")
         if status < 0:
-            return Executed(text, f"the code's process was killed by {signal.Signals(-status).name}")
+            return Executed(text, f"the code's process was killed by {sandbox.signal_name(-status)}")
         return Executed(text, f"the code could not be run: {text.strip()}" if status else "")
 
     async def read(self, path: str) -> bytes:

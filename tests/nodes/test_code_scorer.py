@@ -11,8 +11,10 @@ import rlgraph as rg
 from rlgraph.errors import DataError, GraphError, RlgraphError
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.base import Context
+from rlgraph.nodes.environments.call_formats import qwen3_coder
 from rlgraph.nodes.rewards.code import cases_of, code_in
 from rlgraph.nodes.rewards.reward import Reward
+from rlgraph.nodes.rewards.scorers import answer_in
 
 PAIRS = [{"input": "2", "output": "4"}, {"input": "-1\n", "output": "-2\n"}, {"input": "0", "output": "0"}]
 ASSERTS = ["assert double(2) == 4", "assert double(-1) == -2", "assert double(0) == 0"]
@@ -155,3 +157,29 @@ def test_settings_that_cannot_be_are_named() -> None:
         rg.scorers.code(accept_missing=("namespace",))
     with pytest.raises(GraphError, match="tests is the name of a field"):
         rg.scorers.code(tests="my tests")
+
+
+def test_a_sandbox_that_runs_nothing_is_an_error_and_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*given: object) -> str:
+        raise sandbox.ToolError("no process could be started")
+
+    monkeypatch.setattr(sandbox, "run", broken)
+    with pytest.raises(RlgraphError, match="the sandbox does not run an empty program: no process could be started"):
+        asyncio.run(rg.scorers.code()(response="print(1)", tests='[{"input": "", "output": "1"}]'))
+
+
+LONG = 1 << 20  # characters: what is quadratic in them never ends
+
+
+@pytest.mark.parametrize("text", ["```" + "a" * LONG, "```" + " " * LONG, "`" * LONG, "```a\n" * (LONG // 5)])
+def test_code_is_found_in_time_linear_in_the_text(text: str) -> None:
+    assert len(code_in(text)) <= LONG + 3
+
+
+def test_answers_and_calls_are_found_in_time_linear_in_the_text() -> None:
+    assert answer_in("\\boxed{4}" + "<answer>" * (LONG // 8)) == "4"
+    assert answer_in("<answer>3</answer>" + "\\boxed{" * (LONG // 7)) == "3"
+    inner = "<parameter=a>1</parameter>" + "<parameter=a>" * (LONG // 13)
+    for body in (inner, inner + "<parameter=" * (LONG // 11)):
+        [call] = qwen3_coder(f"<tool_call><function=add>{body}</function></tool_call>", {})
+        assert call.arguments == {"a": "1"}

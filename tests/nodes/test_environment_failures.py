@@ -57,6 +57,10 @@ async def exits(self: Sound) -> Any:
     sys.exit(3)
 
 
+async def exits_in_a_task(self: Sound) -> Any:
+    return (await asyncio.gather(exits(self), asyncio.sleep(0)))[0]
+
+
 class Panic(BaseException):
     """As what a tokenizer written in Rust raises: no `Exception`."""
 
@@ -106,6 +110,7 @@ async def of_no_role(self: Sound) -> Any:
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
     "raises": (raises, "errors"),
     "exits": (exits, "errors"),
+    "exits in a task": (exits_in_a_task, "errors"),
     "panics": (panics, "errors"),
     "awaits what it has cancelled": (is_cancelled, "errors"),
     "hangs": (hangs, "timeouts"),

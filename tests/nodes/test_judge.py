@@ -277,3 +277,8 @@ def test_a_field_that_no_column_has_is_named_when_the_graph_is_declared() -> Non
 def test_retries_are_given_once() -> None:
     with pytest.raises(GraphError, match="brings its own; set them there"):
         operation(rg.scorers.judge("http://127.0.0.1/v1", "m", prompt="{response}"), retries=rg.Retry())
+
+
+def test_a_score_beyond_a_float_is_no_score() -> None:
+    with pytest.raises(ValueError, match="wrote a score of 400 characters, 999"):
+        rg.scorers.score_in("Score: " + "9" * 400)

@@ -254,6 +254,21 @@ def test_math_verify_finds_equal_answers_and_ends_those_that_take_too_long() -> 
     assert rg.scorers.math_verify(limit_s=0.5)("$9^{9^{9^{9^{9}}}}$", "$9^{9^{9^{9^{8}}}}$") == 0.0
 
 
+def test_math_verify_reads_numbers_and_neither_deaths_nor_silence_of_its_process_are_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("math_verify")
+    equal = rg.scorers.math_verify(limit_s=30, concurrency=1)
+    assert [equal(f"It is ${said}$.", right) for said, right in (("3", 3), ("0.5", 0.5), ("0.00000001", 1e-8))] == [1.0] * 3
+    children = mathematics._children[30]
+    children.idle.queue[-1].kill()
+    assert equal("It is $3$.", "3") == 1.0
+    with pytest.raises(DataError, match=r"the field answer is \['3'\]; it is text, or a finite number"):
+        equal("It is $3$.", ["3"])  # type: ignore[arg-type]
+    monkeypatch.setattr(mathematics, "_started", lambda: mathematics.subprocess.Popen(["true"], stdin=-1, stdout=-1, text=True))
+    children.close()
+    with pytest.raises(DataError, match=r"the right answer '3' cannot be compared with itself within 30 s"):
+        equal("It is $3$.", "3")
+
+
 def test_math_verify_compares_as_many_at_a_time_as_there_are_cores_unless_scorer_or_node_say_otherwise(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -105,6 +105,8 @@ def test_all_files_together_have_one_limit() -> None:
 
 
 def test_code_that_is_killed_is_named() -> None:
+    with pytest.raises(ToolError, match="killed by signal 40"):
+        ran("import signal; signal.raise_signal(40)")
     with pytest.raises(ToolError, match="killed by SIGKILL"):
         ran("import signal; signal.raise_signal(9)")
     with pytest.raises(ToolError, match="killed by SIGSEGV"):

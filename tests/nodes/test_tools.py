@@ -3,6 +3,7 @@
 import asyncio
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -10,6 +11,7 @@ import rlgraph as rg
 from rlgraph.errors import GraphError
 from rlgraph.nodes.environments.calculator import calculated
 from rlgraph.nodes.environments.call_formats import calls_of, hermes
+from rlgraph.nodes.environments.calls import Call, EnvironmentCalls
 from rlgraph.nodes.environments.tools import ToolCalls
 from rlgraph.nodes.sandbox import ToolError
 
@@ -24,8 +26,12 @@ async def broken(query: str) -> str:
     raise OSError("no disk")
 
 
+async def leaves(query: str) -> str:
+    raise SystemExit(query)
+
+
 def reply(text: str, **settings: object) -> tuple[rg.Turn, list[str]]:
-    given = rg.Tools([rg.tools.python, rg.tools.calculator, search, broken], pool=POOL, **settings)  # type: ignore[arg-type]
+    given = rg.Tools([rg.tools.python, rg.tools.calculator, search, broken, leaves], pool=POOL, **settings)  # type: ignore[arg-type]
     turn = asyncio.run(ToolCalls(given).step(rg.Message("assistant", text, tool_calls=calls_of(text, hermes, {}))))
     return turn, [message.content for message in turn.messages]
 
@@ -64,9 +70,10 @@ def test_python_runs_in_its_sandbox() -> None:
         ("<tool_call>nonsense</tool_call>", "a call is <tool_call>"),
         ('<tool_call>{"name": "python", "arguments": "1"}</tool_call>', "a call is <tool_call>"),
         ('<tool_call>{"name": "python", "arg', "the call is not closed; a call is"),
-        (call("nothing"), "there is no tool 'nothing'; there are ['broken', 'calculator', 'python', 'search']"),
+        (call("nothing"), "there is no tool 'nothing'; there are ['broken', 'calculator', 'leaves', 'python', 'search']"),
         (call("broken", query="x"), "error: OSError: no disk"),
         (call("search", wrong="x"), "TypeError"),
+        ('<tool_call>{"name": "search", "arguments": {"query": NaN}}</tool_call>', "nan is no number of JSON"),
         (call("calculator", expression="__import__('os')"), "cannot calculate"),
     ],
 )
@@ -74,6 +81,24 @@ def test_a_call_that_fails_is_answered_with_what_was_wrong(text: str, says: str)
     turn, [answer] = reply(text)
     assert says in answer
     assert turn.info == {"calls": 1, "failures": 1}
+
+
+def test_a_tool_that_exits_has_failed_and_its_calls_go_on() -> None:
+    calls, ended = EnvironmentCalls(), []
+    tools = ToolCalls(rg.Tools([leaves, search], pool=POOL))
+    for text in (call("leaves", query="bye"), call("search", query="x")):
+        said = rg.Message("assistant", text, tool_calls=calls_of(text, hermes, {}))
+        calls.begin(Call(None, "step"), partial(tools.step, said), 10.0)
+        while len(calls):
+            ended += calls.ended(1.0)
+    assert [one.value.messages[0].content for one in ended] == ["error: SystemExit: bye", "found x"]
+
+
+def test_lone_surrogates_of_calls_and_messages_are_replaced() -> None:
+    text = json.dumps({"name": "search", "arguments": {"query": "no \ud800", "more": ["\ud800"]}})
+    [said] = calls_of(f"<tool_call>{text}</tool_call>", hermes, {})
+    assert said.arguments == {"query": "no \ufffd", "more": ["\ufffd"]}
+    assert rg.Message("tool", "a\ud83d", name="\ud800") == rg.Message("tool", "a\ufffd", name="\ufffd")
 
 
 def test_a_long_answer_is_cut() -> None:

@@ -7,10 +7,10 @@ if there were no call, so the common formats are parsed here, and the parsers of
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from rlgraph.nodes.environments.messages import ToolCall
+from rlgraph.nodes.environments.messages import ToolCall, whole_text, whole_value
 
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]  # the JSON schema of each tool's arguments, by the tool's name
 CallFormat: TypeAlias = Callable[[str, Schemas], Sequence[ToolCall]]
@@ -21,7 +21,7 @@ LLAMA = '{"name": "add", "parameters": {"a": 1}}'
 PYTHONIC = "[add(a=1)]"
 BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*\Z", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+PARAMETER, PARAMETER_END = re.compile(r"<parameter=([^<>\s]++)>\n?"), "</parameter>"
 LISTED = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
 
 
@@ -49,8 +49,16 @@ def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
             continue
         name, inner = found.groups()
         kinds = schemas.get(name, {}).get("properties", {})
-        calls.append(ToolCall(name, {key: _typed(value, kinds.get(key, {})) for key, value in PARAMETER.findall(inner)}))
+        calls.append(ToolCall(name, {key: _typed(value, kinds.get(key, {})) for key, value in _parameters(inner)}))
     return calls
+
+
+def _parameters(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the value of each parameter, in time linear in the text: a model writes it."""
+    at = 0
+    while (opened := PARAMETER.search(text, at)) and (end := text.find(PARAMETER_END, opened.end())) >= 0:
+        yield opened[1], text[opened.end() : end].removesuffix("\n")
+        at = end + len(PARAMETER_END)
 
 
 def llama3_json(text: str, schemas: Schemas) -> list[ToolCall]:
@@ -97,11 +105,22 @@ FORMATS: dict[str, CallFormat] = {"hermes": hermes, "llama3_json": llama3_json, 
 
 
 def calls_of(text: str, form: CallFormat, schemas: Schemas) -> tuple[ToolCall, ...]:
-    """Parse a turn. If a user's format raises, the turn is one call, whose error is what it raised."""
+    """Parse a turn. If a user's format raises, the turn is one call, whose error is what it raised.
+
+    Lone surrogates in a call become U+FFFD, and a call with NaN or infinity is an error.
+    """
     try:
-        return tuple(form(text, schemas))
+        return tuple(_whole(call) for call in form(text, schemas))
     except Exception as error:  # noqa: BLE001 (a user's format, on any text that a model may write)
         return (ToolCall("unknown", {}, f"{type(error).__name__}: {error!s:.200}"),)
+
+
+def _whole(call: ToolCall) -> ToolCall:
+    name = whole_text(call.name)
+    try:
+        return ToolCall(name, whole_value(call.arguments), whole_text(call.error))
+    except ValueError as error:
+        return ToolCall(name, {}, f"its arguments are JSON: {error}")
 
 
 def _of_json(body: str, key: str, example: str) -> ToolCall:

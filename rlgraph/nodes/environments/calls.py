@@ -157,6 +157,15 @@ def _cancel(calls: Sequence[Call]) -> None:
 
 def _new_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
     loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="environments", daemon=True)
+    thread = threading.Thread(target=_run_on, args=(loop,), name="environments", daemon=True)
     thread.start()
     return loop, thread
+
+
+def _run_on(loop: asyncio.AbstractEventLoop) -> None:
+    """Run an event loop until it is stopped. A task that calls `sys.exit` ends with that, and must not end the loop of the others."""
+    while True:
+        try:
+            return loop.run_forever()
+        except (SystemExit, KeyboardInterrupt):
+            continue

@@ -1,11 +1,36 @@
 """The values that a conversation is made of: messages, calls of tools, and what an environment answers."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlgraph import settings
 from rlgraph.settings import AtLeastZero, Finite, Name
+
+
+def whole_text(text: str) -> str:
+    """Replace lone surrogates, which no tokenizer encodes, with U+FFFD: JSON and file names of outside may hold them.
+
+    >>> whole_text("a" + chr(0xD83D)) == "a" + chr(0xFFFD)
+    True
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def whole_value(value: Any) -> Any:
+    """Replace lone surrogates in the texts of a value of JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
+    if isinstance(value, str):
+        return whole_text(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is no number of JSON")
+    if isinstance(value, Mapping):
+        return {whole_value(key): whole_value(entry) for key, entry in value.items()}
+    return [whole_value(entry) for entry in value] if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)
@@ -33,7 +58,7 @@ class Message:
 
     In what the model has said, `content` is the text without its end-of-turn token and its thinking; that is `reasoning`, and
     `tool_calls` are the calls in the text. The answer of a tool has the role "tool", and may tell the tool's `name` and the
-    `tool_call_id`.
+    `tool_call_id`. Lone surrogates become U+FFFD.
 
     Raises GraphError for a role or a content that is no text.
     """
@@ -47,6 +72,8 @@ class Message:
 
     def __post_init__(self) -> None:
         settings.check(self)
+        for name in ("content", "reasoning", "name", "tool_call_id"):
+            object.__setattr__(self, name, whole_text(getattr(self, name)))
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> "Message":

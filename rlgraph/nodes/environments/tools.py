@@ -229,7 +229,7 @@ class ToolCalls:
             return self._cut(f"error: {error}"), True
         except TimeoutError:
             return self._cut(f"error: no answer within {self.tools.deadline_s:g} s"), True
-        except Exception as error:  # noqa: BLE001 (a tool's failure is for the model to read, whatever it is)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (a tool's failure is for the model to read, whatever it is)
             return self._cut(f"error: {type(error).__name__}: {error}"), True
         return self._cut(str(result)), False
 

@@ -5,18 +5,19 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from rlgraph import settings
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import DataError, GraphError, RlgraphError, shown
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.rewards.calls import Scorer
 from rlgraph.nodes.sandbox import Limits, ToolError
 from rlgraph.settings import Count, Name, Seconds, checked
 
-BLOCK = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
+FENCE = "```"
+LANGUAGE = re.compile(r"[ \t]*+([\w+-]*+)")
 Worth: TypeAlias = Literal["all", "share"]
 
 # A program of a pair: its input is a real one, and what it writes to stderr is not part of its output.
@@ -91,8 +92,16 @@ class CodeTests(Scorer):
         try:
             output = await sandbox.run(program, self.limits, self.accept_missing)
         except ToolError:
+            await self._check_sound()
             return False
         return output.rstrip().endswith("\n" + word) if case.output is None else _lines(output) == _lines(case.output)
+
+    async def _check_sound(self) -> None:
+        """Raise RlgraphError if the sandbox does not run an empty program either: its failure is then none of the response's code."""
+        try:
+            await sandbox.run("", self.limits, self.accept_missing)
+        except ToolError as error:
+            raise RlgraphError(f"rg.scorers.code: the sandbox does not run an empty program: {error}") from None
 
 
 @checked()
@@ -133,9 +142,19 @@ def code_in(response: str) -> str:
     >>> code_in("First:\\n```python\\nprint(1)\\n```\\nDone.")
     'print(1)\\n'
     """
-    blocks = BLOCK.findall(response)
+    blocks = list(_blocks(response))
     python = [block for language, block in blocks if language.lower() in ("", "python", "python3", "py")]
     return str(python[-1]) if python else "" if blocks else response
+
+
+def _blocks(response: str) -> Iterator[tuple[str, str]]:
+    """Yield the language and the code of each fenced block, in time linear in the text: a model writes it."""
+    start = response.find(FENCE)
+    while start >= 0 and (line := response.find("\n", start)) >= 0:
+        end = response.find(FENCE, line)
+        language = LANGUAGE.match(response, start + len(FENCE))
+        yield language[1] if language else "", response[line + 1 : end if end >= 0 else None]
+        start = response.find(FENCE, end + len(FENCE)) if end >= 0 else -1
 
 
 def cases_of(tests: Any) -> list[Case]:

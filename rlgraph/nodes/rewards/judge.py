@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import inspect
 import json
+import math
 import os
 import re
 import string
@@ -46,12 +47,15 @@ def score_in(text: str) -> float:
     >>> score_in("The sum is right, the reasoning is not. Score: 0.5")
     0.5
 
-    Raises ValueError for a text without one.
+    Raises ValueError for a text without one, or with a number that is beyond a float's.
     """
     found = SCORE.findall(text)
     if not found:
         raise ValueError(f"the judge wrote no 'Score: N' but {text[-EXCERPT:]!r}")
-    return float(found[-1])
+    score = float(found[-1])
+    if not math.isfinite(score):
+        raise ValueError(f"the judge wrote a score of {len(found[-1])} characters, {found[-1][:EXCERPT]}…")
+    return score
 
 
 @dataclass(frozen=True)

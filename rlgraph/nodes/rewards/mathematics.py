@@ -3,16 +3,18 @@
 import atexit
 import importlib.util
 import json
+import math
 import os
 import queue
 import select
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
 
 from rlgraph import settings
-from rlgraph.errors import DataError, RlgraphError
+from rlgraph.errors import DataError, RlgraphError, shown
 from rlgraph.nodes.rewards.calls import Scorer
 from rlgraph.nodes.rewards.score import Score
 from rlgraph.settings import Count, Seconds, checked
@@ -31,10 +33,10 @@ class MathVerify(Scorer):
     def __post_init__(self) -> None:
         settings.check(self)
 
-    def __call__(self, response: str, answer: str) -> Score:
-        """Compare the answers: 1 if they are equal, 0 if they differ or the comparison exceeds the limit. `pred` is the answer found."""
+    def __call__(self, response: str, answer: str | float) -> Score:
+        """Compare the answers: 1 if they are equal, 0 if they differ or the comparison exceeds the limit twice. `pred` is the one found."""
         children = _children.setdefault(self.limit_s, Children(self.limit_s))
-        equal, found = children.compared(response, answer)
+        equal, found = children.compared(response, text_of(answer))
         return Score(float(equal), pred=found)
 
     @property
@@ -53,10 +55,10 @@ def math_verify(*, limit_s: Seconds = 10.0, concurrency: Count | None = None) ->
 
     The score has the answer that it found (`Score.pred`), so `rg.evaluate` has `maj@k`. All right answers count as one answer, however
     they are written. `concurrency` comparisons run at a time, each in a process of its own; by default as many as the cores that this
-    program may use. A policy can write an expression that takes forever to compare, so a comparison is killed after `limit_s` and
-    scores 0.
+    program may use. A policy can write an expression that takes forever to compare, so a comparison is killed after `limit_s`, begun
+    once more in a new process, and then scores 0.
 
-    Raises DataError if the package `math-verify` is missing.
+    Raises DataError if the package `math-verify` is missing. A call raises it for a right answer that is at fault itself.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise DataError("math_verify: the package math-verify is not installed: pip install 'rlgraph-dataflow[rewards]'")
@@ -83,21 +85,42 @@ class Children:
     def compared(self, response: str, answer: str) -> tuple[bool, str]:
         """Compare in an idle process, or a new one; return the answer found too.
 
-        A process that exceeds the limit is killed: its comparison counts as unequal, with no answer found.
+        A process that exceeds the limit, or dies, is replaced, and the pair compared once more: the machine may have been busy. If it
+        fails again, the response is at fault and counts as unequal with no answer found, unless the right answer alone fails too.
+        Raises DataError then.
         """
         try:
             child = self.idle.get_nowait()
         except queue.Empty:
             child = _started()
-        if not _said(child, (response, answer), self.limit_s):
+        found = self._asked(child, response, answer) or self._asked(_started(), response, answer)
+        if found is None and self._asked(_started(), answer, answer) is None:
+            raise DataError(
+                f"math_verify: the right answer {shown(answer)} cannot be compared with itself within {self.limit_s:g} s; mend it, leave "
+                "the row out, or raise limit_s"
+            )
+        return found or (False, "")
+
+    def _asked(self, child: "subprocess.Popen[str]", response: str, answer: str) -> tuple[bool, str] | None:
+        """Have a process compare, and keep it; None if it fails, and is killed."""
+        assert child.stdout is not None
+        line = child.stdout.readline() if _said(child, (response, answer), self.limit_s) else ""
+        if not line:
             child.kill()
             child.communicate()
-            return False, ""
-        assert child.stdout is not None
-        equal, found = json.loads(child.stdout.readline() or '[false, ""]')
-        if child.poll() is None:
-            self.idle.put(child)
+            return None
+        self.idle.put(child)
+        equal, found = json.loads(line)
         return bool(equal), str(found)
+
+
+def text_of(answer: object) -> str:
+    """Write a right answer as text: a number without an exponent. Raises DataError for anything but text and numbers."""
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
+        raise DataError(f"math_verify: the field answer is {shown(answer)}; it is text, or a finite number")
+    return format(Decimal(repr(answer)), "f")
 
 
 _children: dict[float, Children] = {}  # of this process, by time limit

@@ -79,7 +79,10 @@ def _fork_into_namespaces(seconds: int) -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
         if status < 0 or status >= SIGNALLED:
             number = -status if status < 0 else status - SIGNALLED
-            signal.signal(number, signal.SIG_DFL) if number != signal.SIGKILL else None
+            try:  # noqa: SIM105 (contextlib takes long to load)
+                signal.signal(number, signal.SIG_DFL)
+            except OSError:  # SIGKILL, or one that libc keeps for itself
+                pass
             os.kill(os.getpid(), number)
         os._exit(status)
     die_with_parent()
