@@ -1,5 +1,6 @@
 """Conversations as prompts: the settings of a chat, and the checks of a row's messages."""
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,6 +77,30 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(message, Mapping) for message in value)
 
 
+def check_text(where: str, name: str, text: str) -> None:
+    """Raise DataError for a text with a lone surrogate, which no tokenizer and no file holds."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where} has {name}={shown(text[error.start : error.end])} at character {error.start}, a lone surrogate, which is half of a "
+            "character: mend the text, as text.encode(errors='replace').decode()"
+        ) from None
+
+
+def check_prompt(where: str, name: str, text: str) -> None:
+    """Raise DataError for a prompt that no tokenizer reads, or that is a conversation written as JSON: it would be read as plain text."""
+    check_text(where, name, text)
+    if not text.lstrip().startswith("[") or '"role"' not in text:
+        return
+    with contextlib.suppress(ValueError):
+        found = json.loads(text)
+        if is_conversation(found) and all("role" in message for message in found):
+            raise DataError(
+                f"{where} has {name}={shown(text)}, a conversation written as JSON; give its messages, as json.loads makes them"
+            )
+
+
 def starts_with_system(value: Any) -> bool:
     """Whether a prompt is a conversation with a system message of its own."""
     return is_conversation(value) and _plain_list(value)[0].get("role") in SYSTEM
@@ -93,6 +118,7 @@ def checked_messages(where: str, prompt: str, value: Any) -> list[dict[str, Any]
     Raises DataError, which begins with `where`, for a message that is none.
     """
     if isinstance(value, str):
+        check_prompt(where, prompt, value)
         value = [{"role": "user", "content": value}]
     if not is_conversation(value):
         raise DataError(f"{where} has {prompt}={shown(value)}; a prompt is text, or a list of messages {{'role': …, 'content': …}}")
@@ -160,6 +186,6 @@ def _parsed(where: str, name: str, value: Any) -> Any:
 
 def _checked_json(where: str, value: Any) -> None:
     try:
-        json.dumps(value, allow_nan=False)
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # which refuses lone surrogates
     except (TypeError, ValueError) as error:
         raise DataError(f"{where} holds what JSON cannot ({error}); give text, numbers, lists and mappings of these") from None

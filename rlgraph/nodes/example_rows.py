@@ -6,7 +6,7 @@ from typing import Any
 
 from rlgraph.engines.hf_models.supervised import Example, Learns
 from rlgraph.errors import DataError, shown
-from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, checked_messages, is_conversation
+from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, checked_messages, is_conversation
 
 SAYS = ("completion", "answer")  # the fields of a row whose text follows its prompt
 Row = Mapping[str, Any]
@@ -69,6 +69,8 @@ def _text(where: str, row: Row, chat: Chat, example: Example) -> Example:
     given = [name for name in (TOOLS, TEMPLATE_KWARGS) if row.get(name)] or ([] if chat == Chat() else ["chat"])
     if given:
         raise DataError(f"{where} is text, which no chat template renders, and has {given[0]}=; leave that out, or give messages")
+    for name, text in (("its prompt", example.prompt), ("its text to learn", example.completion)):
+        check_prompt(where, name, str(text))
     return example
 
 

@@ -8,7 +8,7 @@ import torch
 
 from rlgraph.columns import COLUMNS, Column
 from rlgraph.errors import DataError, shown
-from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, is_conversation
+from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, is_conversation
 
 OWN = ("prompt_texts", "prompt_messages", "prompt_ids")  # columns of sources of prompts
 
@@ -83,6 +83,8 @@ def check_item(index: int, item: Any, prompt: str, first: Mapping[str, Any], cha
         chat.conversation(where, item, prompt)
     elif not isinstance(item[prompt], str):
         raise DataError(f"{where} has {prompt}={shown(item[prompt])}; a prompt is text{_as_text(item[prompt])}")
+    else:
+        check_prompt(where, prompt, item[prompt])
     for field in fields:
         value, pattern = item[field], first[field]
         kind, wanted = kind_of(value), kind_of(pattern)
@@ -91,6 +93,19 @@ def check_item(index: int, item: Any, prompt: str, first: Mapping[str, Any], cha
         if kind != wanted and (kind, wanted) != ("a whole number", "a number with a fraction"):
             fix = "write both with a fraction" if "text" not in (kind, wanted) else "turn both into text"
             raise DataError(f"{where} has {field}={shown(value)}, {kind}, where the first item has {wanted}, {shown(pattern)}: {fix}")
+        _check_value(where, field, _plain(value), wanted == "a whole number")
+
+
+def _check_value(where: str, field: str, value: Any, whole: bool) -> None:
+    """Raise DataError for a value of a right kind that its column cannot hold."""
+    if isinstance(value, str):
+        check_text(where, field, value)
+    elif value != value:
+        raise DataError(f"{where} has {field}=nan, as pandas writes what is missing; leave the item out, or write a number")
+    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise DataError(f"{where} has {field}={shown(value)}; a whole number of a column has 64 bits: turn it into text, in each item")
+    elif isinstance(value, int) and not whole and int(float(value)) != value:
+        raise DataError(f"{where} has {field}={value}, which a number with a fraction cannot hold exactly: turn all into text")
 
 
 def check_names(name: str, prompt: str, first: Mapping[str, Any], columns: Mapping[str, str]) -> None:

@@ -15,6 +15,7 @@ from rlgraph.errors import DataError, shown
 from rlgraph.graph.nodes import Model, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Stage
+from rlgraph.nodes.conversations import check_text
 from rlgraph.nodes.data_order import Shuffled
 from rlgraph.nodes.items import check_data, read
 from rlgraph.nodes.prompts import RowsPerStep, is_stream
@@ -102,6 +103,8 @@ def solution_of(index: int, row: Any, separator: str) -> Solution:
         raise DataError(f"{where} has completions={shown(steps)}; they are the texts of its steps, at least one and none of them empty")
     if not isinstance(good, list | tuple) or len(good) != len(steps) or not all(label in (True, False) for label in good):
         raise DataError(f"{where} has labels={shown(good)}; they are True or False for each of its {len(steps)} steps")
+    for text in (prompt, *steps):
+        check_text(where, "a text", text)
     split = next((step for step in steps if separator in step), None)
     if split is not None:
         raise DataError(

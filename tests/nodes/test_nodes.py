@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,25 @@ def test_an_item_without_its_prompt_is_named() -> None:
     operation = rg.prompts([{"prompt": "a"}, {"prompt": 3}], count=2).node.operation
     with pytest.raises(DataError, match="item 1 of the data set has prompt=3; a prompt is text"):
         operation.batch(0)  # type: ignore[attr-defined]
+
+
+JSON = '[{"role": "user", "content": "1"}]'
+UNFIT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "64 bits": ({"n": 1}, {"n": 2**70}, "item 1 of the data set has n=1180591620717411303424; a whole number of a column has 64 bits"),
+    "half a character": ({}, {"prompt": "b\ud83d"}, "item 1 of the data set has prompt=.* at character 1, a lone surrogate"),
+    "half a character of a field": ({"n": "a"}, {"n": "\ud83d"}, "item 1 of the data set has n=.* a lone surrogate"),
+    "not a number": ({"n": 1.0}, {"n": float("nan")}, "item 1 of the data set has n=nan, as pandas writes what is missing"),
+    "more bits than a fraction has": ({"n": 1.0}, {"n": 2**53 + 1}, "which a number with a fraction cannot hold exactly"),
+    "a conversation as JSON": ({}, {"prompt": JSON}, "item 1 of the data set has prompt=.*, a conversation written as JSON"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_value_that_no_column_holds_is_named_before_anything_starts(name: str) -> None:
+    first, second, words = UNFIT[name]
+    node = rg.prompts([{"prompt": "a"} | first, {"prompt": "b"} | second], count=1).node
+    with pytest.raises(DataError, match=words):
+        node.operation.check(node)
 
 
 def test_what_is_no_data_set_is_named_with_what_to_give() -> None:
