@@ -93,15 +93,13 @@ def rows_of(columns: Columns) -> int:
 
 
 def repeat_rows(column: Column, times: int) -> Column:
-    """Repeat each row `times` times in place: dims [N, ...] become [N x times, ...].
+    """Repeat each row `times` times in place: dims [N, ...] become [N x times, ...]. Texts are a new list: a reader may change its own.
 
     >>> repeat_rows(["a", "b"], 2)
     ['a', 'a', 'b', 'b']
     """
-    if times == 1:
-        return column
     if isinstance(column, torch.Tensor):
-        return column.repeat_interleave(times, dim=0)
+        return column if times == 1 else column.repeat_interleave(times, dim=0)
     return [row for row in column for _ in range(times)]
 
 

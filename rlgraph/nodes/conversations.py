@@ -96,9 +96,7 @@ def check_prompt(where: str, name: str, text: str) -> None:
     with contextlib.suppress(ValueError):
         found = json.loads(text)
         if is_conversation(found) and all("role" in message for message in found):
-            raise DataError(
-                f"{where} has {name}={shown(text)}, a conversation written as JSON; give its messages, as json.loads makes them"
-            )
+            raise DataError(f"{where} has {name}={shown(text)}, a conversation written as JSON; give its messages: json.loads reads them")
 
 
 def starts_with_system(value: Any) -> bool:

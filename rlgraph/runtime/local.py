@@ -1,5 +1,6 @@
 """The oracle: the same plan, its nodes one after another in this process, without Ray."""
 
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -117,10 +118,10 @@ class LocalJob:
         """Run the next `count` steps and give each as it finishes; steps that the checkpoint holds are not given again."""
         self._asked += count
         while self._finished < self._asked:
-            step = self._finished
+            step, start = self._finished, time.monotonic()
             self._fire(step, step + 1)
             self._finished = step + 1
-            yield self._report(step)
+            yield self._report(step, time.monotonic() - start)
             if self.checkpoints is not None and self._finished % self.checkpoints.recovery.every == 0:
                 self._save(self._finished)  # only after the caller has seen the step: a checkpoint holds no step that nobody has seen
 
@@ -165,14 +166,13 @@ class LocalJob:
         for trouble in self.checkpoints.troubles:
             raise CheckpointError(trouble)
 
-    def _report(self, step: int) -> Step:
+    def _report(self, step: int, seconds: float) -> Step:
         metrics: dict[str, float] = {}
         spans: list[Span] = []
         for progress in self.progress.values():
             found, times = progress.step(step)
             metrics |= found
             spans += times
-        seconds = sum(s.end_s - s.start_s for s in spans)
         metrics |= (
             oldest(metrics) | timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(step)}
         )

@@ -1,6 +1,7 @@
 """The library's own nodes, fired by hand: prompts in order, rewards checked, rewards by token, advantages converted."""
 
 import dataclasses
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,26 @@ def test_an_item_without_its_prompt_is_named() -> None:
     operation = rg.prompts([{"prompt": "a"}, {"prompt": 3}], count=2).node.operation
     with pytest.raises(DataError, match="item 1 of the data set has prompt=3; a prompt is text"):
         operation.batch(0)  # type: ignore[attr-defined]
+
+
+def test_texts_that_a_node_changes_are_its_own_and_a_step_takes_the_time_that_passes() -> None:
+    @rg.node(reads="answers", writes="first")
+    def cleaned(batch: rg.Columns) -> rg.Columns:
+        batch["answers"][:] = [""] * 4  # type: ignore[index]
+        return {"first": torch.zeros(4)}
+
+    @rg.node(reads="answers", writes="same")
+    def same(batch: rg.Columns) -> tuple[rg.Columns, dict[str, float]]:
+        return {"same": torch.zeros(4)}, {"same": float("" not in batch["answers"])}
+
+    prompts = rg.prompts([{"prompt": "a", "answer": "1"}, {"prompt": "a", "answer": "2"}], count=4)
+    with rg.compile(rg.Graph("g", cleaned(prompts), same(prompts)), rg.Cluster(cpus=1)).run_here() as job:
+        time.sleep(0.1)
+        start = time.monotonic()
+        step = next(job.steps(1))
+        took = time.monotonic() - start
+    assert step.metrics["same"] == 1.0
+    assert step.seconds == step.metrics["timing_s/step"] <= took
 
 
 JSON = '[{"role": "user", "content": "1"}]'
