@@ -9,7 +9,7 @@ import torch
 
 from rlgraph.columns import Column, padded
 from rlgraph.data.mixtures import Mix
-from rlgraph.data.rows import Dataset, rows
+from rlgraph.data.rows import Dataset, digest, rows
 from rlgraph.engines.hf_models.supervised import Encoded, Example, Learns, encoded
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Model, Node, Output, declare
@@ -72,7 +72,12 @@ class Examples(Operation):
 
     def cursor(self, step: int) -> dict[str, Any]:
         """Describe the data order for a checkpoint."""
-        return {"items": len(self.data), "seed": self.seed, "next": step * self.count}
+        return {"items": len(self.data), "rows": self.digest, "seed": self.seed, "next": step * self.count}
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the rows."""
+        return digest(self.data)
 
     def check(self, node: Node) -> None:
         """Tokenise every row before anything starts. Raises DataError for one that cannot be learnt."""

@@ -4,14 +4,14 @@ import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Annotated, Any, TypeAlias
 
 import torch
 
 from rlgraph.columns import Column
 from rlgraph.data.mixtures import Mix
-from rlgraph.data.rows import Dataset, Overlong, Rows, rows
+from rlgraph.data.rows import Dataset, Overlong, Rows, digest, rows
 from rlgraph.data.streams import Stream, StreamReader, stream
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
@@ -137,12 +137,17 @@ class Prompts(PromptSource):
         kept = (position for position in itertools.count(at) if position < since.get(self.order.row(position), position + 1))
         return list(itertools.islice(kept, self.count))
 
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the rows."""
+        return digest(self.data)
+
     def cursor(self, step: int) -> dict[str, Any]:
-        """Describe the data order for a checkpoint: the next place after `step` steps, and the size and seed that make the order.
+        """Describe the data order for a checkpoint: the next place after `step` steps, and the rows, size and seed that make the order.
 
         Of a mixture also the sizes of its data sets and the shares of the next step.
         """
-        here = {"items": self.size, "seed": self.seed, "next": step * self.count}
+        here = {"items": self.size, "rows": self.digest, "seed": self.seed, "next": step * self.count}
         if not isinstance(self.data, Mix):
             return here
         sizes = {name: len(rows) for name, rows in self.data.sources.items()}

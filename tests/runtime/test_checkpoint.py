@@ -1,5 +1,6 @@
 """Checkpoints: a run that goes on from one repeats the run that was never stopped, and what is no whole checkpoint is refused."""
 
+import hashlib
 import json
 import pickle
 import resource
@@ -156,6 +157,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "a flipped bit of the weights": (lambda path: flip(path / "policy" / "__0_0.distcp"), "'policy/__0_0.distcp' is not what was written"),
     "a flipped bit of a node": (lambda path: flip(path / "generator.pt"), "'generator.pt' is not what was written"),
     "a changed manifest": (lambda path: flip(path / "manifest.json"), "is not"),
+    "a changed plan": (lambda path: flip(path / "plan.json"), "plan.json is not what was written"),
     "a missing file": (lambda path: (path / "prompts.pt").unlink(), "is not whole"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "is not whole"),
 }
@@ -247,9 +249,29 @@ def test_the_manifest_says_what_a_checkpoint_holds(tmp_path: Path) -> None:
     run(fakes.vector_loop(1), tmp_path, 5)
     manifest = json.loads((newest(tmp_path) / "manifest.json").read_text())
     assert (manifest["step"], manifest["weight_version"], manifest["metrics_lines"]) == (5, 5, 5)
+    rows = manifest["cursors"]["prompts"].pop("rows")
+    assert len(rows) == 16
     assert manifest["cursors"] == {"prompts": {"items": 12, "seed": 1, "next": 20}}
     assert manifest["settings"]["feedback weights"]["depth"] == "1"
     assert {part["worker"] for part in manifest["parts"]} == {"prompts", "generator", "score", "policy"}
+
+
+def test_other_rows_and_another_order_are_refused_and_checkpoints_without_a_digest_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(fakes.vector_loop(1), tmp_path, 3)
+    items = list(fakes.ITEMS)
+    for other in (items[::-1], [{**items[0], "prompt": "other"}, *items[1:]]):
+        monkeypatch.setattr(fakes, "ITEMS", other)
+        with pytest.raises(CheckpointError, match=r"was made with other rows, or in another order: 'prompts' 'rows' differ; give the same"):
+            run(fakes.vector_loop(1), tmp_path, 5)
+    manifest = newest(tmp_path) / "manifest.json"
+    written = json.loads(manifest.read_text())
+    del written["cursors"]["prompts"]["rows"]
+    text = json.dumps(written)
+    manifest.write_text(text)
+    manifest.with_suffix(".sha256").write_text(hashlib.sha256(text.encode()).hexdigest())
+    assert len(run(fakes.vector_loop(1), tmp_path, 5)) == 2
 
 
 def test_a_worker_knows_the_drivers_checkpoint_folder_from_another_of_that_path(tmp_path: Path) -> None:
