@@ -20,6 +20,7 @@ from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype
 from rlgraph.engines.hf_models import hub
 from rlgraph.errors import DataError, PlanError, PlanWarning, shown
 from rlgraph.graph.no_signal import no_signal_warnings
+from rlgraph.graph.reachable import unreached_warnings
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.hub_models import place_models
 from rlgraph.nodes.training.learned_reward import check_heads
@@ -81,13 +82,13 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     cluster's kind of GPU. If that is impossible they are nominal, and every number says so.
 
     A PlanWarning tells if a plain number of seconds, which counts the same on any number of devices, decides the split of the devices.
-    Another one names comparisons that give no learning signal: of groups of one response, or of greedy responses.
+    Others name comparisons that give no learning signal (of groups of one response, or of greedy ones), and nodes that never run.
 
     Raises PlanError if the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
     place_models(graph, hub.cached)
     plan = compile_plan(graph, cluster, costs, shapes_of(graph))
-    for warning in (*plan.prediction.warnings, *no_signal_warnings(graph)):
+    for warning in (*plan.prediction.warnings, *no_signal_warnings(graph), *unreached_warnings(graph)):
         warnings.warn(f"compile('{graph.name}'): {warning}", PlanWarning, stacklevel=3)
     return plan
 

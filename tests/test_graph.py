@@ -127,6 +127,15 @@ def brief(batch: rg.Columns) -> rg.Columns:
     return {"rewards": -batch["response_mask"].sum(-1).float()}  # type: ignore[union-attr]
 
 
+def read_by_nobody() -> object:
+    parts = Parts()
+    rollout = parts.generator.rollout(parts.prompts, group_size=2)
+    advantages = rg.advantages(rollout, rg.reward(exact, parts.prompts, rollout), estimator=rg.GRPO())
+    step = parts.policy.update(rollout, advantages, loss=rg.ClippedLoss())
+    parts.weights.close(step.weights)
+    return rg.Graph("g", step.metrics)
+
+
 def two_pools_of_a_name() -> object:
     parts = Parts(1, rollout=rg.Pool("gpu", share=1), train=rg.Pool("gpu", share=2))
     step = parts.policy.update(parts.rollout, parts.advantages, loss=rg.ClippedLoss())
@@ -154,6 +163,11 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "an input that is no output": (lambda: rg.advantages("rollout", estimator=rg.GRPO()), GraphError, "was given str 'rollout'"),  # type: ignore[arg-type]
     "open feedback": (open_feedback, GraphError, r"open feedback 'weights'; close it with weights.close\(step.weights\)"),
     "feedback closes no cycle": (no_cycle, GraphError, "'update' does not depend on 'rollout'"),
+    "an edge that nobody reads": (
+        read_by_nobody,
+        GraphError,
+        r"'weights' is closed with 'update', and no node of the graph reads it; .* generator.rollout\(prompts, weights\), or do not close it",
+    ),
     "closed twice": (closed_twice, GraphError, "closed twice"),
     "closed with metrics": (close_with_metrics, GraphError, "closed with the metrics of 'update'; close it with the weights"),
     "negative depth": (lambda: rg.feedback("w", depth=-1), GraphError, "depth=-1; depth is how many weight versions"),
@@ -232,3 +246,15 @@ def test_pairs_of_truncated_responses_leave_the_engines_log_probs_out() -> None:
         pairs = read_from(sampling, lambda policy, rollout, advantages: rg.preferred(rollout, brief(rollout)))()
         assert isinstance(pairs, rg.Output)
         assert ("rollout_log_probs" in pairs.columns) == whole
+
+
+def test_what_no_output_of_a_graph_depends_on_is_named_in_a_warning() -> None:
+    parts = Parts()
+    dropped = parts.policy.update(parts.rollout, parts.advantages, loss=rg.ClippedLoss(), name="first")
+    step = parts.policy.update(parts.rollout, parts.advantages, loss=rg.ClippedLoss())
+    rg.evaluate(parts.generator, ITEMS, parts.weights, reward=exact, every=1)
+    parts.weights.close(step.weights)
+    del dropped
+    costs = rg.Costs({name: 1.0 for name in ("prompts", "rollout", "reward", "advantages", "update")})
+    with pytest.warns(rg.errors.PlanWarning, match=r"depends on \['first', 'evaluate', 'evaluate rewards'\], which never run"):
+        rg.compile(rg.Graph("g", step.metrics), rg.Cluster(gpus=2, cpus=4), costs)

@@ -13,7 +13,7 @@ from rlgraph.deprecation import renamed
 from rlgraph.errors import GraphError
 from rlgraph.graph import rules
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.graph.reachable import reachable
+from rlgraph.graph.reachable import followed, reachable
 from rlgraph.setting_types import Range
 from rlgraph.settings import Count, Name, Natural, checked
 
@@ -144,6 +144,8 @@ class Node:
     due: Due | None = None
     earlier: "Feedback | None" = None
     serial: int = field(default_factory=lambda: next(_serial))
+    readers: list["Node"] = field(default_factory=list, repr=False)  # nodes that were declared with its outputs
+    closes: list["Feedback"] = field(default_factory=list, repr=False)  # edges that were closed with them
 
     @property
     def pool(self) -> Pool | None:
@@ -235,12 +237,14 @@ class Feedback:
         self.columns = tuple(columns.split())
         rules.check_edge_of_columns(self, (buffers, latest, bucket_bytes, checksum) == (1, False, BUCKET_BYTES, False))
         self.source: Output | None = None
+        self.readers: list[Node] = []
 
     def close(self, source: Output) -> None:
         """Connect the back edge to the update whose weights it carries, as `weights.close(step.weights)`, or to its columns' output."""
         kind = "batch" if self.columns else "weights"
         rules.check_close(self, source if isinstance(source, Output) and source.kind == kind else None, source)
         self.source = source
+        source.node.closes.append(self)
 
 
 @renamed(freshest="latest")
@@ -321,22 +325,14 @@ def declare(
     if rows is None:
         rows = max(output.node.rows for output in outputs)
     rules.check_edges(name, reads, feedback, earlier)
-    follows = None if chunks > 1 or earlier is not None else _followed(operation, outputs, model)
+    follows = None if chunks > 1 or earlier is not None else followed(operation, outputs, model)
     chunks = follows.chunks if follows else chunks
     node = Node(name, operation, outputs, reads, writes, rows, model, feedback, chunks, follows, due, earlier)
     rules.check_rows(node)
     rules.check_chunks(node)
+    for read in (*dict.fromkeys(output.node for output in outputs), *(edge for edge in (feedback, earlier) if edge is not None)):
+        read.readers.append(node)
     return node
-
-
-def _followed(operation: Operation, inputs: Iterable["Output"], model: Model | None) -> Node | None:
-    sources = [output.node for output in inputs]
-    streams = {source.stream for source in sources if source.stream is not None}
-    if len(streams) != 1 or not operation.traits.by_group:
-        return None
-    stream = streams.pop()
-    late = any(source.stream is None and source.needs(stream) for source in sources)
-    return None if late or (model is not None and model.pool is stream.pool) else stream
 
 
 class Graph:

@@ -188,6 +188,19 @@ def feedbacks_close_a_cycle(graph: "Graph") -> None:
                 )
 
 
+def closed_edges_are_read(graph: "Graph") -> None:
+    """An edge that no node reads leaves the generator at its first weights for ever."""
+    read = {*graph.feedbacks, *graph.earlier}
+    for node in graph.nodes:
+        edge = next((edge for edge in node.closes if edge not in read), None)
+        if edge is not None:
+            fix = "earlier=" if edge.columns else f"generator.rollout(prompts, {edge.name})"
+            raise GraphError(
+                f"graph '{graph.name}': feedback '{edge.name}' is closed with '{node.name}', and no node of the graph reads it; give it to "
+                f"the node that should, as {fix}, or do not close it"
+            )
+
+
 def earlier_columns_close_a_cycle(graph: "Graph") -> None:
     """Columns of an earlier step come from a node that depends on the one that gets them: neither is then ahead of the other."""
     for node in graph.nodes:
@@ -335,6 +348,7 @@ def evaluations_delay_nobody(graph: "Graph") -> None:
 GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     names_are_unique,
     feedbacks_are_closed,
+    closed_edges_are_read,
     feedbacks_close_a_cycle,
     earlier_columns_close_a_cycle,
     drawn_prompts_have_one_reader,

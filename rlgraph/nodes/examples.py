@@ -18,7 +18,7 @@ from rlgraph.nodes.base import Context, Stage, tensor_of
 from rlgraph.nodes.conversations import Chat
 from rlgraph.nodes.data_order import Mixed, Order, Shuffled
 from rlgraph.nodes.example_rows import example_of, number_of, pair_of
-from rlgraph.nodes.items import check_data, read
+from rlgraph.nodes.items import check_data, read, say_repeated
 from rlgraph.nodes.prompts import RowsPerStep, is_stream
 from rlgraph.settings import Count, Name, Natural, checked
 
@@ -81,6 +81,7 @@ class Examples(Operation):
 
     def check(self, node: Node) -> None:
         """Tokenise every row before anything starts. Raises DataError for one that cannot be learnt."""
+        say_repeated(node.name, self.count, len(self.data))
         context = Context()
         for index in range(len(self.data)):
             self._encoded(context, index)

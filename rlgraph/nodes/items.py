@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rlgraph import notices
 from rlgraph.columns import COLUMNS, Column
 from rlgraph.errors import DataError, shown
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, is_conversation
@@ -106,6 +107,12 @@ def _check_value(where: str, field: str, value: Any, whole: bool) -> None:
         raise DataError(f"{where} has {field}={shown(value)}; a whole number of a column has 64 bits: turn it into text, in each item")
     elif isinstance(value, int) and not whole and int(float(value)) != value:
         raise DataError(f"{where} has {field}={value}, which a number with a fraction cannot hold exactly: turn all into text")
+
+
+def say_repeated(node: str, count: int, rows: int) -> None:
+    """Say that each step takes rows more than once."""
+    if count > rows:
+        notices.here.say(f"node '{node}' takes {count} rows a step of a data set of {rows}, so each step has rows more than once")
 
 
 def check_names(name: str, prompt: str, first: Mapping[str, Any], columns: Mapping[str, str]) -> None:

@@ -18,7 +18,7 @@ from rlgraph.graph.nodes import Feedback, Node, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.conversations import Chat, is_conversation, starts_with_system
 from rlgraph.nodes.data_order import Mixed, Order, Shuffled
-from rlgraph.nodes.items import check_data, check_first, check_item, check_names, fields_of, read
+from rlgraph.nodes.items import check_data, check_first, check_item, check_names, fields_of, read, say_repeated
 from rlgraph.nodes.prompt_source import PromptSource, plural
 from rlgraph.nodes.prompts_by_results import PromptsByResults, check_results
 from rlgraph.nodes.streamed_prompts import StreamedPrompts
@@ -165,6 +165,7 @@ class Prompts(PromptSource):
 
     def check(self, node: Node) -> None:
         """Check every item before anything starts. Raises DataError for one that cannot be trained on."""
+        say_repeated(node.name, self.count, len(self.data))
         self.kept.keep(None, 0)  # the rollouts that read it count anew
         first, started = self.data[0], 0
         for index in range(len(self.data)):

@@ -17,7 +17,7 @@ from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.nodes.conversations import check_text
 from rlgraph.nodes.data_order import Shuffled
-from rlgraph.nodes.items import check_data, read
+from rlgraph.nodes.items import check_data, read, say_repeated
 from rlgraph.nodes.prompts import RowsPerStep, is_stream
 from rlgraph.settings import Name, Natural, checked
 
@@ -61,6 +61,7 @@ class Stepwise(Operation):
 
     def check(self, node: Node) -> None:
         """Read every row before anything starts. Raises DataError for one that is no solution with labels."""
+        say_repeated(node.name, self.count, len(self.data))
         for index in range(len(self.data)):
             self.solution(index)
 

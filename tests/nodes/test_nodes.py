@@ -50,6 +50,15 @@ def test_a_data_set_smaller_than_a_step_is_walked_more_than_once() -> None:
     assert torch.equal(batch["prompt_ids"], torch.arange(5))  # type: ignore[arg-type]
 
 
+def test_a_step_of_more_rows_than_there_are_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    for count in (2, 60):
+        node = rg.prompts([{"prompt": "a"}, {"prompt": "b"}], count=count).node
+        node.operation.check(node)
+    assert [record.message for record in caplog.records] == [
+        "node 'prompts' takes 60 rows a step of a data set of 2, so each step has rows more than once"
+    ]
+
+
 def test_fields_become_columns_in_the_plural_with_numbers_as_tensors() -> None:
     batch = source(3, 3).batch(0)
     assert set(batch) == {"prompt_texts", "prompt_ids", "answers", "levels"}
