@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "an edge that nobody reads": (
         read_by_nobody,
         GraphError,
-        r"'weights' is closed with 'update', and no node of the graph reads it; .* generator.rollout\(prompts, weights\), or do not close it",
+        r"'weights' is closed with 'update', and no node of the graph reads it; .* generator.rollout\(prompts, weights\), or",
     ),
     "closed twice": (closed_twice, GraphError, "closed twice"),
     "closed with metrics": (close_with_metrics, GraphError, "closed with the metrics of 'update'; close it with the weights"),
@@ -255,6 +255,6 @@ def test_what_no_output_of_a_graph_depends_on_is_named_in_a_warning() -> None:
     rg.evaluate(parts.generator, ITEMS, parts.weights, reward=exact, every=1)
     parts.weights.close(step.weights)
     del dropped
-    costs = rg.Costs({name: 1.0 for name in ("prompts", "rollout", "reward", "advantages", "update")})
+    costs = rg.Costs(dict.fromkeys(("prompts", "rollout", "reward", "advantages", "update"), 1.0))
     with pytest.warns(rg.errors.PlanWarning, match=r"depends on \['first', 'evaluate', 'evaluate rewards'\], which never run"):
         rg.compile(rg.Graph("g", step.metrics), rg.Cluster(gpus=2, cpus=4), costs)

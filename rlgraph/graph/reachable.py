@@ -26,7 +26,8 @@ def unreached(graph: "Graph") -> "tuple[Node, ...]":
     """Find the nodes that were declared with outputs or edges of a graph, and that none of its outputs depends on."""
     inside = set(graph.nodes)
     found: dict[Node, None] = {}
-    open_nodes = [reader for edge in (*graph.nodes, *graph.feedbacks, *graph.earlier) for reader in edge.readers]
+    open_nodes = [reader for node in graph.nodes for reader in node.readers]
+    open_nodes += [reader for edge in (*graph.feedbacks, *graph.earlier) for reader in edge.readers]
     while open_nodes:
         node = open_nodes.pop()
         if node not in inside and node not in found:
