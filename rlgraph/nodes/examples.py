@@ -81,7 +81,7 @@ class Examples(Operation):
 
     def check(self, node: Node) -> None:
         """Tokenise every row before anything starts. Raises DataError for one that cannot be learnt."""
-        say_repeated(node.name, self.count, len(self.data))
+        say_repeated(node, self.count, len(self.data))
         context = Context()
         for index in range(len(self.data)):
             self._encoded(context, index)

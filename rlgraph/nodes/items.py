@@ -9,6 +9,7 @@ import torch
 from rlgraph import notices
 from rlgraph.columns import COLUMNS, Column
 from rlgraph.errors import DataError, shown
+from rlgraph.graph.nodes import Node
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, is_conversation
 
 OWN = ("prompt_texts", "prompt_messages", "prompt_ids")  # columns of sources of prompts
@@ -109,10 +110,10 @@ def _check_value(where: str, field: str, value: Any, whole: bool) -> None:
         raise DataError(f"{where} has {field}={value}, which a number with a fraction cannot hold exactly: turn all into text")
 
 
-def say_repeated(node: str, count: int, rows: int) -> None:
+def say_repeated(node: Node, count: int, rows: int) -> None:
     """Say that each step takes rows more than once."""
     if count > rows:
-        notices.here.say(f"node '{node}' takes {count} rows a step of a data set of {rows}, so each step has rows more than once")
+        notices.here.say(f"node '{node.name}' takes {count} rows a step of a data set of {rows}, so each step has rows more than once")
 
 
 def check_names(name: str, prompt: str, first: Mapping[str, Any], columns: Mapping[str, str]) -> None:

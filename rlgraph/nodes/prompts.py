@@ -165,7 +165,7 @@ class Prompts(PromptSource):
 
     def check(self, node: Node) -> None:
         """Check every item before anything starts. Raises DataError for one that cannot be trained on."""
-        say_repeated(node.name, self.count, len(self.data))
+        say_repeated(node, self.count, len(self.data))
         self.kept.keep(None, 0)  # the rollouts that read it count anew
         first, started = self.data[0], 0
         for index in range(len(self.data)):

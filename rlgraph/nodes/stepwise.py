@@ -61,7 +61,7 @@ class Stepwise(Operation):
 
     def check(self, node: Node) -> None:
         """Read every row before anything starts. Raises DataError for one that is no solution with labels."""
-        say_repeated(node.name, self.count, len(self.data))
+        say_repeated(node, self.count, len(self.data))
         for index in range(len(self.data)):
             self.solution(index)
 

@@ -69,7 +69,7 @@ def _with_versions(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) ->
                 )
             loop = next(loop for loop in plan.loops if loop.writer == writer and reader in loop.readers)
             crossing[d] = _crossing_s(costs.publish_bytes, plan, loop, site)
-    arrive = {d.after for d in crossing}
+    arrive = {d.after for d in crossing if own[d.after].kind != "wake"}  # a generator wakes for a version, and then loads it
     received = tuple(
         replace(event, seconds=max(event.seconds - costs.receive_s, 0.0)) if event.name in arrive else event
         for event in plan.schedule.events

@@ -13,7 +13,7 @@ from rlgraph.channels.host.channel import PART_BYTES
 from rlgraph.compiler import compile as compiling
 from rlgraph.compiler.relaying import crossing_s
 from rlgraph.compiler.routes import ends_on_hosts, shape_of
-from rlgraph.costs.functions import Decode, NodeCost
+from rlgraph.costs.functions import Decode, NodeCost, SleepCost
 from rlgraph.errors import PlanError
 from rlgraph.simulate import daly, rehearse
 from rlgraph.simulate.rehearse import Rehearsal, with_failures
@@ -153,6 +153,16 @@ def test_what_crosses_a_link_takes_the_time_of_its_bytes() -> None:
     assert apart.lost_to["weights"] * apart.wall_s == pytest.approx(3.5 * 100, rel=0.01)
     with pytest.raises(PlanError, match="publish_bytes"):
         run(site, hosts=2)
+
+
+def test_a_version_that_crosses_a_link_takes_the_place_of_its_receiving_and_not_of_a_wake() -> None:
+    site, loop = rg.ClusterSite(bandwidth=1e6, latency_s=0.5), Loop(depth=0, shared=True, generators=2, trainers=2)
+    cluster, sleep = rg.Cluster(gpus=2, cpus=4, gpus_per_node=1), {"generator": SleepCost(wake_s=1.0, sleep_s=0.5)}
+    found = []
+    for receive_s in (0.0, 0.8):
+        priced = costs(publish_bytes=3_000_000, receive_s=receive_s, sleep=sleep)
+        found.append(rg.rehearse(loop.graph(), cluster, priced, site=site, steps=50).step_s)
+    assert found[0] == found[1] == pytest.approx(10.75 + 2.0 + 2 * 0.5, abs=0.1), "half a version, and two small batches, cross"
 
 
 def test_a_version_takes_the_seconds_of_the_shape_that_its_plan_chose() -> None:
