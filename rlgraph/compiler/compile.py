@@ -105,7 +105,8 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
     memory = fitting(graph, cluster, workers, settings, shapes, priced)
     cycle = critical_cycle(schedule)
     expected = forecast(schedule, graph, settings, priced)
-    step_s = expected.step_s if any(map(priced.varies, priced.nodes)) else cycle.period_s
+    uneven = any(map(priced.varies, priced.nodes)) or any(node.due is not None for node in graph.nodes)
+    step_s = expected.step_s if uneven else cycle.period_s
     channels = planned_channels(graph, workers, schedule)
     loops = tuple(planned_loops(graph, workers, schedule, cycle, expected, shapes, priced.publish_bytes, on_gpus=cluster.gpus > 0))
     draft = Plan(

@@ -2,21 +2,23 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import lcm
 
 import numpy as np
 
-from rlgraph.compiler.events import load_event, publish_event, readers
+from rlgraph.compiler.events import evaluation_loop, evaluations, load_event, publish_event, readers
 from rlgraph.compiler.plan import PlannedWait
 from rlgraph.compiler.schedule import Dependency, Event, Reason, Schedule
 from rlgraph.costs.costs import Costs
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.lengths import Array
-from rlgraph.graph.nodes import Feedback, Graph
+from rlgraph.graph.nodes import Due, Feedback, Graph
 from rlgraph.simulate import continuous
 from rlgraph.simulate.engines_apart import Engines
 from rlgraph.simulate.play import WARM_UP_STEPS, Played, play
 
 Settings = Mapping[str, Setting]  # of each node, by name
+BURSTS = 600  # steps: rarer evaluations count as spread over the steps
 
 
 @dataclass(frozen=True)
@@ -96,11 +98,17 @@ def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs)
     nodes = graph.nodes
     varying = [node.name for node in nodes if costs.varies(node.name)]
     if not varying:
-        return Forecast(schedule, play(schedule, 2 * WARM_UP_STEPS), 2 * WARM_UP_STEPS, WARM_UP_STEPS)
+        steps = WARM_UP_STEPS + rounds_of_evaluations(graph)
+        uneven = {name: factors.tolist() for name, factors in bursts(schedule, graph, steps + schedule.most_lag).items()}
+        once = play(schedule, steps, lambda event, step: event.seconds * (uneven[event.name][step] if event.name in uneven else 1.0))
+        return Forecast(schedule, once, steps, WARM_UP_STEPS)
     rows = max(node.rows for node in nodes)
     together = [node for node in nodes if continuous.is_played(graph, node, costs)]
     steps = continuous.steps_drawn(costs, rows) if together else costs.steps_drawn(rows)
     drawn = drawn_times(schedule, graph, settings, costs, steps)
+    mean = schedule.seconds()
+    for name, factors in bursts(schedule, graph, steps).items():
+        drawn[name] = np.asarray(factors[:, None] * drawn.get(name, mean[name]))
     apart: dict[str, Engines] = {name: Engines(list(each)) for name, each in drawn.items() if each.shape[1] > 1}
     for node in together:
         apart |= continuous.played(node, settings[node.name], costs, schedule, steps, rows)
@@ -111,6 +119,44 @@ def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs)
 
     played = steps - schedule.most_lag  # events that fire rounds ahead of others need lengths of as many steps more
     return Forecast(schedule, play(schedule, played, seconds, apart), played, played // 8)
+
+
+def rounds_of_evaluations(graph: Graph) -> int:
+    """Count the steps, as many as fill the pipeline or more, in which each evaluation happens equally often from round to round."""
+    whole = lcm(*(every for every in (node.due.every for node in graph.nodes if node.due is not None) if every <= BURSTS))
+    return whole * -(-WARM_UP_STEPS // whole) if whole <= BURSTS else BURSTS
+
+
+def bursts(schedule: Schedule, graph: Graph, steps: int) -> dict[str, Array]:
+    """Find by how much each event of an evaluation takes more than its mean at each step `[steps]`: all at once, or nothing."""
+    found: dict[str, Array] = {}
+    for name, dues in _dues(schedule, graph).items():
+        every = [due.every for due in dues]
+        if max(every) <= BURSTS:
+            happens = np.array([[(step + 1) % each == 0 for each in every] for step in range(steps)]).any(axis=1)
+            found[name] = np.asarray(happens * float(min(every)))
+    return found
+
+
+def _dues(schedule: Schedule, graph: Graph) -> dict[str, list[Due]]:
+    """List the evaluations of each event that happens only for them: they, their weights, and the time slices in which they are alone."""
+    edges = {evaluation_loop(f.name, node.name): node.due for f in graph.feedbacks for node in evaluations(graph, f)}
+    found: dict[str, list[Due]] = {}
+    open_slices: dict[str | None, tuple[str, list[Due | None]]] = {}
+    for event in schedule.events:
+        due = edges.get(event.edge) if event.edge else graph.node(event.node).due if event.kind == "fire" else None
+        if due is not None:
+            found[event.name] = [due]
+        if event.kind == "wake":
+            open_slices[event.pool] = event.name, []
+        elif event.kind == "fire" and event.pool in open_slices:
+            open_slices[event.pool][1].append(due)
+        elif event.kind == "sleep" and event.pool in open_slices:
+            wake, dues = open_slices.pop(event.pool)
+            alone = [each for each in dues if each is not None]
+            if len(alone) == len(dues):
+                found[wake] = found[event.name] = alone
+    return found
 
 
 def drawn_times(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, steps: int) -> dict[str, Array]:

@@ -18,7 +18,7 @@ from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph
 from rlgraph.simulate import continuous
 from rlgraph.simulate.engines_apart import Engines
-from rlgraph.simulate.forecast import drawn_times
+from rlgraph.simulate.forecast import bursts, drawn_times
 from rlgraph.simulate.links import hosts_of, with_links
 from rlgraph.simulate.play import Played, play
 from rlgraph.simulate.site import ClusterSite
@@ -95,7 +95,9 @@ def prepared(
     schedule, unknown = with_links(plan, graph, priced, site)
     drawn = drawn_times(schedule, graph, settings, priced, priced.steps_drawn(max(node.rows for node in graph.nodes)))
     course = Course.drawn(schedule, drawn, plan.workers, _trained(graph), site, steps, every, np.random.default_rng(seed))
-    return plan, course, unknown
+    uneven = bursts(schedule, graph, steps + schedule.most_lag)
+    seconds = {name: each * uneven[name][:, None] if name in uneven else each for name, each in course.seconds.items()}
+    return plan, replace(course, seconds=seconds), unknown
 
 
 def _check(plan: Plan, graph: Graph, site: ClusterSite, every: int | None) -> None:

@@ -55,6 +55,18 @@ def test_in_turns_it_costs_its_own_share_and_apart_nothing() -> None:
     assert plan(Parts().apart(every=2), **seconds).prediction.period_s == pytest.approx(2.0), "longer than its steps: training waits"
 
 
+@pytest.mark.parametrize(("depth", "late_s"), [(0, 0.7), (1, 0.8), (2, 0.5)])
+def test_an_evaluation_in_turns_comes_at_once_and_its_step_waits_for_what_nothing_hides(depth: int, late_s: float) -> None:
+    """Of its second in ten steps training hides 0.3 s at depth 0, and the batches that are ahead, of which later rollouts make up."""
+    seconds = {"rollout": 0.2, "update": 0.3, "evaluate": 1.0}
+    whole, undisturbed = plan(Parts(depth).in_turns(), **seconds).prediction, 0.5 if depth == 0 else 0.3
+    assert whole.step_s == pytest.approx(undisturbed + late_s / 10)
+    assert plan(Parts(depth).apart(), **seconds).prediction.step_s == pytest.approx(undisturbed)
+    costs = rg.Costs({"prompts": 0.0, "reward": 0.0, "advantages": 0.0, "evaluate rewards": 0.0, **seconds})
+    rehearsed = rg.rehearse(Parts(depth).in_turns(), rg.Cluster(gpus=3, cpus=8), costs, site=rg.ClusterSite(), steps=200)
+    assert rehearsed.wall_s / 200 == pytest.approx(whole.step_s, rel=0.02)
+
+
 @pytest.mark.parametrize("depth", [0, 2])
 def test_the_bound_on_staleness_is_that_of_the_training(depth: int) -> None:
     for graph in (Parts(depth).in_turns(), Parts(depth).apart()):
