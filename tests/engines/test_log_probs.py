@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from rlgraph.engines.forward import vocabulary
 from rlgraph.engines.forward.policy_head import token_scores
+from rlgraph.engines.forward.vocabulary import VocabularyShard
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -24,6 +26,33 @@ def test_scores_and_gradients_equal_the_plain_softmax(monkeypatch: pytest.Monkey
     torch.testing.assert_close(scores, expected)
     torch.testing.assert_close(entropies, expected_entropies)
     torch.testing.assert_close(logits.grad, plain.grad)
+
+
+@pytest.mark.parametrize("words", [None, VocabularyShard(None, 0, 200, 200)], ids=["whole", "shard"])
+def test_large_logits_have_gradients_as_exact_as_those_of_torch(words: VocabularyShard | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits, tokens = torch.randn(64, 200, generator=draw) * 3 + 106, torch.randint(0, 200, (64,), generator=draw)
+    if words is not None:  # another rank has the second half: here the first one's logits again, 5 lower
+        logits = torch.cat([logits, logits - 5], -1)
+        other = logits[:, 200:].log_softmax(-1)
+        entropies = -(other.exp() * other).sum(-1)
+        sent = torch.stack([logits[:, 200:].amax(-1), -other.amax(-1), entropies, entropies, torch.zeros(64)])
+        monkeypatch.setattr(vocabulary, "stacked", lambda own, group: torch.stack([own, sent[: len(own)]]))
+    found, grads = [], []
+    for dtype in (torch.float32, torch.float64):
+        plain = logits.detach().to(dtype, copy=True).requires_grad_()
+        table = plain.log_softmax(-1)
+        found.append((table.gather(-1, tokens[:, None])[:, 0], -(table.exp() * table).sum(-1)))
+        torch.autograd.backward(found[-1], [torch.ones(64, dtype=dtype)] * 2)
+        grads.append(plain.grad[:, :200])  # type: ignore[index]
+    own = logits[:, :200].clone().requires_grad_()
+    scores = token_scores(own, tokens, entropy=True, words=words)
+    assert scores[1] is not None
+    torch.autograd.backward(scores, [torch.ones(64)] * 2)  # type: ignore[arg-type]
+    assert own.grad is not None
+    for mine, torchs, exact in zip((*scores, own.grad), (*found[0], grads[0]), (*found[1], grads[1]), strict=True):
+        assert mine is not None
+        assert (mine - exact).abs().max() <= 2 * (torchs - exact).abs().max()
 
 
 def test_scores_of_bfloat16_logits_are_float32() -> None:

@@ -5,31 +5,22 @@ Without a GPU: TRITON_INTERPRET=1 python scores_here.py
 
 import torch
 
+from rlgraph.engines.forward import vocabulary
 from rlgraph.engines.forward.triton_scores import TritonScores
 from rlgraph.engines.forward.vocabulary import VocabularyShard
 
 
-class Half(VocabularyShard):
-    """Half of a vocabulary beside what the other half says, which a rank would have sent."""
-
-    others: torch.Tensor
-
-    def joined(self, normalisers, *of_shards):
-        ranks = torch.stack([torch.stack([normalisers, *of_shards]), Half.others])
-        whole = ranks[:, 0].logsumexp(0)
-        return whole, ranks[:, 0] - whole, [*ranks[:, 1:].unbind(1)]
-
-
 def halves(logits, temperature):
-    """Each half of an even vocabulary, and what the other half knows of `tokens`."""
+    """Yield each half of an even vocabulary, next to what a rank with the other half would send of `tokens`."""
     size = logits.shape[1] // 2
     for mine in (0, 1):
         other = VocabularyShard(None, (1 - mine) * size, size, size)
         scaled = logits[:, other.first : other.first + size].float() / temperature
         table, (own, here) = scaled.log_softmax(-1), other.own(tokens)
         entropies = -(table.exp() * table).sum(-1)
-        Half.others = torch.stack([scaled.logsumexp(-1), table.gather(-1, own[:, None])[:, 0], entropies, here.float()])
-        yield Half(None, mine * size, size, size)
+        sent = torch.stack([scaled.amax(-1), -table.amax(-1), table.gather(-1, own[:, None])[:, 0], entropies, here.float()])
+        vocabulary.stacked = lambda own, group, sent=sent: torch.stack([own, sent])
+        yield VocabularyShard(None, mine * size, size, size)
 
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -37,7 +28,7 @@ SHAPES = [(9, 151936, 1.0), (64, 9001, 0.7), (3, 4096, 1.3), (5, 100, 1.0), (0, 
 torch.manual_seed(0)
 for dtype, bound in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
     for rows, words, temperature in SHAPES if device == "cuda" else SHAPES[2:]:
-        logits = (torch.randn(rows, words + 3, device=device) * 3).to(dtype)[:, :words]  # rows that do not follow one another
+        logits = (torch.randn(rows, words + 3, device=device) * 3 + 100).to(dtype)[:, :words]  # rows that do not follow one another
         tokens = torch.randint(words, (rows,), device=device)
         given = torch.randn(2, rows, device=device)
         own, plain = logits.detach().requires_grad_(), logits.detach().double().requires_grad_()

@@ -197,11 +197,11 @@ def _scores_on(device: str) -> Any:
 def sum_pi_squared(logits: torch.Tensor, *, temperature: float = 1.0, words: VocabularyShard | None = None) -> torch.Tensor:
     """Compute the sum `[N]` of the squared probabilities of each distribution `logits [N, V] / temperature`, float32."""
     sums = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    normalisers = torch.empty_like(sums)
+    normalisers = sums.new_empty(2, len(sums))
     for rows in _rows_of(logits):
         scaled = logits[rows].float() / temperature
         if words is not None:
-            normalisers[rows] = scaled.logsumexp(-1)
+            normalisers[:, rows] = _normalisers(scaled, scaled.log_softmax(-1))
         sums[rows] = scaled.softmax(-1).square_().sum(-1)
     if words is None:
         return sums
@@ -216,12 +216,12 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         own, here = (tokens, torch.ones_like(tokens, dtype=torch.bool)) if words is None else words.own(tokens)
         log_probs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-        normalisers, entropies = torch.empty_like(log_probs), torch.zeros_like(log_probs)
+        normalisers, entropies = log_probs.new_empty(2, len(log_probs)), torch.zeros_like(log_probs)
         for rows in _rows_of(logits):
             scaled = logits[rows].float() / temperature
             table = scaled.log_softmax(-1)  # as engines do, to the bit
             log_probs[rows] = table.gather(-1, own[rows, None])[:, 0]
-            normalisers[rows] = scaled.gather(-1, own[rows, None])[:, 0] - log_probs[rows]
+            normalisers[:, rows] = _normalisers(scaled, table)
             if entropy:
                 entropies[rows] = -(table.exp() * table).sum(-1)
         if words is not None:
@@ -237,7 +237,7 @@ class _TokenScores(torch.autograd.Function):
         of_own = torch.where(here, of_log_probs, 0)
         grad = torch.empty_like(logits)
         for rows in _rows_of(logits):
-            log_p = logits[rows].float() / ctx.temperature - normalisers[rows, None]
+            log_p = logits[rows].float() / ctx.temperature - normalisers[0, rows, None] - normalisers[1, rows, None]
             p = log_p.exp()
             # d log p_k / d z_j = [j = k] - p_j;  dH / d z_j = -p_j (log p_j + H)
             chunk = p * -of_log_probs[rows, None]
@@ -246,6 +246,11 @@ class _TokenScores(torch.autograd.Function):
                 chunk -= of_entropies[rows, None] * p * (log_p + entropies[rows, None])
             grad[rows] = (chunk / ctx.temperature).to(grad.dtype)
         return grad, None, None, None, None
+
+
+def _normalisers(scaled: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Read the normaliser of each row `[2, N]` off its log-softmax, as `VocabularyShard.joined` describes it."""
+    return torch.stack([scaled.amax(-1), -table.amax(-1)])
 
 
 def _rows_of(logits: torch.Tensor) -> list[slice]:

@@ -17,8 +17,8 @@ LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite: the difference 
 
 
 @triton.jit
-def _scores(logits, tokens, log_probs, normalisers, entropies, stride, vocab, temperature, entropy: tl.constexpr, block: tl.constexpr):
-    """Normaliser, log-prob and entropy of the row that this program has."""
+def _scores(logits, tokens, log_probs, largest, sums, entropies, stride, vocab, temperature, entropy: tl.constexpr, block: tl.constexpr):
+    """Compute the normaliser (`largest` logit and log of the sum over it), log-prob and entropy of this program's row."""
     row = tl.program_id(0).to(tl.int64)
     begin, lanes = logits + row * stride, tl.arange(0, block)
     most, total, weighted = LOWEST, 0.0, 0.0  # the largest logit so far, the sum of exp(logit - most), that of exp(…) * (logit - most)
@@ -34,10 +34,10 @@ def _scores(logits, tokens, log_probs, normalisers, entropies, stride, vocab, te
             weighted = shrink * (weighted + total * (most - larger)) + tl.sum(products, 0)
         total = shrink * total + tl.sum(shares, 0)
         most = larger
-    normaliser = most + tl.log(total)
     chosen = tl.div_rn(tl.load(begin + tl.load(tokens + row)).to(tl.float32), temperature)
-    tl.store(normalisers + row, normaliser)
-    tl.store(log_probs + row, chosen - normaliser)
+    tl.store(largest + row, most)
+    tl.store(sums + row, tl.log(total))
+    tl.store(log_probs + row, chosen - most - tl.log(total))
     if entropy:
         tl.store(entropies + row, tl.log(total) - weighted / total)
 
@@ -46,7 +46,8 @@ def _scores(logits, tokens, log_probs, normalisers, entropies, stride, vocab, te
 def _gradient(
     logits,
     tokens,
-    normalisers,
+    largest,
+    sums,
     entropies,
     of_log_probs,
     of_entropies,
@@ -61,7 +62,7 @@ def _gradient(
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
     here = place < vocab
     values = tl.load(logits + row * stride + place, mask=here, other=0.0).to(tl.float32)
-    log_p = tl.div_rn(values, temperature) - tl.load(normalisers + row)
+    log_p = tl.div_rn(values, temperature) - tl.load(largest + row) - tl.load(sums + row)
     p = tl.exp(log_p)
     given = tl.load(of_log_probs + row)
     found = tl.where(place == tl.load(tokens + row), given, 0.0) - p * given
@@ -84,10 +85,10 @@ class TritonScores(torch.autograd.Function):
         rows, vocab = logits.shape
         own, here = (tokens, None) if words is None else words.own(tokens)
         log_probs = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        normalisers, entropies = torch.empty_like(log_probs), torch.zeros_like(log_probs)
+        normalisers, entropies = log_probs.new_empty(2, rows), torch.zeros_like(log_probs)
         if rows:
             sizes = (logits.stride(0), vocab, float(temperature))
-            _scores[(rows,)](logits, own, log_probs, normalisers, entropies, *sizes, entropy=entropy, block=BLOCK)
+            _scores[(rows,)](logits, own, log_probs, *normalisers, entropies, *sizes, entropy=entropy, block=BLOCK)
         if words is not None and here is not None:
             normalisers, log_probs, entropies = words.scores(normalisers, log_probs, entropies, here)
             own = torch.where(here, own, -1)  # no place: the gradient of another rank's word is that of the normaliser
@@ -104,5 +105,5 @@ class TritonScores(torch.autograd.Function):
             given = [grad.contiguous() for grad in grads]
             sizes = (logits.stride(0), vocab, ctx.temperature)
             grid = (rows, triton.cdiv(vocab, BLOCK))
-            _gradient[grid](logits, tokens, normalisers, entropies, *given, gradient, *sizes, entropy=ctx.entropy, block=BLOCK)
+            _gradient[grid](logits, tokens, *normalisers, entropies, *given, gradient, *sizes, entropy=ctx.entropy, block=BLOCK)
         return gradient, None, None, None, None

@@ -35,7 +35,7 @@ class VocabularyShard:
     def scores(
         self, normalisers: torch.Tensor, log_probs: torch.Tensor, entropies: torch.Tensor, here: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Make normalisers, log-probs and entropies `[N]` of the whole vocabulary of those of each rank's words alone.
+        """Combine the normalisers `[2, N]`, log-probs and entropies `[N]` of each rank's words to those of the whole vocabulary.
 
         A log-prob counts where its token is `here [N]`.
         """
@@ -44,10 +44,13 @@ class VocabularyShard:
         return whole, (is_here * (found + log_shares)).sum(0), (log_shares.exp() * (inner - log_shares)).sum(0)
 
     def joined(self, normalisers: torch.Tensor, *of_shards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-        """Gather what ranks know of `[N]` tokens: the logarithm of the sum over each rank's words, and other numbers.
+        """Gather what ranks know of `[N]` tokens: the normalisers `[2, N]` of each rank's words, and other numbers.
 
-        Return the logarithm of the whole sum `[N]`, that of each rank's share of it `[ranks, N]`, and the other numbers `[ranks, N]` each.
+        A normaliser is the largest logit and the logarithm of the sum of `exp(logit - largest)`: added up, large logits would round it.
+        Return the whole normalisers, the logarithm of each rank's share `[ranks, N]`, and the other numbers `[ranks, N]` each.
         """
-        ranks = stacked(torch.stack([normalisers, *of_shards]), self.group)
-        whole = ranks[:, 0].logsumexp(0)
-        return whole, ranks[:, 0] - whole, [*ranks[:, 1:].unbind(1)]
+        ranks = stacked(torch.stack([*normalisers, *of_shards]), self.group)
+        largest = ranks[:, 0].amax(0)
+        sums = ranks[:, 1] + (ranks[:, 0] - largest)
+        whole = sums.logsumexp(0)
+        return torch.stack([largest, whole]), sums - whole, [*ranks[:, 2:].unbind(1)]
