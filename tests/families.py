@@ -14,7 +14,7 @@ AS_THEY_ARE = [
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "phimoe", "olmo",
     "olmo2", "olmo3", "olmoe", "granite", "granitemoe", "stablelm", "starcoder2", "cohere", "cohere2", "gpt_neox", "gpt_oss", "glm",
     "glm4", "smollm3", "exaone4", "ernie4_5", "apertus", "seed_oss", "arcee", "deepseek_v3", "falcon", "gpt2", "opt", "bloom", "mamba",
-    "minimax", "bamba",
+    "minimax", "bamba", "jetmoe",
 ]
 # fmt: on
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by the name in the table: a type of transformers, and settings

@@ -111,7 +111,7 @@ class FsdpEngine:
         self.shared = shared and not exact  # the engine attends to a prompt before each response by itself
         self._check_sharing(head)
         self._exchanged = self._install_operations(head, compiled=compiled, exact=exact)
-        prepare_layers(head.model, head.layers, recompute=recompute, compiled=compiled, tensor_parallel=tensor_parallel)
+        prepare_layers(head.layers, recompute=recompute, compiled=compiled, tensor_parallel=tensor_parallel)
         self._alike: Places = () if self._ranks.matrices is None else share_matrices(head, self._ranks.matrices)
         self._experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)
         self._units = [*self._experts, *shard(head, head.layers, self._ranks.sharded, dtype, head.backbone.get_input_embeddings())]

@@ -8,7 +8,7 @@ norms, rotations, casts. "selective" keeps 31 KB, and computes 100 of the 235 mi
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -33,18 +33,50 @@ PRODUCTS = {"aten::mm": (0, 1), "aten::addmm": (1, 2)}  # and the places of thei
 WIDENS = 16  # times what it reads: a product that gives more costs little for its bytes, as the second matrix of an adapter does
 
 
+class ChangedInPlaceError(Exception):
+    """A layer changed a kept result in place, so that the backward pass would begin with the changed one."""
+
+
 class Keeps:
     """Which results one pass of one layer keeps: those of attention, of the products before it, and, `with_output`, of the one after it.
 
     The operations of a layer come in one order, of which this counts; the forward pass and the backward pass count by themselves.
+    `changed` has the numbers of the results that the layer changes in place, as OLMo clips queries: these are computed again. The pass
+    that finds one adds its number and raises ChangedInPlaceError. None: nothing is changed in place.
     """
 
-    def __init__(self, *, with_output: bool) -> None:
+    def __init__(self, *, with_output: bool, changed: set[int] | None = None) -> None:
         self._after = 1 if with_output else 0  # products after attention that are still to be kept
         self._attended, self._left = {False: False, True: False}, {False: self._after, True: self._after}
+        self._changed, self._count = changed, {False: 0, True: 0}
+        self._numbers: dict[int, int] = {}  # of the kept results, by their memory
 
     def __call__(self, context: Any, operation: Any, *given: Any, **named: Any) -> CheckpointPolicy:
-        again, kept = context.is_recompute, False
+        again, kept = context.is_recompute, self._keeps(context.is_recompute, operation, *given)
+        if self._changed is None:
+            return _policy(kept)
+        self._find_change(operation, given, named)
+        if kept:
+            number, self._count[again] = self._count[again], self._count[again] + 1
+            kept = number not in self._changed
+            outputs = context.op_output if isinstance(context.op_output, tuple | list) else (context.op_output,)
+            if kept:
+                self._numbers |= {_memory(each): number for each in outputs if isinstance(each, torch.Tensor)}
+        return _policy(kept)
+
+    def _find_change(self, operation: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if self._changed is None or not isinstance(operation, torch._ops.OpOverload) or not operation._schema.is_mutable:
+            return
+        arguments = operation._schema.arguments
+        by_name = dict(zip((argument.name for argument in arguments), given, strict=False)) | named
+        written = [by_name.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+        found = {_memory(each) for each in written if isinstance(each, torch.Tensor)} & self._numbers.keys()
+        if found:
+            self._changed |= {self._numbers[memory] for memory in found}
+            raise ChangedInPlaceError
+
+    def _keeps(self, again: bool, operation: Any, *given: Any) -> bool:
+        kept = False
         name = operation.name().partition(".")[0] if isinstance(operation, torch._ops.OpOverload) else ""
         if name in KERNELS or name in SOFTMAX:
             self._attended[again], kept = True, name in KERNELS
@@ -54,34 +86,57 @@ class Keeps:
             if self._attended[again]:
                 kept = kept and self._left[again] > 0
                 self._left[again] -= kept
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        return kept
 
 
-def prepare_layers(model: Any, layers: Any, *, recompute: Recompute, compiled: bool, tensor_parallel: int = 1) -> None:
+def _policy(kept: bool) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def prepare_layers(layers: Any, *, recompute: Recompute, compiled: bool, tensor_parallel: int = 1) -> None:
     """Make the layers recompute in the backward pass, or compile them; call it before they are sharded.
 
     Ranks that share matrices sum what the product after attention gives: each would keep a summand of all tokens, and computes it again.
+    transformers' own recomputing is not used: it is for modules in training, whose layers apply dropout.
     """
-    chosen: dict[str, Any] = {"use_reentrant": False}
-    if recompute == "selective":
-        chosen["context_fn"] = partial(_contexts, tensor_parallel == 1)
-    if recompute == "selective" and compiled:  # inside of what is compiled: outside, its operations could not be told apart
-        for layer in layers:
-            layer.forward = _remembering(layer.forward, chosen)
-    elif recompute:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=chosen)
     for layer in layers:
-        layer.training = bool(recompute)  # of the layer alone, not of what is in it: recomputing is off otherwise, dropout stays off
+        if recompute:  # inside of what is compiled: outside, its operations could not be told apart
+            changed = None if compiled else set[int]()  # the compiler lets nothing change in place
+            contexts = {"context_fn": partial(_contexts, tensor_parallel == 1, changed)} if recompute == "selective" else {}
+            layer.forward = _remembering(layer.forward, contexts)
+            layer.forward = layer.forward if compiled else _repeated(layer.forward)
+            layer.gradient_checkpointing = True  # tells the model that passes are computed again
         if compiled:
             layer.compile(dynamic=True)
 
 
-def _contexts(with_output: bool) -> Any:
-    return create_selective_checkpoint_contexts(Keeps(with_output=with_output))
+def _contexts(with_output: bool, changed: set[int] | None) -> Any:
+    return create_selective_checkpoint_contexts(Keeps(with_output=with_output, changed=changed))
 
 
-def _remembering(forward: Callable[..., Any], chosen: dict[str, Any]) -> Callable[..., Any]:
+def _remembering(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
+    @wraps(forward)
     def run(*given: Any, **named: Any) -> Any:
-        return checkpoint(forward, *given, **named, **chosen) if torch.is_grad_enabled() else forward(*given, **named)
+        if not torch.is_grad_enabled():
+            return forward(*given, **named)
+        return checkpoint(forward, *given, use_reentrant=False, **contexts, **named)
+
+    return run
+
+
+def _repeated(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Run a layer again for each result that its first pass finds changed in place."""
+
+    @wraps(forward)
+    def run(*given: Any, **named: Any) -> Any:
+        while True:
+            try:
+                return forward(*given, **named)
+            except ChangedInPlaceError:
+                continue
 
     return run
