@@ -249,6 +249,8 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
         repeats[index, :start] = 1
         repeats[index, :prompt] = len(sequence.rows)
     shared = any(len(s.rows) > 1 for s in sequences)
+    if shared:  # padding is at no position that no row has: a model may compute otherwise from some position on
+        positions[segments == IGNORED] = 0
     none = torch.zeros(0, dtype=torch.long)
     return MicroBatch(
         rows=torch.tensor([row for s in sequences for row in s.rows], dtype=torch.long),

@@ -53,7 +53,8 @@ class EngineSpec(Estimates):
     `shares_steps` if responses that join later are decoded in the same step as those under way, and `merges_adapters` if it may follow a
     policy with `adapter=`: each new version is then made of the base and the adapter. It `samples_exactly` if a policy with `exact=True`
     computes its log-probs to the bit. `prepare()` imports what `load` needs, where that changes the process for others: `rg.warm` then
-    keeps a process of its own for it, from which workers are forked. An engine that `renews` may be kept by `rg.warm(engines=True)` from
+    keeps a process of its own for it, from which workers are forked. It has `fixed_rotation` if rotary factors that depend on the length
+    of a text are chosen once for all texts, by `max_context`. An engine that `renews` may be kept by `rg.warm(engines=True)` from
     one job to the next, between its methods `forget` and `renew`. See `Estimates` for the other fields.
 
     Example:
@@ -70,6 +71,7 @@ class EngineSpec(Estimates):
     shares_steps: bool = True
     merges_adapters: bool = False
     samples_exactly: bool = False
+    fixed_rotation: bool = False
     check_arguments: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
     prepare: Callable[[], None] | None = None
     renews: bool = False

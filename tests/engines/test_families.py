@@ -2,18 +2,22 @@
 
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from families import COLUMNS, FAMILIES, folder_of, results
 
+import rlgraph as rg
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.forward import flash, packed_attention, self_test
+from rlgraph.engines.forward.miniature import VOCAB
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.hf_models.pretrained import byte_tokenizer
 from rlgraph.engines.transformers.engine import TransformersEngine
-from rlgraph.errors import DataError
+from rlgraph.errors import DataError, GraphError
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 WAYS: dict[str, dict[str, bool]] = {
@@ -93,6 +97,53 @@ def test_an_update_is_that_of_the_models_own_forward(name: str, settings: dict[s
         if grad is not None:
             assert (step - grad).norm() <= 0.02 * grad.norm() + 1e-6 * norm, name
     engine.close()
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+ROTATIONS: dict[str, tuple[str, dict[str, Any]]] = {  # of 60 tokens at most
+    "longrope": ("phi3", {"original_max_position_embeddings": 60, "rope_parameters": {**LONGROPE, "rope_theta": 10000.0}}),
+    "dynamic": ("llama", {"max_position_embeddings": 60, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+}
+
+
+def rotating(name: str, folder: Path) -> Path:
+    """Make a model whose rotary factors depend on the longest row of a batch, from 60 tokens on."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kind, settings = ROTATIONS[name]
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.1}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **ids, **settings)).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+@pytest.mark.parametrize("flat", [False, True])
+def test_rows_beside_others_have_the_rotary_factors_of_a_row_alone_or_are_refused(name: str, flat: bool, tmp_path: Path) -> None:
+    folder, batch = rotating(name, tmp_path / name), self_test._batch()
+    short = {column: values[2:] for column, values in batch.items()}  # of at most 54 tokens; a prompt and its responses have more
+    with closing(FsdpEngine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32, flat=flat)) as engine:
+        torch.testing.assert_close(engine.scores(short), own_scores(folder, short), atol=NEAR, rtol=0)
+        with pytest.raises(DataError, match=r"a row has 70 tokens, but beyond 60 the model's rotary factors depend"):
+            engine.scores(batch)
+
+
+@pytest.mark.parametrize(("engine", "most", "refuses"), [("vllm", 60, ""), ("vllm", 61, "old_log_probs"), ("transformers", 61, "rollout")])
+def test_a_generator_writes_no_rows_that_its_trainer_would_rotate_otherwise(engine: str, most: int, refuses: str, tmp_path: Path) -> None:
+    folder = str(rotating("longrope", tmp_path / "phi3"))
+    generator = rg.Generator(
+        folder, pool=rg.Pool("rollout"), engine=engine, max_context=most, sampling=rg.Sampling(max_tokens=4), dtype="float32"
+    )
+    rollout = generator.rollout(rg.prompts([{"prompt": "1"}], 1))
+    scores = rg.Policy(folder, pool=rg.Pool("train"), self_test=False).log_probs(rollout)
+    for node in (rollout.node, scores.node):
+        if node.name != refuses:
+            node.operation.check(node)
+            continue
+        with pytest.raises(GraphError, match=rf"'{refuses}' .* rows of up to 61 tokens .* set Generator\(max_context=\) to at most 60"):
+            node.operation.check(node)
+        return
 
 
 LACKING = {"mistral": "sliding_window", "gemma2": "softcap", "gpt_oss": "s_aux"}

@@ -75,6 +75,15 @@ def without_layer(folder: Path) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}, folder / "model.safetensors")
 
 
+def with_head(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[-1, -1] += 1
+    save_file(tensors | {"lm_head.weight": head}, folder / "model.safetensors")
+
+
 def without_tokenizer(folder: Path) -> None:
     for file in folder.glob("tokenizer*"):
         file.unlink()
@@ -109,6 +118,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "header of another size": (written("model.safetensors", WRONG_SIZE), r"a tensor of shape \[2\] and F32 has 4 bytes"),
     "a file of the index is missing": (written("model.safetensors.index.json", INDEX), r"index\.json': there is no 'model-00002-of-00002"),
     "index is no JSON": (written("model.safetensors.index.json", b"x"), r"index\.json' is no index of weights"),
+    "a head beside the tied one": (with_head, r"'lm_head\.weight' differs from 'model\.embed_tokens\.weight', but config\.json ties them"),
     "no tokenizer": (without_tokenizer, "no tokenizer among its files"),
     "tokenizer cut off": (written("tokenizer.json", b'{"version": "1.0", "mod'), r"tokenizer\.json' is not JSON"),
     "tokenizer of nothing": (written("tokenizer.json", b"{}"), r"tokenizer\.json': the tokenizer cannot be loaded"),

@@ -2,12 +2,25 @@
 
 import torch
 
-from rlgraph.batching.packing import MicroBatch
+from rlgraph.batching.packing import MicroBatch, response_lengths
 from rlgraph.columns import Column, Columns
 from rlgraph.costs.update_memory import LOGITS_AT_ONCE
 from rlgraph.engines.forward.collectives import filled
+from rlgraph.errors import DataError
 
 AT_ONCE = {"cpu": 1 << 24, "cuda": LOGITS_AT_ONCE}  # logits: on a GPU enough rows for a product at its full speed
+
+
+def check_lengths(batch: Columns, most: int | None) -> None:
+    """Raise DataError for a row of more tokens than `most`, the `rotary_limit` of the model that reads it."""
+    if most is None:
+        return
+    longest = int((tensor_of(batch, "prompt_mask").sum(-1) + response_lengths(tensor_of(batch, "response_mask"))).max())
+    if longest > most:
+        raise DataError(
+            f"a row has {longest} tokens, but beyond {most} the model's rotary factors depend on the longest row of a micro-batch, so that "
+            f"log-probs would depend on micro_batch_tokens; cut rows to {most} tokens (max_tokens=, max_context=)"
+        )
 
 
 def unpacked(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:

@@ -24,7 +24,7 @@ from rlgraph.engines.forward.chosen_tokens import ChosenTokens
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.forward.ring import RingPass
 from rlgraph.engines.forward.routers import Routing, routers_of
-from rlgraph.engines.forward.rows import rows_of, shape_of, tensor_of, unpacked
+from rlgraph.engines.forward.rows import check_lengths, rows_of, shape_of, tensor_of, unpacked
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.exchange import summed
@@ -40,6 +40,7 @@ from rlgraph.engines.fsdp.tensor_parallel import Places, share_matrices, sum_gra
 from rlgraph.engines.fsdp.whole import whole_shape
 from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
 from rlgraph.engines.hf_models.parallel_plan import check_experts, check_parallel
+from rlgraph.engines.hf_models.text_part import rotary_limit
 from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
 from rlgraph.engines.lora.settings import LoRA
 from rlgraph.engines.lora.shared_base import SharedBase
@@ -107,6 +108,7 @@ class FsdpEngine:
         self.micro_batch_tokens = micro_batch_tokens
         self.optimizer_settings, self._steps = optimizer, 0
         self._head = head if head.folder is not None else head.to(self._device)
+        self._most = rotary_limit(head.backbone.config.get_text_config())
         self._flat = exact or (self._device.type == "cuda" or bool(recompute) or self._ranks.sharing > 1 if flat is None else flat)
         self.shared = shared and not exact  # the engine attends to a prompt before each response by itself
         self._check_sharing(head)
@@ -257,6 +259,7 @@ class FsdpEngine:
 
     def _passes(self, batch: Columns) -> Iterator[MicroBatch]:
         ranks = self._ranks
+        check_lengths(batch, self._most)
         most = self.micro_batch_tokens * ranks.context  # of a pass, which these ranks share
         passes = plan_micro_batches(batch, ranks.data, most, flat=self._flat, shared=self.shared)[ranks.data_rank]
         for done, sequences in enumerate(passes):

@@ -1,8 +1,9 @@
 """Check that a model folder can be loaded, by its config, its tokenizer and the headers of its weights, before anything starts.
 
-It takes milliseconds: no weight is read, and nothing is looked up on a network.
+It takes milliseconds, and nothing is looked up on a network. Weights are read only where a head is tied by the config and in the files.
 """
 
+import functools
 import json
 import re
 import struct
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlgraph.engines.hf_models.text_part import is_head, text_config
 from rlgraph.errors import DataError, shown
 
 MOST_HEADER_BYTES = 100_000_000  # what safetensors takes itself
@@ -41,6 +43,7 @@ def check_loadable(path: str | Path, config: Mapping[str, Any]) -> None:
                 "weights and config are of two models; take both from one"
             )
     _check_layers(folder, config, shapes)
+    _check_tied(folder, shapes, places)
 
 
 def _check_config(file: Path, config: Mapping[str, Any]) -> None:
@@ -156,6 +159,36 @@ def _check_layers(folder: Path, config: Mapping[str, Any], shapes: Shapes) -> No
         )
     if config["model_type"] in PLAIN and len(there) > config["num_hidden_layers"]:
         raise DataError(f"model '{folder}': config.json has {config['num_hidden_layers']} layers, the weights have {len(there)}; {AGAIN}")
+
+
+def _check_tied(folder: Path, shapes: Shapes, places: Mapping[str, Path]) -> None:
+    """Raise DataError if the config ties the head to the embeddings and the files hold two that differ: readers would not agree on one."""
+    for head in filter(is_head, shapes):
+        same = (name for name in shapes if name != head and shapes[name] == shapes[head] and ("embed" in name or "wte" in name))
+        embeddings = next(same, None)
+        if embeddings is None or not text_config(folder).tie_word_embeddings:
+            continue
+        one, other = (places[name] for name in (head, embeddings))
+        if not _equal(one, head, other, embeddings, one.stat().st_mtime_ns, other.stat().st_mtime_ns):
+            raise DataError(
+                f"'{places[head]}': '{head}' differs from '{embeddings}', but config.json ties them, as a folder with a merged adapter of "
+                'the head does; write "tie_word_embeddings": false into config.json, so that every engine reads both'
+            )
+
+
+@functools.cache
+def _equal(one: Path, first: str, other: Path, second: str, *modified: int) -> bool:
+    """Compare two tensors of files, which were `modified` at these times, bit for bit and some rows at a time."""
+    import torch
+    from safetensors import safe_open
+
+    with safe_open(one, "pt") as ones, safe_open(other, "pt") as others:
+        left, right = ones.get_slice(first), others.get_slice(second)
+        for row in range(0, left.get_shape()[0], 4096):
+            a, b = left[row : row + 4096], right[row : row + 4096]
+            if not torch.equal(a.contiguous().view(torch.uint8), b.to(a.dtype).contiguous().view(torch.uint8)):
+                return False
+    return True
 
 
 def check_tokenizer(path: str | Path) -> Any:

@@ -31,6 +31,21 @@ def text_config(path: str | Path) -> Any:
     return text
 
 
+def rotary_limit(config: Any) -> int | None:
+    """Read off a text model's configuration the most tokens that a row may have; None where the rotary factors depend on no length.
+
+    Of the types "longrope" and "dynamic" transformers computes other factors if any row of a batch is longer, for all its rows.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]  # or one for each type of layer
+    found = [
+        config.max_position_embeddings if "dynamic" in kind["rope_type"] else kind["original_max_position_embeddings"]
+        for kind in kinds
+        if kind.get("rope_type") == "longrope" or "dynamic" in kind.get("rope_type", "")
+    ]
+    return min(found, default=None)
+
+
 def text_entries(path: str | Path, config: dict[str, Any]) -> dict[str, Any]:
     """The entries of a config.json that describe the text model, under the type of the whole model."""
     if not is_nested(config):

@@ -17,7 +17,7 @@ from rlgraph.columns import Columns
 from rlgraph.engines.api import Guard, Loss, check_weights
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.forward.rows import rows_of, shape_of, tensor_of, unpacked
+from rlgraph.engines.forward.rows import check_lengths, rows_of, shape_of, tensor_of, unpacked
 from rlgraph.engines.forward.vocabulary import VocabularyShard
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.adamw import AdamW
@@ -27,6 +27,7 @@ from rlgraph.engines.fsdp.muon import first_moments
 from rlgraph.engines.fsdp.offload import OffloadedMoments
 from rlgraph.engines.fsdp.sharding import join
 from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
+from rlgraph.engines.hf_models.text_part import rotary_limit
 from rlgraph.engines.megatron import host_cuda
 from rlgraph.engines.megatron.boxed import Box, BoxedTensor
 from rlgraph.engines.megatron.masters import Masters
@@ -182,6 +183,7 @@ class MegatronEngine:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         ranks = self._ranks
+        check_lengths(batch, rotary_limit(self._head.backbone.config.get_text_config()))
         most = self.micro_batch_tokens * ranks.context  # of a pass, which these ranks share
         passes = plan_micro_batches(batch, ranks.data, most, flat=True, shared=False)[ranks.data_rank]
 

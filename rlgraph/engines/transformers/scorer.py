@@ -10,6 +10,7 @@ from rlgraph.engines.forward.packed_attention import padded
 from rlgraph.engines.hf_models.chat_template import render_answered
 from rlgraph.engines.hf_models.encoding import prompt_tokens
 from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf_models.text_part import rotary_limit, text_config
 from rlgraph.errors import DataError
 
 
@@ -36,7 +37,8 @@ class ScoreEngine:
     ) -> None:
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-        self._context = check_model(path).context_length
+        context = check_model(path).context_length
+        self._context = min(context, rotary_limit(text_config(path)) or context)
         self._tokenizer = AutoTokenizer.from_pretrained(path)
         capped = getattr(AutoConfig.from_pretrained(path).get_text_config(), "attn_logit_softcapping", None) is not None
         attention = padded(AutoModelForSequenceClassification, path) if capped else None  # transformers' own default leaves the cap out

@@ -42,6 +42,7 @@ SPEC = EngineSpec(
     spans_devices=True,
     merges_adapters=True,
     samples_exactly=True,
+    fixed_rotation=True,
     check_arguments=check_arguments,
     shares=(engine_arguments.MEMORY_ALONE, engine_arguments.MEMORY_SHARED),
     prepare=import_vllm,

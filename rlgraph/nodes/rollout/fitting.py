@@ -11,7 +11,7 @@ from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.hf_models.chat_template import check_conversations
 from rlgraph.engines.hf_models.encoding import encoded_prompts
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.prompts import Prompts
@@ -39,6 +39,8 @@ def check_prompts(
             f"are 0 to {model.vocab_size - 1}; take them from the model's own tokenizer"
         )
     context = generator.max_context or model.context_length
+    if not generator.spec.fixed_rotation:
+        check_rotation(f"node '{node.name}' samples with engine={shown(generator.spec.name)}", generator.path, context)
     tokenizer = check_tokenizer(generator.path)
     room = context - sampling.max_tokens
     if room < 1:
@@ -48,6 +50,18 @@ def check_prompts(
     if isinstance(source, Prompts):
         fit_prompts(node.name, generator.path, tokenizer, source, context, sampling.max_tokens, chats)
     return tokenizer
+
+
+def check_rotation(where: str, path: str, most: int, room: str = "Generator(max_context=)") -> None:
+    """Raise GraphError if rows of `most` tokens are so long that the rotary factors of a model depend on the rows beside them."""
+    from rlgraph.engines.hf_models.text_part import rotary_limit, text_config
+
+    limit = rotary_limit(text_config(path))
+    if limit is not None and most > limit:
+        raise GraphError(
+            f"{where} rows of up to {most} tokens of '{path}', whose rotary factors change beyond {limit}: vLLM then uses others for all "
+            f"rows, and transformers for the rows beside a longer one, so log-probs would not agree; set {room} to at most {limit}"
+        )
 
 
 def fit_prompts(

@@ -11,11 +11,12 @@ from rlgraph.engines.registry import TRAINERS, TrainerSpec, trainer_of
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Model, Node
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
+from rlgraph.nodes.rollout.fitting import check_rotation
 from rlgraph.nodes.training.adapters import check_adapter, check_adapter_folder
 from rlgraph.nodes.training.exact import check_exact_settings
 from rlgraph.nodes.training.low_bits import check_eight_bits, check_installed
 from rlgraph.nodes.training.router_replay import check_replay, check_replay_folder
-from rlgraph.nodes.training.vocabulary import check_vocabulary
+from rlgraph.nodes.training.vocabulary import check_vocabulary, writers
 from rlgraph.setting_types import Named
 from rlgraph.settings import AtLeastZero, Count, Dtype, Recompute
 
@@ -205,6 +206,7 @@ class ModelScores(Operation):
         check_trained(self.model)
         check_vocabulary(node)
         check_rows_fit(node, self.model)
+        check_rotary_factors(node, self.model)
 
 
 def check_folder(path: str) -> None:
@@ -232,7 +234,7 @@ def check_trained(model: TrainedModel) -> None:
         check_family(model.path, check_model(model.path).model_type)
         if model.dtype != "float32":
             check_on_gpu(model.path)
-    if check_model(model.path).model_type not in TESTED and model.self_test:
+    if check_model(model.path, loadable=True).model_type not in TESTED and model.self_test:
         _check_computed(model.path, (Path(model.path) / "config.json").read_text())
 
 
@@ -271,6 +273,22 @@ def check_rows_fit(node: Node, model: TrainedModel) -> None:
                 f"node '{node.name}' scores rows of '{writer.name}', which may have {most} tokens, but its model has room for {room}: "
                 "raise its max_context= as far as the model's own bound, or lower that of the generator"
             )
+
+
+def check_rotary_factors(node: Node, model: TrainedModel) -> None:
+    """Raise GraphError for rows that are so long that the model's rotary factors depend on the rows beside them.
+
+    Rows that are no generator's are checked as they arrive.
+    """
+    from rlgraph.engines.hf_models.pretrained import check_model
+
+    for writer in writers(node):
+        if writer.model is not None and writer.traits.work == "generate":
+            most = writer.model.traits.max_context or check_model(writer.model.path).context_length
+            check_rotation(f"node '{node.name}' reads", model.path, most)
+    if model.spec.only_scores:  # an engine that chooses factors by its own room for rows
+        room = model.traits.max_context or check_model(model.path).context_length
+        check_rotation(f"node '{node.name}' has room for", model.path, room, room=f"{type(model).__name__}(max_context=)")
 
 
 def check_scored(name: str, model: TrainedModel, temperature: float, top_k: int | None = 1) -> None:

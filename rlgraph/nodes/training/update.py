@@ -20,7 +20,7 @@ from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
 from rlgraph.nodes.training.exact import checked_rows
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.mixture import Part, mixed
-from rlgraph.nodes.training.trained_model import TrainedModel, check_trained
+from rlgraph.nodes.training.trained_model import TrainedModel, check_rotary_factors, check_trained
 from rlgraph.nodes.training.vocabulary import check_vocabulary
 from rlgraph.settings import Count
 
@@ -139,6 +139,7 @@ class Training(Operation):
     def check(self, node: Node) -> None:
         check_trained(self.model)
         check_vocabulary(node)
+        check_rotary_factors(node, self.model)
 
     def start(self, context: Context) -> Stage:
         guard = UpdateGuard(self.name, self.guards)

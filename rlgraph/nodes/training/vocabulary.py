@@ -17,7 +17,7 @@ def check_vocabulary(node: Node) -> None:
     Models of one family differ in tokens at the end of their vocabularies that only some of them use, so only ids of both are compared.
     """
     assert node.model is not None
-    for writer, path in dict(writers(node)).items():
+    for writer, path in {source.name: _path(source) for source in writers(node)}.items():
         found = None if path == node.model.path else difference(path, node.model.path)
         if found is not None:
             raise DataError(
@@ -26,16 +26,19 @@ def check_vocabulary(node: Node) -> None:
             )
 
 
-def writers(node: Node) -> Iterator[tuple[str, str]]:
-    """Yield the nodes that wrote the tokens that reach a node, and the folders of the models whose tokens they are."""
+def _path(writer: Node) -> str:
+    operation = writer.operation
+    return operation.model.path if isinstance(operation, Examples | Stepwise) else writer.model.path  # type: ignore[union-attr]
+
+
+def writers(node: Node) -> Iterator[Node]:
+    """Yield the nodes that wrote the tokens that reach a node."""
     for output in node.inputs:
         if not any(column.removeprefix(output.prefix) == WRITTEN for column in output.columns):
             continue
         source = output.node
-        if isinstance(source.operation, Examples | Stepwise):
-            yield source.name, source.operation.model.path
-        elif source.model is not None:
-            yield source.name, source.model.path
+        if isinstance(source.operation, Examples | Stepwise) or source.model is not None:
+            yield source
         else:
             yield from writers(source)
 
