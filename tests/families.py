@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by the name in the table:
     "qwen2, with windows": ("qwen2", WINDOWS),
     "qwen3, with windows": ("qwen3", WINDOWS),
     "phi3, with windows": ("phi3", {"sliding_window": 2047}),
+    "minimax, first layer linear": ("minimax", {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),
     "llama4_text": ("llama4_text", {"layer_types": ["chunked_attention", "full_attention"], "num_hidden_layers": 2}),

@@ -1,8 +1,9 @@
 """A small random model of the same making as a large one: its attention and its kinds of layers, at a width that costs nothing.
 
-Windows and soft caps come down with the length of a test's sequences and the size of its scores, so that leaving one out is seen.
+Windows, blocks and soft caps come down with the length of a test's sequences and the size of its scores, so that leaving one out is seen.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import torch
 
 VOCAB, WINDOW, CAP, EXPERTS, WIDTH, CHUNK = 96, 11, 2.0, 8, 64, 16
 MOST_LAYERS, MOST_PARAMETERS = 16, 100_000_000
+LENGTHS = re.compile("sliding_window|window_size$|^attention_chunk_size$|^block_size$|^index_topk$")  # beyond which layers compute otherwise
 GAIN = 1.5  # of random matrices over those that keep the size of what they multiply: attention that looks somewhere
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -86,12 +88,7 @@ def _shallow(config: Any) -> dict[str, Any]:
     found |= {name: keep for name in names if found.get(name) == count} | {name: value[:keep] for name, value in lists.items()}
     found |= {"vocab_size": VOCAB} | {name: None for name in TOKENS if name in found}
     for name, value in found.items():
-        if (
-            isinstance(value, int)
-            and not isinstance(value, bool)
-            and value > 0
-            and ("sliding_window" in name or name == "attention_chunk_size")
-        ):
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0 and LENGTHS.search(name):
             found[name] = min(value, WINDOW)
         elif isinstance(value, int | float) and "softcap" in name:
             found[name] = min(value, CAP)
