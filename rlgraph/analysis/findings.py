@@ -15,6 +15,7 @@ SMALL = 0.02  # of a pool's time: a cost that should be hidden
 TAIL = 3.0  # longest over mean response: above it, the longest one sets the time of a batch (uniform lengths have 2)
 DISAGREE = {"rollout_corr/k3_kl": 0.01, "actor/ppo_kl_abs": 0.1}  # engine against trainer, per token: a difference of about 0.1 in log-prob
 CLIPPED = 0.3  # share of tokens that the loss clips: above it, most of a step's gradient is thrown away
+NOTHING_LEARNT = 0.9  # share of responses without an advantage: above it, a step is nearly all in vain
 HELD_UP = 0.05  # of a pool's time: waits for rewards, the driver or copies, which should cost nothing
 
 
@@ -33,7 +34,7 @@ def findings(run: Run) -> tuple[str, ...]:
     """List what to change, most important first. A well-balanced run gets a line that says so; one without steady steps gets none."""
     if not run.steady or not run.spans:
         return ()
-    found = [line for side in _loop_balances(run) for line in _balance(run, side)]
+    found = [*_flat(run), *(line for side in _loop_balances(run) for line in _balance(run, side))]
     rules: Sequence[Callable[[Run], Iterator[str]]] = (
         _unused,
         _publishing,
@@ -214,6 +215,16 @@ def _disagreement(run: Run) -> Iterator[str]:
                 "their dtypes and sampling settings, and correct the rest with rollout_correction(...)"
             )
             return
+
+
+def _flat(run: Run) -> Iterator[str]:
+    """Yield a line if most responses have an advantage of 0: a faster step would not help."""
+    values = run.values("critic/advantages/zero")
+    if values and median(values) > NOTHING_LEARNT:
+        yield (
+            f"{median(values):.0%} of the responses have an advantage of 0, since all responses to their prompt have equal rewards: "
+            "choose easier or harder prompts, check the reward on some samples, raise group_size, or drop such groups with refill"
+        )
 
 
 def _clipping(run: Run) -> Iterator[str]:

@@ -81,10 +81,16 @@ def test_a_slow_reward_is_named() -> None:
     assert "'score'" not in said(played(plan(0, 1.0, 1.0), 30))
 
 
-@pytest.mark.parametrize(("metric", "small", "large"), [("rollout_corr/k3_kl", 0.001, 0.05), ("actor/pg_clipfrac", 0.02, 0.5)])
-def test_a_metric_out_of_bounds_is_named(metric: str, small: float, large: float) -> None:
+OUT_OF_BOUNDS = [
+    ("rollout_corr/k3_kl", 0.001, 0.05, "different log-probs"),
+    ("actor/pg_clipfrac", 0.02, 0.5, "the loss clips 50% of the tokens"),
+    ("critic/advantages/zero", 0.5, 1.0, "100% of the responses have an advantage of 0"),
+]
+
+
+@pytest.mark.parametrize(("metric", "small", "large", "words"), OUT_OF_BOUNDS)
+def test_a_metric_out_of_bounds_is_named(metric: str, small: float, large: float, words: str) -> None:
     run = played(plan(1, 2.0, 2.0), 30, jitter=0.0)
-    words = {"rollout_corr/k3_kl": "different log-probs", "actor/pg_clipfrac": "the loss clips 50% of the tokens"}[metric]
     assert words not in said(with_metric(run, metric, small))
     assert words in said(with_metric(run, metric, large))
 

@@ -179,9 +179,7 @@ def test_a_width_that_no_run_had_is_said_to_be_assumed_with_bounds_that_hold() -
     plan = rollout_on(1, costs)
     (said,) = plan.prediction.assumed
     assert "'rollout' was measured on 2 cores an engine and is predicted on 1" in said
-    low, high = map(
-        float, re.findall(r"([\d.]+) s if it keeps (?:nothing|all)", said)
-    )
+    low, high = map(float, re.findall(r"([\d.]+) s if it keeps (?:nothing|all)", said))
     truth = np.mean([by_length("rollout", row.tolist()) for row in UNIFORM.batches(400, 16).astype(int)])
     assert 0.97 * low <= truth <= high
     assert low < plan.node("rollout").seconds < high

@@ -9,6 +9,7 @@ import torch
 from tiny import WeightedLikelihood, batch_of, tiny
 
 import rlgraph as rg
+from rlgraph import notices
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import GraphError, GuardError
@@ -139,3 +140,20 @@ def test_a_reward_far_outside_of_those_before_is_an_outlier(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING, "rlgraph.guards"):
         assert outliers.look(torch.tensor([0.5, 1000.0, 0.2])) == 1
     assert "node 'reward': 1 of 3 rewards are outliers; response 1 got 1000" in caplog.text
+
+
+def test_batches_whose_advantages_are_all_zero_are_measured_and_noticed_after_three() -> None:
+    notices.here.forget()
+    guard, equal, mixed = UpdateGuard("update", Guards()), batch_of([7, 2, 5, 5]), batch_of([7, 2, 5, 5])
+    equal["advantages"] = torch.zeros_like(equal["advantages"])
+    mixed["advantages"] = torch.zeros_like(mixed["advantages"])
+    mixed["advantages"][0] = 1.0
+    shares = []
+    for batch in (equal, equal, mixed, equal, equal):
+        guard.batch(batch)
+        shares.append(guard.metrics()["critic/advantages/zero"])
+    rows = len(mixed["advantages"])
+    assert shares == [1.0, 1.0, pytest.approx(1 - 1 / rows), 1.0, 1.0]
+    assert notices.here.said() == ()
+    guard.batch(equal)
+    assert "every advantage of 3 batches in a row is 0" in notices.here.said()[0]

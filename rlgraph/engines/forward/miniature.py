@@ -13,7 +13,8 @@ import torch
 
 VOCAB, WINDOW, CAP, EXPERTS, WIDTH, CHUNK = 96, 11, 2.0, 8, 64, 16
 MOST_LAYERS, MOST_PARAMETERS = 16, 100_000_000
-LENGTHS = re.compile("sliding_window|window_size$|^attention_chunk_size$|^block_size$|^index_topk$")  # beyond which layers compute otherwise
+# The lengths beyond which layers compute something else.
+LENGTHS = re.compile("sliding_window|window_size$|^attention_chunk_size$|^block_size$|^index_topk$")
 GAIN = 1.5  # of random matrices over those that keep the size of what they multiply: attention that looks somewhere
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

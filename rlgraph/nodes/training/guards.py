@@ -8,12 +8,13 @@ from typing import Annotated, Literal, TypeAlias
 
 import torch
 
-from rlgraph import settings
+from rlgraph import notices, settings
 from rlgraph.columns import Columns
 from rlgraph.errors import GuardError
 from rlgraph.setting_types import Range
 
 Limit: TypeAlias = Annotated[float, Range(above=0, rule="a number above 0, or None for no limit")]
+FLAT = 3  # batches in a row without a difference between rewards: an accident of one step is none
 log = logging.getLogger("rlgraph.guards")
 
 
@@ -59,6 +60,7 @@ class UpdateGuard:
     in_a_row: int = 0
     skipped: int = 0
     warnings: int = 0
+    flat: int = 0  # batches in a row in which every advantage is 0
     found: dict[str, float] = field(default_factory=dict)
 
     def batch(self, columns: Columns) -> bool:
@@ -69,6 +71,8 @@ class UpdateGuard:
         if not bool(mask.any()):
             self._skip(self.guards.empty, "the batch has no token to learn from: every response is empty or masked out")
             return False
+        if isinstance(advantages := columns.get("advantages"), torch.Tensor):
+            self._advantages(advantages, mask)
         old, sampled = columns.get("old_log_probs"), columns.get("rollout_log_probs")
         if isinstance(old, torch.Tensor) and isinstance(sampled, torch.Tensor) and old is not sampled:
             mismatch = (old - sampled).abs()[mask].mean().item()
@@ -76,6 +80,17 @@ class UpdateGuard:
             what = "engine and trainer give the sampled tokens log-probs that differ by {:.3g} on average"
             self._limit(what, mismatch, self.guards.warn_mismatch, self.guards.stop_mismatch, "mismatch")
         return True
+
+    def _advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
+        """Measure the share of responses whose advantages are all 0. Notice when that is every response of three batches in a row."""
+        zero = ((advantages == 0) | ~mask).all(-1)
+        self.found["critic/advantages/zero"] = zero.float().mean().item()
+        self.flat = self.flat + 1 if bool(zero.all()) else 0
+        if self.flat == FLAT:
+            notices.here.say(
+                f"node '{self.node}': every advantage of {FLAT} batches in a row is 0, so nothing is learnt: the responses to each prompt "
+                "have equal rewards. Look at some samples; the task may be too hard or too easy, or the reward never finds the answer"
+            )
 
     def __call__(self, metrics: Mapping[str, float]) -> bool:
         """Decide from the loss's metrics and the gradients' norm whether the optimizer may step. Raises GuardError if it must stop."""
