@@ -335,7 +335,7 @@ PLANS = {
     ),
     "greedy groups": compiled(
         "temperature=0, so that all responses of a group are the same",
-        lambda: rg.compile(graph(sampling=rg.Sampling(max_tokens=4, temperature=0)), rg.Cluster()),
+        lambda: rg.compile(graph(sampling=rg.Sampling(max_tokens=4, temperature=0), loss=alg.Reinforce()), rg.Cluster()),
         rg.PlanWarning,
     ),
     "an unknown key of a plan": compiled("plan.speed means nothing here", plan_json(lambda text: text.replace("{", '{"speed": 1,', 1))),
