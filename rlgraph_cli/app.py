@@ -29,6 +29,7 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE.py", help="A Python 
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the recipe; config=FILE.yaml reads them from a file.")
 ]
+NOTHING_STARTS = ("plan", "tune", "export", "report", "compare")  # whose errors are of the call or its files
 MACHINE = "Another machine than this one"
 Gpus = Annotated[int | None, typer.Option(min=0, help="GPUs of all hosts together.", rich_help_panel=MACHINE)]
 Gpu = Annotated[str | None, typer.Option(help="The kind of GPU, as H100: times are then estimated for it.", rich_help_panel=MACHINE)]
@@ -59,26 +60,43 @@ class Adapter(StrEnum):
     apart = "apart"
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(version("rlgraph-dataflow"))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")] = False,
+) -> None: ...
+
+
 def main() -> None:
-    """Run the command line. The exit code is 2 for a wrong call or setting, 1 for any other failure."""
+    """Run the command line. The exit code is 2 for a wrong call, setting or file, 1 for any other failure."""
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")  # a recipe that runs has its own sys.argv
     try:
         app()
     except Exception as error:
-        code = _exit_code(error)
+        code = _exit_code(error, command)
         if code is None:  # a defect, or an error of the recipe's own code: its traceback says where
             raise
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(code) from None
 
 
-def _exit_code(error: Exception) -> int | None:
-    """The exit code of an error that rlgraph raises on purpose; None for any other."""
+def _exit_code(error: Exception, command: str) -> int | None:
+    """Return the exit code of an error that rlgraph raises on purpose, None for any other. Only a run can fail after it began."""
     if "rlgraph.errors" not in sys.modules:
         return None
     from rlgraph.errors import ConfigError, RlgraphError
 
-    return 2 if isinstance(error, ConfigError) else 1 if isinstance(error, RlgraphError) else None
+    if isinstance(error, ConfigError) or (isinstance(error, RlgraphError) and command in NOTHING_STARTS):
+        return 2
+    return 1 if isinstance(error, RlgraphError) else None
 
 
 @app.command()
@@ -99,6 +117,9 @@ def plan(
     import rlgraph as rg
     from rlgraph_cli.recipe import read
 
+    for option, file in (("--draw", draw), ("--timeline", timeline)):
+        if file and not file.parent.is_dir():
+            raise typer.BadParameter(f"the folder '{file.parent}' does not exist; make it first", param_hint=option)
     found = read(recipe)
     cfg = found.configured(settings or [])
     cluster = _cluster(found, cfg, gpus, gpu, gpus_per_host, cpus, hosts)
@@ -217,8 +238,10 @@ def _cluster(recipe: "Recipe", cfg: Any, gpus: Any, gpu: Any, gpus_per_host: Any
     given = {"gpus": gpus, "gpu": gpu, "gpus_per_node": gpus_per_host, "cpus": cpus or (8 * gpus if gpus else None), "hosts": hosts}
     given = {name: value for name, value in given.items() if value is not None}
     if given:
-        from rlgraph.costs.roofline import device_of
+        from rlgraph.costs.roofline import DEVICES, device_of
 
+        if gpu and device_of(gpu) is None:
+            raise typer.BadParameter(f"'{gpu}' is not a known kind of GPU; known are {', '.join(DEVICES)}", param_hint="--gpu")
         kind = device_of(gpu) if gpu and gpus else None  # of a kind that is known the memory is too, and a plan that needs more is refused
         return rg.Cluster(**given, gpu_memory_bytes=kind.memory_bytes if kind else None)
     return recipe.cluster_of(cfg) if recipe.cluster_of is not None else rg.local_cluster()
