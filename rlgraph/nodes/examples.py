@@ -72,7 +72,7 @@ class Examples(Operation):
 
     def cursor(self, step: int) -> dict[str, Any]:
         """Describe the data order for a checkpoint."""
-        return {"items": len(self.data), "rows": self.digest, "seed": self.seed, "next": step * self.count}
+        return {"items": len(self.data), "digest": self.digest, "seed": self.seed, "next": step * self.count}
 
     @cached_property
     def digest(self) -> str:

@@ -147,7 +147,7 @@ class Prompts(PromptSource):
 
         Of a mixture also the sizes of its data sets and the shares of the next step.
         """
-        here = {"items": self.size, "rows": self.digest, "seed": self.seed, "next": step * self.count}
+        here = {"items": self.size, "digest": self.digest, "seed": self.seed, "next": step * self.count}
         if not isinstance(self.data, Mix):
             return here
         sizes = {name: len(rows) for name, rows in self.data.sources.items()}

@@ -54,7 +54,7 @@ def test_dropped_prompts_are_never_drawn_and_each_other_one_once_an_epoch(folder
     assert sorted(drawn(prompts, 2)) == ["aaa", "cccc", "eeeee", "ffffffff"]
     assert sorted(drawn(prompts, 4)) == sorted(["aaa", "cccc", "eeeee", "ffffffff"] * 2)
     assert prompts.node.operation.metrics == {"data/overlong_prompts": 2.0}
-    assert {**(prompts.node.operation.cursor(1) or {}), "rows": ""} == {"items": 4, "rows": "", "seed": 0, "next": 2}
+    assert {**(prompts.node.operation.cursor(1) or {}), "digest": ""} == {"items": 4, "digest": "", "seed": 0, "next": 2}
     columns, metrics = prompts.node.operation.start(Context())(0, {})
     assert len(columns["answers"]) == 2
     assert metrics == {"data/overlong_prompts": 2.0}

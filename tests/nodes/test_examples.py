@@ -145,8 +145,8 @@ def test_the_draw_depends_on_seed_and_step_alone_and_covers_each_epoch(models: d
     assert sorted(drawn[:6]) == sorted(drawn[6:]) == sorted(set(drawn))
     cursor, other = source.node.operation.cursor(2), rg.examples(rows[::-1], 4, policy(models["tiny"]), seed=3).node.operation.cursor(2)
     assert cursor is not None
-    assert cursor == {"items": 6, "rows": cursor["rows"], "seed": 3, "next": 8}
-    assert other == {**cursor, "rows": other["rows"]} != cursor  # type: ignore[index]
+    assert cursor == {"items": 6, "digest": cursor["digest"], "seed": 3, "next": 8}
+    assert other == {**cursor, "digest": other["digest"]} != cursor  # type: ignore[index]
 
 
 def test_long_rows_are_refused_or_cut(models: dict[str, Path]) -> None:

@@ -249,8 +249,7 @@ def test_the_manifest_says_what_a_checkpoint_holds(tmp_path: Path) -> None:
     run(fakes.vector_loop(1), tmp_path, 5)
     manifest = json.loads((newest(tmp_path) / "manifest.json").read_text())
     assert (manifest["step"], manifest["weight_version"], manifest["metrics_lines"]) == (5, 5, 5)
-    rows = manifest["cursors"]["prompts"].pop("rows")
-    assert len(rows) == 16
+    assert len(manifest["cursors"]["prompts"].pop("digest")) == 16
     assert manifest["cursors"] == {"prompts": {"items": 12, "seed": 1, "next": 20}}
     assert manifest["settings"]["feedback weights"]["depth"] == "1"
     assert {part["worker"] for part in manifest["parts"]} == {"prompts", "generator", "score", "policy"}
@@ -263,11 +262,13 @@ def test_other_rows_and_another_order_are_refused_and_checkpoints_without_a_dige
     items = list(fakes.ITEMS)
     for other in (items[::-1], [{**items[0], "prompt": "other"}, *items[1:]]):
         monkeypatch.setattr(fakes, "ITEMS", other)
-        with pytest.raises(CheckpointError, match=r"was made with other rows, or in another order: 'prompts' 'rows' differ; give the same"):
+        with pytest.raises(
+            CheckpointError, match=r"was made with other rows, or in another order \('prompts' 'digest' was .*\); give the same"
+        ):
             run(fakes.vector_loop(1), tmp_path, 5)
     manifest = newest(tmp_path) / "manifest.json"
     written = json.loads(manifest.read_text())
-    del written["cursors"]["prompts"]["rows"]
+    del written["cursors"]["prompts"]["digest"]
     text = json.dumps(written)
     manifest.write_text(text)
     manifest.with_suffix(".sha256").write_text(hashlib.sha256(text.encode()).hexdigest())

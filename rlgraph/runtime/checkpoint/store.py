@@ -184,11 +184,11 @@ class Checkpoints:
         manifest = checked_manifest(folder, f"; delete '{folder}' to go on from the one before, or launch with fresh=True")
         cursors, saved = self._cursors(self.newest), manifest["cursors"]
         for name in cursors.keys() & saved.keys():  # a version before this one wrote no digest of the rows
-            cursors[name] = {key: value for key, value in cursors[name].items() if key != "rows" or key in saved[name]}
+            cursors[name] = {key: value for key, value in cursors[name].items() if key != "digest" or key in saved[name]}
         found = difference(manifest["graph"], fingerprint(self.graph, self.plan)) or difference(saved, cursors)
-        if found.partition(" was ")[0].endswith(" 'rows'"):
+        if found.partition(" was ")[0].endswith(" 'digest'"):
             raise CheckpointError(
-                f"checkpoint '{folder}' was made with other rows, or in another order: {found.partition(' was ')[0]} differ; give the same "
+                f"checkpoint '{folder}' was made with other rows, or in another order ({found}); give the same "
                 "data, another folder, or launch with fresh=True"
             )
         if found:
