@@ -144,15 +144,15 @@ def test_a_run_whose_time_is_over_is_saved_and_goes_on_to_the_same_rewards(tmp_p
     }
     arguments = [f"{name}={value}" for name, value in small.items()]
     cfg = rg.config(learning_runs.Settings, [*arguments, f"model={model_with(tmp_path / 'model', 'smollm2')}", "every=2"])
-    cfg = replace(cfg, steps=20, depth=2, loss="proximal")
+    cfg = replace(cfg, steps=8, depth=2, loss="proximal")
     whole = learning_runs.run_until_flat(cfg, tmp_path / "whole", Flat(), math.inf)
     assert learning_runs.run_until_flat(cfg, tmp_path / "stopped", Flat(), time.monotonic()) is None
     done = len((tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines())
     resumed = learning_runs.run_until_flat(cfg, tmp_path / "stopped", Flat(), math.inf, export=tmp_path / "exported")
     assert whole is not None
     assert resumed is not None
-    assert 0 < done < 20
-    assert resumed["steps"] == 20
+    assert 0 < done < 8
+    assert resumed["steps"] == 8
     assert (resumed["reward"], resumed["staleness_worst"]) == (whole["reward"], 2)
     assert [each[2:] for each in resumed["accuracy"]] == [each[2:] for each in whole["accuracy"]]
     assert json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"] == "llama"

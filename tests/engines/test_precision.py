@@ -38,8 +38,11 @@ def run(folder: Path, engine: str, limits: dict[str, str]) -> dict[str, Any]:
 
 
 @pytest.mark.stage("jobs")
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
-@pytest.mark.parametrize("limits", [{}, AVX2], ids=["all instructions", "AVX2 alone"])
+@pytest.mark.parametrize(
+    ("engine", "limits"),
+    [("transformers", {}), ("vllm", {}), ("vllm", AVX2)],
+    ids=["transformers, all instructions", "vllm, all instructions", "vllm, AVX2 alone"],
+)
 def test_auto_is_what_the_cpu_computes_in(tied: Path, engine: str, limits: dict[str, str]) -> None:
     found = run(tied, engine, limits)
     expected = "float32" if limits else native()
