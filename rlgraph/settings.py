@@ -5,6 +5,7 @@ function) apply it to every value. Equivalent values are accepted: numpy's numbe
 """
 
 import dataclasses
+import difflib
 import functools
 import inspect
 import sys
@@ -31,6 +32,7 @@ from rlgraph.setting_types import (
     Wrong,
 )
 
+C = TypeVar("C")
 P = ParamSpec("P")
 R = TypeVar("R")
 ANY = Range()
@@ -69,6 +71,31 @@ def check(setting: Any, error: type[RlgraphError] = GraphError) -> None:
             raise error(f"{cls.__name__}({name}={shown(value)}): {name} is {kind.rule}{_fix(wrong, default)}") from None  # type: ignore[union-attr]
         if taken is not value:
             object.__setattr__(setting, name, taken)
+
+
+def refuse_unknown(cls: type[C]) -> type[C]:
+    """Decorate a dataclass that users make: an argument that it does not have is an error that lists those it has.
+
+    >>> refuse_unknown(dataclasses.make_dataclass("Sample", [("size", int)]))(sise=1)
+    Traceback (most recent call last):
+    rlgraph.errors.GraphError: Sample(sise=1): there is no setting 'sise'; did you mean 'size'? The settings are size
+    """
+    known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    plain = cls.__init__
+
+    @functools.wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                raise GraphError(
+                    f"{cls.__name__}({name}={shown(kwargs[name])}): there is no setting '{name}'; "
+                    f"{f'did you mean {near[0]!r}? The' if near else 'the'} settings are {', '.join(known)}"
+                )
+        plain(self, *args, **kwargs)
+
+    cls.__init__ = init  # type: ignore[method-assign]
+    return cls
 
 
 def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -219,6 +219,13 @@ def test_equivalent_values_are_converted_to_the_type() -> None:
     assert algorithms.GRPO(normalize_std=np.bool_(False)).normalize_std is False
 
 
+def test_an_unknown_setting_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(GraphError, match=r"Sampling\(min_p=0\.1\): there is no setting 'min_p'; the settings are max_tokens, "):
+        rg.Sampling(min_p=0.1)  # type: ignore[call-arg]
+    with pytest.raises(GraphError, match="did you mean 'recompute'"):
+        rg.Policy("tiny", pool=rg.Pool("train"), recompte=True)  # type: ignore[call-arg]
+
+
 def test_an_unknown_argument_is_pythons_own_error() -> None:
     with pytest.raises(TypeError, match=r"rollout\(\) got an unexpected keyword argument 'groups'"):
         made().rollout(rg.prompts(QUESTIONS, 1), groups=2)

@@ -95,7 +95,7 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
 
 def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
     """Make the plan for pools of these device counts; `warnings` are about the choice of the counts."""
-    check_gpu_settings(graph, cluster)
+    check_gpu_settings(graph, cluster, shapes)
     check_moments_stay(graph)
     check_fp8(graph, shapes)
     check_drafts(graph)

@@ -339,9 +339,9 @@ def check_moments_stay(graph: Graph) -> None:
             )
 
 
-def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:
-    """Raise PlanError for a model without a GPU that has a share of a GPU's memory, moments offloaded to the host, or engine arguments
-    for GPUs alone."""
+def check_gpu_settings(graph: Graph, cluster: Cluster, shapes: Shapes) -> None:
+    """Raise PlanError for a model without a GPU that has a share of a GPU's memory, moments offloaded to the host, engine arguments for
+    GPUs, or heads that its engine does not attend with on host cores."""
     for node in graph.nodes:
         if node.model is None or (cluster.gpus and node.model.pool.cpus is None):
             continue
@@ -354,6 +354,12 @@ def check_gpu_settings(graph: Graph, cluster: Cluster) -> None:
             )
         if traits.memory is not None:
             raise PlanError(f"{where} memory={traits.memory}, a share of a GPU's, but this cluster has no GPU; leave it out there")
+        shape, heads = shapes.get(node.model.path), traits.estimates.host_heads if traits.estimates is not None else ()
+        if shape is not None and heads and shape.head_dim not in heads:
+            raise PlanError(
+                f"{where} heads of {shape.head_dim} numbers; on host cores its engine has kernels for {', '.join(map(str, heads))}: use "
+                "engine='transformers', or a GPU"
+            )
         if traits.weights_dtype is not None:
             raise PlanError(
                 f"{where} weights_dtype='{traits.weights_dtype}', for kernels of a GPU, but it runs on the host; leave it out there"

@@ -144,7 +144,8 @@ class Estimates:
     them: one of all ranks, or `in_each_group` one of those that compute a pass together. `memory_estimate(workload)` is the need of one
     device, `decode_law(shape, device, context)` what a decode step takes there. An engine with `shares` takes such a share of a GPU's
     memory while it is awake, whatever it needs: where it is alone, and in a pool that others share (None: what it needs). Ranks of one that
-    `gathers_shards` do so for each layer in each pass, and reduce gradients to shards.
+    `gathers_shards` do so for each layer in each pass, and reduce gradients to shards. On host cores it attends with heads of the sizes
+    `host_heads` (empty: any).
     """
 
     sleep_bytes: Callable[[int, int], int] = compute_weights
@@ -152,6 +153,7 @@ class Estimates:
     reads_shards: bool = False
     in_each_group: bool = False
     gathers_shards: bool = False
+    host_heads: tuple[settings.Count, ...] = ()
     memory_estimate: Callable[[Workload], Need] = paged
     shares: tuple[float, float] | None = None
     decode_law: Callable[[ModelShape, Device, float], Decode] = decode_law

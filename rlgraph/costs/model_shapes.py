@@ -29,8 +29,9 @@ class ModelShape:
         config = {**config, **nested} if isinstance(nested, dict) else config
         try:
             heads, hidden = config["num_attention_heads"], config["hidden_size"]
-            if not all(isinstance(size, int) for size in (heads, hidden, config["num_hidden_layers"], config["vocab_size"])):
-                return None
+            intermediate = config.get("moe_intermediate_size") or config["intermediate_size"]
+            if not all(isinstance(size, int) for size in (heads, hidden, intermediate, config["num_hidden_layers"], config["vocab_size"])):
+                return None  # as where layers have sizes of their own
             experts = config.get("num_experts") or config.get("num_local_experts") or 1
             return cls(
                 layers=config["num_hidden_layers"],
@@ -38,7 +39,7 @@ class ModelShape:
                 heads=heads,
                 kv_heads=config.get("num_key_value_heads") or heads,
                 head_dim=config.get("head_dim") or hidden // heads,
-                intermediate=config.get("moe_intermediate_size") or config["intermediate_size"],
+                intermediate=intermediate,
                 vocab=config["vocab_size"],
                 tied=bool(config.get("tie_word_embeddings")),
                 experts=experts,

@@ -22,6 +22,7 @@ Finish: TypeAlias = Literal["stop", "length", "turns", "abort"]  # as in `column
 Running: TypeAlias = Literal["keep", "recompute"]  # what becomes of the keys and values of running requests at new weights
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Sampling:
     """How a generator samples responses: at most `max_tokens` tokens each, at `temperature` (0 is greedy), from the `top_k` most

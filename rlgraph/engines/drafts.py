@@ -21,6 +21,7 @@ NO_MODEL = (
 )
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class PromptLookup:
     """Guess `tokens` tokens ahead by looking the last `longest` to `shortest` tokens of a sequence up in its own earlier ones.

@@ -379,3 +379,18 @@ def test_moments_are_not_offloaded_where_no_gpu_trains(tmp_path: Path) -> None:
 def test_a_memory_size_that_cannot_be_is_refused(wrong: object) -> None:
     with pytest.raises(PlanError, match="whole number of bytes above 0"):
         rg.Cluster(gpus=1, gpu_memory_bytes=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"), [({"head_dim": 16}, True), ({"head_dim": 128}, False), ({"intermediate_size": [8, 8]}, False)]
+)
+def test_heads_that_vllm_does_not_know_on_host_cores_are_refused(change: dict[str, Any], refused: bool, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 288, "intermediate_size": 128}
+    graph = loop(folder(tmp_path / "m", {**QWEN3_8B, **sizes, **change}))  # a list of sizes, as Gemma 3n has: nothing is estimated
+    if not refused:
+        rg.compile(graph, rg.Cluster(cpus=4))
+        return
+    with pytest.raises(
+        PlanError, match=r"model of node 'rollout' has heads of 16 numbers; on host cores its engine has kernels for 32, 64"
+    ):
+        rg.compile(graph, rg.Cluster(cpus=4))

@@ -109,6 +109,13 @@ def test_log_probs_are_of_the_distribution_sampled_from(sampling: Sampling, kept
     torch.testing.assert_close(log_probs.exp(), torch.tensor(kept)[tokens])
 
 
+def test_logits_that_are_no_numbers_have_log_probs_that_are_none() -> None:
+    for sampling in (Sampling(), Sampling(top_p=0.9, top_k=2), Sampling(temperature=0)):
+        tokens, log_probs = sample(torch.full((2, 4), torch.nan), torch.tensor([0.1, 0.9], dtype=torch.float64), sampling)
+        assert ((tokens >= 0) & (tokens < 4)).all()
+        assert log_probs.isnan().all()
+
+
 def test_the_largest_number_draws_a_token_that_can_be() -> None:
     tokens, _ = sample(torch.tensor([[0.0, -torch.inf]]), torch.tensor([1 - 2**-53], dtype=torch.float64), Sampling())
     assert tokens.tolist() == [0]

@@ -12,6 +12,7 @@ from rlgraph.settings import AtLeastZero, Natural, Positive
 Decay: TypeAlias = Annotated[float, Range(least=0, below=1, rule="a decay of at least 0 and below 1")]
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class AdamW:
     """AdamW that clips the norm of the gradients to `grad_clip`.
@@ -60,6 +61,7 @@ class AdamW:
         return self.lr * min(1.0, (step + 1) / max(self.warmup_steps, 1))
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Muon(AdamW):
     """Muon for the matrices of the layers, and AdamW for embeddings, heads, norms, biases and fused experts.

@@ -31,6 +31,7 @@ WITHOUT_EFFECT: tuple[
 )
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class LoRA:
     """Train low-rank adapters and leave the model as it is: `y = x Wᵀ + (alpha / rank) x Aᵀ Bᵀ`, with A `[rank, in]` and B `[out, rank]`.

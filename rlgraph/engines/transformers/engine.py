@@ -249,7 +249,8 @@ def sample(logits: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> t
         cumulative = log_probs.double().exp().cumsum(-1)
         total = cumulative[:, -1:]
         drawn = torch.minimum(numbers.double()[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-        tokens = torch.searchsorted(cumulative, drawn, right=True)[:, 0]
+        # Weights that are no numbers have no distribution: like vLLM it gives some token and NaN, at which the trainer's guard stops.
+        tokens = torch.searchsorted(cumulative, drawn, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
 

@@ -27,6 +27,7 @@ ROUTES = {  # on a GPU
 }
 KV_CACHE_BYTES = 1 << 30  # on a CPU
 STEP_BYTES = 3 << 30  # on a GPU: recorded decode steps, activations, libraries
+HOST_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of vLLM's attention on a CPU, the sizes of heads
 MEMORY_ALONE, MEMORY_SHARED = 0.9, 0.45  # of a GPU: weights, keys and values, and what a step needs
 
 

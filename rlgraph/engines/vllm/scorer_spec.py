@@ -44,4 +44,5 @@ SPEC = TrainerSpec(
     memory_estimate=memory,
     shares=(engine_arguments.MEMORY_ALONE, engine_arguments.MEMORY_SHARED),
     prepare=import_vllm,
+    host_heads=engine_arguments.HOST_HEADS,
 )

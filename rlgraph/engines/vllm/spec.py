@@ -46,5 +46,6 @@ SPEC = EngineSpec(
     check_arguments=check_arguments,
     shares=(engine_arguments.MEMORY_ALONE, engine_arguments.MEMORY_SHARED),
     prepare=import_vllm,
+    host_heads=engine_arguments.HOST_HEADS,
     renews=True,
 )

@@ -13,11 +13,12 @@ from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.rewards.scoring import TOKEN_COLUMNS, texts_of, tokenizer_of
 from rlgraph.nodes.training.trained_model import check_folder
-from rlgraph.settings import Count, Dtype, Natural, checked
+from rlgraph.settings import Count, Dtype, Natural, checked, refuse_unknown
 
 MESSAGES = "prompt_messages"
 
 
+@refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RewardModel(Model):
     """A sequence-classification model that scores a response to a prompt. `path` is a folder in Hugging Face format.

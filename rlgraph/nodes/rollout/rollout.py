@@ -44,7 +44,7 @@ from rlgraph.nodes.rollout.turn_checks import chats_of
 from rlgraph.nodes.rollout.turn_metrics import turn_metrics
 from rlgraph.nodes.rollout.turns import check_conversations_of, item_of, session_loop, turn_loop
 from rlgraph.setting_types import Named, Range
-from rlgraph.settings import Count, Dtype, Natural, checked
+from rlgraph.settings import Count, Dtype, Natural, checked, refuse_unknown
 
 if TYPE_CHECKING:
     from rlgraph.nodes.rollout.dynamic_sampling import Refill
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 MAX_TURNS, MAX_CALLS = 8, 64  # the defaults of a rollout with tools or environments, and with programs
 
 
+@refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Generator(Model):
     """The model that writes responses. `path` is a folder in Hugging Face format.

@@ -13,9 +13,10 @@ from rlgraph.nodes.base import Context, Fired, Stage, carried
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule
-from rlgraph.settings import Count, checked
+from rlgraph.settings import Count, checked, refuse_unknown
 
 
+@refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Critic(TrainedModel):
     """A model with a value head, trained beside the policy. `path` is a folder in Hugging Face format.

@@ -24,9 +24,10 @@ from rlgraph.nodes.training.loss_inputs import check_taken
 from rlgraph.nodes.training.process_rewards import StepRewards, behind_the_steps
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, checked_schedule
-from rlgraph.settings import Count, Name, checked
+from rlgraph.settings import Count, Name, checked, refuse_unknown
 
 
+@refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LearnedReward(TrainedModel):
     """A model that learns rewards from pairs, and scores responses with them. `path` is a folder in Hugging Face format.

@@ -18,7 +18,7 @@ from rlgraph.nodes.training.mixture import Part, checked_also, own_name
 from rlgraph.nodes.training.router_replay import routes_read
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, PolicyUpdate, Update, checked_schedule
-from rlgraph.settings import Count, Natural, checked
+from rlgraph.settings import Count, Natural, checked, refuse_unknown
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +53,7 @@ class SampledLogProbs(Operation):
         return lambda step, columns: {"old_log_probs": columns["rollout_log_probs"]}
 
 
+@refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Policy(TrainedModel):
     """The model that is trained. `path` is a folder in Hugging Face format.

@@ -13,9 +13,10 @@ from rlgraph.graph.operation import ModelTraits
 from rlgraph.nodes.training.cached_scores import CachedLogProbs
 from rlgraph.nodes.training.policy import LogProbs, sampling_temperature
 from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_scored
-from rlgraph.settings import Count, checked
+from rlgraph.settings import Count, checked, refuse_unknown
 
 
+@refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reference(TrainedModel):
     """A model that gives log-probs and has no update. `path` is a folder in Hugging Face format.

@@ -18,7 +18,7 @@ from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.training.policy import sampling_temperature
 from rlgraph.nodes.training.reference import Reference
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, check_scored, check_whole_vocabulary
-from rlgraph.settings import Count, Name, checked
+from rlgraph.settings import Count, Name, checked, refuse_unknown
 
 OWN = ("teacher_log_probs",)
 TOP = ("teacher_top_ids", "teacher_top_log_probs")
@@ -62,6 +62,7 @@ class Teaching(ModelScores):
         return found
 
 
+@refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Teacher(Reference):
     """A model that a student learns from. It has the student's vocabulary; `path` is a folder in Hugging Face format.
