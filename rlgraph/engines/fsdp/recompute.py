@@ -59,7 +59,8 @@ class Keeps:
         if kept:
             number, self._count[again] = self._count[again], self._count[again] + 1
             kept = number not in self._changed
-            outputs = context.op_output if isinstance(context.op_output, tuple | list) else (context.op_output,)
+            output = getattr(context, "op_output", None)  # which older versions of torch may not tell
+            outputs = output if isinstance(output, tuple | list) else (output,)
             if kept:
                 self._numbers |= {_memory(each): number for each in outputs if isinstance(each, torch.Tensor)}
         return _policy(kept)
