@@ -7,9 +7,11 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from rlgraph import notices
 from rlgraph.columns import Column, padded
 from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset, digest, rows
+from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.supervised import Encoded, Example, Learns, encoded
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Model, Node, Output, declare
@@ -85,6 +87,14 @@ class Examples(Operation):
         context = Context()
         for index in range(len(self.data)):
             self._encoded(context, index)
+        tokenizer, ends = context.tokenizer(self.model.path), check_model(self.model.path).eos_token_ids
+        text = isinstance(self._of(0, read(self.data, 0))[0].prompt, str)  # what ends a turn of messages is the template's matter
+        if text and ends and tokenizer.eos_token_id not in ends:
+            notices.here.say(
+                f"node '{node.name}': texts end with {tokenizer.eos_token!r} (token {tokenizer.eos_token_id}), but responses of model "
+                f"'{self.model.path}' end at {list(ends)}, so that it does not learn to end them; set eos_token in its "
+                "tokenizer_config.json, or eos_token_id in its generation_config.json"
+            )
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.model.path)

@@ -92,6 +92,7 @@ def test_smollm2_counts_and_its_tokenizer_gives_text_back(tmp_path: Path, capfd:
     text = "2 + 3 = 5\n7 + 6 = 13\n4 + 4 ="
     tokens = tokenizer.encode(text)
     assert tokenizer.decode(tokens) == text
+    assert tokenizer.eos_token == "<|im_end|>"  # examples end with it, and so do responses
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():
         written = model.generate(torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens)), max_new_tokens=2, do_sample=False)

@@ -116,6 +116,17 @@ def test_a_token_across_the_boundary_of_prompt_and_completion_is_learnt(models: 
     assert learnt(path, batch(rg.examples([{"messages": talk}], 1, policy(path)))) == ["\n2<|im_end|>"]
 
 
+@pytest.mark.parametrize("ends", [[0], [7, 0], 7])
+def test_texts_whose_end_does_not_end_a_response_are_named_at_the_launch(
+    ends: int | list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tiny_model(tmp_path / "tiny", vocab=288)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    batch(rg.examples([{"prompt": "1 + 1 =", "completion": " 2"}], 1, policy(folder)))
+    named = "node 'examples': texts end with '<|end|>' (token 0), but responses of model" in caplog.text
+    assert named == (ends == 7)
+
+
 def test_a_pair_is_two_rows_with_its_prompt_and_margin(models: dict[str, Path]) -> None:
     path = models["qwen2_5"]
     rows = [{"chosen": TALK, "rejected": [*TALK[:3], {"role": "assistant", "content": "Five."}], "by": 0.5}]

@@ -163,7 +163,9 @@ def _write_smollm2(folder: Path) -> None:
     model.load_state_dict(loaded["tensors"], strict=False, assign=True)
     model.tie_weights()
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)  # transformers 5.17 reads <|im_start|>
+    tokenizer.save_pretrained(folder)
 
 
 def tiny_model(
