@@ -196,6 +196,7 @@ def test_a_recipe_that_is_missing_or_runs_or_returns_nothing_is_named(
 SEVERAL = {  # recipes that run several graphs one after the other, and their graphs
     "curriculum": ["sft", "one_step_off"],
     "process_rewards": ["judge", "policy"],
+    "reasoning": ["fine_tuning", "reinforcement"],
     "teachers": ["sums", "differences", "student"],
 }
 ONE_GRAPH = sorted(path for path in (ROOT / "recipes").glob("*.py") if path.stem not in SEVERAL)

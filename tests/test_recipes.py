@@ -32,10 +32,15 @@ BEYOND: dict[str, tuple[list[str], set[str]]] = {  # recipes beyond policy gradi
     "self_play": (["prompts=2", "group_size=2"], {"first/right", "second update/actor/pg_loss"}),
     "sft": (["engine=transformers", "examples=4", "every=1", "held_out=2"], {"actor/nll", "val/acc/mean@1"}),
 }
+LEAST = ("examples=2", "prompts=2", "group_size=2")
 STAGED: dict[str, tuple[list[str], dict[str, set[str]]]] = {  # recipes of several graphs: their settings, and the metrics of each graph
     "process_rewards": (
         ["solutions=2", "judge_steps=1", "prompts=2", "group_size=2", "max_tokens=4", "steps=1"],
         {"judge": {"reward/accuracy"}, "policy": {"step_rewards/mean", "actor/pg_loss"}},
+    ),
+    "reasoning": (
+        [*LEAST, "longest=4", "max_tokens=6", "held_out=2", "every=1", "sft_steps=1", "rl_steps=1", "mini_batches=2"],
+        {"fine_tuning": {"actor/nll", "val/acc/mean@1"}, "reinforcement": {"critic/rewards/mean", "actor/pg_loss", "val/acc/mean@1"}},
     ),
     "teachers": (
         ["examples=2", "teacher_steps=1", "prompts=2", "top_k=4", "steps=1"],
@@ -104,6 +109,24 @@ def test_a_recipe_of_several_graphs_leaves_the_records_of_each(name: str, tmp_pa
         (line,) = (tmp_path / "run" / graph / "metrics.jsonl").read_text().splitlines()
         assert metrics <= set(json.loads(line))
     assert (tmp_path / "run" / "run.html").exists()
+
+
+def test_chains_are_solved_by_their_completions_and_by_nothing_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECIPES["reasoning"].parent)
+    from tasks.chains import chains, right_answer
+
+    rows = chains(200, seed=0, longest=12)
+    answers, solved = [row["answer"] for row in rows], [row["completion"] for row in rows]
+    assert right_answer(solved, answers) == [1.0] * 200
+    assert right_answer([text.rpartition("\n")[0] for text in solved], answers) == [0.0] * 200
+    assert right_answer([f"{text}\n1: 2+2=4" for text in solved], answers) == [0.0] * 200  # it did not end there
+    assert {text.count("\n") for text in solved} == set(range(4, 13))
+    assert all(eval(left, {"max": max}) == int(right) for text in solved for left, right in equations(text))
+
+
+def equations(text: str) -> list[list[str]]:
+    """Both sides of each line of a solution."""
+    return [line.split(": ")[1].split("=") for line in text.splitlines()[:-1]]
 
 
 @pytest.mark.stage("recipes")
