@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import scale_plot
+import wall_clock_tables
 from figures import RESULTS
 from learning_plots import draw_learning, draw_staleness
 
@@ -15,6 +16,7 @@ PICTURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "docs/mathematics.svg": ("mathematics_cpu.json", lambda found: draw_learning(found["runs"])),
     "docs/scale.svg": ("scale.json", scale_plot.svg),
     "docs/staleness.svg": ("staleness_h200.json", lambda found: draw_staleness(found["runs"])["updates"]),
+    "docs/wall_clock.svg": (wall_clock_tables.FILE, wall_clock_tables.draw),
 }
 
 

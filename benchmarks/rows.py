@@ -11,6 +11,7 @@ import predicted_runs
 import scale_tables
 import small_gpu_rows
 import staleness_tables
+import wall_clock_tables
 from accuracy_rows import ACCURATE, PREDICTED
 from channel_rows import BY_RAY, CHANNELS, HOPS_BY_RAY, MIB, hop
 from exact_rows import EXACT, EXACT_ON_GPUS
@@ -77,6 +78,7 @@ def tables() -> tuple[dict[str, str], list[str]]:
     found = (
         scale_tables.tables()
         | staleness_tables.tables()
+        | wall_clock_tables.tables()
         | adapters_learning.tables()
         | exact_learning.tables()
         | small_gpu_rows.tables()
