@@ -89,7 +89,7 @@ def main() -> None:
 
 
 def _exit_code(error: Exception, command: str) -> int | None:
-    """Return the exit code of an error that rlgraph raises on purpose, None for any other. Only a run can fail after it began."""
+    """Choose the exit code of an error that rlgraph raises on purpose, None for any other. Only a run can fail after it began."""
     if "rlgraph.errors" not in sys.modules:
         return None
     from rlgraph.errors import ConfigError, RlgraphError

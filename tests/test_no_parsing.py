@@ -10,6 +10,7 @@ FOREIGN = {  # the text of others that a module reads with regular expressions
     "nodes/environments/adapters/gymnasium.py": "actions in what a model has said",
     "algorithms/rejection.py": "a threshold that a user writes, as verl does",
     "channels/host/slot_memory.py": "names of PyTorch's dtypes",
+    "engines/forward/miniature.py": "names of settings in config.json",
     "engines/hf_models/model_files.py": "names of parameters in a file of weights",
     "engines/hf_models/pretrained.py": "names of models on a hub",
     "engines/fsdp/state_shards.py": "paths in a manifest that is read from a disk",

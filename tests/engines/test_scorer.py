@@ -67,10 +67,10 @@ def test_several_ranks_score_as_one_bit_for_bit(tmp_path: Path, policy_folder: P
 
 def test_a_pool_of_several_devices_has_a_rank_on_each_and_each_holds_the_model(policy_folder: Path) -> None:
     folder, weights = str(policy_folder), []
-    prompts = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
-    rollout = rg.Generator(folder, pool=rg.Pool("rollout", gpus=1)).rollout(prompts, group_size=2)
-    policy = rg.Policy(folder, pool=rg.Pool("train", gpus=1))
     for devices in (1, 3):
+        prompts = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
+        rollout = rg.Generator(folder, pool=rg.Pool("rollout", gpus=1)).rollout(prompts, group_size=2)
+        policy = rg.Policy(folder, pool=rg.Pool("train", gpus=1))
         rewards = rg.RewardModel(folder, pool=rg.Pool("judge", gpus=devices)).rewards(prompts, rollout)
         step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
         plan = rg.compile(rg.Graph("judged", step.metrics), rg.Cluster(gpus=2 + devices, cpus=8))

@@ -64,7 +64,7 @@ def test_a_reference_follows_no_rollout_whose_responses_run_through_several_vers
 
 
 def test_a_reference_takes_no_optimizer() -> None:
-    with pytest.raises(TypeError, match="optimizer"):
+    with pytest.raises(GraphError, match="there is no setting 'optimizer'"):
         rg.Reference("m", pool=rg.Pool("logp"), optimizer=rg.AdamW())
 
 

@@ -356,9 +356,9 @@ def test_a_rank_that_leaves_its_peers_in_a_collective_ends_the_job_at_once(act: 
     object.__setattr__(update.model, "count", 2)
     with forked.job(graph) as running:
         steps = running.steps(10)
-        assert [next(steps).index for _ in range(2)] == [0, 1]
+        assert next(steps).index == 0
         since = time.monotonic()
-        with pytest.raises(error, match=r"worker 'policy\[1\]'"):
+        with pytest.raises(error, match=r"worker 'policy\[1\]'"):  # after step 1, whose report may come later than the failure
             list(steps)
     assert time.monotonic() - since < 30  # the deadline is 60
 

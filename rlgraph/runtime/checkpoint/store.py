@@ -185,13 +185,17 @@ class Checkpoints:
         cursors, saved = self._cursors(self.newest), manifest["cursors"]
         for name in cursors.keys() & saved.keys():  # a version before this one wrote no digest of the rows
             cursors[name] = {key: value for key, value in cursors[name].items() if key != "digest" or key in saved[name]}
-        found = difference(manifest["graph"], fingerprint(self.graph, self.plan)) or difference(saved, cursors)
-        if found.partition(" was ")[0].endswith(" 'digest'"):
+        found = difference(manifest["graph"], fingerprint(self.graph, self.plan))
+        both = sorted(cursors.keys() & saved.keys())
+        changed = [
+            name for name in both if saved[name] != cursors[name] and {**saved[name], "digest": cursors[name].get("digest")} == cursors[name]
+        ]
+        if changed and not found:
             raise CheckpointError(
-                f"checkpoint '{folder}' was made with other rows, or in another order ({found}); give the same "
-                "data, another folder, or launch with fresh=True"
+                f"checkpoint '{folder}' was made with other rows of {changed}, or with these in another order; give the same data, another "
+                "folder, or launch with fresh=True"
             )
-        if found:
+        if found := found or difference(saved, cursors):
             raise CheckpointError(f"checkpoint '{folder}' is of another graph: {found}; give another folder, or launch with fresh=True")
         self.set_aside = tuple(manifest["set_aside"])
         self.figures = {0: manifest.get("figures", {}).get("first", {})}
