@@ -186,10 +186,8 @@ class Checkpoints:
         for name in cursors.keys() & saved.keys():  # a version before this one wrote no digest of the rows
             cursors[name] = {key: value for key, value in cursors[name].items() if key != "digest" or key in saved[name]}
         found = difference(manifest["graph"], fingerprint(self.graph, self.plan))
-        both = sorted(cursors.keys() & saved.keys())
-        changed = [
-            name for name in both if saved[name] != cursors[name] and {**saved[name], "digest": cursors[name].get("digest")} == cursors[name]
-        ]
+        both = [(name, saved[name], cursors[name]) for name in sorted(cursors.keys() & saved.keys())]
+        changed = [name for name, old, new in both if old != new and {**old, "digest": new.get("digest")} == new]
         if changed and not found:
             raise CheckpointError(
                 f"checkpoint '{folder}' was made with other rows of {changed}, or with these in another order; give the same data, another "
