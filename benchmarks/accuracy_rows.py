@@ -6,9 +6,14 @@ from table import Row
 PREDICTED = "prediction_cpu.json"
 JOINED = "joined_rollout.json"
 CONFIGURATIONS = {"count": count(PREDICTED, "configurations", Each(), "name", reduce="count")}
+REAL = Each({"family": "real engines"})
 ACCURATE = [
     Row("a step predicted before the run, {count} configurations: median error", percent(PREDICTED, "median_error"),
         "benchmarks/prediction.py", "worst", percent(PREDICTED, "worst_error"), CONFIGURATIONS),
+    Row("a step predicted before the run, {count} plans with real engines, a tiny model on two cores: median error",
+        percent(PREDICTED, "configurations", REAL, "error", reduce="median"), "benchmarks/prediction.py",
+        "worst", percent(PREDICTED, "configurations", REAL, "error", reduce="max"),
+        {"count": count(PREDICTED, "configurations", REAL, "error", reduce="count")}),
     Row("pairs of a synchronous and an asynchronous plan whose faster one was predicted", count(PREDICTED, "signs_right"),
         "benchmarks/prediction.py", "pairs", count(PREDICTED, "signs")),
     Row("of these, pairs where the synchronous plan is faster", count(PREDICTED, "signs_right_where_async_loses"),

@@ -8,7 +8,7 @@ from table import Row
 
 def peer_job(what: str, at: str, peer: str, script: str) -> Row:
     return Row(f"SmolLM2-135M, 1024 responses of {what}, two H200: a step", seconds("peer_job_h200.json", at, "step_s", form="{:.1f} s"),
-               script, "verl 0.9.1", seconds(peer, "wall_s", form="{:.1f} s"))  # fmt: skip
+               script, "verl 0.9.1, one timed step", seconds(peer, "wall_s", form="{:.1f} s"))  # fmt: skip
 
 
 PEERS = [
@@ -23,10 +23,13 @@ PEERS = [
 
 
 def generation(model: str, file: str) -> Row:
-    best = Figure(file, ("seconds", "rlgraph, 4 engines" if model == "SmolLM2" else "rlgraph, 1 engine"), "{:.1f} s")
-    return Row(f"{model}, {{sequences}} responses of {{tokens}} tokens with log-probs, one GPU", best, "benchmarks/generation.py",
-               "`LLM.generate` with log-probs", seconds(file, "seconds", "vllm, with log-probs", form="{:.1f} s"),
-               {"sequences": count(file, "sequences"), "tokens": count(file, "tokens")})  # fmt: skip
+    engines = "4 engines" if model == "SmolLM2" else "1 engine"
+    best = Figure(file, ("seconds", f"rlgraph, {engines}"), "{:.1f} s")
+    what = f"{model}, {{sequences}} responses of {{tokens}} tokens with log-probs, {engines} on one GPU"
+    return Row(f"{what} (one vLLM without log-probs: {{plain}})", best, "benchmarks/generation.py",
+               "one vLLM with log-probs", seconds(file, "seconds", "vllm, with log-probs", form="{:.1f} s"),
+               {"sequences": count(file, "sequences"), "tokens": count(file, "tokens"),
+                "plain": seconds(file, "seconds", "vllm", form="{:.1f} s")})  # fmt: skip
 
 
 def weights(shape: str) -> list[Row]:

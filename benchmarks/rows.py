@@ -16,31 +16,27 @@ from accuracy_rows import ACCURATE, PREDICTED
 from channel_rows import BY_RAY, CHANNELS, HOPS_BY_RAY, MIB, hop
 from exact_rows import EXACT, EXACT_ON_GPUS
 from figures import Figure, ms, percent, seconds, share, times
-from gpu_rows import ON_GPUS, PEERS, flash, generation, weights
+from gpu_rows import ON_GPUS, flash, generation, weights
 from h100_rows import ON_H100S
 from learning_rows import LEARNING
 from mathematics_rows import MATHEMATICS_IN_TEXT
-from reliability_rows import RELIABLE, kills
+from reliability_rows import RELIABLE
 from replay_rows import ROUTES
 from stage_rows import STAGES
 from table import Row, table
 from two_gpu_rows import ON_TWO_H200S
 
-# The ten of README.md: the first ten that are measured.
-TEN: list[Row] = [
-    LEARNING[0],
-    PEERS[0],
-    PEERS[1],
+# Those of README.md.
+SHOWN: list[Row] = [
+    LEARNING[29],
     generation("4B", "generation_4b_h200.json"),
-    generation("SmolLM2", "generation_h200.json"),
     flash("4B:1:compiled", "4B on one H200, compiled"),
-    weights("8B")[0],
-    CHANNELS[1],
-    CHANNELS[-1],
-    ACCURATE[0],
-    kills("ray", "worker, driver and Ray's own processes"),
-    STAGES[5],
-    ACCURATE[8],
+    ON_TWO_H200S[0],
+    ON_TWO_H200S[21],
+    weights("8B")[1],
+    ACCURATE[1],
+    ACCURATE[10],
+    RELIABLE[5],
 ]
 
 # Figures in running text, by the name in their comment.
@@ -88,5 +84,5 @@ def tables() -> tuple[dict[str, str], list[str]]:
     for name, rows in groups.items():
         found[name], left_out = table((*HEAD, "file: field"), rows, 5)
         missing += left_out
-    found["ten"], _ = table(HEAD, TEN, 4, most=10)
+    found["readme"], _ = table(HEAD, SHOWN, 4)
     return found, missing

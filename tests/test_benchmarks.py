@@ -17,7 +17,7 @@ import pictures  # noqa: E402
 import rows  # noqa: E402
 import table  # noqa: E402
 
-DECLARED = [*rows.CHANNELS, *rows.LEARNING, *rows.STAGES, *rows.ACCURATE, *rows.RELIABLE, *rows.ON_GPUS, *rows.TEN]
+DECLARED = [*rows.CHANNELS, *rows.LEARNING, *rows.STAGES, *rows.ACCURATE, *rows.RELIABLE, *rows.ON_GPUS, *rows.SHOWN]
 COUNTED = ("count", "items")  # figures that say how many, which a change of the numbers leaves alone
 
 
@@ -34,11 +34,11 @@ def test_a_picture_shows_what_its_result_holds(picture: str) -> None:
     assert same, f"{picture} differs from benchmarks/results: run python benchmarks/table.py"
 
 
-def test_the_readme_has_ten_rows_with_one_number_each() -> None:
-    found = re.search(r"<!-- table: ten -->\n(.*?)<!-- end", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
+def test_the_readme_has_few_rows_with_one_number_each() -> None:
+    found = re.search(r"<!-- table: readme -->\n(.*?)<!-- end", (ROOT / "README.md").read_text(encoding="utf-8"), re.S)
     assert found is not None
     lines = [line.split(" | ") for line in found[1].strip().splitlines()[2:]]
-    assert len(lines) == 10
+    assert len(lines) == len(rows.SHOWN) < 10
     assert not [cells for cells in lines if any(";" in cell for cell in cells)]
 
 
