@@ -113,7 +113,7 @@ def _check_value(where: str, field: str, value: Any, whole: bool) -> None:
 def say_repeated(node: Node, count: int, rows: int) -> None:
     """Say that each step takes rows more than once."""
     if count > rows:
-        notices.here.say(f"node '{node.name}' takes {count} rows a step of a data set of {rows}, so each step has rows more than once")
+        notices.here.say(f"node '{node.name}' draws {count} rows per step from a data set of {rows}, so each step repeats rows")
 
 
 def check_names(name: str, prompt: str, first: Mapping[str, Any], columns: Mapping[str, str]) -> None:

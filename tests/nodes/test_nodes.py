@@ -55,7 +55,7 @@ def test_a_step_of_more_rows_than_there_are_is_said(caplog: pytest.LogCaptureFix
         node = rg.prompts([{"prompt": "a"}, {"prompt": "b"}], count=count).node
         node.operation.check(node)
     assert [record.message for record in caplog.records] == [
-        "node 'prompts' takes 60 rows a step of a data set of 2, so each step has rows more than once"
+        "node 'prompts' draws 60 rows per step from a data set of 2, so each step repeats rows"
     ]
 
 
