@@ -5,6 +5,9 @@ READY := .venv/.ready
 # Processes start from compiled files, whatever the shell says: some hundred interpreters.
 export PYTHONDONTWRITEBYTECODE :=
 INSTALL := requirements/install.sh
+comma := ,
+empty :=
+space := $(empty) $(empty)
 # Three tests at a time: they wait for processes to start more than they compute.
 TESTS = $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --durations 20 --durations-min 5
 # The stages beyond `quick`: tests/stages.py says what each is. `make test-NAME` runs one of them.
@@ -39,10 +42,11 @@ $(STAGES:%=test-%): test-%: $(READY)
 
 test-all: test test-stages
 
-# Each stage beyond `quick` in turn, also after one that failed. The last one prints what all of them took.
-test-stages:
-	failed=; for stage in $(STAGES) sglang chaos; do $(MAKE) test-$$stage || failed="$$failed $$stage"; done; \
-		[ -z "$$failed" ] || { echo "failed:$$failed"; exit 1; }
+# The stages beyond `quick`: in one run, which keeps all cores busy until its last test; then the two that run by themselves.
+test-stages: $(READY)
+	failed=; $(TESTS) --stage=$(subst $(space),$(comma),$(STAGES)) $(PYTEST) || failed=stages; \
+		for stage in sglang chaos; do $(MAKE) test-$$stage || failed="$$failed $$stage"; done; \
+		[ -z "$$failed" ] || { echo "failed: $$failed"; exit 1; }
 
 # Random kills, cuts and freezes while a model is trained on three hosts.
 test-chaos: $(READY)

@@ -1,13 +1,13 @@
 """Divides the tests into stages, and prints what each stage cost.
 
-`make test` runs the stage `quick`, `make test-NAME` the stage NAME, `make test-all` all of them. A file names its stage with
+`make test` runs the stage `quick`, `make test-NAME` the stage NAME, `make test-all` all of them: `--stage=jobs,kills` runs several in one
+go, which keeps all cores busy until the last test. A file names its stage with
 `pytestmark = pytest.mark.stage("jobs")`, a test with `@pytest.mark.stage("jobs")`; a test that names no stage is quick.
 Without `--stage`, pytest runs whatever it is asked for.
 """
 
 import json
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,14 @@ NAMED = re.compile(r"^(pytestmark\b.*)?.*mark\.stage\(\"(\w+)\"\)", re.MULTILINE
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--new-figures", action="store_true", help=f"write what the stages took into {FIGURES.name}")
-    parser.addoption("--stage", choices=list(STAGES), metavar="NAME", help=f"run one stage: {', '.join(STAGES)}")
+    parser.addoption("--stage", type=stages, default=(), metavar="NAME[,NAME]", help=f"run these stages: {', '.join(STAGES)}")
+
+
+def stages(names: str) -> tuple[str, ...]:
+    """Split the names of stages. Raises UsageError for an unknown one."""
+    if unknown := [name for name in names.split(",") if name not in STAGES]:
+        raise pytest.UsageError(f"--stage: unknown stage {unknown[0]!r}; the stages are {', '.join(STAGES)}")
+    return tuple(names.split(","))
 
 
 def stages_in(source: str) -> set[str]:
@@ -46,7 +53,7 @@ def stages_in(source: str) -> set[str]:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import only the files that have tests of the stage."""
     asked = config.getoption("--stage")
-    if asked and collection_path.suffix == ".py" and asked not in stages_in(collection_path.read_text()):
+    if asked and collection_path.suffix == ".py" and stages_in(collection_path.read_text()).isdisjoint(asked):
         return True
     return None
 
@@ -62,21 +69,24 @@ def stage_of(item: pytest.Item) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        item.user_properties.append(("stage", stage_of(item)))  # for the process that prints
     if asked := config.getoption("--stage"):
-        others = [item for item in items if stage_of(item) != asked]
+        others = [item for item in items if stage_of(item) not in asked]
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in set(others)]
+        items[:] = [item for item in items if stage_of(item) in asked]
 
 
 class Cost:
-    """Adds up the seconds of the tests of this run, in the process that prints."""
+    """Adds up the tests of each stage and their seconds, in the process that prints."""
 
     def __init__(self) -> None:
-        self.began, self.tests, self.seconds = time.monotonic(), 0, 0.0
+        self.stages: dict[str, dict[str, float]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.tests += report.when == "call"
-        self.seconds += report.duration
+        cost = self.stages.setdefault(str(dict(report.user_properties).get("stage", "crashed")), {"tests": 0, "seconds": 0.0})
+        cost["tests"] += report.when == "call"
+        cost["seconds"] += report.duration
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -87,11 +97,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def table(costs: Mapping[str, Mapping[str, float]], figures: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Lay out what each stage took, and name those that grew by more than a fifth since the figures in the repository."""
-    total = sum(cost["wall"] for cost in costs.values())
-    lines = [f"{'stage':<10}{'tests':>7}{'seconds of tests':>18}{'seconds':>9}{'share':>7}"]
+    total = sum(cost["seconds"] for cost in costs.values())
+    lines = [f"{'stage':<10}{'tests':>7}{'seconds':>9}{'share':>7}"]
     for name, cost in costs.items():
-        lines.append(f"{name:<10}{cost['tests']:>7}{cost['seconds']:>18.0f}{cost['wall']:>9.0f}{cost['wall'] / total:>7.0%}")
-    lines.append(f"{'all':<10}{sum(cost['tests'] for cost in costs.values()):>7}{'':>18}{total:>9.0f}")
+        lines.append(f"{name:<10}{cost['tests']:>7}{cost['seconds']:>9.0f}{cost['seconds'] / total:>7.0%}")
+    lines.append(f"{'all':<10}{sum(cost['tests'] for cost in costs.values()):>7}{total:>9.0f}")
     for name, cost in costs.items():
         if name in figures and cost["seconds"] > 1.2 * figures[name]["seconds"]:
             lines.append(f"{name} grew: {cost['seconds']:.0f} s of tests, {figures[name]['seconds']:.0f} s in {FIGURES.name}")
@@ -100,13 +110,12 @@ def table(costs: Mapping[str, Mapping[str, float]], figures: Mapping[str, Mappin
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     cost = config.pluginmanager.get_plugin("cost")
-    if cost is None or not cost.tests or not hasattr(config, "cache"):
+    if cost is None or not cost.stages or not hasattr(config, "cache"):
         return
-    costs = config.cache.get("stages/costs", {})
-    costs[config.getoption("--stage")] = {"tests": cost.tests, "seconds": cost.seconds, "wall": time.monotonic() - cost.began}
+    costs = config.cache.get("stages/costs", {}) | cost.stages
     config.cache.set("stages/costs", costs)
     figures = json.loads(FIGURES.read_text())
-    terminalreporter.section("stages run here")
+    terminalreporter.section("stages run here, in seconds of tests")
     terminalreporter.write_line("\n".join(table(costs, figures)))
     if config.getoption("--new-figures"):
         new = {name: {"tests": cost["tests"], "seconds": round(cost["seconds"])} for name, cost in costs.items()}
