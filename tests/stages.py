@@ -9,6 +9,7 @@ Without `--stage`, pytest runs whatever it is asked for.
 import json
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,17 @@ def stages_in(source: str) -> set[str]:
     return {stage for _, stage in marks} | ({"quick"} if not any(whole for whole, _ in marks) else set())
 
 
+@cache
+def stages_of_file(path: Path) -> set[str]:
+    """List the stages of a file's tests: those that it names, and those that the fixtures of its folder name."""
+    fixtures = path.with_name("conftest.py")
+    return stages_in(path.read_text()) | (stages_in(fixtures.read_text()) if fixtures.exists() else set()) - {"quick"}
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Import only the files that have tests of the stage."""
     asked = config.getoption("--stage")
-    if asked and collection_path.suffix == ".py" and stages_in(collection_path.read_text()).isdisjoint(asked):
+    if asked and collection_path.suffix == ".py" and stages_of_file(collection_path).isdisjoint(asked):
         return True
     return None
 
@@ -70,6 +78,8 @@ def stage_of(item: pytest.Item) -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if stage_of(item) not in stages_of_file(item.path):  # else no run of that stage would import the file
+            raise pytest.UsageError(f"{item.nodeid}: name its stage {stage_of(item)!r} in its file, or in the conftest.py next to it")
         item.user_properties.append(("stage", stage_of(item)))  # for the process that prints
     if asked := config.getoption("--stage"):
         others = [item for item in items if stage_of(item) not in asked]

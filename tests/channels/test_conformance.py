@@ -1,7 +1,5 @@
 """What every transport does."""
 
-# Channels of Ray have the mark pytest.mark.stage("jobs"), from conftest.py.
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings

@@ -1,7 +1,5 @@
 """Any cut of any parameters among trainer ranks arrives bit for bit at every generator, and what is no cut is refused before a copy."""
 
-# Channels of Ray have the mark pytest.mark.stage("jobs"), from conftest.py.
-
 import random
 import threading
 from collections.abc import Callable, Sequence

@@ -72,7 +72,7 @@ def test_an_engine_repeats_itself_reads_prompts_right_and_takes_weights_as_its_l
 
 
 @pytest.mark.gpu
-@pytest.mark.sglang
+@pytest.mark.skipif(not find_spec("sglang"), reason="SGLang is not installed")
 @pytest.mark.parametrize("how", [("no",), ("yes",), ("yes", "shared")], ids=" ".join)
 def test_sglang_repeats_itself_reads_prompts_right_takes_weights_as_its_loader_would_and_sleeps(alone: Alone, how: tuple[str, ...]) -> None:
     assert alone("sglang_here.py", *how).splitlines()[-1].startswith("equal")
