@@ -5,6 +5,7 @@ import difflib
 import math
 import operator
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -65,6 +66,9 @@ class SettingType(Protocol):
         """Convert the value to its type. Raises Wrong if the field does not accept it."""
 
 
+LEAST, MOST = -(1 << 63), (1 << 63) - 1  # of whole numbers: what JSON readers and columns hold
+
+
 @dataclass(frozen=True)
 class Whole:
     """Whole numbers: every value that `operator.index` accepts, except True and False."""
@@ -83,6 +87,8 @@ class Whole:
                 value = operator.index(value)
             except TypeError:  # a tensor or an array of several
                 raise Wrong from None
+        if not LEAST <= value <= MOST:
+            raise Wrong("no whole number of more than 64 bits is taken")
         if not self.range.holds(value):
             raise Wrong
         return int(value)
@@ -103,7 +109,7 @@ class Real:
             if isinstance(value, bool | str) or not hasattr(type(value), "__float__") or _dimensions(value):
                 raise Wrong(_as_number(name, value, whole=False))
             value = value if isinstance(value, int) else operator.index(value) if _is_index(value) else float(value)
-        if not math.isfinite(value) or not self.range.holds(value):
+        if not abs(value) <= sys.float_info.max or not self.range.holds(value):
             raise Wrong
         return value  # type: ignore[no-any-return]
 
@@ -138,6 +144,8 @@ class Text:
             value = os.fspath(value)
         if not isinstance(value, str) or not self.range.holds(len(value)):
             raise Wrong
+        if not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
+            raise Wrong("it has half of a surrogate pair, which UTF-8 cannot hold: decode it anew, or replace that character")
         return value if type(value) is str else str(value)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from rlgraph.channels.factory import TRANSPORTS, Reach, first_choice, transport_of
 from rlgraph.columns import COLUMNS
@@ -16,34 +17,45 @@ from rlgraph.graph.nodes import Feedback, Graph, Node
 from rlgraph.simulate.forecast import Forecast
 from rlgraph.simulate.play import Cycle, critical_cycle
 
+Homes: TypeAlias = Mapping[str, Sequence[PlannedWorker]]  # the workers of each node, by its name
 HIDDEN = 0.01  # publishing that lengthens a step by less is called hidden
 
 
-def host_transport(workers: Sequence[PlannedWorker], writer: Node, *readers: Node) -> str:
+def homes_of(workers: Sequence[PlannedWorker]) -> Homes:
+    """List the workers of each node."""
+    found: dict[str, list[PlannedWorker]] = {}
+    for worker in workers:
+        for node in worker.nodes:
+            found.setdefault(node, []).append(worker)
+    return found
+
+
+def host_transport(homes: Homes, writer: Node, *readers: Node) -> str:
     """Choose the transport for columns in host memory: one between hosts only if the nodes' workers are on several hosts."""
-    return first_choice(_reach(workers, writer, *readers))
+    return first_choice(_reach(homes, writer, *readers))
 
 
-def _reach(workers: Sequence[PlannedWorker], *nodes: Node) -> Reach:
-    return "host" if len({worker.host for worker in _of(workers, *nodes)}) == 1 else "hosts"
+def _reach(homes: Homes, *nodes: Node) -> Reach:
+    return "host" if len({worker.host for node in nodes for worker in homes[node.name]}) == 1 else "hosts"
 
 
 def batch_transports(graph: Graph, workers: Sequence[PlannedWorker]) -> Mapping[Node, Mapping[str, Sequence[Node]]]:
     """Group the readers of each node by transport: one channel for each, in the order in which the writer puts."""
-    home = {name: worker.model or worker.name for worker in workers for name in worker.nodes}
+    homes = homes_of(workers)
+    process = {name: own[-1].model or own[-1].name for name, own in homes.items()}
     found: dict[Node, dict[str, list[Node]]] = {}
     for writer in graph.nodes:
         found[writer] = {}
         for reader in graph.forward.successors(writer):
-            transport = first_choice("process") if home[reader.name] == home[writer.name] else host_transport(workers, writer, reader)
+            transport = first_choice("process") if process[reader.name] == process[writer.name] else host_transport(homes, writer, reader)
             found[writer].setdefault(transport, []).append(reader)
     return found
 
 
-def weights_transport(workers: Sequence[PlannedWorker], writer: Node, readers: Sequence[Node], *, on_gpus: bool) -> str:
+def weights_transport(homes: Homes, writer: Node, readers: Sequence[Node], *, on_gpus: bool) -> str:
     """Choose the transport for weights: GPU memory if the writer has GPUs, and between hosts only if all readers have them too."""
-    reach = _reach(workers, writer, *readers)
-    all_on_gpus = reach == "host" or all(worker.gpus for worker in _of(workers, writer, *readers))
+    reach = _reach(homes, writer, *readers)
+    all_on_gpus = reach == "host" or all(worker.gpus for node in (writer, *readers) for worker in homes[node.name])
     return first_choice(reach, "gpu" if on_gpus and all_on_gpus else "host")
 
 
@@ -91,6 +103,7 @@ def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
 
 def _order_channels(graph: Graph, schedule: Schedule, workers: Sequence[PlannedWorker]) -> list[PlannedChannel]:
     """Plan the order channels: a node of a pool tells the next one, in another process, that it is done, unless data does so anyway."""
+    homes = homes_of(workers)
     found = events.order_channels(graph, schedule.events, first_workers(workers))
     planned = [
         PlannedChannel(
@@ -98,7 +111,7 @@ def _order_channels(graph: Graph, schedule: Schedule, workers: Sequence[PlannedW
             writer=order.writer.name,
             readers=(order.reader.name,),
             columns=(),
-            transport=host_transport(workers, order.writer, order.reader),
+            transport=host_transport(homes, order.writer, order.reader),
             slots=order.slots,
             bytes=0,
             kind="order",
@@ -113,16 +126,17 @@ def _order_channels(graph: Graph, schedule: Schedule, workers: Sequence[PlannedW
             assert feedback.source is not None
             writer = feedback.source.node
             name, slots = events.order_channel_name(writer.name, node.name), events.ahead(graph) + 1
-            planned.append(PlannedChannel(name, writer.name, (node.name,), (), host_transport(workers, writer, node), slots, 0, "order"))
+            planned.append(PlannedChannel(name, writer.name, (node.name,), (), host_transport(homes, writer, node), slots, 0, "order"))
     return planned
 
 
 def _earlier_channels(graph: Graph, workers: Sequence[PlannedWorker]) -> Iterator[PlannedChannel]:
     """Plan the channel of each node that gets columns of an earlier step: it holds those that are not due, and one more."""
+    homes = homes_of(workers)
     for node in graph.nodes:
         if node.earlier is not None and node.earlier.source is not None:
             writer, columns, ahead = node.earlier.source.node, node.earlier.columns, node.earlier.depth + 1
-            transport, chunks = host_transport(workers, writer, node), writer.chunks
+            transport, chunks = host_transport(homes, writer, node), writer.chunks
             yield PlannedChannel(
                 node.earlier.name if graph.earlier.count(node.earlier) == 1 else f"{node.earlier.name} to {node.name}",
                 writer.name, (node.name,), columns, transport, (ahead + 1) * chunks, _bytes(graph, writer, columns), "earlier",
@@ -144,7 +158,7 @@ def planned_loops(
     """Plan the feedback edges, with `publish_bytes` a version. Publishing is hidden if a step without it would be hardly shorter."""
     free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind in MOVING else e for e in schedule.events))
     hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - HIDDEN)
-    planned = []
+    planned, homes = [], homes_of(workers)
     for feedback in graph.feedbacks:
         assert feedback.source is not None
         moving = {name for d in schedule.dependencies if d.reason == "loop" and d.via == feedback.name for name in (d.before, d.after)}
@@ -161,7 +175,7 @@ def planned_loops(
             bucket_bytes=feedback.bucket_bytes,
             checksum=feedback.checksum,
             staleness=expected.staleness(graph, feedback),
-            transport=weights_transport(workers, feedback.source.node, using or apart, on_gpus=on_gpus),
+            transport=weights_transport(homes, feedback.source.node, using or apart, on_gpus=on_gpus),
             slots=staged_versions(feedback, on_gpus=on_gpus),
             publish_s=publish_s,
             hidden=hidden,
@@ -243,8 +257,3 @@ def staged_versions(feedback: Feedback, *, on_gpus: bool) -> int:
     scarce, a second buffer of the reader holds one of them.
     """
     return max(feedback.depth + 2 - feedback.buffers, 1) if on_gpus else feedback.depth + 1
-
-
-def _of(workers: Sequence[PlannedWorker], *nodes: Node) -> list[PlannedWorker]:
-    names = {node.name for node in nodes}
-    return [worker for worker in workers if names & set(worker.nodes)]

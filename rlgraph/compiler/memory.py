@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlgraph.channels.factory import transport_of
-from rlgraph.compiler.channels import staged_versions, weights_transport
+from rlgraph.compiler.channels import homes_of, staged_versions, weights_transport
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.events import evaluations, readers
 from rlgraph.compiler.loading_memory import loading
@@ -228,7 +228,9 @@ def _moving(graph: Graph, feedback: Feedback, workers: Sequence[PlannedWorker], 
     adapter = adapter_size(writer.model, shapes.get(writer.model.path)) if writer.model is not None else None
     version = parameters * itemsize if adapter is None else adapter.bytes
     size = staged_versions(feedback, on_gpus=on_gpus) * version
-    return _Moving(writer.model, tuple(n.model for n in reading), weights_transport(workers, writer, reading, on_gpus=on_gpus), size)
+    return _Moving(
+        writer.model, tuple(n.model for n in reading), weights_transport(homes_of(workers), writer, reading, on_gpus=on_gpus), size
+    )
 
 
 def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> dict[str, int]:

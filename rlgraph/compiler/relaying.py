@@ -69,6 +69,15 @@ class Fans:
     levels: tuple[int, ...]
     feeding: tuple[int, ...]
 
+    @functools.cached_property
+    def most(self) -> int:
+        return max(self.levels)
+
+    @functools.cached_property
+    def in_turn(self) -> int:
+        """How many parts a message waits for on its way to the last host, beside the level that feeds most."""
+        return sum(self.levels) - self.most
+
 
 @functools.cache
 def fans(shape: Shape, hosts: int) -> Fans:
@@ -123,9 +132,9 @@ def crossing_s(
         here, others = writers.get(host, 0.0) / total, every - copies.get(host, 0.0)
         sends = path = passes = 0.0
         if here and others:
-            own = fans(shape, len(copies) - (host in copies)).levels
-            most, first = (others, others) if shape == "each" else (max(own), min(own[0], others))
-            sends, path, levels = size * here * first, message * most + part * (sum(own) - max(own)), max(levels, len(own))
+            own = fans(shape, len(copies) - (host in copies))
+            most, first = (others, others) if shape == "each" else (own.most, min(own.levels[0], others))
+            sends, path, levels = size * here * first, message * most + part * own.in_turn, max(levels, len(own.levels))
         comes = size * copies.get(host, 0.0) * (1 - here)
         if comes:
             turns = total * (1 - here)  # messages of which the host has each place among the hosts as often as any other has

@@ -1,7 +1,7 @@
 """Who sends a message on to whom: a large one goes from host to host in a shape that the plan chooses, and is passed on inside the host."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypeAlias, TypeVar
 
 from rlgraph.channels.factory import TRANSPORTS
@@ -56,8 +56,22 @@ def crossings(route: Route, hosts: Mapping[str, int]) -> tuple[int, int]:
 
 def routes(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[str, Route]:
     """Route what each writing worker of a channel or a feedback edge puts."""
-    hosts, writers, shape = hosts_of(plan), _writers(plan, end), shape_of(plan, end)
-    return {writer: routed(shape, writer, _readers(plan, end), hosts, turn, len(writers)) for turn, writer in enumerate(writers)}
+    return _routes(plan, end, _writers(plan, end))
+
+
+def kinds_of_routes(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[str, Route]:
+    """Route as `routes` does, for one writer of all that have as many readers on their host: the others begin at another host alone."""
+    hosts, readers = hosts_of(plan), ends_on_hosts(plan, end)[1]
+    firsts: dict[float, str] = {}
+    for writer in _writers(plan, end):
+        firsts.setdefault(readers.get(hosts[writer], 0), writer)
+    return _routes(plan, end, firsts.values())
+
+
+def _routes(plan: Plan, end: PlannedChannel | PlannedLoop, wanted: Iterable[str]) -> Mapping[str, Route]:
+    hosts, writers, readers, shape = hosts_of(plan), _writers(plan, end), _readers(plan, end), shape_of(plan, end)
+    turns = {writer: turn for turn, writer in enumerate(writers)}
+    return {writer: routed(shape, writer, readers, hosts, turns[writer], len(writers)) for writer in wanted}
 
 
 def shape_of(plan: Plan, end: PlannedChannel | PlannedLoop) -> Shape:

@@ -323,6 +323,8 @@ def declare(
             raise GraphError(f"node '{name}' was given {rules.describe(given)}; pass outputs of other nodes")
     rules.check_inputs(name, outputs, reads)
     if rows is None:
+        if not outputs:
+            raise GraphError(f"node '{name}' has no inputs and no rows; give rows=, how many it writes in a step, or inputs")
         rows = max(output.node.rows for output in outputs)
     rules.check_edges(name, reads, feedback, earlier)
     follows = None if chunks > 1 or earlier is not None else followed(operation, outputs, model)
@@ -379,8 +381,9 @@ class Graph:
 
     def evaluates_apart(self, node: Node) -> bool:
         """Whether a node evaluates on a generator of its own, and not on one that time-shares with rollouts."""
-        users = [other for other in self.nodes if other.model is node.model and other.feedback is node.feedback]
-        return node.due is not None and node.feedback is not None and all(other.due is not None for other in users)
+        if node.due is None or node.feedback is None:
+            return False
+        return all(other.due is not None for other in self.nodes if other.model is node.model and other.feedback is node.feedback)
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:

@@ -6,7 +6,7 @@ from rlgraph.analysis import words
 from rlgraph.channels.host.protocol import part_bytes
 from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.compiler.relaying import UNKNOWN_BYTES, Shape
-from rlgraph.compiler.routes import Route, crossings, ends_on_hosts, hosts_of, least_part, routes, seconds_of, shape_of
+from rlgraph.compiler.routes import Route, crossings, ends_on_hosts, hosts_of, kinds_of_routes, least_part, seconds_of, shape_of
 from rlgraph.render.tables import aligned, wrapped
 
 WAIT_LEAST = 0.01  # of the step: shorter waits are not worth a line
@@ -157,7 +157,7 @@ def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
 
 def _passed_on(end: PlannedChannel | PlannedLoop, plan: Plan) -> list[str]:
     """Say which readers pass on what a rank writes, in which shape and why, and how often that crosses a link; nothing where none does."""
-    found, hosts = routes(plan, end), hosts_of(plan)
+    found, hosts = kinds_of_routes(plan, end), hosts_of(plan)
     writer, route = next(((one, to) for one, to in found.items() if set(to.values()) > {one}), next(iter(found.items())))
     several = sum(hosts[first] != hosts[feeder] for first, feeder in route.items()) > 1
     passing = set(route.values()) > {writer}
@@ -166,7 +166,7 @@ def _passed_on(end: PlannedChannel | PlannedLoop, plan: Plan) -> list[str]:
     what = "a version" if isinstance(end, PlannedLoop) else "a batch"
     entered, left = (max(counts) for counts in zip(*(crossings(one, hosts) for one in found.values()), strict=True))
     times = "crosses each link once each way" if left == entered == 1 else f"comes into each host once, and leaves one up to {left} times"
-    others = ", other ranks by other readers" if len(found) > 1 else ""
+    others = ", other ranks by other readers" if sum(ends_on_hosts(plan, end)[0].values()) > 1 else ""
     lines = [f"{words.clean(end.name)} is {'passed on' if passing else 'sent'}: {_hops(writer, route, hosts)}{others}; {what} {times}"]
     if several:
         lines.append(f"  {_shape(end, plan)}")
@@ -179,7 +179,9 @@ def _hops(writer: str, route: Route, hosts: Mapping[str, int]) -> str:
     chained = all(feeder == before for (_, feeder), (before, _) in zip(hops, [(writer, ""), *hops], strict=False))
     shown = [f"{words.clean(first)} of host {hosts[first]}" for first, _ in hops]
     if not chained:
-        fed = {feeder: [one for one, (_, by) in zip(shown, hops, strict=True) if by == feeder] for _, feeder in hops}
+        fed: dict[str, list[str]] = {}
+        for one, (_, feeder) in zip(shown, hops, strict=True):
+            fed.setdefault(feeder, []).append(one)
         shown = [f"{words.clean(feeder)} -> {', '.join(_shortened(ones, 'hosts'))}" for feeder, ones in fed.items()]
         return "; ".join(_shortened(shown, "that pass it on"))
     return " -> ".join([words.clean(writer), *_shortened(shown, "hosts")])

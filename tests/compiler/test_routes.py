@@ -11,7 +11,7 @@ from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
 from rlgraph.compiler.plan import Plan
 from rlgraph.compiler.relaying import SHAPES, Shape
-from rlgraph.compiler.routes import crossings, routed, routes, shape_of
+from rlgraph.compiler.routes import crossings, hosts_of, kinds_of_routes, routed, routes, shape_of
 from rlgraph.costs.costs import Costs
 from rlgraph.graph.nodes import Pool
 from rlgraph.render.text import text
@@ -115,3 +115,13 @@ def test_the_bytes_of_a_version_and_how_it_is_passed_on_choose_the_shape() -> No
 @pytest.mark.parametrize("turn", [0, 1])
 def test_readers_that_are_the_writers_neighbours_get_its_messages_from_it(turn: int) -> None:
     assert routed("chain", "w", ["a", "w"], {"w": 3, "a": 3}, turn, 2) == {"a": "w", "w": "w"}
+
+
+@pytest.mark.parametrize("hosts", [1, 4])
+def test_one_writer_of_a_kind_stands_for_all_in_a_printed_plan(hosts: int) -> None:
+    graph = fakes.vector_loop(1, pools=(Pool("rollout", gpus=12), Pool("train", gpus=4)))
+    plan = compile_plan(graph, Cluster(gpus=16, gpus_per_node=16 // hosts))
+    where = hosts_of(plan)
+    for end in (*plan.channels, *plan.loops):
+        every = {crossings(route, where) for route in routes(plan, end).values()}
+        assert {crossings(route, where) for route in kinds_of_routes(plan, end).values()} == every
