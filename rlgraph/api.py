@@ -24,6 +24,7 @@ from rlgraph.graph.nodes import Graph
 from rlgraph.graph.reachable import unreached_warnings
 from rlgraph.nodes.hub_models import place_models
 from rlgraph.nodes.training.learned_reward import check_heads
+from rlgraph.nodes.trial import try_functions
 from rlgraph.record import record
 from rlgraph.render import chrome_trace
 from rlgraph.render import report as report_page
@@ -299,7 +300,9 @@ def draw_ray(compiled: Any, path: str | Path) -> None:
 
 
 def checked_source(plan: Plan, to_come: Collection[str] = ()) -> Graph:
-    """The graph that a plan was compiled from, its operations checked; the folders `to_come` stand in for those of models to be trained.
+    """The graph that a plan was compiled from, its operations checked and its functions tried.
+
+    The folders `to_come` stand in for those of models to be trained.
 
     Raises PlanError if the plan was read from JSON.
     """
@@ -309,6 +312,7 @@ def checked_source(plan: Plan, to_come: Collection[str] = ()) -> Graph:
     for node in plan.source.nodes:
         node.operation.check(node)
     check_heads(plan.source, to_come)
+    try_functions(plan.source)
     return plan.source
 
 

@@ -154,6 +154,7 @@ OWN = {  # parameters that the function checks by itself, since their annotation
         ("node", "reads"),
         ("node", "writes"),
         ("node", "by_group"),
+        ("node", "trial"),
         ("replay", "trace"),
     ),
     *(("local_cluster", name) for name in inspect.signature(rg.local_cluster).parameters),

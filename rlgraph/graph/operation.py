@@ -135,6 +135,13 @@ class Operation(ABC):
     def check(self, node: "Node") -> None:  # noqa: B027 (most operations have nothing to check)
         """Check at the launch, before anything starts, that it can run. Raises DataError or GraphError."""
 
+    def trial(self, node: "Node", columns: Any, rows: int) -> Any:
+        """Call the user's function on made-up `columns` at the launch, and return those it writes; None where there is nothing to try.
+
+        The node has `rows` rows. Raises RlgraphError as the run would.
+        """
+        return None
+
     def cursor(self, step: int) -> Mapping[str, Any] | None:
         """Give the position of a data source after `step` steps, with the settings of its order, as plain values; None for other nodes.
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias
 
 import torch
 
-from rlgraph.columns import Columns
+from rlgraph.columns import COLUMNS, Column, Columns
 from rlgraph.deprecation import old_attribute, renamed
-from rlgraph.errors import GraphError, shown
-from rlgraph.graph.nodes import Output, declare
+from rlgraph.errors import GraphError, RlgraphError, shown
+from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
+from rlgraph.nodes.trial import LIMIT_S, TooLong, copied
 
 if TYPE_CHECKING:
     from rlgraph.engines.lora.shared_base import SharedBase
@@ -99,30 +101,60 @@ class FunctionOperation(Operation):
     function: Callable[[Columns], Fired]
     by_group: bool = False
     compares: str = ""
+    tried: bool = False  # at the launch, on a made-up batch
 
     @property
     def traits(self) -> NodeTraits:
         return NodeTraits(by_group=self.by_group, compares=self.compares, given=(self.function,))
 
     def start(self, context: Context) -> Stage:
-        return lambda step, columns: self.function(columns)
+        return lambda step, columns: self.function(_Read(columns))
+
+    def trial(self, node: Node, columns: Columns, rows: int) -> Columns | None:
+        if not self.tried:
+            return None
+        function = copied(self.function)
+        try:
+            (fired,) = FunctionPool(lambda read: function(_Read(read)), [{"read": columns}], 1, LIMIT_S).run()
+        except CallFailed as failure:
+            if failure.late:
+                raise TooLong(f"the function {failure.what}") from None
+            cause = failure.__cause__
+            raise GraphError(str(cause) if isinstance(cause, RlgraphError) else f"the function {failure.what}") from cause
+        written, metrics = fired_parts(fired)
+        checked_metrics(node.name, metrics)
+        checked_columns(node.name, node.writes, written)
+        if all(len(column) == node.rows for column in written.values()):
+            return None  # it counts on the rows of a step
+        checked_columns(node.name, node.writes, written, rows)
+        return written
+
+
+class _Read(dict[str, Column]):
+    """The columns that a function reads; any other is an error that says how to read it."""
+
+    def __missing__(self, name: str) -> Column:
+        raise GraphError(f"the function reads column {shown(name)}, but its node reads {list(self)}: add the column to reads=")
 
 
 class FunctionNode:
     """A function that declares a node when it is called with outputs. Made by `rlgraph.node`."""
 
-    def __init__(self, function: Callable[[Columns], Fired], reads: tuple[str, ...], writes: tuple[str, ...], by_group: bool) -> None:
+    def __init__(
+        self, function: Callable[[Columns], Fired], reads: tuple[str, ...], writes: tuple[str, ...], by_group: bool, trial: bool
+    ) -> None:
         functools.update_wrapper(self, function)
-        self.function, self.reads, self.writes, self.by_group = function, reads, writes, by_group
+        self.function, self.reads, self.writes, self.by_group, self.trial = function, reads, writes, by_group, trial
 
     def __call__(self, *inputs: Output, name: str | None = None) -> Output:
         """Declare a node that runs the function, and return its output."""
         title = name or self.function.__name__
-        return Output(declare(title, FunctionOperation(self.function, self.by_group), inputs, reads=self.reads, writes=self.writes))
+        operation = FunctionOperation(self.function, self.by_group, tried=self.trial)
+        return Output(declare(title, operation, inputs, reads=self.reads, writes=self.writes))
 
 
 def node(
-    *, reads: str | Sequence[str], writes: str | Sequence[str], by_group: bool = False
+    *, reads: str | Sequence[str], writes: str | Sequence[str], by_group: bool = False, trial: bool = True
 ) -> Callable[[Callable[[Columns], Fired]], FunctionNode]:
     """Make a node of a function from columns to columns, as `@rg.node(reads="response_mask", writes="rewards")`.
 
@@ -138,6 +170,9 @@ def node(
     `by_group=True` promises that the result for the responses of one prompt depends on these responses alone. The node then works
     on each chunk of a rollout with `chunks` as it arrives. Metrics are averaged over the chunks; `.../max` and `.../min` keep the extremes.
 
+    The launch calls the function once on a made-up batch of two prompts with their groups, before anything starts, and refuses what it
+    returns as the run would. Give `trial=False` for a function with side effects, or one that needs a network.
+
     Raises GraphError for a function that does not take exactly one argument, or a node that writes nothing.
     """
     read, written = _names(reads), _names(writes)
@@ -150,7 +185,7 @@ def node(
             raise GraphError(
                 f"node '{name}' reads {list(read)} and writes {list(written)}; a node reads and writes at least one column each"
             )
-        return FunctionNode(function, read, written, by_group)
+        return FunctionNode(function, read, written, by_group, trial)
 
     return wrap
 
@@ -166,8 +201,12 @@ def carried(inputs: Iterable[Any]) -> list[str]:
 
 def checked_columns(node: str, writes: Sequence[str], columns: Columns, count: int | None = None) -> None:
     """Raise GraphError unless `columns` are those that the node said it writes, with `count` rows each, or equally many."""
+    if not isinstance(columns, Mapping):
+        raise GraphError(f"node '{node}' returned {shown(columns)}; it returns its columns by name, as {{'{(*writes, 'name')[0]}': …}}")
     if set(columns) != set(writes):
         raise GraphError(f"node '{node}' returned columns {sorted(columns)}; it declares {list(writes)}: return exactly those")
+    for name, column in columns.items():
+        _check_kind(node, name, column)
     rows = {name: len(column) for name, column in columns.items()}
     if len(set(rows.values())) > 1:
         raise GraphError(f"node '{node}' returned columns of different lengths {rows}; every column of a batch has one entry a row")
@@ -175,6 +214,31 @@ def checked_columns(node: str, writes: Sequence[str], columns: Columns, count: i
         raise GraphError(
             f"node '{node}' returned {min(rows.values())} rows where {count} are due: return one entry for each row of the batch"
         )
+
+
+def _check_kind(node: str, name: str, column: Any) -> None:
+    """Raise GraphError unless a column is a tensor or a list of texts, and of the kind that rlgraph defines for its name."""
+    spec, tensor = COLUMNS.get(name), isinstance(column, torch.Tensor)
+    if not tensor and not (isinstance(column, list) and all(isinstance(row, str) for row in column)):
+        raise GraphError(f"node '{node}' returned {name}={shown(column)}; a column is a tensor of one row each, or a list of texts")
+    if spec is None:
+        return
+    wanted = "a list of texts" if spec.dtype is str else f"a tensor [{', '.join(spec.dims)}] of {str(spec.dtype).removeprefix('torch.')}"
+    alike = tensor and isinstance(spec.dtype, torch.dtype) and _kind(column.dtype) == _kind(spec.dtype) and column.ndim == len(spec.dims)
+    if alike if spec.dtype is not str else not tensor:
+        return
+    found = f"a tensor {list(column.shape)} of {str(column.dtype).removeprefix('torch.')}" if tensor else "a list of texts"
+    raise GraphError(f"node '{node}' returned {name} as {found}; this column is {wanted}: {spec.meaning}")
+
+
+def _kind(dtype: torch.dtype) -> str:
+    return "bool" if dtype == torch.bool else "float" if dtype.is_floating_point else "int"
+
+
+def fired_parts(fired: Any) -> tuple[Columns, Metrics]:
+    """Part what a node returned into columns and metrics."""
+    written, metrics = fired if isinstance(fired, tuple) and len(fired) == 2 else (fired, {})
+    return written, metrics
 
 
 def tensor_of(columns: Columns, name: str) -> torch.Tensor:

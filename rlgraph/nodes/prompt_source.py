@@ -4,12 +4,16 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rlgraph.columns import Column
+import torch
+
+from rlgraph.columns import Column, Columns
 from rlgraph.data.rows import Overlong
 from rlgraph.errors import DataError
+from rlgraph.graph.nodes import Node
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.conversations import Chat
 from rlgraph.nodes.items import column_of
+from rlgraph.nodes.trial import PROMPTS
 
 
 class PromptSource(Operation):
@@ -29,6 +33,15 @@ class PromptSource(Operation):
     @abstractmethod
     def first(self) -> Mapping[str, Any]:
         """The first item, which says the fields and their kinds."""
+
+    @property
+    def first_rows(self) -> list[Mapping[str, Any]]:
+        """Two items, for a made-up batch."""
+        return [self.first] * PROMPTS
+
+    def trial(self, node: Node, columns: Columns, rows: int) -> Columns:
+        """Build the columns of the first rows."""
+        return {"prompt_ids": torch.arange(PROMPTS), **self.columns(self.first_rows)}
 
     @property
     @abstractmethod

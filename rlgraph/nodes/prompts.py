@@ -22,6 +22,7 @@ from rlgraph.nodes.items import check_data, check_first, check_item, check_names
 from rlgraph.nodes.prompt_source import PromptSource, plural
 from rlgraph.nodes.prompts_by_results import PromptsByResults, check_results
 from rlgraph.nodes.streamed_prompts import StreamedPrompts
+from rlgraph.nodes.trial import PROMPTS
 from rlgraph.setting_types import Range
 from rlgraph.settings import Name, Natural, checked
 
@@ -59,6 +60,10 @@ class Prompts(PromptSource):
     @property
     def first(self) -> Mapping[str, Any]:
         return self.data[0]
+
+    @property
+    def first_rows(self) -> list[Mapping[str, Any]]:
+        return [self.row(index % self.size) for index in range(PROMPTS)]
 
     @property
     def prompt_characters(self) -> float | None:

@@ -27,11 +27,19 @@ class Scorer(ABC):
 
 @dataclass(frozen=True)
 class Calls:
-    """How a reward function is called. None for a scorer's own setting, or else for 16 at a time and no retries."""
+    """How a reward function is called. None for a scorer's own setting, or else for 16 at a time and no retries.
+
+    `trial` says that the launch tries it on a made-up batch.
+    """
 
     concurrency: int | None
     deadline_s: float
     retries: Retry | None
+    trial: bool = True
+
+    def tries(self, function: Callable[..., Any]) -> bool:
+        """Whether the launch tries a function: not a scorer, which checks itself, and no calls that may fail."""
+        return self.trial and self.retries is None and not isinstance(function, Scorer)
 
     def of(self, where: str, function: Callable[..., Any]) -> tuple[int, float, Retry | None]:
         """Look up the settings for a function. Raises GraphError if both give retries."""

@@ -22,9 +22,9 @@ Attempt = tuple[int, int]  # the place of a call, and how often it was called be
 class CallFailed(Exception):
     """The call at `place` raised, or did not return in time. `__cause__` is the exception that it raised."""
 
-    def __init__(self, place: int, what: str) -> None:
+    def __init__(self, place: int, what: str, late: bool = False) -> None:
         super().__init__(what)
-        self.place, self.what = place, what
+        self.place, self.what, self.late = place, what, late
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class FunctionPool:
             self.failure = what
             return False
         times = f" ({before + 1} calls failed)" if before else ""
-        raise CallFailed(place, f"{what}{times}") from (None if isinstance(error, _Late | _Unusable) else error)
+        raise CallFailed(place, f"{what}{times}", isinstance(error, _Late)) from (None if isinstance(error, _Late | _Unusable) else error)
 
     def _next(self) -> Returned:
         """Wait for the next result, and start attempts whose pause is over. A call that exceeds its deadline fails, the oldest first."""

@@ -44,6 +44,10 @@ class Reward(Operation):
     def check(self, node: Node) -> None:
         self.scoring.check()
 
+    def trial(self, node: Node, columns: Columns, rows: int) -> Columns:
+        scores = self.scoring.try_on(columns)
+        return {self.writes: torch.arange(rows).remainder(2).float() if scores is None else scores}
+
     def start(self, context: Context) -> Stage:
         self.scoring.start(context)
         outliers = None if self.outliers is None else Outliers(self.name, self.outliers)
@@ -76,6 +80,7 @@ def reward(
     retries: Retry | None = None,
     by_group: bool = True,
     outliers: Annotated[float, Range(above=0, rule=OUTLIERS_RULE)] | None = OUTLIERS,
+    trial: bool = True,
     name: Name = "reward",
 ) -> Output:
     """Declare a reward: one number a response, from a function whose parameters are named for the columns they get.
@@ -106,11 +111,14 @@ def reward(
     Without `retries`, or if all calls fail and there is no default, a call that raises, takes longer than `deadline_s` or returns no
     finite number ends the run with an error that names the response and its prompt.
 
+    The launch calls the function once on a made-up batch of two prompts with their groups, before anything starts, and refuses what it
+    returns as the run would. Give `trial=False` for a function with side effects, or one that loads a model or asks a network.
+
     Raises GraphError for a parameter whose column no input carries, a function without parameters, or a column of another kind.
     """
     check_column(name, writes)
     where = f"node '{name}'"
-    scored = scoring(where, function, carried(inputs), tokenizer_of(inputs), Calls(concurrency, deadline_s, retries))
+    scored = scoring(where, function, carried(inputs), tokenizer_of(inputs), Calls(concurrency, deadline_s, retries, trial))
     operation = Reward(scored, writes, by_group, outliers, name)
     return Output(declare(name, operation, inputs, reads=operation.scoring.reads, writes=(writes,)))
 

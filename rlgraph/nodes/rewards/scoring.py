@@ -6,7 +6,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from rlgraph.nodes.rewards.calls import Calls, Scorer
 from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
 from rlgraph.nodes.rewards.retry import ONCE, Retry
 from rlgraph.nodes.rewards.score import Score, score_of
+from rlgraph.nodes.trial import LIMIT_S, MadeUpTokenizer, TooLong, copied
 
 TOKEN_COLUMNS = {"responses": "response_mask", "prompts": "prompt_mask"}
 LARGEST = torch.finfo(torch.float32).max
@@ -73,6 +74,7 @@ class Scoring:
     concurrency: int
     deadline_s: float
     retry: Retry | None = None
+    trial: bool = False
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -102,6 +104,8 @@ class Scoring:
         try:
             returned = pool.run()
         except CallFailed as failure:
+            if self.trial and failure.late and self.deadline_s == LIMIT_S:
+                raise TooLong(f"{title(self.function)} {failure.what}") from None
             which = self._sample(context, columns, failure.place) if self.single else self._of_batch(context, columns, given, failure)
             raise RlgraphError(f"{title(self.function)} {failure.what}, {which}") from failure.__cause__
         for place in pool.defaults:
@@ -113,6 +117,13 @@ class Scoring:
             words = title(self.function), defaults, rows, retry.default, pool.failure[:FAILURE]
             log.warning("%s: %d of %d responses got the default %s; the last failure: %s", *words)
         return Graded(scores, pool.retries, defaults)
+
+    def try_on(self, columns: Columns) -> torch.Tensor | None:
+        """Score made-up columns at the launch; None if the function is not to be tried. Raises as `graded` does."""
+        if not self.trial:
+            return None
+        tokenizers = {} if self.tokenizer is None else {self.tokenizer: MadeUpTokenizer()}
+        return replace(self, function=copied(self.function), deadline_s=LIMIT_S).graded(Context(cache=tokenizers), columns).tensor
 
     def _usable(self, value: object, rows: int) -> bool:
         try:
@@ -168,7 +179,9 @@ def scoring(
     as_tokens = {p.name for p in parameters.values() if p.annotation in (torch.Tensor, "torch.Tensor")}
     tokens = [column for p, column in columns if column in TOKEN_COLUMNS and column not in texts and p not in as_tokens]
     decoded = tuple(tokens) if tokenizer else ()
-    return Scoring(function, columns, single, tokenizer, decoded, _named_by(carried, tokenizer), *calls.of(where, function))
+    return Scoring(
+        function, columns, single, tokenizer, decoded, _named_by(carried, tokenizer), *calls.of(where, function), calls.tries(function)
+    )
 
 
 def columns_wanted(where: str, function: Callable[..., Any], carried: Sequence[str]) -> dict[str, inspect.Parameter]:

@@ -33,6 +33,7 @@ from rlgraph.nodes.rollout.group_stream import Group, batch_of_next, batches, ke
 from rlgraph.nodes.rollout.rollout import Rollout
 from rlgraph.nodes.rollout.turn_metrics import turn_metrics
 from rlgraph.nodes.rollout.turns import item_of
+from rlgraph.nodes.trial import made_up
 from rlgraph.setting_types import Range
 from rlgraph.settings import Seconds
 
@@ -63,6 +64,7 @@ class Refill:
     concurrency: Concurrency | None = None
     deadline_s: Seconds = DEADLINE_S
     retries: Retry | None = None
+    trial: bool = True
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -82,7 +84,9 @@ class Refill:
         self._check(where, name, rollout)
         own = tuple(column for column in prompts.columns if column != "prompt_ids")
         carried = (*rollout.writes, *own)
-        scored = scoring(where, self.reward, carried, rollout.generator.path, Calls(self.concurrency, self.deadline_s, self.retries))
+        scored = scoring(
+            where, self.reward, carried, rollout.generator.path, Calls(self.concurrency, self.deadline_s, self.retries, self.trial)
+        )
         missing = [column for column in scored.reads if column not in carried]
         if missing:
             raise GraphError(f"{where}: the reward reads column '{missing[0]}', which neither responses nor prompts have: {list(carried)}")
@@ -118,6 +122,11 @@ class DynamicRollout(Operation):
         self.draws_from.check(node)
         self.rollout.check_prompts(node, self.draws_from)
         self.scoring.check()
+
+    def trial(self, node: Node, columns: Columns, rows: int) -> Columns:
+        sampled = {**self.draws_from.columns([self.draws_from.first] * rows), **made_up(self.rollout.writes, rows)}
+        scores = self.scoring.try_on(sampled)
+        return {**sampled, self.writes: torch.arange(rows).remainder(2).float() if scores is None else scores}
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.rollout.generator.path)  # loaded before the first step, not in it

@@ -54,6 +54,7 @@ def evaluate(
     concurrency: Concurrency | None = None,
     deadline_s: Seconds = DEADLINE_S,
     retries: Retry | None = None,
+    trial: bool = True,
     name: Name = NAME,
 ) -> Output:
     """Declare an evaluation at every `every`-th step: `samples` responses to each item of `data`, scored by `reward` as in `rg.reward`.
@@ -73,7 +74,7 @@ def evaluate(
     bootstrap `val/acc/best@k/mean`, `worst@k`, and `maj@k` if the reward returns answers, as `rg.scorers.math_verify` does; the unbiased
     `val/pass@k`; `val/reward/mean@n`. An answer is right if its reward is at least `passes`. If items have the field `source`, each
     source has metrics of its own, such as `val/gsm8k/acc/mean@4`. With a `name` of its own an evaluation writes `val/NAME/acc/mean@4`.
-    `chat` is that of `rg.prompts`.
+    `chat` is that of `rg.prompts`, and `trial` that of `rg.reward`.
 
     Raises GraphError for a bad count, several `samples` of a greedy sampling, a `source` that items lack or an evaluation that would
     delay other nodes, and DataError as `rg.prompts` does.
@@ -86,7 +87,7 @@ def evaluate(
     answers = Output(declare(name, answer, (), reads=(), writes=(*ANSWERS, *ASKED), rows=rows, model=generator, feedback=weights, due=due))
     messages = () if questions.chat is None else ("prompt_messages",)
     texts = ("prompts", "prompt_texts", *messages, *(plural(f) for f in questions.fields))
-    scored = scoring(f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, Calls(concurrency, deadline_s, retries), texts)
+    scored = scoring(f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, Calls(concurrency, deadline_s, retries, trial), texts)
     for column in scored.reads:
         if column not in (*ANSWERS, *texts):
             raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; it gives {list(texts)}")
@@ -172,6 +173,10 @@ class Grade(Operation):
 
     def check(self, node: Node) -> None:
         self.scoring.check()
+
+    def trial(self, node: Node, columns: Columns, rows: int) -> None:
+        asked = self.questions.columns([self.questions.first] * rows)
+        self.scoring.try_on({**columns, "prompts": asked["prompt_texts"], **asked})
 
     def start(self, context: Context) -> Stage:
         self.scoring.start(context)

@@ -22,7 +22,7 @@ from rlgraph.compiler.time_sharing import TimeSlice
 from rlgraph.engines.hf_models.hub import offline
 from rlgraph.errors import GraphError, StalenessError, shown
 from rlgraph.graph.operation import HasState, Stateful
-from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics
+from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics, fired_parts
 from rlgraph.runtime.worker.activity import Activity
 from rlgraph.runtime.worker.engine_slot import EngineSlot
 from rlgraph.runtime.worker.metrics_reduce import reduce_metrics
@@ -181,7 +181,7 @@ class Worker:
             fired = self._run(node, step, chunk, columns)
         if self.time_slice is not None and self.time_slice.firings[-1] == (node.name, chunk):  # before the next of the pool is told
             self._sleep(self.time_slice, step)
-        written, metrics = fired if isinstance(fired, tuple) else (fired, {})
+        written, metrics = fired_parts(fired)
         if node.writes:
             checked_columns(node.name, node.writes, written, node.count if self.spec.worker.world == 1 else None)
         self.chunk_metrics.setdefault(node.name, []).append(checked_metrics(node.name, metrics))
