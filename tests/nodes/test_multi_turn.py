@@ -214,6 +214,46 @@ def test_the_last_turn_is_answered_for_its_reward(folder: Path) -> None:
     assert rolled.metrics["agent/limit_turns"] == 1
 
 
+class Judged(Guess):
+    """Rewards the outcome alone; `truncated` says what a limit left."""
+
+    cut: ClassVar[list[str]] = []
+
+    async def truncated(self, said: rg.Message) -> rg.Turn:
+        Judged.cut.append(said.content)
+        return rg.Turn(reward=0.75)
+
+
+@pytest.mark.parametrize(
+    ("limits", "finish", "cut"),
+    [
+        ({"max_turns": 2}, "turns", "2"),
+        ({"max_tokens": 12}, "length", "1 2 3 4 5 6 7"),  # in a turn of the model
+        ({"max_tokens": 5}, "length", "1"),  # in what the model reads
+        ({"max_turns": 2, "agent": rg.Agent(Judged, turn_tokens=3)}, "turns", "1 2 3"),
+    ],
+)
+def test_an_environment_scores_a_conversation_that_a_limit_cuts_off(folder: Path, limits: dict[str, Any], finish: str, cut: str) -> None:
+    def script(text: str) -> str:
+        return "1 2 3 4 5 6 7 8 9 1 2 3" if "1 2" in cut else counting(text)
+
+    Judged.cut.clear()
+    rolled = Rolled(folder, script, [{"prompt": "", "answer": "9"}], **{"agent": Judged, **limits})
+    assert rolled.columns["finish_reasons"].tolist() == [FINISH_REASONS.index(finish)]
+    assert len(Judged.cut) == 1
+    assert Judged.cut[0].startswith(cut[:3]), Judged.cut
+    given = rolled.columns["token_rewards"][0]
+    assert rolled.columns["rewards"].item() == pytest.approx(0.75 - 0.25 * rolled.metrics.get("agent/info/guesses", 0.0))
+    assert rolled.columns["response_mask"][0][given != 0].all(), "a reward stands at a token that the policy wrote"
+    assert rolled.metrics["agent/cut_turns"] == (2 if "agent" in limits else 0)
+
+
+def test_a_launch_says_that_an_environment_does_not_score_what_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
+    for environment in (Guess, Judged):
+        rg.Agent(environment).say_unscored("rollout")
+    assert [text.partition(" has ")[0] for text in caplog.messages] == ["node 'rollout': Guess"]
+
+
 class Late(Guess):
     """Answers after a random time."""
 

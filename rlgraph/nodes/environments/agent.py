@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rlgraph import settings
+from rlgraph import notices, settings
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Pool
@@ -25,6 +25,9 @@ class Environment(Protocol):
 
     The parameters of the class name the fields of the prompt's item that it gets, as those of a reward do: `Guess(answer="4")`. `prompt`
     is the prompt's text, and `messages` its conversation.
+
+    A class may also have `async def truncated(self, said)`, which returns a Turn. Where `max_tokens`, `max_turns` or `most_cost` cut the
+    conversation off, it is called with the model's last turn as far as it goes, and its reward counts.
 
     >>> class Guess:
     ...     def __init__(self, answer: str) -> None:
@@ -68,6 +71,7 @@ class Agent:
     ('rewards', 'token_rewards')
 
     * `deadline_s`: seconds of one call of `reset`, `step` or `close`.
+    * `turn_tokens`: tokens of one turn of the model. The environment answers a longer one as far as it goes. None: no limit.
     * `conversation_s`: seconds of a whole conversation. None: no limit.
     * `output_characters`: characters of the messages of one turn. Longer text is cut off.
     * `most_cost`: the most that a conversation may cost. It ends after the turn at which its turns' `cost` reaches this. None: no limit.
@@ -85,6 +89,7 @@ class Agent:
     environment: Callable[..., Environment]
     deadline_s: Seconds = 60.0
     conversation_s: Seconds | None = None
+    turn_tokens: Count | None = None
     output_characters: Count = 65536
     shared: bool = False
     most_cost: Positive | None = None
@@ -106,6 +111,14 @@ class Agent:
         known = {p.name: p for p in inspect.signature(self.environment).parameters.values()}
         columns = {name: SPECIAL.get(name, name if name in carried else plural(name)) for name in known}
         return {name: column for name, column in columns.items() if column in carried or known[name].default is inspect.Parameter.empty}
+
+    def say_unscored(self, node: str) -> None:
+        """Say at the launch that a conversation which is cut off has no outcome, where the environment does not score it."""
+        if isinstance(self.environment, type) and not hasattr(self.environment, "truncated"):
+            notices.here.say(
+                f"node '{node}': {self.environment.__name__} has no `async def truncated(self, said)`, so a conversation that a limit cuts "
+                "off has only the rewards of its steps so far"
+            )
 
     def make(self, columns: Mapping[str, str], item: Mapping[str, Any]) -> Environment:
         """Make the environment of a conversation from the `item` of its prompt, a value for each column. Raises what the class raises."""
@@ -132,6 +145,12 @@ def _check_environment(where: str, environment: Callable[..., Any]) -> None:
     for name in METHODS if isinstance(environment, type) else ():
         if not inspect.iscoroutinefunction(inspect.getattr_static(environment, name, None)):
             raise GraphError(f"{where}: an environment is a class with `async def reset(self)`, `step(self, said)` and `close(self)`")
+    if not inspect.iscoroutinefunction(inspect.getattr_static(environment, "truncated", _none)):
+        raise GraphError(f"{where}: truncated is a method `async def truncated(self, said)` that returns an rg.Turn")
     kinds = {p.kind for p in inspect.signature(environment).parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
         raise GraphError(f"{where}: its parameters name the fields of a prompt that it is made with, as (self, answer)")
+
+
+async def _none() -> None:
+    """Stand in for a method that a class lacks."""

@@ -42,12 +42,15 @@ class Conversation:
         """How many tokens the response may still get, those of answers included."""
         return self.task.request.sampling.max_tokens - len(self.tokens)
 
-    def next_request(self, close: int) -> Request:
-        """Build the request of the present turn: the prompt and all turns so far. A turn ends at the template's token `close`."""
+    def next_request(self, close: int, most: int | None = None) -> Request:
+        """Build the request of the present turn: the prompt and all turns so far.
+
+        A turn ends at the template's token `close`, and has at most `most` tokens.
+        """
         return Request(
             f"{self.task.request.id}/{self.turn}",
             [*self.prompt, *self.tokens],
-            self.task.request.sampling.of_turn(self.room, close),
+            self.task.request.sampling.of_turn(self.room if most is None else min(self.room, most), close),
             (self.task.request.seed + NEXT_TURN * self.turn) % 2**31,
             self.task.request.id,
         )
@@ -63,7 +66,8 @@ class Conversation:
 
     def rewarded(self, reward: float) -> None:
         """Add a reward for the last turn of the model: at its last token."""
-        self.rewards[len(self.written) - 1] = self.rewards.get(len(self.written) - 1, 0.0) + reward
+        place = len(self.written) - 1 - self.written[::-1].index(True)
+        self.rewards[place] = self.rewards.get(place, 0.0) + reward
 
     def told(self, tokens: Sequence[int]) -> None:
         """Append what the model reads. These tokens are not trained, since the policy did not write them."""

@@ -309,6 +309,8 @@ class Rollout(Operation):
         described = self.tools.schemas if self.tools is not None else []
         tokenizer = check_prompts(node, self.generator, self.sampling, None)
         check_conversations_of(self, tokenizer, source)
+        if self.rewarded and isinstance(self.agent, Agent):
+            self.agent.say_unscored(node.name)
         if self.tools is not None:  # an environment may begin with other messages than its prompt
             check_prompts(node, self.generator, self.sampling, source, lambda columns: chats_of(columns, tokenizer, described))
 

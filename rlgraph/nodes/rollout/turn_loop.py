@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlgraph.engines.api import Finish
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
 from rlgraph.engines.hf_models.turns import TurnTemplate
 from rlgraph.errors import DataError, RlgraphError
@@ -109,7 +110,7 @@ class TurnLoop(ConversationLoop):
     def close(self) -> None:
         """Close the environments of all conversations, where the rollout has failed; wait a while for them."""
         self.context.engine.abort(list(self._open))
-        self.calls.cancel(("reset", "step"))
+        self.calls.cancel(("reset", "step", "truncated"))
         for conversation in [*(one for one in self._live if not one.ended), *self._warm]:
             self._end(conversation, "abort")
         self._warm.clear()
@@ -204,7 +205,7 @@ class TurnLoop(ConversationLoop):
             if call.kind == "reset":
                 self._started(conversation, call.value)
             else:
-                self._answered(conversation, call.value)
+                self._answered(conversation, call.value, last=call.kind == "truncated")
         except _CannotGoOn as wrong:
             self._fail(conversation, wrong.kind, str(wrong))
 
@@ -226,49 +227,66 @@ class TurnLoop(ConversationLoop):
         self._submit(conversation)
 
     def _submit(self, conversation: Conversation) -> None:
-        request = conversation.next_request(self.template.close)
+        request = conversation.next_request(self.template.close, self.rules.agent.turn_tokens)
         self._open[request.id] = conversation
         self.context.engine.submit(request)
 
     def _wrote(self, conversation: Conversation, tokens: Sequence[int]) -> None:
         """Pass a turn of the model to its environment."""
-        if conversation.finish != "stop" or not tokens:
-            conversation.counts["limit_tokens"] += conversation.finish == "length"
+        if not tokens or conversation.finish == "abort":
             self._end(conversation)
             return
+        conversation.said = said = self._said(conversation, tokens)
+        if conversation.finish == "length" and not conversation.room:
+            self._cut_off(conversation, "limit_tokens", "length")
+            return
+        conversation.counts["cut_turns"] += conversation.finish == "length"
+        conversation.counts["malformed_calls"] += sum(bool(call.error) for call in said.tool_calls)
+        if conversation.turn >= self.rules.max_turns and not self.rules.rewarded:
+            conversation.counts["limit_turns"] += bool(said.tool_calls)
+            self._end(conversation, "turns" if said.tool_calls else "stop")
+            return
+        environment = conversation.environment
+        assert environment is not None
+        self._call(conversation, "step", lambda: environment.step(said, *self._member(conversation)))
+
+    def _said(self, conversation: Conversation, tokens: Sequence[int]) -> Message:
+        """Read a turn of the model: its text, its thinking and its calls of tools."""
         reasoning, content = self.template.thinking(self.template.content(tokens))
         form, tools = self.rules.form, conversation.chat.tools
         schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
-        calls = calls_of(content, form, schemas) if form is not None else ()
-        conversation.counts["malformed_calls"] += sum(bool(call.error) for call in calls)
-        conversation.said = said = Message("assistant", content, reasoning, calls)
-        if conversation.turn >= self.rules.max_turns and not self.rules.rewarded:
-            conversation.counts["limit_turns"] += bool(calls)
-            self._end(conversation, "turns" if calls else "stop")
-            return
-        environment, extra = conversation.environment, (conversation.task.member,) if self.rules.agent.shared else ()
-        assert environment is not None
-        self._call(conversation, "step", lambda: environment.step(said, *extra))
+        return Message("assistant", content, reasoning, calls_of(content, form, schemas) if form is not None else ())
 
-    def _answered(self, conversation: Conversation, turn: object) -> None:
-        """Submit the next turn, after what the environment has answered."""
+    def _member(self, conversation: Conversation) -> tuple[int, ...]:
+        return (conversation.task.member,) if self.rules.agent.shared else ()
+
+    def _cut_off(self, conversation: Conversation, limit: str, finish: Finish) -> None:
+        """End a conversation at a limit. An environment that has `truncated` scores it first."""
+        conversation.counts[limit] += 1
+        conversation.finish = finish
+        score = getattr(conversation.environment, "truncated", None)
+        if score is None or not self.rules.rewarded:
+            self._end(conversation)
+        else:
+            self._call(conversation, "truncated", lambda: score(conversation.said, *self._member(conversation)))
+
+    def _answered(self, conversation: Conversation, turn: object, last: bool = False) -> None:
+        """Submit the next turn, after what the environment has answered; none after the `last`."""
         if not isinstance(turn, Turn):
-            raise _CannotGoOn("errors", f"step returned a {type(turn).__name__}; it returns an rg.Turn")
+            raise _CannotGoOn("errors", f"{'truncated' if last else 'step'} returned a {type(turn).__name__}; it returns an rg.Turn")
         conversation.rewarded(turn.reward)
         for name, value in turn.info.items():
             conversation.counts[f"info/{name}"] += value
         conversation.counts["cost"] += turn.cost
-        if turn.done:
-            self._end(conversation, "stop")
+        if last or turn.done:
+            self._end(conversation, None if last else "stop")
             return
         if conversation.counts["cost"] >= (self.rules.agent.most_cost or float("inf")):
-            conversation.counts["limit_cost"] += 1
-            self._end(conversation, "turns")
+            self._cut_off(conversation, "limit_cost", "turns")
             return
         messages = self._cut(conversation, self._checked_messages("step", turn.messages))
         if conversation.turn >= self.rules.max_turns:
-            conversation.counts["limit_turns"] += 1
-            self._end(conversation, "turns")
+            self._cut_off(conversation, "limit_turns", "turns")
             return
         if self._left_s(conversation) == 0.0:
             raise _CannotGoOn("limit_seconds", "the conversation took longer than its conversation_s")
@@ -285,8 +303,7 @@ class TurnLoop(ConversationLoop):
         conversation.chat = replace(conversation.chat, messages=[*conversation.chat.messages, said, *answers], continue_final=False)
         conversation.told(tokens)
         if conversation.room == 0:
-            conversation.counts["limit_tokens"] += 1
-            self._end(conversation, "length")
+            self._cut_off(conversation, "limit_tokens", "length")
         else:
             self._submit(conversation)
 

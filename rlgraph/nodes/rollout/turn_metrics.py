@@ -5,7 +5,7 @@ from collections.abc import MutableMapping, Sequence
 
 from rlgraph.nodes.rollout.decode_loop import Outcome
 
-LIMITS = ("limit_tokens", "limit_turns", "limit_seconds", "limit_cost", "overlong_prompts", "cut_messages", "malformed_calls")
+LIMITS = ("limit_tokens", "limit_turns", "limit_seconds", "limit_cost", "overlong_prompts", "cut_turns", "cut_messages", "malformed_calls")
 FAILURES = ("errors", "timeouts", "blocked", "template_errors")
 TOOL_COUNTS = ("calls", "failures")  # of the calls of tools
 
