@@ -119,6 +119,10 @@ def test_a_limit_on_the_mismatch_asks_for_the_columns_it_needs() -> None:
     advantages = rg.advantages(rollout, rg.reward(lambda responses: [0.0] * len(responses), rollout), estimator=rg.GRPO())
     with pytest.raises(GraphError, match="old_log_probs"):
         policy.update(rollout, advantages, loss=rg.ClippedLoss(), guards=Guards(stop_mismatch=0.5))
+    both = (rollout, advantages, policy.log_probs(rollout))
+    for guards, measured in ((Guards(), True), (Guards(warn_mismatch=None), False)):
+        step = policy.update(*both, loss=rg.ClippedLoss(), guards=guards)
+        assert ({"rollout_log_probs", "old_log_probs"} <= {*step.metrics.node.reads}) == measured, "the default warns"
     with pytest.raises(GraphError, match=r"'update' has guards='stop'; guards is a Guards; write guards=rg\.Guards"):
         policy.update(rollout, advantages, loss=rg.ClippedLoss(), guards="stop")
     with pytest.raises(GraphError, match="outliers=0"):

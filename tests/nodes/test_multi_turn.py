@@ -200,7 +200,7 @@ def test_the_distribution_of_turns_is_of_numbers_that_occurred(folder: Path) -> 
 
 def test_credit_goes_to_the_turn_that_earned_it(folder: Path) -> None:
     rolled = Rolled(folder, counting, [{"prompt": "", "answer": "2"}], agent=Guess, group_size=2)
-    returns = rg.algorithms.ReinforcePlusPlus(gamma=1.0)(rolled.columns)["returns"][0]  # type: ignore[attr-defined]
+    returns = rg.algorithms.ReinforcePlusPlus(gamma=1.0)(rolled.columns)["returns"][0]
     mask = rolled.columns["response_mask"][0]
     assert returns[mask].tolist() == pytest.approx([0.25, 0.25, 0.5, 0.5]), "-0.25 + 0.5 from the first turn on, 0.5 from the second"
     rows = rg.RLOO()(rolled.columns)["advantages"]

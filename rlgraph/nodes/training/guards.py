@@ -32,7 +32,8 @@ class Guards:
       An empty mini-batch of a batch that has tokens, as a filter may leave it, is skipped and counted, and does not use up patience.
     * `warn_kl` and `stop_kl`: the largest distance between the policy and the sampling one: the size of `actor/ppo_kl`, in nats a token.
     * `warn_mismatch` and `stop_mismatch`: the largest distance between the engine's log-probs and the trainer's: the mean of
-      |old_log_probs - rollout_log_probs| over the tokens. The update measures it if it is given both columns.
+      |old_log_probs - rollout_log_probs| over the tokens. The update measures it if its inputs carry both columns, that is with
+      `policy.log_probs(rollout)` among them; without, `actor/ppo_kl` is the distance to the engine, and `warn_kl` warns.
 
     None means no limit. Metrics: `guards/skipped` and `guards/skipped_total` (optimizer steps), `guards/mismatch`,
     `guards/warnings` (of this step), and with mini-batches `guards/empty_mini_batches`. Raises GraphError for a value out of its range.

@@ -134,9 +134,7 @@ class Policy(TrainedModel):
         check_taken(name, loss, self.scores, inputs, mini_batches)
         check_warmup(name, inputs, critic_warmup)
         behaviour, reads = columns_read(name, inputs, loss)
-        if guards.stop_mismatch is not None:
-            reads += ("rollout_log_probs", "old_log_probs")
-        reads += columns_to_check(name, self, inputs) + routes_read(name, self, inputs)
+        reads += _mismatch_columns(guards, inputs) + columns_to_check(name, self, inputs) + routes_read(name, self, inputs)
         parts, more = list[Part](), list(inputs)
         sizes: list[tuple[object, Sequence[Output]]] = [(loss, inputs)]
         for number, (outputs, other, weight) in enumerate(checked_also(name, also)):
@@ -193,6 +191,13 @@ def sampling_temperature(inputs: Sequence[Output]) -> float:
             f"rollouts of several temperatures are among the inputs of one node ({found}); give each rollout a node of its own"
         )
     return next(iter(found.values()), 1.0)
+
+
+def _mismatch_columns(guards: Guards, inputs: Sequence[Output]) -> tuple[str, ...]:
+    """Name the columns by which the guards measure the engine's distance: where a limit stops, or where the inputs carry both."""
+    columns, there = ("rollout_log_probs", "old_log_probs"), carried(inputs)
+    comparable = all(there.count(column) == 1 for column in columns) and all(sampling.whole for _, sampling in _samplings(inputs))
+    return columns if guards.stop_mismatch is not None or (guards.warn_mismatch is not None and comparable) else ()
 
 
 def _samplings(inputs: Sequence[Output]) -> Iterator[tuple[Node, Sampling]]:
