@@ -81,6 +81,16 @@ def _batch_channels(graph: Graph, workers: Sequence[PlannedWorker]) -> list[Plan
     return planned
 
 
+def slot_bytes(graph: Graph, workers: Sequence[PlannedWorker]) -> int:
+    """Estimate the slots of batches in memory of the fullest host, as far as their sizes are known."""
+    homes = {name: worker.host for worker in reversed(workers) for name in worker.nodes}
+    held: dict[int, int] = {}
+    for channel in _batch_channels(graph, workers):
+        if channel.bytes and transport_of(channel.transport).writer_keeps == "host":
+            held[homes[channel.writer]] = held.get(homes[channel.writer], 0) + channel.slots * channel.bytes
+    return max(held.values(), default=0)
+
+
 def _stream(writer: Node) -> str | None:
     return writer.stream.name if writer.stream else None
 

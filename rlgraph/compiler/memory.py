@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlgraph.channels.factory import transport_of
-from rlgraph.compiler.channels import homes_of, staged_versions, weights_transport
+from rlgraph.compiler.channels import homes_of, slot_bytes, staged_versions, weights_transport
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.events import evaluations, readers
 from rlgraph.compiler.loading_memory import loading
@@ -28,6 +28,7 @@ from rlgraph.settings import RECOMPUTE, Recompute
 
 PROMPT_TOKENS = 512.0  # assumed if neither a context nor lengths are known
 GIB = 1 << 30
+SLOTS_LEAST = 64 << 20  # of all slots: less is lost in what each process takes
 REST = "rest of the engine's share"
 EVEN = 16  # what divides the sides of matrices in fp8: vLLM pads others
 
@@ -76,6 +77,8 @@ def needs(
     staged = sum(weights.bytes for weights in moving if transport_of(weights.transport).writer_keeps == "host")
     if staged:  # on the trainer's host, and once on each other one, however many readers it has
         host["weights in staging"] = staged
+    if (slots := slot_bytes(graph, workers)) >= SLOTS_LEAST:
+        host["slots of batches"] = slots
     if host:
         spare = sum(
             host.get(what, 0) for what in ("keys and values", "activations", "gradients of layers", "logits")
@@ -294,6 +297,7 @@ FIXES = {
     "keys and values": "lower max_context or max_tokens",
     REST: "set a smaller memory= for the engine, its share of a GPU",
     "asleep": "give models that time-share GPUs pools of their own, train an adapter, or set rg.AdamW(moments='8bit')",
+    "slots of batches": "lower count, group_size, max_tokens or depth",
     "weights in staging": "lower depth, or use a smaller model",
     "weights carried by NCCL": "place trainer and generator on the same host, lower depth, or use a smaller model",
 }

@@ -222,7 +222,10 @@ def _memory(plan: Plan) -> list[str]:
     for need in plan.memory:
         parts = ", ".join(f"{what} {words.size(size)}" for what, size in need.parts)
         limit = f" of {words.size(need.limit)}" if need.limit is not None else ""
-        lines += wrapped(f"memory of {words.clean(need.place)}: {words.size(need.peak_bytes)}{limit} at its peak ({parts})", indent=2)
+        queues = need.limit is not None and need.peak_bytes > need.limit
+        least = f"; the engine queues responses without room, so {words.size(need.least_bytes)} are enough" if queues else ""
+        what = f"memory of {words.clean(need.place)}: {words.size(need.peak_bytes)}{limit} at its peak ({parts}){least}"
+        lines += wrapped(what, indent=2)
     return lines
 
 

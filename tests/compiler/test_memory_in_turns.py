@@ -77,3 +77,25 @@ def test_an_engine_alone_takes_nine_tenths_unless_it_is_told(tmp_path: Path) -> 
         return next(need.peak_bytes for need in plan.memory if need.pool == "rollout" and not need.loading)
 
     assert (taken(None), taken(0.5)) == (int(0.9 * 139.8 * GIB), int(0.5 * 139.8 * GIB))
+
+
+def test_slots_of_batches_are_counted_on_their_host(tmp_path: Path) -> None:
+    prompts = rg.prompts([{"prompt": "1"}], count=4 * 10**6)
+    model = a_priori.folder(FULL.shape, tmp_path)
+    rollout = rg.Generator(model, pool=rg.Pool("rollout"), max_context=4096).rollout(prompts)
+    graph = rg.Graph("g", rg.reward(lambda responses: responses, rollout))
+    plan = rg.compile(graph, rg.Cluster(cpus=2, host_memory_bytes=2**50))
+    slots = dict(plan.memory[0].parts)["slots of batches"]
+    assert slots == sum(channel.slots * (channel.bytes or 0) for channel in plan.channels if channel.transport == "shm") > 10 * GIB
+    with pytest.raises(PlanError, match=r"slots of batches 2.*lower count, group_size, max_tokens or depth"):
+        rg.compile(graph, rg.Cluster(cpus=2, host_memory_bytes=30 * GIB))
+
+
+def test_a_peak_above_the_memory_says_that_the_engine_queues_and_how_much_is_enough(tmp_path: Path) -> None:
+    rollout = rg.Generator(a_priori.folder(FULL.shape, tmp_path), pool=rg.Pool("rollout"), max_context=8192).rollout(
+        rg.prompts([{"prompt": "1"}], count=256)
+    )
+    plan = rg.compile(rg.Graph("g", rollout), rg.Cluster(gpus=1, gpu_memory_bytes=10 * GIB))
+    (need,) = (need for need in plan.memory if need.pool == "rollout" and not need.loading)
+    assert need.least_bytes <= 10 * GIB < need.peak_bytes
+    assert f"the engine queues responses without room, so {need.least_bytes / GIB:.2f} GiB are enough" in " ".join(str(plan).split())
