@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from rlgraph.analysis.run import Run
-from rlgraph.errors import PlanError, shown
+from rlgraph.errors import PlanError, choices, shown
 from rlgraph.render.tables import aligned
 from rlgraph.settings import checked
 
@@ -74,7 +74,7 @@ def compare(*folders: str | Path, metrics: Sequence[str] = ()) -> RunComparison:
     for name in metrics:
         if name not in known:
             raise PlanError(
-                f"compare(metrics={shown(list(metrics))}): no run has the metric '{name}'; they have {', '.join(sorted(known))}"
+                f"compare(metrics={shown(list(metrics))}): no run has the metric '{name}'; {choices(name, sorted(known), 'they have')}"
             )
     return RunComparison(names, tuple(_measures(runs, known, metrics)), tuple(_differences(runs)))
 

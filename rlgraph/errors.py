@@ -5,13 +5,28 @@ the other end. `shown` prints the values of a user in a message.
 """
 
 import dataclasses
+import difflib
 import inspect
 import itertools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 MOST_CHARACTERS = 80  # of a value in a message
 MOST_ITEMS = 3
+
+
+def choices(name: str, known: Iterable[str], they: str = "there are", most: int = 40) -> str:
+    """Say for an unknown name which one was meant, if one is near, and what there is.
+
+    >>> choices("anwers", ["answers", "levels"]), choices("x", ["answers", "levels"], "they have")
+    ("did you mean 'answers'? There are answers, levels", 'they have answers, levels')
+    """
+    names = [str(each) for each in known]
+    near = difflib.get_close_matches(str(name), names, 1)
+    if near and len(names) > most:
+        return f"did you mean {near[0]!r}?"
+    listed = ", ".join(names[:most]) + (f", … ({len(names)} in all)" if len(names) > most else "") if names else "none"
+    return f"did you mean {near[0]!r}? {they[:1].upper()}{they[1:]} {listed}" if near else f"{they} {listed}"
 
 
 def shown(value: Any, most: int = MOST_CHARACTERS) -> str:

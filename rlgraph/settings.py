@@ -5,7 +5,6 @@ function) apply it to every value. Equivalent values are accepted: numpy's numbe
 """
 
 import dataclasses
-import difflib
 import functools
 import inspect
 import sys
@@ -13,7 +12,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal, ParamSpec, TypeAlias, TypeVar, Union, get_args, get_origin
 
-from rlgraph.errors import GraphError, RlgraphError, shown
+from rlgraph.errors import GraphError, RlgraphError, choices, shown
 from rlgraph.setting_types import (
     AnyOf,
     Choice,
@@ -87,11 +86,8 @@ def refuse_unknown(cls: type[C]) -> type[C]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                raise GraphError(
-                    f"{cls.__name__}({name}={shown(kwargs[name])}): there is no setting '{name}'; "
-                    f"{f'did you mean {near[0]!r}? The' if near else 'the'} settings are {', '.join(known)}"
-                )
+                said = choices(name, known, "the settings are")
+                raise GraphError(f"{cls.__name__}({name}={shown(kwargs[name])}): there is no setting '{name}'; {said}")
         plain(self, *args, **kwargs)
 
     cls.__init__ = init  # type: ignore[method-assign]
@@ -120,6 +116,10 @@ def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Calla
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
+                named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+                for key in (key for key in kwargs if key not in named):
+                    said = choices(key, [each for each in named if each != "self"], "its arguments are")
+                    raise TypeError(f"{_called(function)}() got an unexpected keyword argument '{key}'; {said}") from None
                 return function(*args, **kwargs)  # raises a TypeError that names the function
             for key, kind in parameters_of(call).items():
                 if kind is None or key not in bound.arguments:

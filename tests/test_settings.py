@@ -304,3 +304,43 @@ def test_a_text_setting_is_the_text_as_it_is_written_or_an_error(text: str, tmp_
         file.write_text(wrong)
         with pytest.raises(ConfigError, match=r"setting '(name|more\[0\])' is text, and YAML reads .* there: write it in quotes"):
             rg.config(Texts, [f"config={file}"])
+
+
+def test_every_class_of_settings_lists_its_settings_for_an_unknown_one() -> None:
+    given = {
+        "Output",
+        "Plan",
+        "Costs",
+        "Executed",
+        "AgentClient",
+        "Model",
+        "ModelTraits",
+        "NodeTraits",
+        "NodeCost",
+        "Precision",
+    }  # not users'
+    classes = [getattr(module, name) for module in (rg, rg.algorithms) for name in module.__all__]
+    plain = [c.__name__ for c in classes if isinstance(c, type) and dataclasses.is_dataclass(c) and not hasattr(c.__init__, "__wrapped__")]
+    assert {name for name in plain if name not in given} <= {"ReMax", "StepwiseLoss", "Totals", "WholeLoss"}, (
+        "decorate it by refuse_unknown"
+    )
+
+
+def test_an_unknown_name_says_which_was_meant_and_what_there_is(tmp_path: Path) -> None:
+    from pyarrow import Table
+    from pyarrow import parquet as files
+
+    file = tmp_path / "train.parquet"
+    files.write_table(Table.from_pylist([{"messages": "1 + 1 =", "answer": "2"}]), file)
+    unknown: dict[str, Callable[[], object]] = {
+        "did you mean 'messages'? Its columns are messages, answer": lambda: rg.data.parquet(file, prompt="mesages"),
+        "did you mean 'answers'? There are prompt_texts, prompt_ids, answers": lambda: rg.reward(
+            lambda anwers: anwers, rg.prompts([{"prompt": "1", "answer": "1"}], 1)
+        ),
+        "did you mean 'group_size'? Its arguments are ": lambda: made().rollout(rg.prompts(QUESTIONS, 1), groups_size=2),  # type: ignore[call-arg]
+        "did you mean 'max_tokens'? The settings are ": lambda: rg.Sampling(max_new_tokens=2),  # type: ignore[call-arg]
+    }
+    for words, make in unknown.items():
+        with pytest.raises((RlgraphError, TypeError)) as caught:
+            make()
+        assert words in str(caught.value)

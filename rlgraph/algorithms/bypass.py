@@ -17,6 +17,7 @@ from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Bypass:
     """Wrap a policy loss: its old policy is the engine's, and `correction` weighs or rejects tokens inside of the loss.

@@ -11,7 +11,7 @@ from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import count, keep, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
 from rlgraph.errors import GraphError, shown
-from rlgraph.settings import AtLeastZero, Finite, Fraction, Natural, Positive, PositiveFraction
+from rlgraph.settings import AtLeastZero, Finite, Fraction, Natural, Positive, PositiveFraction, refuse_unknown
 
 
 def covariances(tokens: Tokens) -> torch.Tensor:
@@ -32,6 +32,7 @@ def largest(values: torch.Tensor, count: int) -> torch.Tensor:
     return candidates[values[candidates].topk(count).indices]
 
 
+@refuse_unknown
 @dataclass(frozen=True)
 class ClipCov(PolicyLoss):
     """PPO's clipped loss, without a few random tokens whose covariance is between `low` and `high`.
@@ -74,6 +75,7 @@ class ClipCov(PolicyLoss):
         return dropped.view_as(tokens.mask)
 
 
+@refuse_unknown
 @dataclass(frozen=True)
 class KlCov(PolicyLoss):
     """The unclipped policy gradient -A r, plus `coef` |log r| on the tokens of largest covariance.

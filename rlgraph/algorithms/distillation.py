@@ -18,6 +18,7 @@ IDS, TOP, CHOSEN = "teacher_top_ids", "teacher_top_log_probs", "chosen_log_probs
 LEAST = 2.0**-23  # of the probability outside of the teacher's tokens: 1 - LEAST is below 1 in float32, so that gradients are finite
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class TeacherKL:
     """The reverse KL to a teacher as an advantage: -coef (log p_student - log p_teacher) of each sampled token.
@@ -60,6 +61,7 @@ class TeacherKL:
         return {**others, "advantages": others["advantages"] + own if others else own}
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class DistillationLoss:
     """The divergence of the student's distribution from the teacher's at each token, with a gradient through all tokens that travel.

@@ -7,9 +7,10 @@ import torch
 
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
 from rlgraph.setting_types import Range
-from rlgraph.settings import AtLeastZero
+from rlgraph.settings import AtLeastZero, refuse_unknown
 
 
+@refuse_unknown
 @dataclass(frozen=True)
 class DPPO(PolicyLoss):
     """-A sg(min(r, clip_c)) log p, without the tokens that have moved too far in the direction in which A pushes them.

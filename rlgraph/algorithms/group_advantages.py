@@ -56,6 +56,7 @@ class GroupEstimator(ABC):
         return torch.where(groups.singleton, rewards.double(), centered) if self.singleton == "reward" else centered
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class GRPO(GroupEstimator):
     """The reward minus its group's mean, divided by the group's standard deviation: (R - mean) / (std + 1e-6).
@@ -81,6 +82,7 @@ class GRPO(GroupEstimator):
         return compared / (groups.std(centered) + EPSILON) if self.normalize_std else compared
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class RLOO(GroupEstimator):
     """The reward minus the mean of the other rewards of its group: n / (n - 1) (R - mean).
@@ -97,6 +99,7 @@ class RLOO(GroupEstimator):
         return self.compared(rewards, groups) * size / (size - 1).clamp(min=1)
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class OPO(GroupEstimator):
     """The reward minus its group's mean weighted by length: R - sum(n_j R_j) / sum(n_j).
@@ -115,6 +118,7 @@ class OPO(GroupEstimator):
         return self.settled(shifted - baseline[groups.index], rewards, groups)
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class GPG(GroupEstimator):
     """The reward minus its group's mean, scaled up where few rewards of the batch are not 0.
@@ -133,6 +137,7 @@ class GPG(GroupEstimator):
         return self.compared(rewards, groups) * scale / self.f_norm
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class PassK(GroupEstimator):
     """Give an advantage to the best response of a group alone, its lead over the second: (R1 - R2) / (std + 1e-6). It raises pass@k.
@@ -161,6 +166,7 @@ class PassK(GroupEstimator):
         return ahead / (groups.std(groups.centered(rewards)) + EPSILON) if self.normalize_std else ahead
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class ReinforcePlusPlusBaseline(GroupEstimator):
     """The reward minus its group's mean, whitened over the tokens of the batch.
@@ -177,6 +183,7 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
         return whiten_rows(self.compared(rewards, groups), count(mask, -1), "ReinforcePlusPlusBaseline")
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class GDPO(GRPO):
     """Apply GRPO to each of several rewards, then whiten their weighted sum over the tokens of the batch. No reward drowns the others.

@@ -77,6 +77,7 @@ def _value_and_slope(log_ratio: torch.Tensor, estimator: str) -> tuple[torch.Ten
     return value.clamp_(max=LARGEST), keep(slope, moving)
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class FixedKL:
     """A constant coefficient of the KL in the reward.
@@ -95,6 +96,7 @@ class FixedKL:
         return self
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class AdaptiveKL:
     """A coefficient that follows the KL: it rises while the KL is above `target` and falls below, by at most 20 % per `horizon` rows.

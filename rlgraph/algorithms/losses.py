@@ -7,9 +7,10 @@ import torch
 
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens
 from rlgraph.setting_types import Range
-from rlgraph.settings import AtLeastZero, Fraction, Positive
+from rlgraph.settings import AtLeastZero, Fraction, Positive, refuse_unknown
 
 
+@refuse_unknown
 @dataclass(frozen=True)
 class ClippedLoss(PolicyLoss):
     """PPO's clipped loss: -min(A r, A clip(r, 1 - clip_low, 1 + clip_high)), and at most -A clip_c where A < 0.
@@ -45,6 +46,7 @@ class ClippedLoss(PolicyLoss):
         return gains, torch.where(tokens.safe & ~(too_high | too_low | far_too_high), gains, 0.0), metrics
 
 
+@refuse_unknown
 @dataclass(frozen=True)
 class CISPO(PolicyLoss):
     """The policy gradient weighted by the clipped ratio, which itself has no gradient: -sg(clip(r)) A log p.
@@ -65,6 +67,7 @@ class CISPO(PolicyLoss):
         return weights * tokens.given, weights, metrics
 
 
+@refuse_unknown
 @dataclass(frozen=True)
 class Reinforce(PolicyLoss):
     """The plain policy gradient: -A log p. It is the loss of GPG, and of off-policy REINFORCE where importance weights are given.
@@ -81,6 +84,7 @@ class Reinforce(PolicyLoss):
         return tokens.advantages * tokens.given, tokens.advantages, {}
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class DRO(PolicyLoss):
     """The policy gradient with a quadratic pull towards the old policy: -(A log p - beta / 2 (log p - log p_old)^2).

@@ -61,6 +61,7 @@ class Tokens:
         return values.sum() / max(self.totals.tokens, 1)
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(ABC):
     """Base of the policy losses: policy term - `entropy_coef` x entropy + `kl_coef` x KL to the reference, each aggregated alike.

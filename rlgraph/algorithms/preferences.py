@@ -14,7 +14,7 @@ from rlgraph.algorithms.policy_loss import to_floats
 from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError
-from rlgraph.settings import AtLeastZero, Positive
+from rlgraph.settings import AtLeastZero, Positive, refuse_unknown
 
 
 class Pairs:
@@ -106,6 +106,7 @@ class PairLoss(WholeLoss):
         return scores.new_zeros(())
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class DPO(PairLoss):
     """Direct preference optimisation: -log sigmoid(beta (r_chosen - r_rejected)), r the log-ratio of a response to the reference.
@@ -124,6 +125,7 @@ class DPO(PairLoss):
         return -logsigmoid(pairs.chosen(rewards) - pairs.rejected(rewards)), rewards
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class IPO(PairLoss):
     """Identity preference optimisation: (r_chosen - r_rejected - 1 / (2 beta))^2, r the log-ratio to the reference for each token.
@@ -141,6 +143,7 @@ class IPO(PairLoss):
         return (pairs.chosen(ratios) - pairs.rejected(ratios) - 1 / (2 * self.beta)).square(), self.beta * pairs.ratios
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class SimPO(PairLoss):
     """Simple preference optimisation, without a reference: -log sigmoid(beta (l_chosen - l_rejected) - gamma), l the mean log-prob.
@@ -163,6 +166,7 @@ class SimPO(PairLoss):
         return -logsigmoid(pairs.chosen(rewards) - pairs.rejected(rewards) - self.gamma), rewards
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class ORPO(PairLoss):
     """Odds-ratio preference optimisation, without a reference: the chosen responses' log-likelihood, and the odds of chosen over rejected.
@@ -193,6 +197,7 @@ class ORPO(PairLoss):
         return -keep(scores[0::2][pairs.places], mask).sum() / mask.sum().clamp(min=1)
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class KTO(WholeLoss):
     """Kahneman-Tversky optimisation, of single responses: 1 - sigmoid(beta (r - z)) of good ones, 1 - sigmoid(beta (z - r)) of bad ones.

@@ -11,6 +11,7 @@ from rlgraph.algorithms.rollout_correction import IcePop, ImportanceWeights, Tru
 from rlgraph.errors import GraphError, shown
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class RolloutCorrection:
     """Correct for the difference between trainer and engine, by importance weights and rejections; a token is kept if all keep it.

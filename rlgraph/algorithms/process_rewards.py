@@ -51,6 +51,7 @@ class StepwiseLoss:
         return each.sum() / count, to_floats({"reward/accuracy": right.detach().sum() / count})
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class ProcessGRPO:
     """GRPO with process supervision: each token's advantage is the sum of the normalised rewards of the steps that end at it or later.

@@ -12,7 +12,7 @@ from rlgraph.algorithms.masks import keep
 from rlgraph.algorithms.rollout_correction import TruncatedIS
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError
-from rlgraph.settings import Positive
+from rlgraph.settings import Positive, refuse_unknown
 
 
 @torch.no_grad()
@@ -48,6 +48,7 @@ def proximal_log_probs(
     return torch.log((1 - alpha) * rollout_log_probs.exp() + alpha * log_probs.exp() + 1e-10)
 
 
+@refuse_unknown
 @dataclass(frozen=True)
 class ProximalLoss(ClippedLoss):
     """Decoupled PPO without a pass for old log-probs: w ClippedLoss(r), with r against an interpolated proximal policy.

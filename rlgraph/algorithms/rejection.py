@@ -22,6 +22,7 @@ STATISTICS = (
 )
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Rejection:
     """Keep tokens, or whole responses, whose distance between trainer and engine is within bounds.

@@ -17,6 +17,7 @@ from rlgraph.columns import Columns
 from rlgraph.settings import Fraction
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class GAE:
     """Generalised advantage estimation: returns against a critic's values, whitened over the tokens of the batch.
@@ -66,6 +67,7 @@ class GAE:
         return {"advantages": whiten(advantages, mask, "GAE"), "returns": returns}
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class ReinforcePlusPlus:
     """The discounted rewards that follow each token, whitened over the tokens of the batch; needs neither critic nor groups.

@@ -11,9 +11,10 @@ from rlgraph.algorithms.policy_loss import to_floats
 from rlgraph.algorithms.preferences import Pairs
 from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.columns import Columns
-from rlgraph.settings import AtLeastZero
+from rlgraph.settings import AtLeastZero, refuse_unknown
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class BradleyTerry(WholeLoss):
     """The loss of a reward model on pairs: -log sigmoid(reward of the chosen - reward of the rejected - margin).

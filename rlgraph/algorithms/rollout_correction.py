@@ -14,6 +14,7 @@ from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.settings import Positive
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class ImportanceWeights(ABC):
     """Base of the importance weights: the ratio of the trainer's to the engine's probability, of each token or each whole response.
@@ -73,6 +74,7 @@ class ImportanceWeights(ABC):
         return float(mean) if mean > 1e-8 else 1.0
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class TruncatedIS(ImportanceWeights):
     """Importance weights of at most `threshold`: min(w, threshold).
@@ -92,6 +94,7 @@ class TruncatedIS(ImportanceWeights):
         return 1 / self.threshold, self.threshold
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class IcePop(ImportanceWeights):
     """Importance weights within [`low`, `high`], and 0 for those outside; such tokens still count in means.

@@ -7,11 +7,12 @@ import torch
 from rlgraph.algorithms.aggregation import Aggregation
 from rlgraph.algorithms.masks import count, keep, lengths, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens, with_gradient
-from rlgraph.settings import AtLeastZero, Fraction, Positive
+from rlgraph.settings import AtLeastZero, Fraction, Positive, refuse_unknown
 
 LARGEST_LOG_RATIO = 10.0
 
 
+@refuse_unknown
 @dataclass(frozen=True)
 class GSPO(PolicyLoss):
     """PPO's clipped loss with one ratio for a response: the geometric mean of its tokens' ratios. Clip bounds are small.
@@ -39,6 +40,7 @@ class GSPO(PolicyLoss):
         return gains, torch.where(clipped | (log_ratio > LARGEST_LOG_RATIO), 0.0, gains), metrics
 
 
+@refuse_unknown
 @dataclass(frozen=True)
 class SAPO(PolicyLoss):
     """PPO with a soft gate in place of the clip: -A (4 / tau) sigmoid(tau (r - 1)), tau = tau_pos where A > 0, else tau_neg.
@@ -63,6 +65,7 @@ class SAPO(PolicyLoss):
         return gains.div_(tau), slopes, {"actor/ppo_kl": tokens.approximate_kl}
 
 
+@refuse_unknown
 @dataclass(frozen=True)
 class GMPO(PolicyLoss):
     """The geometric mean rho of a response's ratios, whose logs are clipped to [-clip_low, clip_high]: the mean over rows of -A rho.

@@ -14,6 +14,7 @@ from rlgraph.errors import DataError, GraphError
 from rlgraph.settings import Count, Positive
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class OverlongPenalty:
     """Lower the reward of a response that reaches into the last `buffer_tokens` of its `max_tokens`.

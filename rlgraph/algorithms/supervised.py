@@ -14,6 +14,7 @@ from rlgraph.columns import Columns
 from rlgraph.settings import Count
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class SFTLoss:
     """The negative log-likelihood of the tokens to learn, by default the mean over all of them, as TRL and most trainers take it.

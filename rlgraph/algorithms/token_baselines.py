@@ -13,6 +13,7 @@ from rlgraph.algorithms.scans import Packing, discounted_sum, running_sum_
 from rlgraph.columns import Columns
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class OptimalTokenBaseline:
     """The rewards G that follow a token, minus a baseline of its own: sum(G W) / sum(W) over the group, at the same position.

@@ -14,6 +14,7 @@ from rlgraph.columns import Columns
 from rlgraph.settings import Count, Positive
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class ValueLoss:
     """The critic's loss: half the squared error of the values, or that of values clipped to `clip` around the old, if that is larger.

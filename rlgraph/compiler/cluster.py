@@ -28,6 +28,7 @@ class Precision:
         settings.check(self, PlanError)
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Cluster:
     """GPUs and host cores, of all hosts together. Without GPUs the pools run on the cores.

@@ -9,7 +9,7 @@ import msgspec
 import yaml
 
 from rlgraph.costs.functions import number_or_function
-from rlgraph.errors import PlanError
+from rlgraph.errors import PlanError, choices
 
 C = TypeVar("C")
 NOTHING_AGAIN = "recompute", False  # is known, where the default is not
@@ -87,5 +87,5 @@ def _check_keys(where: str, raw: Any, made: Any) -> None:
     known = made.keys() if isinstance(made, Mapping) else {field.name for field in fields(made)}
     for key, part in raw.items():
         if key not in known:
-            raise PlanError(f"{where} has no '{key}'; it has {sorted(known)}")
+            raise PlanError(f"{where} has no '{key}'; {choices(key, sorted(known))}")
         _check_keys(f"{where}.{key}", part, made[key] if isinstance(made, Mapping) else getattr(made, key))

@@ -16,6 +16,7 @@ Array: TypeAlias = np.ndarray
 PROBABILITIES = (*(i / 50 for i in range(49)), 0.98, 0.985, 0.99, 0.9925, 0.995, 0.9975, 0.999, 1.0)
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Lengths:
     """Tokens of a response: `tokens[i]` is the quantile of probability `at[i]`, with straight lines between them.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rlgraph.data.rows import Dataset, Policy, Row, Rows, in_order, made, present_row
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import DataError, choices, shown
 from rlgraph.settings import Count, checked
 
 Paths: TypeAlias = str | Path | Sequence[str | Path]
@@ -159,6 +159,10 @@ def _table(file: Path, fields: Mapping[str, str]) -> Table:
         raise DataError(f"'{file}': parquet is read by pyarrow, which is not installed: {INSTALL}") from None
     try:
         columns = parquet.read_schema(file).names
+        for name, path in fields.items():
+            if path not in columns and path.partition(".")[0] not in columns:
+                said = choices(path.partition(".")[0], columns, "its columns are")
+                raise DataError(f"'{file}' has no column '{path}' for {name}=; {said}")
         tops = {path if path in columns else path.partition(".")[0] for path in fields.values()}
         return Table(parquet.read_table(file, columns=[name for name in columns if name in tops] if fields else None))
     except (OSError, ArrowException) as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 from rlgraph import settings
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import DataError, choices, shown
 from rlgraph.settings import Count
 
 DIGESTED = 4096  # rows of which a digest is made at most
@@ -146,8 +146,8 @@ def at(row: Row, path: str) -> Any:
             found = found[int(key)]
         else:
             inside = f"under '{'.'.join(keys[:number])}'" if number else "in it"
-            has = list(found) if isinstance(found, Mapping) else found
-            raise DataError(f"has no '{path}': {inside} is {shown(has)}; name its field by its path, as answer='reward_model.ground_truth'")
+            what = choices(key, found, f"{inside} are") if isinstance(found, Mapping) else f"{inside} is {shown(found)}"
+            raise DataError(f"has no '{path}': {what}; name its field by its path, as answer='reward_model.ground_truth'")
     return found
 
 

@@ -17,7 +17,7 @@ from rlgraph.costs.workload import Need, Workload
 from rlgraph.engines.api import GenerateEngine, TrainEngine
 from rlgraph.engines.load import Place
 from rlgraph.errors import GraphError, shown
-from rlgraph.settings import Name
+from rlgraph.settings import Name, refuse_unknown
 
 S = TypeVar("S", bound="EngineSpec | TrainerSpec")
 EngineSetting: TypeAlias = Literal[
@@ -42,6 +42,7 @@ TrainerSetting: TypeAlias = Literal[
 ]
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(Estimates):
     """Describe an engine that generates: `rg.Generator(model, pool=…, engine=…)` takes its name or the spec itself.
@@ -105,6 +106,7 @@ def check_plan(model: Any) -> None:
         check_folder_parallel(type(model).__name__, model.path, tensor=model.tensor_parallel, context=model.context_parallel)
 
 
+@refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpec(Estimates):
     """Describe an engine that trains: `rg.Policy(…, trainer=…)`, `Critic` and `Reference` take its name or the spec itself.

@@ -31,6 +31,7 @@ class RateSchedule(ABC):
         """The factor `step` steps after the warm-up."""
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Constant(RateSchedule):
     """A constant rate after the warm-up; transformers' `constant_with_warmup`.
@@ -68,6 +69,7 @@ class _Ending(RateSchedule):
         return factor * (1.0 - self.final) + self.final
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Linear(_Ending):
     """A rate that falls linearly after the warm-up to its share `final` at optimizer step `steps`; transformers' `linear`.
@@ -81,6 +83,7 @@ class Linear(_Ending):
         return self.between(1.0 - self.done(step))
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Cosine(_Ending):
     """A rate that falls by half a cosine after the warm-up to its share `final` at optimizer step `steps`; transformers' `cosine`.
@@ -94,6 +97,7 @@ class Cosine(_Ending):
         return self.between(0.5 * (1.0 + math.cos(math.pi * self.done(step))))
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class WSD(_Ending):
     """Warm-up, stable, decay: the rate is constant until the last `decay_steps` of `steps`, in which it falls to its share `final` by

@@ -10,7 +10,7 @@ import networkx as nx
 
 from rlgraph import settings
 from rlgraph.deprecation import renamed
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, choices
 from rlgraph.graph import rules
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.graph.reachable import followed, reachable
@@ -21,6 +21,7 @@ Exact: TypeAlias = Annotated[int, Range(least=1, rule="an exact count, a whole n
 BUCKET_BYTES = 512 << 20  # of weights: with few buckets, receiving them takes little of the interpreter's time from decoding
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Pool:
     """Devices that nodes time-share. Nodes of one pool never run at the same time; nodes of two pools overlap.
@@ -396,4 +397,4 @@ class Graph:
         for node in self.nodes:
             if node.name == name:
                 return node
-        raise GraphError(f"graph '{self.name}' has no node '{name}'; it has {[n.name for n in self.nodes]}")
+        raise GraphError(f"graph '{self.name}' has no node '{name}'; {choices(name, [n.name for n in self.nodes])}")

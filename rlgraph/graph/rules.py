@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import networkx as nx
 
 from rlgraph.columns import COLUMNS
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, choices, shown
 from rlgraph.graph.adapter_rules import check_adapters
 from rlgraph.graph.exact_rules import check_exact
 from rlgraph.graph.replay_rules import routes_have_a_reader
@@ -130,7 +130,8 @@ def _fix(column: str, inputs: Sequence["Output"]) -> str:
         upstream += [output.node for output in node.inputs]
     if column in COLUMNS:
         return f"pass the output of '{COLUMNS[column].written_by}' to it"
-    return "pass the output of a node that writes it"
+    there = dict.fromkeys(name for output in inputs for name in output.columns)
+    return f"{choices(column, there)}; or pass the output of a node that writes it"
 
 
 def check_rows(node: "Node") -> None:

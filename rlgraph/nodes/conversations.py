@@ -15,6 +15,7 @@ TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"  # fields of a row that
 SYSTEM = ("system", "developer")
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Chat:
     """How prompts become conversations, for `rg.prompts(data, count, chat=rg.Chat(…))`. The model's own chat template renders them.

@@ -64,6 +64,7 @@ class Sandbox(Protocol):
         """End it; its files are gone."""
 
 
+@settings.refuse_unknown
 @dataclass(eq=False)
 class LocalSandbox:
     """Runs Python code within the layers of `rg.tools.python`, in a folder that stays until it is closed.

@@ -6,15 +6,16 @@ from typing import Annotated
 
 from rlgraph.analysis.profiles import FOLDER
 from rlgraph.compiler.plan import Plan
-from rlgraph.errors import PlanError
+from rlgraph.errors import PlanError, choices
 from rlgraph.runtime.messages import ProfileRequest
 from rlgraph.setting_types import Range
-from rlgraph.settings import Name, Natural, check
+from rlgraph.settings import Name, Natural, check, refuse_unknown
 
 StepRange = tuple[Natural, Natural]
 _asked: "list[Profile]" = []  # by the command line, for the first run that this program records
 
 
+@refuse_unknown
 @dataclass(frozen=True)
 class Profile:
     """Choose the steps and workers that `rg.record(…, profile=)` profiles by torch.profiler: steps `first` to `last`, both included.
@@ -58,7 +59,7 @@ class Profile:
         for name in wanted or ():
             if not any(name in (worker.name, worker.model, *worker.nodes) for worker in plan.workers):
                 known = [worker.name for worker in plan.workers]
-                raise PlanError(f"Profile(workers={self.workers!r}): there is no worker '{name}'; there are {known}")
+                raise PlanError(f"Profile(workers={self.workers!r}): there is no worker '{name}'; {choices(name, known)}")
         chosen = [
             worker for worker in plan.workers if wanted is None or {*wanted} & {worker.name, worker.model or worker.name, *worker.nodes}
         ]

@@ -17,7 +17,7 @@ from rlgraph.recording.sample_records import TokenTexts, records
 from rlgraph.runtime.driver.sample_sources import sample_sources
 from rlgraph.runtime.messages import SampledRows
 from rlgraph.setting_types import Range
-from rlgraph.settings import Count, Fraction, Natural, check
+from rlgraph.settings import Count, Fraction, Natural, check, refuse_unknown
 
 if TYPE_CHECKING:
     from rlgraph.runtime.driver.job import Job
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 WAITING = 8  # steps whose samples may wait to be decoded and written before the loop over the steps waits
 
 
+@refuse_unknown
 @dataclass(frozen=True)
 class Samples:
     """The samples that `rg.record` writes: a `share` of each step's responses, at most `most`, drawn by `seed`.

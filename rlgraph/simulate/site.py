@@ -11,6 +11,7 @@ from rlgraph.settings import AtLeastZero, Fraction, Positive, Seconds
 Factor = Annotated[float, Range(least=1)]
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class ClusterSite:
     """Describe a cluster for a rehearsal, besides its counts. By default nothing fails, no host is slow, and costs say what moving takes.

@@ -1,7 +1,6 @@
 """The arguments of vLLM that a user hands on with `Generator(engine_args={…})`: those that rlgraph sets itself are refused by name."""
 
 import ast
-import difflib
 import importlib.util
 import json
 from collections.abc import Mapping
@@ -9,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, choices, shown
 from rlgraph.setting_types import AnyOf, Flag, Real, SettingType, Text, Whole, Wrong
 
 WEIGHTS = "published versions are written into the engine's own tensors, so these must be the model's"
@@ -123,8 +122,7 @@ def check_arguments(given: Mapping[str, Any]) -> Mapping[str, str]:
         if reason := _taken(name):
             raise GraphError(f"{here}'{name}' cannot be given here: {reason}")
         if known and name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            raise GraphError(f"{here}vLLM has no argument '{name}'{f'; did you mean {near[0]!r}?' if near else '; see vllm.EngineArgs'}")
+            raise GraphError(f"{here}vLLM has no argument '{name}'; {choices(name, known, 'those of vllm.EngineArgs are', most=8)}")
         _check_value(here, name, value, known.get(name, ""))
     return {name: reason for name, reason in NOT_ON_A_CPU.items() if given.get(name)}
 

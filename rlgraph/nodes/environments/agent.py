@@ -51,6 +51,7 @@ class Environment(Protocol):
         """Free what it holds. Called once, however the conversation ends."""
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, eq=False)
 class Agent:
     """An environment with the limits of its conversations, for `generator.rollout(prompts, agent=Agent(Guess))`.

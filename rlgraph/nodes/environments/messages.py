@@ -33,6 +33,7 @@ def whole_value(value: Any) -> Any:
     return [whole_value(entry) for entry in value] if isinstance(value, list) else value
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class ToolCall:
     """A call of a tool in a turn of the model. `error` says why it cannot be made, if the model wrote it wrongly.
@@ -49,6 +50,7 @@ class ToolCall:
         settings.check(self)
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Message:
     """A message of a conversation, as chat templates read it.
@@ -93,6 +95,7 @@ class Message:
         return made | {key: value for key, value in (("name", self.name), ("tool_call_id", self.tool_call_id)) if value}
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Turn:
     """The answer of an environment to a turn of the model.

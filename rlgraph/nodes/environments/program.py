@@ -52,6 +52,7 @@ class Ended:
     output: str = ""
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, eq=False)
 class Program:
     """An agent program that calls the model itself, for `generator.rollout(prompts, agent=rg.Program(solve))`.

@@ -108,6 +108,7 @@ python = Python()
 calculator = Tool("calculator", _calculate)
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, eq=False)
 class Tools:
     """Tools on a pool of host cores, for `generator.rollout(prompts, tools=tools)`.

@@ -17,6 +17,7 @@ class Busy(Exception):
         self.after_s = after_s
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Retry:
     """Call a reward again if it fails: raises, misses its deadline, or returns no finite number. For calls over a network.

@@ -18,7 +18,7 @@ import torch
 from rlgraph import settings
 from rlgraph.columns import Column, Columns, rows_of_rank
 from rlgraph.deprecation import renamed
-from rlgraph.errors import GraphError
+from rlgraph.errors import GraphError, choices
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
@@ -89,7 +89,8 @@ class Refill:
         )
         missing = [column for column in scored.reads if column not in carried]
         if missing:
-            raise GraphError(f"{where}: the reward reads column '{missing[0]}', which neither responses nor prompts have: {list(carried)}")
+            said = choices(missing[0], carried)
+            raise GraphError(f"{where}: the reward reads column '{missing[0]}', which neither responses nor prompts have; {said}")
         if self.writes in carried:
             raise GraphError(f"{where} has Refill(writes='{self.writes}'), a column that it has already; name another for the rewards")
         operation = DynamicRollout(rollout, source, scored, self.writes, self.rounds)

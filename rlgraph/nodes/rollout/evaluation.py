@@ -12,7 +12,7 @@ from rlgraph.data.rows import Dataset
 from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.hf_models.encoding import encoded_prompts
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import DataError, GraphError, choices
 from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
@@ -90,7 +90,7 @@ def evaluate(
     scored = scoring(f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, Calls(concurrency, deadline_s, retries, trial), texts)
     for column in scored.reads:
         if column not in (*ANSWERS, *texts):
-            raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; it gives {list(texts)}")
+            raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; {choices(column, texts)}")
     grade = Grade(scored, questions, samples, passes, source, "val" if name == NAME else f"val/{name}")
     return Output(declare(f"{name} rewards", grade, (answers,), reads=ANSWERS, writes=("rewards",), due=due), "metrics")
 
@@ -115,7 +115,7 @@ def _check(name: str, questions: Prompts, samples: int, sampling: Sampling, sour
             "sampling=rg.Sampling(temperature=1.0, top_p=0.7)"
         )
     if source != SOURCE and source not in questions.fields:
-        raise GraphError(f"node '{name}' has source='{source}', which the items lack; they have {shown(list(questions.fields))}")
+        raise GraphError(f"node '{name}' has source='{source}', which the items lack; {choices(source, questions.fields)}")
 
 
 @dataclass(frozen=True, eq=False)

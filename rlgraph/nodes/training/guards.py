@@ -18,6 +18,7 @@ FLAT = 3  # batches in a row without a difference between rewards: an accident o
 log = logging.getLogger("rlgraph.guards")
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Guards:
     """The batches and optimizer steps that an update refuses.
