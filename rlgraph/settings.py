@@ -116,9 +116,9 @@ def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Calla
             try:
                 bound = signature.bind(*args, **kwargs)
             except TypeError:
-                named = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-                for key in (key for key in kwargs if key not in named):
-                    said = choices(key, [each for each in named if each != "self"], "its arguments are")
+                there = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+                for key in (key for key in kwargs if key not in there):
+                    said = choices(key, [each for each in there if each != "self"], "its arguments are")
                     raise TypeError(f"{_called(function)}() got an unexpected keyword argument '{key}'; {said}") from None
                 return function(*args, **kwargs)  # raises a TypeError that names the function
             for key, kind in parameters_of(call).items():

@@ -295,8 +295,8 @@ DATA = {
     "messages in a later row": launched("these are messages", data=row(2, prompt=[{"role": "user", "content": "hi"}])),
     "bytes in a later row": launched("item 2 of the data set has prompt=b'1'; a prompt is text: decode it", data=row(2, prompt=b"1")),
     "a later row that is no mapping": launched("item 7 of the data set is 'x'", data=[*ITEMS[:7], "x"]),
-    "an empty prompt": launched("prompt 2 of the data set has 0 tokens", data=row(2, prompt="")),
-    "a prompt too long": launched("prompt 2 of the data set has", data=row(2, prompt="1 + " * 2000)),
+    "an empty prompt": launched("the prompt of item 2 of the data set has 0 tokens", data=row(2, prompt="")),
+    "a prompt too long": launched("the prompt of item 2 of the data set has", data=row(2, prompt="1 + " * 2000)),
 }
 REWARDS = {
     "no function": declared("a function that returns one number a response", reward="exact"),

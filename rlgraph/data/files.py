@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rlgraph.data.rows import Dataset, Policy, Row, Rows, in_order, made, present_row
+from rlgraph.data.rows import Dataset, Policy, Row, Rows, in_order, made, place_of, present_row
 from rlgraph.errors import DataError, choices, shown
 from rlgraph.settings import Count, checked
 
@@ -92,9 +92,13 @@ def files_of(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Rows of an Arrow table."""
+    """Rows of a file in an Arrow table."""
 
     table: Any
+    file: str
+
+    def place(self, index: int) -> str:
+        return f"row {index} of '{self.file}'"
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -113,6 +117,9 @@ class Lines:
 
     file: str
     lines: Sequence[tuple[int, bytes]]  # the number of each line, and its text
+
+    def place(self, index: int) -> str:
+        return f"line {self.lines[index][0]} of '{self.file}'"
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -148,6 +155,11 @@ class Several:
         part = bisect.bisect_right(ends, index)
         return self.parts[part][index - (ends[part - 1] if part else 0)]
 
+    def place(self, index: int) -> str:
+        ends: list[int] = self.ends  # type: ignore[attr-defined]
+        part = bisect.bisect_right(ends, index)
+        return place_of(self.parts[part], index - (ends[part - 1] if part else 0))
+
     def __iter__(self) -> Iterator[Row]:
         return itertools.chain.from_iterable(in_order(part) for part in self.parts)
 
@@ -164,7 +176,7 @@ def _table(file: Path, fields: Mapping[str, str]) -> Table:
                 said = choices(path.partition(".")[0], columns, "its columns are")
                 raise DataError(f"'{file}' has no column '{path}' for {name}=; {said}")
         tops = {path if path in columns else path.partition(".")[0] for path in fields.values()}
-        return Table(parquet.read_table(file, columns=[name for name in columns if name in tops] if fields else None))
+        return Table(parquet.read_table(file, columns=[name for name in columns if name in tops] if fields else None), str(file))
     except (OSError, ArrowException) as error:
         raise DataError(f"'{file}' cannot be read as parquet: {type(error).__name__}: {error!s:.200}") from None
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from rlgraph.data.results import Results
-from rlgraph.data.rows import Dataset, Overlong, Row, Rows, rows
+from rlgraph.data.rows import LIST, Dataset, Overlong, Row, Rows, place_of, rows
 from rlgraph.errors import DataError, shown
 from rlgraph.settings import checked
 
@@ -48,6 +48,13 @@ class Mix:
             return rows[index - (ends[number - 1] if number else 0)]
         except DataError as error:
             raise DataError(f"data set '{name}' of the mixture: {error}") from None
+
+    def place(self, index: int) -> str:
+        """Name a row as its own data set does, for errors."""
+        number = bisect.bisect_right(self.ends, index)
+        name, rows = list(self.sources.items())[number]
+        found = place_of(rows, index - (self.ends[number - 1] if number else 0))
+        return found.replace(LIST, f"data set '{name}' of the mixture")
 
     @property
     def by_results(self) -> bool:

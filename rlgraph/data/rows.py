@@ -10,6 +10,7 @@ from rlgraph import settings
 from rlgraph.errors import DataError, choices, shown
 from rlgraph.settings import Count
 
+LIST = "the data set"  # what errors call rows that are of no file
 DIGESTED = 4096  # rows of which a digest is made at most
 Row: TypeAlias = Mapping[str, Any]
 Convert: TypeAlias = Callable[[Row], Row]
@@ -50,7 +51,7 @@ class Rows:
     """
 
     source: Dataset
-    name: str = "the data set"
+    name: str = LIST
     convert: tuple[Convert, ...] = ()
     picked: Sequence[int] | None = None
     overlong: Overlong = field(default_factory=Overlong)
@@ -64,12 +65,21 @@ class Rows:
         place = index if self.picked is None else self.picked[index]
         return self._converted(place, self.source[place])
 
+    def place(self, index: int) -> str:
+        """Name a row as its file has it, for errors."""
+        place = index if self.picked is None else self.picked[index]
+        return self._place(place)
+
+    def _place(self, place: int) -> str:
+        own = getattr(self.source, "place", None)
+        return str(own(place)) if own is not None else f"{'item' if self.name == LIST else 'row'} {place} of {self.name}"
+
     def _converted(self, place: int, row: Row) -> Row:
         for function in self.convert:
             try:
                 row = function(row)
             except DataError as error:
-                raise DataError(f"row {place} of {self.name} {error}") from None
+                raise DataError(f"{self._place(place)} {error}") from None
         return row
 
     def __iter__(self) -> Iterator[Row]:
@@ -95,6 +105,16 @@ class Rows:
             return key not in seen and not seen.add(key)  # type: ignore[func-returns-value]
 
         return self.filter(new)
+
+
+def place_of(data: Any, index: int) -> str:
+    """Name a row of a data set for an error: as its file has it, if it is of one.
+
+    >>> place_of([{"prompt": "1"}], 0)
+    'item 0 of the data set'
+    """
+    own = getattr(data, "place", None)
+    return str(own(index)) if own is not None else f"item {index} of the data set"
 
 
 def digest(data: Dataset) -> str:
@@ -206,4 +226,4 @@ def rows(data: Dataset, *, overlong: Policy = "error", max_prompt_tokens: Count 
             f"rows({shown(data)}): a data set has a length and rows, as a list of dicts has; read a file by rg.data.jsonl(path)"
         )
     arrow = (present_row,) if type(data).__module__.partition(".")[0] == "datasets" else ()
-    return made(data, "the data set", fields, overlong, max_prompt_tokens, *arrow)
+    return made(data, LIST, fields, overlong, max_prompt_tokens, *arrow)

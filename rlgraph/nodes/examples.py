@@ -10,7 +10,7 @@ import torch
 from rlgraph import notices
 from rlgraph.columns import Column, padded
 from rlgraph.data.mixtures import Mix
-from rlgraph.data.rows import Dataset, digest, rows
+from rlgraph.data.rows import Dataset, digest, place_of, rows
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.supervised import Encoded, Example, Learns, encoded
 from rlgraph.errors import DataError
@@ -118,7 +118,7 @@ class Examples(Operation):
         return columns | ({"data_sources": [str(row["data_source"]) for row in found]} if self.sources else {})
 
     def _encoded(self, context: Context, index: int) -> Sequence[Encoded]:
-        where, tokenizer = f"item {index} of the data set", context.tokenizer(self.model.path)
+        where, tokenizer = place_of(self.data, index), context.tokenizer(self.model.path)
         row = read(self.data, index)
         for field, _ in self.numbers:
             number_of(where, row, field)
@@ -136,7 +136,7 @@ class Examples(Operation):
         return made
 
     def _of(self, index: int, row: Mapping[str, Any]) -> Sequence[Example]:
-        where = f"item {index} of the data set"
+        where = place_of(self.data, index)
         return pair_of(where, row, self.chat, self.learns) if self.each == "pair" else (example_of(where, row, self.chat, self.learns),)
 
 

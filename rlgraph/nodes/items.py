@@ -8,6 +8,7 @@ import torch
 
 from rlgraph import notices
 from rlgraph.columns import COLUMNS, Column
+from rlgraph.data.rows import place_of
 from rlgraph.errors import DataError, shown
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, is_conversation
@@ -61,7 +62,7 @@ def read(data: Any, index: int) -> Any:
         raise
     except Exception as error:
         fix = "; a table of pandas is given as table.to_dict('records')" if hasattr(data, "to_dict") and hasattr(data, "iloc") else ""
-        raise DataError(f"item {index} of the data set cannot be read: {type(error).__name__}: {error}{fix}") from error
+        raise DataError(f"{place_of(data, index)} cannot be read: {type(error).__name__}: {error}{fix}") from error
 
 
 def fields_of(first: Mapping[str, Any], prompt: str, chat: Chat | None) -> tuple[str, ...]:
@@ -69,12 +70,11 @@ def fields_of(first: Mapping[str, Any], prompt: str, chat: Chat | None) -> tuple
     return tuple(field for field in first if field != prompt and (chat is None or field not in (TOOLS, TEMPLATE_KWARGS)))
 
 
-def check_item(index: int, item: Any, prompt: str, first: Mapping[str, Any], chat: Chat | None = None) -> None:
+def check_item(where: str, item: Any, prompt: str, first: Mapping[str, Any], chat: Chat | None = None) -> None:
     """Raise DataError unless an item has a prompt and the same other fields as the first item, with values of the same kinds.
 
-    The prompt is text, or a conversation if there is a `chat`.
+    The prompt is text, or a conversation if there is a `chat`. `where` names the item.
     """
-    where = f"item {index} of the data set"
     if not isinstance(item, Mapping):
         raise DataError(f"{where} is {shown(item)}; each item is a mapping with the prompt under '{prompt}'")
     fields = fields_of(first, prompt, chat)
@@ -84,14 +84,14 @@ def check_item(index: int, item: Any, prompt: str, first: Mapping[str, Any], cha
     if chat is not None:
         chat.conversation(where, item, prompt)
     elif not isinstance(item[prompt], str):
-        raise DataError(f"{where} has {prompt}={shown(item[prompt])}; a prompt is text{_as_text(item[prompt])}")
+        raise DataError(f"{where} has {prompt}={shown(item[prompt])}; a prompt is text{_as_text(prompt, item[prompt])}")
     else:
         check_prompt(where, prompt, item[prompt])
     for field in fields:
         value, pattern = item[field], first[field]
         kind, wanted = kind_of(value), kind_of(pattern)
         if kind is None:
-            raise DataError(f"{where} has {field}={shown(value)}; a field is text or a number: {_field_fix(value)}")
+            raise DataError(f"{where} has {field}={shown(value)}; a field is text or a number: {_field_fix(field, value)}")
         if kind != wanted and (kind, wanted) != ("a whole number", "a number with a fraction"):
             fix = "write both with a fraction" if "text" not in (kind, wanted) else "turn both into text"
             raise DataError(f"{where} has {field}={shown(value)}, {kind}, where the first item has {wanted}, {shown(pattern)}: {fix}")
@@ -103,7 +103,8 @@ def _check_value(where: str, field: str, value: Any, whole: bool) -> None:
     if isinstance(value, str):
         check_text(where, field, value)
     elif value != value:
-        raise DataError(f"{where} has {field}=nan, as pandas writes what is missing; leave the item out, or write a number")
+        keep = f"rows.filter(lambda row: row['{field}'] == row['{field}'])"
+        raise DataError(f"{where} has {field}=nan, as pandas writes what is missing; write a number, or leave the item out: {keep}")
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise DataError(f"{where} has {field}={shown(value)}; a whole number of a column has 64 bits: turn it into text, in each item")
     elif isinstance(value, int) and not whole and int(float(value)) != value:
@@ -156,17 +157,22 @@ def _plain(value: Any) -> Any:
     return value.item() if scalar else value
 
 
-def _as_text(value: Any) -> str:
+def _as_text(prompt: str, value: Any) -> str:
     if isinstance(value, bytes):
         return ": decode it, as item['prompt'].decode()"
     if is_conversation(value):
         return ", and these are messages, where the first item has text: give chat=rg.Chat(), which makes messages of all"
     if isinstance(value, list):
         return ", or a list of messages {'role': …, 'content': …}"
-    return ": leave the item out" if value is None else ""
+    return f": leave the item out, by {left_out(prompt)}" if value is None else ""
 
 
-def _field_fix(value: Any) -> str:
+def left_out(field: str) -> str:
+    """Say the call that leaves items without a field out."""
+    return f"rows.filter(lambda row: row['{field}'] is not None) of rows = rg.data.rows(data)"
+
+
+def _field_fix(field: str, value: Any) -> str:
     if isinstance(value, Mapping):
         return "turn it into text, as json.dumps(value), or take a field of it by its path, as rg.data.parquet(file, answer='extra.answer')"
-    return "leave the item out, or write ''" if value is None else "turn it into text, as json.dumps(value)"
+    return f"write '', or leave the item out: {left_out(field)}" if value is None else "turn it into text, as json.dumps(value)"

@@ -11,7 +11,7 @@ import torch
 
 from rlgraph.columns import Column
 from rlgraph.data.mixtures import Mix
-from rlgraph.data.rows import Dataset, Overlong, Rows, digest, rows
+from rlgraph.data.rows import Dataset, Overlong, Rows, digest, place_of, rows
 from rlgraph.data.streams import Stream, StreamReader, stream
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
@@ -165,7 +165,7 @@ class Prompts(PromptSource):
     def checked_row(self, index: int) -> Mapping[str, Any]:
         """Read and check a row, of those that prompts are drawn from."""
         item = self.row(index)
-        check_item(index, item, self.prompt_field, self.data[0], self.chat)
+        check_item(place_of(self.data, self.index(index)), item, self.prompt_field, self.data[0], self.chat)
         return item
 
     def check(self, node: Node) -> None:
@@ -175,7 +175,7 @@ class Prompts(PromptSource):
         first, started = self.data[0], 0
         for index in range(len(self.data)):
             item = read(self.data, index)
-            check_item(index, item, self.prompt_field, first, self.chat)
+            check_item(place_of(self.data, index), item, self.prompt_field, first, self.chat)
             started += self.chat is not None and self.chat.system is not None and starts_with_system(item[self.prompt_field])
         if started == len(self.data):
             raise DataError(
@@ -254,6 +254,6 @@ def _columns(name: str, first: Mapping[str, Any], prompt: str, chat: Chat | None
     chat = chat or (Chat() if is_conversation(first[prompt]) else None)
     fields = fields_of(first, prompt, chat)
     check_names(name, prompt, first, {f: plural(f) if isinstance(f, str) else "" for f in fields})
-    check_item(0, first, prompt, first, chat)
+    check_item("item 0 of the data set", first, prompt, first, chat)
     own = ("prompt_texts", "prompt_ids") if chat is None else ("prompt_texts", "prompt_messages", "prompt_ids")
     return chat, fields, (*own, *(plural(f) for f in fields))

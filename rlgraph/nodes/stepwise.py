@@ -9,7 +9,7 @@ import torch
 
 from rlgraph.algorithms.process_rewards import LABELS
 from rlgraph.columns import Column, padded
-from rlgraph.data.rows import Dataset, digest, rows
+from rlgraph.data.rows import Dataset, digest, place_of, rows
 from rlgraph.engines.hf_models.encoding import prompt_tokens
 from rlgraph.errors import DataError, shown
 from rlgraph.graph.nodes import Model, Node, Output, declare
@@ -67,7 +67,7 @@ class Stepwise(Operation):
 
     def solution(self, index: int) -> Solution:
         """Read a row. Raises DataError for one that is no solution with labels."""
-        return solution_of(index, read(self.data, index), self.separator)
+        return solution_of(place_of(self.data, index), read(self.data, index), self.separator)
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.model.path)
@@ -96,9 +96,8 @@ class Stepwise(Operation):
         return prompt_tokens(tokenizer, [prompt])[0], tokens, labels
 
 
-def solution_of(index: int, row: Any, separator: str) -> Solution:
+def solution_of(where: str, row: Any, separator: str) -> Solution:
     """Read a row in TRL's stepwise format. Raises DataError for any other."""
-    where = f"item {index} of the data set"
     if not isinstance(row, Mapping) or not {"prompt", "completions", "labels"} <= set(row):
         fields = shown(list(row)) if isinstance(row, Mapping) else shown(row)
         raise DataError(f"{where} has the fields {fields}; a solution has 'prompt', 'completions' (its steps) and 'labels'")
@@ -140,5 +139,5 @@ def stepwise(
     if is_stream(data):
         raise DataError(f"{name}: the data set is a stream, which has no order to draw from; read it into rows: rg.data.rows(list(…))")
     data = rows(data) if type(data).__module__.partition(".")[0] == "datasets" else data
-    solution_of(0, check_data(name, data, None), separator)
+    solution_of("item 0 of the data set", check_data(name, data, None), separator)
     return Output(declare(name, Stepwise(data, count, model, seed, separator), (), reads=(), writes=(*TOKENS, LABELS), rows=count))

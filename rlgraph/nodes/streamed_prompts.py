@@ -96,7 +96,7 @@ class Streaming:
                     f"no prompt of epoch {began + 1} of the stream is short enough: raise max_prompt_tokens or max_context, or lower "
                     "max_tokens"
                 )
-            check_item(number, row, self.source.prompt_field, self.source.first, self.source.chat)
+            check_item(f"item {number} of the data set", row, self.source.prompt_field, self.source.first, self.source.chat)
             if self._fits(number, row):
                 self.drawn += 1
                 return row

@@ -255,7 +255,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "an answer in words": (
         lambda folder: rg.data.aime(write(folder / "a.jsonl", [{"problem": "?", "answer": "four"}])),
-        "row 0 of .* has answer='four'",
+        "line 1 of .* has answer='four'",
     ),
     "a policy that is none": (lambda folder: rg.data.rows([{"prompt": "a"}], overlong="cut"), "overlong"),  # type: ignore[arg-type]
     "a path as rows": (lambda folder: rg.data.rows("train.jsonl"), r"read a file by rg.data.jsonl"),  # type: ignore[arg-type]
@@ -303,3 +303,15 @@ def test_rows_of_rows_keep_what_they_are() -> None:
     assert isinstance(data, Rows)
     assert data[0] == {"prompt": "a", "m": 1}
     assert (data.overlong.policy, data.overlong.most) == ("drop", 3)
+
+
+def test_a_row_that_cannot_be_used_is_named_as_its_file_has_it(tmp_path: Path) -> None:
+    good = {"prompt": "1 + 1 =", "answer": "2"}
+    for name, rows in (("a", [good]), ("b", [good, good, {**good, "answer": None}])):
+        write(tmp_path / f"{name}.jsonl", rows)
+    rows = rg.data.jsonl(tmp_path / "*.jsonl").filter(lambda row: row["prompt"] != "")
+    node = rg.prompts(rows, count=1).node
+    with pytest.raises(DataError) as caught:
+        node.operation.check(node)
+    assert str(caught.value).startswith(f"line 3 of '{tmp_path / 'b.jsonl'}' has answer=None; ")
+    assert "rows.filter(lambda row: row['answer'] is not None)" in str(caught.value)

@@ -145,7 +145,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a stream": (lambda: rg.data.mix({"a": lambda: iter(EASY), "b": EASY}, weights={"a": 1.0, "b": 1.0}), "a data set has a length"),
     "other fields": (
         lambda: rg.prompts(rg.data.mix({"a": EASY, "b": [{"prompt": "x"}]}, {"a": 1.0, "b": 1.0}), 1).node.operation.check(None),
-        "item 5 of the data set lacks the field 'answer'",
+        "item 0 of data set '.*' of the mixture lacks the field 'answer'",
     ),
     "other limits": (
         lambda: rg.data.mix({"a": EASY, "b": rg.data.rows(EASY, overlong="drop")}, weights={"a": 1.0, "b": 1.0}),

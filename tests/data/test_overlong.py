@@ -42,9 +42,11 @@ def drawn(prompts: Output, steps: int) -> list[str]:
 
 
 def test_a_prompt_too_long_stops_the_launch_unless_the_data_set_says_otherwise(folder: Path) -> None:
-    with pytest.raises(DataError, match=r"prompt 1 of .* has 9 tokens, .* room for 1 to 8: a context of 12 less 4 .*overlong='drop'"):
+    with pytest.raises(
+        DataError, match=r"the prompt of item 1 of .* has 9 tokens, .* room for 1 to 8: a context of 12 less 4 .*overlong='drop'"
+    ):
         launched(folder, DATA)
-    with pytest.raises(DataError, match=r"prompt 2 .* has 4 tokens, .* room for 1 to 3: max_prompt_tokens"):
+    with pytest.raises(DataError, match=r"item 2 .* has 4 tokens, .* room for 1 to 3: max_prompt_tokens"):
         launched(folder, rg.data.rows([DATA[0], DATA[0], DATA[2]], max_prompt_tokens=3))
 
 

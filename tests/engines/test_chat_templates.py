@@ -234,5 +234,5 @@ def test_the_room_for_a_conversation_is_counted_as_it_is_sent(models: dict[str, 
         if fits:
             check_prompts(node, generator, generator.sampling, prompts.node.operation)
         else:
-            with pytest.raises(DataError, match=f"prompt 0 of the data set has {len(tokens)} tokens"):
+            with pytest.raises(DataError, match=f"the prompt of item 0 of the data set has {len(tokens)} tokens"):
                 check_prompts(node, generator, generator.sampling, prompts.node.operation)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlgraph import notices
 from rlgraph.columns import Columns
-from rlgraph.data.rows import Overlong
+from rlgraph.data.rows import Overlong, place_of
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.hf_models.chat_template import check_conversations
 from rlgraph.engines.hf_models.encoding import encoded_prompts
@@ -92,10 +92,13 @@ def fit_prompts(
         if tokens and len(tokens) <= most:
             continue
         if not tokens or source.overlong.policy == "error":
+            drop = "drop such prompts, as rg.data.rows(data, overlong='drop')"
+            raised = "max_context, lower max_tokens" if most == room else "max_prompt_tokens"
+            fix = f"raise {raised}, or {drop}" if tokens else "leave it out, by rows.filter(lambda row: row['prompt'])"
             limit = f"a context of {context} less {response} for the response" if most == room else "max_prompt_tokens of the data set"
             raise DataError(
-                f"prompt {index} of the data set has {len(tokens)} tokens, but node '{node}' has room for 1 to {most}: {limit}; lower "
-                "max_tokens, or drop such prompts, as rg.data.rows(data, overlong='drop')"
+                f"the prompt of {place_of(source.data, index)} has {len(tokens)} tokens, but node '{node}' has room for 1 to {most}: "
+                f"{limit}; {fix}"
             )
         long.append(index)
     _keep(node, source, long, most)
