@@ -380,6 +380,16 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+def _hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    from rlgraph.user_lines import hook
+
+    hook(kind, error, trace)
+
+
+if sys.excepthook is sys.__excepthook__:  # an error that ends a program shows the user's lines, not those of this package
+    sys.excepthook = _hook
+
+
 def __getattr__(name: str) -> Any:
     # A public name, or a module of this package: `rlgraph.errors` needs no import of its own.
     if name in _NAMES:

@@ -71,10 +71,10 @@ __all__ = [
 def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     """Plan a graph on a cluster: placement, channels, schedule, staleness bound, predicted step time.
 
-    >>> import rlgraph as rg
+    >>> import torch, rlgraph as rg
     >>> @rg.node(reads="prompt_texts", writes="rewards")
     ... def brevity(batch):
-    ...     return {"rewards": [-len(text) for text in batch["prompt_texts"]]}
+    ...     return {"rewards": torch.tensor([-float(len(text)) for text in batch["prompt_texts"]])}
     >>> graph = rg.Graph("lengths", brevity(rg.prompts([{"prompt": "1 + 1 ="}], count=8)))
     >>> rg.compile(graph, rg.Cluster(cpus=2), rg.Costs({"prompts": 0.25, "brevity": 0.5})).prediction.step_s
     0.75

@@ -84,7 +84,7 @@ def record(
     >>> import tempfile, rlgraph as rg
     >>> @rg.node(reads="prompt_texts", writes="rewards")
     ... def brevity(batch):
-    ...     return {"rewards": [-len(text) for text in batch["prompt_texts"]]}
+    ...     return {"rewards": torch.tensor([-float(len(text)) for text in batch["prompt_texts"]])}
     >>> plan = rg.compile(rg.Graph("lengths", brevity(rg.prompts([{"prompt": "1 + 1 ="}], count=4))), rg.Cluster(cpus=2))
     >>> with plan.launch() as job:  # doctest: +SKIP
     ...     print([step.index for step in rg.record(job, 3, tempfile.mkdtemp(), quiet=True)])

@@ -96,10 +96,10 @@ def tune(
 ) -> Tuning:
     """Compile the graphs that `build` returns for each combination of settings and rank the plans by prediction.
 
-    >>> import rlgraph as rg
+    >>> import torch, rlgraph as rg
     >>> @rg.node(reads="prompt_texts", writes="rewards")
     ... def brevity(batch):
-    ...     return {"rewards": [-len(text) for text in batch["prompt_texts"]]}
+    ...     return {"rewards": torch.tensor([-float(len(text)) for text in batch["prompt_texts"]])}
     >>> def build(count):
     ...     return rg.Graph("lengths", brevity(rg.prompts([{"prompt": "1 + 1 ="}], count=count)))
     >>> rg.tune(build, rg.Cluster(cpus=2), count=(4, 8)).best.settings

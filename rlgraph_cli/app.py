@@ -80,12 +80,15 @@ def main() -> None:
     command = next((word for word in sys.argv[1:] if not word.startswith("-")), "")  # a recipe that runs has its own sys.argv
     try:
         app()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 (the outer edge of the command)
+        from rlgraph.user_lines import short, user_lines, whole_traces
+
         code = _exit_code(error, command)
-        if code is None:  # a defect, or an error of the recipe's own code: its traceback says where
-            raise
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(code) from None
+        if code is None:  # a defect, or an error of the recipe's own code
+            typer.echo(short(error), err=True)
+        else:
+            typer.echo(short(error) if whole_traces() else f"{user_lines(error)}error: {error}", err=True)
+        raise SystemExit(code or 1) from None
 
 
 def _exit_code(error: Exception, command: str) -> int | None:

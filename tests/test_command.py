@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[1]
 RECIPE = """
 from dataclasses import dataclass
 
+import torch
+
 import rlgraph as rg
 
 
@@ -41,7 +43,7 @@ class Config:
 
 @rg.node(reads="prompt_texts", writes="rewards")
 def brevity(batch):
-    return {"rewards": [-len(text) for text in batch["prompt_texts"]]}
+    return {"rewards": torch.tensor([-float(len(text)) for text in batch["prompt_texts"]])}
 
 
 def graph(cfg):
@@ -163,6 +165,17 @@ def test_an_error_of_the_recipes_own_code_keeps_its_traceback(recipe: Path) -> N
     assert "ZeroDivisionError: a mistake of the recipe's own" in ended.stderr
 
 
+def test_an_error_that_ends_a_program_shows_the_users_lines_and_none_of_rlgraphs(tmp_path: Path) -> None:
+    program = tmp_path / "own.py"
+    program.write_text("import rlgraph as rg\n\n\ndef source():\n    return rg.prompts([], count=2)\n\n\nsource()\n")
+    for trace, most in (("0", 7), ("1", 60)):
+        ended = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, env={**os.environ, "RLGRAPH_TRACE": trace})
+        lines = ended.stderr.splitlines()
+        assert lines[-1] == "rlgraph.errors.DataError: prompts: the data set is empty; it needs at least one item"
+        assert "    return rg.prompts([], count=2)" in lines
+        assert (len(lines) < most, any("items.py" in line for line in lines)) == (True, trace == "1")
+
+
 NO_RECIPE = {
     "no Config": ("def graph(cfg): ...", "has no dataclass `Config`; a recipe defines"),
     "a Config that is no dataclass": ("class Config: ...\ndef graph(cfg): ...", "has no dataclass `Config`; a recipe defines"),
@@ -267,7 +280,7 @@ def test_compare_shows_measures_and_only_the_settings_that_differ(runs: Path) ->
     assert measures["actor/entropy, last 4 steps"][0] == pytest.approx(1.2 - 0.5 * 10 / 60, abs=0.05)
     differing = [(row.where, row.setting, row.values) for row in found.differences]
     assert differing == [("generator of rollout", "engine", ("vllm", "other")), ("node judge", "is there", ("no", "yes"))]
-    with pytest.raises(rg.PlanError, match="no run has the metric 'actor/nothing'; they have"):
+    with pytest.raises(rg.PlanError, match="no run has the metric 'actor/nothing'; did you mean 'actor/entropy'"):
         rg.compare(runs / "a", runs / "b", metrics=["actor/nothing"])
 
 

@@ -5,7 +5,6 @@ import gc
 import os
 import socket
 import threading
-import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,6 +33,7 @@ from rlgraph.runtime.worker.progress import Progress
 from rlgraph.runtime.worker.spec import Post, WorkerSpec
 from rlgraph.runtime.worker.stacks import offer_stacks
 from rlgraph.runtime.worker.weight_loops import Loop
+from rlgraph.user_lines import short
 
 
 @contextlib.contextmanager
@@ -239,7 +239,7 @@ class Process:
         told = isinstance(error, ChannelBroken | ChannelClosed | ChannelTimeout)  # by the peer, or the driver will tell it
         if not told:
             self.mailbox.fail(reason)
-        name, trace = type(error).__name__, traceback.format_exc()
+        name, trace = type(error).__name__, short(error)
         channel, peer, host = (error.channel, error.peer, error.host) if isinstance(error, ChannelError) else ("", 0, "")
         with contextlib.suppress(OSError):  # the driver is gone: the wait for its next message finds out
             self._tell(messages.Failure(self.name, step, node, name, str(error), trace, channel, peer, host))
