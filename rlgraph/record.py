@@ -81,7 +81,7 @@ def record(
     Files of an earlier run in the folder are replaced. A job that resumed from a checkpoint continues `metrics.jsonl`, with one line for
     each step, and reports on the steps since then. `quiet` prints nothing.
 
-    >>> import tempfile, rlgraph as rg
+    >>> import tempfile, torch, rlgraph as rg
     >>> @rg.node(reads="prompt_texts", writes="rewards")
     ... def brevity(batch):
     ...     return {"rewards": torch.tensor([-float(len(text)) for text in batch["prompt_texts"]])}
@@ -130,7 +130,9 @@ def recorded(
 
 
 def prepared_folder(job: "Job", folder: Path) -> Path:
-    """Make the folder of a run, with what is known before its first step."""
+    """Make the folder of a run, with what is known before its first step. Raises PlanError for a path that is a file."""
+    if folder.exists() and not folder.is_dir():
+        raise PlanError(f"record(out='{folder}'): it is a file; give a folder, which is made if it is not there")
     folder.mkdir(parents=True, exist_ok=True)
     job.plan.draw(folder / "graph.svg")
     (folder / "plan.json").write_text(job.plan.to_json())

@@ -1,6 +1,7 @@
 """The page on extending: its four examples run together, and none of them needs a change of the library."""
 
 import ast
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,15 +10,18 @@ from typing import Any
 import files_channel
 import forked  # noqa: F401 (a way of dispatch)
 import pytest
+import user_mistakes
+from tiny import tiny
 
 import rlgraph as rg
+from rlgraph import notices
 from rlgraph.channels.factory import TRANSPORTS, Transport, register
 from rlgraph.compiler.channels import with_transport
 from rlgraph.engines import registry
 from rlgraph.errors import ChannelError
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
-from rlgraph.runtime.measure import Step
+from rlgraph.runtime.measure import NO_STEP, Step
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text()
@@ -91,3 +95,28 @@ def test_a_transport_has_a_name_of_its_own() -> None:
     with pytest.raises(ChannelError, match="transport 'shm': there is one of that name"):
         register(Transport("shm", "files_channel", "host", writer_keeps="host"))
     assert TRANSPORTS["shm"].module == "rlgraph.channels.host.channel"
+
+
+def test_a_loss_and_an_estimator_of_ones_own_train_as_the_page_shows(tmp_path: Path) -> None:
+    page = (ROOT / "docs/algorithms.md").read_text().partition("## A loss and an estimator of your own")[2]
+    shown: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], shown)
+    graph = user_mistakes.graph(tiny(tmp_path), estimator=shown["Centred"](), loss=shown["PlainLoss"](), reward=lengths)
+    with rg.compile(graph, rg.Cluster(cpus=2)).run_here() as job:
+        (step,) = job.steps(1)
+    assert math.isfinite(step.metrics["actor/pg_loss"])
+    assert step.metrics["actor/grad_norm"] > 0
+
+
+def test_a_job_whose_steps_are_not_iterated_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    node = rg.node(reads="prompt_ids", writes="rewards")(lambda batch: {"rewards": batch["prompt_ids"].float()})
+    plan = rg.compile(rg.Graph("g", node(rg.prompts([{"prompt": "1"}], 1), name="score")), rg.Cluster(cpus=1))
+    notices.here.forget()
+    for take in (list, lambda steps: None):
+        with plan.run_here() as job:
+            take(job.steps(1))
+    assert [text for text in caplog.messages if "took no step" in text] == [NO_STEP]
+
+
+def lengths(responses: list[str]) -> list[float]:
+    return [float(place) for place, _ in enumerate(responses)]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rlgraph import notices
 from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.factory import first_choice, open_reader, open_writer
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
@@ -24,7 +25,7 @@ from rlgraph.nodes.base import Context
 from rlgraph.runtime.checkpoint.store import Checkpoints
 from rlgraph.runtime.exports.models import check_apart, chosen, trained_models
 from rlgraph.runtime.exports.write import Source, boxes, check_source, model_card, write_export
-from rlgraph.runtime.measure import Step, bits, oldest, timings
+from rlgraph.runtime.measure import NO_STEP, Step, bits, oldest, timings
 from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
 from rlgraph.runtime.worker.progress import Progress
 from rlgraph.runtime.worker.spec import Post, WorkerSpec, worker_specs
@@ -69,6 +70,8 @@ class LocalJob:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None and not self._asked:
+            notices.here.say(NO_STEP)
         if kind is None and self.checkpoints is not None and self._finished > self.checkpoints.newest:
             self._save(self._finished)
         for progress in self.progress.values():

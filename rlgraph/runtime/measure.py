@@ -7,6 +7,8 @@ from statistics import fmean
 from rlgraph.compiler.plan import Plan
 from rlgraph.compiler.schedule import Span
 
+NO_STEP = "the job took no step; `for step in job.steps(n): …` takes them, `job.steps(n)` alone does not"
+
 
 @dataclass(frozen=True)
 class Step:

@@ -122,3 +122,9 @@ def test_a_folder_that_is_not_there_and_a_port_in_use_are_errors(tmp_path: Path)
         rg.watch(tmp_path / "none")
     with rg.watch(tmp_path) as view, pytest.raises(DataError, match="Address already in use; give a port that is free"):
         rg.watch(tmp_path, int(view.url.rstrip("/").rpartition(":")[2]))
+
+
+def test_recording_into_a_file_is_an_error_of_rlgraph(job: Job, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(rg.PlanError, match="it is a file; give a folder"):
+        next(rg.record(job, 1, tmp_path / "run"))

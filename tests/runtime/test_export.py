@@ -172,6 +172,16 @@ def test_chat_templates_are_kept_and_what_is_no_part_of_a_model_is_not(model: Pa
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 0
 
 
+def test_a_checkpoint_exports_from_another_folder_than_that_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    own = tiny(tmp_path).relative_to(tmp_path)
+    with local_job(graph_of(own), Path("checkpoints"), every=1) as job:
+        list(job.steps(1))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert rg.export(tmp_path / "checkpoints", "out").step == 1
+
+
 def test_a_critic_is_exported_by_its_name_and_is_a_critic_again(model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 

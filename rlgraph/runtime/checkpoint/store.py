@@ -167,6 +167,7 @@ class Checkpoints:
             "set_aside": list(self.set_aside),
             "every": self.recovery.every,
             "settings": graph_settings(self.graph, self.plan),
+            "folder": str(Path.cwd()),  # from which the paths of models are read, if they are relative
             "models": msgspec.to_builtins(trained_models(self.graph, self.plan)),
             "figures": {"first": self.figures.get(0, {}), "last": self.figures.get(step - 1, {})},
             "parts": [msgspec.to_builtins(shards[worker.name]) for worker in self.plan.workers],

@@ -32,7 +32,7 @@ from rlgraph.runtime.driver.recorder_port import RecorderPort
 from rlgraph.runtime.driver.restarts import Restarts
 from rlgraph.runtime.driver.session import PLAIN, Links, Session
 from rlgraph.runtime.driver.signals import Signals, held
-from rlgraph.runtime.measure import Step, averaged, behind_by_loop, bits, oldest, timings
+from rlgraph.runtime.measure import NO_STEP, Step, averaged, behind_by_loop, bits, oldest, timings
 from rlgraph.runtime.messages import Message, Report
 from rlgraph.runtime.worker.spec import Start
 from rlgraph.settings import Natural, checked
@@ -117,6 +117,7 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             self.session.abandon()
+        self.notice("" if kind is not None or self._asked else NO_STEP)
         self.close()
         if kind is None and self._signals.asked is not None:
             Signals.stop(self._signals.asked)
@@ -128,9 +129,8 @@ class Job:
         In a job that resumed from a checkpoint, the steps in the checkpoint count but are not given again: run again, the same
         program does the steps that are left. Ctrl-C and SIGTERM end the program once the steps in flight are done and saved.
 
-        Raises NodeError for a node that failed, WorkerDied for a process that ended, ChannelTimeout for a deadline that
-        expired, when the job has been started again as often as `restarts` allows; it is closed by then.
-        Raises CertificateError for a run that exceeds its plan's certificate.
+        Raises NodeError for a node that failed, WorkerDied for a process that ended, ChannelTimeout for a deadline that expired, when the
+        job was started again as often as `restarts` allows, and CertificateError for a run beyond its certificate; it is closed by then.
         """
         self._asked += count
         while self._finished < (last := self._last()):

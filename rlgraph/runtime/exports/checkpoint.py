@@ -35,13 +35,18 @@ def export_checkpoint(
     where = f"export('{folder}')"
     check_target(folder)
     manifest = checked_manifest(found)
-    model = _chosen(manifest, policy, where, found)
+    chosen_model = _chosen(manifest, policy, where, found)
+    there = Path(manifest.get("folder", ".")) / chosen_model.path  # the run may have begun in another folder than this one
+    model = (
+        chosen_model if Path(chosen_model.path).exists() or not there.exists() else msgspec.structs.replace(chosen_model, path=str(there))
+    )
     check_source(model, where)
     check_apart(model, adapter, where)
     shards = _saved(model, found, where)
     known = parameter_shapes(model.path)
     parts = {} if model.adapter is not None or all(shard.box.name in known for shard in shards) else parts_of(model.path, model.scores)
-    facts = CardFacts(model.name, base_of(model.path), manifest["step"], dtype, manifest["settings"], **manifest.get("figures", NO_FIGURES))
+    base = base_of(chosen_model.path)
+    facts = CardFacts(model.name, base, manifest["step"], dtype, manifest["settings"], **manifest.get("figures", NO_FIGURES))
     source = Source(model, manifest["step"], card(Plan.from_json((found / "plan.json").read_text()), facts), adapter)
 
     def write(path: Path, layout: ExportLayout) -> None:
