@@ -378,16 +378,8 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
-
-
-def _hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    from rlgraph.user_lines import hook
-
-    hook(kind, error, trace)
-
-
 if sys.excepthook is sys.__excepthook__:  # an error that ends a program shows the user's lines, not those of this package
-    sys.excepthook = _hook
+    sys.excepthook = import_module("rlgraph.user_lines").hook
 
 
 def __getattr__(name: str) -> Any:

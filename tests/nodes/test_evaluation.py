@@ -118,7 +118,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[rg.RlgraphError], str]] = {
     "a source that is not there": (
         lambda: rg.evaluate(Parts().generator, ITEMS, rg.feedback("w", depth=0), reward=right, every=1, source="subject"),
         GraphError,
-        r"has source='subject', which the items lack; they have \['answer'\]",
+        r"has source='subject', which the items lack; there are answer",
     ),
     "two of one name": (
         lambda: (lambda p: p.graph(*(rg.evaluate(p.generator, ITEMS, p.weights, reward=right, every=2) for _ in range(2))))(Parts()),

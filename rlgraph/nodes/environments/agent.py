@@ -1,7 +1,7 @@
 """Environments that answer the turns of a model, and the limits of a conversation with one."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -120,6 +120,10 @@ class Agent:
                 f"node '{node}': {self.environment.__name__} has no `async def truncated(self, said)`, so a conversation that a limit cuts "
                 "off has only the rewards of its steps so far"
             )
+
+    def scores_cut_off(self, made: Any) -> Callable[..., Awaitable[Turn]] | None:
+        """Find the method by which an environment scores what a limit cuts off; None if it has none."""
+        return getattr(made, "truncated", None)
 
     def make(self, columns: Mapping[str, str], item: Mapping[str, Any]) -> Environment:
         """Make the environment of a conversation from the `item` of its prompt, a value for each column. Raises what the class raises."""

@@ -264,7 +264,7 @@ class TurnLoop(ConversationLoop):
         """End a conversation at a limit. An environment that has `truncated` scores it first."""
         conversation.counts[limit] += 1
         conversation.finish = finish
-        score = getattr(conversation.environment, "truncated", None)
+        score = self.rules.agent.scores_cut_off(conversation.environment)
         if score is None or not self.rules.rewarded:
             self._end(conversation)
         else:
