@@ -100,3 +100,11 @@ def test_the_reward_of_an_evaluation_is_tried_too() -> None:
     found = rg.evaluate(generator, [{"prompt": "1 =", "answer": "1"}], weights, reward=lambda answers, responses: answers, every=1)
     with pytest.raises(RlgraphError, match="reward function <lambda> returned '1' for response 0"):
         found.node.operation.trial(found.node, trial.made_up(found.node.reads, 2), 2)
+
+
+def test_functions_are_tried_before_a_job_is_made() -> None:
+    node = rg.node(reads="prompt_ids", writes="rewards")(lambda batch: None)  # type: ignore[arg-type,return-value]
+    plan = rg.compile(rg.Graph("g", node(rg.prompts([{"prompt": "1"}], 1), name="mine")), rg.Cluster(cpus=1))
+    for start in (plan.run_here, plan.launch):
+        with pytest.raises(RlgraphError, match=r"node 'mine' returned None.*found on a made-up batch"):
+            start()
