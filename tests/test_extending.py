@@ -109,7 +109,7 @@ def test_a_loss_and_an_estimator_of_ones_own_train_as_the_page_shows(tmp_path: P
 
 
 def test_a_job_whose_steps_are_not_iterated_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    node = rg.node(reads="prompt_ids", writes="rewards")(lambda batch: {"rewards": batch["prompt_ids"].float()})
+    node = rg.node(reads="prompt_ids", writes="rewards")(lambda batch: {"rewards": batch["prompt_ids"].float()})  # type: ignore[union-attr]
     plan = rg.compile(rg.Graph("g", node(rg.prompts([{"prompt": "1"}], 1), name="score")), rg.Cluster(cpus=1))
     notices.here.forget()
     for take in (list, lambda steps: None):
