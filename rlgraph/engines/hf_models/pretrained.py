@@ -151,21 +151,34 @@ def _write_smollm2(folder: Path) -> None:
     from transformers import modeling_gguf_pytorch_utils as reader
 
     file = files[0]
-    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    # from_pretrained(gguf_file=) would do this too, but asks for one more package (accelerate).
-    bar, reader.tqdm = reader.tqdm, functools.partial(reader.tqdm, disable=True)  # a bar that transformers' setting leaves on
-    try:
+    with _read_once(reader):
+        config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        # from_pretrained(gguf_file=) would do this too, but asks for one more package (accelerate).
         loaded = reader.load_gguf_checkpoint(str(file), return_tensors=True, model_to_load=model, torch_dtype=torch.bfloat16)
-    finally:
-        reader.tqdm = bar
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     model.load_state_dict(loaded["tensors"], strict=False, assign=True)
     model.tie_weights()
     model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(config.eos_token_id)  # transformers 5.17 reads <|im_start|>
     tokenizer.save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _read_once(reader: Any) -> Iterator[None]:
+    """Let transformers' `reader` parse a GGUF file once, not for each of config, weights and tokenizer, and draw no bar.
+
+    It would also make the table of a family's names again for each module of the model.
+    """
+    from unittest import mock
+
+    import gguf
+
+    bar = functools.partial(reader.tqdm, disable=True)  # a bar that transformers' setting leaves on
+    parsed: dict[str, Any] = {name: functools.cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    with mock.patch.multiple(gguf, **parsed), mock.patch.object(reader, "tqdm", bar):
+        yield
 
 
 def tiny_model(
