@@ -109,6 +109,7 @@ def main(engine: str, folder: Path, out: Path) -> None:
     if engine == "vllm":
         found["held"] = held(made)
         found["differing"] = differing(made)
+        found["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         found["batched_tokens"] = made.llm.vllm_config.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
     else:
         made.load_weights(changed(weights, 1))

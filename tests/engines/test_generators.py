@@ -127,6 +127,11 @@ def test_arguments_of_the_user_replace_those_of_rlgraph(run: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("run", VLLM, indirect=True)
+def test_an_engine_of_a_cpu_compiles_nothing(run: dict[str, Any]) -> None:
+    assert run["compiled"] == 0
+
+
+@pytest.mark.parametrize("run", VLLM, indirect=True)
 def test_a_request_that_was_copied_is_what_vllm_makes_of_it(run: dict[str, Any]) -> None:
     assert not any(run["differing"].values())
     assert len(run["differing"]) == len(DRAWN) + 2

@@ -112,6 +112,7 @@ class VllmEngine(GenerateEngine):
         """Connect what rlgraph adds to the engine's model and its runner; with `routes` give what records them."""
         if self._on_cpu:
             pair_single_rows(self.model())
+            _count_uncompiled()
         if self._guesses:
             vllm_drafts.connect(self.llm.model_executor.driver_worker.worker.model_runner)
         return RouteRecorder(self.llm.model_executor.driver_worker.worker, on_cpu=self._on_cpu) if routes else None
@@ -342,6 +343,17 @@ def _models_inspected_here() -> Iterator[None]:
         yield
     finally:
         registry._run_in_subprocess = apart
+
+
+def _count_uncompiled() -> None:
+    """Count the ranks of sampled tokens, which no one reads, in plain operations.
+
+    vLLM compiles this one comparison at its first token, for two shapes: up to 15 s of a core where the compiler's cache is empty.
+    """
+    from vllm.v1.sample import sampler
+
+    count = sampler.batched_count_greater_than
+    sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
 
 
 def _prepare_process(threads: int | None) -> None:
