@@ -1,11 +1,11 @@
 """A teacher on vLLM gives the log-probs of one in the trainer, and what it does not give is refused where it is declared."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
+import scoring
 import torch
 
 import rlgraph as rg
@@ -29,9 +29,10 @@ def test_a_teacher_on_vllm_gives_the_log_probs_of_one_in_the_trainer(tmp_path: P
         "response_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]]).bool(),
     }
     torch.save(batch, tmp_path / "batch.pt")
-    script = Path(__file__).with_name("scoring_process.py")
-    command = [sys.executable, str(script), str(folder), str(tmp_path / "batch.pt"), str(tmp_path / "out.pt")]
-    subprocess.run(command, check=True, timeout=300)
+    scorer = forked.server.Process(target=scoring.be_scorer, args=(folder, tmp_path / "batch.pt", tmp_path / "out.pt"))
+    scorer.start()
+    scorer.join(250)
+    assert scorer.exitcode == 0
     found = torch.load(tmp_path / "out.pt")
 
     trainer = FsdpEngine(PolicyHead(folder), optimizer=rg.AdamW(), dtype=torch.float32, micro_batch_tokens=4096)
@@ -62,13 +63,12 @@ def distilled(folders: tuple[str, str], trainer: str, **settings: Any) -> rg.Gra
 
 
 @pytest.mark.stage("jobs")
-@pytest.mark.ray
 @pytest.mark.vllm
 def test_a_student_learns_from_a_teacher_on_vllm_what_it_learns_from_one_in_the_trainer(tmp_path: Path) -> None:
     folders = str(tiny_model(tmp_path / "student", vocab=288)), str(tiny_model(tmp_path / "teacher", vocab=288, tied=False))
     with rg.compile(distilled(folders, "fsdp"), rg.Cluster(cpus=2)).run_here() as job:
         expected = [step.metrics for step in job.steps(2)]
-    with rg.compile(distilled(folders, "vllm", max_context=64), rg.Cluster(cpus=2)).launch() as job:
+    with forked.job(distilled(folders, "vllm", max_context=64), deadline_s=240.0) as job:
         found = list(job.steps(2))
     assert found[1].staleness == 1
     for step, like in zip(found, expected, strict=True):
