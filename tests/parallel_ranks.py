@@ -1,7 +1,11 @@
 """Ranks that share a model, forked: started by a test, `run_ranks`, and what each does, `be_rank`."""
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,7 @@ from rlgraph.engines.hf_models.folder_parts import folder_shards
 from rlgraph.settings import Recompute
 
 STEPS = 4
+PATIENCE_S = 280  # of ranks that compile on busy cores
 PLAIN_COMPILE = torch.nn.Module.compile
 GOES_ON = 3  # steps, from a state that another engine saved
 MICRO_BATCH_TOKENS = 48  # two passes
@@ -164,6 +169,9 @@ def be_rank(cases: list[Case], out: Path, rank: int, world: int, ranks: dict[str
             found["taken"] = boxes(engine)
         if case.compiled:
             found["traced"] = traced()
+            for name in ("goes on", "goes on again"):
+                engine.load(out / case.name)
+                found[name] = going_on(engine, case)
         torch.save(found, out / f"{case.name}.{rank}.pt")
         engine.close()
     dist.destroy_process_group()
@@ -198,13 +206,34 @@ def traced() -> dict[str, int]:
 def run_ranks(cases: list[Case], out: Path, world: int, **ranks: int) -> dict[str, list[dict[str, Any]]]:
     """Train each case on every rank, and return what each rank found, by the case's name."""
     out.mkdir(parents=True)
-    processes = [server.Process(target=be_rank, args=(cases, out, rank, world, ranks), daemon=True) for rank in range(world)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(280)  # ranks that compile take 90 s on two idle cores
-    assert [process.exitcode for process in processes] == [0] * world
+    pipe = template("megatron.core" if cases[0].trainer == "megatron" else "torch")
+    pipe.send([(cases, out, rank, world, ranks) for rank in range(world)])
+    assert pipe.poll(PATIENCE_S + 10), "a rank does not end"
+    assert pipe.recv() == [0] * world
     return {case.name: [torch.load(out / f"{case.name}.{rank}.pt", weights_only=False) for rank in range(world)] for case in cases}
+
+
+@cache
+def template(module: str) -> Any:
+    """Start a process that imports `module` and forks ranks: importing Megatron-Core costs each of 100 ranks six seconds of a core."""
+    ours, theirs = server.Pipe()
+    server.Process(target=fork_ranks, args=(module, theirs), daemon=True).start()
+    theirs.close()
+    return ours
+
+
+def fork_ranks(module: str, pipe: Any) -> None:
+    """Fork a rank for each argument list that the pipe brings, and reply with how each ended."""
+    import_module(module)
+    while True:
+        ranks = []
+        for given in pipe.recv():
+            if not (child := os.fork()):
+                signal.alarm(PATIENCE_S)  # ends the rank
+                be_rank(*given)
+                os._exit(0)
+            ranks.append(child)
+        pipe.send([os.waitpid(rank, 0)[1] for rank in ranks])
 
 
 def run_exporting(cases: list[Case], folder: Path, world: int, whole: list[WeightShard], **ranks: int) -> dict[str, list[dict[str, Any]]]:
