@@ -21,9 +21,8 @@ AFTER_STEPS = {"atol": 5e-6, "rtol": 2e-5}  # as of ranks whose layers are not c
 FAST = "aot_eager_decomp_partition"  # traces, and decides what to keep, as the usual compiler; runs plain operations
 STEPS = 10
 RANKS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "tp2": (2, ("llama", "again")),
-    "tp2, norms of heads": (2, ("qwen3",)),
-    "tp2, selective": (2, ("selective",)),
+    "tp2": (2, ("llama",)),
+    "tp2, norms of heads, selective": (2, ("selective",)),
     "tp2 × dp2, recomputing": (4, ("recompute",)),
 }
 
@@ -34,10 +33,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     llama = Case("llama", tiny_model(parent / "llama", hidden=128, tied=False), steps=STEPS, compiled=FAST)
     found = [
         llama,
-        replace(llama, name="again"),
         replace(llama, name="recompute", recompute=True),
-        replace(llama, name="selective", recompute="selective"),
-        replace(llama, name="qwen3", folder=tiny_qwen(parent, "qwen3")),
+        replace(llama, name="selective", recompute="selective", folder=tiny_qwen(parent, "qwen3")),
     ]
     return {case.name: case for case in found}
 
@@ -53,11 +50,11 @@ def test_layers_that_ranks_share_train_alike_where_they_are_compiled(
     ranks: str, cases: dict[str, Case], alone: Callable[[str], tuple[dict[str, Any], Path]], tmp_path: Path
 ) -> None:
     world, names = RANKS[ranks]
-    eager = [replace(cases[names[0]], name="eager", compiled="")]
+    eager = [replace(cases["llama"], name="eager", compiled="")] if "llama" in names else []
     results = run_ranks([*eager, *(cases[name] for name in names)], tmp_path / "out", world, tensor_parallel=2)
     for name in names:
         many = results[name]
-        for one in (alone(name)[0], *([results["eager"][0]] if name == names[0] else [])):
+        for one in (alone(name)[0], *([results["eager"][0]] if name == "llama" else [])):
             for found, wanted in zip(many[0]["metrics"], one["metrics"], strict=True):
                 assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
             torch.testing.assert_close(many[0]["scores"], one["scores"], **NEAR)
@@ -67,9 +64,7 @@ def test_layers_that_ranks_share_train_alike_where_they_are_compiled(
             for parameter, tensor in whole.items():
                 torch.testing.assert_close(tensor, expected[parameter], **NEAR)
         assert all(rank["traced"]["breaks"] == 0 and 2 <= rank["traced"]["graphs"] <= 4 for rank in many), many[0]["traced"]
-    if "again" in names:
-        kept, again = (assembled([rank["weights after"] for rank in results[name]]) for name in ("llama", "again"))
-        assert all(torch.equal(tensor, again[parameter]) for parameter, tensor in kept.items())
+        assert all(rank["goes on"] == rank["goes on again"] for rank in many), "equal updates give equal bits"
 
 
 def test_a_policy_takes_both_settings_but_none_for_rows_that_ranks_share_as_well() -> None:
