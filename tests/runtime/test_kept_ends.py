@@ -39,12 +39,6 @@ def test_leaving_the_block_ends_what_is_kept(model: Path) -> None:
     assert gone(pid)
 
 
-def test_without_engines_none_is_kept(model: Path) -> None:
-    with rg.warm():
-        _, pid = launched(grpo(model))
-        assert gone(pid)
-
-
 def test_a_process_that_opens_gpus_as_it_imports_is_a_worker_itself(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = forked_dispatch.ForkedProcesses._wanted
 

@@ -78,6 +78,13 @@ def test_a_second_launch_forks_from_the_same_process_and_repeats_the_oracle_in_e
     assert parents <= set(warm.pids)
 
 
+@pytest.mark.usefixtures("warm")
+def test_without_engines_none_is_kept(model: str) -> None:
+    with rg.compile(grpo(model, "transformers"), rg.Cluster(cpus=2)).launch() as job:
+        assert forked.alive(pid := job.pids["generator"])
+    assert wait_until(lambda: not forked.alive(pid))
+
+
 @pytest.mark.vllm
 @pytest.mark.usefixtures("warm")
 def test_an_engine_of_vllm_is_forked_too_and_its_run_is_that_of_an_engine_started_anew(model: str) -> None:
