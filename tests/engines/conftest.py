@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from tiny import tiny
@@ -45,13 +46,21 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path]
     @cache
     def found(engine: str, folder: Path) -> dict[str, Any]:
         out, here = shared / f"engine {engine} {folder.name}.pt", Path(__file__)
-        environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}", "VLLM_CACHE_ROOT": str(out.with_suffix(".new"))}
         part = out.with_suffix(".part")
-        command = [sys.executable, str(here.with_name("engine_process.py")), engine, str(folder), str(part)]
+        command = [str(here.with_name("engine_process.py")), engine, str(folder), str(part)]
+        own = {"VLLM_CACHE_ROOT": str(out.with_suffix(".new"))}
         with out.with_suffix(".printed").open("a+") as printed:
             fcntl.flock(printed, fcntl.LOCK_EX)
             if not out.exists():
-                done = subprocess.run(command, env=environment, stdout=printed, stderr=subprocess.STDOUT, timeout=280)
+                if engine == "vllm":
+                    done = programs.run(*command, cwd=shared, timeout_s=280, **own)
+                    printed.write(done.stdout + done.stderr)
+                    printed.flush()
+                else:  # what SGLang loads when its process starts has to come first
+                    path = {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
+                    done = subprocess.run(
+                        [sys.executable, *command], env=os.environ | path, stdout=printed, stderr=subprocess.STDOUT, timeout=280
+                    )
                 assert done.returncode == 0, out.with_suffix(".printed").read_text()
                 part.rename(out)
         loaded: dict[str, Any] = torch.load(out)
