@@ -1,11 +1,9 @@
 """An engine of vLLM with routes=True tells the experts that its routers chose, those of cached prefixes included."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from replaying import PROMPTS, plain, routes_of, with_weights
@@ -23,9 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("out") / "found.pt"
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE.parents[2]}"}
-    command = [sys.executable, str(HERE.with_name("routes_process.py")), str(model), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
+    done = programs.run(str(HERE.with_name("routes_process.py")), str(model), str(out), cwd=out.parent, timeout_s=550)
     assert done.returncode == 0, done.stderr
     loaded: dict[str, Any] = torch.load(out)
     return loaded
