@@ -1,11 +1,9 @@
 """`rlgraph doctor exact`: the first operation that gives other numbers in the trainer than in the engine, by its name."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 from tiny import tiny, tiny_qwen
@@ -24,9 +22,8 @@ HERE = Path(__file__)
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process found of a model: `exact_doctor_process.py`."""
     folder, out = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("out")
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parent}:{HERE.parents[1]}:{HERE.parents[2]}"}
-    command = [sys.executable, str(HERE.with_name("exact_doctor_process.py")), str(tiny_qwen(folder, "qwen3")), str(out)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=290, check=False)
+    script = str(HERE.with_name("exact_doctor_process.py"))
+    done = programs.run(script, str(tiny_qwen(folder, "qwen3")), str(out), cwd=out, timeout_s=290)
     assert done.returncode == 0, done.stderr
     loaded: dict[str, Any] = torch.load(out / "found.pt")
     return loaded
