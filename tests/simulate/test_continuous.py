@@ -134,10 +134,12 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("more", WAYS, ids=str)
+RUNS = [(2, 2, "vllm", 0.4), (1, 1, "vllm", 0.1), (3, 1, "transformers", 0.4), (1, 1, "vllm", 0.4), (2, 2, "vllm", 1.3)]
+
+
 @pytest.mark.parametrize(
-    ("depth", "engines", "engine", "update_s"),
-    [(1, 1, "vllm", 0.1), (1, 1, "vllm", 0.4), (2, 2, "vllm", 0.4), (2, 2, "vllm", 1.3), (3, 1, "transformers", 0.4)],
+    ("more", "depth", "engines", "engine", "update_s"),
+    [(way, *RUNS[(number + shift) % 5]) for number, way in enumerate(WAYS) for shift in (0, 2)],
 )
 def test_a_prediction_is_what_the_rollouts_own_code_does(
     more: dict[str, Any], update_s: float, depth: int, engines: int, engine: str

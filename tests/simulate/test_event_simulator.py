@@ -90,6 +90,7 @@ def test_enough_steps_are_in_flight_that_stages_beside_the_loop_never_hold_it_up
     assert Simulator(plan, 120, window=4).period(60) > 1.2
 
 
+@pytest.mark.stage("exhaustive")
 @pytest.mark.parametrize("first", range(200, 1000, 200))
 def test_many_more_graphs_are_predicted_to_a_microsecond(first: int) -> None:
     for seed in range(first, first + 40):
