@@ -60,7 +60,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(graph, costs, depth)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases(), st.randoms(use_true_random=False))
 def test_no_batch_is_ever_behind_by_more_than_the_depth_whatever_the_timing(case: Case, chance: random.Random) -> None:
     spans = simulate(case.schedule, 25, lambda event, step: event.seconds * chance.choice([0.0, 0.5, 1.0, 3.0]))
@@ -76,7 +76,7 @@ def test_no_batch_is_ever_behind_by_more_than_the_depth_whatever_the_timing(case
         assert trained[step] >= ended[step] >= start
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(cases(), st.randoms(use_true_random=False))
 def test_any_order_of_firing_keeps_going_and_keeps_the_credits_of_every_cycle(case: Case, chance: random.Random) -> None:
     schedule = case.schedule
