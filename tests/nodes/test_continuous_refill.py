@@ -101,7 +101,7 @@ def expected(run: Run, steps: int) -> list[list[int]]:
     return found
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(
     kinds=st.text(alphabet=[CONSTANT, "d"], min_size=1, max_size=9).filter(lambda kinds: "d" in kinds),
     count=st.integers(1, 6),
@@ -195,7 +195,7 @@ def test_batches_end_with_the_last_group_that_they_need_or_are_let_draw() -> Non
     assert [batch_of_next(groups(kinds), 2, 4) for kinds in ("", "d", "d?", "d??", "dc", "cccc", "c???")] == [0, 0, 1, 1, 0, 1, 1]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 @given(kinds=st.text(alphabet="dc?", max_size=24), wanted=st.integers(1, 4), rounds=st.integers(2, 4), ends=st.randoms())
 def test_a_group_ends_up_in_the_batch_that_it_was_drawn_for_or_an_earlier_one(kinds: str, wanted: int, rounds: int, ends: Any) -> None:
     now = groups(kinds)

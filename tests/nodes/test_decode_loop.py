@@ -135,7 +135,7 @@ def requests(case: Case, step: int) -> list[Task]:
     ]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases())
 def test_every_token_keeps_the_bound_and_says_which_version_wrote_it(case: Case) -> None:
     batches, _ = run(case)
@@ -148,14 +148,14 @@ def test_every_token_keeps_the_bound_and_says_which_version_wrote_it(case: Case)
             assert response.versions == sorted(response.versions)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases())
 def test_each_batch_holds_the_responses_to_its_own_prompts(case: Case) -> None:
     batches, _ = run(case)
     assert [[len(r.tokens) for r in batch] for batch in batches] == [list(lengths) for lengths in case.lengths[:STEPS]]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases([None]), st.integers(0, 40))
 def test_without_interrupts_a_run_does_not_depend_on_the_timing(case: Case, delay: int) -> None:
     case = Case(case.rule, case.lengths, case.delays, case.room)
@@ -164,7 +164,7 @@ def test_without_interrupts_a_run_does_not_depend_on_the_timing(case: Case, dela
     assert [[r.versions for r in batch] for batch in found] == [[r.versions for r in batch] for batch in repeated]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(cases(["keep", "recompute"]))
 def test_an_interrupt_with_nothing_published_meanwhile_changes_nothing(case: Case) -> None:
     never = Case(BatchAdmission(case.rule.interrupt, False, case.rule.depth), case.lengths, (1000,) * STEPS, case.room)
