@@ -344,3 +344,10 @@ def test_an_unknown_name_says_which_was_meant_and_what_there_is(tmp_path: Path) 
         with pytest.raises((RlgraphError, TypeError)) as caught:
             make()
         assert words in str(caught.value)
+
+
+def test_arguments_come_before_files_later_files_before_earlier_ones_and_files_before_defaults(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("name: b\nlimit: 1\nmore: [x]\n")
+    second.write_text("limit: 2\n")
+    assert rg.config(Texts, ["name=c", f"config={first}", f"config={second}"]) == Texts("c", ["x"], 2)

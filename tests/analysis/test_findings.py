@@ -59,8 +59,8 @@ def test_a_generator_that_waits_for_versions_is_advised_more_training_devices() 
 
 
 def test_sides_that_alternate_are_advised_one_version_of_staleness() -> None:
-    advice = said(played(plan(0, 2.0, 2.0), 30))
-    assert "with depth=1 they overlap, at one version of staleness, and a step can come near 2.0" in advice
+    advice = said(played(plan(0, 3.0, 1.0), 30))
+    assert "with depth=1 they overlap, at one version of staleness, and a step can come near 3.0" in advice, "the longer side's seconds"
     assert "(now 4.0" in advice
 
 
