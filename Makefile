@@ -19,7 +19,7 @@ smolagents_PACKAGES := smolagents[openai]==1.26.0
 langgraph_PACKAGES := langgraph==1.2.24 langchain-openai==1.7.4
 OTHERS := openenv verifiers smolagents langgraph
 
-.PHONY: demo test test-all test-stages $(STAGES:%=test-%) test-chaos test-sglang test-gpu test-environments check docs oracle setup clean
+.PHONY: demo test test-all test-stages $(STAGES:%=test-%) test-chaos test-sglang test-gpu test-environments worth check docs oracle setup clean
 setup: $(READY)
 
 $(READY): requirements/cpu.lock requirements/from_source.lock requirements/install.sh pyproject.toml
@@ -66,16 +66,23 @@ test-environments: $(READY) $(OTHERS:%=.venv-%/.ready) .venv-jobs/.ready
 	$(BIN)/python -m pytest -m "apart or smolagents or langgraph" tests/nodes/test_environment_servers.py tests/nodes/test_agent_frameworks.py $(PYTEST)
 	$(BIN)/python -m pytest -m ray_jobs tests/runtime/test_ray_hosts.py $(PYTEST)
 
-# Ray with what accepts jobs, in front of the packages of .venv.
-.venv-jobs/.ready: $(READY)
-	$(INSTALL) .venv-jobs "ray[default]==$$($(BIN)/python -c 'import ray; print(ray.__version__)')"
+# In front of the packages of .venv: Ray with what accepts jobs, and coverage.
+jobs_PACKAGES = "ray[default]==$$($(BIN)/python -c 'import ray; print(ray.__version__)')"
+worth_PACKAGES = coverage==7.17.5
+.venv-jobs/.ready .venv-worth/.ready: .venv-%/.ready: $(READY)
+	$(INSTALL) .venv-$* $($*_PACKAGES)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-		>"$$(.venv-jobs/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_beside.pth"
+		>"$$(.venv-$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz_beside.pth"
 	touch $@
 
 $(OTHERS:%=.venv-%/.ready): .venv-%/.ready: $(READY)
 	$(INSTALL) .venv-$* $($*_PACKAGES)
 	touch $@
+
+# What the quick tests are worth: the lines that only one file of them reaches, and the planted faults that they notice. An hour.
+worth: .venv-worth/.ready
+	.venv-worth/bin/python tests/worth.py coverage
+	.venv-worth/bin/python tests/worth.py faults
 
 # On a machine with GPUs and its own torch, vLLM and Ray, as docs/gpu.md says: no environment is made.
 test-gpu:
@@ -104,4 +111,4 @@ oracle: .venv-oracle/.ready
 	touch $@
 
 clean:
-	rm -rf .venv .venv-sglang .venv-oracle $(OTHERS:%=.venv-%) .venv-jobs runs
+	rm -rf .venv .venv-sglang .venv-oracle $(OTHERS:%=.venv-%) .venv-jobs .venv-worth build/worth runs

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import worth
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rlgraph"
@@ -187,3 +188,7 @@ def test_mypy_is_strict_over_all_that_is_shown(folder: str) -> None:
     assert folder in CONTRACTS["mypy"]["files"]
     loosened = {module for override in CONTRACTS["mypy"]["overrides"] for module in override["module"]}
     assert not [module for module in loosened if module.startswith(("benchmarks", "recipes"))]
+
+
+def test_planted_faults_are_faults_of_the_code_as_it_is() -> None:
+    assert worth.stale() == []
