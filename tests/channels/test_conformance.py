@@ -247,7 +247,7 @@ def bits(column):
     return column.dtype, column.shape, column.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8).tolist()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(columns=st.dictionaries(st.text(max_size=8), tensors() | st.lists(st.text()), max_size=5))
 def test_columns_arrive_bit_for_bit(make, columns):
     writer, [reader] = make()
