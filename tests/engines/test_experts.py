@@ -45,8 +45,7 @@ def updated(folder: Path, **settings: Any) -> tuple[dict[str, float], dict[str, 
         return metrics, {name: weight.clone() for name, weight in engine.weights().items()}
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize(("name", "way"), [*zip(["mixtral", "qwen3_moe"] * 3, WAYS, strict=False)], ids=str)
 def test_the_balancing_loss_and_its_gradient_are_those_of_transformers(name: str, way: dict[str, bool], folders: dict[str, Path]) -> None:
     from transformers import AutoModelForCausalLM
 
