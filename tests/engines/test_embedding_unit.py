@@ -7,6 +7,8 @@ import pytest
 import torch
 from embedding_ranks import run_ranks
 
+pytestmark = pytest.mark.stage("ranks")
+
 
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_an_embedding_of_its_own_changes_no_bit(model: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
