@@ -43,7 +43,7 @@ def gpus(plan: rg.Plan) -> dict[str, int]:
 
 @pytest.mark.parametrize(
     ("shares", "total", "expected"),
-    [((1, 3), 8, (2, 6)), ((1, 1), 7, (4, 3)), ((1, 100), 8, (1, 7)), ((2, 1), 3, (2, 1)), ((1, 1), 2, (1, 1)), ((0.3, 0.7), 10, (3, 7))],
+    [((1, 3), 8, (2, 6)), ((1, 1), 7, (4, 3)), ((1, 100), 8, (1, 7)), ((13, 27), 4, (1, 3)), ((1, 1), 2, (1, 1)), ((0.3, 0.7), 10, (3, 7))],
 )
 def test_shares_divide_the_gpus_by_largest_remainder(shares: tuple[float, float], total: int, expected: tuple[int, int]) -> None:
     plan = rg.compile(grpo(rg.Pool("a", share=shares[0]), rg.Pool("b", share=shares[1])), rg.Cluster(gpus=total))
