@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 from tiny import LENGTHS, WeightedLikelihood, batch_of
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 from rlgraph.algorithms import AGGREGATIONS, GMPO, GSPO, Bypass, ClippedLoss, Reinforce, Rejection, RolloutCorrection, TruncatedIS
 from rlgraph.algorithms.aggregation import Totals
@@ -19,6 +22,7 @@ from rlgraph.engines.fsdp import engine as engine_module
 from rlgraph.engines.fsdp import sharding
 from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.fsdp.grad_norm import clipped
 from rlgraph.errors import GraphError
 
 # A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.
@@ -307,3 +311,16 @@ def test_two_ranks_take_the_step_of_one(make: Any, tied: Path, tmp_path: Path) -
     engine.load(tmp_path / "stored")  # what two ranks wrote, one goes on from
     assert all(torch.equal(tensor, torch.cat([r["weights"][name] for r in results])) for name, tensor in engine.weights().items())
     assert engine.update(batch, WeightedLikelihood(entropy=0.1)) == pytest.approx(resumed[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(("most", "scale"), [(1.0, 0.2), (10.0, 1.0)])
+def test_gradients_over_two_dims_of_ranks_are_scaled_down_to_their_norm_and_never_up(most: float, scale: float, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh, grad = init_device_mesh("cpu", (1, 1)), torch.tensor([3.0, 4.0])
+        parameter = torch.nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Replicate(), Replicate()]))
+        parameter.grad = distribute_tensor(grad.clone(), mesh, [Replicate(), Replicate()])
+        assert clipped([parameter], most) == pytest.approx(5.0)
+        torch.testing.assert_close(sharding.local(parameter.grad), scale * grad)
+    finally:
+        dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tiny import WeightedLikelihood, batch_of, returns_of
 
 import rlgraph as rg
 from rlgraph.algorithms import ValueLoss
+from rlgraph.batching import packing
 from rlgraph.batching.flat_packing import pack_flat
 from rlgraph.batching.packing import MicroBatch, plan_micro_batches
 from rlgraph.engines.forward import flash, packed_attention, self_test
@@ -244,3 +246,13 @@ def test_two_attentions_are_merged_by_their_sums() -> None:
     out, sums = flash.merged(*halves[0], *halves[1])
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(sums, scores.logsumexp(-1))
+
+
+def test_a_window_counts_the_tokens_of_a_sequence_and_not_those_between() -> None:
+    """A prompt of four tokens, and behind it two responses of two: with equal scores each token gives equal weight to all that it sees."""
+    segments, positions = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2]]), torch.tensor([[0, 1, 2, 3, 4, 5, 4, 5]])
+    same, values = torch.zeros(1, 1, 8, 8), torch.eye(8)[None, None]
+    mask = packing._mask(segments)
+    out, _ = packed_attention.attend_padded(SimpleNamespace(), same, same, values, mask, shared_positions=positions, sliding_window=3)
+    seen = [row.nonzero()[:, 0].tolist() for row in out[0, :, 0]]
+    assert seen == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [2, 3, 6], [3, 6, 7]]

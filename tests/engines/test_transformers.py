@@ -57,6 +57,8 @@ def test_a_response_ends_with_its_stop_token(engine: TransformersEngine) -> None
         assert after.tokens == before.tokens[:end]
         assert (before.finish, after.finish) == ("length", "stop" if stop in before.tokens else "length")
     assert len(stopped[0].tokens) <= 4
+    [last] = engine.generate(PROMPTS[:1], Sampling(max_tokens=len(stopped[0].tokens), stop_token_ids=(stop,)), SEEDS[:1])
+    assert (last.tokens, last.finish) == (stopped[0].tokens, "stop"), "it ended by itself, with the last token that it may have"
 
 
 def test_a_response_ends_at_the_context(engine: TransformersEngine) -> None:

@@ -46,6 +46,7 @@ def test_code_that_takes_all_memory_gets_a_memory_error() -> None:
 
 
 def test_code_that_prints_without_end_is_cut() -> None:
+    assert ran("print('y' * 1999)") == "y" * 1999 + "\n", "as many bytes as it may print"
     with pytest.raises(ToolError, match="more than 2000 bytes") as caught:
         ran("while True: print('y' * 100)")
     assert len(str(caught.value)) < 2200

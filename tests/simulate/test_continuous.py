@@ -176,6 +176,11 @@ def test_what_a_rollout_with_refill_decodes_is_not_counted_and_marked() -> None:
     assert "interrupt='keep'" in said
 
 
+def test_each_version_that_a_batch_lacks_takes_its_load() -> None:
+    machine = Machine(BatchAdmission(None, True, 1), DECODE, np.ones((1, 1)), 0.0, 2.0, never)
+    assert [machine.load(step) for step in (0, 3, 3, 4)] == [0.0, 4.0, 0.0, 2.0]
+
+
 def test_slots_hold_back_what_joins() -> None:
     def machine(slots: int | None) -> Machine:
         lengths = np.array([[4.0, 4.0, 10.0, 10.0]])

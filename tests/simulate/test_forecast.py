@@ -8,6 +8,7 @@ from simulated import LONG_TAIL, Loop
 
 import rlgraph as rg
 from rlgraph.costs.functions import Decode, NodeCost
+from rlgraph.simulate.play import Played
 
 PLAIN = {"prompts": 0.0, "rollout": 1.0, "reward": 0.25, "update": 2.0}
 
@@ -36,6 +37,11 @@ def test_the_busy_side_waits_for_nothing_and_the_other_for_weights() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_the_first_step_takes_all_of_its_stages_whatever_the_depth(depth: int) -> None:
     assert plan(Loop(depth=depth)).prediction.first_step_s == pytest.approx(3.25)
+
+
+def test_a_step_ends_with_all_of_its_firings_and_not_before_the_step_before() -> None:
+    ends = {"rollout": [5.0, 6.0, 9.0], "aside": [8.0, 7.0, 7.5]}
+    assert Played((), {}, {}, ends, {}, {}, {}).step_ends() == [8.0, 8.0, 9.0]
 
 
 def test_an_engine_that_is_done_goes_on_while_another_decodes() -> None:
