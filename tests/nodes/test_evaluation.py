@@ -55,6 +55,14 @@ def test_in_turns_it_costs_its_own_share_and_apart_nothing() -> None:
     assert plan(Parts().apart(every=2), **seconds).prediction.period_s == pytest.approx(2.0), "longer than its steps: training waits"
 
 
+def test_training_is_ahead_of_an_evaluation_apart_by_the_steps_between_two_of_them() -> None:
+    """Two versions to publish, one to load, and an evaluation take 2.0 s: more than a step of 1.5 s, which overlaps them."""
+    graph = Parts(depth=2).apart(every=1)
+    seconds = {**{node.name: 0.0 for node in graph.nodes}, "rollout": 0.1, "update": 0.5, "evaluate": 0.1}
+    found = rg.compile(graph, rg.Cluster(gpus=3, cpus=8), rg.Costs(seconds, publish_s=0.5, receive_s=0.9))
+    assert found.prediction.period_s == pytest.approx(1.5)
+
+
 @pytest.mark.parametrize(("depth", "late_s"), [(0, 0.7), (1, 0.8), (2, 0.5)])
 def test_an_evaluation_in_turns_comes_at_once_and_its_step_waits_for_what_nothing_hides(depth: int, late_s: float) -> None:
     """Of its second in ten steps training hides 0.3 s at depth 0, and the batches that are ahead, of which later rollouts make up."""
