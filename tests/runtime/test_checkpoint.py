@@ -26,6 +26,7 @@ from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.checkpoint.worker_snapshot import not_seen
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
+from rlgraph.runtime.messages import CheckpointShard, Saved
 from rlgraph.runtime.worker.spec import Saving
 
 Bits = tuple[int, dict[str, float], int]
@@ -76,6 +77,17 @@ def test_a_checkpoint_holds_no_step_that_its_owner_has_not_seen(tmp_path: Path) 
         for step in running.steps(8):
             held = [int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*")]
             assert max(held, default=0) <= step.index  # the present step is seen when the next one is asked for
+
+
+def test_shards_of_a_step_that_nobody_has_seen_wait(tmp_path: Path) -> None:
+    graph = fakes.vector_loop(1)
+    plan = compile_plan(graph, Cluster(cpus=2))
+    held = Checkpoints(graph, plan, Recovery(tmp_path, every=2, keep=2))
+    for worker in plan.workers:
+        assert held.ready(handed=4) == []
+        held.hear(Saved(4, CheckpointShard(worker.name, worker.nodes, rank=0, world=1, file="", written=())))
+    assert (held.ready(handed=3), held.ready(handed=4)) == ([], [4])
+    held.close()
 
 
 def test_a_cut_has_the_rollout_ahead_by_its_depth_and_the_trained_model_not_at_all() -> None:

@@ -8,19 +8,36 @@ import forked
 import pytest
 import ray
 
+import rlgraph as rg
 from rlgraph.compiler.cluster import Cluster
 from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import CheckpointError, DispatchError, NodeError, RlgraphError, StalenessError, WorkerDied
 from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.driver.poison_prompts import PoisonPrompts
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES, said_by_ray
 from rlgraph.runtime.driver.restarts import Restarts
 from rlgraph.runtime.driver.signals import Signals
+from rlgraph.runtime.worker.activity import Activity
+from rlgraph.runtime.worker.heartbeat import Heartbeat
+
+SUMS = [{"prompt": f"{number} + 1 ="} for number in range(6)]
 
 
 def test_failures_in_a_row_are_counted_and_a_further_checkpoint_makes_them_count_anew() -> None:
     restarts = Restarts(2)
     assert [restarts.allows(WorkerDied("died"), 10, ready=True) for _ in range(3)] == [True, True, False]
     assert restarts.allows(WorkerDied("died"), 20, ready=True)
+
+
+def test_a_prompt_is_set_aside_once_it_alone_has_killed_its_worker_twice() -> None:
+    scored = rg.reward(lambda response: 0.0, rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts(SUMS, count=2)))
+    graph = rg.Graph("sums", scored)
+    suspects = PoisonPrompts(graph, rg.compile(graph, Cluster(cpus=2)))
+    assert suspects.saw(Heartbeat(1, Activity("fire", "rollout"), 1.0), ()) is None
+    assert suspects.probe == ("rollout", 1)
+    places = [suspects.saw(Heartbeat(1, Activity("probe", "rollout", prompt=prompt), 1.0), ()) for prompt in (0, 1, 1)]
+    assert places[:2] == [None, None], "each killed once"
+    assert places[2] is not None
 
 
 @pytest.mark.parametrize("error", [CheckpointError("no room"), StalenessError("too old")])

@@ -33,6 +33,7 @@ from rlgraph.runtime.driver import worker_group as group_module
 from rlgraph.runtime.driver.blame import Culprit, Cut, culprit, cut
 from rlgraph.runtime.driver.hosts import Hosts, LocalHostAgent
 from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.driver.watchdog import Watchdog
 from rlgraph.runtime.driver.worker_group import WorkerGroup
 from rlgraph.runtime.worker.activity import Activity
 from rlgraph.runtime.worker.heartbeat import Heartbeat
@@ -149,6 +150,16 @@ def test_the_first_line_names_the_culprit_and_no_bystander(tmp_path: Path, kind:
         report_of(raised.value)
     elif kind == "broken socket":
         report_of(raised.value)
+
+
+def test_who_works_for_too_long_is_ended_and_not_who_began_to_wait_for_it_before() -> None:
+    waits, works = Activity("take", "update", "score"), Activity("fire", "score")
+    states = {"policy": Heartbeat(2, waits, DEADLINE_S + 1), "score": Heartbeat(2, works, 1)}
+    watchdog = Watchdog(compile_plan(fakes.vector_loop(1), Cluster(cpus=2)), DEADLINE_S, lambda: states, lambda workers: {})
+    watchdog.look(["policy", "score"], time.monotonic(), DEADLINE_S)
+    states["score"] = Heartbeat(2, works, DEADLINE_S + 1)
+    with pytest.raises(ChannelTimeout, match=r"^worker 'score'"):
+        watchdog.look(["policy", "score"], time.monotonic(), DEADLINE_S)
 
 
 def test_who_waits_is_followed_to_who_works() -> None:
