@@ -78,6 +78,17 @@ def test_of_two_programs_that_start_at_once_both_have_the_first_ones_token(token
     assert list(token.parent.iterdir()) == [token]
 
 
+def test_without_a_home_that_can_be_written_the_token_lies_apart(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/proc/nothome")
+    monkeypatch.setenv(ray_token.FILE, "")  # so that the variable is undone
+    ray_token.make_token()
+    apart = ray_token.token_file()
+    assert (len(apart.read_text()), apart.stat().st_mode & 0o777, apart.parent.stat().st_mode & 0o777) == (64, 0o600, 0o700)
+    ray_token.make_token()
+    assert ray_token.token_file() == apart
+    assert not token.exists()
+
+
 @pytest.mark.parametrize("name", [ray_token.MODE, ray_token.FILE, ray_token.TOKEN])
 def test_a_token_of_the_users_own_choice_is_left_to_ray(token: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "disabled")

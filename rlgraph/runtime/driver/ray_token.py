@@ -1,10 +1,13 @@
 """Ray's token: in which mode Ray asks for one, and where it lies. Whoever knows it can run code on every host of the cluster."""
 
-import contextlib
+import atexit
 import os
 import secrets
+import shutil
 import tempfile
 from pathlib import Path
+
+from rlgraph import notices
 
 MODE, FILE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"  # Ray's own names
 FIX = f"copy the head's token there, or name its file by {MODE}=token {FILE}=FILE; `rlgraph cluster start` prints where the head has it"
@@ -24,12 +27,26 @@ def make_token() -> None:
     file = token_file()
     if any(os.environ.get(name) for name in (MODE, FILE, TOKEN)) or file.exists():
         return
-    with contextlib.suppress(OSError):  # a home that cannot be written: Ray says so
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent) as whole:  # for this user's eyes alone
-            whole.write(secrets.token_hex(32))
-            whole.flush()
-            os.link(whole.name, file)  # fails if another one was first
+    try:
+        _write(file)
+    except FileExistsError:
+        return
+    except OSError as error:  # containers run as a user without a home
+        folder = Path(tempfile.mkdtemp(prefix="rlgraph-token-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        file = folder / "auth_token"
+        _write(file)
+        os.environ[FILE] = str(file)
+        notices.here.say(f"Ray's token cannot be written to its usual file ({error}): it lies in '{folder}' until this program ends")
+
+
+def _write(file: Path) -> None:
+    """Write a token that nobody else can read, whole or not at all. Raises FileExistsError if another program was first."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent) as whole:
+        whole.write(secrets.token_hex(32))
+        whole.flush()
+        os.link(whole.name, file)
 
 
 def described() -> str:
