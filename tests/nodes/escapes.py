@@ -116,6 +116,7 @@ WITHIN = {
     "clone a process by the newer call": "call(435, struct.pack('=11Q', 0, 0, 0, 0, 17, 0, 0, 0, 0, 0, 0), 88) or os._exit(0); escaped()",
     "open a file by its number": "call(265 if ARM else 304, -100, struct.pack('=Ii8s', 8, 1, bytes(8)), 0); escaped()",
     "make a device": "os.mknod('d', 0o600 | 0o060000, os.makedev(254, 0)); escaped(open('d', 'rb').read(1))",
+    "leave a device in a file's place": "open('f', 'w'); call(276 if ARM else 316, -100, b'f', -100, b'g', 4); escaped()",
     "read the machine's memory": "escaped(open('/dev/mem', 'rb').read(1))",
     "write what Python loads": "open(os.__file__, 'a'); escaped()",
     "put a folder beside what Python loads": "n = os.path.dirname(os.__file__) + '/escaped'; os.mkdir(n); os.rmdir(n); escaped()",

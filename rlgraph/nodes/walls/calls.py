@@ -15,7 +15,7 @@ ALLOWED = """
 read 0 63  write 1 64  readv 19 65  writev 20 66  pread64 17 67  pwrite64 18 68  preadv 295 69  pwritev 296 70  close 3 57
 close_range 436 436  lseek 8 62  open 2 -  openat 257 56  stat 4 -  lstat 6 -  fstat 5 80  newfstatat 262 79  statx 332 291
 access 21 -  faccessat 269 48  faccessat2 439 439  getdents64 217 61  readlink 89 -  readlinkat 267 78  getcwd 79 17  chdir 80 49
-fchdir 81 50  mkdir 83 -  mkdirat 258 34  rmdir 84 -  unlink 87 -  unlinkat 263 35  rename 82 -  renameat 264 38  renameat2 316 276
+fchdir 81 50  mkdir 83 -  mkdirat 258 34  rmdir 84 -  unlink 87 -  unlinkat 263 35  rename 82 -  renameat 264 38
 symlink 88 -  symlinkat 266 36  link 86 -  linkat 265 37  truncate 76 45  ftruncate 77 46  fallocate 285 47  fsync 74 82
 fdatasync 75 83  statfs 137 43  fstatfs 138 44  umask 95 166  sendfile 40 71  copy_file_range 326 285  dup 32 23  dup2 33 -
 dup3 292 24  pipe 22 -  pipe2 293 59  mmap 9 222  munmap 11 215  mprotect 10 226  mremap 25 216  brk 12 214  msync 26 227  poll 7 -
@@ -32,7 +32,7 @@ uname 63 160  sysinfo 99 179  getrandom 318 278  recvfrom 45 207  shutdown 48 21
 # Allowed with the values of arguments that `conditions` gives.
 LIMITED = """
 clone 56 220  clone3 435 435  tgkill 234 131  fcntl 72 25  ioctl 16 29  madvise 28 233  prctl 157 167  prlimit64 302 261
-socketpair 53 199  sendto 44 206
+socketpair 53 199  sendto 44 206  renameat2 316 276
 """
 # Refused with the error of a file system without extended attributes, so that libraries go on without them.
 UNSUPPORTED = """
@@ -71,6 +71,7 @@ def conditions(pid: int) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
         "prctl": [(_low(0), NAMES)],
         "prlimit64": [(_low(0), (0, pid)), (_low(2), (0,)), (_high(2), (0,))],  # reads limits, sets none
         "socketpair": [(_low(0), (AF_UNIX,))],
+        "renameat2": [(_low(4), (0, 1, 2))],  # plain, not over another, in exchange; it leaves no device in the file's place
         "sendto": [(_low(4), (0,)), (_high(4), (0,))],  # to the other end of the pair alone
     }
 
