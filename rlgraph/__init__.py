@@ -379,7 +379,7 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 if sys.excepthook is sys.__excepthook__:  # an error that ends a program shows the user's lines, not those of this package
-    sys.excepthook = import_module("rlgraph.user_lines").hook
+    sys.excepthook = lambda *raised: import_module("rlgraph.user_lines").hook(*raised)
 
 
 def __getattr__(name: str) -> Any:

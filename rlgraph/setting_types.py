@@ -144,7 +144,7 @@ class Text:
             value = os.fspath(value)
         if not isinstance(value, str) or not self.range.holds(len(value)):
             raise Wrong
-        if not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
+        if self.range.least >= 1 and not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
             raise Wrong("it has half of a surrogate pair, which UTF-8 cannot hold: decode it anew, or replace that character")
         return value if type(value) is str else str(value)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PROMPTS = 2  # of a made-up batch, each with its group of responses
 LIMIT_S = 5.0  # of a function's trial
+MISTAKES = (NameError, AttributeError, TypeError, ImportError)  # what a function raises whatever it is given
 SIZES = {"P": 3, "T": 5, "L": 1, "E": 1, "K": 2}  # of the dimensions of made-up columns
 PROMPT_TOKEN, RESPONSE_TOKEN = 1, 2
 PROMPT = "What is 2 + 2?"
@@ -38,7 +39,8 @@ class MadeUpTokenizer:
 def try_functions(graph: "Graph") -> None:
     """Call each function of the user on a made-up batch of 2 prompts. Raises RlgraphError naming the node whose function goes wrong.
 
-    One that has not returned within 5 seconds gets a notice. `trial=False` leaves a function out, and so do its `retries`.
+    A notice tells of one that has not returned within 5 seconds, or that raised what may come of made-up texts. `trial=False` leaves a
+    function out, and so do its `retries`.
     """
     made: dict[Node, Columns] = {}
     with _random_states_kept():
@@ -54,6 +56,14 @@ def try_functions(graph: "Graph") -> None:
                 except TooLong as late:
                     notices.here.say(f"node '{node.name}': {late}, so it is not tried before the launch; trial=False does not wait for it")
                 except RlgraphError as error:
+                    if error.__cause__ is not None and not isinstance(error.__cause__, (RlgraphError, *MISTAKES)):
+                        said = str(error.__cause__).partition("\n")[0]
+                        notices.here.say(
+                            f"node '{node.name}': its function raised {type(error.__cause__).__name__}: {said:.100} on a made-up batch; "
+                            "if it does on a real one, the run ends at its first step; trial=False leaves the trial out"
+                        )
+                        made[node] = made_up(node.writes, rows)
+                        continue
                     where = "" if str(error).startswith(f"node '{node.name}'") else f"node '{node.name}': "
                     raise type(error)(f"{where}{error} (found on a made-up batch; trial=False leaves that out)") from error.__cause__
             made[node] = made_up(node.writes, rows) if tried is None else tried

@@ -161,7 +161,7 @@ def test_sleep_costs_come_back_from_a_costs_file_and_are_estimated_where_it_has_
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nodes: {a: 1}\nsleep: {policy: {sleep: 1}}", r"sleep.policy has no 'sleep'; it has .*'sleep_s'"),
+        ("nodes: {a: 1}\nsleep: {policy: {sleep: 1}}", r"sleep.policy has no 'sleep'; did you mean 'sleep_s'"),
         ("nodes: {a: 1}\nsleep: {policy: {wake_s: -1.0}}", "wake_s is a finite number of at least 0"),
     ],
 )

@@ -112,7 +112,7 @@ def conversations(policy: str, judge: str, *, pass_prompts: bool) -> rg.Graph:
     judge_model = rg.RewardModel(judge, pool=rg.Pool("judge"), dtype="float32")
     rewards = judge_model.rewards(*((prompts, rollout) if pass_prompts else (rollout,)))
 
-    @rg.node(reads="prompt_messages responses response_mask rewards", writes="checked")
+    @rg.node(reads="prompt_messages responses response_mask rewards", writes="checked", trial=False)
     def check(batch: rg.Columns) -> rg.Columns:
         from transformers import AutoTokenizer
 
@@ -173,7 +173,7 @@ def test_a_reward_model_on_a_pool_of_its_own_gives_the_rewards_of_a_training_run
     judge = rg.RewardModel(folder, pool=rg.Pool("judge"), dtype="float32")
     rewards = judge.rewards(prompts, rollout)
 
-    @rg.node(reads="prompts prompt_mask responses response_mask rewards", writes="checked")
+    @rg.node(reads="prompts prompt_mask responses response_mask rewards", writes="checked", trial=False)
     def check(batch: rg.Columns) -> rg.Columns:
         from transformers import AutoTokenizer
 

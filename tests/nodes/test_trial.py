@@ -20,7 +20,7 @@ REWARDS: dict[str, tuple[Callable[..., Any], str]] = {
     "a wrong count": (lambda responses: [0.0], "returned 1 rewards for 4 responses"),
     "text": (lambda response: "good", "returned 'good' for response 0 (prompt 0 of the data order: '0 + 1 =')"),
     "NaN": (lambda response, answer: float("nan"), "a reward is a finite number"),
-    "an error": (lambda response: int("four"), "raised ValueError: invalid literal"),
+    "an unknown name": (lambda response: responses, "raised NameError: name 'responses' is not defined"),  # type: ignore[name-defined]  # noqa: F821
 }
 
 
@@ -32,6 +32,13 @@ def test_a_reward_that_goes_wrong_is_found_before_the_launch(name: str) -> None:
     assert words in str(caught.value)
     assert "trial=False" in str(caught.value)
     try_functions(graph(reward=function, rewarding={"trial": False}))
+
+
+def test_an_error_that_real_texts_may_not_cause_is_a_notice() -> None:
+    answers = {"0 + 1 =": "1"}
+    try_functions(graph(reward=lambda response: answers[response]))
+    said = "node 'reward': its function raised KeyError: '2 + 2 = 4, so the answer is 4.' on a made-up batch"
+    assert any(text.startswith(said) for text in notices.here.said())
 
 
 NODES: dict[str, tuple[Callable[[Columns], Any], str]] = {
