@@ -348,7 +348,7 @@ def _models_inspected_here() -> Iterator[None]:
 def _count_uncompiled() -> None:
     """Count the ranks of sampled tokens, which no one reads, in plain operations.
 
-    vLLM compiles this one comparison at its first token, for two shapes: up to 15 s of a core where the compiler's cache is empty.
+    vLLM compiles this one comparison at its first token, for two shapes: 1.4 s, and more where the compiler's cache is empty.
     """
     from vllm.v1.sample import sampler
 
