@@ -158,3 +158,12 @@ def test_several_evaluations_of_one_graph_have_metrics_of_their_own() -> None:
     evaluations = [rg.evaluate(parts.generator, ITEMS, parts.weights, reward=right, every=2, **named) for named in ({}, {"name": "aime"})]
     assert [one.node.operation.prefix for one in evaluations] == ["val", "val/aime"]  # type: ignore[attr-defined]
     assert plan(parts.graph(*evaluations)).certificate.deadlock_free
+
+
+def test_a_checkpoint_knows_its_items_and_their_order() -> None:
+    def cursor(items: list[dict[str, str]]) -> object:
+        evaluation = rg.evaluate(Parts().generator, items, rg.feedback("w", depth=0), reward=right, every=1)
+        return evaluation.node.inputs[0].node.operation.cursor(3)
+
+    items = [{"prompt": "?", "answer": answer} for answer in "ab"]
+    assert cursor(items) == cursor(list(items)) != cursor(items[::-1])

@@ -133,6 +133,10 @@ class Answer(Operation):
         dims = {"T": self.sampling.max_tokens}
         return NodeTraits(work="generate", dims=dims, sampling=self.sampling, group_size=self.samples, given=())
 
+    def cursor(self, step: int) -> dict[str, Any]:
+        """Describe the items for a checkpoint: a curve is of one set."""
+        return {"items": self.questions.size, "digest": self.questions.digest}
+
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)
         return lambda step, columns: self.fire(context, step)

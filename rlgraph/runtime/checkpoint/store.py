@@ -184,6 +184,7 @@ class Checkpoints:
         """Raise CheckpointError unless the checkpoint is whole and of this graph."""
         manifest = checked_manifest(folder, f"; delete '{folder}' to go on from the one before, or launch with fresh=True")
         cursors, saved = self._cursors(self.newest), manifest["cursors"]
+        cursors = {name: cursor for name, cursor in cursors.items() if name in saved or "next" in cursor}  # evaluations had none before
         for name in cursors.keys() & saved.keys():  # a version before this one wrote no digest of the rows
             cursors[name] = {key: value for key, value in cursors[name].items() if key != "digest" or key in saved[name]}
         found = difference(manifest["graph"], fingerprint(self.graph, self.plan))
