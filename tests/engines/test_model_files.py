@@ -12,8 +12,10 @@ from typing import Any, NoReturn
 import pytest
 
 import rlgraph as rg
+from rlgraph import notices
 from rlgraph.engines.hf_models.model_files import check_loadable, header_shapes
 from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import DataError
 
 
@@ -155,3 +157,12 @@ def test_what_transformers_writes_of_other_families_is_taken(tmp_path: Path, kin
     made = getattr(transformers, f"{kind}Config")(**sizes)
     getattr(transformers, f"{kind}ForCausalLM")(made).save_pretrained(tmp_path)
     check_loadable(tmp_path, json.loads((tmp_path / "config.json").read_text()))
+
+
+@pytest.mark.parametrize("family", ["AyaVision", "Cohere2Vision"])
+def test_a_class_of_transformers_that_leaves_the_scale_of_logits_out_is_named(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    getattr(transformers, f"{family}Config")().save_pretrained(tmp_path)
+    text_config(tmp_path)
+    assert any("logit_scale=0.0625" in said and str(tmp_path) in said for said in notices.here.said())

@@ -9,8 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlgraph import notices
+
 NESTED = "text_config"
 PREFIXES = ("model.language_model.", "language_model.")
+UNSCALED = ("aya_vision", "cohere2_vision")  # types whose class of transformers ignores the text model's logit_scale
 DRAFTS = ("mtp.", "model.mtp.")  # layers that predict several tokens at once, which no trainer and no plain decoding uses
 
 
@@ -28,6 +31,11 @@ def text_config(path: str | Path) -> Any:
     if text is not config:
         tied = json.loads((Path(path) / "config.json").read_text(encoding="utf-8")).get("tie_word_embeddings")
         text.tie_word_embeddings = text.tie_word_embeddings if tied is None else tied
+        if config.model_type in UNSCALED and text.logit_scale != 1.0:
+            notices.here.say(
+                f"model '{path}' is trained and decoded with its logit_scale={text.logit_scale:g}, as by vLLM; transformers' class for "
+                f"'{config.model_type}' leaves that out, so it would sample from an export at {text.logit_scale:g} times the temperature"
+            )
     return text
 
 
