@@ -101,7 +101,7 @@ def test_an_engine_of_vllm_is_forked_too_and_its_run_is_that_of_an_engine_starte
 COUNTED: list[int] = []
 
 
-@rg.node(reads="values group_ids", writes="rewards", by_group=True)
+@rg.node(reads="values group_ids", writes="rewards", by_group=True, trial=False)
 def leaves_behind(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
     """Reward as `fakes.score` does, and change the process."""
     before = {
