@@ -42,10 +42,10 @@ $(STAGES:%=test-%): test-%: $(READY)
 
 test-all: test test-stages
 
-# The stages beyond `quick`: in one run, which keeps all cores busy until its last test; then the two that run by themselves.
+# The stages beyond `quick`: in one run, which keeps all cores busy until its last test; then the two that run by themselves, at once.
 test-stages: $(READY)
 	failed=; $(TESTS) --stage=$(subst $(space),$(comma),$(STAGES)) $(PYTEST) || failed=stages; \
-		for stage in sglang chaos; do $(MAKE) test-$$stage || failed="$$failed $$stage"; done; \
+		$(MAKE) --keep-going --jobs 2 --output-sync=target test-sglang test-chaos || failed="$$failed sglang or chaos"; \
 		[ -z "$$failed" ] || { echo "failed: $$failed"; exit 1; }
 
 # Random kills, cuts and freezes while a model is trained on three hosts.
