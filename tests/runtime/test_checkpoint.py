@@ -1,6 +1,7 @@
 """Checkpoints: a run that goes on from one repeats the run that was never stopped, and what is no whole checkpoint is refused."""
 
 import hashlib
+import io
 import json
 import pickle
 import resource
@@ -12,6 +13,7 @@ from typing import Any
 import fakes
 import pytest
 import torch
+from torch.distributed.checkpoint import metadata
 
 from rlgraph.columns import Column, Columns
 from rlgraph.compiler.checkpoint_cut import lookaheads
@@ -255,6 +257,26 @@ def test_a_table_of_contents_that_would_run_code_is_refused(tmp_path: Path, caps
     with pytest.raises(CheckpointError, match=r"asks for 'builtins\.exec'"):
         distributed_checkpoint.read(tmp_path, {"vector": torch.zeros(2)})
     assert "code ran" not in capsys.readouterr().out
+
+
+@dataclass(frozen=True)
+class Attribute:
+    """Pickled as getattr of a class."""
+
+    of: type
+    name: str
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self.of, self.name)
+
+
+def test_a_table_of_contents_takes_members_of_an_enumeration_by_name_and_nothing_else_of_a_class(tmp_path: Path) -> None:
+    encoding = metadata._MEM_FORMAT_ENCODING
+    found = distributed_checkpoint._Contents(io.BytesIO(pickle.dumps(Attribute(encoding, "TORCH_CHANNELS_LAST")))).load()
+    assert found is encoding.TORCH_CHANNELS_LAST
+    for kind, name in ((encoding, "__init__"), (type(tmp_path), "write_text")):
+        with pytest.raises(CheckpointError, match=f"asks for '{name}' of"):
+            distributed_checkpoint._Contents(io.BytesIO(pickle.dumps(Attribute(kind, name)))).load()
 
 
 def test_the_manifest_says_what_a_checkpoint_holds(tmp_path: Path) -> None:

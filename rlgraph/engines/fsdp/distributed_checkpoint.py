@@ -4,6 +4,7 @@ torch.distributed.checkpoint does the work, but for its messages between ranks, 
 is read back can run code either.
 """
 
+import enum
 import functools
 import os
 import pickle
@@ -226,7 +227,16 @@ class _Contents(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in ALLOWED:
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise CheckpointError(f"the table of contents of a checkpoint asks for '{module}.{name}', which none that rlgraph wrote does")
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """Find the member of an enumeration, which Python before 3.11.4 pickles by getattr."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum) and name in kind.__members__):
+        raise CheckpointError(f"the table of contents of a checkpoint asks for '{name}' of {kind}, which none that rlgraph wrote does")
+    return kind[name]
 
 
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:
