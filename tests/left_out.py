@@ -37,6 +37,8 @@ def missing(markers: set[str]) -> dict[str, str]:
         found["slurm"] = "SLURM is not installed: apt-get install slurmd slurmctld slurm-client"
     if "without_slurm" in markers and shutil.which("slurmd"):
         found["without_slurm"] = "SLURM is installed, whose tests do the same"
+    if "openssl" in markers and not shutil.which("openssl"):
+        found["openssl"] = "the command openssl, which makes certificates, is not installed"
     if "namespaces" in markers and (reason := namespaces.refused()):
         found["namespaces"] = f"no host of namespaces can be made: {reason}"
     return found

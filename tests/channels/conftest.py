@@ -22,7 +22,9 @@ WITHOUT_GPUS = [
 PASSED_ON = [
     pytest.param(found, id=f"{found.name}, passed on") for found in TRANSPORTS.values() if found.passes_on and found.writer_keeps != "gpu"
 ]
-ENCRYPTED = [pytest.param(found, id=f"{found.name}, encrypted") for found in TRANSPORTS.values() if found.encrypts]
+ENCRYPTED = [
+    pytest.param(found, id=f"{found.name}, encrypted", marks=pytest.mark.openssl) for found in TRANSPORTS.values() if found.encrypts
+]
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ from rlgraph.channels.host import encryption, protocol
 from rlgraph.channels.host.connection import Connection
 from rlgraph.errors import ChannelBroken, ChannelError
 
+pytestmark = pytest.mark.openssl
+
 LONG = 20.0
 HERE = "127.0.0.1:0"
 NAME = b"a column of this name"
