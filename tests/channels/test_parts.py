@@ -49,7 +49,7 @@ def columns_of(step: int) -> dict:
     }
 
 
-@pytest.mark.parametrize("encrypt", [False, True])
+@pytest.mark.parametrize("encrypt", [False, pytest.param(True, marks=pytest.mark.openssl)])
 @pytest.mark.parametrize("dtype", [None, torch.float16])
 def test_every_kind_of_column_arrives_whole_and_in_order(parts, dtype, encrypt):
     writer = HostWriter("edge", 2, 1, b"key", HERE, encrypt=encrypt)

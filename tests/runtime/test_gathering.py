@@ -53,7 +53,7 @@ class Folders:
         return Written(path, len(data), hashlib.sha256(data).hexdigest())
 
 
-@pytest.fixture(params=[False, True], ids=["plain", "encrypted"])
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.openssl)], ids=["plain", "encrypted"])
 def folders(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Folders]:
     made = Folders(tmp_path, encrypt=request.param)
     yield made
