@@ -66,7 +66,7 @@ class SettingType(Protocol):
         """Convert the value to its type. Raises Wrong if the field does not accept it."""
 
 
-LEAST, MOST = -(1 << 63), (1 << 63) - 1  # of whole numbers: what JSON readers and columns hold
+LEAST, MOST = -(1 << 63), (1 << 63) - 1  # of whole numbers: what columns and files hold
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,13 @@ class Text:
             value = os.fspath(value)
         if not isinstance(value, str) or not self.range.holds(len(value)):
             raise Wrong
-        if self.range.least >= 1 and not value.isascii() and any("\ud800" <= each <= "\udfff" for each in value):
-            raise Wrong("it has half of a surrogate pair, which UTF-8 cannot hold: decode it anew, or replace that character")
+        if self.range.least >= 1:  # a name, which stands in files
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise Wrong(
+                    "it has half of a surrogate pair, which UTF-8 cannot hold: decode it again, or replace that character"
+                ) from None
         return value if type(value) is str else str(value)
 
 

@@ -12,6 +12,7 @@ from rlgraph.data.rows import place_of
 from rlgraph.errors import DataError, shown
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, is_conversation
+from rlgraph.setting_types import LEAST, MOST
 
 OWN = ("prompt_texts", "prompt_messages", "prompt_ids")  # columns of sources of prompts
 
@@ -105,7 +106,7 @@ def _check_value(where: str, field: str, value: Any, whole: bool) -> None:
     elif value != value:
         keep = f"rows.filter(lambda row: row['{field}'] == row['{field}'])"
         raise DataError(f"{where} has {field}=nan, as pandas writes what is missing; write a number, or leave the item out: {keep}")
-    elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+    elif isinstance(value, int) and not LEAST <= value <= MOST:
         raise DataError(f"{where} has {field}={shown(value)}; a whole number of a column has 64 bits: turn it into text, in each item")
     elif isinstance(value, int) and not whole and int(float(value)) != value:
         raise DataError(f"{where} has {field}={value}, which a number with a fraction cannot hold exactly: turn all into text")

@@ -49,24 +49,28 @@ def try_functions(graph: "Graph") -> None:
             widest = max((output.node.rows for output in node.inputs), default=node.rows)
             rows = max(heights, default=PROMPTS) * max(node.rows // widest, 1)
             columns = _read(node, made)
-            tried = None
-            if columns is not None:
-                try:
-                    tried = node.operation.trial(node, columns, rows)
-                except TooLong as late:
-                    notices.here.say(f"node '{node.name}': {late}, so it is not tried before the launch; trial=False does not wait for it")
-                except RlgraphError as error:
-                    if error.__cause__ is not None and not isinstance(error.__cause__, (RlgraphError, *MISTAKES)):
-                        said = str(error.__cause__).partition("\n")[0]
-                        notices.here.say(
-                            f"node '{node.name}': its function raised {type(error.__cause__).__name__}: {said:.100} on a made-up batch; "
-                            "if it does on a real one, the run ends at its first step; trial=False leaves the trial out"
-                        )
-                        made[node] = made_up(node.writes, rows)
-                        continue
-                    where = "" if str(error).startswith(f"node '{node.name}'") else f"node '{node.name}': "
-                    raise type(error)(f"{where}{error} (found on a made-up batch; trial=False leaves that out)") from error.__cause__
+            tried = None if columns is None else _tried(node, columns, rows)
             made[node] = made_up(node.writes, rows) if tried is None else tried
+
+
+def _tried(node: "Node", columns: Columns, rows: int) -> Columns | None:
+    """Call the node's function; None where there is none, or where a notice tells why its result is not known."""
+    try:
+        found: Columns | None = node.operation.trial(node, columns, rows)
+        return found
+    except TooLong as late:
+        notices.here.say(f"node '{node.name}': {late}, so it is not tried before the launch; trial=False does not wait for it")
+    except RlgraphError as error:
+        cause = error.__cause__
+        if cause is None or isinstance(cause, (RlgraphError, *MISTAKES)):
+            where = "" if str(error).startswith(f"node '{node.name}'") else f"node '{node.name}': "
+            raise type(error)(f"{where}{error} (found on a made-up batch; trial=False leaves that out)") from cause
+        said = str(cause).partition("\n")[0]
+        notices.here.say(
+            f"node '{node.name}': its function raised {type(cause).__name__}: {said:.100} on a made-up batch; "
+            "if it does on a real one, the run ends at its first step; trial=False leaves the trial out"
+        )
+    return None
 
 
 def made_up(writes: Sequence[str], rows: int) -> dict[str, Column]:
