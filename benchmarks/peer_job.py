@@ -1,9 +1,9 @@
-"""The job that verl's trainers were timed with, on the same kind of machine: SmolLM2-135M, 1024 responses a step, GRPO.
+"""The job that verl's and TRL's trainers were timed with, on the same kind of machine: GRPO on SmolLM2-135M or on a shape of Qwen3.
 
     python benchmarks/peer_job.py [mode=one_step_off|colocated] [response_tokens=1024] [json=PATH] [costs=PATH] [write_costs=PATH] …
 
-Needs two GPUs of one host. A file of results holds each job by its name. `one_step_off` trains on one GPU and generates on the other;
-`colocated` time-shares both GPUs, on policy. `peers/run_verl.py` runs the same job with verl.
+Uses the GPUs of one host. A file of results holds each job by its name. `one_step_off` trains on one GPU and generates on the other;
+`colocated` time-shares all GPUs, on policy. `peers/run_verl.py` runs the same job with verl, `peers/run_trl.py` with TRL on one GPU.
 
 `write_costs` keeps the node costs of this run. `costs` are those of an earlier run and predict the step before it runs (`predicted_s`).
 The step computed from the costs of the run itself is a fit (`fitted_s`): it shows whether node times explain the step.
@@ -26,9 +26,14 @@ class Config:
     response_tokens: int = 1024  # of every response: the end-of-text token does not end it
     engines_per_gpu: int = 4  # decode steps of a small model are shorter than the engine's own work between two of them
     micro_batch_tokens: int = 65536
+    compiled: bool = False
+    recompute: bool = False
+    rank: int = 0  # of an adapter; 0 trains all weights
+    memory: float | None = None  # share of a GPU that its engines take
     steps: int = 7
     warm_up: int = 2
     json: str = ""
+    name: str = ""  # of the job in that file
     costs: str = ""  # of an earlier run, to predict this one from
     write_costs: str = ""
 
@@ -60,10 +65,19 @@ def graph(cfg: Config) -> rg.Graph:
         pool=rollout_pool,
         sampling=rg.Sampling(max_tokens=cfg.response_tokens, ignore_eos=True),
         max_context=64 + cfg.response_tokens,
+        memory=cfg.memory,
         engines_per_gpu=cfg.engines_per_gpu,
         max_sequences=cfg.prompts * cfg.group_size // cfg.engines_per_gpu,
     )
-    policy = rg.Policy(model, pool=train_pool, optimizer=rg.AdamW(lr=1e-6), micro_batch_tokens=cfg.micro_batch_tokens)
+    policy = rg.Policy(
+        model,
+        pool=train_pool,
+        optimizer=rg.AdamW(lr=1e-5 if cfg.rank else 1e-6),
+        adapter=rg.LoRA(rank=cfg.rank) if cfg.rank else None,
+        micro_batch_tokens=cfg.micro_batch_tokens,
+        compiled=cfg.compiled,
+        recompute=cfg.recompute,
+    )
     weights = rg.feedback("weights", depth=0 if colocated else 1, buffers=1 if colocated else 2)
 
     prompts = rg.prompts(SUMS, count=cfg.prompts)
@@ -75,8 +89,8 @@ def graph(cfg: Config) -> rg.Graph:
     return rg.Graph(f"peer_job_{cfg.mode}", step.metrics)
 
 
-def main() -> None:
-    cfg = rg.config(Config)
+def run(cfg: Config) -> None:
+    """Run the job, print what it took and was predicted to take, and write the files that are asked for."""
     plan = rg.compile(graph(cfg), rg.local_cluster(), rg.Costs.from_file(cfg.costs) if cfg.costs else None)
     print(plan, flush=True)
     steps = []
@@ -100,13 +114,14 @@ def main() -> None:
     for name, value in parts.items():
         print(f"  {name}: {value:.3f}")
     if cfg.json:
-        from weights import machine
+        from start import machine
 
         file = Path(cfg.json)
         found = json.loads(file.read_text()) if file.is_file() else {}
-        found[cfg.mode + ("" if cfg.response_tokens == 1024 else f"_{cfg.response_tokens}_tokens")] = {
-            "settings": {key: value for key, value in vars(cfg).items() if key not in ("json", "costs", "write_costs")},
+        found[cfg.name or cfg.mode + ("" if cfg.response_tokens == 1024 else f"_{cfg.response_tokens}_tokens")] = {
+            "settings": {key: value for key, value in vars(cfg).items() if key not in ("json", "name", "costs", "write_costs")},
             "step_s": seconds,
+            "steps_timed": len(timed),
             "spread_s": [min(s.seconds for s in timed), max(s.seconds for s in timed)],
             "timings": parts,
             "predicted_s": plan.prediction.step_s,
@@ -119,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(rg.config(Config))
