@@ -5,7 +5,7 @@
     python benchmarks/announced.py table
 
 A run is one job of `peer_job.py`. `results/announced_h200.json` holds what was said before, with the day and the commit that the code
-was at, and what was measured. Costs that a run took are kept in `results/announced/`, for the predictions of those that follow.
+was at, and what was measured. Costs that a run took are kept in `announced_costs/`, for the predictions of those that follow.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from peer_job import Config
 import rlgraph as rg
 
 RESULTS = Path(__file__).parent / "results"
-FILE, COSTS = RESULTS / "announced_h200.json", RESULTS / "announced"
+FILE, COSTS = RESULTS / "announced_h200.json", Path(__file__).parent / "announced_costs"
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def kept() -> dict[str, dict[str, Any]]:
 
 
 def costs_of(name: str) -> Path:
-    return COSTS / f"{name.replace(',', '').replace(' ', '_').lower()}.json"
+    return COSTS / f"{name.replace(',', '').replace(' ', '_').lower()}.yaml"
 
 
 def predicted(run: Announced, models: Path) -> dict[str, Any]:

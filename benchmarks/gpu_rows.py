@@ -6,20 +6,27 @@ from stage_rows import rollouts, turns_on_gpu
 from table import Row
 
 
-def peer_job(what: str, at: str, peer: str, script: str) -> Row:
+def peer_job(what: str, at: str, script: str) -> Row:
+    """A job of which no peer was timed for five steps."""
     return Row(f"SmolLM2-135M, 1024 responses of {what}, two H200: a step", seconds("peer_job_h200.json", at, "step_s", form="{:.1f} s"),
-               script, "verl 0.9.1, one timed step", seconds(peer, "wall_s", form="{:.1f} s"))  # fmt: skip
+               script)  # fmt: skip
 
 
+ALONE = "1.7B, one engine"
+BESIDE_TRL = Row(
+    "1.7B, 256 responses of 1,024 tokens, on policy on one H200: a step, median of {steps}",
+    seconds("announced_h200.json", ALONE, "step_s", form="{:.1f} s"),
+    f'benchmarks/announced.py run "{ALONE}"',
+    "TRL 1.16 with Liger, median of 6",
+    seconds("trl_1.7b_h200.json", "step_s", form="{:.1f} s"),
+    {"steps": count("announced_h200.json", ALONE, "steps_timed")},
+)
 PEERS = [
-    peer_job("1024 tokens, one step off", "one_step_off", "verl_one_step_off_h200.json", "benchmarks/peer_job.py"),
-    peer_job("1024 tokens, time-shared on both", "colocated", "verl_colocated_h200.json", "benchmarks/peer_job.py mode=colocated"),
-    peer_job("64 tokens, one step off", "one_step_off_64_tokens", "verl_one_step_off_64_tokens_h200.json",
-             "benchmarks/peer_job.py response_tokens=64"),
-    Row("4B, 256 responses of 1024 tokens, one step off, two H200: a step",
-        seconds("peer_job_4b_h200.json", "one_step_off", "step_s", form="{:.1f} s"), "benchmarks/peer_job.py model=4B", "verl 0.9.1",
-        seconds("verl_4b_h200.json", "wall_s", form="{:.1f} s")),
-]  # fmt: skip
+    BESIDE_TRL,
+    peer_job("1024 tokens, one step off", "one_step_off", "benchmarks/peer_job.py"),
+    peer_job("1024 tokens, time-shared on both", "colocated", "benchmarks/peer_job.py mode=colocated"),
+    peer_job("64 tokens, one step off", "one_step_off_64_tokens", "benchmarks/peer_job.py response_tokens=64"),
+]
 
 
 def generation(model: str, file: str) -> Row:

@@ -6,6 +6,7 @@ The rows of a table are in the file of its subject, `*_rows.py`: what was measur
 from collections.abc import Mapping
 
 import adapters_learning
+import announced
 import exact_learning
 import predicted_runs
 import scale_tables
@@ -16,7 +17,7 @@ from accuracy_rows import ACCURATE, PREDICTED
 from channel_rows import BY_RAY, CHANNELS, HOPS_BY_RAY, MIB, hop
 from exact_rows import EXACT, EXACT_ON_GPUS
 from figures import Figure, ms, percent, seconds, share, times
-from gpu_rows import ON_GPUS, flash, generation, weights
+from gpu_rows import BESIDE_TRL, ON_GPUS, flash, generation, weights
 from h100_rows import ON_H100S
 from learning_rows import LEARNING
 from mathematics_rows import MATHEMATICS_IN_TEXT
@@ -29,9 +30,9 @@ from two_gpu_rows import ON_TWO_H200S
 # Those of README.md.
 SHOWN: list[Row] = [
     LEARNING[29],
+    BESIDE_TRL,
     generation("4B", "generation_4b_h200.json"),
     flash("4B:1:compiled", "4B on one H200, compiled"),
-    ON_TWO_H200S[0],
     ON_TWO_H200S[21],
     weights("8B")[1],
     ACCURATE[1],
@@ -60,9 +61,6 @@ FIGURES: Mapping[str, Figure] = MATHEMATICS_IN_TEXT | {
     "prediction-h200-worst": percent("prediction_h200.json", "fit_worst_error"),
 }
 
-# Results that nobody has measured yet: their rows, or the peers in them, come with the file.
-AWAITED = ("verl_one_step_off_64_tokens_h200.json", "verl_4b_h200.json", "peer_job_4b_h200.json")
-
 HEAD = ("what", "measured", "beside it", "script")
 
 
@@ -79,6 +77,7 @@ def tables() -> tuple[dict[str, str], list[str]]:
         | exact_learning.tables()
         | small_gpu_rows.tables()
         | predicted_runs.tables()
+        | announced.tables()
     )
     missing: list[str] = []
     for name, rows in groups.items():

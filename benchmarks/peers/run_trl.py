@@ -13,6 +13,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]  # benchmarks are imported by their bare names
 
-WARM_UP = 2  # steps that are not counted
+WARM_UP = 1  # steps that are not counted
 ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29571", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}  # fmt: skip
 
@@ -65,8 +66,8 @@ def length(completions: list[str], **columns: Any) -> list[float]:
     return [float(len(completion)) for completion in completions]
 
 
-def train(given: argparse.Namespace, folder: str, arguments: dict[str, Any]) -> tuple[list[float], float]:
-    """Train so many steps; returns the seconds of each, and the seconds before the first."""
+def train(given: argparse.Namespace, folder: str, arguments: dict[str, Any], done: Callable[[list[float]], None]) -> None:
+    """Train so many steps; after each, `done` gets the seconds of all so far."""
     began = time.monotonic()
     import torch
     from datasets import Dataset
@@ -87,6 +88,7 @@ def train(given: argparse.Namespace, folder: str, arguments: dict[str, Any]) -> 
         def on_step_end(self, *given: Any, **more: Any) -> None:
             seconds.append(now() - self.start)
             print(f"TRL step {len(seconds)}: {seconds[-1]:.2f} s, {time.monotonic() - began:.0f} s since the start", flush=True)
+            done(seconds)
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if tokenizer.pad_token is None:
@@ -106,11 +108,7 @@ def train(given: argparse.Namespace, folder: str, arguments: dict[str, Any]) -> 
         callbacks=[Clock()],
         **adapter,
     )
-    start_s = time.monotonic() - began
     trainer.train()
-    if torch.cuda.is_available():
-        print(f"TRL's peak in torch: {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB", flush=True)
-    return seconds, start_s
 
 
 def parsed() -> argparse.Namespace:
@@ -141,7 +139,11 @@ def main() -> None:
 
     folder = model_path(given.model)
     arguments = settings(given, folder)
-    seconds, start_s = train(given, folder, arguments)
+    train(given, folder, arguments, lambda seconds: write(given, arguments, seconds))
+
+
+def write(given: argparse.Namespace, arguments: dict[str, Any], seconds: list[float]) -> None:
+    """Print and keep what the steps took so far."""
     timed = seconds[WARM_UP:] or seconds
     print(f"TRL {given.model}: {statistics.median(timed):.2f} s a step (median of {len(timed)}, {min(timed):.2f} to {max(timed):.2f})")
     if given.json:
@@ -154,7 +156,6 @@ def main() -> None:
             "step_s": statistics.median(timed),
             "spread_s": [min(timed), max(timed)],
             "first_steps_s": seconds[:WARM_UP],
-            "start_s": start_s,
             "settings": arguments | {"output_dir": "MODEL-trl"},
             "trl": version("trl"),
             "liger": version("liger-kernel"),

@@ -86,6 +86,8 @@ class Decode:
 
     `host_step_s` and `host_sequence_s` are the host's share of a step: more devices do not shorten it, and each doubling of the
     engines that share a device lengthens it by `host_sharing`.
+
+    `divided` says that one number was measured, and divided into these as the roofline of the device does.
     """
 
     step_s: AtLeastZero = 0.0
@@ -97,6 +99,7 @@ class Decode:
     host_step_s: AtLeastZero = 0.0
     host_sequence_s: AtLeastZero = 0.0
     host_sharing: AtLeastZero = 1.0
+    divided: bool = False
 
     def __post_init__(self) -> None:
         settings.check(self, PlanError)

@@ -1,15 +1,48 @@
-"""Find generators measured with one batch size: their seconds may come from decode steps, from sequences, or from the firing."""
+"""Generators measured with one batch size: their seconds may come from decode steps, from sequences, or from the firing.
+
+Where the device and the model's shape are known, the roofline tells how much comes from what; elsewhere the plan says how far the
+prediction may be off.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from rlgraph.costs.costs import Costs
+from rlgraph.costs.estimates import Device
 from rlgraph.costs.functions import Decode, NodeCost, Setting
+from rlgraph.costs.model_shapes import Shapes
+from rlgraph.costs.roofline import decoding, with_limits
 from rlgraph.graph.nodes import Graph
 
 TERMS = ("step_s", "sequence_s", "prefill_s", "start_s")
 CLOSE = 0.05  # bounds that differ by less need no words
+
+
+def told_apart(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
+    """Divide the seconds of a generator into those of decode steps and of sequences as the roofline of its device does, where all
+    responses that it was measured with had one length, and so one number stands for both. The lengths become those of this graph."""
+    here = with_limits(graph, costs)
+    if device is None or costs.lengths is None or costs.source != "measured" or costs.lengths.tokens[0] < costs.lengths.longest:
+        return here
+    assert here.lengths is not None
+    found = dict(costs.nodes)
+    for node in graph.nodes:
+        cost, there = costs.cost_of(node.name), costs.cost_of(node.name).measured
+        if node.traits.work != "generate" or node.model is None or node.model.path not in shapes or there is None or not _single(cost):
+            continue
+        law, then = (decoding(node, device, shapes[node.model.path], lengths) for lengths in (here.lengths, costs.lengths))
+        alone = replace(cost, decode=then, measured=replace(there, devices=there.engines))
+        scale = _mean(costs, cost, there, there.rows) / _mean(costs, alone, there, there.rows)
+        parts = {term: scale * getattr(law, term) for term in (*TERMS, "host_step_s", "host_sequence_s")}
+        kept = cost.decode.doubling if cost.decode else None
+        found[node.name] = replace(alone, decode=replace(law, **parts, doubling=kept, divided=True))
+    return replace(here, nodes=found)
+
+
+def _single(cost: NodeCost) -> bool:
+    """Whether the fit of a generator has a single number."""
+    return cost.decode is not None and len([term for term in TERMS if getattr(cost.decode, term)]) == 1
 
 
 def not_told_apart(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> Iterator[str]:
@@ -18,23 +51,31 @@ def not_told_apart(graph: Graph, settings: Mapping[str, Setting], costs: Costs) 
     rows = max(node.rows for node in graph.nodes)
     for node in graph.nodes:
         cost, setting = costs.cost_of(node.name), settings[node.name]
-        found = [term for term in TERMS if cost.decode is not None and getattr(cost.decode, term)]
-        if cost.measured is None or len(found) != 1 or costs.source != "measured":
+        there, decode = cost.measured, cost.decode
+        if there is None or decode is None or costs.source != "measured":
             continue
-        there, here = cost.measured, replace(cost.measured, rows=setting.rows, engines=setting.engines, devices=setting.devices)
+        if decode.divided and there.rows / there.engines != setting.rows / setting.engines:
+            yield (
+                f"'{node.name}' was measured with responses of one length, {there.rows} an engine, and its seconds are divided into decode "
+                "steps and sequences as the roofline does; profile batches of two sizes"
+            )
+        if not _single(cost):
+            continue
+        here = replace(there, rows=setting.rows, engines=setting.engines, devices=setting.devices)
         seconds = _mean(costs, cost, here, rows)
         bounds = [seconds]
         for term in TERMS:
             unit: dict[str, Any] = {term: 1.0}
-            one = replace(cost, decode=Decode(**unit, doubling=cost.decode.doubling if cost.decode else None))
+            one = replace(cost, decode=Decode(**unit, doubling=decode.doubling))
             at = _mean(costs, one, there, there.rows)
             if at:
                 bounds.append(_mean(costs, one, here, rows) * _mean(costs, cost, there, there.rows) / at)
         if max(bounds) - min(bounds) > CLOSE * seconds:
+            term = next(term for term in TERMS if getattr(decode, term))
             yield (
                 f"'{node.name}' was measured on {there.rows / there.engines:.4g} responses an engine and is predicted on "
                 f"{setting.rows / setting.engines:.4g}, but its firings did not tell decode steps from sequences: {seconds:.3g} s by "
-                f"{found[0]} alone, {min(bounds):.3g} to {max(bounds):.3g} s if it stands for another; profile batches of two sizes"
+                f"{term} alone, {min(bounds):.3g} to {max(bounds):.3g} s if it stands for another; profile batches of two sizes"
             )
 
 

@@ -1,6 +1,6 @@
 """Estimate costs from model shapes alone, by the roofline of the device and a table of host times; no run is measured."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from rlgraph.compiler.cluster import Cluster
@@ -12,7 +12,7 @@ from rlgraph.costs.activations import operations_again
 from rlgraph.costs.adapters import AdapterSize, adapter_size
 from rlgraph.costs.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
 from rlgraph.costs.estimates import DECODING, GENERATING, Device, default_estimates
-from rlgraph.costs.functions import NodeCost, Setting, SleepCost
+from rlgraph.costs.functions import Decode, NodeCost, Setting, SleepCost
 from rlgraph.costs.gathering import gathers, shards_of
 from rlgraph.costs.lengths import Lengths
 from rlgraph.costs.model_shapes import ModelShape, Shapes
@@ -37,6 +37,7 @@ LINK = 25e9  # bytes a second at which a version reaches a generator
 SHARES = ((0.0, 0.5, 0.9, 0.99, 1.0), (0.02, 0.2, 0.6, 0.95, 1.0))
 PROMPT_TOKENS = 256.0  # where the data set's prompts are not text
 CHARACTERS = 3.0  # of a token, cautiously: prose has 4, sums have 1
+CUT_OFF = 0.05  # share of responses that are as long as the longest, from which on a limit cut them off
 OPTIMIZER_BYTES = 36  # of traffic for each parameter of an update: gradients summed and cleared, weights and moments read and written
 
 
@@ -115,16 +116,55 @@ def _stays(model: Model) -> bool:
 
 def _lengths(graph: Graph) -> Lengths:
     """Assume lengths: `max_tokens` for all if nothing ends a response sooner, else a long tail up to it."""
-    samplings = [node.model.traits.sampling for node in graph.nodes if node.model is not None and node.traits.work == "generate"]
-    longest = max((s for s in samplings if s is not None), key=lambda s: s.max_tokens, default=None)
-    most = longest.max_tokens if longest else 1024
+    most, always = _limit(graph)
     characters = [c for node in graph.nodes if (c := node.operation.prompt_characters) is not None]
     prompt = max(characters) / CHARACTERS if characters else PROMPT_TOKENS
-    if not samplings and characters:  # examples and pairs: all that they are is given, and nothing is sampled
+    if most is None and characters:  # examples and pairs: all that they are is given, and nothing is sampled
         return Lengths((0.0, 1.0), (1.0, 1.0), max(prompt - 1, 1.0))
-    if longest is not None and longest.ignore_eos and not longest.stop_token_ids:
-        return Lengths((0.0, 1.0), (float(most), float(most)), prompt)
+    most = most or 1024.0
+    if always:
+        return Lengths((0.0, 1.0), (most, most), prompt)
     return Lengths(SHARES[0], tuple(share * most for share in SHARES[1]), prompt)
+
+
+def _limit(graph: Graph) -> tuple[float | None, bool]:
+    """The most tokens of a response that the graph samples, and whether every response has as many."""
+    samplings = [node.model.traits.sampling for node in graph.nodes if node.model is not None and node.traits.work == "generate"]
+    longest = max((s for s in samplings if s is not None), key=lambda s: s.max_tokens, default=None)
+    return (float(longest.max_tokens), longest.ignore_eos and not longest.stop_token_ids) if longest else (None, False)
+
+
+def with_limits(graph: Graph, costs: Costs) -> Costs:
+    """Bound measured lengths by the most tokens that this graph samples: they may be those of another graph's responses."""
+    most, always = _limit(graph)
+    if costs.lengths is None or most is None:
+        return costs
+    tokens = tuple(most if always else min(each, most) for each in costs.lengths.tokens)
+    return costs if tokens == costs.lengths.tokens else replace(costs, lengths=replace(costs.lengths, tokens=tokens))
+
+
+def cut_off(graph: Graph, costs: Costs) -> Iterator[str]:
+    """Say where many measured responses are as long as the longest, as those that a limit cut off, and this graph lets them go on."""
+    most, _ = _limit(graph)
+    lengths = costs.lengths
+    if most is None or lengths is None or costs.source != "measured" or lengths.longest >= most:
+        return
+    first = lengths.at[lengths.tokens.index(lengths.longest)]
+    if 0 < first <= 1 - CUT_OFF:
+        yield (
+            f"{1 - first:.0%} of the measured responses have {lengths.longest:.0f} tokens, which was probably their limit; here it is "
+            f"{most:.0f}, and how long they become is not counted; profile with that max_tokens"
+        )
+
+
+def decoding(node: Node, device: Device, shape: ModelShape, lengths: Lengths) -> Decode:
+    """Estimate what a decode step of a generator takes, by the law of its engine."""
+    assert node.model is not None
+    traits = node.model.traits
+    law = (traits.estimates or GENERATING).decode_law(shape, device, lengths.prompt_tokens + lengths.mean / 2)
+    if traits.weights_dtype is not None:  # a step reads the weights as they are kept
+        law = replace(law, step_s=law.step_s * _in_fp8(shape))
+    return replace(law, sequence_s=law.sequence_s * traits.kv_itemsize / 2) if traits.kv_itemsize is not None else law
 
 
 def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float | NodeCost:
@@ -132,14 +172,7 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
         return NOMINAL["host"].serial_s
     shape: ModelShape = shapes[node.model.path]
     if node.traits.work == "generate":
-        context = lengths.prompt_tokens + lengths.mean / 2
-        decode_law = (node.model.traits.estimates or GENERATING).decode_law
-        decode = decode_law(shape, device, context)
-        if node.model.traits.weights_dtype is not None:  # a step reads the weights as they are kept
-            decode = replace(decode, step_s=decode.step_s * _in_fp8(shape))
-        if node.model.traits.kv_itemsize is not None:
-            decode = replace(decode, sequence_s=decode.sequence_s * node.model.traits.kv_itemsize / 2)
-        return NodeCost(decode=decode, measured=Setting(1, 1, node.rows))
+        return NodeCost(decode=decoding(node, device, shape, lengths), measured=Setting(1, 1, node.rows))
     trains = node.traits.work == "train"
     walks = walks_of(node) * (1.0 if trains else FORWARD)
     traits = node.model.traits

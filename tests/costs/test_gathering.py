@@ -29,7 +29,7 @@ def no_reward(responses: list[str]) -> list[float]:
 
 
 def loop(model: str, gpus: int = 2, **settings: Any) -> rg.Graph:
-    generator = rg.Generator(model, pool=rg.Pool("rollout", gpus=1), max_context=4096)
+    generator = rg.Generator(model, pool=rg.Pool("rollout", gpus=1), max_context=4096, sampling=rg.Sampling(max_tokens=PASS - 1))
     policy = rg.Policy(model, pool=rg.Pool("train", gpus=gpus), micro_batch_tokens=PASS, **settings)
     weights = rg.feedback("weights", depth=1)
     rollout = generator.rollout(rg.prompts([{"prompt": "1"}] * 8, count=8), weights, group_size=4)

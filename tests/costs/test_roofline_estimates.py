@@ -15,7 +15,7 @@ import peer_job
 
 import rlgraph as rg
 from rlgraph.costs import host_times
-from rlgraph.costs.functions import Setting
+from rlgraph.costs.functions import Decode, Setting
 from rlgraph.costs.microbatch_count import Passes
 from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.costs.roofline import TRAINING
@@ -50,6 +50,43 @@ def test_prompts_and_lengths_that_are_known_are_estimated_as_they_are(tmp_path: 
     assert found is not None
     assert (found.mean, found.longest) == (1024, 1024)
     assert 5 < found.prompt_tokens < 22
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"engines_per_gpu": 2}, {"prompts": 64, "response_tokens": 512}], ids=["as measured", "engines", "lengths"]
+)
+def test_costs_of_one_length_and_batch_size_are_those_of_another_plan_in_the_proportions_of_the_roofline(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    model = a_priori.folder("1.7B", tmp_path)
+    job = {"mode": "colocated", "model": model, "prompts": 32, "micro_batch_tokens": 16384, "compiled": True}
+    costs = rg.Costs.from_file(a_priori.RESULTS.parent / "announced_costs/1.7b_one_engine.yaml")
+    measured, other = (peer_job.graph(peer_job.Config(**job | {"engines_per_gpu": 1} | more)) for more in ({}, changed))
+    plans = [rg.compile(graph, a_priori.cluster(1), given) for given in (costs, None) for graph in (measured, other)]
+    (there, here), (estimated_there, estimated_here) = ([p.node("rollout").seconds for p in pair] for pair in (plans[:2], plans[2:]))
+    assert there == pytest.approx(8.86, abs=0.1)
+    assert here / there == pytest.approx(estimated_here / estimated_there, rel=0.05)
+    assert plans[1].node("update").seconds == pytest.approx(plans[0].node("update").seconds, rel=0.02), "as many tokens"
+    assert any("as the roofline does" in said for said in plans[1].prediction.assumed) == bool(changed)
+
+
+@pytest.mark.parametrize(
+    ("longest", "most", "said"), [(1024.0, 2048, True), (1024.0, 1024, False), (1024.0, 512, False), (900.0, 900, False)]
+)
+def test_measured_lengths_end_where_the_graph_cuts_responses_off(tmp_path: Path, longest: float, most: int, said: bool) -> None:
+    """Half of the responses were cut off at the longest."""
+    generator = rg.Generator(a_priori.folder("1.7B", tmp_path), pool=rg.Pool("rollout", gpus=1), sampling=rg.Sampling(max_tokens=most))
+    graph = rg.Graph("generate", generator.rollout(rg.prompts([{"prompt": "1"}], count=2)))
+    lengths = rg.Lengths((0.0, 0.5, 1.0), (10.0, longest, longest), 5.0)
+    costs = rg.Costs(
+        {"prompts": 0.1, "rollout": rg.NodeCost(decode=Decode(step_s=0.01), measured=Setting(1, 1, 2))},
+        source="measured",
+        lengths=lengths,
+    )
+    priced = a_priori.priced_for(graph, a_priori.cluster(1), costs, a_priori.shapes_of(graph))
+    assert priced.lengths is not None
+    assert priced.lengths.longest == min(longest, most)
+    assert any("was probably their limit" in line for line in rg.compile(graph, a_priori.cluster(1), costs).prediction.assumed) == said
 
 
 def no_reward(responses: list[str]) -> list[float]:

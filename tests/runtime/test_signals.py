@@ -21,14 +21,15 @@ import fakes, rlgraph as rg
 from rlgraph.runtime.driver import ray_dispatch as dispatch
 from rlgraph.runtime.driver import session
 
-def say(what, then):
-    def said(*arguments):
-        print(what, flush=True)
+def end(then):
+    def ending(*arguments):
+        print("ending", flush=True)
+        sys.stdin.readline()  # until the test closes it
         return then(*arguments)
-    return said
+    return ending
 
 dispatch.ray.init = (lambda start: lambda *a, **k: [print("starting Ray", flush=True), start(*a, **k)][1])(dispatch.ray.init)
-session.Session._end = say("ending", session.Session._end)
+session.Session._end = end(session.Session._end)
 plan = rg.compile(fakes.vector_loop(1, generate_s=0.1, train_s=0.1), rg.Cluster(cpus=2))
 with plan.launch() as job:
     for step in job.steps(1000):
@@ -46,6 +47,7 @@ def run_until(*signals: tuple[str, int, float]) -> tuple[int, str, list[int], li
         time.sleep(after_s)
         ours |= set(marked(mark))
         os.killpg(program.pid, number)  # Ctrl-C reaches the whole group of a terminal
+    time.sleep(0.1)
     _, errors = program.communicate(timeout=250)
     wait_until(lambda: not marked(mark))
     made = {str(pid) for pid in ours}
@@ -56,7 +58,13 @@ def run_until(*signals: tuple[str, int, float]) -> tuple[int, str, list[int], li
 def started(mark: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", PROGRAM.format(tests=str(Path(fakes.__file__).parent))]
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=os.environ | {"RLGRAPH_MARK": mark}
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=os.environ | {"RLGRAPH_MARK": mark},
     )
 
 
@@ -88,7 +96,7 @@ def wait_until(done: Callable[[], bool], timeout_s: float = 60.0) -> None:
 @pytest.mark.parametrize(
     ("signals", "says"),
     [
-        ([("did 2", signal.SIGINT, 0.0), ("ending", signal.SIGINT, 0.1)], "SIGINT: ending the workers first"),
+        ([("did 2", signal.SIGINT, 0.0), ("ending", signal.SIGINT, 0.0)], "SIGINT: ending the workers first"),
         ([("starting Ray", signal.SIGINT, 0.7)], "SIGINT: waiting until Ray has started"),
         ([("starting Ray", signal.SIGTERM, 0.7)], "SIGTERM: waiting until Ray has started"),
     ],
