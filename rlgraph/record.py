@@ -1,10 +1,12 @@
 """Record a run: show its progress and write a folder of metrics, pictures and data."""
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
@@ -79,7 +81,7 @@ def record(
     `rlgraph run RECIPE.py --profile 3-5 --worker policy` asks for the same, whatever the recipe says.
 
     Files of an earlier run in the folder are replaced. A job that resumed from a checkpoint continues `metrics.jsonl`, with one line for
-    each step, and reports on the steps since then. `quiet` prints nothing.
+    each step, and its report draws them all. `quiet` prints nothing.
 
     >>> import tempfile, torch, rlgraph as rg
     >>> @rg.node(reads="prompt_texts", writes="rewards")
@@ -249,15 +251,20 @@ def _summary(step: Step) -> str:
 
 def _write_results(job: "Job", done: list[Step], folder: Path, console: Console) -> None:
     """Write the files that need the whole run, and print where each one is."""
-    run = job.run()
+    with (folder / "metrics.jsonl").open() as lines:
+        found = [json.loads(line) for line in lines]
+    earlier = tuple(
+        {name: step[name] for name in step if name not in ("step", "staleness")} for step in found if step["step"] < done[0].index
+    )
+    run = replace(job.run(), earlier=earlier)
     run.save(folder)
     report.write(folder / report.FILE, run, folder)
     last = done[-1].index
     count = min(TIMELINE_STEPS, last + 1)
     predicted = predicted_steps(run.priced or run.plan, last, count).spans
     chrome_trace.write_both(folder / "timeline.json", predicted, last_steps(run.spans, count).spans, run.plan)
-    rewards = [step.metrics.get(REWARD, float("nan")) for step in done]
-    (folder / "reward.svg").write_text(curve.svg("mean reward", [s.index for s in done], {"reward": rewards}, "reward"))
+    xs, rewards = zip(*((step["training/global_step"], step.get(REWARD, math.nan)) for step in run.all_steps), strict=True)
+    (folder / "reward.svg").write_text(curve.svg("mean reward", xs, {"reward": rewards}, "reward"))
     seen, proof = job.observed, job.plan.certificate
     stale = f"staleness {seen.staleness} of at most {proof.staleness_bound}"
     console.print(f"the certificate held: {stale}, {seen.open_batches} of at most {proof.open_batches} batches open", highlight=False)

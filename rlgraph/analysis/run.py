@@ -28,7 +28,7 @@ class Run:
 
     `steps` holds the metrics of each step. `priced` is the plan of the same graph, compiled with the costs that this run measured; None
     until there are enough steps. `settings` gives the settings of each model and node, `observed` the maxima that the certificate bounds,
-    `notices` the settings that worked otherwise than asked.
+    `notices` the settings that worked otherwise than asked. `earlier` are the steps before those of this job, which resumed.
     """
 
     plan: Plan
@@ -40,6 +40,17 @@ class Run:
     settings: Settings
     observed: Observed = field(default_factory=Observed)
     notices: tuple[str, ...] = ()
+    earlier: tuple[Mapping[str, float], ...] = ()
+
+    @cached_property
+    def all_steps(self) -> tuple[Mapping[str, float], ...]:
+        """The steps of this job, and those before it."""
+        return (*self.earlier, *self.steps)
+
+    @cached_property
+    def metric_names(self) -> Sequence[str]:
+        """The names of all metrics, in the order in which they came."""
+        return list(dict.fromkeys(name for step in self.all_steps for name in step))
 
     @cached_property
     def first_steady(self) -> int:
@@ -93,10 +104,13 @@ class Run:
 
     def save(self, folder: str | Path) -> None:
         """Write the run into a folder for `Run.load`. JSON has no NaN, so a metric that is not finite is left out of its step."""
-        finite = tuple({name: value for name, value in step.items() if math.isfinite(value)} for step in self.steps)
+        steps, earlier = (
+            tuple({name: value for name, value in step.items() if math.isfinite(value)} for step in part)
+            for part in (self.steps, self.earlier)
+        )
         priced = None if self.priced is None else self.priced.values
         unfinished = Path(folder) / f"{FILE}.part"  # who reads while a run goes on finds a whole file
-        unfinished.write_bytes(msgspec.json.encode(replace(self, plan=self.plan.values, priced=priced, steps=finite)))
+        unfinished.write_bytes(msgspec.json.encode(replace(self, plan=self.plan.values, priced=priced, steps=steps, earlier=earlier)))
         unfinished.replace(Path(folder) / FILE)
 
     @classmethod

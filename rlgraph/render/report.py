@@ -1,7 +1,7 @@
 """The report of a run: one self-contained HTML file that needs no server and no network."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -50,7 +50,6 @@ CHARTS: tuple[Chart, ...] = (
     ("Staleness", "versions behind, oldest and mean token", (("oldest", "staleness/max"), ("mean", "staleness/mean"))),
     ("Response length", "tokens", (("mean", "response_length/mean"), ("longest", "response_length/max"))),
     ("Loss", "policy loss", (("policy loss", "actor/pg_loss"),)),
-    ("Held-out accuracy", "of greedy answers", (("accuracy", "val/acc/mean@1"),)),
     ("Imitation", "negative log-likelihood, nats a token", (("of the examples", "actor/nll"),)),
     ("Preferences", "share of pairs in the right order", (("policy", "preference/accuracy"), ("reward model", "reward/accuracy"))),
     ("Distillation", "divergence from the teacher, nats a token", (("divergence", "actor/distillation"),)),
@@ -64,6 +63,15 @@ CHARTS: tuple[Chart, ...] = (
     ("Seconds of a step", "s", (("step", "timing_s/step"), ("gen", "timing_s/gen"), ("update_actor", "timing_s/update_actor"))),
     ("Waiting", "s a step", (("wait_prev_gen", "timing_s/wait_prev_gen"), ("update_weights", "timing_s/update_weights"))),
 )
+# What evaluations measure: the ending of the metric that has its number of samples behind it, and what its values are.
+EVALUATED = (("Held-out accuracy", "acc/mean@", "share of right answers"), ("Held-out reward", "reward/mean@", "mean reward"))
+# The first part of the names of rlgraph's own metrics; others are the user's.
+OURS = {
+    "actor", "agent", "critic", "data", "dynamic_sampling", "exact", "guards", "moe", "perf", "preference", "prompt_length",
+    "response_length", "reward", "rollout_corr", "samples", "staleness", "teachers", "timing_s", "timing_per_token_ms", "tools",
+    "training", "val",
+}  # fmt: skip
+OWN = 40  # charts of the user's metrics, at most
 LEGEND = (
     ("generate", "generate"),
     ("train", "train"),
@@ -166,10 +174,15 @@ def _tiles(run: Run) -> Iterator[str]:
     if run.priced is not None:
         fitted = run.priced.prediction.step_s
         yield _tile("fitted", words.seconds(fitted), f"to its own nodes {_off(fitted, run.step_s)}")
-    rewards = run.values(REWARD)
+    rewards = [step[REWARD] for step in run.earlier if REWARD in step] + run.values(REWARD)
     if rewards:
         part = max(len(rewards) // 10, 1)
         yield _tile("reward", f"{fmean(rewards[-part:]):.3f}", f"from {fmean(rewards[:part]):.3f}; means of {words.counted(part, 'step')}")
+    held_out = next((name for name in run.metric_names if name.startswith("val/") and "acc/mean@" in name), None)
+    if held_out is not None:
+        values = [step[held_out] for step in run.all_steps if held_out in step]
+        said = f"{escape(held_out.removeprefix('val/'))}, from {values[0]:.3f}{_of_version(run)}"
+        yield _tile("held out", f"{values[-1]:.3f}", said)
     worst = max((step.get("staleness/max", 0.0) for step in run.steps), default=0.0)
     yield _tile("staleness", f"{worst:.0f}", f"worst seen; bound {run.plan.certificate.staleness_bound}")
     for pool in run.plan.pools:
@@ -262,18 +275,55 @@ def _row(seconds: str, share: str, worker: str, spent: str) -> str:
 
 
 def _curves(run: Run) -> Iterator[str]:
-    size = max(-(-len(run.steps) // POINTS), 1)
-    groups = [run.steps[i : i + size] for i in range(0, len(run.steps), size)]
+    steps = run.all_steps
+    size = max(-(-len(steps) // POINTS), 1)
+    groups = [steps[i : i + size] for i in range(0, len(steps), size)]
     if size > 1:
         yield f"<p>Each point is the mean of {size} steps.</p>"
-    xs = [step[0]["training/global_step"] for step in groups]
+    if run.earlier:
+        yield f"<p>The first {words.counted(len(run.earlier), 'step')} ran before the run went on from its checkpoint.</p>"
     yield '<div class="charts">'
-    for title, unit, lines in CHARTS:
-        series = {name: [_mean([s[metric] for s in group if metric in s]) for group in groups] for name, metric in lines}
-        series = {name: values for name, values in series.items() if any(map(math.isfinite, values))}
-        if series:
-            yield f"<figure>{curve.svg(title, xs, series, unit)}</figure>"
+    yield from _drawn_where_measured(_evaluations(run), groups)
+    for chart in CHARTS:
+        yield from _drawn(chart, groups)
+    yield from _drawn_where_measured(_own(run), groups)
     yield "</div>"
+
+
+def _drawn_where_measured(charts: Iterable[Chart], groups: Sequence[Sequence[Mapping[str, float]]]) -> Iterator[str]:
+    """Draw charts of what is measured at some steps only; their lines go on between these."""
+    for title, unit, lines in charts:
+        measured = [group for group in groups if any(math.isfinite(step.get(metric, math.nan)) for step in group for _, metric in lines)]
+        yield from _drawn((title, unit, lines), measured)
+
+
+def _drawn(chart: Chart, groups: Sequence[Sequence[Mapping[str, float]]]) -> Iterator[str]:
+    title, unit, lines = chart
+    series = {name: [_mean([step[metric] for step in group if metric in step]) for group in groups] for name, metric in lines}
+    series = {name: values for name, values in series.items() if any(map(math.isfinite, values))}
+    if series:
+        yield f"<figure>{curve.svg(title, [group[0]['training/global_step'] for group in groups], series, unit)}</figure>"
+
+
+def _evaluations(run: Run) -> Iterator[Chart]:
+    """The charts of what evaluations measured; of rewards only where they are no accuracies."""
+    found = run.metric_names
+    for title, ending, said in EVALUATED:
+        names = [name for name in found if name.startswith("val/") and ending in name]
+        right = [name.replace("reward/mean@", "acc/mean@") for name in names]
+        if any(step.get(a) != step.get(b) for step in run.all_steps for a, b in zip(names, right, strict=True)) or ending == "acc/mean@":
+            yield title, f"{said}{_of_version(run)}", tuple((name.removeprefix("val/"), name) for name in names)
+
+
+def _of_version(run: Run) -> str:
+    versions = [step["val/version"] for step in run.all_steps if "val/version" in step]
+    return f"; the last is of version {versions[-1]:.0f}" if versions else ""
+
+
+def _own(run: Run) -> Iterator[Chart]:
+    """A chart of each metric that the user's own nodes, losses and environments give."""
+    for name in [name for name in run.metric_names if name.partition("/")[0] not in OURS][:OWN]:
+        yield name, "", ((name, name),)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import unescape
 from pathlib import Path
@@ -130,6 +131,40 @@ def test_each_metric_has_a_curve_and_a_missing_metric_has_none(run: Run, root: E
     titles = [shown(text) for svg in section(root, "curves").iter("{http://www.w3.org/2000/svg}svg") for text in list(svg)[1:2]]
     assert {"Reward", "Staleness", "Response length", "Loss", "KL", "Entropy"} <= set(titles)
     assert "Value loss" not in titles
+
+
+def titles_of(run: Run) -> list[str]:
+    root = ElementTree.fromstring(page(run))
+    return [shown(text) for svg in section(root, "curves").iter("{http://www.w3.org/2000/svg}svg") for text in list(svg)[1:2]]
+
+
+def with_metrics(steps: Sequence[Mapping[str, float]], every: int, **metrics: float) -> tuple[Mapping[str, float], ...]:
+    named = {name.replace("__", "/").replace("_at_", "@"): value for name, value in metrics.items()}
+    return tuple({**step, **(named if index % every == every - 1 else {})} for index, step in enumerate(steps))
+
+
+def test_evaluations_of_any_name_and_metrics_of_ones_own_have_curves(run: Run) -> None:
+    evaluated = with_metrics(run.steps, 10, val__acc__mean_at_4=0.5, val__hard__acc__mean_at_4=0.1, val__version=6.0, mine__speed=2.0)
+    found = replace(run, steps=evaluated)
+    assert {"Held-out accuracy", "mine/speed"} <= set(titles_of(found))
+    assert "Held-out reward" not in titles_of(found)
+    text = page(found)
+    assert "share of right answers; the last is of version 6" in text
+    assert all(f"<title>{name}</title>" in text for name in ("acc/mean@4", "hard/acc/mean@4"))
+    partial = replace(run, steps=with_metrics(evaluated, 10, val__reward__mean_at_4=0.7))
+    assert {"Held-out accuracy", "Held-out reward"} <= set(titles_of(partial)), "rewards that are no accuracies"
+
+
+def test_the_steps_before_a_resume_are_drawn_too(run: Run, tmp_path: Path) -> None:
+    resumed = replace(run, steps=run.steps[20:], earlier=run.steps[:20])
+    assert curves_of(page(resumed)) == curves_of(page(run))
+    assert "The first 20 steps ran before" in page(resumed)
+    resumed.save(tmp_path)
+    assert curves_of(page(Run.load(tmp_path))) == curves_of(page(run))
+
+
+def curves_of(text: str) -> list[str]:
+    return re.findall(r"<figure>.*?</figure>", text, re.S)
 
 
 def test_a_thousand_steps_make_a_readable_page_of_bounded_size(plans: dict[str, Plan]) -> None:

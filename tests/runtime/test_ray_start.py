@@ -1,6 +1,8 @@
 """Ray's own processes get the time that a busy machine takes to start them, and one token."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -10,6 +12,32 @@ import ray
 from rlgraph.runtime.driver import ray_cluster, ray_token
 
 LATE = RuntimeError("it has not registered yet")
+DYING = """
+import os, signal, sys, time, psutil, ray
+from rlgraph.runtime.driver import ray_cluster
+
+get_node, killed = ray._private.services.get_node, []
+
+def get_node_of_dying_ray(*which):
+    raylets = [each for each in psutil.Process().children() if each.name() == "raylet" and each.status() != psutil.STATUS_ZOMBIE]
+    if raylets and len(killed) < int(sys.argv[1]):
+        killed.append(next(part for part in raylets[0].cmdline() if "session_" in part).partition("session_")[2].split("/")[0])
+        raylets[0].kill()
+        while raylets[0].status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+        raise RuntimeError("it has not registered yet")
+    return get_node(*which)
+
+ray._private.services.get_node = get_node_of_dying_ray
+try:
+    ray_cluster.start_ray()
+    print(ray.get(ray.remote(lambda: "a task ran").remote()))
+    ray_cluster.stop_ray()
+finally:
+    lines = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
+    left = [line for line in lines if any(session in line for session in killed)]
+    print(len(killed), "killed, left:", left)
+"""
 
 
 @pytest.fixture
@@ -31,7 +59,7 @@ def test_a_node_of_ray_that_registers_late_is_waited_for(monkeypatch: pytest.Mon
         return "the node"
 
     monkeypatch.setattr(ray._private.services, "get_node", late)
-    with ray_cluster._patient():
+    with ray_cluster._patient([]):
         assert ray._private.services.get_node("address", "id") == "the node"
     assert asked == [("address", "id")] * 3
     assert ray._private.services.get_node is late
@@ -43,8 +71,18 @@ def test_a_node_of_ray_that_never_registers_is_an_error_after_the_time_for_a_sta
 
     monkeypatch.setattr(ray._private.services, "get_node", never)
     monkeypatch.setattr(ray_cluster, "START_S", 0)
-    with ray_cluster._patient(), pytest.raises(RuntimeError, match="not registered yet"):
+    with ray_cluster._patient([]), pytest.raises(RuntimeError, match="not registered yet"):
         ray._private.services.get_node("address", "id")
+
+
+@pytest.mark.ray
+@pytest.mark.stage("kills")
+@pytest.mark.parametrize(("killed", "says"), [(1, "a task ran"), (ray_cluster.STARTS, "ended while it started")])
+def test_a_ray_whose_raylet_ends_as_it_starts_is_started_again_and_nothing_is_left(killed: int, says: str) -> None:
+    done = subprocess.run([sys.executable, "-c", DYING, str(killed)], capture_output=True, text=True, timeout=250, check=False)
+    assert says in done.stdout + done.stderr, done.stderr
+    assert f"{killed} killed, left: []" in done.stdout
+    assert (done.returncode != 0) == (killed == ray_cluster.STARTS)
 
 
 @pytest.mark.usefixtures("token")

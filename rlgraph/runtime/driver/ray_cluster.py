@@ -4,8 +4,10 @@ import contextlib
 import logging
 import os
 import re
+import signal
+import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlgraph.compiler.plan import Plan
-from rlgraph.errors import PlanError
+from rlgraph.errors import DispatchError, PlanError
 from rlgraph.runtime.driver import ray_token
 from rlgraph.runtime.driver.bounded import RAY_S, bounded
 from rlgraph.runtime.driver.hosts import FoundHosts
@@ -22,6 +24,8 @@ from rlgraph.runtime.driver.orphan_cleanup import began
 
 RAY_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
 ANSWER_S = 30  # of a host, which may have to start a process for it
+SESSION = re.compile(r"/[^=,\s]*/session_[0-9][^/,\s]*")
+STARTS = 3  # of Ray, where one of its processes ends as it starts
 START_S = 180  # of each of Ray's own processes: on a busy machine more than the 30 s that Ray gives them
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's own name
 TOLD_S = 10.0  # between two lines about hosts that are awaited
@@ -144,7 +148,7 @@ def _sign_of_life() -> bool:
 def start_ray(hosts: int = 1, *, stores: bool = False) -> bool:
     """Start Ray on this machine unless the user has; return whether it is ours to shut down.
 
-    Raises PlanError where several hosts are needed and no Ray spans them.
+    Raises PlanError where several hosts are needed and no Ray spans them, and DispatchError where Ray's own processes end as they start.
     """
     if ray.is_initialized():
         return False
@@ -155,27 +159,65 @@ def start_ray(hosts: int = 1, *, stores: bool = False) -> bool:
     for process in ("gcs_server_port", "raylet_start"):
         os.environ.setdefault(f"RAY_{process}_wait_time_s", str(START_S))
     ray_token.make_token()
+    for left in reversed(range(STARTS)):
+        daemons: list[subprocess.Popen[bytes]] = []
+        with _daemons_apart(daemons), _signals_left_alone(), _patient(daemons), _no_submitted_job():
+            try:
+                _start_here(stores=stores)
+                break
+            except _Died as died:
+                _end(daemons)
+                if not left:
+                    raise DispatchError(
+                        f"{died}; {STARTS} starts ended so, at a load of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+                    ) from None
+                log.warning("%s; starting Ray again", died)
+    return True
+
+
+def _start_here(*, stores: bool) -> None:
+    """Start a Ray for this program alone."""
     # Payload does not go through the object store unless Ray `stores` it, so the smallest one does. Workers get no CPU resource, since
     # they share the cores as the plan says.
     # Ray runs workers at nice 15 unless told otherwise, so that any other process of the machine would starve them.
     # "local": a Ray of its own, also where `ray start` or RAY_ADDRESS names another that runs here.
-    with _daemons_apart(), _signals_left_alone(), _patient(), _no_submitted_job():
-        ray.init(
-            "local",
-            include_dashboard=False,
-            num_cpus=1,
-            object_store_memory=None if stores else 100 * 2**20,  # None: as Ray finds right for the machine
-            log_to_driver=True,
-            logging_level=logging.ERROR,
-            # No worker is started before it is asked for: those of the plan are processes of their own, with variables of their own.
-            _system_config={
-                "worker_niceness": 0,
-                "enable_worker_prestart": False,
-                "prestart_worker_first_driver": False,
-                "worker_register_timeout_seconds": START_S,
-            },
-        )
-    return True
+    ray.init(
+        "local",
+        include_dashboard=False,
+        num_cpus=1,
+        object_store_memory=None if stores else 100 * 2**20,  # None: as Ray finds right for the machine
+        log_to_driver=True,
+        logging_level=logging.ERROR,
+        # No worker is started before it is asked for: those of the plan are processes of their own, with variables of their own.
+        _system_config={
+            "worker_niceness": 0,
+            "enable_worker_prestart": False,
+            "prestart_worker_first_driver": False,
+            "worker_register_timeout_seconds": START_S,
+        },
+    )
+
+
+class _Died(Exception):
+    """A daemon of Ray ended while Ray started: on a busy machine its raylet gives an agent of its own 15 s, which is no setting."""
+
+
+def _check_alive(daemons: Sequence["subprocess.Popen[bytes]"]) -> None:
+    for daemon in daemons:
+        command = [str(part) for part in daemon.args] if isinstance(daemon.args, list | tuple) else []
+        name = Path(command[0]).name if command else ""
+        if name in ("raylet", "gcs_server") and daemon.poll() is not None:
+            folder = next((found[0] for part in command if (found := SESSION.search(part))), "/tmp/ray/session_latest")
+            raise _Died(f"Ray's {name} ended while it started, with status {daemon.returncode}; it says why in {folder}/logs/{name}.err")
+
+
+def _end(daemons: Sequence["subprocess.Popen[bytes]"]) -> None:
+    """End what a start of Ray that failed has left, agents that a daemon started included."""
+    for daemon in daemons:
+        with contextlib.suppress(ProcessLookupError):  # its group is gone, or it was the program's
+            os.killpg(daemon.pid, signal.SIGKILL)
+        daemon.kill()
+        daemon.wait()
 
 
 def _connect(hosts: int) -> None:
@@ -199,19 +241,23 @@ def _not_let_in(hosts: int) -> PlanError:
 
 
 @contextlib.contextmanager
-def _daemons_apart() -> Iterator[None]:
-    """Let Ray start its daemons in process groups of their own, so that a signal to the program's group is the program's to handle.
+def _daemons_apart(daemons: list["subprocess.Popen[bytes]"]) -> Iterator[None]:
+    """Collect the daemons that Ray starts, and let it start them in process groups of their own, so that a signal to the program's group
+    is the program's to handle.
 
     A SIGTERM of `timeout` or of a job scheduler goes to the whole group. It would end Ray under the steps in flight, and the
     end of the job would then wait for a Ray that is gone. The daemons still die with the driver, because the kernel ends them;
     where it cannot, Ray needs them in the driver's group, and they stay there.
     """
     services = ray._private.services
-    if not ray._private.utils.detect_fate_sharing_support_linux():
-        yield
-        return
     popen = services.ConsolePopen
-    services.ConsolePopen = lambda *arguments, **options: popen(*arguments, process_group=0, **options)
+    apart = {"process_group": 0} if ray._private.utils.detect_fate_sharing_support_linux() else {}
+
+    def start(*arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        daemons.append(popen(*arguments, **apart, **options))
+        return daemons[-1]
+
+    services.ConsolePopen = start
     try:
         yield
     finally:
@@ -242,8 +288,11 @@ def _signals_left_alone() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patient() -> Iterator[None]:
-    """Give Ray's node `START_S` to come up: Ray's own 30 s are no setting, and end before its processes are loaded on a busy machine."""
+def _patient(daemons: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
+    """Give Ray's node `START_S` to come up: Ray's own 30 s are no setting, and end before its processes are loaded on a busy machine.
+
+    Raises _Died once one of the daemons has ended.
+    """
     services = ray._private.services
     get_node = services.get_node
 
@@ -253,6 +302,7 @@ def _patient() -> Iterator[None]:
             try:
                 return get_node(*which)
             except RuntimeError:  # it has not registered yet
+                _check_alive(daemons)
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.1)
