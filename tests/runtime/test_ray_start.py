@@ -25,6 +25,8 @@ def get_node_of_dying_ray(*which):
         raylets[0].kill()
         while raylets[0].status() != psutil.STATUS_ZOMBIE:
             time.sleep(0.01)
+        raylets = []
+    if not raylets:
         raise RuntimeError("it has not registered yet")
     return get_node(*which)
 
