@@ -249,14 +249,18 @@ def _summary(step: Step) -> str:
     return f"{reward}staleness {step.staleness}  {step.seconds:.2f} s"
 
 
+def _steps_before(first: int, path: Path) -> Iterator[Mapping[str, float]]:
+    """Read the metrics of the steps before the first one of a job that resumed."""
+    if first:
+        with path.open() as lines:
+            for line in map(json.loads, lines):
+                if line["step"] < first:
+                    yield {name: value for name, value in line.items() if name not in ("step", "staleness")}
+
+
 def _write_results(job: "Job", done: list[Step], folder: Path, console: Console) -> None:
     """Write the files that need the whole run, and print where each one is."""
-    with (folder / "metrics.jsonl").open() as lines:
-        found = [json.loads(line) for line in lines]
-    earlier = tuple(
-        {name: step[name] for name in step if name not in ("step", "staleness")} for step in found if step["step"] < done[0].index
-    )
-    run = replace(job.run(), earlier=earlier)
+    run = replace(job.run(), earlier=tuple(_steps_before(done[0].index, folder / "metrics.jsonl")))
     run.save(folder)
     report.write(folder / report.FILE, run, folder)
     last = done[-1].index

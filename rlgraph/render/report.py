@@ -67,9 +67,9 @@ CHARTS: tuple[Chart, ...] = (
 EVALUATED = (("Held-out accuracy", "acc/mean@", "share of right answers"), ("Held-out reward", "reward/mean@", "mean reward"))
 # The first part of the names of rlgraph's own metrics; others are the user's.
 OURS = {
-    "actor", "agent", "critic", "data", "dynamic_sampling", "exact", "guards", "moe", "perf", "preference", "prompt_length",
-    "response_length", "reward", "rollout_corr", "samples", "staleness", "teachers", "timing_s", "timing_per_token_ms", "tools",
-    "training", "val",
+    "actor", "agent", "critic", "data", "dtype", "dynamic_sampling", "exact", "examples", "guards", "moe", "perf", "preference",
+    "preferred", "prompt_length", "response", "response_length", "reward", "rollout_corr", "samples", "staleness", "teachers",
+    "timing_s", "timing_per_token_ms", "tools", "training", "val",
 }  # fmt: skip
 OWN = 40  # charts of the user's metrics, at most
 LEGEND = (
@@ -316,7 +316,7 @@ def _evaluations(run: Run) -> Iterator[Chart]:
 
 
 def _of_version(run: Run) -> str:
-    versions = [step["val/version"] for step in run.all_steps if "val/version" in step]
+    versions = [step[name] for step in run.all_steps for name in step if name.startswith("val/") and name.endswith("/version")]
     return f"; the last is of version {versions[-1]:.0f}" if versions else ""
 
 

@@ -169,7 +169,8 @@ def start_ray(hosts: int = 1, *, stores: bool = False) -> bool:
                 _end(daemons)
                 if not left:
                     raise DispatchError(
-                        f"{died}; {STARTS} starts ended so, at a load of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores"
+                        f"{died}; {STARTS} starts ended so, at a load of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores; launch "
+                        "again when the machine has less to do"
                     ) from None
                 log.warning("%s; starting Ray again", died)
     return True
