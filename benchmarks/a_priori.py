@@ -117,6 +117,10 @@ def compared(models: Path) -> Iterator[EstimatedRun]:
         for job, run in (loaded(f"peer_job_{name.lower()}_h200.json") or {}).items():
             cfg = peer_job.Config(**run["settings"] | {"model": folder(name, models)})
             yield EstimatedRun(f"{name}, peer job, {job}", estimated(peer_job.graph(cfg), 2), run["step_s"], True)
+    for name, run in loaded("announced_h200.json").items():
+        if "step_s" in run:
+            cfg = peer_job.Config(**run["settings"] | {"model": folder(run["settings"]["model"], models)})
+            yield EstimatedRun(f"{name}, announced", estimated(peer_job.graph(cfg), len(run["gpus"])), run["step_s"], True)
     for name, gpus in (("overlap_h200.json", 2), ("overlap_4b_four_gpus_h200.json", 4)):
         run = loaded(name)
         settings = overlap.Config(**run["settings"] | {"models": str(models)})
