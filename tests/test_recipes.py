@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 import rlgraph as rg
 from rlgraph.analysis.run import Run
 from rlgraph.errors import RlgraphError
-from rlgraph.render import report
+from rlgraph.render import charts
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 
 RECIPES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.py"))}
@@ -216,8 +216,8 @@ def test_a_recipe_is_a_program_that_runs_on_ray(name: str, settings: str, tmp_pa
 
 def assert_complete(folder: Path, said: str) -> None:
     assert_recorded(folder, said, {"critic/rewards/mean", "actor/pg_loss", "timing_s/gen", "timing_s/update_actor"})
-    metrics = Run.load(folder / "run").metric_names
-    assert {name.partition("/")[0] for name in metrics} <= report.OURS, "a report draws others as the user's own"
+    metrics = charts.metric_names(Run.load(folder / "run").steps)
+    assert {name.partition("/")[0] for name in metrics} <= charts.OURS, "a report draws others as the user's own"
 
 
 def assert_validated(folder: Path) -> None:

@@ -48,11 +48,6 @@ class Run:
         return (*self.earlier, *self.steps)
 
     @cached_property
-    def metric_names(self) -> Sequence[str]:
-        """The names of all metrics, in the order in which they came."""
-        return list(dict.fromkeys(name for step in self.all_steps for name in step))
-
-    @cached_property
     def first_steady(self) -> int:
         """The number of the first step after the warm-up."""
         numbers = [int(step["training/global_step"]) for step in self.steps]

@@ -4,7 +4,7 @@ Where the device and the model's shape are known, the roofline tells how much co
 prediction may be off.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +34,7 @@ def told_apart(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes
         law, then = (decoding(node, device, shapes[node.model.path], lengths) for lengths in (here.lengths, costs.lengths))
         alone = replace(cost, decode=then, measured=replace(there, devices=there.engines))
         scale = _mean(costs, cost, there, there.rows) / _mean(costs, alone, there, there.rows)
-        parts = {term: scale * getattr(law, term) for term in (*TERMS, "host_step_s", "host_sequence_s")}
+        parts = {term: scale * vars(law)[term] for term in (*TERMS, "host_step_s", "host_sequence_s")}
         kept = cost.decode.doubling if cost.decode else None
         found[node.name] = replace(alone, decode=replace(law, **parts, doubling=kept, divided=True))
     return replace(here, nodes=found)
@@ -42,7 +42,11 @@ def told_apart(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes
 
 def _single(cost: NodeCost) -> bool:
     """Whether the fit of a generator has a single number."""
-    return cost.decode is not None and len([term for term in TERMS if getattr(cost.decode, term)]) == 1
+    return cost.decode is not None and len(_terms(cost.decode)) == 1
+
+
+def _terms(decode: Decode) -> Sequence[str]:
+    return [term for term in TERMS if vars(decode)[term]]
 
 
 def not_told_apart(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> Iterator[str]:
@@ -71,11 +75,11 @@ def not_told_apart(graph: Graph, settings: Mapping[str, Setting], costs: Costs) 
             if at:
                 bounds.append(_mean(costs, one, here, rows) * _mean(costs, cost, there, there.rows) / at)
         if max(bounds) - min(bounds) > CLOSE * seconds:
-            term = next(term for term in TERMS if getattr(decode, term))
             yield (
                 f"'{node.name}' was measured on {there.rows / there.engines:.4g} responses an engine and is predicted on "
                 f"{setting.rows / setting.engines:.4g}, but its firings did not tell decode steps from sequences: {seconds:.3g} s by "
-                f"{term} alone, {min(bounds):.3g} to {max(bounds):.3g} s if it stands for another; profile batches of two sizes"
+                f"{_terms(decode)[0]} alone, "
+                f"{min(bounds):.3g} to {max(bounds):.3g} s if it stands for another; profile batches of two sizes"
             )
 
 

@@ -10,7 +10,8 @@ from urllib.parse import quote
 from rlgraph.analysis import words
 from rlgraph.analysis.run import Run
 from rlgraph.render import curve
-from rlgraph.render.report import CHARTS, FILE, document, heading, sections, tiles_of
+from rlgraph.render.charts import charts_of
+from rlgraph.render.report import FILE, document, heading, sections, tiles_of
 
 OWN = ("samples", "profiles")  # sections that a graph's own report alone has
 SCRIPTS = ("report.js", "start.js")
@@ -74,7 +75,7 @@ def _curves(graphs: Sequence[GraphReport]) -> Iterator[str]:
     """Draw each metric over the steps of all graphs, a line for each graph that has it."""
     steps = [(number, line) for number, graph in enumerate(graphs) for line in graph.lines]
     yield '<p>Steps count on from graph to graph.</p><div class="charts">'
-    for title, unit, lines in CHARTS:
+    for title, unit, lines in charts_of([line for _, line in steps]):
         series: dict[str, list[float]] = {}
         for number, graph in enumerate(graphs):
             for name, metric in lines:

@@ -1,7 +1,7 @@
 """The report of a run: one self-contained HTML file that needs no server and no network."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +15,7 @@ from rlgraph.analysis.profiles import FOLDER as PROFILES
 from rlgraph.analysis.profiles import profile_files
 from rlgraph.analysis.run import EventComparison, Run, compare_events, compare_waits
 from rlgraph.analysis.samples import sample_files
-from rlgraph.render import curve
+from rlgraph.render.charts import REWARD, curves, metric_names, of_version
 from rlgraph.render.plan_svg import draw
 from rlgraph.render.samples_html import samples_section
 from rlgraph.render.text import text
@@ -25,53 +25,7 @@ FILE = "run.html"
 SCRIPTS = ("report.js", "samples.js", "start.js")
 SHOWN_STEPS = 6  # of the timeline
 COLUMNS = (7, 4, 2)  # of tiles, on pages of three widths
-POINTS = 240  # of a curve; longer runs show means of several steps
 LEAST = 0.005  # of a pool's time: smaller rows are added up
-REWARD = "critic/rewards/mean"
-
-Chart = tuple[str, str, tuple[tuple[str, str], ...]]  # title, what its values are, and (name, metric) of each line
-FAILURES = ("errors", "timeouts", "blocked", "template_errors", "malformed_calls", "failures")
-LIMITS = ("tokens", "turns", "seconds", "cost")
-
-
-def _of_conversations(prefix: str) -> tuple[Chart, ...]:
-    """The charts of conversations with environments (`agent`) or with tools."""
-    ends = (("median", "p50"), ("90th percentile", "p90"), ("most", "max"))
-    return (
-        ("Turns", "of a conversation", tuple((said, f"{prefix}/turns/{end}") for said, end in ends)),
-        ("Seconds", "of a conversation", tuple((said, f"{prefix}/seconds/{end}") for said, end in ends)),
-        ("Failures", "of conversations, a step", tuple((kind.replace("_", " "), f"{prefix}/{kind}") for kind in FAILURES)),
-        ("Limits hit", "by conversations, a step", tuple((kind, f"{prefix}/limit_{kind}") for kind in LIMITS)),
-    )
-
-
-CHARTS: tuple[Chart, ...] = (
-    ("Reward", "mean reward of a batch", (("reward", REWARD),)),
-    ("Staleness", "versions behind, oldest and mean token", (("oldest", "staleness/max"), ("mean", "staleness/mean"))),
-    ("Response length", "tokens", (("mean", "response_length/mean"), ("longest", "response_length/max"))),
-    ("Loss", "policy loss", (("policy loss", "actor/pg_loss"),)),
-    ("Imitation", "negative log-likelihood, nats a token", (("of the examples", "actor/nll"),)),
-    ("Preferences", "share of pairs in the right order", (("policy", "preference/accuracy"), ("reward model", "reward/accuracy"))),
-    ("Distillation", "divergence from the teacher, nats a token", (("divergence", "actor/distillation"),)),
-    ("KL", "nats a token", (("policy has moved (ppo_kl)", "actor/ppo_kl"), ("to the reference", "actor/kl_loss"))),
-    ("Engine and trainer", "KL of their log-probs, nats a token", (("k3", "rollout_corr/k3_kl"), ("k1", "rollout_corr/kl"))),
-    ("Clipped", "share of tokens", (("clipped", "actor/pg_clipfrac"),)),
-    ("Entropy", "nats a token", (("entropy", "actor/entropy"),)),
-    ("Gradient", "norm before clipping", (("norm", "actor/grad_norm"),)),
-    ("Value loss", "critic", (("value loss", "critic/vf_loss"),)),
-    *(chart for prefix in ("agent", "tools") for chart in _of_conversations(prefix)),
-    ("Seconds of a step", "s", (("step", "timing_s/step"), ("gen", "timing_s/gen"), ("update_actor", "timing_s/update_actor"))),
-    ("Waiting", "s a step", (("wait_prev_gen", "timing_s/wait_prev_gen"), ("update_weights", "timing_s/update_weights"))),
-)
-# What evaluations measure: the ending of the metric that has its number of samples behind it, and what its values are.
-EVALUATED = (("Held-out accuracy", "acc/mean@", "share of right answers"), ("Held-out reward", "reward/mean@", "mean reward"))
-# The first part of the names of rlgraph's own metrics; others are the user's.
-OURS = {
-    "actor", "agent", "critic", "data", "dtype", "dynamic_sampling", "exact", "examples", "guards", "moe", "perf", "preference",
-    "preferred", "prompt_length", "response", "response_length", "reward", "rollout_corr", "samples", "staleness", "teachers",
-    "timing_s", "timing_per_token_ms", "tools", "training", "val",
-}  # fmt: skip
-OWN = 40  # charts of the user's metrics, at most
 LEGEND = (
     ("generate", "generate"),
     ("train", "train"),
@@ -120,7 +74,7 @@ def sections(run: Run, folder: str | Path | None = None) -> Iterator[tuple[str, 
         ("timeline", "Timeline", _timeline),
         ("bubbles", "Where the time went", _bubbles),
         *profiled,
-        ("curves", "Curves", _curves),
+        ("curves", "Curves", curves),
         ("predicted", "Predicted against measured", _predicted),
         ("certificate", "Certificate", _certificate),
         ("settings", "Settings", _settings),
@@ -178,10 +132,10 @@ def _tiles(run: Run) -> Iterator[str]:
     if rewards:
         part = max(len(rewards) // 10, 1)
         yield _tile("reward", f"{fmean(rewards[-part:]):.3f}", f"from {fmean(rewards[:part]):.3f}; means of {words.counted(part, 'step')}")
-    held_out = next((name for name in run.metric_names if name.startswith("val/") and "acc/mean@" in name), None)
+    held_out = next((name for name in metric_names(run.all_steps) if name.startswith("val/") and "acc/mean@" in name), None)
     if held_out is not None:
         values = [step[held_out] for step in run.all_steps if held_out in step]
-        said = f"{escape(held_out.removeprefix('val/'))}, from {values[0]:.3f}{_of_version(run)}"
+        said = f"{escape(held_out.removeprefix('val/'))}, from {values[0]:.3f}{of_version(run.all_steps)}"
         yield _tile("held out", f"{values[-1]:.3f}", said)
     worst = max((step.get("staleness/max", 0.0) for step in run.steps), default=0.0)
     yield _tile("staleness", f"{worst:.0f}", f"worst seen; bound {run.plan.certificate.staleness_bound}")
@@ -272,63 +226,6 @@ def _use_class(row: Row, works: dict[str, str]) -> str:
 
 def _row(seconds: str, share: str, worker: str, spent: str) -> str:
     return f'<tr><td class="n">{seconds}</td><td class="n">{share}</td><td>{worker}</td><td>{spent}</td></tr>'
-
-
-def _curves(run: Run) -> Iterator[str]:
-    steps = run.all_steps
-    size = max(-(-len(steps) // POINTS), 1)
-    groups = [steps[i : i + size] for i in range(0, len(steps), size)]
-    if size > 1:
-        yield f"<p>Each point is the mean of {size} steps.</p>"
-    if run.earlier:
-        yield f"<p>The first {words.counted(len(run.earlier), 'step')} ran before the run went on from its checkpoint.</p>"
-    yield '<div class="charts">'
-    yield from _drawn_where_measured(_evaluations(run), groups)
-    for chart in CHARTS:
-        yield from _drawn(chart, groups)
-    yield from _drawn_where_measured(_own(run), groups)
-    yield "</div>"
-
-
-def _drawn_where_measured(charts: Iterable[Chart], groups: Sequence[Sequence[Mapping[str, float]]]) -> Iterator[str]:
-    """Draw charts of what is measured at some steps only; their lines go on between these."""
-    for title, unit, lines in charts:
-        measured = [group for group in groups if any(math.isfinite(step.get(metric, math.nan)) for step in group for _, metric in lines)]
-        yield from _drawn((title, unit, lines), measured)
-
-
-def _drawn(chart: Chart, groups: Sequence[Sequence[Mapping[str, float]]]) -> Iterator[str]:
-    title, unit, lines = chart
-    series = {name: [_mean([step[metric] for step in group if metric in step]) for group in groups] for name, metric in lines}
-    series = {name: values for name, values in series.items() if any(map(math.isfinite, values))}
-    if series:
-        yield f"<figure>{curve.svg(title, [group[0]['training/global_step'] for group in groups], series, unit)}</figure>"
-
-
-def _evaluations(run: Run) -> Iterator[Chart]:
-    """The charts of what evaluations measured; of rewards only where they are no accuracies."""
-    found = run.metric_names
-    for title, ending, said in EVALUATED:
-        names = [name for name in found if name.startswith("val/") and ending in name]
-        right = [name.replace("reward/mean@", "acc/mean@") for name in names]
-        if any(step.get(a) != step.get(b) for step in run.all_steps for a, b in zip(names, right, strict=True)) or ending == "acc/mean@":
-            yield title, f"{said}{_of_version(run)}", tuple((name.removeprefix("val/"), name) for name in names)
-
-
-def _of_version(run: Run) -> str:
-    versions = [step[name] for step in run.all_steps for name in step if name.startswith("val/") and name.endswith("/version")]
-    return f"; the last is of version {versions[-1]:.0f}" if versions else ""
-
-
-def _own(run: Run) -> Iterator[Chart]:
-    """A chart of each metric that the user's own nodes, losses and environments give."""
-    for name in [name for name in run.metric_names if name.partition("/")[0] not in OURS][:OWN]:
-        yield name, "", ((name, name),)
-
-
-def _mean(values: Sequence[float]) -> float:
-    finite = [value for value in values if math.isfinite(value)]
-    return fmean(finite) if finite else math.nan
 
 
 def _predicted(run: Run) -> Iterator[str]:
