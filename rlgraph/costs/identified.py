@@ -5,7 +5,7 @@ prediction may be off.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rlgraph.costs.costs import Costs
@@ -34,7 +34,7 @@ def told_apart(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes
         law, then = (decoding(node, device, shapes[node.model.path], lengths) for lengths in (here.lengths, costs.lengths))
         alone = replace(cost, decode=then, measured=replace(there, devices=there.engines))
         scale = _mean(costs, cost, there, there.rows) / _mean(costs, alone, there, there.rows)
-        parts = {term: scale * vars(law)[term] for term in (*TERMS, "host_step_s", "host_sequence_s")}
+        parts = {term: scale * asdict(law)[term] for term in (*TERMS, "host_step_s", "host_sequence_s")}
         kept = cost.decode.doubling if cost.decode else None
         found[node.name] = replace(alone, decode=replace(law, **parts, doubling=kept, divided=True))
     return replace(here, nodes=found)
@@ -46,7 +46,8 @@ def _single(cost: NodeCost) -> bool:
 
 
 def _terms(decode: Decode) -> Sequence[str]:
-    return [term for term in TERMS if vars(decode)[term]]
+    found = asdict(decode)
+    return [term for term in TERMS if found[term]]
 
 
 def not_told_apart(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> Iterator[str]:
