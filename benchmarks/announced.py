@@ -23,6 +23,7 @@ from typing import Any
 import a_priori
 import peer_job
 from peer_job import Config
+from predicted_runs import seconds_with_error
 
 import rlgraph as rg
 
@@ -50,7 +51,7 @@ RUNS = {
 }
 
 
-def kept() -> dict[str, dict[str, Any]]:
+def read_results() -> dict[str, dict[str, Any]]:
     """Read what was announced and measured so far."""
     return json.loads(FILE.read_text(encoding="utf-8")) if FILE.is_file() else {}
 
@@ -59,7 +60,7 @@ def costs_of(name: str) -> Path:
     return COSTS / f"{name.replace(',', '').replace(' ', '_').lower()}.yaml"
 
 
-def predicted(run: Announced, models: Path) -> dict[str, Any]:
+def predict_one(run: Announced, models: Path) -> dict[str, Any]:
     """Predict a run both ways; without a GPU, and without weights."""
     cfg = dataclasses.replace(run.job, model=a_priori.folder(run.job.model, models))
     graph, cluster = peer_job.graph(cfg), a_priori.cluster(run.gpus)
@@ -73,14 +74,14 @@ def predicted(run: Announced, models: Path) -> dict[str, Any]:
 
 def predict(names: Iterable[str]) -> None:
     """Predict what was not measured yet."""
-    found = kept()
+    found = read_results()
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     with tempfile.TemporaryDirectory() as models:
         for name in names:
             row = found.setdefault(name, {})
             if "step_s" in row:
                 continue
-            said = predicted(RUNS[name], Path(models))
+            said = predict_one(RUNS[name], Path(models))
             new = {key: value for key, value in said.items() if key not in row}  # what was said once stays
             day = datetime.datetime.now(datetime.UTC).isoformat(timespec="minutes")
             row |= new | ({"said": [*row.get("said", []), f"{day}, code of {commit}: {', '.join(new)}"]} if new else {})
@@ -90,7 +91,7 @@ def predict(names: Iterable[str]) -> None:
 
 def run(name: str, steps: int) -> None:
     """Run a predicted job, and add its seconds to the file."""
-    row = kept().get(name, {})
+    row = read_results().get(name, {})
     if "from_nothing_s" not in row:
         raise SystemExit(f"{name!r} has no prediction in {FILE.name}; `announced.py predict` makes one, which is committed first")
     COSTS.mkdir(exist_ok=True)
@@ -99,7 +100,7 @@ def run(name: str, steps: int) -> None:
         cfg.json = f"{folder}/run.json"
         peer_job.run(cfg)
         took = json.loads(Path(cfg.json).read_text(encoding="utf-8"))[name]
-    found = kept()
+    found = read_results()
     found[name] |= {key: value for key, value in took.items() if not key.startswith("predicted")}
     FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     print(f"{name}: took {took['step_s']:.2f} s, said {row}", flush=True)
@@ -108,15 +109,11 @@ def run(name: str, steps: int) -> None:
 def tables() -> dict[str, str]:
     """Write the table by its name, as Markdown."""
     lines = ["| run on H200s | took | predicted from nothing | predicted from another run's costs |", "|---|---|---|---|"]
-    for name, row in kept().items():
+    for name, row in read_results().items():
         if "step_s" in row:
-            cells = (_cell(row.get(f"from_{kind}_s"), row["step_s"]) for kind in ("nothing", "costs"))
+            cells = (seconds_with_error(row.get(f"from_{kind}_s"), row["step_s"], digits=1) for kind in ("nothing", "costs"))
             lines.append(f"| {name} | {row['step_s']:.1f} s | {' | '.join(cells)} |")
     return {"announced": "\n".join(lines) + "\n"}
-
-
-def _cell(said: float | None, took: float) -> str:
-    return "" if said is None else f"{said:.1f} s ({said / took - 1:+.0%})".replace("-", "−").replace("%", " %")
 
 
 def main() -> None:
@@ -131,7 +128,7 @@ def main() -> None:
         predict(given.names or RUNS)
     for name in given.names if given.what == "run" else ():
         run(name, given.steps)
-    rows = [row for row in kept().values() if "step_s" in row]
+    rows = [row for row in read_results().values() if "step_s" in row]
     for kind in ("nothing", "costs"):
         if errors := [max(row[key] / row["step_s"], row["step_s"] / row[key]) for row in rows if (key := f"from_{kind}_s") in row]:
             print(f"from {kind}: median factor {statistics.median(errors):.3f}, worst {max(errors):.3f} of {len(errors)}")

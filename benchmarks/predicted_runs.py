@@ -111,14 +111,15 @@ def tables() -> dict[str, str]:
     lines = [f"| {' | '.join(HEAD)} |", "|---" * len(HEAD) + "|"]
     for run in runs:
         seconds = run.from_one_rank_s, run.from_one_rank_without_s, run.estimated_s, run.estimated_without_s
-        cells = (run.name, f"{run.measured_s:.2f} s", *(_cell(each, run.measured_s) for each in seconds))
+        cells = (run.name, f"{run.measured_s:.2f} s", *(seconds_with_error(each, run.measured_s) for each in seconds))
         if run.ranks == 2:
             lines.append(f"| {' | '.join(cells)} |")
     return {"predicted-runs": "\n".join(lines) + "\n"}
 
 
-def _cell(seconds: float | None, measured_s: float) -> str:
-    return "" if seconds is None else f"{seconds:.2f} s ({seconds / measured_s - 1:+.0%})".replace("-", "−").replace("%", " %")
+def seconds_with_error(seconds: float | None, measured_s: float, digits: int = 2) -> str:
+    """Write predicted seconds with their error; nothing where there is no prediction."""
+    return "" if seconds is None else f"{seconds:.{digits}f} s ({seconds / measured_s - 1:+.0%})".replace("-", "−").replace("%", " %")
 
 
 def main() -> None:

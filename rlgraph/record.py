@@ -22,6 +22,7 @@ from rlgraph.recording.samples import SampleRecorder, Samples
 from rlgraph.recording.sinks.base import RecordedRun, Sink
 from rlgraph.recording.sinks.feeding import SinkFeeds, new_id
 from rlgraph.render import chrome_trace, curve, report
+from rlgraph.render.charts import REWARD
 from rlgraph.render.plan_svg import draw
 from rlgraph.render.timeline_html import last_steps, predicted_steps
 from rlgraph.runtime.measure import Step
@@ -30,7 +31,6 @@ from rlgraph.settings import Fraction, Natural, checked
 if TYPE_CHECKING:
     from rlgraph.runtime.driver.job import Job
 
-REWARD = "critic/rewards/mean"
 DEFAULT_SAMPLES = Samples(share=0.02, most=8)
 TIMELINE_STEPS = 6
 BAR_S, LINE_S = 0.5, 10.0  # between two updates of the progress: in the bar, and in lines if the output is no terminal

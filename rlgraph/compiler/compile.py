@@ -46,12 +46,12 @@ from rlgraph.costs.costs import Costs, checked
 from rlgraph.costs.engine_widths import assumed
 from rlgraph.costs.functions import Setting
 from rlgraph.costs.gathering import assumed_shards, with_shards
-from rlgraph.costs.identified import not_told_apart, told_apart
+from rlgraph.costs.identified import not_told_apart, with_decode_terms
 from rlgraph.costs.microbatch_count import passes_of
 from rlgraph.costs.model_shapes import Shapes, known
 from rlgraph.costs.plain_costs import warnings_of
 from rlgraph.costs.recomputing import assumed_recompute, with_recompute
-from rlgraph.costs.roofline import cut_off, device_of, roofline, with_sleep
+from rlgraph.costs.roofline import assumed_lengths, device_of, roofline, with_sleep
 from rlgraph.costs.sharing import assumed_sharing, check_shared, ring_of, with_sharing
 from rlgraph.errors import PlanError
 from rlgraph.graph.exact_rules import exact_models
@@ -88,7 +88,7 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
     device = device_of(cluster.gpu) if cluster.gpu else None
     if costs is None and device is not None and known(graph, shapes):
         return with_sleep(graph, roofline(graph, device, shapes), cluster, device, shapes)
-    again = with_recompute(graph, told_apart(graph, checked(graph, costs), device, shapes), shapes)
+    again = with_recompute(graph, with_decode_terms(graph, checked(graph, costs), device, shapes), shapes)
     shared = with_shards(graph, with_sharing(graph, again, device, shapes), device, shapes)
     return with_sleep(graph, shared, cluster, device, shapes)
 
@@ -135,7 +135,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
             assumed=(
                 *assumed(graph, settings, priced, "GPUs" if cluster.gpus else "cores"),
                 *not_told_apart(graph, settings, priced),
-                *cut_off(graph, priced),
+                *assumed_lengths(graph, priced),
                 *assumed_sharing(graph, priced),
                 *assumed_shards(graph, settings, priced),
                 *assumed_recompute(graph, settings, priced),

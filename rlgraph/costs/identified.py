@@ -12,29 +12,31 @@ from rlgraph.costs.costs import Costs
 from rlgraph.costs.estimates import Device
 from rlgraph.costs.functions import Decode, NodeCost, Setting
 from rlgraph.costs.model_shapes import Shapes
-from rlgraph.costs.roofline import decoding, with_limits
+from rlgraph.costs.roofline import decode_estimate, with_limits
 from rlgraph.graph.nodes import Graph
 
 TERMS = ("step_s", "sequence_s", "prefill_s", "start_s")
 CLOSE = 0.05  # bounds that differ by less need no words
 
 
-def told_apart(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
+def with_decode_terms(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
     """Divide the seconds of a generator into those of decode steps and of sequences as the roofline of its device does, where all
     responses that it was measured with had one length, and so one number stands for both. The lengths become those of this graph."""
     here = with_limits(graph, costs)
-    if device is None or costs.lengths is None or costs.source != "measured" or costs.lengths.tokens[0] < costs.lengths.longest:
+    if device is None or costs.lengths is None or costs.source != "measured" or not 0 < costs.lengths.longest == costs.lengths.tokens[0]:
         return here
     assert here.lengths is not None
     found = dict(costs.nodes)
     for node in graph.nodes:
-        cost, there = costs.cost_of(node.name), costs.cost_of(node.name).measured
+        cost = costs.cost_of(node.name)
+        there = cost.measured
         if node.traits.work != "generate" or node.model is None or node.model.path not in shapes or there is None or not _single(cost):
             continue
-        law, then = (decoding(node, device, shapes[node.model.path], lengths) for lengths in (here.lengths, costs.lengths))
+        law, then = (decode_estimate(node, device, shapes[node.model.path], lengths) for lengths in (here.lengths, costs.lengths))
         alone = replace(cost, decode=then, measured=replace(there, devices=there.engines))
         scale = _mean(costs, cost, there, there.rows) / _mean(costs, alone, there, there.rows)
-        parts = {term: scale * asdict(law)[term] for term in (*TERMS, "host_step_s", "host_sequence_s")}
+        seconds = asdict(law)
+        parts = {term: scale * seconds[term] for term in (*TERMS, "host_step_s", "host_sequence_s")}
         kept = cost.decode.doubling if cost.decode else None
         found[node.name] = replace(alone, decode=replace(law, **parts, doubling=kept, divided=True))
     return replace(here, nodes=found)

@@ -143,7 +143,7 @@ def with_limits(graph: Graph, costs: Costs) -> Costs:
     return costs if tokens == costs.lengths.tokens else replace(costs, lengths=replace(costs.lengths, tokens=tokens))
 
 
-def cut_off(graph: Graph, costs: Costs) -> Iterator[str]:
+def assumed_lengths(graph: Graph, costs: Costs) -> Iterator[str]:
     """Say where many measured responses are as long as the longest, as those that a limit cut off, and this graph lets them go on."""
     most, _ = _limit(graph)
     lengths = costs.lengths
@@ -157,7 +157,7 @@ def cut_off(graph: Graph, costs: Costs) -> Iterator[str]:
         )
 
 
-def decoding(node: Node, device: Device, shape: ModelShape, lengths: Lengths) -> Decode:
+def decode_estimate(node: Node, device: Device, shape: ModelShape, lengths: Lengths) -> Decode:
     """Estimate what a decode step of a generator takes, by the law of its engine."""
     assert node.model is not None
     traits = node.model.traits
@@ -172,7 +172,7 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
         return NOMINAL["host"].serial_s
     shape: ModelShape = shapes[node.model.path]
     if node.traits.work == "generate":
-        return NodeCost(decode=decoding(node, device, shape, lengths), measured=Setting(1, 1, node.rows))
+        return NodeCost(decode=decode_estimate(node, device, shape, lengths), measured=Setting(1, 1, node.rows))
     trains = node.traits.work == "train"
     walks = walks_of(node) * (1.0 if trains else FORWARD)
     traits = node.model.traits

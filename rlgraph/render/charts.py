@@ -1,7 +1,7 @@
 """The curves of a report: which metrics have one, evaluations and the user's own metrics included."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
 
 from rlgraph.analysis import words
@@ -74,18 +74,15 @@ def curves(run: Run) -> Iterator[str]:
     if run.earlier:
         yield f"<p>The first {words.counted(len(run.earlier), 'step')} ran before the run went on from its checkpoint.</p>"
     yield '<div class="charts">'
-    yield from _drawn_where_measured(_evaluations(steps), groups)
-    for chart in CHARTS:
-        yield from _drawn(chart, groups)
-    yield from _drawn_where_measured(_own(steps), groups)
+    for chart in charts_of(steps):
+        yield from _drawn(chart, groups if chart in CHARTS else _measured(chart, groups))
     yield "</div>"
 
 
-def _drawn_where_measured(charts: Iterable[Chart], groups: Sequence[Steps]) -> Iterator[str]:
-    """Draw charts of what is measured at some steps only; their lines go on between these."""
-    for title, unit, lines in charts:
-        measured = [group for group in groups if any(math.isfinite(step.get(metric, math.nan)) for step in group for _, metric in lines)]
-        yield from _drawn((title, unit, lines), measured)
+def _measured(chart: Chart, groups: Sequence[Steps]) -> Sequence[Steps]:
+    """Leave out the groups that lack a chart's metrics, so that the lines of an evaluation go on from one to the next."""
+    metrics = [metric for _, metric in chart[2]]
+    return [group for group in groups if any(math.isfinite(step.get(metric, math.nan)) for step in group for metric in metrics)]
 
 
 def _drawn(chart: Chart, groups: Sequence[Steps]) -> Iterator[str]:
@@ -103,11 +100,12 @@ def metric_names(steps: Steps) -> Sequence[str]:
 
 def _evaluations(steps: Steps) -> Iterator[Chart]:
     """The charts of what evaluations measured; of rewards only where they are no accuracies."""
+    found, version = metric_names(steps), of_version(steps)
     for title, ending, said in EVALUATED:
-        names = [name for name in metric_names(steps) if name.startswith("val/") and ending in name]
+        names = [name for name in found if name.startswith("val/") and ending in name]
         right = [name.replace("reward/mean@", "acc/mean@") for name in names]
         if ending == "acc/mean@" or any(step.get(a) != step.get(b) for step in steps for a, b in zip(names, right, strict=True)):
-            yield title, f"{said}{of_version(steps)}", tuple((name.removeprefix("val/"), name) for name in names)
+            yield title, f"{said}{version}", tuple((name.removeprefix("val/"), name) for name in names)
 
 
 def of_version(steps: Steps) -> str:

@@ -128,7 +128,7 @@ def _tiles(run: Run) -> Iterator[str]:
     if run.priced is not None:
         fitted = run.priced.prediction.step_s
         yield _tile("fitted", words.seconds(fitted), f"to its own nodes {_off(fitted, run.step_s)}")
-    rewards = [step[REWARD] for step in run.earlier if REWARD in step] + run.values(REWARD)
+    rewards = [step[REWARD] for step in run.earlier if math.isfinite(step.get(REWARD, math.nan))] + run.values(REWARD)
     if rewards:
         part = max(len(rewards) // 10, 1)
         yield _tile("reward", f"{fmean(rewards[-part:]):.3f}", f"from {fmean(rewards[:part]):.3f}; means of {words.counted(part, 'step')}")

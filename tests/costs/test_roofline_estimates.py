@@ -89,6 +89,14 @@ def test_measured_lengths_end_where_the_graph_cuts_responses_off(tmp_path: Path,
     assert any("was probably their limit" in line for line in rg.compile(graph, a_priori.cluster(1), costs).prediction.assumed) == said
 
 
+def test_costs_of_empty_responses_are_left_as_they_are(tmp_path: Path) -> None:
+    generator = rg.Generator(a_priori.folder("1.7B", tmp_path), pool=rg.Pool("rollout", gpus=1), sampling=rg.Sampling(max_tokens=8))
+    graph = rg.Graph("generate", generator.rollout(rg.prompts([{"prompt": "1"}], count=2)))
+    rollout = rg.NodeCost(decode=Decode(start_s=2.0), measured=Setting(1, 1, 2))
+    costs = rg.Costs({"prompts": 0.1, "rollout": rollout}, source="measured", lengths=rg.Lengths((0.0, 1.0), (0.0, 0.0), 0.0))
+    assert rg.compile(graph, a_priori.cluster(1), costs).node("rollout").seconds == pytest.approx(2.0)
+
+
 def no_reward(responses: list[str]) -> list[float]:
     return [0.0 for _ in responses]
 

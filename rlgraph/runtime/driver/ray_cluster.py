@@ -208,8 +208,9 @@ def _check_alive(daemons: Sequence["subprocess.Popen[bytes]"]) -> None:
         command = [str(part) for part in daemon.args] if isinstance(daemon.args, list | tuple) else []
         name = Path(command[0]).name if command else ""
         if name in ("raylet", "gcs_server") and daemon.poll() is not None:
-            folder = next((found[0] for part in command if (found := SESSION.search(part))), "/tmp/ray/session_latest")
-            raise _Died(f"Ray's {name} ended while it started, with status {daemon.returncode}; it says why in {folder}/logs/{name}.err")
+            folder = SESSION.search(" ".join(command))
+            log_file = f"; it says why in {folder[0]}/logs/{name}.err" if folder else ""
+            raise _Died(f"Ray's {name} ended while it started, with status {daemon.returncode}{log_file}")
 
 
 def _end(daemons: Sequence["subprocess.Popen[bytes]"]) -> None:
