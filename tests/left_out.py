@@ -12,6 +12,9 @@ import namespaces
 import pytest
 from stages import stage_of
 
+from rlgraph.errors import GraphError
+from rlgraph.nodes.sandbox import Limits, check
+
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = pytest.StashKey[str]()
 
@@ -19,6 +22,15 @@ LEFT_OUT = pytest.StashKey[str]()
 def marks(item: pytest.Item) -> set[str]:
     """The names of a test's markers, and of its stage."""
     return {mark.name for mark in item.iter_markers()} | {stage_of(item)}
+
+
+def sandbox_refused() -> str:
+    """Why no code of a model can be run on this machine, as the tool says it; empty if it can."""
+    try:
+        check(Limits())
+    except GraphError as error:
+        return str(error)
+    return ""
 
 
 def missing(markers: set[str]) -> dict[str, str]:
@@ -41,6 +53,8 @@ def missing(markers: set[str]) -> dict[str, str]:
         found["openssl"] = "the command openssl, which makes certificates, is not installed"
     if "namespaces" in markers and (reason := namespaces.refused()):
         found["namespaces"] = f"no host of namespaces can be made: {reason}"
+    if "sandbox" in markers and (reason := sandbox_refused()):
+        found["sandbox"] = reason
     return found
 
 

@@ -197,7 +197,7 @@ RUNS = [
     pytest.param("one_step_off", "engine=vllm", marks=pytest.mark.vllm),
     *(pytest.param(name, "engine=sglang", marks=pytest.mark.stage("sglang")) for name in ON_SGLANG),
     pytest.param("one_step_off", "engine=sglang trainer=megatron", marks=pytest.mark.stage("sglang")),
-    ("tools", "engine=transformers"),
+    pytest.param("tools", "engine=transformers", marks=pytest.mark.sandbox),
 ]
 
 

@@ -43,6 +43,7 @@ def scores(responses: list[str], tests: Any, **settings: Any) -> list[float]:
     return rewards["rewards"].tolist()  # type: ignore[no-any-return, union-attr]
 
 
+@pytest.mark.sandbox
 @pytest.mark.parametrize(("worth", "half"), [("all", 0.0), ("share", 1 / 3)])
 def test_pairs_and_assertions_are_scored_as_all_or_as_a_share(worth: str, half: float) -> None:
     programs = [RIGHT, "print(3 * int(input()))", "print(0)", "this is no code"]
@@ -51,6 +52,7 @@ def test_pairs_and_assertions_are_scored_as_all_or_as_a_share(worth: str, half: 
     assert scores(functions, ASSERTS, score=worth) == pytest.approx([1.0, half, 0.0])
 
 
+@pytest.mark.sandbox
 def test_input_is_a_real_one_and_stderr_is_no_output() -> None:
     programs = [
         "import sys; print(2 * int(sys.stdin.readline()), end='   \\n\\n')",
@@ -78,6 +80,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.sandbox
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_code_scores_nothing_and_harms_nobody(name: str) -> None:
     limits = {"seconds": 2.0, "memory_bytes": 1 << 28, "output_bytes": 1 << 16}
@@ -131,6 +134,7 @@ def test_the_formats_of_known_data_sets_are_read() -> None:
     assert cases_of({"assert_case": ASSERTS}) == cases_of(ASSERTS)
 
 
+@pytest.mark.sandbox
 @pytest.mark.parametrize(
     "tests", ["no json", "[]", "{}", '"text"', "3", '[{"input": "1"}]', '{"inputs": [1], "outputs": []}', '{"fn_name": "f"}']
 )

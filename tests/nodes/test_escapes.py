@@ -14,7 +14,7 @@ from nodes.outside import World, users, without_sandbox, world
 from rlgraph.nodes.sandbox import Limits, ToolError, run
 from rlgraph.nodes.sandboxes import Executed, LocalSandbox
 
-pytestmark = pytest.mark.stage("exhaustive")
+pytestmark = [pytest.mark.stage("exhaustive"), pytest.mark.sandbox]
 
 LIMITS = Limits(seconds=20, memory_bytes=512 << 20, output_bytes=4000, file_bytes=4 << 20)
 SHORT = Limits(seconds=1, memory_bytes=512 << 20, output_bytes=4000, file_bytes=4 << 20)

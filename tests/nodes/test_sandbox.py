@@ -13,6 +13,8 @@ import rlgraph as rg
 from rlgraph.errors import GraphError
 from rlgraph.nodes.sandbox import LAYERS, Limits, ToolError, run
 
+pytestmark = pytest.mark.sandbox
+
 BARE = f"""
 import runpy, sys, types
 sys.modules["rlgraph"] = types.ModuleType("rlgraph")  # without what all of it loads, which takes seconds

@@ -17,6 +17,8 @@ import rlgraph as rg
 from rlgraph.errors import GraphError
 from rlgraph.nodes.sandbox import Limits
 
+pytestmark = pytest.mark.sandbox
+
 QUICK = Limits(seconds=20, memory_bytes=512 << 20, output_bytes=2000, file_bytes=1 << 20)
 EXAMPLE = Path(__file__).parents[2] / "recipes" / "tasks" / "http_sandbox.py"
 LISTED = "import os; sorted(os.listdir('.'))"

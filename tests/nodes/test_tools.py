@@ -60,6 +60,7 @@ def test_calls_beyond_the_most_of_a_turn_are_answered_too() -> None:
     assert turn.info["calls"] == 8
 
 
+@pytest.mark.sandbox
 def test_python_runs_in_its_sandbox() -> None:
     assert reply(call("python", code="print(sum(range(5)))"))[1] == ["10"]
 
@@ -101,6 +102,7 @@ def test_lone_surrogates_of_calls_and_messages_are_replaced() -> None:
     assert rg.Message("tool", "a\ud83d", name="\ud800") == rg.Message("tool", "a\ufffd", name="\ufffd")
 
 
+@pytest.mark.sandbox
 def test_a_long_answer_is_cut() -> None:
     _, [answer] = reply(call("python", code="print('y' * 3000)"), output_characters=50)
     assert "2951 more characters" in answer or "2950 more characters" in answer

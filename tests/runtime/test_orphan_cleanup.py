@@ -109,7 +109,10 @@ def test_a_folder_that_others_may_enter_is_none_of_the_librarys(mode: int, tmp_p
 @pytest.mark.skipif(os.getuid() != 0, reason="gives a folder to another user, which root alone may")
 def test_a_folder_of_another_user_is_left_alone(tmp_path: Path) -> None:
     folder = of_a_dead_driver(tmp_path / f"{orphan_cleanup.PREFIX}1")
-    os.chown(folder, 12345, -1)
+    try:
+        os.chown(folder, 12345, -1)
+    except OSError as error:
+        pytest.skip(f"another user's folder cannot be made here: {error}")
     assert orphan_cleanup.sweep() == []
     assert folder.exists()
 
@@ -136,6 +139,7 @@ def test_what_a_swept_folder_links_to_stays(tmp_path: Path, victim: Path) -> Non
     assert not folder.exists()
 
 
+@pytest.mark.sandbox
 def test_no_folder_that_a_tools_code_writes_into_has_the_name_of_a_jobs(tmp_path: Path) -> None:
     """So that no note of its own is ever read, also where the generator is killed and the folder stays."""
 
