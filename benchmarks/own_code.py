@@ -32,8 +32,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
-from rlgraph.channels.host.address import set_deadline
 from rlgraph.channels.host.connection import Connection as AuthenticatedConnection
+from rlgraph.channels.host.connection import set_deadline
 from rlgraph.runtime.worker.stacks import offer_stacks, read_stacks
 
 KEY, CONNECTS, WORKERS, NOBODY = b"key", 100, 4, 65534

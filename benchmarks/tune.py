@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import rlgraph as rg
-from rlgraph.algorithms.return_advantages import ReinforcePlusPlus
+from rlgraph.algorithms.advantages import ReinforcePlusPlus
 from rlgraph.costs.functions import Decode, NodeCost, Setting
 from rlgraph.costs.lengths import Lengths
 from rlgraph.graph.nodes import Output, declare

@@ -20,8 +20,7 @@ from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype
 from rlgraph.engines.hf_models import hub
 from rlgraph.errors import DataError, PlanError, PlanWarning, shown
 from rlgraph.graph.no_signal import no_signal_warnings
-from rlgraph.graph.nodes import Graph
-from rlgraph.graph.reachable import unreached_warnings
+from rlgraph.graph.nodes import Graph, unreached_warnings
 from rlgraph.nodes.hub_models import place_models
 from rlgraph.nodes.training.learned_reward import check_heads
 from rlgraph.nodes.trial import try_functions

@@ -9,7 +9,7 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.algorithms import ESTIMATORS, LOSSES
-from rlgraph.algorithms.presets import DECOUPLED
+from rlgraph.algorithms.correction import DECOUPLED
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import GraphError
 

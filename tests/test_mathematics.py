@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 
 pytestmark = pytest.mark.stage("recipes")
+pytest.importorskip("reasoning_gym", exc_type=ImportError)  # one of its packages is built from source, by a C compiler
 
 SMALL = [
     "engine=transformers",

@@ -8,7 +8,7 @@ import rlgraph
 PACKAGE = Path(rlgraph.__file__).parent
 FOREIGN = {  # the text of others that a module reads with regular expressions
     "nodes/environments/adapters/gymnasium.py": "actions in what a model has said",
-    "algorithms/rejection.py": "a threshold that a user writes, as verl does",
+    "algorithms/correction.py": "a threshold that a user writes, as verl does",
     "channels/host/slot_memory.py": "names of PyTorch's dtypes",
     "engines/forward/miniature.py": "names of settings in config.json",
     "engines/hf_models/model_files.py": "names of parameters in a file of weights",

@@ -7,8 +7,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from rlgraph.channels import HostReader, HostWriter
-from rlgraph.channels.remote.gloo import Gloo
-from rlgraph.channels.remote.transfer import Finish
+from rlgraph.channels.remote.transfer import Finish, Gloo
 
 LARGE = torch.arange(4 << 20, dtype=torch.int64)  # 32 MiB, more than the sockets hold
 

@@ -1,30 +1,45 @@
 """Pure tensor functions of RL post-training: advantages, losses, KL, rollout correction, shaping."""
 
+from rlgraph.algorithms.advantages import (
+    GAE,
+    GDPO,
+    GPG,
+    GRPO,
+    OPO,
+    RLOO,
+    OptimalTokenBaseline,
+    PassK,
+    ProcessGRPO,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+    StepwiseLoss,
+)
 from rlgraph.algorithms.aggregation import AGGREGATIONS, Totals, aggregate
-from rlgraph.algorithms.bypass import Bypass
-from rlgraph.algorithms.covariance_losses import ClipCov, KlCov
+from rlgraph.algorithms.correction import STATISTICS, IcePop, ImportanceWeights, Rejection, RolloutCorrection, TruncatedIS
 from rlgraph.algorithms.diagnostics import diagnostics
 from rlgraph.algorithms.distillation import DistillationLoss, TeacherKL
-from rlgraph.algorithms.divergence_losses import DPPO
-from rlgraph.algorithms.group_advantages import GDPO, GPG, GRPO, OPO, RLOO, PassK, ReinforcePlusPlusBaseline
 from rlgraph.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty, penalize_rewards
-from rlgraph.algorithms.losses import CISPO, DRO, ClippedLoss, Reinforce
 from rlgraph.algorithms.masks import masked_mean, masked_sum, whiten
 from rlgraph.algorithms.names import ESTIMATORS, LOSSES, correction, estimator, loss
 from rlgraph.algorithms.policy_loss import PolicyLoss
-from rlgraph.algorithms.preferences import DPO, IPO, KTO, ORPO, SimPO
-from rlgraph.algorithms.presets import RolloutCorrection
-from rlgraph.algorithms.process_rewards import ProcessGRPO, StepwiseLoss
-from rlgraph.algorithms.proximal import ProximalLoss, proximal_log_probs
-from rlgraph.algorithms.rejection import STATISTICS, Rejection
-from rlgraph.algorithms.return_advantages import GAE, ReinforcePlusPlus, ReMax
-from rlgraph.algorithms.reward_losses import BradleyTerry
-from rlgraph.algorithms.rollout_correction import IcePop, ImportanceWeights, TruncatedIS
-from rlgraph.algorithms.sequence_losses import GMPO, GSPO, SAPO
+from rlgraph.algorithms.policy_losses import (
+    CISPO,
+    DPPO,
+    DRO,
+    GMPO,
+    GSPO,
+    SAPO,
+    Bypass,
+    ClipCov,
+    ClippedLoss,
+    KlCov,
+    ProximalLoss,
+    Reinforce,
+    proximal_log_probs,
+)
 from rlgraph.algorithms.shaping import OverlongPenalty, constant_groups
-from rlgraph.algorithms.supervised import SFTLoss
-from rlgraph.algorithms.token_baselines import OptimalTokenBaseline
-from rlgraph.algorithms.value_loss import ValueLoss
+from rlgraph.algorithms.supervised_losses import DPO, IPO, KTO, ORPO, BradleyTerry, SFTLoss, SimPO, ValueLoss
 from rlgraph.algorithms.whole_loss import WholeLoss
 
 __all__ = [

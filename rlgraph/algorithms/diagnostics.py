@@ -8,12 +8,10 @@ from collections.abc import Callable
 import torch
 
 from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.correction import IcePop, ImportanceWeights, Rejection, RolloutCorrection, masked_log_ratio
 from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import EPSILON, count, keep, lengths, masked_mean, masked_sum
 from rlgraph.algorithms.policy_loss import Metrics, to_floats
-from rlgraph.algorithms.presets import RolloutCorrection
-from rlgraph.algorithms.rejection import Rejection
-from rlgraph.algorithms.rollout_correction import IcePop, ImportanceWeights, masked_log_ratio
 
 
 @torch.no_grad()

@@ -4,19 +4,36 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rlgraph.algorithms.bypass import Bypass
-from rlgraph.algorithms.covariance_losses import ClipCov, KlCov
-from rlgraph.algorithms.divergence_losses import DPPO
-from rlgraph.algorithms.group_advantages import GDPO, GPG, GRPO, OPO, RLOO, PassK, ReinforcePlusPlusBaseline
-from rlgraph.algorithms.losses import CISPO, DRO, ClippedLoss, Reinforce
-from rlgraph.algorithms.preferences import DPO, IPO, KTO, ORPO, SimPO
-from rlgraph.algorithms.presets import BYPASS, DECOUPLED, RolloutCorrection
-from rlgraph.algorithms.process_rewards import ProcessGRPO
-from rlgraph.algorithms.proximal import ProximalLoss
-from rlgraph.algorithms.return_advantages import GAE, ReinforcePlusPlus, ReMax
-from rlgraph.algorithms.sequence_losses import GMPO, GSPO, SAPO
-from rlgraph.algorithms.supervised import SFTLoss
-from rlgraph.algorithms.token_baselines import OptimalTokenBaseline
+from rlgraph.algorithms.advantages import (
+    GAE,
+    GDPO,
+    GPG,
+    GRPO,
+    OPO,
+    RLOO,
+    OptimalTokenBaseline,
+    PassK,
+    ProcessGRPO,
+    ReinforcePlusPlus,
+    ReinforcePlusPlusBaseline,
+    ReMax,
+)
+from rlgraph.algorithms.correction import BYPASS, DECOUPLED, RolloutCorrection
+from rlgraph.algorithms.policy_losses import (
+    CISPO,
+    DPPO,
+    DRO,
+    GMPO,
+    GSPO,
+    SAPO,
+    Bypass,
+    ClipCov,
+    ClippedLoss,
+    KlCov,
+    ProximalLoss,
+    Reinforce,
+)
+from rlgraph.algorithms.supervised_losses import DPO, IPO, KTO, ORPO, SFTLoss, SimPO
 from rlgraph.errors import GraphError
 
 ESTIMATORS: Mapping[str, Callable[..., Any]] = {

@@ -6,9 +6,8 @@ from typing import ClassVar
 import torch
 
 from rlgraph import settings
-from rlgraph.algorithms.groups import Groups
 from rlgraph.algorithms.inputs import masked, rowwise
-from rlgraph.algorithms.masks import ends
+from rlgraph.algorithms.masks import Groups, ends
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
 from rlgraph.settings import Count, Positive

@@ -86,8 +86,8 @@ TRANSPORTS: Final[Mapping[str, Transport]] = {
             "gloo", "rlgraph.channels.host.channel", "hosts", writer_keeps="host", reader_keeps="host", carrier="gloo", passes_on=True
         ),
         Transport("ray", "rlgraph.channels.host.ray_channel", "host", writer_keeps="host", reader_keeps="host", needs_ray=True),
-        Transport("ray nccl", "rlgraph.channels.host.ray_devices", "host", "gpu", reader_keeps="gpu", carrier="nccl", needs_ray=True),
-        Transport("ray gloo", "rlgraph.channels.host.ray_devices", "host", "host", reader_keeps="host", carrier="gloo", needs_ray=True),
+        Transport("ray nccl", "rlgraph.channels.host.ray_channel", "host", "gpu", reader_keeps="gpu", carrier="nccl", needs_ray=True),
+        Transport("ray gloo", "rlgraph.channels.host.ray_channel", "host", "host", reader_keeps="host", carrier="gloo", needs_ray=True),
     )
 }
 

@@ -11,7 +11,7 @@ from rlgraph.compiler.schedule import Dependency, Event, EventKind, Schedule
 from rlgraph.compiler.time_sharing import Sleeps, wake_and_sleep_events, with_wake_and_sleep
 from rlgraph.costs.costs import Costs
 from rlgraph.graph.nodes import Feedback, Graph, Node
-from rlgraph.graph.rounds import lags
+from rlgraph.graph.rules import lags
 
 Hosts = Mapping[str, str]  # the worker of each node, by name
 Seconds = Mapping[str, float]  # of each node in a step, on average

@@ -2,7 +2,7 @@
 
 A dependency with t credits lets `after` fire t times before `before` has fired at all; so firing k of `after` waits for
 firing k - t of `before`. The number of credits on a cycle never changes (Commoner, 1971), which is what bounds staleness. Between
-nodes of one pool t may be below 0: update k waits for rollout k + 1 where an update comes a round later (see `rlgraph.graph.rounds`).
+nodes of one pool t may be below 0: update k waits for rollout k + 1 where an update comes a round later (see `rlgraph.graph.rules`).
 
 A firing starts, works, and then puts what it wrote into its channels, one after another. A channel without a free slot delays
 that put, those after it and the end of the firing, but neither its start nor its work.

@@ -1,20 +1,110 @@
 """The rules that a graph must meet, one function a rule. Each says where, what was found, the rule and the fix."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
 from rlgraph.columns import COLUMNS
 from rlgraph.errors import GraphError, choices, shown
-from rlgraph.graph.adapter_rules import check_adapters
 from rlgraph.graph.exact_rules import check_exact
-from rlgraph.graph.replay_rules import routes_have_a_reader
-from rlgraph.graph.rounds import lags
 
 if TYPE_CHECKING:
     from rlgraph.graph.nodes import Feedback, Graph, Node, Output
+
+# The rules of feedback edges that carry an adapter: each reader merges it into the same base.
+
+
+def check_adapters(graph: "Graph") -> None:
+    """Refuse readers of an adapter that do not generate, whose engine merges none, that read another folder, or that span devices."""
+    for feedback in graph.feedbacks:
+        source = feedback.source.node.model if feedback.source is not None else None
+        if source is None or source.traits.adapter is None:
+            continue
+        for node in graph.nodes:
+            if node.feedback is not feedback or node.model is None:
+                continue
+            where = f"graph '{graph.name}': node '{node.name}' follows feedback '{feedback.name}', which carries an adapter"
+            if node.traits.work != "generate":
+                raise GraphError(f"{where}; only a generator merges one: use policy.log_probs(rollout), or leave out adapter=")
+            if not node.model.traits.merges_adapters:
+                raise GraphError(
+                    f"{where}, but its engine is not tested with adapters: use engine='transformers' or 'vllm', or leave out adapter="
+                )
+            if node.model.path != source.path:
+                raise GraphError(
+                    f"{where} of '{source.path}', and its own model is '{node.model.path}'; both start from one folder, since only the "
+                    "adapter is sent: give the same path"
+                )
+            if node.model.group > 1:
+                raise GraphError(
+                    f"{where}, but its engine spans {node.model.group} devices, which share weights that arrive whole: use "
+                    "tensor_parallel=1, or leave out adapter="
+                )
+
+
+# The rule of graphs whose engines tell which experts they chose, `Generator(routes=True)`.
+
+
+def routes_have_a_reader(graph: "Graph") -> None:
+    """Refuse routes that nobody reads: they are the largest columns of a rollout."""
+    read = {node.source_of("routes") for node in graph.nodes if "routes" in node.reads}
+    for node in graph.nodes:
+        if node.traits.work == "generate" and "routes" in node.writes and node not in read:
+            raise GraphError(
+                f"graph '{graph.name}': node '{node.name}' samples with routes=True, and nothing reads the routes; train a policy with "
+                "router_replay=True on it, or leave out routes"
+            )
+
+
+# The round of its pool in which a node fires: an update on the rollout's own pool comes one or more rounds later.
+#
+#     depth=0    rollout 0, update 0, rollout 1, update 1, ...
+#     depth=1    rollout 0, rollout 1, update 0, rollout 2, update 1, ...
+#
+# In the second order a reward on the host works on batch k while rollout k + 1 decodes. Node n fires for step r - lag(n) in round r.
+# Every event waits for an earlier round, or for an earlier event of its own round, so no such order deadlocks.
+
+
+def lags(graph: "Graph") -> "Mapping[Node, int]":
+    """Count the rounds by which each node fires later than the rollout of its step; 0 for all if no update can give way.
+
+    An update gives way if it has the devices of its rollout, a depth above 0, and waits for work on other devices. One round
+    hides that work. At depth 2 the weights can also move during a rollout, which needs a version one round older. Each depth
+    above 2 adds another round, for several such nodes one behind another.
+    """
+    late: set[Node] = set()
+    driven = [node for node in graph.nodes if node.feedback is not None and node.feedback.depth > 0 and node.due is None]
+    for rollout in driven:
+        late.update(_after_work_elsewhere(graph, rollout))
+    most = max(1, min((node.feedback.depth for node in driven if node.feedback is not None), default=1) - 1)
+    size = -1
+    while late and size != len(late):
+        size = len(late)
+        late.update(node for node in graph.nodes if _must_be_late(graph, node, late, most))
+    return {node: most if node in late and late.isdisjoint(driven) else 0 for node in graph.nodes}
+
+
+def _after_work_elsewhere(graph: "Graph", rollout: "Node") -> "Iterator[Node]":
+    """Yield the nodes of the rollout's pool that wait for work on other devices, if the update that publishes its weights is among them."""
+    elsewhere = [node for node in nx.descendants(graph.forward, rollout) if node.pool is not rollout.pool]
+    behind = {node for other in elsewhere for node in nx.descendants(graph.forward, other) if node.pool is rollout.pool}
+    if rollout.feedback is not None and rollout.feedback.source is not None and rollout.feedback.source.node in behind:
+        yield from behind
+
+
+def _must_be_late(graph: "Graph", node: "Node", late: "set[Node]", most: int) -> bool:
+    """Tell whether a node reads from a late one, fires in its worker, works on the same chunks, or needs its weights too soon."""
+    feedback = node.feedback
+    soon = feedback is not None and (graph.evaluates_apart(node) or feedback.depth < most)
+    return (
+        any(output.node in late for output in node.inputs)
+        or any(node.model is not None and node.model is other.model for other in late)
+        or any(node.follows is not None and node.follows is other.follows for other in late)
+        or (soon and feedback is not None and feedback.source is not None and feedback.source.node in late)
+    )
+
 
 SAMPLED = "rollout_log_probs"  # the engine's, under its own sampling
 MAX_SLOTS = 64  # of a channel

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.algorithms.process_rewards import LABELS
+from rlgraph.algorithms.advantages import LABELS
 from rlgraph.columns import Column, padded
 from rlgraph.data.rows import Dataset, digest, place_of, rows
 from rlgraph.engines.hf_models.encoding import prompt_tokens

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import rlgraph.algorithms as alg
-from rlgraph.algorithms.presets import BYPASS
-from rlgraph.algorithms.presets import DECOUPLED as PRESETS
+from rlgraph.algorithms.correction import BYPASS
+from rlgraph.algorithms.correction import DECOUPLED as PRESETS
 from rlgraph.errors import GraphError
 
 

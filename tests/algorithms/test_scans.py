@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlgraph.algorithms import masks, scans
+from rlgraph.algorithms import masks
 from tests.algorithms.data import ESTIMATORS, batch
 
 WIDTHS = (1, 31, 32, 33, 64, 96, 1024)
@@ -16,13 +16,13 @@ def test_discounted_sums_equal_their_definition(width: int, discount: float) -> 
     expected, following = torch.empty_like(values), torch.zeros(5, dtype=torch.float64)
     for t in reversed(range(width)):
         expected[:, t] = following = values[:, t] + discount * following
-    torch.testing.assert_close(scans.discounted_sum(values, discount), expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(masks.discounted_sum(values, discount), expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_running_sums_equal_their_definition(width: int) -> None:
     values = torch.randn(5, width, generator=torch.Generator().manual_seed(width), dtype=torch.float64)
-    torch.testing.assert_close(scans.running_sum_(values.clone()), values.cumsum(-1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(masks.running_sum_(values.clone()), values.cumsum(-1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("length", [9, 64])

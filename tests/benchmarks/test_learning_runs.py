@@ -131,6 +131,7 @@ def test_curves_are_means_where_all_seeds_are() -> None:
 
 @pytest.mark.stage("jobs")
 def test_a_run_whose_time_is_over_is_saved_and_goes_on_to_the_same_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("reasoning_gym", exc_type=ImportError)
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
     small = {
         "engine": "transformers",

@@ -17,8 +17,7 @@ import msgspec
 
 from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.host import protocol, slot_memory
-from rlgraph.channels.host.address import set_deadline
-from rlgraph.channels.host.connection import Connection
+from rlgraph.channels.host.connection import Connection, set_deadline
 from rlgraph.channels.host.protocol import ControlMessage, Failed, Free, Full, Goodbye, More, Staged, Welcome
 from rlgraph.channels.host.slot_memory import Mapped, new_segment
 from rlgraph.errors import ChannelError, RlgraphError

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from rlgraph.channels.host.interface import VARIABLES, interface_of, talk_at
+from rlgraph.channels.host.connection import VARIABLES, interface_of, talk_at
 
 
 @pytest.mark.parametrize(("address", "name"), [("127.0.0.1", "lo"), ("127.3.2.1", "lo"), ("198.51.100.7", ""), ("::1", "")])

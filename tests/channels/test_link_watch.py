@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlgraph.channels.host import link_watch
-from rlgraph.channels.host.address import tune
+from rlgraph.channels.host import connection
+from rlgraph.channels.host.connection import tune
 
 SO_ATTACH_FILTER = 26
 PLENTY = 64 * 2**20  # bytes, more than the sockets hold
@@ -18,13 +18,13 @@ PLENTY = 64 * 2**20  # bytes, more than the sockets hold
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, socket.socket]]:
     """Two ends of a TCP connection, which is watched impatiently."""
-    monkeypatch.setattr(link_watch, "LOST_S", 0.4)
-    monkeypatch.setattr(link_watch, "LOOK_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         near = socket.create_connection(listener.getsockname())
         far, _ = listener.accept()
     with near, far:
         tune(near)
+        monkeypatch.setattr(connection, "LOST_S", 0.4)
+        monkeypatch.setattr(connection, "LOOK_S", 0.1)
         near.settimeout(60)
         yield near, far
 
@@ -58,7 +58,7 @@ def test_a_peer_that_reads_nothing_for_long_keeps_its_connection(ends: tuple[soc
 
 
 def test_a_closed_connection_is_watched_no_longer() -> None:
-    watch = link_watch.LinkWatch()
+    watch = connection.LinkWatch()
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as link:
         watch.add(link)
     end = time.monotonic() + 60

@@ -15,8 +15,7 @@ from rlgraph.channels.host import channel as host_channel
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.protocol import More, Portion
 from rlgraph.channels.remote import inward, transfer
-from rlgraph.channels.remote.gloo import Gloo
-from rlgraph.channels.remote.transfer import Finish
+from rlgraph.channels.remote.transfer import Finish, Gloo
 from rlgraph.compiler.relaying import SHAPES
 from rlgraph.compiler.routes import crossings, routed
 from rlgraph.errors import ChannelBroken, ChannelClosed

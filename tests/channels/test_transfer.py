@@ -15,7 +15,7 @@ from transfer_peer import LARGE
 
 from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.remote import relay
-from rlgraph.channels.remote.gloo import Gloo
+from rlgraph.channels.remote.transfer import Gloo
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout

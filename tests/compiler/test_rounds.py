@@ -8,7 +8,7 @@ from simulated import Loop
 import rlgraph as rg
 from rlgraph.costs.functions import SleepCost
 from rlgraph.graph.nodes import Graph, Output, declare
-from rlgraph.graph.rounds import lags
+from rlgraph.graph.rules import lags
 
 SECONDS = {"prompts": 0.0, "rollout": 1.0, "reward": 0.5, "update": 0.75}
 MOVED = {"publish_s": 0.25, "swap_s": 0.125, "receive_s": 0.125}

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from tiny import batch_of
 
 from rlgraph.batching.cutting import micro_batches
-from rlgraph.batching.flat_packing import pack_flat
-from rlgraph.batching.packing import pack, plan_micro_batches, response_lengths
+from rlgraph.batching.packing import pack, pack_flat, plan_micro_batches, response_lengths
 from rlgraph.engines.forward import flash
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=8).map(

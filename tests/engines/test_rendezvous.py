@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from forked import server
 
-from rlgraph.channels.host.address import bound, listen
+from rlgraph.channels.host.connection import bound, listen
 from rlgraph.engines.fsdp.rendezvous import meet
 from rlgraph.errors import ChannelError
 

@@ -75,7 +75,7 @@ def test_one_other_route_changes_the_log_probs_behind_it_and_no_others(model: Pa
     other["routes"][5, 3, 0, 0] = next(expert for expert in range(8) if expert not in batch["routes"][5, 3, 0])
     with closing(trainer(model)) as engine:
         before, after = engine.scores(batch), engine.scores(other)
-    differ = (before != after).nonzero().tolist()
+    differ = ((before - after).abs() > 1e-5).nonzero().tolist()  # several threads add up the rows of an expert in another order
     assert differ
     assert all(row == 5 and column > 3 for row, column in differ)
     assert torch.allclose(after, reference(plain(model), other).detach(), atol=2e-5)

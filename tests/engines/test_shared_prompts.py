@@ -15,8 +15,7 @@ from tiny import WeightedLikelihood, batch_of, returns_of
 import rlgraph as rg
 from rlgraph.algorithms import ValueLoss
 from rlgraph.batching import packing
-from rlgraph.batching.flat_packing import pack_flat
-from rlgraph.batching.packing import MicroBatch, plan_micro_batches
+from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
 from rlgraph.engines.forward import flash, packed_attention, self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead

@@ -14,7 +14,7 @@ def write(addresses: Any, done: Any, kill: bool) -> None:
     import torch
 
     from rlgraph.channels.host.channel import HostWriter
-    from rlgraph.channels.remote.nccl import Nccl
+    from rlgraph.channels.remote.transfer import Nccl
     from rlgraph.channels.weights.endpoints import WeightsWriter
     from rlgraph.channels.weights.shards import whole
 

@@ -18,8 +18,7 @@ from families import folder_of
 from flat_kernel import flash_on_cpu
 from tiny import WeightedLikelihood, batch_of
 
-from rlgraph.batching.flat_packing import pack_flat
-from rlgraph.batching.packing import plan_micro_batches
+from rlgraph.batching.packing import pack_flat, plan_micro_batches
 from rlgraph.engines.forward import flash, packed_attention
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.adamw import AdamW

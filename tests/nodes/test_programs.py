@@ -13,7 +13,7 @@ from conversing import Rolled, Scripted
 from templates import model_with
 
 import rlgraph as rg
-from rlgraph.algorithms.return_advantages import ReinforcePlusPlus
+from rlgraph.algorithms.advantages import ReinforcePlusPlus
 from rlgraph.engines.api import Response
 
 CALL = '<tool_call>{"name": "double", "arguments": {"number": %d}}</tool_call>'

@@ -72,6 +72,7 @@ async def both(outside: World, seed: int) -> list[str]:
     return await asyncio.gather(*(fuzzed(start + FUZZ.format(seed=seed + i)) for i in range(2)))
 
 
+@pytest.mark.sandbox
 @pytest.mark.stage("jobs")
 @pytest.mark.timeout(0)
 def test_random_system_calls_change_nothing_outside(outside: World) -> None:

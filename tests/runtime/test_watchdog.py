@@ -18,9 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlgraph.channels.host.address import listen
 from rlgraph.channels.host.channel import HostReader, HostWriter
-from rlgraph.channels.host.connection import Connection
+from rlgraph.channels.host.connection import Connection, listen
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Column, Columns
 from rlgraph.compiler.cluster import Cluster

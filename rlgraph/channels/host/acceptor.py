@@ -7,10 +7,9 @@ from collections.abc import Iterable, Sequence
 from multiprocessing import AuthenticationError
 
 from rlgraph.channels.host import protocol
-from rlgraph.channels.host.address import bound, close_listener, is_path, listen
-from rlgraph.channels.host.connection import Connection
+from rlgraph.channels.host.connection import Connection, bound, close_listener, is_path, listen
 from rlgraph.channels.host.protocol import Failed, Goodbye, Lost, Welcome
-from rlgraph.channels.remote.outward import to_reader
+from rlgraph.channels.remote.relay import to_reader
 from rlgraph.channels.remote.transfer import DeviceBuffers
 
 HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the others no longer than this

@@ -9,6 +9,7 @@ if the channel has that carrier. A reader may pass messages on to others, of its
 import functools
 import mmap
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,20 +17,54 @@ from typing import cast
 
 import torch
 
-from rlgraph.channels.api import Stop, Taken, check_channel, check_columns
+from rlgraph.channels.api import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
 from rlgraph.channels.factory import Site, Transport
-from rlgraph.channels.host import address as places
+from rlgraph.channels.host import connection as places
 from rlgraph.channels.host import protocol, slot_memory
 from rlgraph.channels.host.acceptor import Acceptor
 from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.channels.host.encryption import check_encryption
-from rlgraph.channels.host.end import HostEnd
 from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, More, Portion
 from rlgraph.channels.host.slot_memory import DeviceMemory, Handle, Mapped, map_segment, segment_of
 from rlgraph.channels.remote.inward import from_writer
 from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError, shown
+
+# What the two ends of a host channel share.
+
+
+class HostEnd:
+    """How an end closes, fails and counts. `close` and `fail` may come from another thread."""
+
+    def __init__(self, name: str, role: str, slots: int) -> None:
+        self.end = End(name, role)
+        self._meter = Meter(slots)
+        self._segments: dict[int, mmap.mmap] = {}
+        self._stop: Stop | None = None
+        self._open = True
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        self._end_with(Goodbye(), Stop("this end"))
+
+    def fail(self, reason: str) -> None:
+        self._end_with(Failed(reason[: protocol.MAX_REASON]), Stop("this end", f"failed: {reason}"))
+
+    def statistics(self) -> Statistics:
+        return self._meter.statistics()
+
+    def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
+        with self._lock:
+            if self._open:
+                self._open, self._stop = False, stop
+                self._leave(last)
+                self._segments.clear()
+
+    def _leave(self, last: Goodbye | Failed) -> None:
+        """Send a last message to the peers, and let go of what the end holds beside the segments."""
+        raise NotImplementedError
+
 
 PART_BYTES = 4 << 20  # large enough that what a part costs on its way is little beside its bytes
 

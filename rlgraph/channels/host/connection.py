@@ -6,19 +6,276 @@ is read; on an encrypted connection also over the certificate that they see. Wha
 """
 
 import contextlib
+import ctypes
+import errno
+import fcntl
 import hmac
+import math
 import os
 import select
 import socket
 import ssl
 import struct
-from collections.abc import Iterator
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator
 from multiprocessing import AuthenticationError
 
 import msgspec
 
-from rlgraph.channels.host.address import set_deadline, tune
 from rlgraph.channels.host.encryption import EncryptedSocket, encrypted
+from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
+
+# Ends connections to other hosts on which bytes are under way and nothing is acknowledged. Keep-alive asks only where none are.
+#
+# `TCP_USER_TIMEOUT` sees this too. But it also ends the connection of a living peer that reads nothing for as long, because it holds its
+# interpreter or is busy: its window is closed, though its kernel answers.
+
+LOST_S = 5  # a host that does not answer for so long is lost, whether it was sent something or not
+LOOK_S = 0.5
+_UNACKNOWLEDGED_AND_SILENT_MS = struct.Struct("=24xI28xI")  # of `struct tcp_info`: tcpi_unacked, tcpi_last_ack_recv
+
+
+class LinkWatch:
+    """Looks at the connections of a process, on one thread, which ends with the last of them."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._links: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._suspected: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        self._runs = False
+
+    def add(self, link: socket.socket) -> None:
+        """Watch a TCP connection until it is closed."""
+        with self._lock:
+            self._links.add(link)
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="link watch", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            with self._lock:
+                for link in list(self._links):
+                    self._look(link)
+                if not self._links:
+                    self._runs = False
+                    return
+
+    def _look(self, link: socket.socket) -> None:
+        """End a link that was lost at the last look too: after a pause of this whole machine, answers come in between two looks."""
+        try:
+            lost = unanswered(link)
+        except OSError:  # it is closed
+            self._links.discard(link)
+            return
+        if not lost:
+            self._suspected.discard(link)
+        elif link not in self._suspected:
+            self._suspected.add(link)
+        else:
+            self._links.discard(link)
+            with contextlib.suppress(OSError):
+                socket.socket.shutdown(link, socket.SHUT_RDWR)  # also of a TLS socket, whose own would read on as plain text
+
+
+def unanswered(link: socket.socket) -> bool:
+    """Tell whether bytes are under way and the other host has acknowledged nothing for `LOST_S`. Raises OSError if the link is closed."""
+    info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKNOWLEDGED_AND_SILENT_MS.size)
+    under_way, silent_ms = _UNACKNOWLEDGED_AND_SILENT_MS.unpack(info)
+    return under_way > 0 and silent_ms >= LOST_S * 1000
+
+
+_watch = LinkWatch()
+
+
+def watch(link: socket.socket) -> None:
+    """Watch a TCP connection of this process until it is closed."""
+    _watch.add(link)
+
+
+def _forked() -> None:
+    global _watch
+    _watch = LinkWatch()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+# Addresses of connections: a path in a folder of the job on one host, `address:port` between hosts.
+
+MAX_PATH_BYTES = 107 - len(".new")  # sun_path of sockaddr_un, and what `listen` appends
+_IN_MOVED_TO = 0x80
+
+
+def is_path(address: str) -> bool:
+    return address.startswith("/")
+
+
+def check_address(channel: str, address: str, carrier: str | None = None) -> None:
+    """Raise ChannelError for a path too long for a Unix-domain socket, or for a path together with a carrier."""
+    if is_path(address) and carrier is not None:
+        raise ChannelError(
+            f"channel '{channel}' listens at the path '{address}' and has the carrier '{carrier}'; on one host readers map the "
+            "writer's memory, so give an address host:port, or no carrier"
+        )
+    size = len(os.fsencode(address))
+    if is_path(address) and size > MAX_PATH_BYTES:
+        raise ChannelError(
+            f"channel '{channel}': the socket path '{address}' has {size} bytes and may have {MAX_PATH_BYTES}; "
+            "put the folder of the job at a shorter path"
+        )
+
+
+def listen(channel: str, address: str, backlog: int) -> socket.socket:
+    """Listen at a path or at `address:port`. The path appears only once it accepts connections.
+
+    Port 0 takes a free port. Raises ChannelError if another writer has the path or the port.
+    """
+    if is_path(address):
+        return _listen_at_path(channel, address, backlog)
+    host, port = _host_and_port(address)
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((host, port))
+        listener.listen(backlog)
+    except OSError as error:
+        listener.close()
+        advice = {
+            errno.EADDRINUSE: "another program has that port; leave it 0 to take any that is free",
+            errno.EADDRNOTAVAIL: "no network interface of this host has that address; give one of its own",
+            errno.EACCES: "this user may not take that port; choose one above 1023",
+        }.get(error.errno or 0, "choose another address")
+        raise ChannelError(f"channel '{channel}' cannot listen at '{address}': {error.strerror}; {advice}") from error
+    return listener
+
+
+def _listen_at_path(channel: str, address: str, backlog: int) -> socket.socket:
+    if os.path.exists(address):
+        raise ChannelError(f"channel '{channel}': '{address}' is taken; every channel of a job has a path of its own")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(address + ".new")
+        listener.listen(backlog)
+        os.rename(address + ".new", address)
+    except OSError as error:
+        listener.close()
+        raise ChannelError(f"channel '{channel}' cannot listen at '{address}': {error.strerror}") from error
+    return listener
+
+
+def bound(listener: socket.socket) -> str:
+    """The address at which a socket listens."""
+    name = listener.getsockname()
+    return name if isinstance(name, str) else _joined(*name[:2])
+
+
+def close_listener(listener: socket.socket, address: str) -> None:
+    """Stop listening; a thread in `accept` wakes with an OSError."""
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    if is_path(address):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(address)
+
+
+def dial(where: str, address: str, timeout_s: float) -> socket.socket:
+    """Connect to the listener at `address`; waits for a path to appear. `where` begins every error.
+
+    Raises ChannelTimeout if none listens in time, ChannelBroken if it is gone.
+    """
+    deadline = time.monotonic() + timeout_s
+    if is_path(address) and not _wait_for_path(address, deadline):
+        raise ChannelTimeout(f"{where}: waited {timeout_s:g} s, no writer listens at '{address}'; it was not made, or has all its readers")
+    left_s = max(deadline - time.monotonic(), 0.001)
+    try:
+        if not is_path(address):
+            return socket.create_connection(_host_and_port(address), timeout=left_s)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            set_deadline(sock, left_s)
+            sock.connect(address)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+    except (BlockingIOError, TimeoutError) as error:
+        raise ChannelTimeout(f"{where}: waited {timeout_s:g} s, the writer at '{address}' does not answer") from error
+    except OSError as error:
+        raise gone(where, address, error) from error
+
+
+def gone(where: str, address: str, error: Exception, channel: str = "") -> ChannelBroken:
+    """Make the error for a writer that is gone before its reader has joined it."""
+    broken = ChannelBroken(f"{where}: the writer at '{address}' is gone ({error or 'end of file'})")
+    broken.channel, broken.host = channel, "" if is_path(address) else _host_and_port(address)[0]
+    return broken
+
+
+def tune(sock: socket.socket) -> None:
+    """Between hosts: send small messages at once, and notice within seconds that the other host is gone.
+
+    Keep-alive asks a silent peer every second. With bytes under way it asks nothing, and TCP would retransmit for a quarter of an hour:
+    `link_watch` ends such a connection.
+    """
+    sock.settimeout(None)
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, LOST_S - 1)
+    watch(sock)
+
+
+def set_deadline(sock: socket.socket, timeout_s: float) -> None:
+    """Let every blocking call on the socket fail with BlockingIOError after so many seconds; 0 means never."""
+    limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def ready(handles: Iterable[int], deadline: float) -> list[int]:
+    """Wait until some of the handles can be read, and return these; none if the deadline passes first."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    left_ms = math.ceil(max(0.0, deadline - time.monotonic()) * 1000)
+    return [handle for handle, _ in poll.poll(left_ms)]
+
+
+def _wait_for_path(path: str, deadline: float) -> bool:
+    """Wait for the path until the deadline, and return whether it exists. It sleeps in inotify: a listener is renamed into its place."""
+    if os.path.exists(path):
+        return True
+    libc = ctypes.CDLL(None, use_errno=True)
+    watch = libc.inotify_init1(os.O_CLOEXEC)
+    if watch < 0:
+        raise OSError(ctypes.get_errno(), "cannot make an inotify instance to wait for a writer")
+    try:
+        if libc.inotify_add_watch(watch, os.fsencode(os.path.dirname(path) or "."), _IN_MOVED_TO) < 0:
+            raise OSError(ctypes.get_errno(), "cannot watch the folder of a writer's socket", path)
+        while not os.path.exists(path):
+            if not ready([watch], deadline):
+                return False
+            os.read(watch, 65536)
+        return True
+    finally:
+        os.close(watch)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
 
 MAX_FRAME = 1 << 16  # bytes of a control message
 STALL_S = 10.0  # a peer that stops in the middle of a frame, or does not take one, has failed
@@ -178,3 +435,51 @@ def _peer(sock: socket.socket) -> tuple[int, str, str]:
         return pid, f"process {pid}", ""
     host, port = sock.getpeername()[:2]
     return 0, f"at {host}, port {port}", host
+
+
+# The network interface of an address, which gloo and NCCL want to know by name.
+
+ADDRESS_OF, MASK_OF = 0x8915, 0x891B  # SIOCGIFADDR, SIOCGIFNETMASK
+VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+def talk_at(address: str) -> None:
+    """Let gloo and NCCL of this process use the interface of an address, unless the user has named one.
+
+    Otherwise they take the first interface, or resolve the host's own name, which names a loopback address on many hosts.
+    """
+    name = interface_of(address)
+    for variable in VARIABLES if name else ():
+        os.environ.setdefault(variable, name)
+
+
+def interface_of(address: str) -> str:
+    """Find the interface that has an IPv4 address, else the one whose network it lies in; empty if there is none.
+
+    >>> interface_of("127.0.0.1")
+    'lo'
+    """
+    try:
+        wanted = _number(socket.inet_aton(address))
+    except OSError:
+        return ""  # an IPv6 address
+    around = ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            try:
+                own, mask = (_number(_asked(asking, what, name)) for what in (ADDRESS_OF, MASK_OF))
+            except OSError:
+                continue  # it has no IPv4 address
+            if own == wanted:
+                return name
+            if own & mask == wanted & mask:
+                around = around or name
+    return around
+
+
+def _asked(asking: socket.socket, what: int, name: str) -> bytes:
+    return fcntl.ioctl(asking, what, struct.pack("256s", name.encode()))[20:24]
+
+
+def _number(address: bytes) -> int:
+    return int.from_bytes(address, "big")

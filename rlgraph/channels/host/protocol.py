@@ -10,8 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from rlgraph.channels.api import MAX_SLOTS, Stop
-from rlgraph.channels.host.address import dial, gone
-from rlgraph.channels.host.connection import UNREADABLE, Connection
+from rlgraph.channels.host.connection import UNREADABLE, Connection, dial, gone
 from rlgraph.channels.host.slot_memory import Handle, Segment
 from rlgraph.errors import ChannelError, ChannelTimeout, shown
 

@@ -15,8 +15,7 @@ import torch
 
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.acceptor import Acceptor
-from rlgraph.channels.host.address import ready
-from rlgraph.channels.host.connection import Connection, ProtocolError
+from rlgraph.channels.host.connection import Connection, ProtocolError, ready
 from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, Lost, Portion, Posted, Staged
 from rlgraph.channels.host.slot_memory import Handle, Segment, segment_of
 from rlgraph.channels.remote import relay, transfer

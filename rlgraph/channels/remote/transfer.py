@@ -1,12 +1,7 @@
-"""Columns on a GPU between hosts: the interface of a communicator of two, and how a relay waits for it.
+"""Columns between hosts by a communicator of two: its interface, NCCL for GPUs, and gloo as its stand-in without one."""
 
-No cycle of waits can arise, whatever channels a process has, and beside the collectives of a trainer. Each connection has its own
-thread and its own communicator. The reader's side posts a receive of bytes that are there on the sending host, and then requests them: a
-send that has begun waits only for the wire, and a receive for its send to begin. A reader that passes a message on has it sent in parts,
-each once it is there, and no message comes back to where it was. A process receives one message at a time. It may wait for parts of it:
-the host that passes them on is then receiving this message itself, or has it whole, so at the end of such waits is the writer.
-"""
-
+import ctypes
+import functools
 import os
 import select
 import socket
@@ -19,12 +14,21 @@ from typing import Final, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroupGloo, Work
 
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.channels.host.protocol import CarrierName, Failed, KeyValue
 from rlgraph.channels.host.slot_memory import Handle, Segment, handle_of
 from rlgraph.errors import ChannelError, shown
+
+# Columns on a GPU between hosts: the interface of a communicator of two, and how a relay waits for it.
+#
+# No cycle of waits can arise, whatever channels a process has, and beside the collectives of a trainer. Each connection has its own
+# thread and its own communicator. The reader's side posts a receive of bytes that are there on the sending host, and then requests them: a
+# send that has begun waits only for the wire, and a receive for its send to begin. A reader that passes a message on has it sent in parts,
+# each once it is there, and no message comes back to where it was. A process receives one message at a time. It may wait for parts of it:
+# the host that passes them on is then receiving this message itself, or has it whole, so at the end of such waits is the writer.
 
 Finish: TypeAlias = Callable[[], None]  # blocks until a transfer has ended
 T = TypeVar("T")
@@ -178,3 +182,126 @@ def _ended(sockets: Sequence[socket.socket | Connection], timeout_s: float) -> s
     for one in sockets:
         poll.register(one, select.POLLRDHUP)
     return {handle for handle, _ in poll.poll(max(timeout_s, 0) * 1000)}
+
+
+# Send columns in host memory by gloo: the stand-in for NCCL on machines without a GPU.
+
+
+class Gloo:
+    """A process group of two, separate from the default group. `timeout_s` bounds each transfer."""
+
+    def __init__(self, store: Store, rank: int, timeout_s: float) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        self._peer = 1 - rank
+        self._group = ProcessGroupGloo(store, rank, 2, self._timeout)
+
+    def memory(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8)
+
+    def send(self, memory: torch.Tensor) -> Finish:
+        return self._finish(self._group.send([memory], self._peer, 0))  # type: ignore[attr-defined]  # missing in torch's stubs
+
+    def receive(self, memory: torch.Tensor) -> Finish:
+        return self._finish(self._group.recv([memory], self._peer, 0))  # type: ignore[attr-defined]
+
+    def check(self) -> None:
+        """Do nothing: gloo raises its failures by itself."""
+
+    def abort(self) -> None:
+        """Close the connections as soon as no transfer holds them."""
+        del self._group
+
+    def _finish(self, work: Work) -> Finish:
+        timeout = self._timeout
+
+        def finish() -> None:
+            work.wait(timeout)
+
+        return finish
+
+
+# Send columns on GPUs between hosts by NCCL, straight from the writer's staging buffer into the reader's.
+#
+# This calls the functions of the NCCL library that torch has loaded. A `ProcessGroupNCCL` would watch its transfers with a thread that
+# ends the process when a peer dies, and the variable that turns this off also applies to the trainer's groups.
+
+UINT8, SUCCESS, IN_PROGRESS = 1, 0, 7  # ncclDataType_t, ncclResult_t
+FIRST = 64  # bytes of the transfer that connects the two ends
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = [("internal", ctypes.c_char * 128)]
+
+
+class Nccl:
+    """A communicator of two processes. Its transfers run on their own stream."""
+
+    def __init__(self, store: Store, rank: int, device: torch.device) -> None:
+        self._library = _library()
+        self._peer, self._device, self._stream = 1 - rank, device, torch.cuda.Stream(device)
+        self._communicator = ctypes.c_void_p()
+        identity = _UniqueId()
+        if rank == 0:
+            self._must(self._library.ncclGetUniqueId(ctypes.byref(identity)))
+            store.set("identity", bytes(identity))  # type: ignore[arg-type]  # stores take bytes too
+        agreed = store.get("identity")
+        if len(agreed) != ctypes.sizeof(_UniqueId):
+            raise RuntimeError(f"NCCL: the writer sent an id of {len(agreed)} bytes; a ncclUniqueId has {ctypes.sizeof(_UniqueId)}")
+        with torch.cuda.device(device):
+            joined = self._library.ncclCommInitRank(ctypes.byref(self._communicator), 2, _UniqueId.from_buffer_copy(agreed), rank)
+            self._must(joined)
+        first = self.memory(FIRST)  # connects both ends, so that a later receive is posted without its sender
+        (self.send(first) if rank == 0 else self.receive(first))()
+
+    def memory(self, size: int) -> torch.Tensor:
+        with torch.cuda.stream(self._stream):  # no earlier use of the memory on another stream can still be going on
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def send(self, memory: torch.Tensor) -> Finish:
+        return self._begin(self._library.ncclSend, memory)
+
+    def receive(self, memory: torch.Tensor) -> Finish:
+        return self._begin(self._library.ncclRecv, memory)
+
+    def check(self) -> None:
+        state = ctypes.c_int()
+        self._must(self._library.ncclCommGetAsyncError(self._communicator, ctypes.byref(state)))
+        self._must(state.value)
+
+    def abort(self) -> None:
+        with torch.cuda.device(self._device):
+            self._library.ncclCommAbort(self._communicator)
+
+    def _begin(self, transfer: Callable[..., int], memory: torch.Tensor) -> Finish:
+        with torch.cuda.stream(self._stream):
+            self._must(transfer(memory.data_ptr(), memory.numel(), UINT8, self._peer, self._communicator, self._stream.cuda_stream))
+            event = torch.cuda.Event(blocking=True)  # the waiting thread sleeps
+            event.record(self._stream)
+        return event.synchronize
+
+    def _must(self, result: int) -> None:
+        if result not in (SUCCESS, IN_PROGRESS):
+            raise RuntimeError(f"NCCL: {self._library.ncclGetErrorString(result).decode()}")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        raise RuntimeError("the library 'libnccl.so.2' is not installed; install a torch for CUDA, which includes it") from error
+    handle, number = ctypes.c_void_p, ctypes.c_int
+    transfer = [handle, ctypes.c_size_t, number, number, handle, handle]
+    for name, arguments in {
+        "ncclGetUniqueId": [handle],
+        "ncclCommInitRank": [handle, number, _UniqueId, number],
+        "ncclSend": transfer,
+        "ncclRecv": transfer,
+        "ncclCommGetAsyncError": [handle, handle],
+        "ncclCommAbort": [handle],
+        "ncclGetErrorString": [number],
+    }.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, number
+    library.ncclGetErrorString.restype = ctypes.c_char_p
+    return library

@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rlgraph.batching.flat_packing import pack_flat
-from rlgraph.batching.packing import pack, plan_micro_batches
+from rlgraph.batching.packing import pack, pack_flat, plan_micro_batches
 from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.miniature import VOCAB, miniature, quiet
 from rlgraph.engines.forward.policy_head import PolicyHead

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.distillation import CHOSEN
 from rlgraph.algorithms.inputs import check_whole
-from rlgraph.batching.flat_packing import pack_flat
-from rlgraph.batching.packing import MicroBatch, pack, plan_micro_batches
+from rlgraph.batching.packing import MicroBatch, pack, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.costs.sharing import ring_ranks

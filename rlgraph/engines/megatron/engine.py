@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.inputs import check_whole
-from rlgraph.batching.flat_packing import pack_flat
-from rlgraph.batching.packing import MicroBatch, plan_micro_batches
+from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Guard, Loss, check_weights

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from rlgraph.algorithms.group_advantages import GroupEstimator
+from rlgraph.algorithms.advantages import GroupEstimator
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Output, declare

@@ -6,10 +6,8 @@ from typing import Any, Literal
 
 import torch
 
+from rlgraph.algorithms.correction import ImportanceWeights, Rejection, RolloutCorrection
 from rlgraph.algorithms.diagnostics import diagnostics
-from rlgraph.algorithms.presets import RolloutCorrection
-from rlgraph.algorithms.rejection import Rejection
-from rlgraph.algorithms.rollout_correction import ImportanceWeights
 from rlgraph.algorithms.shaping import constant_groups
 from rlgraph.columns import Columns, truncated
 from rlgraph.errors import GraphError, shown

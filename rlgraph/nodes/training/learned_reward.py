@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 import torch
 
-from rlgraph.algorithms.process_rewards import LABELS, StepwiseLoss
-from rlgraph.algorithms.reward_losses import BradleyTerry
+from rlgraph.algorithms.advantages import LABELS, StepwiseLoss
+from rlgraph.algorithms.supervised_losses import BradleyTerry
 from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from rlgraph.algorithms.process_rewards import StepwiseLoss
+from rlgraph.algorithms.advantages import StepwiseLoss
 from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Output

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.algorithms.process_rewards import LABELS
+from rlgraph.algorithms.advantages import LABELS
 from rlgraph.columns import Column, Columns
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
 from rlgraph.nodes.training.trained_model import ModelScores

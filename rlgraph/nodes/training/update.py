@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rlgraph import settings
-from rlgraph.algorithms.process_rewards import StepwiseLoss
+from rlgraph.algorithms.advantages import StepwiseLoss
 from rlgraph.algorithms.whole_loss import GRADIENTS, SlopedLoss, WholeLoss
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns, rows_of, truncated

@@ -21,8 +21,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from rlgraph.channels.host.address import bound, close_listener, dial, listen
-from rlgraph.channels.host.connection import UNREADABLE, Connection, ProtocolError
+from rlgraph.channels.host.connection import UNREADABLE, Connection, ProtocolError, bound, close_listener, dial, listen
 from rlgraph.errors import CheckpointError
 from rlgraph.runtime.checkpoint.store import sync
 from rlgraph.runtime.checkpoint.worker_snapshot import OnWritten, free, not_seen, read_shards, unfinished_name

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.status import Status
 
-from rlgraph.channels.host.address import bound, close_listener, listen
+from rlgraph.channels.host.connection import bound, close_listener, listen
 from rlgraph.errors import ChannelTimeout
 from rlgraph.runtime import messages
 from rlgraph.runtime.driver.hosts import Hosts

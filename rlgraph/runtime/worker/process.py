@@ -12,9 +12,7 @@ from typing import Any
 from rlgraph import notices
 from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.factory import Onward, open_onward, open_reader, open_writer
-from rlgraph.channels.host.address import bound, dial, listen
-from rlgraph.channels.host.connection import Connection
-from rlgraph.channels.host.interface import talk_at
+from rlgraph.channels.host.connection import Connection, bound, dial, listen, talk_at
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.compiler.plan import PlannedLoop
 from rlgraph.compiler.schedule import Span

@@ -1,4 +1,4 @@
-"""Losses of preferences: pairs of a chosen and a rejected response, and single responses that are good or bad."""
+"""Losses that need no rollout: SFT, preference pairs, reward models and critics."""
 
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -8,13 +8,58 @@ from typing import ClassVar, Literal
 import torch
 from torch.nn.functional import logsigmoid
 
+from rlgraph import settings
+from rlgraph.algorithms.aggregation import Aggregation, Totals, aggregate, check_aggregation, row_weights
 from rlgraph.algorithms.inputs import masked, rowwise, tokenwise
-from rlgraph.algorithms.masks import keep
-from rlgraph.algorithms.policy_loss import to_floats
+from rlgraph.algorithms.masks import count, keep
+from rlgraph.algorithms.policy_loss import to_floats, with_gradient
 from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError
-from rlgraph.settings import AtLeastZero, Positive, refuse_unknown
+from rlgraph.settings import AtLeastZero, Count, Positive, refuse_unknown
+
+# The loss of supervised fine-tuning: imitate the tokens that are marked.
+
+
+@settings.refuse_unknown
+@dataclass(frozen=True, kw_only=True)
+class SFTLoss:
+    """The negative log-likelihood of the tokens to learn, by default the mean over all of them, as TRL and most trainers take it.
+
+        >>> columns = {"response_mask": torch.tensor([[True, True]])}
+        >>> round(float(SFTLoss()(torch.tensor([[-1.0, -3.0]]), columns, Totals(tokens=2, rows=1))[0]), 3)
+        2.0
+
+    `dft=True` weights each token by its own probability, without gradient: dynamic fine-tuning (Wu et al., 2025, 2508.05629). The metric
+    `actor/nll` is the negative log-likelihood of a token either way. Oracle: TRL's `SFTTrainer`.
+    """
+
+    dft: bool = False
+    aggregation: Aggregation = "token-mean"
+    horizon: Count | None = None
+    reads: ClassVar[tuple[str, ...]] = ()
+    optional_reads: ClassVar[tuple[str, ...]] = ()
+    needs_entropy: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+        check_aggregation("SFTLoss", self.aggregation, self.horizon)
+
+    def __call__(
+        self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Compute this micro-batch's share of the loss and of the metrics from log-probs `[b, T]`.
+
+        Raises DataError for a mask that is missing, or of another shape.
+        """
+        mask = masked("SFTLoss", batch, log_probs.shape)
+        nll = -keep(log_probs, mask)
+        weighted = nll * log_probs.detach().exp() if self.dft else nll
+        loss = aggregate(weighted, mask, totals, self.aggregation, self.horizon)
+        return loss, to_floats({"actor/sft_loss": loss, "actor/nll": nll.detach().sum() / max(totals.tokens, 1)})
+
+
+# Losses of preferences: pairs of a chosen and a rejected response, and single responses that are good or bad.
 
 
 class Pairs:
@@ -254,3 +299,100 @@ def _log_1m_exp(x: torch.Tensor) -> torch.Tensor:
     x = torch.minimum(x, x.new_tensor(-torch.finfo(x.dtype).eps))
     near = x > -0.693
     return torch.where(near, torch.log(-torch.expm1(torch.where(near, x, -1.0))), torch.log1p(-torch.exp(torch.where(near, -1.0, x))))
+
+
+# Losses of reward models, which learn from pairs.
+
+
+@refuse_unknown
+@dataclass(frozen=True, kw_only=True)
+class BradleyTerry(WholeLoss):
+    """The loss of a reward model on pairs: -log sigmoid(reward of the chosen - reward of the rejected - margin).
+
+        >>> rows = {"response_mask": torch.ones(2, 1).bool(), "preferences": torch.tensor([1.0, -1.0])}
+        >>> round(float(BradleyTerry()(torch.zeros(2, 1), rows)[0]), 4)
+        0.6931
+
+    The margin is the pair's `margins`, where `rg.pairs(margin=…)` gives them, else 0. `center` times (sum of both rewards)^2 keeps the
+    rewards around 0. Metrics: `reward/accuracy` and `reward/margin`. Source: Ouyang et al., 2022, 2203.02155; margin: Touvron et al.,
+    2023, 2307.09288. Oracle: TRL's `RewardTrainer`.
+    """
+
+    center: AtLeastZero = 0.0
+    optional_reads: ClassVar[tuple[str, ...]] = ("margins",)
+    scores: ClassVar[Literal["log_probs", "values"] | None] = "values"
+    rows: ClassVar[Literal["pairs", "mismatched"] | None] = "pairs"
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("preferences",)
+
+    def __call__(self, scores: torch.Tensor, batch: Columns) -> tuple[torch.Tensor, dict[str, float]]:
+        """Compute the mean loss of the pairs from the score of each response: the sum of `[B, T]`, which has one token under the mask."""
+        pairs = Pairs("BradleyTerry", scores, batch, reference=False)
+        chosen, rejected = pairs.chosen(pairs.log_probs), pairs.rejected(pairs.log_probs)
+        mask = masked("BradleyTerry", batch, scores.shape)
+        margins = pairs.chosen(rowwise("BradleyTerry", batch, "margins", mask)) if "margins" in batch else 0.0
+        losses = -logsigmoid(chosen - rejected - margins) + self.center * (chosen + rejected).square()
+        metrics = {
+            "reward/accuracy": pairs.mean((chosen > rejected).to(scores.dtype)),
+            "reward/margin": pairs.mean(chosen - rejected),
+            "preference/pairs": torch.tensor(float(pairs.count)),
+        }
+        return pairs.mean(losses), to_floats(metrics)
+
+
+# The critic's loss.
+
+
+@settings.refuse_unknown
+@dataclass(frozen=True)
+class ValueLoss:
+    """The critic's loss: half the squared error of the values, or that of values clipped to `clip` around the old, if that is larger.
+
+        >>> columns = {"returns": torch.tensor([[1.0]]), "values": torch.tensor([[0.0]]), "response_mask": torch.tensor([[True]])}
+        >>> float(ValueLoss(clip=0.5)(torch.tensor([[1.0]]), columns, Totals(tokens=1, rows=1))[0])  # clipped to 0.5, so half of 0.5^2
+        0.125
+
+    1/2 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2); `clip=None` leaves the second out.
+
+    Source: Schulman et al., 2017, 1707.06347, as implemented for language models by TRL.
+    """
+
+    clip: Positive | None = 0.5
+    aggregation: Aggregation = "token-mean"
+    horizon: Count | None = None
+    needs_entropy: ClassVar[bool] = False
+    optional_reads: ClassVar[tuple[str, ...]] = ()
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+        check_aggregation("ValueLoss", self.aggregation, self.horizon)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The columns that the loss needs besides the new values and the response mask."""
+        return ("returns",) if self.clip is None else ("values", "returns")
+
+    def __call__(self, values: torch.Tensor, batch: Columns, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
+        """Compute this micro-batch's share of the loss (a scalar with gradient) and of the metrics, from new `values` `[b, T]`.
+
+        Raises DataError for a column that is missing or of another shape or dtype.
+        """
+        mask = masked("ValueLoss", batch, values.shape)
+        tokens = max(totals.tokens, 1)
+        with torch.no_grad():
+            new, returns = keep(values, mask), keep(tokenwise("ValueLoss", batch, "returns", mask), mask)
+            slopes = new - returns
+            losses = slopes.square()
+            metrics = {"critic/vpred_mean": new.sum() / tokens}
+            if self.clip is not None:
+                old = keep(tokenwise("ValueLoss", batch, "values", mask), mask)
+                clipped = (torch.minimum(torch.maximum(new, old - self.clip), old + self.clip) - returns).square()
+                larger = clipped > losses
+                metrics["critic/vf_clipfrac"] = count(larger & mask) / tokens
+                # Where the clipped error is larger, the value is at its bound and has no slope.
+                losses, slopes = torch.maximum(losses, clipped), keep(slopes, ~larger)
+            loss = 0.5 * aggregate(losses, mask, totals, self.aggregation, self.horizon)
+            gradient = slopes.mul_(row_weights(losses, mask, totals, self.aggregation, self.horizon)[:, None])
+        return with_gradient(values, loss, gradient), to_floats({"critic/vf_loss": loss, **metrics})
