@@ -1,7 +1,7 @@
 """Step times that `rg.compile` estimates without any measurement, beside measured runs on H200s.
 
     python benchmarks/a_priori.py [--json PATH]      # the table; runs nothing and needs no GPU
-    python benchmarks/a_priori.py --fit              # the numbers of `rlgraph/costs/host_times.py`, derived from their sources
+    python benchmarks/a_priori.py --fit              # the numbers of `rlgraph/plan/estimates.py`, derived from their sources
     python benchmarks/a_priori.py --smoke            # a few rows
 
 An estimate uses the graph, the cluster, the models' config.json and the limit on response lengths. Its times of the host and of the
@@ -34,17 +34,14 @@ from shapes import SHAPES, VOCAB
 from ways import Way
 
 import rlgraph as rg
-from rlgraph.compiler.compile import priced_for
-from rlgraph.costs import host_times
-from rlgraph.costs.adapters import AdapterSize
-from rlgraph.costs.estimates import DECODING, PREFILL
-from rlgraph.costs.functions import Setting
-from rlgraph.costs.lengths import PROBABILITIES
-from rlgraph.costs.microbatch_count import Passes
-from rlgraph.costs.model_configs import shapes_of
-from rlgraph.costs.model_shapes import ModelShape
-from rlgraph.costs.roofline import DEVICES, OPTIMIZER_BYTES, TRAINING, operations
 from rlgraph.graph.operation import ModelTraits
+from rlgraph.plan import estimates
+from rlgraph.plan.compile import priced_for
+from rlgraph.plan.cost_functions import Passes, Setting
+from rlgraph.plan.estimates import DECODING, PREFILL
+from rlgraph.plan.lengths import PROBABILITIES
+from rlgraph.plan.model_shapes import AdapterSize, ModelShape, shapes_of
+from rlgraph.plan.roofline import DEVICES, OPTIMIZER_BYTES, TRAINING, operations
 
 RESULTS = Path(__file__).parent / "results"
 H200 = DEVICES["H200"]
@@ -250,7 +247,7 @@ def main() -> None:
     given = arguments.parse_args()
     if given.fit:
         for name, value in fit().items():
-            print(f"{name:22} {value:10.3g}   in the table {getattr(host_times, name).value:10.3g}   {getattr(host_times, name).source}")
+            print(f"{name:22} {value:10.3g}   in the table {getattr(estimates, name).value:10.3g}   {getattr(estimates, name).source}")
         return
     rows = []
     with tempfile.TemporaryDirectory() as models:

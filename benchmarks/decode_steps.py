@@ -111,7 +111,7 @@ def bandwidth() -> float:
     """The bytes a second of the GPU's memory; an H200's where there is none."""
     import torch
 
-    from rlgraph.costs.roofline import DEVICES, device_of
+    from rlgraph.plan.roofline import DEVICES, device_of
 
     found = device_of(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     return (found or DEVICES["H200"]).bandwidth
@@ -119,7 +119,7 @@ def bandwidth() -> float:
 
 def must_be_read(folder: str, sequences: int, tokens: int) -> int:
     """The bytes of the weights, and of the keys and values at half of the tokens, that a step reads; both in bfloat16."""
-    from rlgraph.costs.model_shapes import ModelShape
+    from rlgraph.plan.model_shapes import ModelShape
 
     of = ModelShape.from_config(json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")))
     assert of is not None, folder

@@ -33,9 +33,9 @@ import ray
 import torch
 from rich.progress import track
 
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import RlgraphError
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.ray_cluster import start_ray
 

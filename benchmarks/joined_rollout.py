@@ -4,7 +4,7 @@
 
 `benchmarks/rollout.py` measured six settings on one engine. From each file this script takes the lengths, which are drawn again, and
 the seconds and the weight loading of "batch by batch" at depth 1 without an update. They set the decode law. Its ratio of a step to a
-sequence is that of `rlgraph/costs/host_times.py` on an H200; on a CPU, where nothing separates the two, both extremes are given. All
+sequence is that of `rlgraph/plan/estimates.py` on an H200; on a CPU, where nothing separates the two, both extremes are given. All
 other settings and updates are simulated. The runs are older than this script, and it uses no other number of them.
 """
 
@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 import rollout
 
-from rlgraph.costs import host_times
-from rlgraph.costs.functions import Decode
-from rlgraph.simulate.continuous import Machine
+from rlgraph.plan import estimates
+from rlgraph.plan.continuous import Machine
+from rlgraph.plan.cost_functions import Decode
 
 RESULTS = Path(__file__).parent / "results"
 FIRST = "depth 1, update 0.0 of a step"
 READ_TOKEN_S = 0.7e-6  # 135M parameters, 2 operations each, 40 % of an H200's peak
-HOST_STEP = host_times.DECODE_STEP_S.value / host_times.DECODE_SEQUENCE_S.value
+HOST_STEP = estimates.DECODE_STEP_S.value / estimates.DECODE_SEQUENCE_S.value
 STEP_TO_SEQUENCE = {"rollout_h200.json": (HOST_STEP,), "rollout_cpu.json": (math.inf, 0.0)}
 
 

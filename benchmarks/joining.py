@@ -28,10 +28,10 @@ from tiny import WeightedLikelihood
 from waiting import WaitingGenerator
 
 import rlgraph as rg
-from rlgraph.costs import outliers
-from rlgraph.costs.functions import Decode
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.graph.nodes import Output, declare
+from rlgraph.plan import calibrate
+from rlgraph.plan.cost_functions import Decode
 from rlgraph.runtime.driver.ray_cluster import start_ray, stop_ray
 
 WARM_UP, STEPS, PROFILED = 4, 24, 16
@@ -150,7 +150,7 @@ def measured(engine: str, folder: str, only: str) -> Iterator[Found]:
         expected = plan.prediction
         error = statistics.stdev(seconds.tolist()) / STEPS**0.5
         yield Found(
-            engine, name, expected.step_s, outliers.mean(seconds), error, plainly[loop.depth], own_s, expected.left_out, os.getloadavg()[0]
+            engine, name, expected.step_s, calibrate.mean(seconds), error, plainly[loop.depth], own_s, expected.left_out, os.getloadavg()[0]
         )
 
 

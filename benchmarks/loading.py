@@ -118,8 +118,8 @@ def host_peak(ranks: list[list[tuple[float, int]]]) -> int:
 def counted(folder: str, ranks: int, gpus: bool) -> dict[str, int]:
     """The bytes that a plan counts while models load: of the host, and of a GPU."""
     import rlgraph as rg
-    from rlgraph.compiler.loading_memory import loading
-    from rlgraph.costs.model_configs import shapes_of
+    from rlgraph.plan.memory import loading
+    from rlgraph.plan.model_shapes import shapes_of
 
     policy = rg.Policy(folder, pool=rg.Pool("train", gpus=ranks) if gpus else rg.Pool("train"), data_parallel=ranks)
     rollout = rg.Generator(folder, pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1"}], count=ranks))

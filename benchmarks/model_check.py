@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from explorer import faults, given, harmless, promises, walk
 from small_graphs import Small, name_of, small_graphs
 
-from rlgraph.compiler.events import slots
+from rlgraph.plan.events import slots
 
 HARMLESS = "nothing: turns in the pools keep the bound by themselves"
 

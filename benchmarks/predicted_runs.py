@@ -90,14 +90,12 @@ def _predicted(
 
 
 def _without() -> Mapping[str, Any]:
-    from rlgraph.costs import gathering, roofline  # before their names are patched
-    from rlgraph.costs.host_times import HostTime
+    from rlgraph.plan.estimates import HostTime
 
     def none(*given: Any, **more: Any) -> tuple[()]:
         return ()
 
-    named: dict[str, Any] = {f"{module.__name__}.shards_of": none for module in (gathering, roofline)}
-    return named | {"rlgraph.costs.host_times.EXPERTS_LAYER": HostTime(1.0, "as a dense layer")}
+    return {"rlgraph.plan.roofline.shards_of": none, "rlgraph.plan.estimates.EXPERTS_LAYER": HostTime(1.0, "as a dense layer")}
 
 
 def rounded(runs: Iterable[PredictedRun]) -> list[dict[str, Any]]:

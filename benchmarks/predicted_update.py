@@ -64,9 +64,8 @@ def planned_update(
 def profiled(seconds: float, size: tuple[int, int]) -> Any:
     """Costs in which one rank has taken so long for the update."""
     import rlgraph as rg
-    from rlgraph.costs.functions import NodeCost, Setting
-    from rlgraph.costs.lengths import Lengths
-    from rlgraph.costs.microbatch_count import Passes
+    from rlgraph.plan.cost_functions import NodeCost, Passes, Setting
+    from rlgraph.plan.lengths import Lengths
 
     (sequences, length), prompt = size, size[1] // 4
     tokens = float(length + 1 - prompt)

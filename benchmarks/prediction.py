@@ -41,8 +41,8 @@ from simulated import LONG_TAIL, UNIFORM, Loop, Times
 from tiny import WeightedLikelihood
 
 import rlgraph as rg
-from rlgraph.costs import outliers
 from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.plan import calibrate
 from rlgraph.runtime.driver.ray_cluster import start_ray, stop_ray
 
 SLOW_REWARD = Times(reward_s=0.06)
@@ -230,7 +230,7 @@ def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
         standard_error_s=error,
         residual=residual,
         load=os.getloadavg()[0],
-        steady_s=outliers.mean(np.array(seconds)) if case.profiled else None,
+        steady_s=calibrate.mean(np.array(seconds)) if case.profiled else None,
         own_s=own,
     )
 

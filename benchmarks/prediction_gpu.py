@@ -43,10 +43,10 @@ from ways import ON_CORES, ON_GPUS, SMOLLM2, Way, ways, ways_on_four
 from weights import machine
 
 import rlgraph as rg
-from rlgraph.costs.calibrate import costs_of
-from rlgraph.costs.costs_file import written
-from rlgraph.costs.lengths import PROBABILITIES, Lengths
-from rlgraph.costs.trace import Trace
+from rlgraph.plan.calibrate import costs_of
+from rlgraph.plan.costs import written
+from rlgraph.plan.lengths import PROBABILITIES, Lengths
+from rlgraph.plan.trace import Trace
 from rlgraph.runtime.driver.ray_cluster import start_ray, stop_ray
 from rlgraph.runtime.measure import Step
 

@@ -4,7 +4,7 @@
     python benchmarks/table.py                                         # the tables and the picture of docs/scale.md
     python benchmarks/scale.py --smoke
 
-Nothing here was measured on such a machine. Costs come from the models' shapes (`rlgraph/costs/roofline.py`), calibrated by runs on one
+Nothing here was measured on such a machine. Costs come from the models' shapes (`rlgraph/plan/roofline.py`), calibrated by runs on one
 and two H200s (docs/prediction.md). What others have published stands beside the model's own figure for the same settings.
 """
 
@@ -20,15 +20,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import daly
 from scale_graphs import LINK, Case, gathers_s, shape
 
 import rlgraph as rg
 from rlgraph.channels.remote.transfer import PART_BYTES
-from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.relaying import crossing_s, soonest, ways
-from rlgraph.costs.model_configs import shapes_of
-from rlgraph.simulate import daly
-from rlgraph.simulate.rehearse import failing, prepared
+from rlgraph.plan.model_shapes import shapes_of
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.rehearse import failing, prepared
+from rlgraph.plan.routes import crossing_s, soonest, ways
 
 # 419 unexpected interruptions in 54 days on 16,384 H100s (The Llama 3 Herd of Models, 2024, section 3.3.4), whatever failed.
 GPU_MTBF_S = 16_384 * 54 * 86_400 / 419

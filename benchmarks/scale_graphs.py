@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 import rlgraph as rg
-from rlgraph.compiler.compile import priced_for
-from rlgraph.costs.lengths import PROBABILITIES
-from rlgraph.costs.model_configs import shapes_of
-from rlgraph.costs.model_shapes import ModelShape
-from rlgraph.costs.roofline import DEVICES
+from rlgraph.plan.compile import priced_for
+from rlgraph.plan.lengths import PROBABILITIES
+from rlgraph.plan.model_shapes import ModelShape, shapes_of
+from rlgraph.plan.roofline import DEVICES
 
 CORES, LINK = 16, 50e9  # of a host for each GPU: cores, and bytes a second each way of a port of 400 Gbit/s
 # hidden, layers, heads, key-value heads, intermediate (of an expert), vocabulary, experts, experts of a token

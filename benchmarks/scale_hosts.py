@@ -37,9 +37,9 @@ from rlgraph.columns import Columns  # noqa: E402
 from rlgraph.graph.nodes import Output, Pool, declare  # noqa: E402
 from rlgraph.graph.operation import NodeTraits  # noqa: E402
 from rlgraph.nodes.base import Context  # noqa: E402
+from rlgraph.plan.rehearse import Course, prepared, with_failures  # noqa: E402
 from rlgraph.runtime.checkpoint.store import Recovery  # noqa: E402
 from rlgraph.runtime.driver.job import Job  # noqa: E402
-from rlgraph.simulate.rehearse import Course, prepared, with_failures  # noqa: E402
 
 RATE_MBIT = 100
 PAYLOAD, PACKET = 1448, 1514  # bytes of TCP in a full Ethernet packet, and of the packet as tc counts it

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import rlgraph as rg
-from rlgraph.costs.functions import NodeCost
+from rlgraph.plan.cost_functions import NodeCost
 
 MODEL = "Qwen/Qwen2.5-Math-7B"  # a name: compiling opens no file
 RECIPE = "verl one-step-off, 7B, 16 H20"

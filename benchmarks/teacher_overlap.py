@@ -32,10 +32,10 @@ from shapes import SHAPES, random_model
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.compiler.schedule import Span
 from rlgraph.graph.nodes import declare
 from rlgraph.nodes.base import Context, Stage
-from rlgraph.simulate.play import simulate
+from rlgraph.plan.play import simulate
+from rlgraph.plan.schedule import Span
 
 QUESTIONS = [{"prompt": f"What is {a} times {a + 1}? Think step by step, and then"} for a in range(512)]
 WARM_UP = 2

@@ -20,10 +20,10 @@ from typing import Any
 
 import rlgraph as rg
 from rlgraph.algorithms.advantages import ReinforcePlusPlus
-from rlgraph.costs.functions import Decode, NodeCost, Setting
-from rlgraph.costs.lengths import Lengths
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.nodes.base import FunctionOperation
+from rlgraph.plan.cost_functions import Decode, NodeCost, Setting
+from rlgraph.plan.lengths import Lengths
 
 TAIL = Lengths((0.0, 0.5, 0.9, 0.99, 1.0), (100.0, 800.0, 3000.0, 7000.0, 8192.0), prompt_tokens=300.0)
 EVEN = Lengths((0.0, 1.0), (900.0, 1100.0), prompt_tokens=300.0)

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 import reasoning
 
 import rlgraph as rg
-from rlgraph.costs.calibrate import costs_of
-from rlgraph.costs.trace import Trace
+from rlgraph.plan.calibrate import costs_of
+from rlgraph.plan.trace import Trace
 
 Settings: TypeAlias = reasoning.Config
 Lines: TypeAlias = Sequence[Mapping[str, float]]

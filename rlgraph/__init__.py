@@ -31,13 +31,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.api import compile, export, profile, record, rehearse, replay, report, tune, watch
     from rlgraph.columns import Columns
     from rlgraph.comparing import compare
-    from rlgraph.compiler.cluster import Cluster, Precision
-    from rlgraph.compiler.facade import Facade
-    from rlgraph.compiler.plan import Plan
     from rlgraph.config import config
-    from rlgraph.costs.costs import Costs
-    from rlgraph.costs.functions import NodeCost
-    from rlgraph.costs.lengths import Lengths
     from rlgraph.curriculum.run import run
     from rlgraph.doctor.diagnosis import doctor
     from rlgraph.engines.api import Sampling
@@ -99,13 +93,19 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.nodes.training.preferred import preferred
     from rlgraph.nodes.training.reference import Reference
     from rlgraph.nodes.training.teacher import Teacher, by_source
+    from rlgraph.plan.cluster import Cluster, Precision
+    from rlgraph.plan.cost_functions import NodeCost
+    from rlgraph.plan.costs import Costs
+    from rlgraph.plan.facade import Facade
+    from rlgraph.plan.lengths import Lengths
+    from rlgraph.plan.plan import Plan
+    from rlgraph.plan.site import ClusterSite
     from rlgraph.recording import sinks
     from rlgraph.recording.profile import Profile
     from rlgraph.recording.samples import Samples
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.driver.machine import local_cluster
     from rlgraph.runtime.driver.warm import warm
-    from rlgraph.simulate.site import ClusterSite
 
     facade: Facade = api  # mypy compares the two
 
@@ -261,14 +261,14 @@ _NAMES = {
     "Chat": "rlgraph.nodes.conversations",
     "CheckpointError": "rlgraph.errors",
     "ClippedLoss": "rlgraph.algorithms",
-    "Cluster": "rlgraph.compiler.cluster",
-    "ClusterSite": "rlgraph.simulate.site",
+    "Cluster": "rlgraph.plan.cluster",
+    "ClusterSite": "rlgraph.plan.site",
     "Columns": "rlgraph.columns",
     "ConfigError": "rlgraph.errors",
     "Constant": "rlgraph.engines.schedules",
     "Context": "rlgraph.nodes.base",
     "Cosine": "rlgraph.engines.schedules",
-    "Costs": "rlgraph.costs.costs",
+    "Costs": "rlgraph.plan.costs",
     "Critic": "rlgraph.nodes.training.critic",
     "DataError": "rlgraph.errors",
     "DispatchError": "rlgraph.errors",
@@ -283,24 +283,24 @@ _NAMES = {
     "Guards": "rlgraph.nodes.training.guards",
     "Job": "rlgraph.runtime.driver.job",
     "LearnedReward": "rlgraph.nodes.training.learned_reward",
-    "Lengths": "rlgraph.costs.lengths",
+    "Lengths": "rlgraph.plan.lengths",
     "LoRA": "rlgraph.engines.lora.settings",
     "Linear": "rlgraph.engines.schedules",
     "Message": "rlgraph.nodes.environments.messages",
     "Model": "rlgraph.graph.nodes",
     "ModelTraits": "rlgraph.graph.operation",
     "Muon": "rlgraph.engines.fsdp.adamw",
-    "NodeCost": "rlgraph.costs.functions",
+    "NodeCost": "rlgraph.plan.cost_functions",
     "NodeError": "rlgraph.errors",
     "NodeTraits": "rlgraph.graph.operation",
     "Operation": "rlgraph.graph.operation",
     "Output": "rlgraph.graph.nodes",
-    "Plan": "rlgraph.compiler.plan",
+    "Plan": "rlgraph.plan.plan",
     "PlanError": "rlgraph.errors",
     "PlanWarning": "rlgraph.errors",
     "Policy": "rlgraph.nodes.training.policy",
     "Pool": "rlgraph.graph.nodes",
-    "Precision": "rlgraph.compiler.cluster",
+    "Precision": "rlgraph.plan.cluster",
     "Profile": "rlgraph.recording.profile",
     "Program": "rlgraph.nodes.environments.program",
     "PromptLookup": "rlgraph.engines.drafts",

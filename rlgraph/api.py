@@ -7,14 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rlgraph.analysis.run import Run
-from rlgraph.compiler.channels import check_encrypted, with_transport
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
-from rlgraph.compiler.plan import DEADLINE_S, Plan
-from rlgraph.compiler.schedule import Event
-from rlgraph.costs.calibrate import costs_of
-from rlgraph.costs.costs import Costs
-from rlgraph.costs.model_configs import shapes_of
 from rlgraph.engines.hf_export.folder import Exported
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype
 from rlgraph.engines.hf_models import hub
@@ -24,6 +16,17 @@ from rlgraph.graph.nodes import Graph, unreached_warnings
 from rlgraph.nodes.hub_models import place_models
 from rlgraph.nodes.training.learned_reward import check_heads
 from rlgraph.nodes.trial import try_functions
+from rlgraph.plan.calibrate import costs_of
+from rlgraph.plan.channels import check_encrypted, with_transport
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
+from rlgraph.plan.costs import Costs
+from rlgraph.plan.model_shapes import shapes_of
+from rlgraph.plan.plan import DEADLINE_S, Plan
+from rlgraph.plan.play import simulate
+from rlgraph.plan.rehearse import Rehearsal, rehearsed
+from rlgraph.plan.schedule import Event
+from rlgraph.plan.site import ClusterSite
 from rlgraph.record import record
 from rlgraph.render import chrome_trace
 from rlgraph.render import report as report_page
@@ -33,9 +36,6 @@ from rlgraph.render.plan_svg.draw import svg
 from rlgraph.render.text import text
 from rlgraph.setting_types import Range
 from rlgraph.settings import Count, Natural, Seconds, checked
-from rlgraph.simulate.play import simulate
-from rlgraph.simulate.rehearse import Rehearsal, rehearsed
-from rlgraph.simulate.site import ClusterSite
 from rlgraph.tuning import replay, tune
 
 if TYPE_CHECKING:

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.plan import Plan
-from rlgraph.costs.costs import Costs
-from rlgraph.costs.model_configs import shapes_of
-from rlgraph.costs.trace import Trace
 from rlgraph.errors import PlanError, PlanWarning, shown
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.costs import Costs
+from rlgraph.plan.model_shapes import shapes_of
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.replay import Replayed, replayed
+from rlgraph.plan.search import Objective, search
+from rlgraph.plan.trace import Trace
 from rlgraph.render.tuning_table import TuningRow, table
 from rlgraph.settings import Natural, Positive, checked
-from rlgraph.simulate.replay import Replayed, replayed
-from rlgraph.simulate.search import Objective, search
 
 if TYPE_CHECKING:
     from rlgraph.runtime.driver.job import Job

@@ -241,7 +241,7 @@ def _cluster(recipe: "Recipe", cfg: Any, gpus: Any, gpu: Any, gpus_per_host: Any
     given = {"gpus": gpus, "gpu": gpu, "gpus_per_node": gpus_per_host, "cpus": cpus or (8 * gpus if gpus else None), "hosts": hosts}
     given = {name: value for name, value in given.items() if value is not None}
     if given:
-        from rlgraph.costs.roofline import DEVICES, device_of
+        from rlgraph.plan.roofline import DEVICES, device_of
 
         if gpu and device_of(gpu) is None:
             raise typer.BadParameter(f"'{gpu}' is not a known kind of GPU; known are {', '.join(DEVICES)}", param_hint="--gpu")

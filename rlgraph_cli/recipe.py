@@ -12,12 +12,12 @@ from types import ModuleType
 from typing import Any
 
 from rlgraph.api import compile
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.plan import Plan
 from rlgraph.config import config
-from rlgraph.costs.costs import Costs
 from rlgraph.errors import ConfigError, shown
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.costs import Costs
+from rlgraph.plan.plan import Plan
 from rlgraph.recording import profile as profiles
 from rlgraph_cli.choices import steps_of
 

@@ -4,9 +4,9 @@ import sys
 
 import fakes
 
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.graph.nodes import Graph, Pool
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
 
 Await = float | Callable[[], bool]  # seconds to spend, or what must hold before going on
 Process = Iterator[Await]

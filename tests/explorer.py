@@ -9,8 +9,8 @@ field of four bits for each count, so that a move is an addition and a test for 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from rlgraph.compiler.events import load_event, publish_event
-from rlgraph.compiler.schedule import Dependency, Event, Schedule
+from rlgraph.plan.events import load_event, publish_event
+from rlgraph.plan.schedule import Dependency, Event, Schedule
 
 FIELD, TOP, MOST = 4, 8, 7
 

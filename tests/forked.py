@@ -10,11 +10,11 @@ from typing import Any
 
 from ray import cloudpickle
 
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
-from rlgraph.compiler.plan import Plan
 from rlgraph.errors import WorkerDied
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.forked_dispatch import WithoutTicks
 from rlgraph.runtime.driver.hosts import FoundHosts
 from rlgraph.runtime.driver.job import Job

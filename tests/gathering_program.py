@@ -18,12 +18,12 @@ from typing import Any
 import network_program as hosts
 
 import rlgraph as rg
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.engines.fsdp.distributed_checkpoint import weights_of
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import ExportError, RlgraphError
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Recovery, checkpoint_steps
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.session import Links

@@ -22,12 +22,12 @@ import placed
 import wide_weights
 
 import rlgraph as rg
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
-from rlgraph.compiler.routes import shape_of
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import RlgraphError
 from rlgraph.graph.nodes import Graph, Pool
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
+from rlgraph.plan.routes import shape_of
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.session import Links

@@ -14,8 +14,8 @@ import forked
 import namespaces
 from ray import cloudpickle
 
-from rlgraph.compiler.plan import Plan
 from rlgraph.errors import PlanError, WorkerDied
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent, RemoteHostAgent
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 from rlgraph.runtime.worker.spec import WorkerSpec

@@ -4,13 +4,13 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.placement import model_names
-from rlgraph.costs.costs import Costs
-from rlgraph.costs.functions import SleepCost
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
 from rlgraph.graph.operation import NodeTraits, Operation, Work
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.cost_functions import SleepCost
+from rlgraph.plan.costs import Costs
+from rlgraph.plan.placement import model_names
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from dataclasses import replace
 from simulated import LONG_TAIL, PROMPT_TOKENS, Loop
 
 import rlgraph as rg
-from rlgraph.compiler.schedule import Event, Sampled, Span
-from rlgraph.costs.functions import NodeCost
-from rlgraph.costs.lengths import Lengths
-from rlgraph.simulate.play import simulate
+from rlgraph.plan.cost_functions import NodeCost
+from rlgraph.plan.lengths import Lengths
+from rlgraph.plan.play import simulate
+from rlgraph.plan.schedule import Event, Sampled, Span
 
 STEPS = 40
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from rlgraph.analysis.run import Run
-from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.schedule import Event, Span
-from rlgraph.simulate.play import Played, play
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.play import Played, play
+from rlgraph.plan.schedule import Event, Span
 
 LAUNCH_S = -4.0
 

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from typing import Any
 
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import scheduled
-from rlgraph.compiler.placement import splits
-from rlgraph.compiler.schedule import Schedule
-from rlgraph.costs.costs import nominal
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
 from rlgraph.graph.operation import Operation
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import scheduled
+from rlgraph.plan.costs import nominal
+from rlgraph.plan.placement import splits
+from rlgraph.plan.schedule import Schedule
 
 Edges = tuple[tuple[int, int], ...]
 LOOPS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2))  # depth and buffers; two buffers need a depth

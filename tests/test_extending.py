@@ -16,9 +16,9 @@ from tiny import tiny
 import rlgraph as rg
 from rlgraph import notices
 from rlgraph.channels.factory import TRANSPORTS, Transport, register
-from rlgraph.compiler.channels import with_transport
 from rlgraph.engines import registry
 from rlgraph.errors import ChannelError
+from rlgraph.plan.channels import with_transport
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.measure import NO_STEP, Step

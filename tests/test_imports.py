@@ -57,7 +57,7 @@ def test_types_and_imports_name_the_same_public_names() -> None:
     typed = next(n for n in ast.parse(Path(rg.__file__).read_text()).body if isinstance(n, ast.If))
     named = {(n.module, a.name) for n in typed.body if isinstance(n, ast.ImportFrom) for a in n.names}
     modules = {tuple(module.rsplit(".", 1)) for module in rg._MODULES.values()}
-    helpers = {("rlgraph", "api"), ("rlgraph.compiler.facade", "Facade")}
+    helpers = {("rlgraph", "api"), ("rlgraph.plan.facade", "Facade")}
     assert named - helpers == {(module, name) for name, module in rg._NAMES.items()} | modules
     assert {*rg._NAMES, *rg._MODULES} == {*rg.__all__} <= {*dir(rg)}
 
@@ -100,10 +100,9 @@ def test_no_modules_import_each_other_in_a_circle(imports: nx.DiGraph) -> None:
 
 def test_the_facade_is_above_all_and_a_plan_knows_it_by_a_protocol_alone(imports: nx.DiGraph) -> None:
     assert {name for name in imports.predecessors("rlgraph.api") if not name.startswith("rlgraph.curriculum.")} == set()
-    assert nx.has_path(imports, "rlgraph.api", "rlgraph.compiler.plan")
+    assert nx.has_path(imports, "rlgraph.api", "rlgraph.plan.plan")
     assert not any(
-        name.startswith(("rlgraph.render", "rlgraph.analysis", "rlgraph.runtime"))
-        for name in nx.descendants(imports, "rlgraph.compiler.plan")
+        name.startswith(("rlgraph.render", "rlgraph.analysis", "rlgraph.runtime")) for name in nx.descendants(imports, "rlgraph.plan.plan")
     )
 
 

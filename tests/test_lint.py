@@ -40,7 +40,7 @@ PRIVATE = {
     "runtime/worker/warm_worker.py": {"_exit"},
     "runtime/worker/step_profiler.py": {"_record_memory_history", "_dump_snapshot"},  # torch documents them by these names
     "runtime/driver/ray_cluster.py": {"_private", "_global_node"},  # where Ray keeps its session
-    "simulate/play.py": {"_replace"},  # public, of a NamedTuple
+    "plan/play.py": {"_replace"},  # public, of a NamedTuple
 }
 # Those of other libraries that what is shown beside the package needs; of rlgraph itself it uses none.
 PRIVATE_SHOWN = {

@@ -13,9 +13,6 @@ import torch
 
 import rlgraph as rg
 from rlgraph import algorithms, settings
-from rlgraph.compiler.plan import Plan
-from rlgraph.costs.functions import Decode, NodeCost, Setting, SleepCost
-from rlgraph.costs.lengths import Lengths
 from rlgraph.errors import ConfigError, GraphError, PlanError, RlgraphError, shown
 from rlgraph.graph.nodes import Due, Output
 from rlgraph.nodes.base import checked_metrics
@@ -23,9 +20,12 @@ from rlgraph.nodes.environments.tools import Python, Tool
 from rlgraph.nodes.rewards.scorers import reasoning_gym
 from rlgraph.nodes.sandbox import Limits
 from rlgraph.nodes.training.update import UpdateSchedule
+from rlgraph.plan.cost_functions import Decode, NodeCost, Setting, SleepCost
+from rlgraph.plan.lengths import Lengths
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.replay import deeper
 from rlgraph.runtime.checkpoint.fingerprint import difference
 from rlgraph.runtime.local import LocalJob
-from rlgraph.simulate.replay import deeper
 
 LONG = "x" * 10**5
 POOL = rg.Pool("p")

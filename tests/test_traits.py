@@ -15,13 +15,13 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Graph, Node, Output, Pool, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.rollout.batch_admission import BatchAdmission
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.sendable import check_sendable

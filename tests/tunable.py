@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 import rlgraph as rg
-from rlgraph.costs.functions import Decode, NodeCost, Setting
-from rlgraph.costs.lengths import Lengths
+from rlgraph.plan.cost_functions import Decode, NodeCost, Setting
+from rlgraph.plan.lengths import Lengths
 
 ONE = Setting(1, 1, 32)
 TAIL = Lengths((0.0, 0.5, 0.9, 1.0), (100.0, 800.0, 3000.0, 8000.0), prompt_tokens=200.0)

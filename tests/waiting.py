@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlgraph.costs.functions import Decode
-from rlgraph.costs.lengths import Lengths
 from rlgraph.engines.api import GenerateEngine, Request, Response, Running
 from rlgraph.nodes.rollout.rollout import Generator
+from rlgraph.plan.cost_functions import Decode
+from rlgraph.plan.lengths import Lengths
 
 
 class WaitingEngine(GenerateEngine):

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 
 from rlgraph.analysis.bubbles import HAND_OVER, Bubbles, Row, Use
-from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
-from rlgraph.compiler.schedule import Span, SpanKind
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
+from rlgraph.plan.schedule import Span, SpanKind
 
 USES: Mapping[SpanKind, Use] = {
     "fire": "node",

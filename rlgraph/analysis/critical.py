@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.schedule import Dependency
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.schedule import Dependency
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from statistics import fmean, median
 
 from rlgraph.analysis import words
 from rlgraph.analysis.run import Run
-from rlgraph.compiler.plan import PlannedLoop, PlannedPool
-from rlgraph.compiler.schedule import MOVING
-from rlgraph.simulate.advice import UNUSED
+from rlgraph.plan.advice import UNUSED
+from rlgraph.plan.plan import PlannedLoop, PlannedPool
+from rlgraph.plan.schedule import MOVING
 
 NOTICED = 0.10  # of a pool's time: a wait that is worth a change
 SMALL = 0.02  # of a pool's time: a cost that should be hidden

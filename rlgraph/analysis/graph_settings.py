@@ -6,8 +6,8 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
 
-from rlgraph.compiler.plan import Plan
 from rlgraph.graph.nodes import Graph, Pool
+from rlgraph.plan.plan import Plan
 
 PLAIN = (str, int, float, bool, type(None), Enum, PurePath)
 

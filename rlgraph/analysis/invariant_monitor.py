@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rlgraph.compiler.events import publish_event
-from rlgraph.compiler.plan import ChannelEnd, Plan, PlannedLoop
-from rlgraph.compiler.schedule import Span
 from rlgraph.errors import CertificateError
+from rlgraph.plan.events import publish_event
+from rlgraph.plan.plan import ChannelEnd, Plan, PlannedLoop
+from rlgraph.plan.schedule import Span
 
 
 @dataclass(frozen=True)

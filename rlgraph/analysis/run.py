@@ -12,10 +12,10 @@ import msgspec
 from rlgraph.analysis.attribution import attribute, devices
 from rlgraph.analysis.bubbles import Bubbles, Use
 from rlgraph.analysis.invariant_monitor import Observed
-from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.plan_keys import with_new_names
-from rlgraph.compiler.schedule import Reason, Span
 from rlgraph.errors import DataError
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.plan_keys import with_new_names
+from rlgraph.plan.schedule import Reason, Span
 
 WARM_UP = 2  # steps that are left out where there are enough others: first calls compile and allocate
 FILE = "run.json"

@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.plan import CostSource, Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
-from rlgraph.compiler.planned_adapter import PlannedAdapter
 from rlgraph.graph.nodes import Due
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.plan import CostSource, Plan, PlannedAdapter, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
 
 WAITS: Mapping[str, Callable[[str], str]] = {
     "data": lambda name: f"'{name}'",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlgraph.compiler.plan import Plan
 from rlgraph.curriculum.stages import Stage
 from rlgraph.errors import CheckpointError
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.checkpoint.fingerprint import difference, fingerprint
 
 DONE, BEGAN, MODEL, CHECKPOINTS = "done.json", "began.json", "model", "checkpoints"

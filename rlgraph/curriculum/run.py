@@ -7,11 +7,11 @@ from typing import Any
 
 from rlgraph.analysis.run import Run
 from rlgraph.api import export, launch, profile, record
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.costs.costs import Costs
 from rlgraph.curriculum.progress import StageFolder, digest, lines_of
 from rlgraph.curriculum.stages import Stage, planned_stages
 from rlgraph.errors import DataError, PlanError
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.costs import Costs
 from rlgraph.render import joint_report
 from rlgraph.render.report import FILE
 from rlgraph.runtime.driver.machine import local_cluster

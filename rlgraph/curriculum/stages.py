@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlgraph.api import checked_source, compile
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.plan import Plan
-from rlgraph.costs.costs import Costs
 from rlgraph.errors import PlanError, RlgraphError, shown
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.costs import Costs
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.sendable import check_sendable
 from rlgraph.runtime.exports.models import chosen, trained_models
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from rlgraph.analysis import words
-from rlgraph.compiler.cluster import Cluster, Precision
 from rlgraph.doctor.check import Check
+from rlgraph.plan.cluster import Cluster, Precision
 from rlgraph.runtime.driver.machine import local_cluster
 
 MEASURED = (9, 0)  # the compute capability of the GPUs that rlgraph was measured on

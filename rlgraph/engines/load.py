@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlgraph.compiler.precision import AUTO
 from rlgraph.engines.amx import leave_out_broken_amx
 from rlgraph.engines.precision import device_precision
+from rlgraph.plan.cluster import AUTO
 
 if TYPE_CHECKING:
     from rlgraph.engines.lora.shared_base import SharedBase

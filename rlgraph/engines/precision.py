@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from rlgraph.compiler.cluster import Precision
 from rlgraph.engines import amx
+from rlgraph.plan.cluster import Precision
 
 CAPABILITY = (8, 0)  # of the first CUDA devices with bfloat16
 INSTRUCTIONS = {"AMX": "amx_tile", "AVX512-BF16": "avx512_bf16"}  # that multiply in bfloat16, the fastest first

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated
 
 from rlgraph.analysis.profiles import FOLDER
-from rlgraph.compiler.plan import Plan
 from rlgraph.errors import PlanError, choices
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.messages import ProfileRequest
 from rlgraph.setting_types import Range
 from rlgraph.settings import Name, Natural, check, refuse_unknown

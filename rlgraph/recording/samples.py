@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from rlgraph.analysis.samples import Sample, parquet
-from rlgraph.compiler.plan import Plan
 from rlgraph.engines.hf_models.tokenizer import load_tokenizer
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.plan import Plan
 from rlgraph.recording.sample_files import SampleFiles
 from rlgraph.recording.sample_records import TokenTexts, records
 from rlgraph.runtime.driver.sample_sources import sample_sources

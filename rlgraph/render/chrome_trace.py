@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlgraph.compiler.plan import Plan, PlannedLoop
-from rlgraph.compiler.schedule import WORK, Span
+from rlgraph.plan.plan import Plan, PlannedLoop
+from rlgraph.plan.schedule import WORK, Span
 
 PREDICTED, MEASURED = "predicted", "measured"
 PREFIX = {

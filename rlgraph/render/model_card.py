@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
 from rlgraph.analysis.card_facts import CardFacts
-from rlgraph.compiler.plan import Plan
+from rlgraph.plan.plan import Plan
 from rlgraph.render.mermaid import mermaid
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")

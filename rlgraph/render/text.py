@@ -4,9 +4,19 @@ from collections.abc import Mapping, Sequence
 
 from rlgraph.analysis import words
 from rlgraph.channels.host.protocol import part_bytes
-from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
-from rlgraph.compiler.relaying import UNKNOWN_BYTES, Shape
-from rlgraph.compiler.routes import Route, crossings, ends_on_hosts, hosts_of, kinds_of_routes, least_part, seconds_of, shape_of
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
+from rlgraph.plan.routes import (
+    UNKNOWN_BYTES,
+    Route,
+    Shape,
+    crossings,
+    ends_on_hosts,
+    hosts_of,
+    kinds_of_routes,
+    least_part,
+    seconds_of,
+    shape_of,
+)
 from rlgraph.render.tables import aligned, wrapped
 
 WAIT_LEAST = 0.01  # of the step: shorter waits are not worth a line

@@ -6,11 +6,11 @@ from html import escape
 
 from rlgraph.analysis import words
 from rlgraph.analysis.attribution import USES
-from rlgraph.compiler.plan import Plan, PlannedWorker
-from rlgraph.compiler.schedule import Span
+from rlgraph.plan.plan import Plan, PlannedWorker
+from rlgraph.plan.play import simulate
+from rlgraph.plan.schedule import Span
 from rlgraph.render.chrome_trace import PREFIX, per_rank
 from rlgraph.render.curve import ticks
-from rlgraph.simulate.play import simulate
 
 SETTLE = 12  # predicted steps that fill the pipeline before the shown ones
 RANKS = 2  # lanes of one model; its other ranks do the same work

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlgraph.analysis import words
-from rlgraph.compiler.plan import Plan
+from rlgraph.plan.plan import Plan
 from rlgraph.render.tables import aligned, wrapped
 
 

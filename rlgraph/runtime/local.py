@@ -13,8 +13,6 @@ from rlgraph import notices
 from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.factory import first_choice, open_reader, open_writer
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
-from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.schedule import Span
 from rlgraph.engines.hf_export.folder import Exported, check_target
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
 from rlgraph.engines.hf_export.shard_writer import write_shards
@@ -22,6 +20,8 @@ from rlgraph.engines.lora.shared_base import BaseHere
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.base import Context
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.schedule import Span
 from rlgraph.runtime.checkpoint.store import Checkpoints
 from rlgraph.runtime.exports.models import check_apart, chosen, trained_models
 from rlgraph.runtime.exports.write import Source, boxes, check_source, model_card, write_export

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
-from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.schedule import Span
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.schedule import Span
 
 NO_STEP = "the job took no step; `for step in job.steps(n): …` takes them, `job.steps(n)` alone does not"
 

@@ -5,9 +5,9 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from rlgraph.channels.host.connection import UNREADABLE, Connection, ProtocolError
-from rlgraph.compiler.plan import ChannelEnd
-from rlgraph.compiler.schedule import Sampled, Span
 from rlgraph.engines.hf_export.layout import ExportLayout, ShardBox
+from rlgraph.plan.plan import ChannelEnd
+from rlgraph.plan.schedule import Sampled, Span
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):

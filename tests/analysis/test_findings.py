@@ -9,8 +9,8 @@ from simulated_run import played
 import rlgraph as rg
 from rlgraph.analysis.findings import findings
 from rlgraph.analysis.run import Run
-from rlgraph.compiler.plan import Plan
-from rlgraph.costs.functions import SleepCost
+from rlgraph.plan.cost_functions import SleepCost
+from rlgraph.plan.plan import Plan
 
 
 def plan(depth: int, generate_s: float, train_s: float, score_s: float = 0.001, moving_s: float = 0.0, cpus: int = 8) -> Plan:

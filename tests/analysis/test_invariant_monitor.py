@@ -7,10 +7,10 @@ from simulated import Loop
 
 import rlgraph as rg
 from rlgraph.analysis.invariant_monitor import InvariantMonitor
-from rlgraph.compiler.plan import ChannelEnd
-from rlgraph.compiler.schedule import Schedule, Span
 from rlgraph.errors import CertificateError
-from rlgraph.simulate.play import simulate
+from rlgraph.plan.plan import ChannelEnd
+from rlgraph.plan.play import simulate
+from rlgraph.plan.schedule import Schedule, Span
 
 
 def played(plan: rg.Plan, schedule: Schedule | None = None) -> list[list[Span]]:

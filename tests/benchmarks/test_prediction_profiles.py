@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import prediction
 
 import rlgraph as rg
-from rlgraph.costs.calibrate import setting_of
+from rlgraph.plan.calibrate import setting_of
 
 
 def widths(plan: rg.Plan) -> dict[str, float]:

@@ -16,9 +16,8 @@ from rlgraph.channels.host import protocol
 from rlgraph.channels.host.protocol import More, Portion
 from rlgraph.channels.remote import inward, transfer
 from rlgraph.channels.remote.transfer import Finish, Gloo
-from rlgraph.compiler.relaying import SHAPES
-from rlgraph.compiler.routes import crossings, routed
 from rlgraph.errors import ChannelBroken, ChannelClosed
+from rlgraph.plan.routes import SHAPES, crossings, routed
 
 LONG = 20.0
 PART = 1 << 16

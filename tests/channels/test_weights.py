@@ -10,8 +10,8 @@ from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.channels.weights.shards import WeightShard, whole
-from rlgraph.compiler.channels import staged_versions
 from rlgraph.errors import ChannelTimeout
+from rlgraph.plan.channels import staged_versions
 
 
 def test_a_version_that_one_rank_has_not_published_yet_is_not_lost_by_looking_for_it() -> None:

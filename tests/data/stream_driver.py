@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 
 import rlgraph as rg
-from rlgraph.compiler.cluster import Cluster
+from rlgraph.plan.cluster import Cluster
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 

@@ -9,10 +9,10 @@ import pytest
 from templates import model_with
 
 import rlgraph as rg
-from rlgraph.compiler.cluster import Cluster
 from rlgraph.errors import CheckpointError, DataError, RlgraphError
 from rlgraph.graph.nodes import Graph, Output
 from rlgraph.nodes.base import Context
+from rlgraph.plan.cluster import Cluster
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 

@@ -14,11 +14,11 @@ import torch
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.data.results import Results
 from rlgraph.errors import RlgraphError
 from rlgraph.graph.nodes import Graph, Output, declare
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob

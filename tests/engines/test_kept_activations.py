@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import rlgraph as rg
-from rlgraph.costs.activations import kept_by_layer
-from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.engines.forward import fused_norms
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.plan.memory_laws import kept_by_layer
+from rlgraph.plan.model_shapes import ModelShape
 from rlgraph.settings import Recompute
 
 HIDDEN, HEADS, HEAD, INTERMEDIATE, VOCAB = 64, 4, 32, 256, 288  # as many heads of keys: with fewer a CPU repeats them

@@ -11,14 +11,14 @@ from sixteen_bit_ranks import SETTINGS, run_sixteen_bit
 from tiny import LENGTHS, WeightedLikelihood, batch_of
 
 import rlgraph as rg
-from rlgraph.costs.estimates import MOMENTS, OPTIMIZER, Workload, fully_sharded
-from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp import sixteen_bit
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.engines.fsdp.sixteen_bit import NAMES, Positions, SixteenBitAdamW, rounded
 from rlgraph.errors import CheckpointError, GraphError
+from rlgraph.plan.estimates import MOMENTS, OPTIMIZER, Workload, fully_sharded
+from rlgraph.plan.model_shapes import ModelShape
 
 
 @contextmanager

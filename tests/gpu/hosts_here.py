@@ -19,9 +19,9 @@ import network_program as hosts
 from ray import cloudpickle
 
 import rlgraph as rg
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.worker import process
 

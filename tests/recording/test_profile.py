@@ -12,8 +12,8 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.analysis.profiles import OPERATORS, TRACE
-from rlgraph.compiler.plan import Plan
 from rlgraph.errors import PlanError
+from rlgraph.plan.plan import Plan
 from rlgraph.recording import profile as profiles
 from rlgraph.runtime.driver.job import Job
 

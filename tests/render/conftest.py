@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
-from rlgraph.compiler.plan import Plan
-from rlgraph.costs.costs import Costs
-from rlgraph.costs.functions import SleepCost
 from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Output, Pool, declare, feedback
 from rlgraph.graph.operation import NodeTraits, Operation, Work
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
+from rlgraph.plan.cost_functions import SleepCost
+from rlgraph.plan.costs import Costs
+from rlgraph.plan.plan import Plan
 
 ROLLOUT = ("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version")
 READS = ("responses", "response_mask", "rollout_log_probs")

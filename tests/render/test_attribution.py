@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from rlgraph.analysis.attribution import attribute, devices
 from rlgraph.analysis.bubbles import Bubbles, Use
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
-from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.schedule import Span
 from rlgraph.graph.nodes import Pool
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.schedule import Span
 
 
 def loop_plan(depth: int, shared: bool = False) -> Plan:

@@ -9,10 +9,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.schedule import Span
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.play import simulate
+from rlgraph.plan.schedule import Span
 from rlgraph.render.chrome_trace import per_rank, trace, write
-from rlgraph.simulate.play import simulate
 
 
 def events(found: dict[str, Any], phase: str) -> list[dict[str, Any]]:

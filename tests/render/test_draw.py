@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rlgraph.analysis.words import clean
-from rlgraph.compiler.plan import Plan
+from rlgraph.plan.plan import Plan
 from rlgraph.render.plan_svg.draw import svg
 from rlgraph.render.plan_svg.grid import drawn_channels
 

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from rlgraph.compiler.plan import Plan
+from rlgraph.plan.plan import Plan
 from rlgraph.render.plan_svg.grid import drawn_channels
 from rlgraph.render.plan_svg.labels import loop_label
 from rlgraph.render.plan_svg.layout import Box, Layout, Point, layout

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rlgraph.analysis.words import clean
-from rlgraph.compiler.plan import Plan
+from rlgraph.plan.plan import Plan
 from rlgraph.render.mermaid import mermaid
 from rlgraph.render.plan_svg.grid import drawn_channels
 

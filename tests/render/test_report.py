@@ -17,8 +17,8 @@ from simulated_run import played, slower
 from rlgraph.analysis import words
 from rlgraph.analysis.invariant_monitor import Observed
 from rlgraph.analysis.run import Run, compare_events, compare_waits
-from rlgraph.compiler.plan import Plan
 from rlgraph.errors import DataError
+from rlgraph.plan.plan import Plan
 from rlgraph.render.chrome_trace import write_both
 from rlgraph.render.report import page
 from rlgraph.render.timeline_html import last_steps, predicted_steps

@@ -9,7 +9,7 @@ from browser import found_by, needs_browser
 from sampled_runs import HOSTILE, sample, write
 from simulated_run import played
 
-from rlgraph.compiler.plan import Plan
+from rlgraph.plan.plan import Plan
 from rlgraph.render.report import page
 from rlgraph.render.samples_html import as_script, shown_samples
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from rlgraph.analysis.words import clean, seconds
-from rlgraph.compiler.plan import Plan
+from rlgraph.plan.plan import Plan
 from rlgraph.render.text import text
 
 

@@ -14,10 +14,10 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Pool
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver import ray_cluster, ray_reservation
 from rlgraph.runtime.driver.ray_cluster import awaited_hosts, ray_hosts
 from rlgraph.runtime.driver.ray_reservation import Reservation

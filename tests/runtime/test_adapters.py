@@ -13,13 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 import rlgraph as rg
-from rlgraph.compiler.plan import Plan
-from rlgraph.costs.adapters import AdapterSize
-from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.engines.lora.merging import BaseWeights
 from rlgraph.engines.lora.peft_folder import read_adapter
 from rlgraph.errors import ExportError, GraphError
 from rlgraph.graph.nodes import Output
+from rlgraph.plan.model_shapes import AdapterSize, ModelShape
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 

@@ -11,16 +11,16 @@ from torch.nn.functional import logsigmoid
 
 import rlgraph as rg
 from rlgraph.analysis.invariant_monitor import InvariantMonitor
-from rlgraph.compiler.compile import loop_bounds
-from rlgraph.compiler.events import publish_event
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import CertificateError, GraphError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.training.preferred import Preferred
+from rlgraph.plan.compile import loop_bounds
+from rlgraph.plan.events import publish_event
+from rlgraph.plan.play import simulate
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import behind_by_loop
-from rlgraph.simulate.play import simulate
 
 PAIRS = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": " no" + "!" * n} for n, r in enumerate(SUMS[:6])]
 

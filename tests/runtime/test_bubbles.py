@@ -7,9 +7,9 @@ import forked
 import pytest
 
 from rlgraph.analysis.bubbles import Bubbles
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.graph.nodes import Graph, Pool
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
 
 STEPS = 10

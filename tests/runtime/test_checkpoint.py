@@ -16,14 +16,14 @@ import torch
 from torch.distributed.checkpoint import metadata
 
 from rlgraph.columns import Column, Columns
-from rlgraph.compiler.checkpoint_cut import lookaheads
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.errors import CheckpointError
 from rlgraph.graph.nodes import Graph, Output, Pool, declare
 from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context
+from rlgraph.plan.checkpoint_cut import lookaheads
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.checkpoint.worker_snapshot import not_seen
 from rlgraph.runtime.local import LocalJob

@@ -12,7 +12,7 @@ import torch
 from tiny import tiny_qwen
 
 import rlgraph as rg
-from rlgraph.compiler.compile import compile_plan
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob

@@ -13,10 +13,10 @@ from digests import ITEMS, odd_tokens
 from tiny import tiny, tiny_qwen
 
 import rlgraph as rg
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.errors import CertificateError, DataError, GraphError, PlanError
 from rlgraph.nodes.training.exact import checked_rows
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.model_shapes import ModelShape
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.worker.spec import worker_specs
 

@@ -5,7 +5,7 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlgraph.compiler.schedule import Span
+from rlgraph.plan.schedule import Span
 from rlgraph.runtime.driver.history import Metrics, Spans
 
 times = st.floats(0, 1e6)

@@ -11,11 +11,11 @@ import forked
 import pytest
 
 from rlgraph.api import compile
-from rlgraph.compiler.channels import check_encrypted
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import PlanError, WorkerDied
 from rlgraph.graph.nodes import Pool
+from rlgraph.plan.channels import check_encrypted
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.render.text import text
 from rlgraph.runtime.local import LocalJob
 

@@ -19,11 +19,11 @@ import pytest
 from forked import alive
 
 from rlgraph.columns import Column, Columns
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import ChannelTimeout, NodeError, RlgraphError, WorkerDied
 from rlgraph.graph.nodes import Graph, Pool
 from rlgraph.nodes.base import node
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
@@ -119,7 +119,7 @@ import os, signal, sys
 sys.path.insert(0, {tests!r})
 import fakes
 from rlgraph.api import compile
-from rlgraph.compiler.cluster import Cluster
+from rlgraph.plan.cluster import Cluster
 
 job = compile(fakes.vector_loop(1, generate_s=0.05), Cluster(cpus=2)).launch()
 with job:
@@ -197,7 +197,7 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 import fakes
 from rlgraph.api import compile
-from rlgraph.compiler.cluster import Cluster
+from rlgraph.plan.cluster import Cluster
 from rlgraph.runtime.driver import bounded, ray_cluster, worker_group
 from rlgraph.runtime.driver import ray_dispatch as dispatch
 

@@ -8,9 +8,9 @@ from typing import Any
 import fakes
 import pytest
 
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.graph.nodes import Pool
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver import hosts as agents
 from rlgraph.runtime.driver.hosts import Clock, Hosts, LocalHostAgent, RemoteHostAgent
 from rlgraph.runtime.driver.lost_hosts import host_lost, link_lost

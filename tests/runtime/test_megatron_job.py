@@ -13,9 +13,9 @@ from sharing_loop import gap, graph_of
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.compiler.cluster import Cluster
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import GraphError
+from rlgraph.plan.cluster import Cluster
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 

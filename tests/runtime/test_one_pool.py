@@ -14,7 +14,7 @@ from simulated import Loop
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.compiler.compile import compile_plan
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob

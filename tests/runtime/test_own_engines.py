@@ -11,9 +11,9 @@ from tiny import tiny
 from unigram import ENGINE, TRAINER
 
 import rlgraph as rg
-from rlgraph.compiler.cluster import Cluster
 from rlgraph.engines import registry
 from rlgraph.errors import GraphError
+from rlgraph.plan.cluster import Cluster
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.measure import Step

@@ -12,9 +12,9 @@ from digests import ITEMS, DigestCritic, DigestPolicy, bits, digest, here, in_wo
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.schedule import Span
 from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.schedule import Span
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step

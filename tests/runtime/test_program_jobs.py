@@ -16,8 +16,8 @@ from templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 

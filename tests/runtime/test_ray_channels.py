@@ -10,11 +10,11 @@ import forked
 import pytest
 
 import rlgraph as rg
-from rlgraph.compiler.channels import with_transport
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import NodeError, PlanError, WorkerDied
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.channels import with_transport
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step

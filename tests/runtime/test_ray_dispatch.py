@@ -11,8 +11,8 @@ import fakes
 import pytest
 from ray import cloudpickle
 
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver import ray_dispatch
 from rlgraph.runtime.driver.worker_environment import worker_environment
 from rlgraph.runtime.worker.spec import worker_specs

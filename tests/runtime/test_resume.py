@@ -17,11 +17,11 @@ import torch
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.graph.nodes import Graph, Output, declare
 from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver import session
 from rlgraph.runtime.driver.job import Job

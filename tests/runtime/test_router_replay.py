@@ -10,8 +10,8 @@ from tiny import tiny, tiny_moe
 
 import rlgraph as rg
 from rlgraph.columns import concat_rows
-from rlgraph.compiler.cluster import Cluster
 from rlgraph.errors import GraphError
+from rlgraph.plan.cluster import Cluster
 
 
 @pytest.fixture(scope="module")

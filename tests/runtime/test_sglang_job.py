@@ -15,8 +15,8 @@ from sharing_loop import SAMPLING, graph_of
 from tiny import tiny_qwen
 
 import rlgraph as rg
-from rlgraph.compiler.cluster import Cluster
 from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.plan.cluster import Cluster
 from rlgraph.runtime.driver.job import Job
 
 pytestmark = pytest.mark.stage("sglang")

@@ -12,12 +12,12 @@ from simulated import Loop, Turns
 
 import rlgraph as rg
 from rlgraph.analysis.attribution import attribute
-from rlgraph.compiler.compile import compile_plan
-from rlgraph.compiler.schedule import WORK, Sampled, Span
-from rlgraph.costs.calibrate import costs_of
-from rlgraph.costs.costs import Costs
-from rlgraph.costs.functions import SleepCost
-from rlgraph.costs.trace import Trace
+from rlgraph.plan.calibrate import costs_of
+from rlgraph.plan.compile import compile_plan
+from rlgraph.plan.cost_functions import SleepCost
+from rlgraph.plan.costs import Costs
+from rlgraph.plan.schedule import WORK, Sampled, Span
+from rlgraph.plan.trace import Trace
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.measure import Step
 from rlgraph.runtime.worker import span_recorder

@@ -17,10 +17,10 @@ from tiny import tiny
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context, Stage
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.worker.activity import KINDS, WORKS, Activity, described, event_name
 from rlgraph.runtime.worker.heartbeat import Heartbeat, StatusWriter, read_status, status_path, under_way

@@ -22,11 +22,11 @@ from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.host.connection import Connection, listen
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Column, Columns
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import ChannelBroken, ChannelTimeout, NodeError, RlgraphError, WorkerDied
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, node
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime import messages
 from rlgraph.runtime.driver import worker_group as group_module
 from rlgraph.runtime.driver.blame import Culprit, Cut, culprit, cut

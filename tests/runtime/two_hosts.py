@@ -19,9 +19,9 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster as RayCluster
 
-from rlgraph.compiler.cluster import Cluster
-from rlgraph.compiler.compile import compile_plan
 from rlgraph.errors import PlanError, WorkerDied
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.ray_cluster import awaited_hosts

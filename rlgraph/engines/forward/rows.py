@@ -4,9 +4,9 @@ import torch
 
 from rlgraph.batching.packing import MicroBatch, response_lengths
 from rlgraph.columns import Column, Columns
-from rlgraph.costs.update_memory import LOGITS_AT_ONCE
 from rlgraph.engines.forward.collectives import filled
 from rlgraph.errors import DataError
+from rlgraph.plan.memory_laws import LOGITS_AT_ONCE
 
 AT_ONCE = {"cpu": 1 << 24, "cuda": LOGITS_AT_ONCE}  # logits: on a GPU enough rows for a product at its full speed
 

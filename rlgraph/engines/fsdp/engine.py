@@ -15,7 +15,6 @@ from rlgraph.algorithms.inputs import check_whole
 from rlgraph.batching.packing import MicroBatch, pack, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
-from rlgraph.costs.sharing import ring_ranks
 from rlgraph.engines.api import Guard, Loss, check_weights, chosen_at
 from rlgraph.engines.exact.model import exchange
 from rlgraph.engines.forward import fused_norms, grouped_experts, packed_attention
@@ -44,6 +43,7 @@ from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
 from rlgraph.engines.lora.settings import LoRA
 from rlgraph.engines.lora.shared_base import SharedBase
 from rlgraph.errors import GraphError
+from rlgraph.plan.estimates import ring_ranks
 from rlgraph.settings import Recompute
 
 

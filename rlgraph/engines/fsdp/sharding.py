@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlgraph.channels.weights.shards import WeightShard
-from rlgraph.costs.update_memory import UNIT_PARAMETERS
 from rlgraph.engines.fsdp.whole import as_whole, remembered, spec_of, whole_shape
 from rlgraph.errors import GraphError
+from rlgraph.plan.memory_laws import UNIT_PARAMETERS
 
 
 def join(rank: int, world: int) -> bool:

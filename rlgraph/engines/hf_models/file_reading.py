@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from rlgraph.costs.estimates import PIECE_BYTES
 from rlgraph.engines.hf_models.model_files import header_places
 from rlgraph.errors import DataError
+from rlgraph.plan.estimates import PIECE_BYTES
 
 READERS = 4  # threads, which share PIECE_BYTES: one alone reads as fast as it copies from the page cache, 2 to 4 GB/s
 DTYPES = {

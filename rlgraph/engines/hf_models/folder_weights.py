@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import torch
 
 from rlgraph.channels.weights.shards import WeightShard
-from rlgraph.costs.estimates import PIECE_BYTES
 from rlgraph.engines.hf_models.file_reading import PieceReader
 from rlgraph.engines.hf_models.folder_parts import FolderPart, Numbers, PartsByName, folder_shards, fused_parts, whole_part
 from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import in_text_model, is_text
 from rlgraph.errors import DataError
+from rlgraph.plan.estimates import PIECE_BYTES
 
 Pieces: TypeAlias = Iterator[tuple[slice, torch.Tensor]]  # of a box, each with its rows
 

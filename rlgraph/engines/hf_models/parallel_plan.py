@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from rlgraph.costs.sharing import ring_ranks, undivided
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import GraphError, shown
+from rlgraph.plan.estimates import ring_ranks, undivided
 
 COLUMNS, ROWS = "colwise", "rowwise"
 KNOWN = {COLUMNS, ROWS, "replicated_with_grad_allreduce", "embedding_rowwise"}

@@ -10,11 +10,11 @@ import torch
 from safetensors import safe_open
 from torch.nn.functional import linear
 
-from rlgraph.costs.adapters import ALL_LINEAR
 from rlgraph.engines.lora.four_bits import FourBits
 from rlgraph.engines.lora.merging import A, B
 from rlgraph.engines.lora.settings import TENSORS, LoRA
 from rlgraph.errors import DataError
+from rlgraph.plan.model_shapes import ALL_LINEAR
 
 PEFT = "base_model.model."  # begins the names in PEFT's folders
 

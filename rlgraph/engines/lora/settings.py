@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlgraph import settings
-from rlgraph.costs.adapters import ALL_LINEAR
 from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.plan.model_shapes import ALL_LINEAR
 from rlgraph.settings import Count, Name, Natural, Positive
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # the files of PEFT's folder

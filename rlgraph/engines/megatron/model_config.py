@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 
-from rlgraph.costs.sharing import undivided
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.engines.megatron.ranks import MegatronRanks
 from rlgraph.errors import GraphError, shown
+from rlgraph.plan.estimates import undivided
 from rlgraph.settings import Recompute
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")  # by tests/engines/test_megatron.py

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.engines.sglang import server_arguments, stand_ins
 from rlgraph.errors import DataError
+from rlgraph.plan.model_shapes import ModelShape
 
 
 @dataclasses.dataclass(frozen=True)

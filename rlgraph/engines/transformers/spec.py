@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from rlgraph.costs.estimates import stays_awake
 from rlgraph.engines.api import GenerateEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import EngineSpec
+from rlgraph.plan.estimates import stays_awake
 
 
 def load(generator: Any, place: Place) -> GenerateEngine:

@@ -3,13 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-from rlgraph.costs.estimates import compute_weights, paged
-from rlgraph.costs.workload import Need, Workload
 from rlgraph.engines.api import TrainEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import TrainerSpec
 from rlgraph.engines.vllm import engine_arguments
 from rlgraph.engines.vllm.imports import import_vllm
+from rlgraph.plan.estimates import compute_weights, paged
+from rlgraph.plan.memory_laws import Need, Workload
 
 LONGEST = 32_768.0
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from rlgraph.columns import Column
-from rlgraph.costs.model_shapes import ModelShape
 from rlgraph.engines.api import Response
 from rlgraph.errors import GraphError
 from rlgraph.nodes.rollout.fitting import text_config
+from rlgraph.plan.model_shapes import ModelShape
 
 ROUTES = ("prompt_routes", "routes")
 

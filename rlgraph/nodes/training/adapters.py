@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from rlgraph.costs.adapters import ALL_LINEAR, PROJECTIONS
 from rlgraph.engines.fsdp.adamw import Muon
 from rlgraph.engines.hf_models.pretrained import ModelSummary
 from rlgraph.engines.lora.settings import FAMILIES, LoRA
 from rlgraph.errors import GraphError
 from rlgraph.nodes.training.low_bits import check_four_bits
+from rlgraph.plan.model_shapes import ALL_LINEAR, PROJECTIONS
 
 
 def check_adapter(model: Any) -> None:

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 from rlgraph.analysis import words
 from rlgraph.channels.factory import transport_of
-from rlgraph.compiler.plan import Plan, PlannedChannel
+from rlgraph.plan.plan import Plan, PlannedChannel
 from rlgraph.render.plan_svg.labels import LegendItem, TextLine
 from rlgraph.render.plan_svg.layout import ARROW, Box, Edge, Lane, Layout, LoopLine, Point, layout
 

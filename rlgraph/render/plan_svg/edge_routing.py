@@ -6,7 +6,7 @@ All readers of a channel branch off its trunk, so a batch that many nodes read i
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlgraph.compiler.plan import Plan, PlannedChannel
+from rlgraph.plan.plan import Plan, PlannedChannel
 from rlgraph.render.plan_svg.grid import Grid, drawn_channels
 
 PORT_STEP = 12.0  # between two channels that leave one box

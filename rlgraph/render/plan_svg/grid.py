@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedNode, PlannedPool
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedNode, PlannedPool
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 from rlgraph.analysis import words
 from rlgraph.analysis.critical import Critical
 from rlgraph.channels.factory import transport_of
-from rlgraph.compiler.plan import Plan, PlannedLoop, PlannedNode, PlannedPool
+from rlgraph.plan.plan import Plan, PlannedLoop, PlannedNode, PlannedPool
 from rlgraph.render.plan_svg.text_width import ROUNDING, fitted, width
 
 Tone: TypeAlias = Literal["ink", "muted", "red", "badge", "red badge"]

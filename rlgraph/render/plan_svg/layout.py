@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from rlgraph.analysis.critical import Critical, critical
-from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
 from rlgraph.render.plan_svg import labels
 from rlgraph.render.plan_svg.edge_routing import Trunk, out_offset, route_channels
 from rlgraph.render.plan_svg.grid import Grid, arrange, drawn_channels

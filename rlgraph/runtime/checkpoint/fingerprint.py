@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlgraph.compiler.plan import Plan
 from rlgraph.engines.hf_models.hub import revision_of
 from rlgraph.errors import shown
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.plan import Plan
 
 
 def fingerprint(graph: Graph, plan: Plan) -> dict[str, Any]:

@@ -18,10 +18,10 @@ from typing import Any
 import msgspec
 
 from rlgraph.analysis.graph_settings import graph_settings
-from rlgraph.compiler.checkpoint_cut import lookaheads
-from rlgraph.compiler.plan import Plan
 from rlgraph.errors import CheckpointError
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.checkpoint_cut import lookaheads
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.checkpoint.fingerprint import difference, fingerprint
 from rlgraph.runtime.checkpoint.worker_snapshot import unfinished_name
 from rlgraph.runtime.exports.models import trained_models

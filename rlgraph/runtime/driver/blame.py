@@ -7,7 +7,7 @@ Worker `score` waits for channel 'rollout', its writer `generator` waits for cha
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.runtime.messages import Failure
 from rlgraph.runtime.worker.activity import edge_of
 from rlgraph.runtime.worker.heartbeat import Heartbeat

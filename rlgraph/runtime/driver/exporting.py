@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlgraph.compiler.plan import Plan
 from rlgraph.engines.hf_export.folder import Exported, check_target
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.store import Checkpoints
 from rlgraph.runtime.driver.session import Session

@@ -5,11 +5,11 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from rlgraph import notices
-from rlgraph.compiler.channels import lies_in_ray
-from rlgraph.compiler.plan import Plan
 from rlgraph.engines.imports import import_transformers
 from rlgraph.errors import PlanError, RlgraphError, WorkerDied
 from rlgraph.graph.operation import ModelTraits
+from rlgraph.plan.channels import lies_in_ray
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES, pickled
 from rlgraph.runtime.driver.warm import Wanted, here

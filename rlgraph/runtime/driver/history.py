@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from rlgraph.compiler.schedule import Span
+from rlgraph.plan.schedule import Span
 
 _ROW = np.dtype(
     [

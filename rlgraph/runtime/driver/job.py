@@ -14,16 +14,16 @@ from rlgraph.analysis.findings import findings
 from rlgraph.analysis.graph_settings import graph_settings
 from rlgraph.analysis.invariant_monitor import InvariantMonitor, Observed
 from rlgraph.analysis.run import Run
-from rlgraph.compiler.compile import compile_plan
-from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.schedule import Sampled, Span
-from rlgraph.costs.calibrate import costs_of
-from rlgraph.costs.costs import Costs
-from rlgraph.costs.trace import Trace
 from rlgraph.engines.hf_export.folder import Exported
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype
 from rlgraph.errors import CheckpointError, ExportError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.calibrate import costs_of
+from rlgraph.plan.compile import compile_plan
+from rlgraph.plan.costs import Costs
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.schedule import Sampled, Span
+from rlgraph.plan.trace import Trace
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.exporting import JobExports
 from rlgraph.runtime.driver.history import Metrics, Spans

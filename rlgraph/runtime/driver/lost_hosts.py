@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from rlgraph.compiler.plan import Plan
 from rlgraph.errors import ChannelBroken, WorkerDied
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import Hosts
 from rlgraph.runtime.messages import Failure
 

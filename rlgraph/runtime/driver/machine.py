@@ -5,9 +5,9 @@ from pathlib import Path
 
 import torch
 
-from rlgraph.compiler.cluster import Cluster
 from rlgraph.engines.amx import leave_out_broken_amx
 from rlgraph.engines.precision import device_precision
+from rlgraph.plan.cluster import Cluster
 
 
 def local_cluster() -> Cluster:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from rlgraph.compiler.plan import Plan
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.prompts import Prompts
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.worker.heartbeat import Heartbeat
 
 

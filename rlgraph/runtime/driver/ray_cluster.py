@@ -15,8 +15,8 @@ import ray
 from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlgraph.compiler.plan import Plan
 from rlgraph.errors import DispatchError, PlanError
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver import ray_token
 from rlgraph.runtime.driver.bounded import RAY_S, bounded
 from rlgraph.runtime.driver.hosts import FoundHosts

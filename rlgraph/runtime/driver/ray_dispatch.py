@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import ray
 from ray import cloudpickle
 
-from rlgraph.compiler.plan import Plan
 from rlgraph.errors import DispatchError, RlgraphError, WorkerDied
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.bounded import RAY_S, bounded, within
 from rlgraph.runtime.driver.hosts import Ask, FoundHosts, HostAgent, LocalHostAgent, RemoteHostAgent
 from rlgraph.runtime.driver.ray_cluster import awaited_hosts, on_host, ray_hosts, session_folder, start_ray, stop_ray

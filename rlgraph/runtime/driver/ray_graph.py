@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.routes import writers_of
 from rlgraph.errors import PlanError
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.routes import writers_of
 
 BY_GRAPHVIZ = (".svg", ".png", ".pdf")
 

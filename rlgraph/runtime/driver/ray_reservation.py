@@ -8,8 +8,8 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlgraph.compiler.plan import Plan
 from rlgraph.errors import PlanError
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.bounded import RAY_S
 from rlgraph.runtime.driver.ray_cluster import gpus_wanted
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rlgraph.compiler.channels import lies_in_ray
-from rlgraph.compiler.plan import Plan
 from rlgraph.errors import DispatchError, RlgraphError
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.channels import lies_in_ray
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.gathering import Gatherer
 from rlgraph.runtime.driver import orphan_cleanup, ray_dispatch

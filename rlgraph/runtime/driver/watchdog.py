@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeAlias
 
-from rlgraph.compiler.plan import Plan
-from rlgraph.compiler.schedule import WORK
 from rlgraph.errors import ChannelTimeout
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.schedule import WORK
 from rlgraph.runtime.driver.blame import Culprit, culprit
 from rlgraph.runtime.messages import Report
 from rlgraph.runtime.worker.activity import described, event_name

@@ -16,8 +16,8 @@ from typing import TypeVar
 import msgspec
 
 from rlgraph.channels.host.connection import Connection
-from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeError, RlgraphError, WorkerDied, shown
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.runtime import messages
 from rlgraph.runtime.driver.blame import cut
 from rlgraph.runtime.driver.hosts import Hosts

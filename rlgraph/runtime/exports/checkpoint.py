@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from rlgraph.analysis.card_facts import CardFacts
-from rlgraph.compiler.plan import Plan
 from rlgraph.engines.hf_export.folder import Exported, check_target
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
 from rlgraph.engines.hf_export.shard_writer import write_shards
@@ -17,6 +16,7 @@ from rlgraph.engines.hf_models.pretrained import parameter_shapes
 from rlgraph.engines.hf_models.text_model import parts_of
 from rlgraph.engines.registry import TRAINERS, SavedShard
 from rlgraph.errors import CheckpointError, ExportError
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.checkpoint.store import checked_manifest, checkpoint_steps
 from rlgraph.runtime.exports.models import TrainedEntry, check_apart, chosen
 from rlgraph.runtime.exports.write import Source, base_of, boxes, check_source, write_export

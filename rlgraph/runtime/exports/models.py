@@ -5,12 +5,12 @@ from typing import Literal
 
 import msgspec
 
-from rlgraph.compiler.plan import Plan
 from rlgraph.engines.hf_export.layout import AdapterForm
 from rlgraph.engines.lora.peft_folder import SavedAdapter
 from rlgraph.errors import ExportError, shown
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.training.trained_model import TrainedModel
+from rlgraph.plan.plan import Plan
 
 
 class TrainedEntry(msgspec.Struct, frozen=True):

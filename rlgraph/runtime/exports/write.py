@@ -10,7 +10,6 @@ from safetensors import safe_open
 from rlgraph.analysis.card_facts import CardFacts
 from rlgraph.analysis.graph_settings import graph_settings
 from rlgraph.channels.weights.shards import WeightShard, parameters
-from rlgraph.compiler.plan import Plan
 from rlgraph.engines.hf_export.companions import write_companions
 from rlgraph.engines.hf_export.folder import Exported, GrowingExport
 from rlgraph.engines.hf_export.layout import MOST_FILE_BYTES, AdapterForm, ExportDtype, ExportLayout, ShardBox, planned
@@ -20,6 +19,7 @@ from rlgraph.engines.hf_models.hub import revision_of
 from rlgraph.engines.hf_models.pretrained import check_model, other_tensors
 from rlgraph.errors import ExportError, RlgraphError
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.exports.adapters import AdapterExport
 from rlgraph.runtime.exports.models import TrainedEntry
 

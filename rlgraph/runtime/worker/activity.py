@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from rlgraph.compiler.events import load_event, publish_event
-from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop
-from rlgraph.compiler.time_sharing import sleep_event, wake_event
+from rlgraph.plan.events import load_event, publish_event, sleep_event, wake_event
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
 
 ActivityKind: TypeAlias = Literal[
     "idle", "open", "connect", "load_engine", "fire", "probe", "take", "put", "receive", "publish", "load", "wake", "sleep", "export"

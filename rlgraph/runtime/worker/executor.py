@@ -15,14 +15,13 @@ import torch
 
 from rlgraph.channels.api import Reader, Statistics, Writer
 from rlgraph.columns import Column, Columns, concat_rows, repeat_rows, rows_of_rank
-from rlgraph.compiler.events import fire_event
-from rlgraph.compiler.plan import ChannelEnd, PlannedChannel, PlannedLoop
-from rlgraph.compiler.schedule import Sampled, Span
-from rlgraph.compiler.time_sharing import TimeSlice
 from rlgraph.engines.hf_models.hub import offline
 from rlgraph.errors import GraphError, StalenessError, shown
 from rlgraph.graph.operation import HasState, Stateful
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics, fired_parts
+from rlgraph.plan.events import TimeSlice, fire_event
+from rlgraph.plan.plan import ChannelEnd, PlannedChannel, PlannedLoop
+from rlgraph.plan.schedule import Sampled, Span
 from rlgraph.runtime.worker.activity import Activity
 from rlgraph.runtime.worker.engine_slot import EngineSlot
 from rlgraph.runtime.worker.metrics_reduce import reduce_metrics

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from rlgraph.compiler.plan import Plan
+from rlgraph.plan.plan import Plan
 from rlgraph.runtime.worker.activity import KINDS, Activity, described, event_name
 
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}

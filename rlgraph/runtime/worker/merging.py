@@ -5,11 +5,11 @@ from pathlib import Path
 
 import torch
 
-from rlgraph.compiler.planned_adapter import PlannedAdapter
-from rlgraph.costs.adapters import ALL_LINEAR, PROJECTIONS
 from rlgraph.engines.lora.merging import A, B, BaseWeights
 from rlgraph.engines.lora.peft_folder import read_adapter
 from rlgraph.graph.nodes import Model
+from rlgraph.plan.model_shapes import ALL_LINEAR, PROJECTIONS
+from rlgraph.plan.plan import PlannedAdapter
 
 
 class Merging:

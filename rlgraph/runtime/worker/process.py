@@ -14,12 +14,12 @@ from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.factory import Onward, open_onward, open_reader, open_writer
 from rlgraph.channels.host.connection import Connection, bound, dial, listen, talk_at
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
-from rlgraph.compiler.plan import PlannedLoop
-from rlgraph.compiler.schedule import Span
 from rlgraph.engines.hf_export.shard_writer import write_shards
 from rlgraph.engines.lora.shared_base import BaseOfHost
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 from rlgraph.nodes.base import Context
+from rlgraph.plan.plan import PlannedLoop
+from rlgraph.plan.schedule import Span
 from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.gathering import seated
 from rlgraph.runtime.exports.write import boxes

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from rlgraph.compiler.schedule import Span
+from rlgraph.plan.schedule import Span
 from rlgraph.runtime.checkpoint.gathering import gathering
 from rlgraph.runtime.checkpoint.worker_snapshot import Fired, OnSaved, WorkerSnapshots, restore
 from rlgraph.runtime.messages import SampledRows

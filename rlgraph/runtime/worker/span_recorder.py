@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rlgraph.compiler.schedule import Span, SpanKind
+from rlgraph.plan.schedule import Span, SpanKind
 
 ABSORBED_S = 20e-6  # a shorter gap joins the span after it, because recording it would take about as long
 

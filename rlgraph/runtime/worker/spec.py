@@ -6,16 +6,16 @@ from typing import Any
 
 from rlgraph.channels.factory import Onward, Site, Transport, first_choice, transport_of
 from rlgraph.columns import Column
-from rlgraph.compiler.checkpoint_cut import lookaheads, open_nodes, steps_back
-from rlgraph.compiler.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
-from rlgraph.compiler.precision import ITEMSIZE
-from rlgraph.compiler.routes import Route, hosts_of, routes
-from rlgraph.compiler.shared_bases import shared_bases
-from rlgraph.compiler.time_sharing import TimeSlice, time_slices
 from rlgraph.graph.exact_rules import exact_models
 from rlgraph.graph.nodes import Due, Graph, Model, Node
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.prompts import Prompts
+from rlgraph.plan.checkpoint_cut import lookaheads, open_nodes, steps_back
+from rlgraph.plan.cluster import ITEMSIZE
+from rlgraph.plan.events import TimeSlice, time_slices
+from rlgraph.plan.memory import shared_bases
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
+from rlgraph.plan.routes import Route, hosts_of, routes
 
 
 @dataclass(frozen=True)

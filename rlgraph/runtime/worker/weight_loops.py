@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
-from rlgraph.compiler.events import load_event, publish_event
-from rlgraph.compiler.plan import PlannedLoop
 from rlgraph.engines.api import GenerateEngine
 from rlgraph.errors import ChannelTimeout
 from rlgraph.nodes.base import Context
+from rlgraph.plan.events import load_event, publish_event
+from rlgraph.plan.plan import PlannedLoop
 from rlgraph.runtime.worker.activity import Activity
 from rlgraph.runtime.worker.merging import Merging
 from rlgraph.runtime.worker.span_recorder import SpanRecorder

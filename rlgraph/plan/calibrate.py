@@ -1,0 +1,545 @@
+"""Fit costs to the firings of runs: for each node the function that explains them with the fewest numbers."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+from rlgraph.plan.assumptions import with_doubling
+from rlgraph.plan.continuous import decoded
+from rlgraph.plan.cost_functions import Decode, NodeCost, Setting, SleepCost
+from rlgraph.plan.costs import Costs
+from rlgraph.plan.events import load_event, publish_event, receive_event
+from rlgraph.plan.lengths import Array, Lengths
+from rlgraph.plan.plan import Plan, PlannedJoin, PlannedNode
+from rlgraph.plan.play import firing_order
+from rlgraph.plan.schedule import MOVING, WORK, Dependency, Sampled, Schedule, Span
+from rlgraph.plan.trace import Trace
+
+# Leave out of a fit the rare firings in which the machine stalled.
+
+FAR = 8.0  # times the usual distance from the fit
+LEAST = 0.1  # of the fitted seconds: a nearer firing is no outlier
+RARE = 0.05  # of all firings: more frequent ones are no outliers
+FEW = 5  # firings of which one may be an outlier, as the second update of a trainer often is
+
+
+def steady(seconds: Array, fitted: Array | float = 0.0) -> Array:
+    """Mark, as booleans, the firings to keep: all but the rare ones that took far longer than the fit.
+
+    The unit of distance is the median of all distances (median absolute deviation), which outliers do not change.
+    """
+    beyond = seconds - fitted
+    beyond = beyond - np.median(beyond)
+    far: Array = beyond > np.maximum(FAR * np.median(np.abs(beyond)), LEAST * (seconds - beyond))
+    most = max(RARE * far.size, 1.0 if far.size >= FEW else 0.0)
+    return ~far if far.sum() <= most else np.ones_like(far)
+
+
+def mean(seconds: Array) -> float:
+    """Average the firings that are no outliers."""
+    return float(seconds[steady(seconds)].mean())
+
+
+# Explain measured seconds with the fewest numbers: least squares with coefficients of at least 0, and only those that help.
+
+KEPT_SPREAD = 40  # single firings kept in the costs of a node
+HARDLY = 0.1  # of the mean firing: shorter firings say nothing of the spread
+STEADY = 0.02  # a quantity that varies by less, relative to its mean, explains nothing
+
+
+def told_apart(columns: Mapping[str, Array]) -> dict[str, Array]:
+    """Keep the columns that are not zero and not nearly a multiple of an earlier column.
+
+    Which of two such columns fits better would be noise, so the first one stands for both.
+    """
+    kept: dict[str, Array] = {}
+    for name, column in columns.items():
+        if column.any() and all(varies(column / np.maximum(other, 1e-30)) for other in kept.values()):
+            kept[name] = column
+    return kept
+
+
+def varies(values: Array) -> bool:
+    """Tell whether a quantity varies enough to explain anything."""
+    return bool(values.std() > STEADY * values.mean())
+
+
+def fewest(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
+    """Fit coefficients of at least 0 for the subset of columns that the firings support, without outliers."""
+    kept = np.ones(len(seconds), dtype=bool)
+    while True:
+        found = _least_squares({name: column[kept] for name, column in columns.items()}, seconds[kept])
+        ordinary = kept & steady(seconds, explained(columns, found))
+        if ordinary.sum() == kept.sum():
+            return found
+        kept = ordinary
+
+
+def explained(columns: Mapping[str, Array], coefficients: Mapping[str, float]) -> Array:
+    """Predict the seconds of each firing from fitted coefficients."""
+    return np.sum([coefficients.get(name, 0.0) * column for name, column in columns.items()], axis=0)  # type: ignore[no-any-return]
+
+
+def _least_squares(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
+    """Fit coefficients of at least 0 by least squares, for the subset of columns that the data support.
+
+    The Bayesian information criterion (Schwarz, 1978) sets what a further number must explain; with as many firings as
+    numbers nothing is explained, so a subset is smaller than that.
+    """
+    best, least = dict[str, float](), float("inf")
+    count, floor = len(seconds), 1e-12 * float((seconds**2).sum()) + 1e-30
+    for size in range(1, min(len(columns), max(count - 1, 1)) + 1):
+        for names in combinations(columns, size):
+            table = np.stack([columns[name] for name in names], axis=1)
+            scale = np.maximum(table.max(axis=0), 1e-30)
+            found, _, rank, _ = np.linalg.lstsq(table / scale, seconds, rcond=1e-6)
+            if rank < size or (found < 0).any():
+                continue
+            left = float(((seconds - (table / scale) @ found) ** 2).sum()) + floor
+            score = count * np.log(left / count) + size * np.log(max(count, 2))
+            if score < least - 1e-9:
+                best, least = dict(zip(names, (found / scale).tolist(), strict=True)), score
+    return best
+
+
+def spread(seconds: Array, fitted: Array | float) -> tuple[float, ...]:
+    """Divide single firings by their fitted seconds, and reduce many of them to quantiles.
+
+    Firings with hardly any fitted time are left out: their responses ended while another batch decoded, and the fit says nothing
+    about them."""
+    by_law = np.broadcast_to(np.asarray(fitted, dtype=float), seconds.shape)
+    told = by_law > HARDLY * by_law.mean()
+    ratios = seconds[told] / by_law[told] if told.any() else np.ones(1)
+    if len(ratios) > KEPT_SPREAD:
+        ratios = np.quantile(ratios, (np.arange(KEPT_SPREAD) + 0.5) / KEPT_SPREAD)
+    return tuple(float(f"{ratio:.6g}") for ratio in ratios)
+
+
+# Fit the seconds of training and log-probs to the firings of a run: by tokens, by the host's time for each pass, or by neither.
+
+EXPLAINED = 0.3  # tokens set a time if, at most, this share of its variance stays unexplained
+FLOORS = 64  # sizes tried for the floor: the largest pass that takes no longer than a smaller one
+FINELY = 512  # least seconds of a pass that are tried, with all else known
+KNOWN = 2.0  # of the information criterion: evidence "not worth more than a bare mention" (Kass and Raftery, 1995)
+
+
+@dataclass(frozen=True)
+class Share:
+    """The work of one rank in a step: its tokens a device, those of each pass where known, and whether it gathered no shards of others."""
+
+    tokens: float
+    passes: Array | None = None
+    alone: bool = True
+
+    def at_least(self, floor: float) -> float:
+        """Sum the tokens, with each pass counted as at least `floor`."""
+        return self.tokens if self.passes is None or floor == 0 else float(np.maximum(self.passes, floor).sum())
+
+
+def share_of(setting: Setting, sampled: Sequence[Sampled]) -> Share:
+    """Compute a rank's share of a step's tokens. Rows that were not sampled, as examples beside a rollout, count as those that were."""
+    lengths = np.array([[length for s in sampled for length in s.response_tokens]], dtype=float)
+    prompts = float(sum(s.prompt_tokens for s in sampled))
+    if 0 < lengths.size < setting.rows:
+        prompts *= setting.rows / lengths.size
+        lengths = np.resize(lengths, (1, int(setting.rows)))  # repeats them
+    tokens, alone = (prompts + float(lengths.sum())) / setting.devices, setting.alone
+    if setting.passes is None or not lengths.size:
+        return Share(tokens, None, alone)
+    passes = setting.passes.of_a_rank(lengths, prompts / lengths.size, setting.engines)[0] / setting.width
+    return Share(tokens if setting.passes.group == 1 else float(passes.sum()), passes[passes > 0], alone)
+
+
+def by_passes(setting: Setting, shares: Sequence[Share], seconds: Array, plain: NodeCost) -> NodeCost:
+    """Fit the function of the measured ranks, and from runs on other devices the least seconds of a pass with, or without, a sharded
+    model. It is `plain` if tokens explain nothing."""
+    alone = setting.alone
+    own = np.array([share.alone == alone for share in shares])
+    cost = _by_tokens(setting, [share for share in shares if share.alone == alone], seconds[own], plain)
+    floor = _least(cost, [share for share in shares if share.alone != alone], seconds[~own])
+    pass_s, sharded_s = (cost.pass_s, floor) if alone else (floor, cost.pass_s)
+    return replace(cost, pass_s=pass_s, sharded_pass_s=sharded_s)
+
+
+def _by_tokens(setting: Setting, shares: Sequence[Share], seconds: Array, plain: NodeCost) -> NodeCost:
+    """Fit seconds by tokens, with a constant part of a step or of a pass if the steps show one; `plain` if tokens explain nothing."""
+    tokens = np.array([share.tokens for share in shares])
+    if (tokens <= 0).any():
+        return plain
+    if not varies(tokens):
+        slope = mean(seconds) / float(tokens.mean())
+        return NodeCost(token_s=slope, spread=spread(seconds, slope * tokens), measured=setting)
+    floor, columns, found = _floor(shares, seconds)
+    fitted = explained(columns, found)
+    kept = steady(seconds, fitted)
+    if ((seconds - fitted)[kept] ** 2).sum() > EXPLAINED * ((seconds - seconds.mean())[kept] ** 2).sum() and varies(seconds):
+        return plain
+    token_s = found.get("token", 0.0)
+    return NodeCost(
+        serial_s=found.get("serial", 0.0),
+        token_s=token_s,
+        pass_s=token_s * floor,
+        spread=spread(seconds, fitted),
+        measured=setting,
+    )
+
+
+def _floor(shares: Sequence[Share], seconds: Array) -> tuple[float, dict[str, Array], dict[str, float]]:
+    """Fit the function together with a floor: the fewest tokens that a pass counts as, since the host needs that long to launch it.
+
+    A floor is judged by absolute errors (the information criterion of a Laplace distribution), which outliers do not dominate. If a
+    constant part of the whole firing explains no more, the floor is preferred: passes are known to have one, firings are not.
+    """
+    largest = max((float(share.passes.max()) for share in shares if share.passes is not None), default=0.0)
+    best: tuple[float, dict[str, Array], dict[str, float]] = 0.0, {}, {}
+    least = float("inf")
+    for floor in (largest * step / FLOORS for step in range(FLOORS + 1) if largest or not step):
+        token = np.array([share.at_least(floor) for share in shares])
+        for columns in ({"serial": np.ones_like(seconds), "token": token}, {"token": token}):
+            found = fewest(columns, seconds)
+            left = float(np.abs(seconds - explained(columns, found)).mean()) + 1e-12 * float(seconds.mean())
+            numbers = len(found) + (floor > 0)
+            score = 2 * len(seconds) * np.log(left) + numbers * np.log(len(seconds)) - (KNOWN if floor and numbers == 2 else 0.0)
+            if score < least - 1e-9:
+                least, best = score, (floor, columns, found)
+    return best
+
+
+def _least(cost: NodeCost, shares: Sequence[Share], seconds: Array) -> float:
+    """Fit the least seconds of a pass to firings other than those of the fit: those that explain them best, or 0."""
+    known = [(share.passes, own_s - cost.serial_s) for share, own_s in zip(shares, seconds, strict=True) if share.passes is not None]
+    if not cost.token_s or not known:
+        return 0.0
+
+    def error(floor: float) -> float:
+        return sum(abs(float(np.maximum(cost.token_s * passes, floor).sum()) - float(own_s)) for passes, own_s in known)
+
+    most = max(max(float(own_s) / len(passes) for passes, own_s in known), 0.0)  # no pass of a firing takes less than the least
+    return min((most * step / FINELY for step in range(FINELY + 1)), key=error)
+
+
+# Measure a run's latencies (from when an event could have begun until it did) and what interrupts its firings.
+
+Ends = dict[tuple[str, int], dict[str, float]]  # by event and step: when each worker was done
+
+
+def interruptions(spans: Iterable[Span]) -> Mapping[Span, Sequence[Span]]:
+    """Find, for each firing, the loads of weights that interrupted it, and the waits for them."""
+    everything = list(spans)
+    firings: dict[tuple[str, int], list[Span]] = {}
+    for span in everything:
+        if span.kind == "fire":
+            firings.setdefault((span.worker, span.step), []).append(span)
+    found: dict[Span, list[Span]] = {}
+    for span in everything:
+        if span.kind in ("load", "wait"):
+            for firing in firings.get((span.worker, span.step), ()):
+                if firing.start_s <= span.start_s < firing.end_s:
+                    found.setdefault(firing, []).append(span)
+    return found
+
+
+def latencies(schedule: Schedule, spans: Sequence[Span], first_step: int, together: Collection[str] = ()) -> Mapping[str, float]:
+    """Average, by event, the seconds from the end of all that it waits for until it began: copies, wake-ups, messages.
+
+    Played with the events' own seconds and these, the schedule takes as long as the run did. An event that waited for room in a
+    channel ends when the room is there. Weights that load within a firing have no latency. Events that wait for a step before the
+    first span are left out. Of nodes that work `together` the last rank counts, because the others wait for it.
+    """
+    within = {span for inner in interruptions(spans).values() for span in inner}
+    measured: dict[tuple[str, int], list[Span]] = {}
+    for span in spans:
+        if span.kind in WORK and span not in within:
+            measured.setdefault((span.name, span.step), []).append(span)
+    steps = sorted({span.step for span in spans})
+    within_run = set(steps)
+    waits: dict[str, list[Dependency]] = {event.name: [] for event in schedule.events}
+    for dependency in schedule.dependencies:
+        waits[dependency.after].append(dependency)
+    ends: Ends = {}
+    unknown: set[tuple[str, int]] = set()  # ended outside the spans
+    late: dict[str, list[float]] = {event.name: [] for event in schedule.events}
+    order = firing_order(schedule)
+    for number in range(steps[0], steps[-1] + 1 + schedule.most_lag) if steps else ():
+        for event, step in ((event, number - event.lag) for event in order if number - event.lag in within_run):
+            found = measured.get((event.name, step), [])
+            before = [(d.before, step - d.credits) for d in waits[event.name] if d.before != event.name]
+            known = not any(place in unknown or 0 <= place[1] < steps[0] or place[1] > steps[-1] for place in before)
+            if not found:  # weights of a step that needs none, and events that nobody measures, count as done as soon as they could begin
+                ends[event.name, step] = {"": max((_ready(ends, d, step, "") for d in waits[event.name]), default=0.0)}
+                if not known:
+                    unknown.add((event.name, step))
+                continue
+            starts = [d for d in waits[event.name] if not d.holds]
+            ends[event.name, step] = {
+                span.worker: max([span.end_s, *(_ready(ends, d, step, span.worker) for d in waits[event.name] if d.holds)])
+                for span in found
+            }
+            began = [(span.start_s, max((_ready(ends, d, step, span.worker) for d in starts), default=0.0)) for span in found]
+            if event.node in together:
+                began = [(max(start_s for start_s, _ in began), max(ready_s for _, ready_s in began))]
+            if step >= first_step and known:
+                late[event.name] += [start_s - ready_s for start_s, ready_s in began if ready_s > 0]
+    return {name: max(mean(np.array(values)), 0.0) if values else 0.0 for name, values in late.items()}
+
+
+def _ready(ends: Ends, dependency: Dependency, step: int, worker: str) -> float:
+    done = ends.get((dependency.before, step - dependency.credits), {})
+    return done[worker] if worker in done else max(done.values(), default=0.0)
+
+
+# Calibrate costs from runs: for each node the function that explains its firings with the fewest numbers.
+
+RUN_BITS = 32  # a step's number is below 1 << RUN_BITS
+WARM_UP = 1  # steps left out: engines compile, caches fill
+TOGETHER = ("train", "forward")  # work that all ranks do together, so that none can be ahead of another
+Firings = Mapping[tuple[str, int], float]  # seconds by worker and step
+Tokens = Mapping[tuple[str, int], Sampled]
+
+
+def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled], published_bytes: int = 0) -> Costs:
+    """Measure what each node and moving weights cost in a run of `plan`, without the first step, which warms up.
+
+    A cost holds the work itself and, in its serial seconds, the latency: from when the work could have begun until it did.
+    """
+    return costs_of([Trace(plan, spans, sampled, published_bytes)])
+
+
+def costs_of(traces: Sequence[Trace]) -> Costs:
+    """Fit costs that explain several runs of the same nodes, with batches of different sizes.
+
+    Batches of different sizes show which seconds are constant and which grow with the batch. Lengths, devices and the measured
+    setting are the first run's. A run on other devices, for example time-shared ones, adds firings of engines and ranks of the same
+    width, and the costs of waking and sleeping.
+    """
+    places: dict[str, list[Trace]] = {}
+    for trace in traces:
+        places.setdefault(_place(trace.plan), []).append(trace)
+    groups = [(group[0].plan, _spans(group), _late(group)) for group in places.values()]
+    plan, here, late = groups[0]
+    traces = [trace for group in places.values() for trace in group]
+    anywhere = _spans(traces)
+    within = interruptions(anywhere)
+    settings = _settings(traces)
+    everything = [replace(s, step=_apart(run, s.step)) for run, trace in enumerate(traces) for s in trace.sampled]
+    tokens = {node.name: _by_firing(s for s in everything if s.node == node.name and s.response_tokens) for node in plan.nodes}
+
+    def moving(event: str) -> float:
+        found = [span.seconds for span in here if span.name == event and span.kind in MOVING]
+        return mean(np.array(found)) + late[event] if found else 0.0
+
+    events = {(event.node, event.name) for trace in traces for event in trace.plan.schedule.events if event.kind == "fire"}
+    nodes: dict[str, float | NodeCost] = {}
+    for node in plan.nodes:
+        own = {event for of, event in events if of == node.name}
+        width = setting_of(plan, node).width
+        each = _firings(here if node.model is None else anywhere, own, within, together=node.work in TOGETHER)
+        firings = {key: seconds for key, seconds in each.items() if settings[node.name, key[1]].width == width}
+        if not firings:
+            nodes[node.name] = 0.0
+            continue
+        cost = _cost(plan, node, firings, tokens, settings)
+        if cost.decode is not None:
+            cost = replace(cost, decode=_at_other_widths(cost.decode, node.name, each, tokens[node.name], settings, width))
+        nodes[node.name] = replace(cost, serial_s=cost.serial_s + sum(late.get(event, 0.0) for event in sorted(own)))
+    responses = [length for s in traces[0].sampled for length in s.response_tokens]
+    prompts = sum(s.prompt_tokens for s in traces[0].sampled)
+    return Costs(
+        nodes,
+        publish_s=sum(moving(publish_event(loop.name)) for loop in plan.loops),
+        receive_s=max((moving(receive_event(loop.name, reader)) for loop in plan.loops for reader in loop.readers), default=0.0),
+        swap_s=max(
+            (moving(load_event(loop.name, reader, apart=loop.due is not None)) for loop in plan.loops for reader in loop.readers),
+            default=0.0,
+        ),
+        source="measured",
+        lengths=Lengths.measured(responses, prompts / len(responses)) if responses else None,
+        publish_bytes=traces[0].published_bytes or None,
+        on=_place(plan),
+        sleep={model: cost for group in reversed(groups) for model, cost in _sleep(*group).items()},
+    )
+
+
+def _firings(spans: Sequence[Span], events: Collection[str], within: Mapping[Span, Sequence[Span]], *, together: bool) -> Firings:
+    """Sum the seconds of a node's firings over the chunks of a batch, without the interruptions in `within`.
+
+    Ranks that work `together` are counted as one, from when the last of them began, since an early one waits for it.
+    """
+    fired: dict[tuple[str, str, int], list[Span]] = {}
+    for span in spans:
+        if span.name in events and span.kind == "fire":
+            fired.setdefault((span.name, "" if together else span.worker, span.step), []).append(span)
+    found: dict[tuple[str, int], float] = {}
+    for (_, worker, step), ranks in fired.items():
+        seconds = max(span.end_s for span in ranks) - max(span.start_s for span in ranks)
+        inner_s = max(sum(inner.seconds for inner in within.get(span, ())) for span in ranks)
+        found[worker, step] = found.get((worker, step), 0.0) + seconds - inner_s
+    return found
+
+
+def _sleep(plan: Plan, kept: Sequence[Span], late: Mapping[str, float]) -> dict[str, SleepCost]:
+    """Measure the wake and sleep of each model that time-shares its devices: the mean over its time slices, of the slowest rank."""
+    found: dict[str, SleepCost] = {}
+    for worker in (worker for worker in plan.workers if worker.model is not None and worker.rank == 0):
+        seconds: dict[str, list[float]] = {"wake": [], "sleep": []}
+        sizes: list[int] = []
+        for event in (e for e in plan.schedule.events if e.kind in seconds and e.node in worker.nodes):
+            spans = [span for span in kept if (span.name, span.kind) == (event.name, event.kind)]
+            each = [max(span.seconds for span in spans if span.step == step) for step in sorted({span.step for span in spans})]
+            sizes += [span.bytes for span in spans if span.bytes is not None]
+            if each:
+                seconds[event.kind].append(mean(np.array(each)) + late[event.name])
+        if seconds["wake"] and seconds["sleep"]:
+            setting = setting_of(plan, plan.node(worker.nodes[0]))
+            together = max(setting.engines // setting.devices, 1)  # engines of one device
+            size = max(sizes) * together if sizes else None
+            sleep_s, wake_s = (float(np.mean(seconds[kind])) for kind in ("sleep", "wake"))
+            found[str(worker.model)] = SleepCost(sleep_s, wake_s, size, Setting(setting.devices, setting.engines))
+    return found
+
+
+def _spans(traces: Sequence[Trace]) -> list[Span]:
+    """Collect the spans of all runs after their warm-up, with step numbers of their own for each run.
+
+    Events that are due at some steps only, as evaluations, count from their first firing, if there is no later one.
+    """
+    later = {span.name for trace in traces for span in trace.spans if span.step >= _first(trace)}
+    rare = {name for trace in traces for name in trace.plan.due_events()} - later
+    return [
+        replace(span, step=_apart(run, span.step))
+        for run, trace in enumerate(traces)
+        for span in trace.spans
+        if span.step >= _first(trace) or span.name in rare
+    ]
+
+
+def _late(traces: Sequence[Trace]) -> Mapping[str, float]:
+    """Average the latency of each event."""
+    found: dict[str, list[float]] = {}
+    for trace in traces:
+        together = [node.name for node in trace.plan.nodes if node.work in TOGETHER]
+        for event, seconds in latencies(trace.plan.schedule, trace.spans, _first(trace), together).items():
+            found.setdefault(event, []).append(seconds)
+    return {event: float(np.mean(seconds)) for event, seconds in found.items()}
+
+
+def _first(trace: Trace) -> int:
+    """Find the first step after the warm-up."""
+    return min((span.step for span in trace.spans), default=0) + WARM_UP
+
+
+def _settings(traces: Sequence[Trace]) -> Mapping[tuple[str, int], Setting]:
+    """Look up the setting of each node in each step of the runs."""
+    steps = [(trace.plan, _apart(run, step)) for run, trace in enumerate(traces) for step in {span.step for span in trace.spans}]
+    return {(node.name, step): setting_of(plan, node) for plan, step in steps for node in plan.nodes}
+
+
+def _apart(run: int, step: int) -> int:
+    """Number a step so that no other run has the same number."""
+    return (run << RUN_BITS) + step
+
+
+def _by_firing(sampled: Iterable[Sampled]) -> Tokens:
+    """Join what each worker sampled in each step over the chunks of a batch."""
+    found: dict[tuple[str, int], Sampled] = {}
+    for s in sampled:
+        so_far = found.get((s.worker, s.step))
+        if so_far is not None:
+            s = replace(s, prompt_tokens=so_far.prompt_tokens + s.prompt_tokens, response_tokens=so_far.response_tokens + s.response_tokens)
+        found[s.worker, s.step] = s
+    return found
+
+
+def _place(plan: Plan) -> str:
+    devices = f"{plan.cluster.gpus} GPUs" if plan.cluster.gpus else f"{plan.cluster.cpus} cores"
+    pools = ", ".join(f"{pool.name} {len(pool.gpus) or pool.cpus}" for pool in plan.pools)
+    return f"{devices} ({pools})" if pools else devices
+
+
+def setting_of(plan: Plan, node: PlannedNode) -> Setting:
+    """Look up the setting in which a node of a plan runs."""
+    pools = {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
+    return Setting(pools[node.pool] if node.pool else 1, len(node.workers), node.rows, node.passes)
+
+
+def _cost(
+    plan: Plan, node: PlannedNode, firings: Firings, tokens: Mapping[str, Tokens], settings: Mapping[tuple[str, int], Setting]
+) -> NodeCost:
+    setting = setting_of(plan, node)
+    if tokens[node.name]:
+        return _generating(setting, firings, tokens[node.name], node.joins)
+    steps = sorted({step for _, step in firings})
+    seconds = np.array([max(s for (_, at), s in firings.items() if at == step) for step in steps])
+    at = [settings[node.name, step] for step in steps]
+    plain = _by_rows(setting, np.array([each.rows / each.devices for each in at]), seconds)
+    sources = list(dict.fromkeys(c.writer for c in plan.channels if c.kind != "order" and node.name in c.readers and tokens[c.writer]))
+    if node.work not in TOGETHER or not sources:
+        return plain
+    read = [[s for name in sources for (_, of), s in sorted(tokens[name].items()) if of == step] for step in steps]
+    return by_passes(setting, [share_of(*both) for both in zip(at, read, strict=True)], seconds, plain)
+
+
+def _by_rows(setting: Setting, rows: Array, seconds: Array) -> NodeCost:
+    """Fit seconds by rows of a device, with a constant part where batches of different sizes show one."""
+    found = {"rows": mean(seconds) / float(rows.mean())}
+    columns = {"rows": rows}
+    if varies(rows):
+        columns["serial"] = np.ones_like(rows)
+        found = fewest(columns, seconds)
+    return NodeCost(
+        serial_s=found.get("serial", 0.0),
+        parallel_s=found.get("rows", 0.0) * setting.rows,
+        spread=spread(seconds, explained(columns, found)),
+        measured=setting,
+    )
+
+
+def _generating(setting: Setting, firings: Firings, tokens: Tokens, joins: PlannedJoin | None) -> NodeCost:
+    """Fit decoding from every engine's firings: the seconds of its steps, its active sequences and its prompts."""
+    work = _decoded(tokens, joins)
+    both = sorted(firings.keys() & tokens.keys(), key=lambda key: (key[1], key[0]))
+    seconds = np.array([firings[key] for key in both])
+    longest, total, prompts = np.array([work[key] for key in both], dtype=float).T
+    columns = told_apart({"step_s": longest, "sequence_s": total, "prefill_s": prompts, "start_s": np.ones_like(seconds)})
+    found = fewest(columns, seconds)
+    decode = Decode(found.get("step_s", 0.0), found.get("sequence_s", 0.0), found.get("prefill_s", 0.0), found.get("start_s", 0.0))
+    fitted = explained(columns, found)
+    return NodeCost(decode=decode, spread=spread(*_by_step(both, seconds, fitted)), measured=setting)
+
+
+def _decoded(tokens: Tokens, joins: PlannedJoin | None) -> Mapping[tuple[str, int], tuple[float, float, float]]:
+    """Count the decode steps of each firing, the sequences summed over them, and the prompt tokens of its batch and of those that
+    joined it."""
+    found = {key: (float(max(s.response_tokens)), float(sum(s.response_tokens)), float(s.prompt_tokens)) for key, s in tokens.items()}
+    runs: dict[tuple[str, int], list[tuple[str, int]]] = {}
+    for worker, step in sorted(tokens) if joins is not None else ():
+        runs.setdefault((worker, step >> RUN_BITS), []).append((worker, step))
+    for keys in runs.values():
+        rows = [tokens[key].response_tokens for key in keys]
+        together = len({len(row) for row in rows}) == 1 and keys[-1][1] - keys[0][1] == len(keys) - 1
+        if joins is not None and together:
+            played = decoded(np.array(rows, dtype=float), joins).tolist()
+            found |= {key: (steps, total, begun * found[key][2]) for key, (steps, total, begun) in zip(keys, played, strict=True)}
+    return found
+
+
+def _at_other_widths(
+    decode: Decode, node: str, firings: Firings, tokens: Tokens, settings: Mapping[tuple[str, int], Setting], width: float
+) -> Decode:
+    """Add the share of the ideal speed-up that wider and narrower engines keep, if the runs have engines of other widths."""
+    both = sorted(key for key in firings.keys() & tokens.keys() if settings[node, key[1]].width != width)
+    if not both:
+        return decode
+    sampled = [tokens[key] for key in both]
+    own = [decode.seconds(np.array([s.response_tokens], dtype=float), s.prompt_tokens / len(s.response_tokens), 1).item() for s in sampled]
+    wider = np.array([settings[node, step].width / width for _, step in both])
+    return with_doubling(decode, wider, np.array(own), np.array([firings[key] for key in both]))
+
+
+def _by_step(keys: Sequence[tuple[str, int]], seconds: Array, fitted: Array) -> tuple[Array, Array]:
+    """Take the measured and fitted seconds of the last engine of each step."""
+    steps = np.array([step for _, step in keys])
+    each = np.unique(steps)
+    return np.array([seconds[steps == s].max() for s in each]), np.array([fitted[steps == s].max() for s in each])

@@ -1,0 +1,105 @@
+"""The cluster that a graph is compiled for, and the dtype that its devices compute in. Counts only; nothing is looked up on a machine."""
+
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+from rlgraph import settings
+from rlgraph.errors import PlanError
+from rlgraph.graph.nodes import Model
+from rlgraph.setting_types import OneOf, Range
+from rlgraph.settings import Count, Natural
+
+# The cluster that a graph is compiled for: counts only, nothing is looked up on a machine.
+
+Bytes: TypeAlias = Annotated[int, Range(least=1, rule="a whole number of bytes above 0, or None where it is not known")]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The dtype that a device computes models in, "bfloat16" or "float32", and `why` in words, for the printed plan.
+
+    Raises PlanError for another dtype.
+
+    >>> Cluster(gpus=1, gpu_precision=Precision("float32", "a test compares bits")).gpu_precision.dtype
+    'float32'
+    """
+
+    dtype: Annotated[str, OneOf(("bfloat16", "float32"))]
+    why: str
+
+    def __post_init__(self) -> None:
+        settings.check(self, PlanError)
+
+
+@settings.refuse_unknown
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs and host cores, of all hosts together. Without GPUs the pools run on the cores.
+
+    `gpu` names the kind of GPU, as "H100"; with it, times are estimated where none were measured. `gpu_memory_bytes` and
+    `host_memory_bytes` let the compiler refuse a plan that cannot fit. Models with dtype="auto" compute in `gpu_precision` or
+    `cpu_precision`; by default GPUs compute in bfloat16 and cores in float32.
+
+    A host has `gpus_per_node` GPUs, so the GPUs give the least number of hosts; without GPUs `hosts` gives it, each with an equal
+    share of the cores. Raises PlanError for counts below zero, or more hosts than cores.
+
+    >>> Cluster(gpus=16, gpus_per_node=8, gpu="H100").hosts
+    2
+    """
+
+    gpus: Natural = 0
+    cpus: Count = 2
+    gpus_per_node: Count = 8
+    gpu: str | None = None
+    gpu_memory_bytes: Bytes | None = None
+    host_memory_bytes: Bytes | None = None
+    hosts: Count = 1
+    gpu_precision: Precision | None = None
+    cpu_precision: Precision | None = None
+
+    def __post_init__(self) -> None:
+        settings.check(self, PlanError)
+        if self.gpus:
+            object.__setattr__(self, "hosts", max(self.hosts, -(-self.gpus // self.gpus_per_node)))
+        if self.hosts > max(self.cpus, self.gpus):
+            raise PlanError(f"Cluster(hosts={self.hosts}, cpus={self.cpus}): each host has at least one core; give the cores of all hosts")
+
+    def host_of_gpu(self, gpu: int) -> int:
+        """Find the host of a GPU."""
+        return gpu // self.gpus_per_node
+
+    def host_of_core(self, core: int) -> int:
+        """Find the host of a core; cores beyond the last count as cores of the last host."""
+        return min(core // max(self.cpus // self.hosts, 1), self.hosts - 1)
+
+    @property
+    def device(self) -> str:
+        """The kind of device on which models run: "gpu" or "cpu"."""
+        return "gpu" if self.gpus else "cpu"
+
+
+# The dtype that models compute in: `dtype="auto"` becomes bfloat16 where the device computes in it, else float32.
+
+AUTO = "auto"
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+UNKNOWN_GPU = Precision("bfloat16", "GPUs are taken to compute in it; rg.local_cluster() asks them")
+UNKNOWN_CPU = Precision("float32", "the cluster does not say whether its cores compute in bfloat16; rg.local_cluster() does")
+ASKED = "dtype= says so"
+
+
+def precision_of(model: Model, cluster: Cluster) -> Precision | None:
+    """Choose the dtype that a model computes in on a cluster, and say why; None for a model without a `dtype` setting."""
+    asked = model.traits.dtype
+    if asked is None:
+        return None
+    if asked != AUTO:
+        return Precision(asked, ASKED)
+    if cluster.gpus and model.pool.cpus is None:
+        return cluster.gpu_precision or UNKNOWN_GPU
+    return cluster.cpu_precision or UNKNOWN_CPU
+
+
+def itemsize_of(model: Model | None, cluster: Cluster) -> int:
+    """Count the bytes of one number of the dtype that a model computes in."""
+    precision = precision_of(model, cluster) if model is not None else None
+    return ITEMSIZE.get(precision.dtype, 2) if precision is not None else 2

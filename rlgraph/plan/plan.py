@@ -1,0 +1,477 @@
+"""The plan: what a graph becomes on a cluster. Frozen values that print, compare and serialise."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import msgspec
+
+from rlgraph.channels.factory import TRANSPORTS
+from rlgraph.errors import PlanError
+from rlgraph.graph.nodes import BUCKET_BYTES, Due, Graph, Model
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.cost_functions import Passes
+from rlgraph.plan.facade import Facade, facade
+from rlgraph.plan.model_shapes import ALL_LINEAR, Shapes, adapter_size
+from rlgraph.plan.plan_keys import unknown_keys, with_new_names
+from rlgraph.plan.schedule import Reason, Schedule
+from rlgraph.settings import Count, Natural, Seconds, checked
+
+if TYPE_CHECKING:
+    from rlgraph.runtime.driver.job import Job
+    from rlgraph.runtime.local import LocalJob
+
+# What a plan guarantees before it runs, of the whole graph and of each of its loops.
+
+
+@dataclass(frozen=True)
+class LoopBound:
+    """What the schedule guarantees of one feedback edge: the most versions behind, and the most batches open at once."""
+
+    name: str
+    staleness: int
+    open_batches: int
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What the schedule guarantees for any timing, derived from its credits. Edges to evaluations alone have no bound in `loops`.
+
+    `exact` says that trainers compute the engines' log-probs to the bit. It rests on one kernel for both sides, on one core or on GPUs, and
+    on a check of some tokens of each step.
+    """
+
+    staleness_bound: int
+    deadlock_free: bool
+    open_batches: int
+    buffered_bytes: int | None
+    period_s: float
+    loops: tuple[LoopBound, ...] = ()
+    exact: bool = False
+
+
+# The adapter that a feedback edge carries instead of a model's weights, as the plan names it.
+
+
+@dataclass(frozen=True)
+class PlannedAdapter:
+    """An adapter of this `rank`; a reader adds its product, times `scale`, to the base that it keeps, rounded as `base` says.
+
+    It has these `targets`, and begins as it is in `folder`, or as nothing. `bytes` of a version, and the `matrices` that it changes as
+    a count of their numbers, where known.
+    """
+
+    rank: int
+    scale: float
+    bytes: int | None
+    base: str | None = None
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    folder: str | None = None
+    matrices: int | None = None
+
+    @classmethod
+    def of(cls, model: Model | None, shapes: Shapes) -> "PlannedAdapter | None":
+        """Plan what a model publishes; None for whole weights."""
+        adapter = model.traits.adapter if model is not None else None
+        if model is None or adapter is None:
+            return None
+        size = adapter_size(model, shapes.get(model.path))
+        own, changed = (None, None) if size is None else (size.bytes, size.matrices)
+        return cls(adapter.rank, adapter.scale, own, adapter.base, adapter.targets, adapter.folder, changed)
+
+    def merging_bytes(self, itemsize: int, versions: int) -> int | None:
+        """The bytes that a reader keeps beside its weights: the base of the matrices that change, and `versions`; None if not known."""
+        return None if self.bytes is None or self.matrices is None else itemsize * self.matrices + versions * self.bytes
+
+
+# The memory of a place in a plan: its parts at the peak, and at each instant of an update.
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """Estimated bytes on a GPU of a pool or on the host (None), while a job runs or loads: parts, peak, what must fit, what there is.
+
+        >>> need = PlannedMemory("train", (("weights", 2**30), ("logits", 2**29)), 3 * 2**29, 3 * 2**29, None, False,
+        ...                      (("head", (("logits", 2**29),)), ("backward of a layer", (("activations", 2**28),))))
+        >>> print(need)
+        a GPU of 'train': 1.50 GiB at the peak
+          peak                          1.50 GiB: weights 1.00, logits 0.50
+          head                          0.50 GiB: logits 0.50
+          backward of a layer           0.25 GiB: activations 0.25
+
+    `parts` are those of the peak. `instants` has the parts that come and go at each instant of an update, of which the peak is the largest;
+    `print(need)` shows both.
+    """
+
+    pool: str | None
+    parts: tuple[tuple[str, int], ...]
+    peak_bytes: int
+    least_bytes: int
+    limit: int | None
+    loading: bool = False
+    instants: tuple[tuple[str, tuple[tuple[str, int], ...]], ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.place}: {self.peak_bytes / 2**30:.2f} GiB at the peak", _sizes("peak", self.parts)]
+        return "\n".join([*lines, *(_sizes(instant, parts) for instant, parts in self.instants)])
+
+    @property
+    def place(self) -> str:
+        """The place and the time in words."""
+        return ("host" if self.pool is None else f"a GPU of '{self.pool}'") + (" while models load" if self.loading else "")
+
+
+def _sizes(instant: str, parts: tuple[tuple[str, int], ...]) -> str:
+    total = sum(size for _, size in parts)
+    return f"  {instant:26} {total / 2**30:7.2f} GiB: " + ", ".join(f"{what} {size / 2**30:.2f}" for what, size in parts)
+
+
+DEADLINE_S = 600.0  # default deadline of each wait of one worker for another
+
+CostSource: TypeAlias = Literal["nominal", "given", "measured", "scaled", "roofline", "estimated"]
+
+
+@dataclass(frozen=True)
+class PlannedPool:
+    """Devices of a pool: GPU numbers, or for pools on the host the number of cores."""
+
+    name: str
+    device: Literal["gpu", "cpu"]
+    gpus: tuple[int, ...]
+    cpus: int
+    busy: float  # predicted share of the period in which the pool works
+
+
+@dataclass(frozen=True)
+class PlannedJoin:
+    """The batches that decode beside the one that is due, at most `ahead`; `shared` says that all take their decode steps together."""
+
+    ahead: int
+    shared: bool
+
+
+@dataclass(frozen=True)
+class PlannedNode:
+    """A node as the plan runs it. `pool` is None for a host node, `seconds` is the predicted time of a firing, all chunks together."""
+
+    name: str
+    work: str
+    model: str | None
+    pool: str | None
+    workers: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    rows: int
+    seconds: float
+    cost: CostSource
+    chunks: int = 1  # of a batch that it fires for, one after another
+    due: Due | None = None  # the steps at which it does something, if not at each
+    passes: Passes | None = None  # that a batch is cut into, where that is known
+    any_devices: bool = False  # the seconds are a plain number, used for any devices
+    joins: PlannedJoin | None = None  # batches that decode beside the one that is due
+
+
+@dataclass(frozen=True)
+class PlannedWorker:
+    """One process: rank `rank` of `world` of a model, or a process of host nodes. It fires `nodes` in this order, once a step."""
+
+    name: str
+    pool: str | None
+    model: str | None
+    rank: int
+    world: int
+    gpus: tuple[int, ...]
+    threads: int
+    nodes: tuple[str, ...]
+    host: int = 0  # the driver is on host 0
+
+
+@dataclass(frozen=True)
+class PlannedChannel:
+    """A channel from one node to its readers: the columns they read, the transport, and how many messages it holds.
+
+    A message is a batch, or one of the `chunks` in which the writer gives it. `kind` "order" carries nothing: it keeps nodes of
+    one pool that run in different processes from overlapping. "earlier" carries columns to a later step.
+    """
+
+    name: str
+    writer: str
+    readers: tuple[str, ...]
+    columns: tuple[str, ...]
+    transport: str  # a name of `channels.factory.TRANSPORTS`
+    slots: int
+    bytes: int | None  # of one message, where the columns' sizes are known
+    kind: Literal["batch", "order", "earlier"] = "batch"
+    credits: int = 0  # messages that are there before the first step; with -n the first n messages are never sent
+    chunks: int = 1  # messages a step
+    stream: str | None = None  # the rollout whose chunks they are
+
+
+@dataclass(frozen=True)
+class ChannelEnd:
+    """One end of a channel in one worker: where it puts, or where it takes what rank `rank` of the writer has put."""
+
+    name: str
+    side: Literal["put", "take"]
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class PlannedLoop:
+    """A feedback edge: its staleness bound and what it costs."""
+
+    name: str
+    writer: str
+    readers: tuple[str, ...]
+    depth: int
+    buffers: int
+    latest: bool
+    staleness: float  # expected in the steady state; the bound is `depth`
+    transport: str  # a name of `channels.factory.TRANSPORTS`
+    slots: int
+    publish_s: float
+    hidden: bool  # whether publishing costs the period nothing
+    bucket_bytes: int = BUCKET_BYTES
+    checksum: bool = False
+    due: Due | None = None  # the steps whose weights it carries, if not each; the weights are then for the same step
+    adapter: PlannedAdapter | None = None  # what it carries instead of whole weights
+    bytes: int | None = None  # of a version, where they are known
+
+    def carries(self, step: int) -> bool:
+        """Whether the weights that `step` publishes go this way."""
+        return self.due is None or (self.due(step) and not self.due.begins(step))
+
+
+@dataclass(frozen=True)
+class PlannedSleep:
+    """A model that time-shares its devices: seconds of one wake and of one sleep, and the bytes that it moves from each device to
+    host memory while it sleeps, where known."""
+
+    model: str
+    wake_s: float
+    sleep_s: float
+    bytes: int | None
+    cost: CostSource
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model: the `dtype` it computes in, and `why` that one; as JSON, the `engine_args` that the user hands on to its engine; and how
+    its ranks share a pass, the `split`, as "tp 2 × dp 2"."""
+
+    name: str
+    dtype: str
+    why: str
+    engine_args: str = ""
+    split: str = ""
+
+
+@dataclass(frozen=True)
+class PlannedWait:
+    """Seconds a step that a pool, or a worker on the host, stands still for `on`: a channel or a feedback edge.
+
+    `reason` is "data" (nothing to take yet), "slots" (no room to put), "loop" (the weights are not there yet).
+    """
+
+    who: str
+    on: str
+    reason: Reason
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted steady state: seconds a step, the cycle that sets it, and advice in words.
+
+    `period_s` is that of the critical cycle, with the mean seconds until the last engine of a firing is done. `simulated_s` is
+    found by playing the schedule with the lengths and spreads of the costs: it counts the waits for long responses, and an engine
+    that is done goes on while another decodes. `step_s` is the number to expect. `first_step_s` is from the first tick to the
+    end of the first step, without start-up.
+    """
+
+    period_s: float
+    simulated_s: float
+    critical: tuple[str, ...]  # event names along the critical cycle
+    critical_credits: int
+    cost: CostSource
+    advice: tuple[str, ...]
+    step_s: float
+    first_step_s: float
+    waits: tuple[PlannedWait, ...]
+    warnings: tuple[str, ...] = ()  # unmeasured numbers on which the choice of this plan rests
+    left_out: tuple[str, ...] = ()  # work of the run that the seconds do not count
+    assumed: tuple[str, ...] = ()  # unmeasured numbers on which the seconds rest, and how far they may be off
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A graph placed on a cluster: workers, channels, loops, schedule, prediction and certificate.
+
+    It prints, draws, compares, serialises and runs. A plan that `from_json` reads has no graph, so it cannot be launched.
+
+    >>> import rlgraph as rg
+    >>> plan = rg.compile(rg.Graph("questions", rg.prompts([{"prompt": "1 + 1 ="}], count=1)), rg.Cluster(cpus=2))
+    >>> rg.Plan.from_json(plan.to_json()) == plan
+    True
+    """
+
+    graph: str
+    cluster: Cluster
+    pools: tuple[PlannedPool, ...]
+    nodes: tuple[PlannedNode, ...]
+    workers: tuple[PlannedWorker, ...]
+    channels: tuple[PlannedChannel, ...]
+    loops: tuple[PlannedLoop, ...]
+    schedule: Schedule
+    window: int  # steps that may be in flight
+    hosts: int  # hosts that the GPU pools take
+    prediction: Prediction
+    certificate: Certificate
+    memory: tuple[PlannedMemory, ...]  # of the places whose models' shapes are known
+    sleeps: tuple[PlannedSleep, ...] = ()  # of the models that share their devices
+    models: tuple[PlannedModel, ...] = ()  # those that have a dtype
+    source: Graph | msgspec.UnsetType = field(default=msgspec.UNSET, compare=False, repr=False)  # UNSET if it was read from JSON
+
+    @property
+    def facade(self) -> Facade:
+        """What draws and launches the plan."""
+        return facade()
+
+    @property
+    def values(self) -> "Plan":
+        """Copy the plan without its graph, for the trace of a run."""
+        return replace(self, source=msgspec.UNSET)
+
+    def __str__(self) -> str:
+        return self.facade.text(self)
+
+    def _repr_svg_(self) -> str:
+        return self.facade.svg(self)
+
+    def draw(self, path: str | Path) -> None:
+        """Write a picture: SVG, or Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
+        self.facade.draw(self, path)
+
+    def timeline(self, path: str | Path, steps: Count = 6) -> None:
+        """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
+        self.facade.timeline(self, path, steps)
+
+    @checked(PlanError)
+    def launch(
+        self,
+        *,
+        dispatch: Literal["compiled_graph", "calls"] | None = None,
+        deadline_s: Seconds = DEADLINE_S,
+        checkpoint: str | Path | None = None,
+        every: Count = 10,
+        keep: Count = 2,
+        restarts: Natural = 0,
+        fresh: bool = False,
+        export_every: Count | None = None,
+        transport: str | None = None,
+        wait_for_hosts_s: Seconds | None = None,
+        encrypt: bool = False,
+    ) -> "Job":
+        """Make the job, for a `with` block: the block starts the workers on Ray and ends them when it is left.
+
+        `deadline_s` bounds every wait of one worker for another; `dispatch` chooses how steps are sent to the workers:
+        by a Ray Compiled Graph, or by actor calls, which several hosts need (None: whichever fits the plan).
+
+        `checkpoint` is a folder: the job writes a checkpoint into it every `every` steps and at the end, and keeps the newest `keep`. A job
+        whose folder holds checkpoints resumes from the newest (`fresh=True` moves them aside and starts anew). `restarts` is how often
+        the job restarts by itself without a new checkpoint in between, when a worker dies or a node fails.
+        `export_every` also writes the policy as a Hugging Face folder every so many steps: `exports/step-…` in the folder of checkpoints.
+        `transport` chooses how columns cross processes of a host: "shm" (the default), or "ray" by the channels of Ray's Compiled Graphs,
+        with the same bits.
+        `wait_for_hosts_s` is how long the start waits for hosts that Ray does not have yet, and for GPUs that others hold.
+        `encrypt` encrypts, by TLS, every connection that rlgraph opens between hosts; a plan in which another library sends columns or
+        weights between hosts is refused.
+
+        Raises PlanError if this machine lacks what the plan was compiled for, and DataError for models and prompts that
+        cannot be used, both before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
+        """
+        return self.facade.launch(
+            self,
+            dispatch=dispatch,
+            deadline_s=deadline_s,
+            checkpoint=checkpoint,
+            every=every,
+            keep=keep,
+            restarts=restarts,
+            fresh=fresh,
+            export_every=export_every,
+            transport=transport,
+            wait_for_hosts_s=wait_for_hosts_s,
+            encrypt=encrypt,
+        )
+
+    def run_here(self) -> "LocalJob":
+        """Make a job that runs the same plan in this one process, without Ray, for tests and debuggers."""
+        return self.facade.run_here(self)
+
+    def ray_dag(self, actors: Mapping[str, Any]) -> Any:
+        """Bind the forward graph to an actor for each worker, as a graph of Ray: `rlgraph.api.ray_dag`."""
+        return self.facade.ray_dag(self, actors)
+
+    def to_json(self) -> str:
+        """Write the plan as JSON, without its graph; `Plan.from_json` gives an equal plan back."""
+        return msgspec.json.format(msgspec.json.encode(self.values), indent=1).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Read the plan that `to_json` wrote, in this version or an older one. Raises PlanError for other text, or an unknown key."""
+        here = f"this is rlgraph {_version()}, which reads the plans that it writes: compile the graph again"
+        try:
+            raw = with_new_names(msgspec.json.decode(text))
+            plan = msgspec.convert(raw, Plan)
+        except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
+            raise PlanError(f"Plan.from_json: {error}; {here}") from None
+        names = {channel.transport for channel in plan.channels} | {loop.transport for loop in plan.loops}
+        unknown = [f"transport '{name}'" for name in names - TRANSPORTS.keys()] + unknown_keys(raw, msgspec.to_builtins(plan), "plan")
+        if unknown:
+            raise PlanError(f"Plan.from_json: {unknown[0]} means nothing here; {here}")
+        return plan
+
+    def steps_ahead(self) -> Mapping[str, int]:
+        """Count for each worker the steps that it fires beyond the one it finishes, because other workers wait for them.
+
+        Where update k waits in its pool until rollout k + 1 is done, the rollout fires that one too, and its prompts come before it.
+        """
+        found = {worker.name: 0 for worker in self.workers}
+        settled = False
+        while not settled:
+            settled = True
+            for channel in self.channels:
+                ahead = max(found[name] for reader in channel.readers for name in self.node(reader).workers)
+                needed = ahead - -(-channel.credits // channel.chunks)
+                for name in self.node(channel.writer).workers:
+                    if found[name] < needed:
+                        found[name], settled = needed, False
+        return found
+
+    def due_events(self) -> Mapping[str, Due]:
+        """Map each event that does not happen at every step to the steps at which it does."""
+        found = {name: node.due for node in self.nodes if node.due is not None for name in (node.name,)}
+        ends = {d.via: (d.before, d.after) for d in self.schedule.dependencies if d.reason == "slots"}
+        return found | {name: loop.due for loop in self.loops if loop.due is not None for name in ends[loop.name]}
+
+    def node(self, name: str) -> PlannedNode:
+        """Return the node of this name."""
+        return next(node for node in self.nodes if node.name == name)
+
+    def dtype(self, model: str | None) -> str | None:
+        """Return the dtype that a model computes in, or None for a model without one."""
+        return next((found.dtype for found in self.models if found.name == model), None)
+
+    def worker(self, name: str) -> PlannedWorker:
+        """Return the worker of this name."""
+        return next(worker for worker in self.workers if worker.name == name)
+
+
+def _version() -> str:
+    try:
+        return version("rlgraph-dataflow")
+    except PackageNotFoundError:  # not installed: rlgraph runs from its source tree
+        return "of the present source"

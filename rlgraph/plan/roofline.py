@@ -1,0 +1,292 @@
+"""Estimate costs from model shapes alone, by the roofline of the device and a table of host times; no run is measured."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from rlgraph.graph.nodes import Graph, Model, Node
+from rlgraph.graph.operation import ModelTraits
+from rlgraph.plan import estimates
+from rlgraph.plan.cluster import Cluster, itemsize_of
+from rlgraph.plan.cost_functions import Decode, NodeCost, Setting, Shards, SleepCost
+from rlgraph.plan.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
+from rlgraph.plan.estimates import DECODING, GENERATING, ITEMSIZE, LINKED, Device, default_estimates, exchange_s
+from rlgraph.plan.events import readers
+from rlgraph.plan.lengths import Lengths
+from rlgraph.plan.memory_laws import GRADIENT, MASTER, MOMENTS, OPTIMIZER, operations_again
+from rlgraph.plan.model_shapes import AdapterSize, ModelShape, Shapes, adapter_size
+from rlgraph.plan.placement import model_names
+
+# What a pass of sharded ranks costs a GPU beside its products: shards are gathered, and gradients reduced to shards.
+#
+# FSDP2 gathers the parameters of a unit in the dtype of passes, forward and again backward (layers that compute again do so with those
+# gathered for the backward pass), and reduces gradients in float32. Beside what passes the link each collective copies: shards are cast and
+# put side by side, gathered ones are taken apart, gradients are cast and put in the order of ranks, and added up.
+#
+# Nothing of it counts as hidden. Most of it runs beside products, but takes memory traffic and processors from them. In a profile of
+# 4B on two H200s ranks waited for collectives for 4.5 % of an update only, and the update took 0.41 s longer than half of one rank's. This
+# counts 0.37 s.
+
+# Bytes of memory traffic for each parameter, read and written. Of all that is gathered: taken apart.
+APART = 2 * ITEMSIZE
+# Of a rank's own shard at a gather: cast to the dtype of passes, then copied to its place among the others.
+PLACED = MASTER + ITEMSIZE + 2 * ITEMSIZE
+# Of all gradients: read in the dtype of passes, and written in float32 in the order of ranks. Of a rank's own: added to those of passes.
+ORDERED, ADDED = ITEMSIZE + GRADIENT, 3 * GRADIENT
+
+
+def shards_of(node: Node, shape: ModelShape, device: Device, *, idle_alone: bool = False) -> tuple[Shards, ...]:
+    """Estimate the seconds of a node's passes in which ranks gather and reduce shards: those of experts, and those of the rest.
+
+    Ranks that share matrices or experts have no shards of each other's. With `idle_alone` only the experts that a token does not take
+    count. Nothing where the engine `gathers_shards` of none.
+    """
+    model = node.model
+    if model is None or not gathers(node):
+        return ()
+    tensor, expert = model.traits.tensor_parallel, model.traits.expert_parallel
+    experts, rest = shape.expert_parameters, shape.parameters - shape.expert_parameters
+    if idle_alone:
+        experts, rest = experts * (shape.experts - shape.experts_used) // shape.experts, 0
+    adapter = adapter_size(model, shape)
+    learnt = 1.0 if adapter is None else adapter.parameters / shape.parameters
+    parts = ((rest / tensor, tensor), (experts / expert, expert))  # ranks that share matrices cut no expert
+    return tuple(_shards(node, parameters, learnt, device, apart) for parameters, apart in parts if parameters)
+
+
+def gathers(node: Node) -> bool:
+    """Whether ranks of a node's model gather its shards in each pass."""
+    estimates = node.model.traits.estimates if node.model is not None else None
+    return (estimates or default_estimates({node.traits.work})).gathers_shards
+
+
+def with_shards(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
+    """Add what gathering takes to costs that a run showed, so that they hold for other numbers of ranks that share the model."""
+    nodes = dict(costs.nodes)
+    for node in graph.nodes:
+        cost, shape = costs.nodes.get(node.name), shapes.get(node.model.path) if node.model is not None else None
+        if device is not None and shape is not None and isinstance(cost, NodeCost) and cost.token_s and cost.measured is not None:
+            nodes[node.name] = replace(cost, shards=shards_of(node, shape, device))
+    return replace(costs, nodes=nodes)
+
+
+def assumed_shards(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> tuple[str, ...]:
+    """Name the nodes whose ranks share shards, and were measured in another number."""
+    found = []
+    for node in graph.nodes:
+        cost = costs.nodes.get(node.name)
+        if isinstance(cost, NodeCost) and cost.measured is not None and cost.gathering_s(settings[node.name]):
+            ranks, measured = settings[node.name].engines, cost.measured.engines
+            found.append(
+                f"'{node.name}' was measured on {measured} {'rank' if measured == 1 else 'ranks'} and is predicted on {ranks}: gathering "
+                "shards and reducing gradients are taken from the model's shape, the memory and the link of a GPU"
+            )
+    return tuple(found)
+
+
+def _shards(node: Node, parameters: float, learnt: float, device: Device, apart: int) -> Shards:
+    """Sum the gathers of a pass forwards and backwards and the reduction, or the gather of a pass that only scores."""
+    trains = node.traits.work == "train"
+    gathers = epochs_of(node) * ((2 if trains else 1) + node.traits.scored)
+    reduces = epochs_of(node) * learnt * trains
+    read, link = device.bandwidth * DECODING / parameters, device.peer_link * LINKED / parameters
+    return Shards(
+        whole_s=(gathers * APART + reduces * ORDERED) / read,
+        own_s=(gathers * PLACED + reduces * ADDED) / read,
+        sent_s=(gathers * ITEMSIZE + reduces * GRADIENT) / link,
+        apart=apart,
+    )
+
+
+GB = 10**9
+PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes a second, one way, of 16 lanes: 16 and 32 GT/s each, 128 bits sent as 130
+DEVICES: Mapping[str, Device] = {
+    "A100": Device(312e12, 2.039e12, 80 * GB, PCIE_4, 300e9),
+    "H100": Device(989e12, 3.35e12, 80 * GB, PCIE_5, 450e9),
+    "H200": Device(989e12, 4.8e12, 141 * GB, PCIE_5, 450e9),
+    "H20": Device(148e12, 4.0e12, 96 * GB, PCIE_5, 450e9),
+    "L40S": Device(362e12, 0.864e12, 48 * GB, PCIE_4, PCIE_4),
+    "B200": Device(2250e12, 8.0e12, 180 * GB, PCIE_5, 900e9),
+}
+TRAINING = 0.4  # share of these peaks that well-tuned trainers reach; an assumption, which a profile replaces
+LINK = 25e9  # bytes a second at which a version reaches a generator
+# Assumed lengths: the quantiles of a long-tailed task, as shares of the most tokens that are allowed.
+SHARES = ((0.0, 0.5, 0.9, 0.99, 1.0), (0.02, 0.2, 0.6, 0.95, 1.0))
+PROMPT_TOKENS = 256.0  # where the data set's prompts are not text
+CHARACTERS = 3.0  # of a token, cautiously: prose has 4, sums have 1
+CUT_OFF = 0.05  # share of responses that are as long as the longest, from which on a limit cut them off
+OPTIMIZER_BYTES = 36  # of traffic for each parameter of an update: gradients summed and cleared, weights and moments read and written
+
+
+def device_of(name: str) -> Device | None:
+    """Find the device whose name is a word of `name`, as "H100" of "NVIDIA H100 80GB HBM3"."""
+    return next((device for key, device in DEVICES.items() if key in name.upper().replace("-", " ").split()), None)
+
+
+def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
+    """Estimate the costs of a graph whose models' shapes are all known.
+
+    A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1), 2 more where layers are
+    recomputed, those of gate and up where a part of them is, and 2 less of frozen ones; decoding is by the `decode_law` of the
+    generator's engine. The host's time for each decode step, sequence and pass, and what logits take, are those of `host_times`.
+    """
+    lengths = _lengths(graph)
+    nodes = {node.name: _cost(node, device, shapes, lengths) for node in graph.nodes}
+    sources = [f.source.node.model for f in graph.feedbacks if f.source and f.source.node.model]
+    moved = max((_version_bytes(model, shapes) for model in sources), default=0.0)
+    written = max((_swap_bytes(model, shapes) for model in sources), default=0.0)
+    return Costs(
+        nodes,
+        publish_s=moved / device.bandwidth * 2,
+        receive_s=moved / LINK,
+        swap_s=written / device.bandwidth,
+        source="roofline",
+        lengths=lengths,
+        publish_bytes=int(moved),
+        on=f"the roofline of {device.flops / 1e12:.0f} TFLOP/s and {device.bandwidth / 1e12:.2f} TB/s",
+    )
+
+
+def _version_bytes(model: Model, shapes: Shapes) -> float:
+    """The bytes of a version that a model publishes: of an adapter as it is trained, of whole weights in bfloat16."""
+    adapter = adapter_size(model, shapes[model.path])
+    return 2.0 * shapes[model.path].parameters if adapter is None else float(adapter.bytes)
+
+
+def _swap_bytes(model: Model, shapes: Shapes) -> float:
+    """The traffic of memory of a new version in an engine: all weights are copied, or matrices are merged with those of an adapter."""
+    adapter = adapter_size(model, shapes[model.path])
+    return 4.0 * shapes[model.path].parameters if adapter is None else estimates.MERGED_BYTES.value * adapter.matrices
+
+
+def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> Costs:
+    """Add estimates of the sleep costs that are missing, marked as estimated.
+
+    An estimate is the time in which the bytes pass the link between device and host: the weights of a generator, the moments of a
+    model that is trained. A model of unknown shape counts as large as the published version, if that is known.
+    """
+    named = model_names(graph).items()
+    missing = {name: model for name, model in named if name not in costs.sleep or (_stays(model) and costs.sleep[name].bytes)}
+    found = {name: _sleep(graph, model, costs, cluster, device, shapes) for name, model in missing.items()}
+    return replace(costs, sleep={**costs.sleep, **found})
+
+
+def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> SleepCost:
+    works = {node.traits.work for node in graph.nodes if node.model is model}
+    published = min((itemsize_of(node.model, cluster) for f in graph.feedbacks for node in readers(graph, f)), default=2)
+    adapter = adapter_size(model, shapes.get(model.path))
+    count = shapes[model.path].parameters if model.path in shapes else (costs.publish_bytes or 0) // published
+    count = count if adapter is None else adapter.parameters
+    # What only scores keeps its memory in most engines.
+    sleeps = (works & {"generate", "train"} or model.traits.frees_memory) and not _stays(model)
+    size = (model.traits.estimates or default_estimates(works)).sleep_bytes(count, itemsize_of(model, cluster)) if sleeps else 0
+    size = int(size * MOMENTS[model.traits.moments] / OPTIMIZER)
+    size = int(size * _in_fp8(shapes[model.path])) if model.traits.weights_dtype is not None and model.path in shapes else size
+    seconds = size / (estimates.COPYING.value * (device.host_link if device else PCIE_4))
+    return SleepCost(seconds, seconds, size if count else None, Setting(), estimated=True)
+
+
+def _stays(model: Model) -> bool:
+    """Whether a trainer's moments stay where they are: on the host already, or on the GPU for good."""
+    return model.traits.host_moments or model.traits.moments_stay
+
+
+def _lengths(graph: Graph) -> Lengths:
+    """Assume lengths: `max_tokens` for all if nothing ends a response sooner, else a long tail up to it."""
+    most, always = _limit(graph)
+    characters = [c for node in graph.nodes if (c := node.operation.prompt_characters) is not None]
+    prompt = max(characters) / CHARACTERS if characters else PROMPT_TOKENS
+    if most is None and characters:  # examples and pairs: all that they are is given, and nothing is sampled
+        return Lengths((0.0, 1.0), (1.0, 1.0), max(prompt - 1, 1.0))
+    most = most or 1024.0
+    if always:
+        return Lengths((0.0, 1.0), (most, most), prompt)
+    return Lengths(SHARES[0], tuple(share * most for share in SHARES[1]), prompt)
+
+
+def _limit(graph: Graph) -> tuple[float | None, bool]:
+    """The most tokens of a response that the graph samples, and whether every response has as many."""
+    samplings = [node.model.traits.sampling for node in graph.nodes if node.model is not None and node.traits.work == "generate"]
+    longest = max((s for s in samplings if s is not None), key=lambda s: s.max_tokens, default=None)
+    return (float(longest.max_tokens), longest.ignore_eos and not longest.stop_token_ids) if longest else (None, False)
+
+
+def with_limits(graph: Graph, costs: Costs) -> Costs:
+    """Bound measured lengths by the most tokens that this graph samples: they may be those of another graph's responses."""
+    most, always = _limit(graph)
+    if costs.lengths is None or most is None:
+        return costs
+    tokens = tuple(most if always else min(each, most) for each in costs.lengths.tokens)
+    return costs if tokens == costs.lengths.tokens else replace(costs, lengths=replace(costs.lengths, tokens=tokens))
+
+
+def assumed_lengths(graph: Graph, costs: Costs) -> Iterator[str]:
+    """Say where many measured responses are as long as the longest, as those that a limit cut off, and this graph lets them go on."""
+    most, _ = _limit(graph)
+    lengths = costs.lengths
+    if most is None or lengths is None or costs.source != "measured" or lengths.longest >= most:
+        return
+    first = lengths.at[lengths.tokens.index(lengths.longest)]
+    if 0 < first <= 1 - CUT_OFF:
+        yield (
+            f"{1 - first:.0%} of the measured responses have {lengths.longest:.0f} tokens, which was probably their limit; here it is "
+            f"{most:.0f}, and how long they become is not counted; profile with that max_tokens"
+        )
+
+
+def decode_estimate(node: Node, device: Device, shape: ModelShape, lengths: Lengths) -> Decode:
+    """Estimate what a decode step of a generator takes, by the law of its engine."""
+    assert node.model is not None
+    traits = node.model.traits
+    law = (traits.estimates or GENERATING).decode_law(shape, device, lengths.prompt_tokens + lengths.mean / 2)
+    if traits.weights_dtype is not None:  # a step reads the weights as they are kept
+        law = replace(law, step_s=law.step_s * _in_fp8(shape))
+    return replace(law, sequence_s=law.sequence_s * traits.kv_itemsize / 2) if traits.kv_itemsize is not None else law
+
+
+def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float | NodeCost:
+    if node.model is None:
+        return NOMINAL["host"].serial_s
+    shape: ModelShape = shapes[node.model.path]
+    if node.traits.work == "generate":
+        return NodeCost(decode=decode_estimate(node, device, shape, lengths), measured=Setting(1, 1, node.rows))
+    trains = node.traits.work == "train"
+    walks = walks_of(node) * (1.0 if trains else FORWARD)
+    traits = node.model.traits
+    compiled = trains and traits.compiled
+    reached = estimates.COMPILED_TRAINING.value if compiled else TRAINING
+    logit = estimates.FUSED_LOGIT_BYTES if compiled or (trains and traits.fused_head) else estimates.LOGIT_BYTES
+    logits = logit.value * shape.vocab / (device.bandwidth * DECODING)
+    exchange = traits.sharing * exchange_s(shape, device, traits, trains=trains)
+    return NodeCost(
+        parallel_s=epochs_of(node) * _optimizer_s(node.model, shape, device) if trains else 0.0,
+        token_s=walks
+        * (operations(traits, shape, lengths, adapter_size(node.model, shape), trains=trains) / (device.flops * reached) + logits)
+        + walks_of(node) * exchange,
+        pass_s=walks * estimates.launch_s(shape, traits, trains=trains),
+        sharded_pass_s=walks * estimates.launch_s(shape, traits, trains=trains, sharded=gathers(node)),
+        shards=shards_of(node, shape, device, idle_alone=not compiled),  # `TRAINING` is of ranks that gather, the other of one rank
+    )
+
+
+def _in_fp8(shape: ModelShape) -> float:
+    """The bytes of a model whose layers are in fp8, over those in bfloat16."""
+    return shape.weight_bytes(2, fp8=True) / shape.weight_bytes(2)
+
+
+def operations(traits: ModelTraits, shape: ModelShape, lengths: Lengths, adapter: AdapterSize | None = None, *, trains: bool) -> float:
+    """Count the operations of a token forwards and backwards: frozen weights have no gradient, and recomputing is a second forward pass.
+
+    A token attends to half of its sequence, and the tokens of a long sequence are many (Chowdhery et al. 2022, "PaLM", appendix B).
+    """
+    adapter = adapter if trains else None
+    own = 6 * shape.active_parameters if adapter is None else 4 * shape.active_parameters + 6 * adapter.parameters
+    attends = 4 * shape.layers * shape.heads * shape.head_dim * lengths.sequence_of_a_token / 2
+    return own + 3 * attends + (operations_again(shape, attends, traits.recompute, traits.tensor_parallel) if trains else 0)
+
+
+def _optimizer_s(model: Model, shape: ModelShape, device: Device) -> float:
+    """The seconds of an optimizer step: its traffic of memory, and that of moments in host memory, which come and go."""
+    adapter = adapter_size(model, shape)
+    learnt = shape.parameters if adapter is None else adapter.parameters
+    moved = 2 * MOMENTS[model.traits.moments] * learnt if model.traits.host_moments else 0
+    return OPTIMIZER_BYTES * learnt / (device.bandwidth * DECODING) + moved / (estimates.MOMENTS_COPYING.value * device.host_link)

@@ -1,0 +1,263 @@
+"""Search all combinations of settings and splits of the devices, and rank them by their predicted rates."""
+
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal, TypeAlias
+
+from rlgraph.errors import GraphError, PlanError
+from rlgraph.graph.nodes import Graph
+from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.compile import period_on, planned, priced_for, scheduled, settings_on, settled
+from rlgraph.plan.cost_functions import Setting
+from rlgraph.plan.costs import Costs, warnings_of
+from rlgraph.plan.memory import fitting
+from rlgraph.plan.model_shapes import Shapes
+from rlgraph.plan.placement import FEW, Counts, Divisions, best_first, splits
+from rlgraph.plan.plan import Plan
+from rlgraph.plan.play import critical_cycle
+
+Objective: TypeAlias = Literal["tokens_per_s", "gpu_s_per_sample"]
+Settings: TypeAlias = Mapping[str, Any]
+PLAYED = 12  # candidates at least that are played with lengths and spreads
+NEIGHBOURS = 8  # of one graph's many divisions that are played, at most
+CLOSE = 1.1  # and all whose critical cycle is within this of the best
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run: the settings of the graph, its plan, and the predicted rates.
+
+    `samples_per_s` counts responses, `tokens_per_s` their tokens and the prompts' where lengths are known.
+    """
+
+    settings: Settings
+    graph: Graph
+    plan: Plan
+    samples_per_s: float
+    tokens_per_s: float | None
+    gpu_s_per_sample: float  # device-seconds: of cores where the cluster has no GPUs
+
+    @property
+    def step_s(self) -> float:
+        """The predicted seconds of a step."""
+        return self.plan.prediction.step_s
+
+    @property
+    def staleness(self) -> int:
+        """The bound on the number of versions that a batch can be behind."""
+        return self.plan.certificate.staleness_bound
+
+
+@dataclass(frozen=True)
+class _Draft:
+    settings: Settings
+    graph: Graph
+    shapes: Shapes
+    costs: Costs
+    counts: Counts
+    placed: Mapping[str, Setting]
+    period_s: float
+
+    @property
+    def rows(self) -> int:
+        return rows_trained(self.graph)
+
+    def score(self, by: Objective, step_s: float) -> float:
+        """Compute the quantity to minimise: seconds a response, or device-seconds a response."""
+        return step_s / self.rows * (sum(self.counts.values()) if by == "gpu_s_per_sample" else 1)
+
+
+@dataclass(frozen=True)
+class Search:
+    """The result of a search: candidates, best first; how many it looked at; why it left others out, with counts."""
+
+    ranked: tuple[Candidate, ...]
+    looked_at: int
+    left_out: Mapping[str, int]
+    by: Objective
+    verdict: str
+    warnings: tuple[str, ...]
+
+
+def search(
+    build: Callable[..., Graph],
+    cluster: Cluster,
+    costs: Costs | None,
+    choices: Mapping[str, Sequence[Any]],
+    by: Objective,
+    max_staleness: int | None,
+    shapes_of: Callable[[Graph], Shapes],
+) -> Search:
+    """Rank the candidates. Raises PlanError if none is left."""
+    left_out: Counter[str] = Counter()
+    drafts = list[_Draft]()
+    streams = []
+    for problem in _problems(build, cluster, costs, choices, max_staleness, shapes_of, left_out):
+        if len(problem.divisions) <= FEW:
+            drafts += problem.drafts(problem.divisions, left_out)
+        else:
+            streams.append((problem, problem.drafts(problem.best_first(left_out), left_out)))
+    looked_at = len(drafts) + sum(len(problem.divisions) for problem, _ in streams)
+    drafts += _best([stream for _, stream in streams], by)
+    if not drafts:
+        reasons = "; ".join(f"{reason} ({count} times)" for reason, count in left_out.items())
+        raise PlanError(f"tune found no plan: {reasons or 'there is nothing to choose from'}")
+    drafts.sort(key=lambda draft: draft.score(by, draft.period_s))
+    least = CLOSE * drafts[0].score(by, drafts[0].period_s)
+    most = 2 * PLAYED if streams else 4 * PLAYED
+    close = [d for index, d in enumerate(drafts) if index < PLAYED or (index < most and d.score(by, d.period_s) <= least)]
+    kinds = [next((d for d in drafts if is_async(d.graph) == wanted), None) for wanted in (False, True)]
+    kept = close + [d for d in kinds if d is not None and not any(d is other for other in close)]
+    warnings = warnings_of((draft.graph, draft.costs, draft.placed) for draft in drafts)
+    found = [_candidate(draft, cluster, warnings) for draft in kept]
+    best = min(_score(c, by) for c in found) or 1.0
+    ranked = sorted(found, key=lambda c: (round(_score(c, by) / best, 3), c.staleness))  # equally good ones: less stale first
+    return Search(tuple(ranked), looked_at, left_out, by, doubted(verdict(ranked, by), warnings), warnings)
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """One graph, and the ways to divide its devices."""
+
+    settings: Settings
+    graph: Graph
+    cluster: Cluster
+    shapes: Shapes
+    costs: Costs
+    divisions: Divisions
+
+    def drafts(self, divisions: Iterable[Counts], left_out: Counter[str]) -> Iterator[_Draft]:
+        """Yield a draft for each division that fits."""
+        for counts in divisions:
+            try:
+                workers, placed, schedule = scheduled(self.graph, self.cluster, counts, self.costs)
+                fitting(self.graph, self.cluster, workers, placed, self.shapes, self.costs)
+            except PlanError as refused:
+                left_out[str(refused)] += 1
+                continue
+            yield _Draft(self.settings, self.graph, self.shapes, self.costs, counts, placed, critical_cycle(schedule).period_s)
+
+    def best_first(self, left_out: Counter[str]) -> Iterator[Counts]:
+        """Yield divisions by their period, without those that do not fit in memory."""
+        like = next(iter(self.divisions))
+        workers = settled(self.graph, self.cluster, like)[0]
+        period = period_on(self.graph, self.cluster, self.costs, like)
+
+        def period_if_it_fits(counts: Counts) -> float:
+            placed = settings_on(self.graph, self.cluster, counts)
+            try:
+                fitting(self.graph, self.cluster, workers, placed, self.shapes, self.costs)
+            except PlanError as refused:
+                left_out[str(refused)] += 1
+                return float("inf")
+            return period(counts)
+
+        return (division.counts for division in best_first(self.divisions, period_if_it_fits))
+
+
+def _problems(
+    build: Callable[..., Graph],
+    cluster: Cluster,
+    costs: Costs | None,
+    choices: Mapping[str, Sequence[Any]],
+    max_staleness: int | None,
+    shapes_of: Callable[[Graph], Shapes],
+    left_out: Counter[str],
+) -> Iterator[_Problem]:
+    for values in product(*choices.values()):
+        settings = dict(zip(choices, values, strict=True))
+        try:
+            graph = build(**settings)
+            shapes = shapes_of(graph)
+            priced = priced_for(graph, cluster, None if costs is None else costs.only(graph), shapes)
+            depth = max((feedback.depth for feedback in graph.feedbacks), default=0)
+            if max_staleness is not None and depth > max_staleness:
+                left_out[f"staleness {depth} is above max_staleness={max_staleness}"] += 1
+                continue
+            yield _Problem(settings, graph, cluster, shapes, priced, splits(graph, cluster))
+        except (GraphError, PlanError) as refused:
+            left_out[str(refused)] += 1
+
+
+def _best(streams: Sequence[Iterator[_Draft]], by: Objective) -> list[_Draft]:
+    """Take the best drafts of the streams, to be played: few of each stream, because the drafts of one stream differ little."""
+
+    def score(draft: _Draft) -> float:
+        return draft.score(by, draft.period_s)
+
+    heads = [(score(draft), index, draft) for index, stream in enumerate(streams) if (draft := next(stream, None)) is not None]
+    heapq.heapify(heads)
+    found: list[_Draft] = []
+    taken = Counter[int]()
+    while heads and len(found) < 2 * PLAYED:
+        _, index, draft = heads[0]
+        found.append(draft)
+        taken[index] += 1
+        following = next(streams[index], None) if taken[index] < NEIGHBOURS else None
+        if following is None:
+            heapq.heappop(heads)
+        else:
+            heapq.heapreplace(heads, (score(following), index, following))
+    return found + [draft for _, _, draft in heads]
+
+
+def _candidate(draft: _Draft, cluster: Cluster, warnings: tuple[str, ...]) -> Candidate:
+    own = tuple(text for text in warnings if any(f"'{node.name}'" in text for node in draft.graph.nodes))
+    plan = planned(draft.graph, cluster, draft.costs, draft.counts, draft.shapes, own)
+    samples = draft.rows / plan.prediction.step_s if plan.prediction.step_s else float("inf")
+    lengths = draft.costs.lengths
+    tokens = samples * (lengths.mean + lengths.prompt_tokens) if lengths else None
+    return Candidate(draft.settings, draft.graph, plan, samples, tokens, sum(draft.counts.values()) / samples)
+
+
+def _score(candidate: Candidate, by: Objective) -> float:
+    return candidate.gpu_s_per_sample if by == "gpu_s_per_sample" else 1 / candidate.samples_per_s
+
+
+def rows_trained(graph: Graph) -> int:
+    """Count the responses of a step: the rows that an update takes."""
+    return max((node.rows for node in graph.nodes if node.traits.work == "train"), default=max(node.rows for node in graph.nodes))
+
+
+def is_async(graph: Graph) -> bool:
+    return any(feedback.depth > 0 for feedback in graph.feedbacks)
+
+
+def verdict(ranked: Sequence[Candidate], by: Objective) -> str:
+    """Say whether stale batches pay, and why or why not."""
+    sync = next((c for c in ranked if not is_async(c.graph)), None)
+    stale = next((c for c in ranked if is_async(c.graph)), None)
+    if sync is None or stale is None:
+        return ""
+    gain = _score(sync, by) / _score(stale, by)
+    if gain > 1:
+        shallow = min((c for c in ranked if is_async(c.graph) and _score(c, by) <= 1.01 * _score(stale, by)), key=lambda c: c.staleness)
+        deeper = f"; depth {shallow.staleness} is within 1 % of it" if shallow.staleness < stale.staleness else ""
+        return (
+            f"async wins: {gain:.2f} times the best synchronous plan, since {_sum(stale)} overlap: {stale.step_s:.3g} s a step "
+            f"at depth {stale.staleness} against {sync.step_s:.3g} s{deeper}"
+        )
+    return (
+        f"async loses: the best plan with stale batches gives {gain:.2f} times the best synchronous one. Overlap hides the shorter of "
+        f"two sides, but splitting the devices makes both longer: {_sum(stale)} on {_split(stale)}, a step of {stale.step_s:.3g} s, "
+        f"against {_sum(sync)} on {_split(sync)}, a step of {sync.step_s:.3g} s"
+    )
+
+
+def doubted(found: str, warnings: Sequence[str]) -> str:
+    """Put warnings about the costs before a verdict that rests on them."""
+    return " ".join([f"Not known: {'; '.join(warnings)}. With the numbers as they are:", found]) if found and warnings else found
+
+
+def _sum(candidate: Candidate) -> str:
+    """Name the two longest nodes on pools, with their seconds."""
+    nodes = sorted((n for n in candidate.plan.nodes if n.pool is not None), key=lambda n: -n.seconds)[:2]
+    return " and ".join(f"{node.name} {node.seconds:.3g} s" for node in nodes)
+
+
+def _split(candidate: Candidate) -> str:
+    pools = [p for p in candidate.plan.pools if any(n.pool == p.name for n in candidate.plan.nodes)]
+    return " + ".join(f"{len(p.gpus) or p.cpus} ({p.name})" for p in pools)

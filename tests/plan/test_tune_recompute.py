@@ -1,0 +1,84 @@
+"""`rg.tune` over `recompute`: the least that fits, more where longer passes are faster, and costs of another setting."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from qwen3_shapes import QWEN3_8B
+
+import rlgraph as rg
+from rlgraph.plan.cost_functions import NodeCost, Passes, Setting
+from rlgraph.settings import RECOMPUTE, Recompute
+
+CLUSTER = rg.Cluster(gpus=4, gpu="H200", gpu_memory_bytes=141 * 10**9)
+
+
+def no_reward(responses: list[str]) -> list[float]:
+    return [0.0 for _ in responses]
+
+
+def loop(model: str, **settings: Any) -> rg.Graph:
+    generator = rg.Generator(
+        model, pool=rg.Pool("rollout", gpus=2), sampling=rg.Sampling(max_tokens=1024, ignore_eos=True), max_context=4096
+    )
+    policy = rg.Policy(model, pool=rg.Pool("train", gpus=2), **settings)
+    weights = rg.feedback("weights", depth=1)
+    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}] * 16, count=16), weights, group_size=4)
+    step = policy.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    return rg.Graph("loop", step.metrics)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    return str(tmp_path)
+
+
+def measured(recompute: Recompute | None, token_s: float = 1e-4, pass_s: float = 0.0) -> rg.Costs:
+    update = NodeCost(token_s=token_s, pass_s=pass_s, measured=Setting(2, 2, 64, Passes(8192, recompute=recompute)))
+    nodes = dict.fromkeys(["prompts", "rollout", "reward", "advantages"], 0.1) | {"update": update}
+    return rg.Costs(nodes, source="measured", lengths=rg.Lengths((0.0, 1.0), (1024.0, 1024.0), 8.0))
+
+
+@pytest.mark.parametrize(("tokens", "least"), [(4096, False), (16384, "selective"), (65536, True)])
+def test_the_least_recomputing_that_fits_is_best_and_what_does_not_fit_is_left_out(model: str, tokens: int, least: Recompute) -> None:
+    found = rg.tune(lambda recompute: loop(model, recompute=recompute, micro_batch_tokens=tokens), CLUSTER, recompute=RECOMPUTE)
+    assert found.best.settings == {"recompute": least}
+    assert sum(found.left_out.values()) == RECOMPUTE.index(least)
+    assert all("on a GPU of 'train'" in reason for reason in found.left_out)
+
+
+def test_recomputing_is_chosen_where_the_long_passes_that_it_makes_room_for_take_less(model: str) -> None:
+    def build(recompute: Recompute, micro_batch_tokens: int) -> rg.Graph:
+        return loop(model, recompute=recompute, micro_batch_tokens=micro_batch_tokens)
+
+    host_paced = measured(False, token_s=1e-5, pass_s=0.2)
+    found = rg.tune(build, CLUSTER, host_paced, recompute=RECOMPUTE, micro_batch_tokens=(4096, 16384))
+    assert found.best.settings == {"recompute": "selective", "micro_batch_tokens": 16384}
+    assert rg.tune(build, CLUSTER, host_paced, recompute=RECOMPUTE, micro_batch_tokens=(4096,)).best.settings["recompute"] is False
+
+
+def test_costs_of_a_run_are_scaled_to_what_a_graph_computes_again(model: str) -> None:
+    def seconds(costs: rg.Costs, recompute: Recompute) -> float:
+        return rg.compile(loop(model, recompute=recompute, micro_batch_tokens=4096), CLUSTER, costs).node("update").seconds
+
+    without = [seconds(measured(False), recompute) for recompute in RECOMPUTE]
+    assert without[2] / without[0] == pytest.approx(4 / 3, rel=0.03), "8 operations a parameter for 6"
+    assert 0.3 < (without[1] - without[0]) / (without[2] - without[0]) < 0.5, "gate and up alone"
+    with_all = measured(True, token_s=1e-4 * without[2] / without[0])
+    assert [seconds(with_all, recompute) for recompute in RECOMPUTE] == pytest.approx(without, rel=1e-3)
+    assert len({round(seconds(measured(None), recompute), 6) for recompute in RECOMPUTE}) == 1, "an earlier version did not write it"
+
+
+def test_a_plan_says_that_costs_were_measured_with_another_recompute(model: str, tmp_path: Path) -> None:
+    plans = {again: rg.compile(loop(model, recompute=again, micro_batch_tokens=8192), CLUSTER, measured(False)) for again in (False, True)}
+    assert any("measured with recompute=False" in said for said in plans[True].prediction.assumed)
+    assert not any("recompute" in said for said in plans[False].prediction.assumed)
+    assert plans[True].node("update").cost == "scaled"
+    measured(False).to_file(tmp_path / "costs.yaml")
+    kept = rg.Costs.from_file(tmp_path / "costs.yaml").cost_of("update").measured
+    assert kept is not None
+    assert kept.passes is not None
+    assert kept.passes.recompute is False
