@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.columns import Columns
     from rlgraph.comparing import compare
     from rlgraph.config import config
-    from rlgraph.curriculum.run import run
-    from rlgraph.doctor.diagnosis import doctor
+    from rlgraph.curriculum import run
+    from rlgraph.doctor import doctor
     from rlgraph.engines.api import Sampling
     from rlgraph.engines.drafts import PromptLookup
     from rlgraph.engines.fsdp.adamw import AdamW, Muon
@@ -329,7 +329,7 @@ _NAMES = {
     "compile": "rlgraph.api",
     "config": "rlgraph.config",
     "declare": "rlgraph.graph.nodes",
-    "doctor": "rlgraph.doctor.diagnosis",
+    "doctor": "rlgraph.doctor",
     "evaluate": "rlgraph.nodes.rollout.evaluation",
     "examples": "rlgraph.nodes.examples",
     "export": "rlgraph.api",
@@ -350,7 +350,7 @@ _NAMES = {
     "report": "rlgraph.api",
     "reward": "rlgraph.nodes.rewards.reward",
     "rollout_correction": "rlgraph.nodes.training.correction",
-    "run": "rlgraph.curriculum.run",
+    "run": "rlgraph.curriculum",
     "shaped_rewards": "rlgraph.nodes.rewards.shaping",
     "stepwise": "rlgraph.nodes.stepwise",
     "tune": "rlgraph.api",
@@ -379,7 +379,7 @@ class _Package(ModuleType):
 
 sys.modules[__name__].__class__ = _Package
 if sys.excepthook is sys.__excepthook__:  # an error that ends a program shows the user's lines, not those of this package
-    sys.excepthook = lambda *raised: import_module("rlgraph.user_lines").hook(*raised)
+    sys.excepthook = lambda *raised: import_module("rlgraph.errors").hook(*raised)
 
 
 def __getattr__(name: str) -> Any:

@@ -28,14 +28,13 @@ from rlgraph.plan.rehearse import Rehearsal, rehearsed
 from rlgraph.plan.schedule import Event
 from rlgraph.plan.site import ClusterSite
 from rlgraph.record import record
-from rlgraph.render import chrome_trace
 from rlgraph.render import report as report_page
+from rlgraph.render import timeline as chrome_trace
 from rlgraph.render.mermaid import mermaid
 from rlgraph.render.model_card import model_card
 from rlgraph.render.plan_svg.draw import svg
 from rlgraph.render.text import text
-from rlgraph.setting_types import Range
-from rlgraph.settings import Count, Natural, Seconds, checked
+from rlgraph.settings import Count, Natural, Range, Seconds, checked
 from rlgraph.tuning import replay, tune
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from statistics import fmean, median
 
 from rlgraph.analysis.run import Run
 from rlgraph.errors import PlanError, choices, shown
-from rlgraph.render.tables import aligned
+from rlgraph.render.text import aligned
 from rlgraph.settings import checked
 
 REWARD, STALENESS, TOKENS, STEP_S = "critic/rewards/mean", "staleness/mean", "perf/total_num_tokens", "timing_s/step"

@@ -16,15 +16,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rlgraph.analysis.findings import findings
 from rlgraph.analysis.samples import Sample
 from rlgraph.errors import PlanError
-from rlgraph.recording.live import LiveFiles
 from rlgraph.recording.profile import Profile, asked
 from rlgraph.recording.samples import SampleRecorder, Samples
-from rlgraph.recording.sinks.base import RecordedRun, Sink
-from rlgraph.recording.sinks.feeding import SinkFeeds, new_id
-from rlgraph.render import chrome_trace, curve, report
+from rlgraph.recording.sinks import RecordedRun, Sink, SinkFeeds, new_id
+from rlgraph.recording.watch import LiveFiles
+from rlgraph.render import charts, report, timeline
 from rlgraph.render.charts import REWARD
 from rlgraph.render.plan_svg import draw
-from rlgraph.render.timeline_html import last_steps, predicted_steps
+from rlgraph.render.timeline import last_steps, predicted_steps
 from rlgraph.runtime.measure import Step
 from rlgraph.settings import Fraction, Natural, checked
 
@@ -266,9 +265,9 @@ def _write_results(job: "Job", done: list[Step], folder: Path, console: Console)
     last = done[-1].index
     count = min(TIMELINE_STEPS, last + 1)
     predicted = predicted_steps(run.priced or run.plan, last, count).spans
-    chrome_trace.write_both(folder / "timeline.json", predicted, last_steps(run.spans, count).spans, run.plan)
+    timeline.write_both(folder / "timeline.json", predicted, last_steps(run.spans, count).spans, run.plan)
     xs, rewards = zip(*((step["training/global_step"], step.get(REWARD, math.nan)) for step in run.all_steps), strict=True)
-    (folder / "reward.svg").write_text(curve.svg("mean reward", xs, {"reward": rewards}, "reward"))
+    (folder / "reward.svg").write_text(charts.svg("mean reward", xs, {"reward": rewards}, "reward"))
     seen, proof = job.observed, job.plan.certificate
     stale = f"staleness {seen.staleness} of at most {proof.staleness_bound}"
     console.print(f"the certificate held: {stale}, {seen.open_batches} of at most {proof.open_batches} batches open", highlight=False)

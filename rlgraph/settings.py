@@ -5,31 +5,355 @@ function) apply it to every value. Equivalent values are accepted: numpy's numbe
 """
 
 import dataclasses
+import difflib
 import functools
 import inspect
+import math
+import operator
+import os
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal, ParamSpec, TypeAlias, TypeVar, Union, get_args, get_origin
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Final, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from rlgraph.errors import GraphError, RlgraphError, choices, shown
-from rlgraph.setting_types import (
-    AnyOf,
-    Choice,
-    Flag,
-    Function,
-    Instance,
-    MappingOf,
-    Named,
-    OneOf,
-    Range,
-    Real,
-    SettingType,
-    Text,
-    Tuple,
-    Whole,
-    Wrong,
-)
+
+# Types of settings: the rule of each in words, and the conversion of accepted values to the type.
+
+INFINITY = float("inf")
+SPELLINGS = {"fp32": "float32", "f32": "float32", "float": "float32", "bf16": "bfloat16", "half": "bfloat16", "fp16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class Range:
+    """The bounds of a number, in an annotation: `Annotated[int, Range(least=1)]`. `rule` replaces the words made from the bounds.
+
+        >>> Range(least=0, most=1).words("a finite number")
+        'a finite number of at least 0 and at most 1'
+
+    For text and tuples it bounds the length.
+    """
+
+    least: float = -INFINITY
+    above: float = -INFINITY
+    most: float = INFINITY
+    below: float = INFINITY
+    rule: str = ""
+
+    def holds(self, value: float) -> bool:
+        """Whether the value is within the bounds."""
+        return self.least <= value <= self.most and self.above < value < self.below
+
+    def words(self, what: str) -> str:
+        """Put the bounds into words, such as "a whole number of at least 1"."""
+        if self.rule:
+            return self.rule
+        low = [f"of at least {self.least:g}"] if self.least > -INFINITY else [f"above {self.above:g}"] if self.above > -INFINITY else []
+        high = [f"at most {self.most:g}"] if self.most < INFINITY else [f"below {self.below:g}"] if self.below < INFINITY else []
+        return f"{what} {' and '.join(low + high)}".rstrip()
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """The texts that a field accepts, in an annotation, for a list that is defined elsewhere."""
+
+    choices: tuple[str, ...]
+
+
+class Wrong(Exception):
+    """A field does not accept a value; the message says what to write instead, if that is known."""
+
+
+class SettingType(Protocol):
+    """The values that a field accepts: `rule` says which, in words."""
+
+    @property
+    def rule(self) -> str: ...
+
+    def take(self, name: str, value: Any) -> Any:
+        """Convert the value to its type. Raises Wrong if the field does not accept it."""
+
+
+LEAST, MOST = -(1 << 63), (1 << 63) - 1  # of whole numbers: what columns and files hold
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Whole numbers: every value that `operator.index` accepts, except True and False."""
+
+    range: Range = Range()
+
+    @property
+    def rule(self) -> str:
+        return self.range.words("a whole number")
+
+    def take(self, name: str, value: Any) -> int:
+        if type(value) is not int:
+            if isinstance(value, bool | str) or not hasattr(type(value), "__index__"):
+                raise Wrong(_as_number(name, value, whole=True))
+            try:
+                value = operator.index(value)
+            except TypeError:  # a tensor or an array of several
+                raise Wrong from None
+        if not LEAST <= value <= MOST:
+            raise Wrong("no whole number of more than 64 bits is taken")
+        if not self.range.holds(value):
+            raise Wrong
+        return int(value)
+
+
+@dataclass(frozen=True)
+class Real:
+    """Finite numbers."""
+
+    range: Range = Range()
+
+    @property
+    def rule(self) -> str:
+        return self.range.words("a finite number")
+
+    def take(self, name: str, value: Any) -> float:
+        if type(value) not in (int, float):
+            if isinstance(value, bool | str) or not hasattr(type(value), "__float__") or _dimensions(value):
+                raise Wrong(_as_number(name, value, whole=False))
+            value = value if isinstance(value, int) else operator.index(value) if _is_index(value) else float(value)
+        if not abs(value) <= sys.float_info.max or not self.range.holds(value):
+            raise Wrong
+        return value  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Flag:
+    """True or False."""
+
+    rule = "True or False"
+
+    def take(self, name: str, value: Any) -> bool:
+        if isinstance(value, bool):
+            return value
+        if type(value).__name__ in ("bool", "bool_") and not _dimensions(value):  # numpy's
+            return bool(value)
+        meant = {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower()) if isinstance(value, str | int) else None
+        raise Wrong("" if meant is None else f"write {name}={meant}")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text; a path is converted to text."""
+
+    range: Range = Range()
+
+    @property
+    def rule(self) -> str:
+        return self.range.rule or "text"
+
+    def take(self, name: str, value: Any) -> str:
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if not isinstance(value, str) or not self.range.holds(len(value)):
+            raise Wrong
+        if self.range.least >= 1:  # a name, which stands in files
+            try:
+                value.encode()
+            except UnicodeEncodeError:
+                raise Wrong(
+                    "it has half of a surrogate pair, which UTF-8 cannot hold: decode it again, or replace that character"
+                ) from None
+        return value if type(value) is str else str(value)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few values."""
+
+    choices: tuple[Any, ...]
+
+    @property
+    def rule(self) -> str:
+        return f"one of {list(self.choices)}"
+
+    def take(self, name: str, value: Any) -> Any:
+        for choice in self.choices:
+            if isinstance(value, type(choice)) and not isinstance(value, bool) and value == choice:
+                return choice
+        spelt = str(value).removeprefix("torch.").lower() if isinstance(value, str) or str(value).startswith("torch.") else ""
+        near = difflib.get_close_matches(SPELLINGS.get(spelt, spelt), [str(choice) for choice in self.choices], 1, 0.7)
+        raise Wrong(f"write {name}={near[0]!r}" if near else "")
+
+
+@dataclass(frozen=True)
+class Tuple:
+    """A tuple; any other sequence except text is converted to one."""
+
+    items: tuple["SettingType | None", ...]
+    endless: bool
+    range: Range = Range()
+
+    @property
+    def rule(self) -> str:
+        if self.range.rule:
+            return self.range.rule
+        rules = [item.rule if item else "anything" for item in self.items]
+        return f"a tuple, each {rules[0]}" if self.endless else f"a tuple of {len(rules)}: {', '.join(rules)}"
+
+    def take(self, name: str, value: Any) -> tuple[Any, ...]:
+        if isinstance(value, str | bytes | Mapping) or (not isinstance(value, Collection) and not hasattr(value, "__array__")):
+            raise Wrong(f"write {name}=({shown(value)},)" if isinstance(value, int | float | str) else "")
+        given = tuple(value)
+        if (not self.endless and len(given) != len(self.items)) or not self.range.holds(len(given)):
+            raise Wrong(f"it has {len(given)}")
+        kinds = self.items * len(given) if self.endless else self.items
+        taken = []
+        for place, (kind, item) in enumerate(zip(kinds, given, strict=True)):
+            try:
+                taken.append(item if kind is None else kind.take(name, item))
+            except Wrong:
+                raise Wrong(f"item {place} is {shown(item)}") from None
+        return tuple(taken)
+
+
+@dataclass(frozen=True)
+class MappingOf:
+    """A mapping."""
+
+    key: "SettingType | None"
+    value: "SettingType | None"
+
+    @property
+    def rule(self) -> str:
+        keys, values = (kind.rule if kind else "anything" for kind in (self.key, self.value))
+        return f"a mapping from {keys} to {values}"
+
+    def take(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise Wrong
+        taken = {}
+        for key, item in value.items():
+            try:
+                found = key if self.key is None else self.key.take(name, key)
+                taken[found] = item if self.value is None else self.value.take(name, item)
+            except Wrong as wrong:
+                raise Wrong(f"{shown(key)} is {shown(item)}{'; ' * bool(str(wrong))}{wrong}") from None
+        return value if all(a is b for a, b in zip(taken.values(), value.values(), strict=True)) else taken
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function, or another callable."""
+
+    range: Range = Range()
+
+    @property
+    def rule(self) -> str:
+        return self.range.rule or "a function"
+
+    def take(self, name: str, value: Any) -> Any:
+        if not callable(value):
+            raise Wrong
+        return value
+
+
+@dataclass(frozen=True)
+class Instance:
+    """An object of a class. If users do not make one by calling the class, its attribute `HOW` says where to get it."""
+
+    cls: type
+
+    @property
+    def rule(self) -> str:
+        return _article(self.cls.__name__)
+
+    def take(self, name: str, value: Any) -> Any:
+        if isinstance(value, self.cls):
+            return value
+        made = _spelt(self.cls)
+        if isinstance(value, type) and issubclass(value, self.cls):
+            raise Wrong(f"that is the class: write {name}={_spelt(value)}()")
+        if hasattr(self.cls, "HOW"):
+            raise Wrong(self.cls.HOW)
+        if isinstance(value, Mapping):
+            raise Wrong(f"write {name}={made}({', '.join(f'{key}=…' for key in list(value)[:3])})")
+        first = next(iter(dataclasses.fields(self.cls)), None) if dataclasses.is_dataclass(self.cls) else None
+        inside = repr(value) if isinstance(value, str) and len(value) < 40 and first is not None and first.name == "name" else "…"
+        raise Wrong(f"write {name}={made}({inside})")
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """One of several types."""
+
+    kinds: tuple[SettingType, ...]
+    none: bool
+
+    @property
+    def rule(self) -> str:
+        rule = " or ".join(kind.rule for kind in self.kinds)
+        return f"{rule} or None" if self.none and "None" not in rule else rule
+
+    def take(self, name: str, value: Any) -> Any:
+        if value is None and self.none:
+            return None
+        fixes = []
+        numbers = tuple(kind for kind in self.kinds if isinstance(kind, Whole | Real)) if isinstance(value, int | float) else ()
+        for kind in self.kinds:
+            try:
+                return kind.take(name, value)
+            except Wrong as wrong:
+                fixes.append(str(wrong) if not numbers or kind in numbers else "")
+        raise Wrong(next((fix for fix in fixes if fix), ""))
+
+
+@dataclass(frozen=True)
+class Named:
+    """A name from a table that may grow, or an object of a class, in an annotation."""
+
+    names: Callable[[], tuple[str, ...]]
+    cls: type
+
+    @property
+    def rule(self) -> str:
+        return self._either().rule
+
+    def take(self, name: str, value: Any) -> Any:
+        return self._either().take(name, value)
+
+    def _either(self) -> AnyOf:
+        return AnyOf((Choice(self.names()), Instance(self.cls)), none=False)
+
+
+def _dimensions(value: Any) -> int:
+    """Count the dimensions of an array or a tensor; 0 for any other value."""
+    found = getattr(value, "ndim", 0)
+    return found if isinstance(found, int) else 0
+
+
+def _is_index(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _as_number(name: str, value: Any, *, whole: bool) -> str:
+    """Say how to write a number that was given as text, or as a float that is whole."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return ""
+    if isinstance(value, bool) or not math.isfinite(number) or (whole and number != int(number)):
+        return ""
+    return f"write {name}={int(number) if whole or number == int(number) else number}{', without quotes' if isinstance(value, str) else ''}"
+
+
+def _article(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
+
+
+def _spelt(cls: type) -> str:
+    return f"rg.algorithms.{cls.__name__}" if cls.__module__.startswith("rlgraph.algorithms") else f"rg.{cls.__name__}"
+
 
 C = TypeVar("C")
 P = ParamSpec("P")

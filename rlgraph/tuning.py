@@ -1,11 +1,12 @@
 """`rlgraph.tune` and `rlgraph.replay`: predict a graph under other settings, and a recorded run under another plan. Nothing starts."""
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlgraph.analysis import words
 from rlgraph.errors import PlanError, PlanWarning, shown
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.cluster import Cluster
@@ -15,11 +16,56 @@ from rlgraph.plan.plan import Plan
 from rlgraph.plan.replay import Replayed, replayed
 from rlgraph.plan.search import Objective, search
 from rlgraph.plan.trace import Trace
-from rlgraph.render.tuning_table import TuningRow, table
+from rlgraph.render.text import aligned, wrapped
 from rlgraph.settings import Natural, Positive, checked
 
 if TYPE_CHECKING:
     from rlgraph.runtime.driver.job import Job
+
+# The plans of a tuning as a table for the terminal: settings, devices of each pool, and predicted rates.
+
+
+@dataclass(frozen=True)
+class TuningRow:
+    """A row of the table: a plan with its settings and predicted rates."""
+
+    settings: Mapping[str, Any]
+    plan: Plan
+    step_s: float
+    samples_per_s: float
+    tokens_per_s: float | None  # prompts and responses; None where the costs hold no lengths
+    gpu_s_per_sample: float
+
+
+def table(rows: Sequence[TuningRow], looked_at: int, left_out: Mapping[str, int], verdict: str, warnings: Sequence[str] = ()) -> str:
+    """Write the table, the reasons why plans were left out, the verdict on stale batches, and the warnings not in the verdict."""
+    first = rows[0]
+    names = list(first.settings)
+    device = "GPU" if first.plan.cluster.gpus else "core"
+    rate = "tokens/s" if first.tokens_per_s is not None else "samples/s"
+    head = [*names, "devices", ">step", f">{rate}", f">{device}-s a sample", "busy"]
+    cells = [
+        [
+            *(str(row.settings[name]) for name in names),
+            ", ".join(f"{p.name} {len(p.gpus) or p.cpus}" for p in row.plan.pools),
+            words.seconds(row.step_s, row.plan.prediction.cost),
+            _rate(row.tokens_per_s if row.tokens_per_s is not None else row.samples_per_s),
+            f"{row.gpu_s_per_sample:.4g}",
+            ", ".join(f"{p.busy:.0%}" for p in row.plan.pools),
+        ]
+        for row in rows
+    ]
+    lines = [f"{words.counted(looked_at, 'plan')} compared on {words.cluster(first.plan.cluster)}, the best first"]
+    lines += aligned(head, cells)
+    lines += [part for reason, count in left_out.items() for part in wrapped(f"left out {count}: {words.clean(reason)}", indent=2)]
+    lines += [part for warning in warnings if warning not in verdict for part in wrapped(f"warning: {warning}", indent=2)]
+    lines += [*wrapped(verdict, indent=2)] if verdict else []
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
 
 SHOWN = 12
 

@@ -81,7 +81,7 @@ def main() -> None:
     try:
         app()
     except Exception as error:  # noqa: BLE001 (the outer edge of the command)
-        from rlgraph.user_lines import short, user_lines, whole_traces
+        from rlgraph.errors import short, user_lines, whole_traces
 
         code = _exit_code(error, command)
         if code is None:  # a defect, or an error of the recipe's own code

@@ -63,7 +63,7 @@ class Recipe:
         made = self.graphs_of(cfg)
         if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(part, list | tuple) for part in made):
             raise ConfigError(f"recipe '{self.path}': graphs(cfg) returned {shown(made)}; {RULE}")
-        from rlgraph.curriculum.stages import planned_stages  # it imports Ray, as nothing that plans one graph does
+        from rlgraph.curriculum import planned_stages  # it imports Ray, as nothing that plans one graph does
 
         return [stage.plan for stage in planned_stages(*made, cluster)]
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 import rlgraph as rg
-from rlgraph.deprecation import renamed
 from rlgraph.nodes.base import Context
+from rlgraph.notices import renamed
 
 
 def right(prompt_texts: Sequence[str]) -> list[float]:

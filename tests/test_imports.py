@@ -38,7 +38,7 @@ def test_what_declares_and_compiles_loads_no_engine() -> None:
 
 
 def test_a_public_name_stays_what_it_is_when_its_module_is_imported() -> None:
-    code = "import rlgraph.config, rlgraph.record, rlgraph.doctor.check, rlgraph as rg"
+    code = "import rlgraph.config, rlgraph.record, rlgraph.doctor, rlgraph as rg"
     assert printed(f"{code}; print(*map(callable, (rg.config, rg.record, rg.doctor)))") == "True True True"
 
 

@@ -12,7 +12,7 @@ import torch
 from rlgraph.algorithms.inputs import check_choice, check_mask, check_tokens, check_whole
 from rlgraph.algorithms.masks import count, lengths, masked_sum
 from rlgraph.errors import GraphError, shown
-from rlgraph.setting_types import OneOf
+from rlgraph.settings import OneOf
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 Aggregation: TypeAlias = Annotated[str, OneOf(AGGREGATIONS)]

@@ -13,8 +13,7 @@ from rlgraph.algorithms.inputs import check_choice, check_mask
 from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import keep, masked_mean
 from rlgraph.errors import DataError, GraphError, shown
-from rlgraph.setting_types import OneOf
-from rlgraph.settings import Positive
+from rlgraph.settings import OneOf, Positive
 
 # Importance weights of the trainer's policy over the engine's, since the two give different log-probs to the same tokens.
 

@@ -10,8 +10,7 @@ from rlgraph import settings
 from rlgraph.algorithms.inputs import check_choice, check_number, check_tokens
 from rlgraph.algorithms.masks import keep, masked_mean
 from rlgraph.errors import DataError
-from rlgraph.setting_types import OneOf
-from rlgraph.settings import AtLeastZero, Count, Positive
+from rlgraph.settings import AtLeastZero, Count, OneOf, Positive
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 KlEstimator: TypeAlias = Annotated[str, OneOf(KL_ESTIMATORS)]

@@ -16,8 +16,7 @@ from rlgraph.algorithms.masks import count, keep, lengths, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens, with_gradient
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError, shown
-from rlgraph.setting_types import Range
-from rlgraph.settings import AtLeastZero, Finite, Fraction, Natural, Positive, PositiveFraction, refuse_unknown
+from rlgraph.settings import AtLeastZero, Finite, Fraction, Natural, Positive, PositiveFraction, Range, refuse_unknown
 
 # Policy losses that treat each token by itself: clipped ratios, and plain policy gradients. Trainers minimise them.
 

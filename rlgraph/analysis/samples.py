@@ -1,4 +1,4 @@
-"""The samples in the folder of a run: what a record of one response holds, and how to read the files."""
+"""The samples and profiles in the folder of a run: what each file holds, and how to read it."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph.errors import DataError
+
+# The samples in the folder of a run: what a record of one response holds, and how to read the files.
 
 FOLDER = "samples"
 LINES, TABLE = ".jsonl", ".parquet"
@@ -76,3 +78,20 @@ def parquet() -> Any:
     except ImportError as error:
         raise DataError(f"samples in parquet files need pyarrow ({error}): pip install 'rlgraph-dataflow[data]'") from None
     return pyarrow.parquet
+
+
+# The profiles in the folder of a run: traces and memory snapshots, named by worker and steps.
+
+PROFILES_FOLDER = "profiles"
+TRACE, OPERATORS, MEMORY = ".trace.json.gz", ".operators.txt", ".memory.pickle"
+KINDS = {
+    TRACE: "trace of torch.profiler: open it in ui.perfetto.dev",
+    OPERATORS: "table of its operators",
+    MEMORY: "history of CUDA's memory: open it in pytorch.org/memory_viz",
+}
+
+
+def profile_files(folder: str | Path) -> list[tuple[Path, str]]:
+    """List the files of profiles of a run's folder, each with what it is."""
+    found = sorted((Path(folder) / PROFILES_FOLDER).glob("*"))
+    return [(path, said) for path in found for ending, said in KINDS.items() if path.name.endswith(ending)]

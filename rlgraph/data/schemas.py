@@ -5,8 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlgraph.data.files import SUFFIXES, Paths, files_of, read
-from rlgraph.data.hub import loaded
+from rlgraph.data.files import SUFFIXES, Paths, files_of, loaded, read
 from rlgraph.data.rows import Overlong, Policy, Row, Rows, at, present, present_row
 from rlgraph.engines.hf_models.hub import is_hub_id
 from rlgraph.errors import DataError, shown

@@ -15,8 +15,7 @@ from rlgraph.algorithms.aggregation import Totals
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError
-from rlgraph.setting_types import Range
-from rlgraph.settings import Count, Natural
+from rlgraph.settings import Count, Natural, Range
 
 Finish: TypeAlias = Literal["stop", "length", "turns", "abort"]  # as in `columns.FINISH_REASONS`
 Running: TypeAlias = Literal["keep", "recompute"]  # what becomes of the keys and values of running requests at new weights

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 import networkx as nx
 
 from rlgraph import settings
-from rlgraph.deprecation import renamed
 from rlgraph.errors import GraphError, choices
 from rlgraph.graph import rules
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.setting_types import Range
-from rlgraph.settings import Count, Name, Natural, checked
+from rlgraph.notices import renamed
+from rlgraph.settings import Count, Name, Natural, Range, checked
 
 if TYPE_CHECKING:
     from rlgraph.graph.operation import Operation

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias
 import torch
 
 from rlgraph.columns import COLUMNS, Column, Columns
-from rlgraph.deprecation import old_attribute, renamed
 from rlgraph.errors import GraphError, RlgraphError, shown
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
 from rlgraph.nodes.trial import LIMIT_S, TooLong, copied
+from rlgraph.notices import old_attribute, renamed
 
 if TYPE_CHECKING:
     from rlgraph.engines.lora.shared_base import SharedBase

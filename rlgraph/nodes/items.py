@@ -12,7 +12,7 @@ from rlgraph.data.rows import place_of
 from rlgraph.errors import DataError, shown
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, is_conversation
-from rlgraph.setting_types import LEAST, MOST
+from rlgraph.settings import LEAST, MOST
 
 OWN = ("prompt_texts", "prompt_messages", "prompt_ids")  # columns of sources of prompts
 

@@ -23,8 +23,7 @@ from rlgraph.nodes.prompt_source import PromptSource, plural
 from rlgraph.nodes.prompts_by_results import PromptsByResults, check_results
 from rlgraph.nodes.streamed_prompts import StreamedPrompts
 from rlgraph.nodes.trial import PROMPTS
-from rlgraph.setting_types import Range
-from rlgraph.settings import Name, Natural, checked
+from rlgraph.settings import Name, Natural, Range, checked
 
 PerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many prompts a step takes, a whole number of at least 1")]
 RowsPerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many rows of the data a step takes, a whole number of at least 1")]

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rlgraph.columns import Columns
-from rlgraph.data.mixtures import Mix
-from rlgraph.data.results import Results
+from rlgraph.data.mixtures import Mix, Results
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Feedback
 from rlgraph.nodes.base import Fired, tensor_of

@@ -6,8 +6,7 @@ from typing import Annotated, TypeAlias
 from rlgraph import settings
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Model
-from rlgraph.setting_types import OneOf, Range
-from rlgraph.settings import Count, Natural
+from rlgraph.settings import Count, Natural, OneOf, Range
 
 # The cluster that a graph is compiled for: counts only, nothing is looked up on a machine.
 

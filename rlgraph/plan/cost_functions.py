@@ -14,8 +14,7 @@ from rlgraph.batching.cutting import best, cut
 from rlgraph.errors import PlanError, shown
 from rlgraph.graph.operation import ModelTraits
 from rlgraph.plan.lengths import Array, Lengths
-from rlgraph.setting_types import Range, Real, Wrong
-from rlgraph.settings import AtLeastZero, Count, Natural, PositiveFraction, Recompute
+from rlgraph.settings import AtLeastZero, Count, Natural, PositiveFraction, Range, Real, Recompute, Wrong
 
 if TYPE_CHECKING:
     from rlgraph.graph.nodes import Node

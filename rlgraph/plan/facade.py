@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
-    from rlgraph.analysis.card_facts import CardFacts
-    from rlgraph.analysis.run import Run
+    from rlgraph.analysis.run import CardFacts, Run
     from rlgraph.plan.plan import Plan
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.local import LocalJob

@@ -5,8 +5,7 @@ from typing import Annotated
 
 from rlgraph import settings
 from rlgraph.errors import PlanError
-from rlgraph.setting_types import Range
-from rlgraph.settings import AtLeastZero, Fraction, Positive, Seconds
+from rlgraph.settings import AtLeastZero, Fraction, Positive, Range, Seconds
 
 Factor = Annotated[float, Range(least=1)]
 

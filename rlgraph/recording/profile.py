@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from rlgraph.analysis.profiles import FOLDER
+from rlgraph.analysis.samples import PROFILES_FOLDER
 from rlgraph.errors import PlanError, choices
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.messages import ProfileRequest
-from rlgraph.setting_types import Range
-from rlgraph.settings import Name, Natural, check, refuse_unknown
+from rlgraph.settings import Name, Natural, Range, check, refuse_unknown
 
 StepRange = tuple[Natural, Natural]
 _asked: "list[Profile]" = []  # by the command line, for the first run that this program records
@@ -66,7 +65,7 @@ class Profile:
         names = [worker.name for worker in chosen]
         if self.memory and not any(worker.gpus for worker in chosen):
             raise PlanError(f"Profile(memory=True): none of the workers {names} has a GPU; only CUDA's memory has a history: leave it out")
-        target = str((folder / FOLDER).absolute())
+        target = str((folder / PROFILES_FOLDER).absolute())
         return ProfileRequest(first, last, names, target, memory=self.memory is not False, stacks=self.stacks, shapes=self.shapes)
 
 

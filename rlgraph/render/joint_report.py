@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from rlgraph.analysis import words
 from rlgraph.analysis.run import Run
-from rlgraph.render import curve
+from rlgraph.render import charts
 from rlgraph.render.charts import charts_of
 from rlgraph.render.report import FILE, document, heading, sections, tiles_of
 
@@ -83,7 +83,7 @@ def _curves(graphs: Sequence[GraphReport]) -> Iterator[str]:
                 if any(map(math.isfinite, values)):
                     series[f"{graph.name}: {name}"] = values
         if series:
-            yield f"<figure>{curve.svg(title, list(range(len(steps))), series, unit)}</figure>"
+            yield f"<figure>{charts.svg(title, list(range(len(steps))), series, unit)}</figure>"
     yield "</div>"
 
 

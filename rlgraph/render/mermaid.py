@@ -3,7 +3,7 @@
 from rlgraph.analysis import words
 from rlgraph.analysis.critical import critical
 from rlgraph.plan.plan import Plan, PlannedNode, PlannedPool
-from rlgraph.render.plan_svg.grid import drawn_channels
+from rlgraph.render.plan_svg.layout import drawn_channels
 
 RED = "#c2330f"
 

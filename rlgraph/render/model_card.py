@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
-from rlgraph.analysis.card_facts import CardFacts
+from rlgraph.analysis.run import CardFacts
 from rlgraph.plan.plan import Plan
 from rlgraph.render.mermaid import mermaid
 

@@ -6,7 +6,7 @@ import pytest
 from simulated import Loop
 
 import rlgraph as rg
-from rlgraph.analysis.invariant_monitor import InvariantMonitor
+from rlgraph.analysis.run import InvariantMonitor
 from rlgraph.errors import CertificateError
 from rlgraph.plan.plan import ChannelEnd
 from rlgraph.plan.play import simulate

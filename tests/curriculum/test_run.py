@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import rlgraph as rg
-from rlgraph.curriculum import run as running
-from rlgraph.curriculum.progress import digest
-from rlgraph.curriculum.stages import planned_stages
+from rlgraph import curriculum as running
+from rlgraph.curriculum import digest, planned_stages
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import CheckpointError, DataError, ExportError, PlanError, RlgraphError
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES

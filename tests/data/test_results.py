@@ -14,7 +14,7 @@ import torch
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.data.results import Results
+from rlgraph.data.mixtures import Results
 from rlgraph.errors import RlgraphError
 from rlgraph.graph.nodes import Graph, Output, declare
 from rlgraph.plan.cluster import Cluster

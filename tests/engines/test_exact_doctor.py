@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny import tiny, tiny_qwen
 
-from rlgraph.doctor.exact import MEANING, ExactDiagnosis, diagnose_exact
+from rlgraph.doctor import MEANING, ExactDiagnosis, diagnose_exact
 from rlgraph.engines.exact.diagnosis import ComparedOperation
 from rlgraph.engines.exact.witness import OF_LAYER, Witness, names, of_text
 from rlgraph.errors import DataError

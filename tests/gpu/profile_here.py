@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rlgraph.analysis.profiles import MEMORY, TRACE
+from rlgraph.analysis.samples import MEMORY, TRACE
 from rlgraph.runtime.messages import ProfileRequest
 from rlgraph.runtime.worker.step_profiler import StepProfiler
 

@@ -11,7 +11,7 @@ import forked  # noqa: F401 (a way of dispatch)
 import pytest
 
 import rlgraph as rg
-from rlgraph.analysis.profiles import OPERATORS, TRACE
+from rlgraph.analysis.samples import OPERATORS, TRACE
 from rlgraph.errors import PlanError
 from rlgraph.plan.plan import Plan
 from rlgraph.recording import profile as profiles

@@ -20,7 +20,7 @@ from rlgraph.analysis.samples import FIELDS, read_samples, sample_files
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.hf_models.tokenizer import load_tokenizer
 from rlgraph.errors import PlanError
-from rlgraph.recording.sample_records import TokenTexts
+from rlgraph.recording.samples import TokenTexts
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.messages import SampleRequest
 from rlgraph.runtime.worker.sample_tap import chosen_rows
@@ -197,7 +197,7 @@ def test_samples_that_cannot_be_written_are_said_once_and_the_run_goes_on(
     def full(self: Any, samples: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rlgraph.recording.sample_files.SampleFiles.write", full)
+    monkeypatch.setattr("rlgraph.recording.samples.SampleFiles.write", full)
     with job_of(fakes.vector_loop(1)) as job:
         assert len(list(rg.record(job, 6, tmp_path, quiet=True))) == 6
     assert capsys.readouterr().err.count("no more samples are recorded: OSError: [Errno 28] No space left on device") == 1

@@ -20,8 +20,8 @@ from sampled_runs import HOSTILE, sample
 import rlgraph as rg
 from rlgraph.analysis.samples import Sample
 from rlgraph.errors import PlanError
-from rlgraph.recording.sinks import RecordedRun, Sink, feeding
-from rlgraph.recording.sinks.base import Ended
+from rlgraph.recording import sinks
+from rlgraph.recording.sinks import Ended, RecordedRun, Sink
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 
@@ -177,14 +177,14 @@ def test_a_step_counts_as_logged_once_its_samples_are(tmp_path: Path) -> None:
             seen.append(self.logged())
 
         def logged(self) -> int:
-            return int(json.loads((tmp_path / feeding.FILE).read_text())["Asking 0"]["next"])
+            return int(json.loads((tmp_path / sinks.FILE).read_text())["Asking 0"]["next"])
 
-    feeds = feeding.SinkFeeds([Asking()], RecordedRun("run", tmp_path, {}, "id"), lambda text: None)
+    feeds = sinks.SinkFeeds([Asking()], RecordedRun("run", tmp_path, {}, "id"), lambda text: None)
     for step in range(2):
         feeds.step(step, {}, [{"step": step}])
     feeds.close("ended", [])
     assert seen == [0, 0, 1, 1]
-    assert json.loads((tmp_path / feeding.FILE).read_text())["Asking 0"]["next"] == 2
+    assert json.loads((tmp_path / sinks.FILE).read_text())["Asking 0"]["next"] == 2
 
 
 def test_names_that_mlflow_refuses_are_mapped_and_numbers_that_are_none_left_out(tmp_path: Path) -> None:
@@ -219,13 +219,13 @@ def test_a_step_that_tensorboard_had_in_part_when_the_run_was_killed_is_there_on
         "".join(json.dumps({"step": step, "staleness": 1, **values}) + "\n" for step, values in losses.items())
     )
     for finished, steps in ((0, (0, 1)), (2, (2,))):
-        feeds = feeding.SinkFeeds([rg.sinks.TensorBoard()], RecordedRun("run", tmp_path, {}, "id", finished=finished), print)
+        feeds = sinks.SinkFeeds([rg.sinks.TensorBoard()], RecordedRun("run", tmp_path, {}, "id", finished=finished), print)
         for step in steps:
             feeds.step(step, losses[step])
         feeds.close("ended", [])
-        state = json.loads((tmp_path / feeding.FILE).read_text())
+        state = json.loads((tmp_path / sinks.FILE).read_text())
         state["TensorBoard 0"]["next"] = 1  # killed before it was noted that step 1 is there
-        (tmp_path / feeding.FILE).write_text(json.dumps(state))
+        (tmp_path / sinks.FILE).write_text(json.dumps(state))
     found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0}).Reload()
     assert [(event.step, event.value) for event in found.Scalars("loss")] == [(step, float(step)) for step in range(3)]
     assert found.Tags()["scalars"] == ["loss"]
@@ -276,10 +276,10 @@ class Mine(Sink):
 
 
 def test_a_sink_that_raises_or_hangs_never_stops_the_run_and_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeding, "WAITING", 3)
-    monkeypatch.setattr(feeding, "CLOSE_S", 1.0)
+    monkeypatch.setattr(sinks, "WAITING", 3)
+    monkeypatch.setattr(sinks, "CLOSE_S", 1.0)
     kept, raising, hanging, dead = Mine(), Mine("raise"), Mine("hang"), Mine("start")
-    monkeypatch.setattr(feeding.SinkFeed, "put", patient_for(kept, feeding.SinkFeed.put))
+    monkeypatch.setattr(sinks.SinkFeed, "put", patient_for(kept, sinks.SinkFeed.put))
     job = record(tmp_path, [kept, raising, hanging, dead])
     hanging.what = "keep"
     assert job.finished == STEPS
@@ -296,7 +296,7 @@ def test_a_sink_that_raises_or_hangs_never_stops_the_run_and_is_said_once(tmp_pa
 def patient_for(sink: Sink, put: Any) -> Any:
     """Let one sink have room for all, whatever the machine does."""
 
-    def patient(feed: feeding.SinkFeed, work: Any) -> None:
+    def patient(feed: sinks.SinkFeed, work: Any) -> None:
         if feed.sink is sink:
             feed._work.put(work, timeout=30)
         else:
@@ -327,7 +327,7 @@ def test_steps_that_a_killed_run_had_queued_come_from_its_files(tmp_path: Path) 
 
 @pytest.mark.parametrize(("sink", "extra"), [("TensorBoard", "tensorboard"), ("WandB", "wandb"), ("MLflow", "mlflow")])
 def test_a_missing_package_is_an_error_with_the_command(sink: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlgraph.recording.sinks.base.find_spec", lambda name: None)
+    monkeypatch.setattr("rlgraph.recording.sinks.find_spec", lambda name: None)
     with pytest.raises(PlanError, match=rf"pip install 'rlgraph-dataflow\[{extra}\]'"):
         getattr(rg.sinks, sink)()
 

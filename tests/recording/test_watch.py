@@ -17,11 +17,10 @@ from browser import Browser, needs_browser
 from sampled_runs import sample, write
 
 import rlgraph as rg
-from rlgraph.analysis.profiles import FOLDER as PROFILES
+from rlgraph.analysis.samples import PROFILES_FOLDER as PROFILES
 from rlgraph.errors import DataError
-from rlgraph.recording import live
-from rlgraph.recording.live import RunState, read_state
-from rlgraph.recording.watch import Watch
+from rlgraph.recording import watch
+from rlgraph.recording.watch import RunState, Watch, read_state
 from rlgraph.runtime.driver.job import Job
 
 pytestmark = pytest.mark.stage("recipes")
@@ -45,8 +44,8 @@ def job() -> Iterator[Job]:
 
 @needs_browser
 def test_a_browser_sees_steps_come_in_and_keeps_what_was_chosen(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "LEAST_S", 0.0)
-    monkeypatch.setattr(live, "PART", 1e9)
+    monkeypatch.setattr(watch, "LEAST_S", 0.0)
+    monkeypatch.setattr(watch, "PART", 1e9)
     folder = tmp_path / "run"
     folder.mkdir()
     with rg.watch(folder) as view, Browser(tmp_path) as browser:

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlgraph.analysis.attribution import attribute, devices
-from rlgraph.analysis.bubbles import Bubbles, Use
+from rlgraph.analysis.attribution import Bubbles, Use, attribute, devices
 from rlgraph.graph.nodes import Pool
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan

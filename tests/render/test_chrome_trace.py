@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.play import simulate
 from rlgraph.plan.schedule import Span
-from rlgraph.render.chrome_trace import per_rank, trace, write
+from rlgraph.render.timeline import per_rank, trace, write
 
 
 def events(found: dict[str, Any], phase: str) -> list[dict[str, Any]]:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rlgraph.analysis.words import clean
 from rlgraph.plan.plan import Plan
 from rlgraph.render.mermaid import mermaid
-from rlgraph.render.plan_svg.grid import drawn_channels
+from rlgraph.render.plan_svg.layout import drawn_channels
 
 STRING = r'"(?:[^"#;]|#\d+;)+"'
 LINES = [

@@ -15,13 +15,11 @@ import pytest
 from simulated_run import played, slower
 
 from rlgraph.analysis import words
-from rlgraph.analysis.invariant_monitor import Observed
-from rlgraph.analysis.run import Run, compare_events, compare_waits
+from rlgraph.analysis.run import Observed, Run, compare_events, compare_waits
 from rlgraph.errors import DataError
 from rlgraph.plan.plan import Plan
-from rlgraph.render.chrome_trace import write_both
 from rlgraph.render.report import page
-from rlgraph.render.timeline_html import last_steps, predicted_steps
+from rlgraph.render.timeline import last_steps, predicted_steps, write_both
 
 SECTIONS = ("advice", "graph", "timeline", "bubbles", "curves", "predicted", "certificate", "settings")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

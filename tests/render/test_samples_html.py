@@ -10,8 +10,7 @@ from sampled_runs import HOSTILE, sample, write
 from simulated_run import played
 
 from rlgraph.plan.plan import Plan
-from rlgraph.render.report import page
-from rlgraph.render.samples_html import as_script, shown_samples
+from rlgraph.render.report import as_script, page, shown_samples
 
 PROBE = """
 const rows = () => [...document.querySelectorAll("#samples-list tbody tr")];

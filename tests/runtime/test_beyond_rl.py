@@ -10,7 +10,7 @@ from direct_forward import SUMS, direct, drawn, norm_of, policy, run
 from torch.nn.functional import logsigmoid
 
 import rlgraph as rg
-from rlgraph.analysis.invariant_monitor import InvariantMonitor
+from rlgraph.analysis.run import InvariantMonitor
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import CertificateError, GraphError
 from rlgraph.nodes.base import Context

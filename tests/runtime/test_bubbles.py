@@ -6,7 +6,7 @@ import fakes
 import forked
 import pytest
 
-from rlgraph.analysis.bubbles import Bubbles
+from rlgraph.analysis.attribution import Bubbles
 from rlgraph.graph.nodes import Graph, Pool
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan

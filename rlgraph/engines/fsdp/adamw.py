@@ -6,8 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 from rlgraph import settings
 from rlgraph.engines.schedules import RateSchedule
 from rlgraph.errors import GraphError
-from rlgraph.setting_types import Range
-from rlgraph.settings import AtLeastZero, Natural, Positive
+from rlgraph.settings import AtLeastZero, Natural, Positive, Range
 
 Decay: TypeAlias = Annotated[float, Range(least=0, below=1, rule="a decay of at least 0 and below 1")]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph.errors import GraphError, choices, shown
-from rlgraph.setting_types import AnyOf, Flag, Real, SettingType, Text, Whole, Wrong
+from rlgraph.settings import AnyOf, Flag, Real, SettingType, Text, Whole, Wrong
 
 WEIGHTS = "published versions are written into the engine's own tensors, so these must be the model's"
 DEVICES = "the plan gives each engine its devices; set the pool's gpus and Generator(tensor_parallel=)"

@@ -18,8 +18,7 @@ from rlgraph import settings
 from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.nodes.rewards.calls import CONCURRENCY, Scorer
 from rlgraph.nodes.rewards.retry import Busy, Retry
-from rlgraph.setting_types import Range
-from rlgraph.settings import AtLeastZero, Count, Finite, Name, Natural, Seconds, checked
+from rlgraph.settings import AtLeastZero, Count, Finite, Name, Natural, Range, Seconds, checked
 
 if TYPE_CHECKING:
     import httpx2

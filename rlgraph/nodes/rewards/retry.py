@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from rlgraph import settings
-from rlgraph.setting_types import Range
-from rlgraph.settings import AtLeastZero, Finite, Natural, Seconds
+from rlgraph.settings import AtLeastZero, Finite, Natural, Range, Seconds
 
 
 class Busy(Exception):

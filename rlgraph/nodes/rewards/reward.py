@@ -7,7 +7,6 @@ from typing import Annotated, Any, TypeAlias
 import torch
 
 from rlgraph.columns import COLUMNS, Columns
-from rlgraph.deprecation import renamed
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -16,8 +15,8 @@ from rlgraph.nodes.rewards.calls import Calls
 from rlgraph.nodes.rewards.retry import Retry
 from rlgraph.nodes.rewards.scoring import Scoring, scoring, tokenizer_of
 from rlgraph.nodes.training.guards import Outliers
-from rlgraph.setting_types import Range
-from rlgraph.settings import Name, Seconds, checked
+from rlgraph.notices import renamed
+from rlgraph.settings import Name, Range, Seconds, checked
 
 DEADLINE_S = 300.0  # half of a job's own, so that the error names the response and not only the node
 OUTLIERS = 20.0

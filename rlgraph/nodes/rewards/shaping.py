@@ -14,8 +14,7 @@ from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context, Fired, FunctionOperation, Stage, tensor_of
 from rlgraph.nodes.training.advantages import on_last_token
-from rlgraph.setting_types import Range
-from rlgraph.settings import checked
+from rlgraph.settings import Range, checked
 
 Coefficient: TypeAlias = Annotated[float, Range(least=0, rule="a number of at least 0, or AdaptiveKL(...)")]
 

@@ -17,7 +17,6 @@ import torch
 
 from rlgraph import settings
 from rlgraph.columns import Column, Columns, rows_of_rank
-from rlgraph.deprecation import renamed
 from rlgraph.errors import GraphError, choices
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -34,8 +33,8 @@ from rlgraph.nodes.rollout.rollout import Rollout
 from rlgraph.nodes.rollout.turn_metrics import turn_metrics
 from rlgraph.nodes.rollout.turns import item_of
 from rlgraph.nodes.trial import made_up
-from rlgraph.setting_types import Range
-from rlgraph.settings import Seconds
+from rlgraph.notices import renamed
+from rlgraph.settings import Range, Seconds
 
 
 @renamed(at_once="concurrency")

@@ -9,7 +9,6 @@ import torch
 from rlgraph.columns import Column, Columns, rows_of_rank, truncated
 from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset
-from rlgraph.deprecation import renamed
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.hf_models.encoding import encoded_prompts
 from rlgraph.errors import DataError, GraphError, choices
@@ -27,6 +26,7 @@ from rlgraph.nodes.rollout.decode_loop import columns_of
 from rlgraph.nodes.rollout.fitting import check_prompts, most_tokens
 from rlgraph.nodes.rollout.rollout import Generator
 from rlgraph.nodes.rollout.val_metrics import summary
+from rlgraph.notices import renamed
 from rlgraph.settings import Count, Finite, Name, Seconds, checked
 
 NAME, SOURCE = "evaluate", "data_source"

@@ -43,8 +43,7 @@ from rlgraph.nodes.rollout.routes import ROUTES, check_routes, check_told, route
 from rlgraph.nodes.rollout.turn_checks import chats_of
 from rlgraph.nodes.rollout.turn_metrics import turn_metrics
 from rlgraph.nodes.rollout.turns import check_conversations_of, item_of, session_loop, turn_loop
-from rlgraph.setting_types import Named, Range
-from rlgraph.settings import Count, Dtype, Natural, checked, refuse_unknown
+from rlgraph.settings import Count, Dtype, Named, Natural, Range, checked, refuse_unknown
 
 if TYPE_CHECKING:
     from rlgraph.nodes.rollout.dynamic_sampling import Refill

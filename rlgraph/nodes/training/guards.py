@@ -11,7 +11,7 @@ import torch
 from rlgraph import notices, settings
 from rlgraph.columns import Columns
 from rlgraph.errors import GuardError
-from rlgraph.setting_types import Range
+from rlgraph.settings import Range
 
 Limit: TypeAlias = Annotated[float, Range(above=0, rule="a number above 0, or None for no limit")]
 FLAT = 3  # batches in a row without a difference between rewards: an accident of one step is none

@@ -17,8 +17,7 @@ from rlgraph.nodes.training.exact import check_exact_settings
 from rlgraph.nodes.training.low_bits import check_eight_bits, check_installed
 from rlgraph.nodes.training.router_replay import check_replay, check_replay_folder
 from rlgraph.nodes.training.vocabulary import check_vocabulary, writers
-from rlgraph.setting_types import Named
-from rlgraph.settings import AtLeastZero, Count, Dtype, Recompute
+from rlgraph.settings import AtLeastZero, Count, Dtype, Named, Recompute
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
 TESTED = frozenset(  # by tests/engines/test_families.py

@@ -1,16 +1,187 @@
-"""Compute the coordinates of the picture of a plan: lanes, boxes, edges and texts, in pixels from the top left. Draws nothing."""
+"""Compute the coordinates of the picture of a plan: grid, lanes, boxes, edges and texts, in pixels from the top left. Draws nothing."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from rlgraph.analysis.critical import Critical, critical
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
 from rlgraph.render.plan_svg import labels
-from rlgraph.render.plan_svg.edge_routing import Trunk, out_offset, route_channels
-from rlgraph.render.plan_svg.grid import Grid, arrange, drawn_channels
 from rlgraph.render.plan_svg.labels import LegendItem, TextLine
+
+# Place each node in the grid of the picture: its lane, its column (how far downstream it is) and its row in the lane.
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The place of a node; `strip` is the index of its row among all strips of the picture, gaps between rows included."""
+
+    lane: int
+    column: int
+    row: int
+    strip: int
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A horizontal band of the picture: a row of boxes, or the gap above, between or below rows."""
+
+    lane: int
+    is_row: bool
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Lanes from top to bottom (None is the host), strips from top to bottom, and the cell of each node by name."""
+
+    lanes: tuple[PlannedPool | None, ...]
+    strips: tuple[Strip, ...]
+    columns: int
+    cells: Mapping[str, Cell]
+
+    def is_free(self, strip: int, first: int, last: int) -> bool:
+        """True if no box stands in columns `first` to `last` of a strip."""
+        return not any(cell.strip == strip and first <= cell.column <= last for cell in self.cells.values())
+
+    def is_free_below(self, cell: Cell) -> bool:
+        """True if no box stands under a cell, down to the bottom of the picture."""
+        return not any(other.column == cell.column and other.strip > cell.strip for other in self.cells.values())
+
+
+def drawn_channels(plan: Plan) -> list[PlannedChannel]:
+    """Select the channels that the picture draws as edges; a channel of kind order is a number in a box instead."""
+    return [channel for channel in plan.channels if channel.kind == "batch"]
+
+
+def arrange(plan: Plan) -> Grid:
+    """Place each node right of all nodes it reads from, in a row of its lane near them."""
+    columns = _columns(plan)
+    lanes: list[PlannedPool | None] = [*plan.pools]
+    if any(node.pool is None for node in plan.nodes):
+        lanes.append(None)
+    strips: list[Strip] = []
+    cells: dict[str, Cell] = {}
+    for index, pool in enumerate(lanes):
+        rows = _rows(plan, [n for n in plan.nodes if n.pool == (pool.name if pool else None)], columns)
+        first = len(strips)
+        count = max(rows.values(), default=0) + 1
+        strips += [Strip(index, is_row) for is_row in (False, *(True, False) * count)]
+        cells.update({name: Cell(index, columns[name], row, first + 1 + 2 * row) for name, row in rows.items()})
+    return Grid(tuple(lanes), tuple(strips), max(columns.values(), default=0) + 1, cells)
+
+
+def _columns(plan: Plan) -> dict[str, int]:
+    """Compute the longest path from a source to each node; the plan lists producers first."""
+    columns = {node.name: 0 for node in plan.nodes}
+    channels = drawn_channels(plan)
+    for node in plan.nodes:
+        for channel in channels:
+            if channel.writer == node.name:
+                columns.update({reader: max(columns[reader], columns[node.name] + 1) for reader in channel.readers})
+    return columns
+
+
+def _rows(plan: Plan, nodes: list[PlannedNode], columns: Mapping[str, int]) -> dict[str, int]:
+    """Choose the row of each node of one lane: the free row nearest to the nodes that it reads from."""
+    rows: dict[str, int] = {}
+    members = {node.name for node in nodes}
+    order = {node.name: index for index, node in enumerate(plan.nodes)}
+    for node in sorted(nodes, key=lambda n: (columns[n.name], order[n.name])):
+        before = [rows[c.writer] for c in drawn_channels(plan) if node.name in c.readers and c.writer in members and c.writer in rows]
+        taken = {row for name, row in rows.items() if columns[name] == columns[node.name]}
+        wish = sum(before) / len(before) if before else 0.0
+        rows[node.name] = min((row for row in range(len(nodes)) if row not in taken), key=lambda row: (abs(row - wish), row))
+    return rows
+
+
+# Route the edges that pass over columns: one horizontal trunk for each channel, in a strip without boxes.
+#
+# All readers of a channel branch off its trunk, so a batch that many nodes read is a single line.
+
+PORT_STEP = 12.0  # between two channels that leave one box
+_CLEAR = 7.0  # pixels between two trunks in a row of boxes
+_ROW, _GAP = 50.0, 16.0  # nominal heights, to compare detours before the true ones are known
+_GAP_COST = 4.0  # prefers a straight line beside boxes to an equally short one between rows
+
+_MISLEADS = 20.0  # a line that ends beside a box looks as if it belonged to that box
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """A horizontal line through columns `first` to `last`: `offset` pixels from a row's middle, or track `track` of a gap."""
+
+    strip: int
+    first: int
+    last: int
+    offset: float = 0.0
+    track: int = 0
+
+    def meets(self, other: "Trunk") -> bool:
+        """True if both are in one strip and share a column or touch, so that they must not lie on one line."""
+        return self.strip == other.strip and self.first <= other.last + 1 and other.first <= self.last + 1
+
+
+def out_offset(plan: Plan, channel: PlannedChannel) -> float:
+    """Compute the distance from the middle of its box at which a channel leaves it."""
+    own = [c.name for c in drawn_channels(plan) if c.writer == channel.writer]
+    return (own.index(channel.name) - (len(own) - 1) / 2) * PORT_STEP
+
+
+def route_channels(plan: Plan, grid: Grid) -> dict[str, Trunk]:
+    """Choose the cheapest trunk for each channel that has a reader beyond the next column, by name."""
+    placed: dict[str, Trunk] = {}
+    for channel in sorted(drawn_channels(plan), key=lambda c: _reach(grid, c)):
+        first, last = _reach(grid, channel)
+        if last >= first:
+            options = _options(grid, channel, out_offset(plan, channel), list(placed.values()))
+            placed[channel.name] = min(options, key=lambda trunk: _cost(grid, channel, trunk))
+    return placed
+
+
+def _reach(grid: Grid, channel: PlannedChannel) -> tuple[int, int]:
+    """The first and the last column that the channel passes over."""
+    return grid.cells[channel.writer].column + 1, max(grid.cells[reader].column for reader in channel.readers) - 1
+
+
+def _options(grid: Grid, channel: PlannedChannel, straight: float, placed: Sequence[Trunk]) -> Iterator[Trunk]:
+    first, last = _reach(grid, channel)
+    for index, strip in enumerate(grid.strips):
+        if not strip.is_row:
+            yield _in_gap(index, first, last, placed)
+        elif grid.is_free(index, first, last):
+            offsets = [straight] if index == grid.cells[channel.writer].strip else [0.0, -9.0, 9.0, -18.0, 18.0]
+            for offset in offsets:
+                trunk = Trunk(index, first, last, offset)
+                if not any(trunk.meets(other) and abs(offset - other.offset) < _CLEAR for other in placed):
+                    yield trunk
+                    break
+
+
+def _in_gap(strip: int, first: int, last: int, placed: Sequence[Trunk]) -> Trunk:
+    taken = {other.track for other in placed if other.meets(Trunk(strip, first, last))}
+    return Trunk(strip, first, last, track=min(set(range(len(taken) + 1)) - taken))
+
+
+def _cost(grid: Grid, channel: PlannedChannel, trunk: Trunk) -> tuple[float, int]:
+    """Compute the vertical detour of a channel's line and its branches; the upper strip wins a tie."""
+    height = _height(grid, trunk.strip)
+    far = [grid.cells[reader] for reader in channel.readers if grid.cells[reader].column > trunk.first]
+    detour = abs(height - _height(grid, grid.cells[channel.writer].strip)) + abs(trunk.offset)
+    detour += sum(abs(height - _height(grid, cell.strip)) for cell in far)
+    if not grid.strips[trunk.strip].is_row:
+        return detour + _GAP_COST + 2.0 * trunk.track, trunk.strip
+    joined = {channel.writer, *channel.readers}
+    beside = [name for name, c in grid.cells.items() if c.strip == trunk.strip and c.column in (trunk.first - 1, trunk.last + 1)]
+    return detour + _MISLEADS * sum(name not in joined for name in beside), trunk.strip
+
+
+def _height(grid: Grid, strip: int) -> float:
+    sizes = [_ROW if s.is_row else _GAP for s in grid.strips]
+    return sum(sizes[:strip]) + sizes[strip] / 2
+
+
+# Compute the coordinates of the picture of a plan: lanes, boxes, edges and texts, in pixels from the top left. Draws nothing.
 
 Point: TypeAlias = tuple[float, float]
 

@@ -9,11 +9,10 @@ from types import TracebackType
 
 from rich.console import Console
 
-from rlgraph.analysis.bubbles import Bubbles
+from rlgraph.analysis.attribution import Bubbles
 from rlgraph.analysis.findings import findings
 from rlgraph.analysis.graph_settings import graph_settings
-from rlgraph.analysis.invariant_monitor import InvariantMonitor, Observed
-from rlgraph.analysis.run import Run
+from rlgraph.analysis.run import InvariantMonitor, Observed, Run
 from rlgraph.engines.hf_export.folder import Exported
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype
 from rlgraph.errors import CheckpointError, ExportError, PlanError, RlgraphError

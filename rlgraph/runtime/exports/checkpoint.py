@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rlgraph.analysis.card_facts import CardFacts
+from rlgraph.analysis.run import CardFacts
 from rlgraph.engines.hf_export.folder import Exported, check_target
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
 from rlgraph.engines.hf_export.shard_writer import write_shards

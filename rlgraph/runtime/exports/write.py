@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from rlgraph.analysis.card_facts import CardFacts
 from rlgraph.analysis.graph_settings import graph_settings
+from rlgraph.analysis.run import CardFacts
 from rlgraph.channels.weights.shards import WeightShard, parameters
 from rlgraph.engines.hf_export.companions import write_companions
 from rlgraph.engines.hf_export.folder import Exported, GrowingExport

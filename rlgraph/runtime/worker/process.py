@@ -16,7 +16,7 @@ from rlgraph.channels.host.connection import Connection, bound, dial, listen, ta
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.hf_export.shard_writer import write_shards
 from rlgraph.engines.lora.shared_base import BaseOfHost
-from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
+from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout, short
 from rlgraph.nodes.base import Context
 from rlgraph.plan.plan import PlannedLoop
 from rlgraph.plan.schedule import Span
@@ -31,7 +31,6 @@ from rlgraph.runtime.worker.progress import Progress
 from rlgraph.runtime.worker.spec import Post, WorkerSpec
 from rlgraph.runtime.worker.stacks import offer_stacks
 from rlgraph.runtime.worker.weight_loops import Loop
-from rlgraph.user_lines import short
 
 
 @contextlib.contextmanager

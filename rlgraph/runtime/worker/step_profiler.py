@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph import notices
-from rlgraph.analysis.profiles import MEMORY, OPERATORS, TRACE
+from rlgraph.analysis.samples import MEMORY, OPERATORS, TRACE
 from rlgraph.runtime.messages import ProfileRequest
 
 ENTRIES = 100_000  # of the history of the memory, the newest
