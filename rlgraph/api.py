@@ -29,7 +29,7 @@ from rlgraph.plan.schedule import Event
 from rlgraph.plan.site import ClusterSite
 from rlgraph.record import record
 from rlgraph.render import report as report_page
-from rlgraph.render import timeline as chrome_trace
+from rlgraph.render.timeline import write_trace
 from rlgraph.render.mermaid import mermaid
 from rlgraph.render.model_card import model_card
 from rlgraph.render.plan_svg.draw import svg
@@ -145,7 +145,7 @@ def timeline(plan: Plan, path: str | Path, steps: Count = 6) -> None:
 
     spans = [span for span in simulate(plan.schedule, steps, seconds) if span.name not in due or due[span.name](span.step)]
     ranks = [replace(span, worker=name) for span in spans for name, fired in nodes.items() if fired == nodes[span.worker]]
-    chrome_trace.write(path, ranks, plan)
+    write_trace(path, ranks, plan)
 
 
 @checked(PlanError)

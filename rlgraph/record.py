@@ -265,7 +265,7 @@ def _write_results(job: "Job", done: list[Step], folder: Path, console: Console)
     last = done[-1].index
     count = min(TIMELINE_STEPS, last + 1)
     predicted = predicted_steps(run.priced or run.plan, last, count).spans
-    timeline.write_both(folder / "timeline.json", predicted, last_steps(run.spans, count).spans, run.plan)
+    timeline.write_two_traces(folder / "timeline.json", predicted, last_steps(run.spans, count).spans, run.plan)
     xs, rewards = zip(*((step["training/global_step"], step.get(REWARD, math.nan)) for step in run.all_steps), strict=True)
     (folder / "reward.svg").write_text(charts.svg("mean reward", xs, {"reward": rewards}, "reward"))
     seen, proof = job.observed, job.plan.certificate

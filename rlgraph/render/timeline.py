@@ -29,12 +29,12 @@ MOST_ARROWS = 10**9  # in one group of tracks: arrows of two groups get differen
 MARGIN_US = 0.001  # an arrow starts this long before its span ends, so that the viewer binds it to that span
 
 
-def write(path: str | Path, spans: Sequence[Span], plan: Plan) -> None:
+def write_trace(path: str | Path, spans: Sequence[Span], plan: Plan) -> None:
     """Write the trace of `spans` as JSON, to open at ui.perfetto.dev."""
     Path(path).write_text(json.dumps(trace(spans, plan)), encoding="utf-8")
 
 
-def write_both(path: str | Path, predicted: Sequence[Span], measured: Sequence[Span], plan: Plan) -> None:
+def write_two_traces(path: str | Path, predicted: Sequence[Span], measured: Sequence[Span], plan: Plan) -> None:
     """Write one trace with two groups of tracks, the predicted and the measured spans; both begin at 0."""
     pair = {PREDICTED: from_zero(predicted), MEASURED: from_zero(measured)}
     traces = [trace(spans, plan, number, f"{plan.graph}, {name}") for number, (name, spans) in enumerate(pair.items(), start=1)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.play import simulate
 from rlgraph.plan.schedule import Span
-from rlgraph.render.timeline import per_rank, trace, write
+from rlgraph.render.timeline import per_rank, trace, write_trace
 
 
 def events(found: dict[str, Any], phase: str) -> list[dict[str, Any]]:
@@ -38,7 +38,7 @@ def assert_nested(found: dict[str, Any]) -> None:
 
 def test_a_predicted_trace_is_json_with_a_track_for_each_worker_in_the_order_of_the_plan(plans: dict[str, Plan], tmp_path: Path) -> None:
     for name, plan in plans.items():
-        write(tmp_path / f"{name}.json", simulate(plan.schedule, 6), plan)
+        write_trace(tmp_path / f"{name}.json", simulate(plan.schedule, 6), plan)
         found = json.loads((tmp_path / f"{name}.json").read_text())
         names = [tracks(found)[tid] for tid in sorted(tracks(found))]
         assert [n for n in names if not n.endswith(" beside")] == [worker.name for worker in plan.workers]

@@ -19,7 +19,7 @@ from rlgraph.analysis.run import Observed, Run, compare_events, compare_waits
 from rlgraph.errors import DataError
 from rlgraph.plan.plan import Plan
 from rlgraph.render.report import page
-from rlgraph.render.timeline import last_steps, predicted_steps, write_both
+from rlgraph.render.timeline import last_steps, predicted_steps, write_two_traces
 
 SECTIONS = ("advice", "graph", "timeline", "bubbles", "curves", "predicted", "certificate", "settings")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -197,7 +197,7 @@ def test_a_folder_without_a_run_and_a_truncated_run_are_errors(run: Run, tmp_pat
 
 
 def test_a_timeline_has_predicted_and_measured_as_two_groups_of_the_same_tracks(run: Run, tmp_path: Path) -> None:
-    write_both(tmp_path / "both.json", predicted_steps(run.plan, 39, 4).spans, last_steps(run.spans, 4).spans, run.plan)
+    write_two_traces(tmp_path / "both.json", predicted_steps(run.plan, 39, 4).spans, last_steps(run.spans, 4).spans, run.plan)
     events = json.loads((tmp_path / "both.json").read_text())["traceEvents"]
     groups = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert groups == {1: "ppo, predicted", 2: "ppo, measured"}
