@@ -44,11 +44,11 @@ def measured(folder: str, way: str, size: tuple[int, int], host: bool, rank: int
     import torch
 
     from rlgraph.engines.api import Request, Sampling
-    from rlgraph.engines.vllm import engine_arguments
+    from rlgraph.engines.vllm import arguments
     from rlgraph.engines.vllm.engine import VllmEngine
 
     sequences, tokens = size
-    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": engine_arguments.recorded_sizes(sequences)}
+    graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": arguments.recorded_sizes(sequences)}
     by_way: dict[str, dict[str, Any]] = {
         "recorded": {},
         "compiled": {"compilation_config": {"mode": 3, **graphs}},

@@ -152,7 +152,7 @@ def one(name: str, given: argparse.Namespace) -> bool:
     """Measure one engine on one model in this process; the file gets each part as it ends. Return whether all went well."""
     import torch
 
-    from rlgraph.engines.amx import leave_out_broken_amx
+    from rlgraph.engines.precision import leave_out_broken_amx
 
     leave_out_broken_amx()
     start = time.perf_counter()

@@ -25,7 +25,7 @@ Matrices = dict[str, tuple[int, int]]
 def matrices(folder: str, rank: int) -> Matrices:
     """The shapes of an adapter's matrices, by name, in the order of a trainer."""
     from rlgraph.engines.hf_models.pretrained import parameter_shapes
-    from rlgraph.engines.lora.merging import A, B
+    from rlgraph.engines.lora.modules import A, B
 
     found: Matrices = {}
     for name, shape in parameter_shapes(folder).items():
@@ -96,7 +96,7 @@ def lora_stage(smoke: bool) -> dict[str, Any]:
 def lora_publish(smoke: bool) -> dict[str, Any]:
     from rlgraph.channels.host.channel import HostReader
     from rlgraph.channels.weights.endpoints import WeightsReader
-    from rlgraph.engines.lora.merging import BaseWeights
+    from rlgraph.engines.lora.modules import BaseWeights
     from rlgraph.engines.vllm.engine import VllmEngine
 
     on_gpu = torch.cuda.is_available()

@@ -33,14 +33,13 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.comparing import compare
     from rlgraph.config import config
     from rlgraph.curriculum import run
-    from rlgraph.doctor import doctor
+    from rlgraph.diagnosis import doctor
     from rlgraph.engines.api import Sampling
     from rlgraph.engines.drafts import PromptLookup
-    from rlgraph.engines.fsdp.adamw import AdamW, Muon
     from rlgraph.engines.hf_models.pretrained import model_folder
     from rlgraph.engines.lora.settings import LoRA
+    from rlgraph.engines.optim import WSD, AdamW, Constant, Cosine, Linear, Muon
     from rlgraph.engines.registry import EngineSpec, TrainerSpec
-    from rlgraph.engines.schedules import WSD, Constant, Cosine, Linear
     from rlgraph.errors import (
         CertificateError,
         ChannelBroken,
@@ -248,8 +247,8 @@ _NAMES = {
     "RLOO": "rlgraph.algorithms",
     "Sandbox": "rlgraph.nodes.sandboxes",
     "ToolError": "rlgraph.nodes.sandbox",
-    "WSD": "rlgraph.engines.schedules",
-    "AdamW": "rlgraph.engines.fsdp.adamw",
+    "WSD": "rlgraph.engines.optim",
+    "AdamW": "rlgraph.engines.optim",
     "Agent": "rlgraph.nodes.environments.agent",
     "AgentClient": "rlgraph.nodes.environments.program",
     "BradleyTerry": "rlgraph.algorithms",
@@ -265,9 +264,9 @@ _NAMES = {
     "ClusterSite": "rlgraph.plan.site",
     "Columns": "rlgraph.columns",
     "ConfigError": "rlgraph.errors",
-    "Constant": "rlgraph.engines.schedules",
+    "Constant": "rlgraph.engines.optim",
     "Context": "rlgraph.nodes.base",
-    "Cosine": "rlgraph.engines.schedules",
+    "Cosine": "rlgraph.engines.optim",
     "Costs": "rlgraph.plan.costs",
     "Critic": "rlgraph.nodes.training.critic",
     "DataError": "rlgraph.errors",
@@ -285,11 +284,11 @@ _NAMES = {
     "LearnedReward": "rlgraph.nodes.training.learned_reward",
     "Lengths": "rlgraph.plan.lengths",
     "LoRA": "rlgraph.engines.lora.settings",
-    "Linear": "rlgraph.engines.schedules",
+    "Linear": "rlgraph.engines.optim",
     "Message": "rlgraph.nodes.environments.messages",
     "Model": "rlgraph.graph.nodes",
     "ModelTraits": "rlgraph.graph.operation",
-    "Muon": "rlgraph.engines.fsdp.adamw",
+    "Muon": "rlgraph.engines.optim",
     "NodeCost": "rlgraph.plan.cost_functions",
     "NodeError": "rlgraph.errors",
     "NodeTraits": "rlgraph.graph.operation",
@@ -329,7 +328,7 @@ _NAMES = {
     "compile": "rlgraph.api",
     "config": "rlgraph.config",
     "declare": "rlgraph.graph.nodes",
-    "doctor": "rlgraph.doctor",
+    "doctor": "rlgraph.diagnosis",
     "evaluate": "rlgraph.nodes.rollout.evaluation",
     "examples": "rlgraph.nodes.examples",
     "export": "rlgraph.api",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from rlgraph.analysis.run import Run
 from rlgraph.engines.hf_export.folder import Exported
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype
-from rlgraph.engines.hf_models import hub
+from rlgraph.engines.hf_models import model_files
 from rlgraph.errors import DataError, PlanError, PlanWarning, shown
 from rlgraph.graph.no_signal import no_signal_warnings
 from rlgraph.graph.nodes import Graph, unreached_warnings
@@ -29,11 +29,11 @@ from rlgraph.plan.schedule import Event
 from rlgraph.plan.site import ClusterSite
 from rlgraph.record import record
 from rlgraph.render import report as report_page
-from rlgraph.render.timeline import write_trace
 from rlgraph.render.mermaid import mermaid
 from rlgraph.render.model_card import model_card
 from rlgraph.render.plan_svg.draw import svg
 from rlgraph.render.text import text
+from rlgraph.render.timeline import write_trace
 from rlgraph.settings import Count, Natural, Range, Seconds, checked
 from rlgraph.tuning import replay, tune
 
@@ -85,7 +85,7 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
 
     Raises PlanError if the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
-    place_models(graph, hub.cached)
+    place_models(graph, model_files.cached)
     plan = compile_plan(graph, cluster, costs, shapes_of(graph))
     for warning in (*plan.prediction.warnings, *no_signal_warnings(graph), *unreached_warnings(graph)):
         warnings.warn(f"compile('{graph.name}'): {warning}", PlanWarning, stacklevel=3)
@@ -120,7 +120,7 @@ def rehearse(
 
     Raises PlanError as `compile` does, and for settings without effect, such as checkpoints that cost nothing where nothing fails.
     """
-    place_models(graph, hub.cached)
+    place_models(graph, model_files.cached)
     return rehearsed(graph, cluster, costs, shapes_of(graph), site or ClusterSite(), steps, every, seed)
 
 
@@ -306,7 +306,7 @@ def checked_source(plan: Plan, to_come: Collection[str] = ()) -> Graph:
     """
     if not isinstance(plan.source, Graph):
         raise PlanError("this plan was read from JSON and has no graph to run; compile the graph instead")
-    place_models(plan.source, hub.downloaded)
+    place_models(plan.source, model_files.downloaded)
     for node in plan.source.nodes:
         node.operation.check(node)
     check_heads(plan.source, to_come)

@@ -27,7 +27,7 @@ def exact(
 ) -> None:
     """Compare engine and trainer with exact=True, operation by operation. The exit code is 1 if one gives other numbers."""
     import rlgraph as rg
-    from rlgraph.doctor import diagnose_exact
+    from rlgraph.diagnosis import diagnose_exact
 
     found = diagnose_exact(rg.model_folder(model))
     typer.echo(found.to_json() if json else str(found))

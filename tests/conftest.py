@@ -4,7 +4,7 @@ from pathlib import Path
 
 from hypothesis import settings
 
-from rlgraph.engines.amx import leave_out_broken_amx
+from rlgraph.engines.precision import leave_out_broken_amx
 
 pytest_plugins = ["pytester", "left_behind", "stages", "left_out", "long_first", "second_chance", "skip_limit"]
 ROOT = Path(__file__).parents[1]

@@ -9,9 +9,9 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of
 
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp import sharding
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
+from rlgraph.engines.optim import AdamW
 
 
 def be_rank(folder: str, out: Path, rank: int, apart: bool) -> None:

@@ -77,7 +77,7 @@ def folder_of(name: str, parent: Path) -> Path:
     """Make a folder with a small random model of a family."""
     from transformers import AutoConfig
 
-    from rlgraph.engines.forward.miniature import miniature, quiet
+    from rlgraph.engines.forward.self_test import miniature, quiet
     from rlgraph.engines.hf_models.pretrained import byte_tokenizer
 
     folder = parent / name
@@ -94,7 +94,7 @@ def nested_folder(kind: str, folder: Path) -> Path:
     """Make a folder with a small random multimodal model, whose language model is as a family's."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    from rlgraph.engines.forward.miniature import _draw, miniature, quiet
+    from rlgraph.engines.forward.self_test import _draw, miniature, quiet
     from rlgraph.engines.hf_models.pretrained import byte_tokenizer
 
     with quiet():

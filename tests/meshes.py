@@ -10,8 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rlgraph.engines.fsdp.sharding import local, placed, shard
-from rlgraph.engines.fsdp.whole import as_whole, cut
+from rlgraph.engines.fsdp.sharding import as_whole, cut, local, placed, shard
 
 WHOLE = torch.arange(7 * 6 * 4.0).view(7, 6, 4)
 PLACEMENTS: dict[str, list[Any]] = {

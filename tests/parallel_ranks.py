@@ -20,16 +20,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlgraph.algorithms import ValueLoss
 from rlgraph.channels.weights.shards import Assembly, WeightShard
 from rlgraph.engines.forward import packed_attention
+from rlgraph.engines.forward.head import AT_ONCE
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.forward.rows import AT_ONCE
 from rlgraph.engines.forward.value_head import ValueHead
-from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf_export.folder import GrowingExport
-from rlgraph.engines.hf_export.layout import ExportLayout, planned
-from rlgraph.engines.hf_export.shard_writer import write_shards
-from rlgraph.engines.hf_models.folder_parts import folder_shards
+from rlgraph.engines.hf_export.layout import ExportLayout, planned, write_shards
+from rlgraph.engines.hf_models.folder_weights import folder_shards
+from rlgraph.engines.optim import AdamW, Muon
 from rlgraph.settings import Recompute
 
 STEPS = 4

@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d
 from rlgraph.algorithms import ValueLoss
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
-from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.optim import AdamW, Muon
 
 MICRO_BATCH_TOKENS = 16
 
@@ -39,7 +39,7 @@ def muon_bits() -> bool:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-    from rlgraph.engines.fsdp.muon import MuonWithAdamW
+    from rlgraph.engines.fsdp.optimizers import MuonWithAdamW
 
     class Layers(torch.nn.Module):
         def __init__(self, weights: list[torch.Tensor]) -> None:

@@ -8,7 +8,7 @@ from rlgraph.engines.api import GenerateEngine
 from rlgraph.engines.load import Place
 from rlgraph.engines.registry import EngineSpec
 from rlgraph.engines.transformers.engine import TransformersEngine
-from rlgraph.engines.vllm.language_model import folder_weights
+from rlgraph.engines.vllm.engine import folder_weights
 
 
 class Renewing(TransformersEngine):

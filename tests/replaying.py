@@ -97,8 +97,8 @@ def replayed_batch(layers: int = 2, experts: int = 8, *, unknown: float = 0.2) -
 def be_replaying_rank(folder: str, out: Path, rank: int, world: int) -> None:
     """Score and train on a rank."""
     from rlgraph.engines.forward.policy_head import PolicyHead
-    from rlgraph.engines.fsdp.adamw import AdamW
     from rlgraph.engines.fsdp.engine import FsdpEngine
+    from rlgraph.engines.optim import AdamW
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.fsdp.optimizers import SixteenBitAdamW
 from rlgraph.engines.fsdp.sharding import full, local
-from rlgraph.engines.fsdp.sixteen_bit import SixteenBitAdamW
+from rlgraph.engines.optim import AdamW
 
 SETTINGS = AdamW(lr=1e-2, weight_decay=0.1, moments="16bit")
 SHAPES = (128, 64), (65, 256), (301, 7), (8192,), (3, 4)

@@ -51,7 +51,7 @@ def talked(engine: GenerateEngine, weights: Mapping[str, torch.Tensor]) -> dict[
 
 def held(engine: Any) -> dict[str, Any]:
     """Return what tests of vLLM look at: the tokens that it reads for second turns, what it holds, and when it gives that back."""
-    from rlgraph.engines.vllm import held_turns
+    from rlgraph.engines.vllm import engine as vllm_engine
 
     scheduler, schedule, read = engine._held._scheduler, engine._held._scheduler.schedule, list[int]()
 
@@ -87,9 +87,9 @@ def held(engine: Any) -> dict[str, Any]:
     found["two at once"] = left()
     end(engine)
     first()
-    free, held_turns.LEAST_FREE = held_turns.LEAST_FREE, 1.1
+    free, vllm_engine.LEAST_FREE = vllm_engine.LEAST_FREE, 1.1
     turn(engine, [[8]], 1, told=False)
-    found["without room"], held_turns.LEAST_FREE = left(), free
+    found["without room"], vllm_engine.LEAST_FREE = left(), free
     first()
     places, scheduler.max_num_active_reqs = scheduler.max_num_active_reqs, 2
     turn(engine, [[8]], 1, told=False)

@@ -18,7 +18,7 @@ from simulated_run import played
 from tunable import build
 
 import rlgraph as rg
-from rlgraph import doctor
+from rlgraph import diagnosis
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import ConfigError
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
@@ -360,25 +360,25 @@ def test_doctor_knows_a_port_that_is_taken_and_a_path_that_is_too_long() -> None
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
-        check = doctor.port_check(taken.getsockname()[1])
+        check = diagnosis.port_check(taken.getsockname()[1])
     assert (check.state, "is taken" in check.found) == ("warning", True)
-    assert [check.state for check in doctor.temporary_checks("/tmp")][1:] == []
+    assert [check.state for check in diagnosis.temporary_checks("/tmp")][1:] == []
 
 
 def test_doctor_tries_bfloat16_and_names_the_limit_that_makes_it_work() -> None:
-    assert doctor.trial_check(lambda limit: True).state == "ok"
-    check = doctor.trial_check(lambda limit: limit == "AVX2")
+    assert diagnosis.trial_check(lambda limit: True).state == "ok"
+    check = diagnosis.trial_check(lambda limit: limit == "AVX2")
     assert (check.state, "ONEDNN_MAX_CPU_ISA=AVX2" in check.fix) == ("problem", True)
-    assert doctor.trial_check(lambda limit: False).fix == "give models dtype='float32'"
+    assert diagnosis.trial_check(lambda limit: False).fix == "give models dtype='float32'"
 
 
 def test_doctor_compares_versions_with_the_supported_ranges() -> None:
-    needed = doctor.Requirement("torch>=2.11")
-    assert doctor.package_check(needed, "2.13.0+cpu").state == "ok"
-    assert doctor.package_check(needed, "2.13.0.dev20260101").state == "ok"
-    assert doctor.package_check(needed, "2.10.0").state == "problem"
-    assert doctor.package_check(needed, "2.10.0", optional=True).state == "warning"
-    assert doctor.package_check(needed, None).fix == "pip install 'torch>=2.11'"
+    needed = diagnosis.Requirement("torch>=2.11")
+    assert diagnosis.package_check(needed, "2.13.0+cpu").state == "ok"
+    assert diagnosis.package_check(needed, "2.13.0.dev20260101").state == "ok"
+    assert diagnosis.package_check(needed, "2.10.0").state == "problem"
+    assert diagnosis.package_check(needed, "2.10.0", optional=True).state == "warning"
+    assert diagnosis.package_check(needed, None).fix == "pip install 'torch>=2.11'"
 
 
 NVLINK = """\
@@ -394,7 +394,7 @@ Legend:
 
 
 def test_doctor_counts_the_links_of_pairs_of_gpus() -> None:
-    check = doctor.links_check(NVLINK, 3)
+    check = diagnosis.links_check(NVLINK, 3)
     assert (check.state, check.found) == ("warning", "2 pairs by NV18, 1 pair by SYS")
-    assert doctor.links_check(NVLINK.replace("SYS\t", "NV18\t"), 3).state == "ok"
-    assert doctor.links_check("", 3).state == "warning"
+    assert diagnosis.links_check(NVLINK.replace("SYS\t", "NV18\t"), 3).state == "ok"
+    assert diagnosis.links_check("", 3).state == "warning"

@@ -5,10 +5,10 @@ from importlib import import_module
 MODULES = (
     "rlgraph.engines.forward.self_test",
     "rlgraph.engines.fsdp.engine",
-    "rlgraph.engines.fsdp.rendezvous",
-    "rlgraph.engines.hf_models.tokenizer",
+    "rlgraph.engines.fsdp.sharding",
+    "rlgraph.engines.hf_models.chat_template",
     "rlgraph.engines.transformers.engine",
-    "rlgraph.engines.transformers.scorer",
+    "rlgraph.engines.transformers.engine",
     "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto",
     "transformers.modeling_layers",

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rlgraph.engines.amx import leave_out_broken_amx
-from rlgraph.engines.precision import device_precision
+from rlgraph.engines.precision import device_precision, leave_out_broken_amx
 from rlgraph.plan.cluster import AUTO
 
 if TYPE_CHECKING:
@@ -60,8 +59,8 @@ def score_engine(model: Any, place: Place) -> Any:
     """Load a `RewardModel`; its ranks meet at `place.rendezvous`."""
     import torch
 
-    from rlgraph.engines.fsdp.rendezvous import add_up, meet_at
-    from rlgraph.engines.transformers.scorer import ScoreEngine
+    from rlgraph.engines.fsdp.sharding import add_up, meet_at
+    from rlgraph.engines.transformers.engine import ScoreEngine
 
     meet_at(place)
     return ScoreEngine(

@@ -92,7 +92,7 @@ class SavedShard:
 
 def check_plan(model: Any) -> None:
     """Raise GraphError for a model that its ranks cannot share by the plan that transformers has for it, or whose experts they cannot."""
-    from rlgraph.engines.hf_models.parallel_plan import check_folder_experts, check_folder_parallel
+    from rlgraph.engines.fsdp.parallel import check_folder_experts, check_folder_parallel
 
     if model.expert_parallel > 1:
         for name, ranks in (("tensor_parallel", model.tensor_parallel), ("context_parallel", model.context_parallel)):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from rlgraph.engines.hf_models import hub
+from rlgraph.engines.hf_models import model_files
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.rewards.reward_model import RewardModel
 from rlgraph.nodes.rollout.rollout import Generator
@@ -15,7 +15,7 @@ def place_models(graph: Graph, find: Callable[[str], str | None]) -> None:
     The models of the graph change, so that its nodes and workers all read the same revision.
     """
     for model in dict.fromkeys(node.model for node in graph.nodes):
-        if isinstance(model, Generator | TrainedModel | RewardModel) and hub.is_hub_id(model.path):
+        if isinstance(model, Generator | TrainedModel | RewardModel) and model_files.is_hub_id(model.path):
             folder = find(model.path)
             if folder is not None:
                 object.__setattr__(model, "path", folder)

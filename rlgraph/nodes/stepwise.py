@@ -10,7 +10,7 @@ import torch
 from rlgraph.algorithms.advantages import LABELS
 from rlgraph.columns import Column, padded
 from rlgraph.data.rows import Dataset, digest, place_of, rows
-from rlgraph.engines.hf_models.encoding import prompt_tokens
+from rlgraph.engines.hf_models.chat_template import prompt_tokens
 from rlgraph.errors import DataError, shown
 from rlgraph.graph.nodes import Model, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation

@@ -8,8 +8,7 @@ import torch
 
 from rlgraph.data.rows import Overlong
 from rlgraph.data.streams import Stream, StreamReader
-from rlgraph.engines.hf_models.chat_template import check_conversations
-from rlgraph.engines.hf_models.encoding import encoded_prompts
+from rlgraph.engines.hf_models.chat_template import check_conversations, encoded_prompts
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.base import Context, Fired, Stage

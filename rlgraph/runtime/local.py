@@ -14,8 +14,7 @@ from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.factory import first_choice, open_reader, open_writer
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.hf_export.folder import Exported, check_target
-from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
-from rlgraph.engines.hf_export.shard_writer import write_shards
+from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout, write_shards
 from rlgraph.engines.lora.shared_base import BaseHere
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph

@@ -37,7 +37,7 @@ def differing(engine: Any) -> dict[str, list[str]]:
     """Find where requests that were copied differ from what vLLM makes of each, by the way to sample."""
     from msgspec.structs import asdict as fields
 
-    from rlgraph.engines.vllm.requests import CoreRequests
+    from rlgraph.engines.vllm.engine import CoreRequests
 
     found: dict[str, list[str]] = {}
     for name, sampling in {**DRAWN, "stops": Sampling(stop_token_ids=(5, 9)), "stops nowhere": FREE}.items():

@@ -13,12 +13,12 @@ import torch
 from exact_process import plain_attention, plain_rotation
 from torch.nn.functional import linear
 
-from rlgraph.engines.exact import cpu_attention, cpu_linear
+from rlgraph.engines.exact import cpu
 from rlgraph.engines.exact.diagnosis import compared
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.backbone import backbone_of
+from rlgraph.engines.optim import AdamW
 
 
 def other_norm(self: Any, states: torch.Tensor) -> torch.Tensor:
@@ -46,9 +46,9 @@ def main(folder: str, out: Path) -> None:
     found["norm"] = first()
     last.post_attention_layernorm.forward = own_forward
     places: dict[str, tuple[Any, str, Any]] = {
-        "linear": (cpu_linear.kernels, "onednn_mm", lambda packed, rows, bias: from_the_end(rows, weight_of(head, packed), bias)),
-        "attention": (cpu_attention, "scheduled", plain_attention),
-        "rotation": (cpu_attention, "rotated", plain_rotation),
+        "linear": (cpu.kernels, "onednn_mm", lambda packed, rows, bias: from_the_end(rows, weight_of(head, packed), bias)),
+        "attention": (cpu, "scheduled", plain_attention),
+        "rotation": (cpu, "rotated", plain_rotation),
         "log-softmax": (torch.Tensor, "log_softmax", lambda scaled, dim: scaled - scaled.logsumexp(dim, keepdim=True)),
     }
     for name, (place, attribute, other) in places.items():

@@ -62,7 +62,7 @@ def batch(responses: list[tuple[list[int], list[float]]]) -> tuple[dict[str, tor
 
 def plain_rotation(states: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate by products and sums apart; in double precision where this CPU's kernel rounds as they do, which it does without AVX-512."""
-    from rlgraph.engines.exact.cpu_rotation import rotated, rotated_plainly
+    from rlgraph.engines.exact.cpu import rotated, rotated_plainly
 
     def apart(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         return rotated_plainly(heads.transpose(0, 1)[None], positions, angles)[0].transpose(0, 1).contiguous()
@@ -81,7 +81,7 @@ def plain_attention(query: Any, key: Any, value: Any, starts: list[int], prompts
 
 
 def exact_product(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    from rlgraph.engines.exact.cpu_linear import ExactLinear
+    from rlgraph.engines.exact.cpu import ExactLinear
 
     made = ExactLinear(weight.shape[1], weight.shape[0], bias=False)
     made.weight = torch.nn.Parameter(weight)
@@ -99,10 +99,10 @@ def by_rows(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> li
 
 
 OWN: dict[str, tuple[Callable[[], Any], str, Any]] = {  # what is put back, and where: each must be seen
-    "own rotation": (lambda: importlib.import_module("rlgraph.engines.exact.cpu_attention"), "rotated", plain_rotation),
-    "own attention": (lambda: importlib.import_module("rlgraph.engines.exact.cpu_attention"), "scheduled", plain_attention),
+    "own rotation": (lambda: importlib.import_module("rlgraph.engines.exact.cpu"), "rotated", plain_rotation),
+    "own attention": (lambda: importlib.import_module("rlgraph.engines.exact.cpu"), "scheduled", plain_attention),
     "own log-softmax": (lambda: torch.Tensor, "log_softmax", lambda scaled, dim: scaled - scaled.logsumexp(dim, keepdim=True)),
-    "stale weights": (lambda: importlib.import_module("rlgraph.engines.exact.cpu_linear").ExactLinear, "forget", lambda self: None),
+    "stale weights": (lambda: importlib.import_module("rlgraph.engines.exact.cpu").ExactLinear, "forget", lambda self: None),
 }
 
 
@@ -118,8 +118,8 @@ def trainer(out: Path, folders: list[Path]) -> None:
 def train(folder: Path, out: Path) -> tuple[Any, list[Any]]:
     """Train exactly and not so, side by side, and keep the weights before and after."""
     from rlgraph.engines.forward.policy_head import PolicyHead
-    from rlgraph.engines.fsdp.adamw import AdamW
     from rlgraph.engines.fsdp.engine import FsdpEngine
+    from rlgraph.engines.optim import AdamW
 
     out.mkdir()
     settings: dict[str, Any] = {"optimizer": AdamW(lr=1e-2), "dtype": torch.float32}

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from rlgraph.engines.vllm import engine_arguments
+from rlgraph.engines.vllm import arguments as engine_arguments
 
 os.environ |= engine_arguments.ENVIRONMENT | {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlgraph.engines import amx
+from rlgraph.engines import precision
 
 FLAGS = "fpu avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile amx_int8"
 PRODUCT = """
@@ -29,7 +29,7 @@ def cpuinfo(folder: Path, flags: str, level: int) -> Path:
 
 @pytest.fixture
 def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in amx.LIMITS:
+    for name in precision.LIMITS:
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
 
@@ -37,24 +37,24 @@ def unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("unlimited")
 @pytest.mark.parametrize(("flags", "level", "left_out"), [(FLAGS, 28, True), (FLAGS, 32, False), ("fpu avx2", 13, False)])
 def test_amx_is_left_out_where_its_tiles_are_hidden(tmp_path: Path, flags: str, level: int, left_out: bool) -> None:
-    assert amx.leave_out_broken_amx(cpuinfo(tmp_path, flags, level)) is left_out
+    assert precision.leave_out_broken_amx(cpuinfo(tmp_path, flags, level)) is left_out
     assert torch.cpu._is_amx_tile_supported() is not left_out
-    assert os.environ["ONEDNN_MAX_CPU_ISA"] == (amx.WITHOUT_AMX if left_out else "")
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == (precision.WITHOUT_AMX if left_out else "")
 
 
 @pytest.mark.usefixtures("unlimited")
 def test_a_limit_of_the_user_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DNNL_MAX_CPU_ISA", "AVX2")
-    assert amx.leave_out_broken_amx(cpuinfo(tmp_path, FLAGS, 28))
+    assert precision.leave_out_broken_amx(cpuinfo(tmp_path, FLAGS, 28))
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == ""
 
 
 @pytest.mark.usefixtures("unlimited")
 def test_a_machine_without_the_file_keeps_what_it_has(tmp_path: Path) -> None:
-    assert not amx.leave_out_broken_amx(tmp_path / "none")
+    assert not precision.leave_out_broken_amx(tmp_path / "none")
 
 
 @pytest.mark.stage("families")
 def test_a_bfloat16_product_works_on_this_machine() -> None:
-    own = {name: value for name, value in os.environ.items() if name not in amx.LIMITS}
+    own = {name: value for name, value in os.environ.items() if name not in precision.LIMITS}
     subprocess.run([sys.executable, "-c", PRODUCT], env=own, check=True, timeout=250)

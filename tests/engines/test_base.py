@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlgraph.engines.api import Request, Sampling, check_request, check_weights
-from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.optim import AdamW
 from rlgraph.errors import DataError, GraphError
 
 

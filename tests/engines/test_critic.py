@@ -13,8 +13,8 @@ from tiny import LENGTHS, batch_of, returns_of
 from rlgraph.algorithms import ValueLoss
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.engines.forward.value_head import ValueHead
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.optim import AdamW
 from rlgraph.errors import DataError
 
 STEP = AdamW(lr=1e-2, eps=1e-3)

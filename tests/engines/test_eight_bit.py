@@ -18,8 +18,8 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
 import rlgraph as rg
 from rlgraph.api import checked_source
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.eight_bit import CODES, SCALES, scales_shape
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.fsdp.optimizers import CODES, SCALES, scales_shape
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.errors import CheckpointError, GraphError
 
@@ -168,7 +168,7 @@ def compiled(model: Path, optimizer: rg.AdamW, **given: Any) -> rg.Plan:
 @installed
 def test_its_import_downloads_no_kernels(tmp_path: Path) -> None:
     (tmp_path / "kernels.py").write_text("print('asked')\ndef get_kernel(*_, **__): raise ValueError\n")
-    code = "from rlgraph.engines.low_bits import bitsandbytes as b; b().functional; print('between', flush=True); import kernels"
+    code = "from rlgraph.engines.precision import bitsandbytes as b; b().functional; print('between', flush=True); import kernels"
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path(rg.__file__).parents[1]}"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -8,7 +8,7 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.encoding import prompt_tokens
+from rlgraph.engines.hf_models.chat_template import prompt_tokens
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import DataError
 from rlgraph.nodes.base import Context

@@ -8,9 +8,8 @@ import pytest
 import torch
 from tiny import tiny, tiny_qwen
 
-from rlgraph.doctor import MEANING, ExactDiagnosis, diagnose_exact
-from rlgraph.engines.exact.diagnosis import ComparedOperation
-from rlgraph.engines.exact.witness import OF_LAYER, Witness, names, of_text
+from rlgraph.diagnosis import MEANING, ExactDiagnosis, diagnose_exact
+from rlgraph.engines.exact.diagnosis import OF_LAYER, ComparedOperation, Witness, names, of_text
 from rlgraph.errors import DataError
 
 pytestmark = pytest.mark.stage("plugins")

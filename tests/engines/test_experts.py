@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.optim import AdamW
 from rlgraph.errors import GraphError
 
 COEFFICIENT = 0.3

@@ -11,11 +11,11 @@ from families import COLUMNS, FAMILIES, folder_of, results
 import rlgraph as rg
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.forward import flash, packed_attention, self_test
-from rlgraph.engines.forward.miniature import VOCAB
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.forward.self_test import VOCAB
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.pretrained import byte_tokenizer
+from rlgraph.engines.optim import AdamW
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError, GraphError
 

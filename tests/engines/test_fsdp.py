@@ -20,9 +20,9 @@ from rlgraph.channels.weights.shards import Assembly, WeightShard
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp import engine as engine_module
 from rlgraph.engines.fsdp import sharding
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.fsdp.grad_norm import clipped
+from rlgraph.engines.fsdp.optimizers import clipped
+from rlgraph.engines.optim import AdamW
 from rlgraph.errors import GraphError
 
 # A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.

@@ -12,9 +12,9 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlgraph.engines.forward.policy_head import PolicyHead, Scored, head_scores, sum_pi_squared, token_scores
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.backbone import LogitShape
+from rlgraph.engines.optim import AdamW
 
 ROWS, VOCAB, HIDDEN = 20, 33, 8
 SHAPES = {"plain": LogitShape(), "scaled": LogitShape(0.5), "capped": LogitShape(1.0, 3.0)}
@@ -22,7 +22,7 @@ SHAPES = {"plain": LogitShape(), "scaled": LogitShape(0.5), "capped": LogitShape
 
 @pytest.fixture(autouse=True)
 def three_rows_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("rlgraph.engines.forward.rows.AT_ONCE", {"cpu": 3 * VOCAB})
+    monkeypatch.setattr("rlgraph.engines.forward.head.AT_ONCE", {"cpu": 3 * VOCAB})
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlgraph.engines.forward import fused_norms
+from rlgraph.engines.hf_models import backbone
 
 
 def passed(model: torch.nn.Module, fused: bool) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]]:
     """Return how many norms were fused, the logits of some tokens, and the gradients of their sum of squares."""
-    count = fused_norms.install(model) if fused else 0
+    count = backbone.install_fused_norms(model) if fused else 0
     model.zero_grad()
     logits = model(input_ids=torch.arange(1, 13).view(2, 6)).logits
     (logits**2).sum().backward()
@@ -48,4 +48,4 @@ class OneMore(torch.nn.Module):
 
 
 def test_norms_of_another_form_are_left_alone() -> None:
-    assert fused_norms.install(torch.nn.Sequential(OneMore(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))) == 0
+    assert backbone.install_fused_norms(torch.nn.Sequential(OneMore(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))) == 0

@@ -10,10 +10,10 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp import host_moments
-from rlgraph.engines.fsdp.adamw import AdamW
+from rlgraph.engines.fsdp import optimizers
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
+from rlgraph.engines.optim import AdamW
 from rlgraph.errors import GraphError
 
 
@@ -50,7 +50,7 @@ def test_a_step_brings_the_moments_of_one_parameter_and_takes_them_back(monkeypa
     plain, streamed = (torch.nn.Linear(5, 7) for _ in range(2))
     streamed.load_state_dict(plain.state_dict())
     one = torch.optim.AdamW(plain.parameters(), 1e-2, weight_decay=0.1, fused=True)
-    two: Any = host_moments.HostMomentsAdamW(streamed.parameters(), 1e-2, weight_decay=0.1, fused=True)
+    two: Any = optimizers.HostMomentsAdamW(streamed.parameters(), 1e-2, weight_decay=0.1, fused=True)
     copied = []
 
     def away(tensor: torch.Tensor, *given: Any, **more: Any) -> torch.Tensor:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rlgraph.engines.forward import vocabulary
+from rlgraph.engines.forward import head
+from rlgraph.engines.forward.head import VocabularyShard
 from rlgraph.engines.forward.policy_head import token_scores
-from rlgraph.engines.forward.vocabulary import VocabularyShard
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -37,7 +37,7 @@ def test_large_logits_have_gradients_as_exact_as_those_of_torch(words: Vocabular
         other = logits[:, 200:].log_softmax(-1)
         entropies = -(other.exp() * other).sum(-1)
         sent = torch.stack([logits[:, 200:].amax(-1), -other.amax(-1), entropies, entropies, torch.zeros(64)])
-        monkeypatch.setattr(vocabulary, "stacked", lambda own, group: torch.stack([own, sent[: len(own)]]))
+        monkeypatch.setattr(head, "stacked", lambda own, group: torch.stack([own, sent[: len(own)]]))
     found, grads = [], []
     for dtype in (torch.float32, torch.float64):
         plain = logits.detach().to(dtype, copy=True).requires_grad_()

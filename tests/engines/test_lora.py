@@ -17,11 +17,11 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.lora.merging import BaseWeights, merged
+from rlgraph.engines.lora.modules import BaseWeights, merged
 from rlgraph.engines.lora.peft_folder import SavedAdapter, peft_names, read_adapter, write_config
 from rlgraph.engines.lora.settings import CONFIG, FAMILIES, TENSORS, LoRA
+from rlgraph.engines.optim import AdamW
 from rlgraph.errors import DataError, GraphError
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -16,7 +16,7 @@ import rlgraph as rg
 from rlgraph.engines.forward import flash4
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.hf_models.pretrained import tiny_model
-from rlgraph.engines.megatron.model_config import check_folder
+from rlgraph.engines.megatron.modules import check_folder
 from rlgraph.engines.megatron.spec import SPEC
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.training.trained_model import check_whole_vocabulary

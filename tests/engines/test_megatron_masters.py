@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from rlgraph.engines.fsdp.sharding import join
-from rlgraph.engines.megatron import zero
-from rlgraph.engines.megatron.masters import Masters
-from rlgraph.engines.megatron.pieces import PieceTable
+from rlgraph.engines.megatron import masters as masters_module
+from rlgraph.engines.megatron.masters import Masters, PieceTable
 
 pytestmark = pytest.mark.stage("plugins")
 
@@ -66,13 +65,13 @@ def test_gradients_and_values_of_all_parameters_take_one_call_for_each_owner(dty
         calls.append((what, of, part))
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(zero.dist, "get_world_size", lambda group: 2 if group == "data" else 1)
-    monkeypatch.setattr(zero.dist, "get_rank", lambda group: 0)
-    monkeypatch.setattr(zero.dist, "reduce", lambda part, *, group, group_dst, async_op: called("reduce", part, group_dst))
-    monkeypatch.setattr(zero.dist, "broadcast", lambda part, *, group, group_src, async_op: called("broadcast", part, group_src))
+    monkeypatch.setattr(masters_module.dist, "get_world_size", lambda group: 2 if group == "data" else 1)
+    monkeypatch.setattr(masters_module.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(masters_module.dist, "reduce", lambda part, *, group, group_dst, async_op: called("reduce", part, group_dst))
+    monkeypatch.setattr(masters_module.dist, "broadcast", lambda part, *, group, group_src, async_op: called("broadcast", part, group_src))
     sizes = {f"layers.{number}.{kind}": size for number in range(12) for kind, size in (("matrix", 300), ("norm", 5))}
     parameters = {name: torch.nn.Parameter(torch.full((size,), float(at), dtype=dtype)) for at, (name, size) in enumerate(sizes.items())}
-    owned = zero.Owned(parameters, "data", "tensor", ())
+    owned = masters_module.Owned(parameters, "data", "tensor", ())
     assert all(one.unique().tolist() == [at] for at, one in enumerate(parameters.values())), "moved, not changed"
     gradients = torch.arange(owned.elements, dtype=torch.float32)
     owned.add_up(gradients)

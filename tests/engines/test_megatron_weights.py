@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.hf_models.pretrained import parameter_shapes
+from rlgraph.engines.optim import AdamW
 
 pytestmark = [
     pytest.mark.stage("plugins"),

@@ -10,7 +10,7 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.fsdp.muon import MuonWithAdamW
+from rlgraph.engines.fsdp.optimizers import MuonWithAdamW
 from rlgraph.errors import CheckpointError
 
 SETTINGS = rg.Muon(lr=1e-2, eps=1e-3, weight_decay=0.1)

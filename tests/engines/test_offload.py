@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlgraph.engines.fsdp.offload import OffloadedMoments, pinned_like
+from rlgraph.engines.fsdp.optimizers import OffloadedMoments, pinned_like
 
 
 def test_pinned_memory_is_one_piece_that_is_registered_once_as_large_as_it_must_be() -> None:

@@ -19,8 +19,8 @@ MORE = 1.3  # launches of two ranks over those of one: exchanges, and the step o
 def update_of(folder: str, world: int, results: Any) -> None:
     """Update on one of `world` ranks whose collectives do nothing: put how often torch was called, and what passes computed with."""
     from rlgraph.engines.forward.policy_head import PolicyHead
-    from rlgraph.engines.fsdp.adamw import AdamW
     from rlgraph.engines.fsdp.engine import FsdpEngine
+    from rlgraph.engines.optim import AdamW
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)

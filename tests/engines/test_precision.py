@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlgraph.engines import amx
+from rlgraph.engines import precision
 from rlgraph.engines.precision import device_precision
 
 AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
@@ -75,7 +75,7 @@ def test_what_counts_as_computing_in_bfloat16(
     for feature in ("amx_tile", "avx512_bf16"):
         monkeypatch.setattr(torch.cpu, f"_is_{feature}_supported", lambda feature=feature: feature in features)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: pytorch)
-    monkeypatch.setattr(amx, "announced_without_tiles", lambda: False)
+    monkeypatch.setattr(precision, "announced_without_tiles", lambda: False)
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
     for name, value in onednn.items():
@@ -87,7 +87,7 @@ def test_what_counts_as_computing_in_bfloat16(
 
 def test_a_cpu_that_hides_the_tiles_of_its_amx_computes_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(amx, "announced_without_tiles", lambda: True)
+    monkeypatch.setattr(precision, "announced_without_tiles", lambda: True)
     found = device_precision("cpu")
     assert (found.dtype, "hides the tiles" in found.why) == ("float32", True)
 

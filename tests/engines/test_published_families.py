@@ -18,10 +18,10 @@ from tiny import VLLM_PROMPTS as PROMPTS
 from rlgraph.channels.weights.shards import Assembly, WeightShard, whole
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.hf_export.shard_writer import write_shards
+from rlgraph.engines.hf_export.layout import write_shards
 from rlgraph.engines.hf_models.pretrained import parameter_shapes
+from rlgraph.engines.optim import AdamW
 from rlgraph.runtime.exports.models import TrainedEntry
 from rlgraph.runtime.exports.write import Source, boxes, write_export
 

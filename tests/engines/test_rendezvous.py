@@ -9,7 +9,7 @@ import torch.distributed as dist
 from forked import server
 
 from rlgraph.channels.host.connection import bound, listen
-from rlgraph.engines.fsdp.rendezvous import meet
+from rlgraph.engines.fsdp.sharding import meet
 from rlgraph.errors import ChannelError
 
 

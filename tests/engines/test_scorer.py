@@ -10,7 +10,7 @@ from templates import model_with
 import rlgraph as rg
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
 from rlgraph.engines.hf_models.pretrained import tiny_model
-from rlgraph.engines.transformers.scorer import ScoreEngine, _batches
+from rlgraph.engines.transformers.engine import ScoreEngine, _batches
 from rlgraph.errors import DataError, GraphError
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"

@@ -19,11 +19,11 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.hf_models import file_reading, folder_weights
+from rlgraph.engines.hf_models import folder_weights
+from rlgraph.engines.hf_models.backbone import skeleton
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
-from rlgraph.engines.hf_models.skeleton import skeleton
+from rlgraph.engines.optim import AdamW
 from rlgraph.errors import DataError
 
 
@@ -79,22 +79,22 @@ def test_tables_that_no_file_holds_are_those_of_transformers(folders: dict[str, 
 
 def count_runs(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
     """Add the sizes of what is read piece by piece."""
-    pieces = file_reading._pieces
+    pieces = folder_weights._pieces
 
-    def counted(box: file_reading.FileBox) -> list[file_reading.FileBox]:
+    def counted(box: folder_weights.FileBox) -> list[folder_weights.FileBox]:
         found = list(pieces(box))
         sizes.extend(piece.out.numel() for piece in found)
         return found
 
-    monkeypatch.setattr(file_reading, "_pieces", counted)
+    monkeypatch.setattr(folder_weights, "_pieces", counted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_pieces_of_several_threads_are_cast_as_torch_casts(tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {name: torch.randn(300, 7).to(dtype) for name in ("a", "b")}
     save_file(tensors, tmp_path / "model.safetensors")
-    monkeypatch.setattr(file_reading, "PIECE_BYTES", 512)
-    reader, out = file_reading.PieceReader([tmp_path / "model.safetensors"]), {name: torch.zeros(200, 7) for name in tensors}
+    monkeypatch.setattr(folder_weights, "PIECE_BYTES", 512)
+    reader, out = folder_weights.PieceReader([tmp_path / "model.safetensors"]), {name: torch.zeros(200, 7) for name in tensors}
     boxes = [reader.box(name, (50, 0), into) for name, into in out.items()]
     reader.read(box for box in boxes if box is not None)
     assert all(torch.equal(into, tensors[name][50:250].float()) for name, into in out.items())
@@ -109,7 +109,7 @@ def test_a_rank_reads_no_more_than_its_boxes_and_no_more_than_a_piece_at_once(
 ) -> None:
     weights = FolderWeights(folders["qwen3"], skeleton(AutoModelForCausalLM, folders["qwen3"]))
     monkeypatch.setattr(folder_weights, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(file_reading, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(folder_weights, "PIECE_BYTES", 1000)
     sizes, pieces = list[int](), FolderWeights._read
 
     def counted(*given: Any) -> Any:

@@ -19,8 +19,8 @@ from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
 from rlgraph.engines.forward import flash, packed_attention, self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.optim import AdamW
 
 NEAR = {"atol": 5e-6, "rtol": 5e-6}
 PLAIN = {"atol": 2e-5, "rtol": 0}  # transformers' own attention adds up in another order

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_mixture
 
 import rlgraph as rg
-from rlgraph.engines.fsdp.ranks import Ranks
-from rlgraph.engines.hf_models.parallel_plan import check_folder_experts
+from rlgraph.engines.fsdp.parallel import check_folder_experts
+from rlgraph.engines.fsdp.sharding import Ranks
 from rlgraph.engines.registry import check_plan
 from rlgraph.errors import GraphError
 

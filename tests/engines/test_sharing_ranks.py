@@ -12,8 +12,8 @@ from families import folder_of
 from parallel_ranks import MUON, Case, assembled, boxes, by_one_process, engine_of, run_exporting
 from tiny import tiny_qwen
 
-from rlgraph.engines.fsdp.ranks import Ranks
-from rlgraph.engines.hf_models.parallel_plan import check_folder_parallel, check_parallel
+from rlgraph.engines.fsdp.parallel import check_folder_parallel, check_parallel
+from rlgraph.engines.fsdp.sharding import Ranks
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import GraphError

@@ -12,10 +12,10 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp import sixteen_bit
+from rlgraph.engines.fsdp import optimizers
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.fsdp.optimizers import NAMES, Positions, SixteenBitAdamW, rounded
 from rlgraph.engines.fsdp.sharding import local
-from rlgraph.engines.fsdp.sixteen_bit import NAMES, Positions, SixteenBitAdamW, rounded
 from rlgraph.errors import CheckpointError, GraphError
 from rlgraph.plan.estimates import MOMENTS, OPTIMIZER, Workload, fully_sharded
 from rlgraph.plan.model_shapes import ModelShape
@@ -78,7 +78,7 @@ def test_bits_repeat_on_device_and_host_and_from_checkpoints(
     folder, batch, found = request.getfixturevalue(model), batch_of(LENGTHS), []
     for turn, on_host in enumerate((False, True, False)):
         if turn == 2:
-            monkeypatch.setattr(sixteen_bit, "PIECE", 640)  # and pieces of other sizes
+            monkeypatch.setattr(optimizers, "PIECE", 640)  # and pieces of other sizes
         with engine_of(folder, host_moments=on_host) as engine:
             metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(2)]
             engine.save(tmp_path / str(turn), 60.0)()

@@ -6,8 +6,7 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.analysis.graph_settings import graph_settings
-from rlgraph.engines.vllm.engine_arguments import arguments, of_model
-from rlgraph.engines.vllm.user_arguments import check_arguments, known_arguments
+from rlgraph.engines.vllm.arguments import arguments, check_arguments, known_arguments, of_model
 from rlgraph.errors import GraphError, PlanError
 
 FREE = {"block_size", "enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "max_num_batched_tokens", "async_scheduling"}

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from rlgraph.engines.api import Request, Sampling
-from rlgraph.engines.vllm.engine_arguments import arguments, environment, kv_cache_of_many, mixed_sequences, mixed_sizes
-from rlgraph.engines.vllm.requests import CoreRequests, StopTokens
+from rlgraph.engines.vllm.arguments import arguments, environment, kv_cache_of_many, mixed_sequences, mixed_sizes
+from rlgraph.engines.vllm.engine import CoreRequests, StopTokens
 
 GIB = 1 << 30
 

@@ -36,9 +36,9 @@ def measured(rank: int, world: int, sharing: dict[str, int], folder: Path, rende
         from tiny import WeightedLikelihood, batch_of
 
         from rlgraph.engines.forward.policy_head import PolicyHead
-        from rlgraph.engines.fsdp.adamw import AdamW
         from rlgraph.engines.fsdp.engine import FsdpEngine
         from rlgraph.engines.fsdp.sharding import backends
+        from rlgraph.engines.optim import AdamW
 
         device = "cpu" if SMOKE else "cuda"
         if world > 1:

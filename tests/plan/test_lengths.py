@@ -3,7 +3,7 @@
 import pytest
 
 import rlgraph as rg
-from rlgraph.engines.vllm.engine_arguments import most_sequences
+from rlgraph.engines.vllm.arguments import most_sequences
 from rlgraph.runtime.worker.spec import worker_specs
 
 

@@ -17,8 +17,8 @@ from recorded_program import run
 
 import rlgraph as rg
 from rlgraph.analysis.samples import FIELDS, read_samples, sample_files
+from rlgraph.engines.hf_models.chat_template import load_tokenizer
 from rlgraph.engines.hf_models.pretrained import tiny_model
-from rlgraph.engines.hf_models.tokenizer import load_tokenizer
 from rlgraph.errors import PlanError
 from rlgraph.recording.samples import TokenTexts
 from rlgraph.runtime.driver.job import Job

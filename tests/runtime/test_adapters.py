@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import rlgraph as rg
-from rlgraph.engines.lora.merging import BaseWeights
+from rlgraph.engines.lora.modules import BaseWeights
 from rlgraph.engines.lora.peft_folder import read_adapter
 from rlgraph.errors import ExportError, GraphError
 from rlgraph.graph.nodes import Output

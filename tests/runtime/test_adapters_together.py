@@ -12,7 +12,7 @@ from adapter_loops import LORAS, NAMES, loops, small_tokens
 from base_holders import mapped
 
 import rlgraph as rg
-from rlgraph.engines.lora.merging import BaseWeights
+from rlgraph.engines.lora.modules import BaseWeights
 from rlgraph.engines.lora.peft_folder import read_adapter
 from rlgraph.errors import GraphError
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery

@@ -1,18 +1,141 @@
-"""The head of a trained model: what gives each response token its score, log-probs of a policy or values of a critic."""
+"""The head of a trained model: the rows and tokens of a pass, their logits, also of a vocabulary cut between ranks, and their log-probs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from rlgraph.algorithms.aggregation import Totals
-from rlgraph.batching.packing import MicroBatch
-from rlgraph.columns import Columns
-from rlgraph.engines.forward.chosen_tokens import ChosenTokens
+from rlgraph.batching.packing import MicroBatch, response_lengths
+from rlgraph.columns import Column, Columns
+from rlgraph.engines.forward.collectives import filled, stacked
 from rlgraph.engines.hf_models.backbone import layers_of
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
 from rlgraph.engines.lora.modules import Beginning, is_adapter
+from rlgraph.errors import DataError
+from rlgraph.plan.memory_laws import LOGITS_AT_ONCE
+
+# The rows of a batch that a pass is of: picked from the batch, so many of their logits at once, and scores put back in their places.
+
+AT_ONCE = {"cpu": 1 << 24, "cuda": LOGITS_AT_ONCE}  # logits: on a GPU enough rows for a product at its full speed
+
+
+def check_lengths(batch: Columns, most: int | None) -> None:
+    """Raise DataError for a row of more tokens than `most`, the `rotary_limit` of the model that reads it."""
+    if most is None:
+        return
+    longest = int((tensor_of(batch, "prompt_mask").sum(-1) + response_lengths(tensor_of(batch, "response_mask"))).max())
+    if longest > most:
+        raise DataError(
+            f"a row has {longest} tokens, but beyond {most} the model's rotary factors depend on the longest row of a micro-batch, so that "
+            f"log-probs would depend on micro_batch_tokens; cut rows to {most} tokens (max_tokens=, max_context=)"
+        )
+
+
+def unpacked(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:
+    """Put the values at their places in `[rows, T]`, with 0 elsewhere."""
+    own = values.new_zeros(len(micro_batch.rows), width, *values.shape[1:]).index_put((micro_batch.row, micro_batch.column), values)
+    return own if micro_batch.group is None else filled(own, micro_batch.group)
+
+
+def rows_of(batch: Columns, rows: torch.Tensor, device: torch.device) -> Columns:
+    """Pick rows of every column, on a device."""
+
+    def pick(column: Column) -> Column:
+        return column[rows.to(column.device)].to(device) if isinstance(column, torch.Tensor) else [column[i] for i in rows.tolist()]
+
+    return {name: pick(column) for name, column in batch.items()}
+
+
+def tensor_of(batch: Columns, name: str) -> torch.Tensor:
+    """A column that is a tensor."""
+    column = batch[name]
+    assert isinstance(column, torch.Tensor)
+    return column
+
+
+def shape_of(batch: Columns) -> tuple[int, int]:
+    """The number of responses of a batch, and of the tokens of the longest."""
+    rows, width = tensor_of(batch, "responses").shape
+    return rows, width
+
+
+def rows_at_once(device: torch.device, words: int) -> int:
+    """Count the rows whose logits are in memory at once, for a head of so many words."""
+    return max(1, AT_ONCE[device.type] // words)
+
+
+# Log-probs of several tokens at each position: given ones, or the most probable. The logits of a few rows are in memory at a time.
+
+Shape = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ChosenTokens:
+    """The tokens whose log-probs are computed at each position: `ids` `[N, K]`, or without them the `top_k` most probable, None for all."""
+
+    ids: torch.Tensor | None = None
+    top_k: int | None = None
+
+    def scores(
+        self, head: Any, states: torch.Tensor, tokens: torch.Tensor, shape: Shape, *, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Score by the linear map `head` of `states [N, H]`, in float32: the log-probs `[N]` of `tokens [N]`, and two more.
+
+        Of given tokens these are the entropies `[N]` and the log-probs `[N, K]`, with gradients; the backward pass computes the logits
+        again. Of the most probable ones, and of all, they are the ids and the log-probs `[N, K]`.
+        """
+        size, parts = rows_at_once(head.weight.device, head.weight.shape[0]), []
+        for first in range(0, max(len(states), 1), size):
+            rows = slice(first, first + size)
+            given = (states[rows], head.weight, head.bias, tokens[rows])
+            if self.ids is None:
+                parts.append(_most(*given, self.top_k, shape, temperature))
+            else:
+                parts.append(checkpoint(_chosen, *given, self.ids[rows], shape, temperature, use_reentrant=False))
+        own, second, third = (torch.cat(columns) for columns in zip(*parts, strict=True))
+        return own, second, third
+
+
+def _log_probs(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, shape: Shape, temperature: float) -> torch.Tensor:
+    return (shape(linear(states, weight, bias)).float() / temperature).log_softmax(-1)
+
+
+def _chosen(
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tokens: torch.Tensor,
+    ids: torch.Tensor,
+    shape: Shape,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    found = _log_probs(states, weight, bias, shape, temperature)
+    return found.gather(-1, tokens[:, None])[:, 0], -(found.exp() * found).sum(-1), found.gather(-1, ids.long())
+
+
+def _most(
+    states: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tokens: torch.Tensor,
+    top_k: int | None,
+    shape: Shape,
+    temperature: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    found = _log_probs(states, weight, bias, shape, temperature)
+    own, words = found.gather(-1, tokens[:, None])[:, 0], found.shape[-1]
+    if top_k is None:
+        return own, torch.arange(words, device=found.device).expand(found.shape), found
+    most, ids = found.topk(min(top_k, words), -1)
+    return own, ids, most
+
+
+# The head of a trained model: what gives each response token its score, log-probs of a policy or values of a critic.
 
 
 class Head(torch.nn.Module, ABC):
@@ -77,3 +200,54 @@ class Head(torch.nn.Module, ABC):
     @abstractmethod
     def loss(self, loss: Any, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals) -> tuple[torch.Tensor, dict[str, float]]:
         """Compute the loss and its metrics from the results of `forward`, as `[b, T]`."""
+
+
+# A vocabulary that is cut between ranks: each has the logits of its words, and log-probs follow from few numbers a token of each rank.
+
+
+@dataclass(frozen=True)
+class VocabularyShard:
+    """The words of this rank: `size` of them from `first` on. The ranks of `group` have the others; none has more than `most`."""
+
+    group: Any
+    first: int
+    size: int
+    most: int
+
+    @classmethod
+    def of(cls, group: Any, rank: int, ranks: int, vocab: int) -> "VocabularyShard":
+        """Cut a vocabulary: all ranks have as many words, the last one fewer where they do not divide it.
+
+        >>> VocabularyShard.of(None, 1, 2, vocab=5)
+        VocabularyShard(group=None, first=3, size=2, most=3)
+        """
+        most = -(-vocab // ranks)
+        return cls(group, rank * most, min(most, vocab - rank * most), most)
+
+    def own(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Number `tokens [N]` among the words of this rank, and tell which of them are here; those of other ranks count as word 0."""
+        here = (tokens >= self.first) & (tokens < self.first + self.size)
+        return torch.where(here, tokens - self.first, 0), here
+
+    def scores(
+        self, normalisers: torch.Tensor, log_probs: torch.Tensor, entropies: torch.Tensor, here: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Combine the normalisers `[2, N]`, log-probs and entropies `[N]` of each rank's words to those of the whole vocabulary.
+
+        A log-prob counts where its token is `here [N]`.
+        """
+        whole, log_shares, (found, inner, is_here) = self.joined(normalisers, log_probs, entropies, here.float())
+        # The entropy of the choice of a rank, and those within its words.
+        return whole, (is_here * (found + log_shares)).sum(0), (log_shares.exp() * (inner - log_shares)).sum(0)
+
+    def joined(self, normalisers: torch.Tensor, *of_shards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """Gather what ranks know of `[N]` tokens: the normalisers `[2, N]` of each rank's words, and other numbers.
+
+        A normaliser is the largest logit and the logarithm of the sum of `exp(logit - largest)`: added up, large logits would round it.
+        Return the whole normalisers, the logarithm of each rank's share `[ranks, N]`, and the other numbers `[ranks, N]` each.
+        """
+        ranks = stacked(torch.stack([*normalisers, *of_shards]), self.group)
+        largest = ranks[:, 0].amax(0)
+        sums = ranks[:, 1] + (ranks[:, 0] - largest)
+        whole = sums.logsumexp(0)
+        return torch.stack([largest, whole]), sums - whole, [*ranks[:, 2:].unbind(1)]

@@ -21,10 +21,7 @@ from rlgraph.algorithms.aggregation import Totals
 from rlgraph.batching.packing import MicroBatch
 from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn
-from rlgraph.engines.forward.chosen_tokens import ChosenTokens
-from rlgraph.engines.forward.head import Head
-from rlgraph.engines.forward.rows import rows_at_once
-from rlgraph.engines.forward.vocabulary import VocabularyShard
+from rlgraph.engines.forward.head import ChosenTokens, Head, VocabularyShard, rows_at_once
 from rlgraph.engines.hf_models.backbone import LogitShape, backbone_of, load_causal, predicting_states
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
 
@@ -96,9 +93,9 @@ class Scored:
         """Give the log-probs `[N]` of `tokens [N]`, then entropies or sums of squares `[N]` if asked for, of a head's output `[N, V]`."""
         logits = self.shape(output)
         if self.exact:
-            from rlgraph.engines.exact import gpu_scores
+            from rlgraph.engines.exact import gpu
 
-            log_probs, entropies = gpu_scores.token_scores(logits, tokens, temperature=self.temperature, entropy=self.entropy)
+            log_probs, entropies = gpu.token_scores(logits, tokens, temperature=self.temperature, entropy=self.entropy)
         else:
             log_probs, entropies = token_scores(logits, tokens, temperature=self.temperature, entropy=self.entropy, words=self.words)
         more = sum_pi_squared(logits, temperature=self.temperature, words=self.words) if self.squares else entropies

@@ -10,8 +10,7 @@ from rlgraph.algorithms.aggregation import Totals
 from rlgraph.batching.packing import MicroBatch
 from rlgraph.columns import Columns
 from rlgraph.engines.api import ValueLossFn
-from rlgraph.engines.forward.chosen_tokens import ChosenTokens
-from rlgraph.engines.forward.head import Head
+from rlgraph.engines.forward.head import ChosenTokens, Head
 from rlgraph.engines.hf_models.backbone import load_headless, predicting_states
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
 from rlgraph.engines.hf_models.pretrained import value_head

@@ -8,33 +8,116 @@ import enum
 import functools
 import os
 import pickle
+import re
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from rlgraph.channels.weights.shards import WeightShard
-from rlgraph.engines.fsdp import state_shards
-from rlgraph.engines.fsdp.eight_bit import CODES
-from rlgraph.engines.fsdp.exchange import RankFailed, of_all
-from rlgraph.engines.fsdp.host_moments import HostMomentsAdamW
-from rlgraph.engines.fsdp.muon import first_moments
-from rlgraph.engines.fsdp.sixteen_bit import NAMES, SixteenBitAdamW
-from rlgraph.engines.fsdp.whole import as_whole
+from rlgraph.engines.fsdp.optimizers import CODES, NAMES, HostMomentsAdamW, SixteenBitAdamW, first_moments
+from rlgraph.engines.fsdp.sharding import RankFailed, as_whole, of_all
 from rlgraph.engines.registry import SavedShard
 from rlgraph.errors import CheckpointError
+
+# The pieces of a state that each rank writes, as plain values to send to other ranks, and back as torch.distributed.checkpoint's.
+
+KINDS = torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8
+DTYPES = {str(kind).removeprefix("torch."): kind for kind in KINDS}
+FILE = r"__\d+_\d+\.distcp"
+Numbers = tuple[int, ...]
+
+
+class Index(msgspec.Struct, frozen=True, array_like=True):
+    """The name of a piece: its tensor, its offset and its place in the plan."""
+
+    name: str
+    offset: Numbers | None
+    place: int | None
+
+    def restored(self) -> MetadataIndex:
+        return MetadataIndex(self.name, self.offset, self.place)
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of a tensor that a rank holds."""
+
+    index: Index
+    kind: str
+    offset: Numbers
+    size: Numbers
+    dtype: str
+    whole: Numbers
+
+    def restored(self) -> WriteItem:
+        chunk = ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.size))
+        data = TensorWriteData(chunk, TensorProperties(DTYPES[self.dtype]), torch.Size(self.whole))
+        return WriteItem(self.index.restored(), WriteItemType[self.kind], tensor_data=data)
+
+
+class PiecePlace(msgspec.Struct, frozen=True, array_like=True):
+    """The file and offset at which a rank has written a piece."""
+
+    index: Index
+    size: int
+    file: str
+    at: int
+    length: int
+
+    def restored(self) -> WriteResult:
+        if not re.fullmatch(FILE, self.file):
+            raise ValueError(f"a rank says that it wrote '{self.file}', which is no name of a shard")
+        return WriteResult(self.index.restored(), self.size, _StorageInfo(self.file, self.at, self.length))
+
+
+def pieces(plan: SavePlan) -> list[Piece]:
+    """List the pieces of a state that a rank's plan writes."""
+    found = []
+    for item in plan.items:
+        data = item.tensor_data
+        assert data is not None, f"'{item.index.fqn}' is no tensor"
+        offset, size = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+        dtype = str(data.properties.dtype).removeprefix("torch.")
+        found.append(Piece(_index(item.index), item.type.name, offset, size, dtype, tuple(data.size)))
+    return found
+
+
+def plan(found: Iterable[Piece]) -> SavePlan:
+    """Build the plan of a rank with these pieces."""
+    items = [piece.restored() for piece in found]
+    return SavePlan(items, planner_data={item.index.fqn: (item.index.fqn,) for item in items})
+
+
+def places(results: Sequence[WriteResult]) -> list[PiecePlace]:
+    """List the files and offsets of a rank's written pieces."""
+    stored = [(result, result.storage_data) for result in results]
+    return [PiecePlace(_index(r.index), r.size_in_bytes, data.relative_path, data.offset, data.length) for r, data in stored]
+
+
+def _index(index: MetadataIndex) -> Index:
+    return Index(index.fqn, None if index.offset is None else tuple(index.offset), index.index)
+
 
 State = Mapping[str, torch.Tensor]  # DTensors where the ranks have rows of their own, else the same tensor on each
 WEIGHTS = "weights."  # begins their names in a state
@@ -45,7 +128,7 @@ ALLOWED = {  # what a table of contents is made of; a pickle that asks for anyth
     *((CONTENTS, name) for name in ("ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING")),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
-    *(("torch", name) for name in state_shards.DTYPES),
+    *(("torch", name) for name in DTYPES),
     ("torch.serialization", "_get_layout"),
     *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
 }
@@ -113,25 +196,25 @@ def write(folder: Path, state: State, rank: int, group: Any) -> list[Path]:
     writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
     planner = DefaultSavePlanner()
 
-    def own_pieces() -> list[state_shards.Piece]:
+    def own_pieces() -> list[Piece]:
         planner.set_up_planner(dict(state), writer.storage_meta(), rank == 0)
         writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
-        return state_shards.pieces(writer.prepare_local_plan(planner.create_local_plan()))
+        return pieces(writer.prepare_local_plan(planner.create_local_plan()))
 
-    def own_places() -> list[state_shards.PiecePlace]:
+    def own_places() -> list[PiecePlace]:
         done = writer.write_data(planner.finish_plan(plans[rank]), planner)
         done.wait()
-        return state_shards.places(done.value())
+        return places(done.value())
 
     def complete() -> None:
         if rank == 0:
             writer.finish(contents, [[place.restored() for place in found] for found in written])
 
     try:
-        found = of_all(group, own_pieces, list[state_shards.Piece], _reason)
-        plans, contents = planner.create_global_plan([state_shards.plan(pieces) for pieces in found])  # the same on every rank
+        found = of_all(group, own_pieces, list[Piece], _reason)
+        plans, contents = planner.create_global_plan([plan(pieces) for pieces in found])  # the same on every rank
         plans = writer.prepare_global_plan(plans)
-        written = of_all(group, own_places, list[state_shards.PiecePlace], _reason)
+        written = of_all(group, own_places, list[PiecePlace], _reason)
         of_all(group, complete, type(None), _reason)
     except RankFailed as error:
         raise CheckpointError(f"folder '{folder}': {error}") from error

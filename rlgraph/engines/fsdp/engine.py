@@ -17,31 +17,22 @@ from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Guard, Loss, check_weights, chosen_at
 from rlgraph.engines.exact.model import exchange
-from rlgraph.engines.forward import fused_norms, grouped_experts, packed_attention
-from rlgraph.engines.forward.chosen_tokens import ChosenTokens
-from rlgraph.engines.forward.head import Head
+from rlgraph.engines.forward import experts, packed_attention
+from rlgraph.engines.forward.experts import Routing, routers_of
+from rlgraph.engines.forward.head import ChosenTokens, Head, check_lengths, rows_of, shape_of, tensor_of, unpacked
 from rlgraph.engines.forward.ring import RingPass
-from rlgraph.engines.forward.routers import Routing, routers_of
-from rlgraph.engines.forward.rows import check_lengths, rows_of, shape_of, tensor_of, unpacked
 from rlgraph.engines.fsdp import distributed_checkpoint
-from rlgraph.engines.fsdp.adamw import AdamW
-from rlgraph.engines.fsdp.exchange import summed
-from rlgraph.engines.fsdp.expert_parallel import share_experts
-from rlgraph.engines.fsdp.grad_norm import clipped
-from rlgraph.engines.fsdp.muon import made
-from rlgraph.engines.fsdp.offload import OffloadedMoments
-from rlgraph.engines.fsdp.ranks import Ranks
+from rlgraph.engines.fsdp.optimizers import OffloadedMoments, clipped, made
+from rlgraph.engines.fsdp.parallel import Places, check_experts, check_parallel, share_experts, share_matrices, sum_gradients
 from rlgraph.engines.fsdp.recompute import prepare_layers
-from rlgraph.engines.fsdp.shard_loading import load_shards
-from rlgraph.engines.fsdp.sharding import join, keep, local, memory, own_box, shard
-from rlgraph.engines.fsdp.tensor_parallel import Places, share_matrices, sum_gradients
-from rlgraph.engines.fsdp.whole import whole_shape
-from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
-from rlgraph.engines.hf_models.parallel_plan import check_experts, check_parallel
+from rlgraph.engines.fsdp.sharding import Ranks, join, keep, load_shards, local, memory, own_box, shard, summed, whole_shape
+from rlgraph.engines.hf_models import backbone
+from rlgraph.engines.hf_models.folder_weights import folder_shapes, folder_shards
 from rlgraph.engines.hf_models.text_part import rotary_limit
 from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
 from rlgraph.engines.lora.settings import LoRA
 from rlgraph.engines.lora.shared_base import SharedBase
+from rlgraph.engines.optim import AdamW
 from rlgraph.errors import GraphError
 from rlgraph.plan.estimates import ring_ranks
 from rlgraph.settings import Recompute
@@ -133,9 +124,9 @@ class FsdpEngine:
         """Give the model what computes its attention, norms and experts, and return the linear maps that `forget` when weights change."""
         packed_attention.install(head.model, packed_attention.FLAT if self._flat else packed_attention.PADDED)
         if self._device.type == "cuda" and not exact:
-            fused_norms.install(head.model)
+            backbone.install_fused_norms(head.model)
         if not compiled and self._ranks.tensor == 1 and self._ranks.experts is None:
-            grouped_experts.install(head.model)
+            experts.install(head.model)
         return exchange(head, self._device.type) if exact else []
 
     def _check_sharing(self, head: Head) -> None:

@@ -1,19 +1,97 @@
-"""Shards of a model over the ranks of a process group: FSDP2, and the tensors that a rank holds of it."""
+"""The ranks of a model and the shards of it that each holds: how they meet, load, gather and exchange."""
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rlgraph.channels.weights.shards import WeightShard
-from rlgraph.engines.fsdp.whole import as_whole, remembered, spec_of, whole_shape
+from rlgraph.engines.forward.head import Head
+from rlgraph.engines.lora.modules import LoraLinear
+from rlgraph.engines.lora.shared_base import SharedBase
 from rlgraph.errors import GraphError
 from rlgraph.plan.memory_laws import UNIT_PARAMETERS
+
+if TYPE_CHECKING:
+    from rlgraph.engines.load import Place
+
+# The whole parameters that ranks cut among them: a pass computes with plain tensors, and at rest a tensor is a box of its whole.
+#
+# Tensor parallel parameters that are DTensors in a pass cost the host a dispatch in Python for each parameter, layer and direction. So a
+# rank's part is a plain parameter, which FSDP2 shards as it would on a rank alone, and the parameter carries what it is a part of. Boxes,
+# checkpoints, gathered matrices and the norm of gradients ask for it here.
+
+Numbers: TypeAlias = tuple[int, ...]
+NAME = "rlgraph_whole"  # of the attribute of a parameter
+
+
+@torch.no_grad()
+def cut(parameter: torch.nn.Parameter, mesh: DeviceMesh, dim: int | None) -> torch.nn.Parameter:
+    """Take this rank's part of a parameter that the ranks of "tp" cut along `dim`, and those of "fsdp" will shard by rows.
+
+    All ranks of "tp" hold it alike where `dim` is None. Nothing is sent.
+    """
+    ranks, rank = mesh["tp"].size(), mesh["tp"].get_local_rank()
+    # A copy: a view would keep the whole in memory.
+    own = parameter.detach() if dim is None else parameter.detach().chunk(ranks, dim)[rank].clone(memory_format=torch.contiguous_format)
+    of_tp: Placement = Replicate() if dim is None else Shard(dim)
+    of_fsdp: Placement = _StridedShard(0, split_factor=ranks) if dim == 0 else Shard(0)  # rows of this rank's rows
+    meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
+    part = torch.nn.Parameter(own, parameter.requires_grad)
+    setattr(part, NAME, DTensorSpec(mesh, (of_fsdp, of_tp), tensor_meta=meta))
+    return part
+
+
+def spec_of(value: torch.Tensor) -> DTensorSpec | None:
+    """What a tensor is a shard of; None for a tensor that is whole."""
+    cut_by: DTensorSpec | None = getattr(value, NAME, None)
+    return cut_by or (value._spec if isinstance(value, DTensor) else None)
+
+
+def is_part(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is a part that `cut` made."""
+    return hasattr(parameter, NAME)
+
+
+def whole_shape(parameter: torch.Tensor) -> Numbers:
+    """The shape of the whole that a parameter is a shard of."""
+    spec = spec_of(parameter)
+    return tuple(parameter.shape if spec is None else spec.shape)
+
+
+def as_whole(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """View a tensor that is sharded as a parameter, such as a moment, as a DTensor of the whole; without `cut` it is one already."""
+    if not is_part(parameter):
+        return value
+    own = value._local_tensor if isinstance(value, DTensor) else value
+    return DTensor(own.detach(), getattr(parameter, NAME), requires_grad=False)
+
+
+@contextmanager
+def remembered(model: torch.nn.Module) -> Iterator[None]:
+    """Let the parameters that something puts in place of a model's parts know what they are parts of."""
+    places = [
+        (module, name, getattr(parameter, NAME))
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if is_part(parameter)
+    ]
+    yield
+    for module, name, spec in places:
+        setattr(module.get_parameter(name), NAME, spec)
+
+
+# Shards of a model over the ranks of a process group: FSDP2, and the tensors that a rank holds of it.
 
 
 def join(rank: int, world: int) -> bool:
@@ -144,3 +222,203 @@ def own_box(name: str, parameter: torch.Tensor) -> WeightShard:
 def local(value: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a tensor, without a copy."""
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+# The ranks of a model: which share its matrices (tensor), which a row of tokens (context), and which have batches of their own (data).
+
+
+class Ranks:
+    """The place of one rank of `world`. Neighbours share matrices, then rows of tokens: of 8 with `tensor` and `context` 2, ranks 0 and 1
+    share matrices, ranks 0 and 2 a row, and ranks 0 to 3 compute what 4 to 7 do for other sequences. Of those that share a row `ring` pass
+    keys round (`ring_group`); neighbours among them exchange tokens for heads (`heads_group`).
+
+    `sharded` is the mesh over which FSDP shards parameters: all ranks that share no matrices. `matrices` is the mesh of these ("fsdp") and
+    of the ranks that share matrices ("tp"). Groups and meshes are None for a size of 1.
+    Of a mixture `expert` neighbours hold experts of their own: of 4 with `expert` 2, ranks 0 and 1 hold all experts together, and ranks 0
+    and 2 the same ones. `experts` is their mesh, of ranks that hold the same experts ("fsdp") and of those that hold all ("ep").
+    Raises GraphError where the ranks are no multiple of `tensor` × `context`, or of `expert`.
+    """
+
+    def __init__(self, device: str, rank: int, world: int, *, tensor: int = 1, context: int = 1, ring: int = 1, expert: int = 1) -> None:
+        if world % expert or expert > 1 < tensor * context:
+            raise GraphError(
+                f"FsdpEngine(world={world}, tensor_parallel={tensor}, context_parallel={context}, expert_parallel={expert}): experts are "
+                f"shared in groups of {expert} ranks, each with passes of its own; give a multiple, and leave out the others"
+            )
+        if world % (tensor * context):
+            raise GraphError(
+                f"FsdpEngine(world={world}, tensor_parallel={tensor}, context_parallel={context}): the ranks come in groups of "
+                f"{tensor * context}; give a multiple"
+            )
+        self.ring = ring
+        self.tensor, self.context, self.data = tensor, context, world // (tensor * context)
+        self.data_rank, self.context_rank = rank // (tensor * context), rank // tensor % context
+        numbers = torch.arange(world)
+        self.matrices: DeviceMesh | None = None
+        if tensor > 1:
+            self.matrices = DeviceMesh(device, numbers.view(-1, tensor), mesh_dim_names=("fsdp", "tp"))
+            self.sharded = self.matrices["fsdp"]
+        else:
+            self.sharded = DeviceMesh(device, numbers)
+        self.experts: DeviceMesh | None = None
+        if expert > 1:
+            self.experts = DeviceMesh(device, numbers.view(-1, expert), mesh_dim_names=("fsdp", "ep"))
+        self.context_group: Any = None
+        self.data_group: Any = self.sharded.get_group()
+        if context > 1:
+            shape = (self.data, context, tensor)
+            mesh = DeviceMesh(device, numbers.view(shape), mesh_dim_names=("dp", "cp", "tp"))
+            self.context_group, self.data_group = mesh["cp"].get_group(), mesh["dp"].get_group()
+        self.ring_group: Any = None
+        self.heads_group: Any = None
+        if ring > 1:
+            places = numbers.view(self.data, ring, context // ring, tensor)
+            mesh = DeviceMesh(device, places, mesh_dim_names=("dp", "ring", "heads", "tp"))
+            self.ring_group = mesh["ring"].get_group()
+            self.heads_group = mesh["heads"].get_group() if ring < context else None
+
+    @property
+    def sharing(self) -> int:
+        """The number of ranks that compute one pass together."""
+        return self.tensor * self.context
+
+
+# Load a sharded model: each rank reads its own boxes of the weights, and never holds more than these and a piece of a file.
+
+
+def load_shards(head: Head, device: torch.device, shared_base: SharedBase | None = None) -> None:
+    """Make the parameters of a sharded head, which are on the meta device, in memory of `device`, and fill them from its folder.
+
+    Frozen ones are those of a `shared_base`, where the folder has them as they are.
+    """
+    with torch.no_grad(), remembered(head):
+        made = {} if shared_base is None else _shared(head, shared_base)  # tied parameters stay one
+        for place, module in head.named_modules():
+            own = dict(module.named_parameters(recurse=False))
+            for name, parameter in own.items():
+                if parameter not in made:
+                    made[parameter] = _read(head, f"{place}.{name}", parameter, device)
+                module.register_parameter(name, made[parameter])
+            for name, buffer in module.named_buffers(recurse=False):
+                real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+                head.fill(f"{place}.{name}", (0,) * buffer.dim(), real)
+                module.register_buffer(name, real, persistent=name not in module._non_persistent_buffers_set)
+            if isinstance(module, LoraLinear) and module.settle():
+                del made[own["weight"]]  # else the matrices of all layers would be in memory until the last is read
+        head.folder = None
+        head.to(device)  # lets FSDP2 find the new tensors, as after any change of them
+
+
+def _shared(head: Head, base: SharedBase) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
+    """Find for each whole and frozen parameter the one that other models hold as well."""
+    names: dict[str, tuple[str, torch.nn.Parameter]] = {}  # by the name in the folder
+    for name, parameter in head.named_parameters():
+        source = head.source(name)
+        if source is not None and not parameter.requires_grad and not isinstance(parameter, DTensor):
+            names[source] = name, parameter
+    wanted = {source: (tuple(parameter.shape), parameter.dtype) for source, (_, parameter) in names.items()}
+    found = base.take(wanted, lambda source, out: _fill(head, names[source][0], out))
+    return {parameter: torch.nn.Parameter(found[source], requires_grad=False) for source, (_, parameter) in names.items()}
+
+
+def _fill(head: Head, name: str, out: torch.Tensor) -> None:
+    head.fill(name, (0,) * out.dim(), out)
+
+
+def _read(head: Head, name: str, parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
+    out = torch.empty_like(local(parameter.detach()), device=device)
+    head.fill(name, placed(parameter)[0], out)
+    if isinstance(parameter, DTensor):
+        return torch.nn.Parameter(DTensor(out, parameter._spec, requires_grad=False), parameter.requires_grad)
+    return torch.nn.Parameter(out, parameter.requires_grad)
+
+
+# The rendezvous of the ranks of one model: a file on one host, a socket between hosts.
+
+TCP = "tcp://"
+
+
+def meet(at: str, rank: int, world: int, listen_fd: int = -1) -> None:
+    """Join the process group of a model's ranks; blocks until all are there.
+
+    `at` is `file://` and a path, or `tcp://address:port`. There rank 0 listens already, and `listen_fd` is the descriptor of its socket,
+    which this call takes over. So no other process can take the port, and rank 0 listens at that address only.
+    """
+    if not at.startswith(TCP):
+        dist.init_process_group(backends(), init_method=at, rank=rank, world_size=world)
+        return
+    host, _, port = at.removeprefix(TCP).rpartition(":")
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        host.strip("[]"),
+        int(port),
+        world,
+        is_master=rank == 0,
+        timeout=default_pg_timeout,
+        wait_for_workers=False,
+        master_listen_fd=listen_fd if rank == 0 else None,
+    )
+    dist.init_process_group(backends(), store=store, rank=rank, world_size=world)
+
+
+def meet_at(place: "Place") -> None:
+    """Join the process group of a model's ranks at its place, if it has several."""
+    if place.world > 1:
+        meet(place.rendezvous, place.rank, place.world, place.listen_fd)
+
+
+def add_up(tensor: torch.Tensor) -> None:
+    """Sum a tensor of the host over the ranks that have met, in place."""
+    dist.all_reduce(tensor)
+
+
+# Messages between the ranks of a model: bytes, which each rank decodes as the type it expects. Nothing from a peer is unpickled.
+
+T = TypeVar("T")
+
+
+class RankFailed(Exception):
+    """The work of a rank failed; the message is its reason."""
+
+
+def gathered(mine: bytes, world: int, device: torch.device, group: Any = None) -> list[bytes]:
+    """Gather the bytes of all ranks, in their order; every rank of the group calls it."""
+    own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
+    rows = [torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device) for _ in range(world)]
+    dist.all_gather(rows, torch.nn.functional.pad(own, (0, len(rows[0]) - len(own))), group=group)
+    return [bytes(row[: int(size)].cpu().numpy()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def summed(metrics: list[dict[str, float]], world: int, device: torch.device, group: Any = None) -> dict[str, float]:
+    """Sum the metrics of all micro-batches of all ranks of a group, in the order of the ranks: the same bits on every rank."""
+    found = [metrics]
+    if world > 1:
+        own = msgspec.msgpack.encode([[*micro_batch.items()] for micro_batch in metrics])
+        ranks = (msgspec.msgpack.decode(rank, type=list[list[tuple[str, float]]]) for rank in gathered(own, world, device, group))
+        found = [[dict(micro_batch) for micro_batch in rank] for rank in ranks]
+    total: dict[str, float] = {}
+    for micro_batch in (micro_batch for rank in found for micro_batch in rank):
+        for name, value in micro_batch.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def of_all(group: Any, work: Callable[[], T], kind: type[T], reason: Callable[[Exception], str]) -> list[T]:
+    """Do a rank's work, and gather what each rank's gave, a value of a type that msgspec knows. A `group` of None is a world of one.
+
+    Raises RankFailed on every rank, with the first reason, where the work of one failed with an OSError, a ValueError or a RuntimeError.
+    """
+    if group is None:
+        return [work()]
+    failed, mine = "", b""
+    try:
+        mine = msgspec.msgpack.encode(work())
+    except (OSError, ValueError, RuntimeError) as error:
+        failed = reason(error)
+    told = gathered(msgspec.msgpack.encode((failed, mine)), dist.get_world_size(group), torch.device("cpu"), group)
+    answers = [msgspec.msgpack.decode(answer, type=tuple[str, bytes]) for answer in told]
+    failures = [text for text, _ in answers if text]
+    if failures:
+        raise RankFailed(failures[0])
+    return [msgspec.msgpack.decode(answer, type=kind) for _, answer in answers]

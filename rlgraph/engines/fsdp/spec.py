@@ -20,7 +20,7 @@ def load(model: Any, place: Place) -> TrainEngine:
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.forward.value_head import ValueHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
-    from rlgraph.engines.fsdp.rendezvous import meet_at
+    from rlgraph.engines.fsdp.sharding import meet_at
 
     sharing = model.traits.sharing > 1
     dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or bool(model.recompute) or sharing

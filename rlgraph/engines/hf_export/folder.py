@@ -1,19 +1,25 @@
-"""The folder of an export: it grows under a hidden name beside its place, and one rename makes it whole.
-
-Room for all weights is taken before the first one is written, so a full disk is found at once. A killed export leaves only a hidden
-folder, which the next export to that place removes.
-"""
+"""The folder of an export: weights and companion files grow under a hidden name, and one rename makes it whole."""
 
 import errno
 import fcntl
+import json
 import os
 import secrets
 import shutil
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 from rlgraph.engines.hf_export.layout import INDEX, ExportDtype, ExportLayout
+from rlgraph.engines.hf_models.pretrained import parameter_shapes
+from rlgraph.engines.hf_models.text_part import is_head
 from rlgraph.errors import ExportError
+
+# The folder of an export: it grows under a hidden name beside its place, and one rename makes it whole.
+#
+# Room for all weights is taken before the first one is written, so a full disk is found at once. A killed export leaves only a hidden
+# folder, which the next export to that place removes.
 
 GROWING = ".export"  # ends the hidden name
 NO_ROOM = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EFBIG: "the system does not allow files so large"}
@@ -153,3 +159,97 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+# The files beside the weights of an exported folder: config, generation config, tokenizer with its chat template.
+
+COPIED = (  # of the model's folder, where they are there
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "chat_template.jinja",
+    "additional_chat_templates",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
+GENERATION = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def write_companions(folder: Path, model: Path, dtype: ExportDtype, scores: Literal["log_probs", "values"]) -> None:
+    """Write config.json, generation_config.json and the tokenizer's files into `folder`, made of those of the model's folder."""
+    config = json.loads((model / "config.json").read_text())
+    _write(folder / "config.json", exported_config(config, dtype, scores))
+    generation = model / "generation_config.json"
+    if generation.exists():
+        shutil.copyfile(generation, folder / generation.name)
+    elif scores == "log_probs":
+        tokens = {name: config[name] for name in GENERATION if config.get(name) is not None}
+        _write(folder / generation.name, {"_from_model_config": True, **tokens})
+    for name in COPIED:
+        if (model / name).is_dir():
+            shutil.copytree(model / name, folder / name)
+        elif (model / name).exists():
+            shutil.copyfile(model / name, folder / name)
+
+
+def exported_config(config: Mapping[str, Any], dtype: ExportDtype, scores: Literal["log_probs", "values"]) -> dict[str, Any]:
+    """Change a config to what is exported: plain weights in `dtype`, and for a critic the class that scores texts by one number.
+
+    >>> exported_config({"architectures": ["LlamaForCausalLM"], "torch_dtype": "float16"}, "bfloat16", "log_probs")
+    {'architectures': ['LlamaForCausalLM'], 'dtype': 'bfloat16'}
+    """
+    found = {name: value for name, value in config.items() if name not in ("torch_dtype", "quantization_config")} | {"dtype": dtype}
+    if scores == "values":
+        names = [str(name).replace("ForCausalLM", "ForSequenceClassification") for name in config.get("architectures") or ()]
+        labels = {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        found |= {"architectures": names, **labels}
+    return found
+
+
+def _write(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+# The names of a trainer's parameters in an exported folder: those of the folder that the model came from.
+
+Numbers = tuple[int, ...]
+HEAD = "score.weight"  # of a critic; its folder may be a language model's, without one
+
+
+def exported(
+    shapes: Mapping[str, Numbers], model: str | Path, scores: Literal["log_probs", "values"], where: str
+) -> dict[str, tuple[str, Numbers]]:
+    """Name the parameters of a trainer, given with their whole shapes, as the model's folder does: (trainer's name, shape) by each name.
+
+    A head that is tied to the embeddings is left out: readers tie it again. A critic's backbone gets the prefix that it has in the folder.
+
+    Raises ExportError for a parameter that the folder knows under no name, or in another shape, and for one that the trainer lacks.
+    """
+    known = parameter_shapes(model)
+    found: dict[str, tuple[str, Numbers]] = {}
+    for name, shape in shapes.items():
+        if is_head(name) and name not in known:  # it is the embeddings
+            continue
+        own = name if name in known or (scores == "values" and name == HEAD) else _prefixed(name, known)
+        if own is None or known.get(own, shape) != shape:
+            there = f"has the shape {list(known[own])}" if own is not None else "has no such name"
+            raise ExportError(
+                f"{where}: the trainer's parameter '{name}' {list(shape)} {there} in the model's folder '{model}'; an export keeps the "
+                "names of that folder, which other programs read, and this architecture's differ in memory: it cannot be exported yet"
+            )
+        found[own] = name, shape
+    lacks = sorted(name for name in known.keys() - found.keys() if not is_head(name)) if scores == "log_probs" else []
+    if lacks:
+        raise ExportError(f"{where}: the trainer holds no {lacks[:3]}, which the model's folder '{model}' has; it is of another model")
+    return found
+
+
+def _prefixed(name: str, known: Iterable[str]) -> str | None:
+    return min((own for own in known if own.endswith(f".{name}")), key=len, default=None)

@@ -1,16 +1,58 @@
-"""A Hugging Face model as a trainer runs it: built in float32, its hidden states where tokens are predicted, and their logits."""
+"""A Hugging Face model as a trainer runs it: its hidden states where tokens are predicted, and their logits."""
 
+import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MethodType
+from typing import Any, Literal
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import rms_norm
+from torch.overrides import TorchFunctionMode
 
 from rlgraph.batching.packing import MicroBatch
-from rlgraph.engines.hf_models.skeleton import skeleton
+from rlgraph.engines.forward.packed_attention import padded
+from rlgraph.engines.hf_models.folder_weights import FolderWeights, PartsByName
+from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import DataError
+
+# A Hugging Face model without the memory of its weights: parameters on the meta device, buffers as its code computes them.
+
+
+def skeleton(auto: Any, path: str | Path) -> Any:
+    """Build the text model of a folder by a class like `AutoModelForCausalLM`, in float32 and without dropout.
+
+    Its parameters are on the meta device. Tables that are computed and in no file, such as rotary frequencies, are in host memory.
+
+    Raises DataError for a folder without a model, or with quantised weights, which cannot be trained.
+    """
+    check_model(path)
+    config = text_config(path)
+    if getattr(config, "quantization_config", None) is not None:
+        raise DataError(f"model '{path}': config.json has a quantization_config; a trainer takes weights in bfloat16, float16 or float32")
+    with _EmptyOnMeta():
+        model = auto.from_config(config, dtype=torch.float32, attn_implementation=padded(auto, path))
+    kept: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters stay one
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not parameter.is_meta:
+                kept.setdefault(parameter, torch.nn.Parameter(parameter.detach().to("meta")))
+                module.register_parameter(name, kept[parameter])
+    return model.eval()
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """Makes `torch.empty`, which modules of torch make their parameters of, give tensors on the meta device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **{**(kwargs or {}), "device": "meta"}) if func is torch.empty else func(*args, **(kwargs or {}))
+
+
+# A Hugging Face model as a trainer runs it: built in float32, its hidden states where tokens are predicted, and their logits.
 
 SHORT_SEQUENCE = 128  # tokens; the unfused kernel is 2.3 times as fast at 54 and its memory grows with the square
 
@@ -86,3 +128,65 @@ def _attention(backbone: Any, micro_batch: MicroBatch) -> AbstractContextManager
     again = getattr(backbone, "is_gradient_checkpointing", False)  # outside of this context, where each pass has to take the same kernel
     context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if short and not again else nullcontext()
     return context
+
+
+# The text model of a folder: loaded with its weights in one process, and what its parameters are in the folder.
+
+
+def load_text_model(path: str | Path, dtype: torch.dtype) -> Any:
+    """Load the language model of a folder, also of a multimodal one, in `dtype`. Raises DataError as `skeleton` does."""
+    from transformers import AutoModelForCausalLM
+
+    if not check_model(path).nested:
+        plain = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=padded(AutoModelForCausalLM, path))
+        return plain.eval()
+    model = load_causal(path)
+    weights = FolderWeights(path, model)
+    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters stay one
+    for place, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in made:
+                made[parameter] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
+                weights.fill(f"{place}.{name}", (0,) * parameter.dim(), made[parameter].detach())
+            module.register_parameter(name, made[parameter])
+        for name, buffer in module.named_buffers(recurse=False):
+            if weights.holds(f"{place}.{name}"):
+                weights.fill(f"{place}.{name}", (0,) * buffer.dim(), buffer)
+    return model
+
+
+def parts_of(path: str | Path, scores: Literal["log_probs", "values"]) -> PartsByName:
+    """Find the tensors of a folder that each parameter of a trained model is made of, for a policy or a critic."""
+    return FolderWeights(path, load_causal(path) if scores == "log_probs" else load_headless(path)).parts()
+
+
+# The RMS norms of a Hugging Face model as one kernel each, where its own code launches eight, and more in the backward pass.
+#
+# Where the host sets the pace of a pass, as with models of a few billion parameters, these are almost half of what it launches.
+
+NEAR = 1e-5  # of float32, relative: two orders of the same operations
+
+
+def install_fused_norms(model: torch.nn.Module, kernel: Callable[[Any, torch.Tensor], torch.Tensor] | None = None) -> int:
+    """Replace each norm of the model that equals `torch.nn.functional.rms_norm` by that kernel, or another one; return their number."""
+    plain = [module for module in model.modules() if _is_plain(module)]
+    for module in plain:
+        module.forward = MethodType(kernel or _forward, module)
+    return len(plain)
+
+
+def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Compute the norm `[..., D]`; the kernel sums in float32 and rounds once, at the end."""
+    return rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether a module is a norm of this form, by its output: models give it their own class names."""
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
+        return False
+    probe = copy.deepcopy(module).to_empty(device="cpu").float()  # the model's own weights may be of no memory yet, or frozen in bfloat16
+    with torch.no_grad():
+        probe.weight.copy_(torch.linspace(0.5, 1.5, len(weight)))
+        given = torch.linspace(-2.0, 3.0, 2 * len(weight)).view(2, -1)
+        return torch.allclose(probe(given), _forward(probe, given), rtol=NEAR, atol=NEAR)

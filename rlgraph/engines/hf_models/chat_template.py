@@ -1,4 +1,4 @@
-"""Render conversations by a model's own chat template, and encode them with the special tokens that the template writes."""
+"""Texts as token ids: the tokenizer of a folder, prompts, and conversations by the model's own chat template."""
 
 import json
 import re
@@ -9,7 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph import notices
+from rlgraph.columns import Columns
+from rlgraph.engines.hf_models.model_files import no_hub
 from rlgraph.errors import DataError, shown
+
+# Render conversations by a model's own chat template, and encode them with the special tokens that the template writes.
 
 BLOCK = re.compile(r"\{%.*?%\}|\{\{.*?\}\}", re.DOTALL)
 
@@ -138,3 +142,65 @@ def reads(template: str | Mapping[str, str] | None, name: str) -> bool:
 def _words_read(template: str) -> frozenset[str]:
     """Collect the words inside the statements and expressions of a template."""
     return frozenset(word for block in BLOCK.findall(template) for word in re.findall(r"\w+", block))
+
+
+# Encode the texts of prompts as token ids.
+
+
+def encoded_prompts(tokenizer: Any, columns: Columns, most: int | None = None) -> list[list[int]]:
+    """Encode the prompts of a batch: by the model's chat template where they are conversations, in `prompt_messages`; else as text.
+
+    Of a prompt with more than `most` tokens the last ones stay.
+    """
+    if "prompt_messages" in columns:
+        whole = chat_tokens(tokenizer, [str(text) for text in columns["prompt_messages"]])
+    else:
+        whole = prompt_tokens(tokenizer, [str(text) for text in columns["prompt_texts"]])
+    return whole if most is None else [tokens[-most:] for tokens in whole]
+
+
+def prompt_tokens(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Encode prompts. A text that already begins with the special tokens that the tokenizer adds in front does not get them twice.
+
+    A chat template writes such tokens itself: Llama 3's begins with `<|begin_of_text|>`, which its tokenizer adds to any text.
+    With it, "Hi" and "<|begin_of_text|>Hi" are both `[128000, 13347]`.
+    """
+    whole: list[list[int]] = tokenizer(list(texts))["input_ids"]
+    added: list[int] = tokenizer([""])["input_ids"][0]
+    if not added:
+        return whole
+    plain: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return [own if _repeats(ids, own) else ids for ids, own in zip(whole, plain, strict=True)]
+
+
+def _repeats(ids: list[int], own: list[int]) -> bool:
+    """Whether the text already begins with the tokens that the tokenizer adds in front."""
+    front = next((n for n in range(1, len(ids) - len(own) + 1) if ids[n : n + len(own)] == own), 0)
+    return front > 0 and own[:front] == ids[:front]
+
+
+# Load the tokenizer of a model folder, where possible without `AutoTokenizer`, whose imports take three seconds.
+
+# The classes that AutoTokenizer takes for these types of models, by what the folder names: a test compares.
+KNOWN = {("llama", "TokenizersBackend"), ("qwen2", "Qwen2Tokenizer"), ("qwen3", "Qwen2Tokenizer")}
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Load the tokenizer that transformers' `AutoTokenizer` would load."""
+    import transformers
+
+    kind = class_of(Path(path))
+    with no_hub():
+        return getattr(transformers, kind or "AutoTokenizer").from_pretrained(path)
+
+
+def class_of(folder: Path) -> str | None:
+    """The class of a folder's tokenizer, if its files name a known one; else None."""
+    try:
+        config, tokenizer = (json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer_config.json"))
+    except (OSError, ValueError):  # AutoTokenizer raises its own error
+        return None
+    if not isinstance(config, dict) or not isinstance(tokenizer, dict) or "auto_map" in tokenizer:
+        return None
+    kind = tokenizer.get("tokenizer_class")
+    return str(kind) if (config.get("model_type"), kind) in KNOWN else None

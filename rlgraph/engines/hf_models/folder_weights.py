@@ -1,24 +1,214 @@
-"""The weights of a model folder, read box by box under the names of the model's parameters.
-
-A parameter is a tensor of the folder under its own name or an old one, or in models whose code fuses what the folder keeps apart (the
-experts of a layer) several of them: only the box is read. What is fused in another way is made whole by transformers' own conversion.
-"""
+"""The weights of a model folder, read box by box under the names of the model's parameters, also where transformers fuses them."""
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
-from rlgraph.channels.weights.shards import WeightShard
-from rlgraph.engines.hf_models.file_reading import PieceReader
-from rlgraph.engines.hf_models.folder_parts import FolderPart, Numbers, PartsByName, folder_shards, fused_parts, whole_part
-from rlgraph.engines.hf_models.model_files import header_shapes
+from rlgraph.channels.weights.shards import WeightShard, whole
+from rlgraph.engines.hf_models.model_files import header_places, header_shapes
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import in_text_model, is_text
 from rlgraph.errors import DataError
 from rlgraph.plan.estimates import PIECE_BYTES
+
+# Read tensors of safetensors files into memory of a host or a GPU, several pieces at once.
+
+READERS = 4  # threads, which share PIECE_BYTES: one alone reads as fast as it copies from the page cache, 2 to 4 GB/s
+DTYPES = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+
+
+@dataclass(frozen=True)
+class FileBox:
+    """Where the numbers of a box lie in a file, one after the other, and `out`, contiguous, which they are to fill in its own dtype."""
+
+    file: Path
+    begin: int
+    dtype: torch.dtype
+    out: torch.Tensor
+
+
+class PieceReader:
+    """Reads boxes of the files in pieces of `PIECE_BYTES` over all threads, each of which reads, copies and casts one at a time.
+
+    What crosses the bus to a GPU has the dtype of the file, and lies in pinned memory. Nothing is mapped, so that pages which were read
+    don't count as memory of the process.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._places = {name: (file, place) for file in files for name, place in header_places(file).items()}
+        self._own = threading.local()  # of a thread: its piece of memory, and its stream
+        self._pool: ThreadPoolExecutor | None = None  # its threads end with it
+
+    def box(self, source: str, offsets: tuple[int, ...], out: torch.Tensor) -> FileBox | None:
+        """Find the box of a tensor that begins at `offsets` and is as large as `out`; None where it does not lie in one run of the file."""
+        file, (kind, shape, begin) = self._places[source]
+        same = tuple(out.shape[1:]) == shape[1:] and out.is_contiguous()
+        if kind not in DTYPES or not shape or not same:
+            return None
+        dtype, row = DTYPES[kind], torch.Size(shape[1:]).numel()
+        return FileBox(file, begin + offsets[0] * row * dtype.itemsize, dtype, out)
+
+    def read(self, boxes: Iterable[FileBox]) -> None:
+        """Fill the boxes. Raises DataError for a file that ends early."""
+        pieces = [piece for box in boxes for piece in _pieces(box)]
+        if not pieces:
+            return
+        device = pieces[0].out.device
+        begun = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None  # earlier work may use this memory
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(READERS, "reader")
+        with ExitStack() as stack:
+            opened = {file: stack.enter_context(file.open("rb", buffering=0)).fileno() for file in {piece.file for piece in pieces}}
+            for _ in self._pool.map(lambda piece: self._read(opened[piece.file], piece, begun), pieces):
+                pass
+
+    def _read(self, opened: int, piece: FileBox, begun: torch.cuda.Event | None) -> None:
+        size, on_gpu = piece.out.numel() * piece.dtype.itemsize, begun is not None
+        if not hasattr(self._own, "memory"):
+            self._own.memory = torch.empty(PIECE_BYTES // READERS, dtype=torch.uint8, pin_memory=on_gpu)
+            self._own.stream = torch.cuda.Stream(piece.out.device) if on_gpu else None
+        held = self._own.memory[:size]
+        into = memoryview(held.numpy())
+        done = 0
+        while done < size:
+            count = os.preadv(opened, [into[done:]], piece.begin + done)
+            if not count:
+                raise DataError(f"'{piece.file}' ends at byte {piece.begin + done}, within a tensor: it was cut off while it was read")
+            done += count
+        numbers = held.view(piece.dtype).view(piece.out.shape)
+        if begun is None:
+            piece.out.copy_(numbers)
+            return
+        with torch.cuda.stream(self._own.stream):
+            begun.wait(self._own.stream)
+            piece.out.copy_(numbers.to(piece.out.device, non_blocking=True))
+            self._own.stream.synchronize()  # then this memory is free for the next piece
+
+
+def _pieces(box: FileBox) -> Iterator[FileBox]:
+    flat = box.out.view(-1)
+    numbers = PIECE_BYTES // READERS // box.dtype.itemsize
+    for start in range(0, flat.numel(), numbers):
+        yield FileBox(box.file, box.begin + start * box.dtype.itemsize, box.dtype, flat[start : start + numbers])
+
+
+# The tensors of a model's folder as boxes of a model's parameters, which transformers may fuse: the names that leave a trainer.
+#
+# Loaders of engines, exports and other programs know a model by the names of its folder, where each expert has matrices of its own. In
+# memory transformers keeps all experts of a layer in one parameter. A part is a view, so nothing is copied to give it its own name.
+
+Numbers: TypeAlias = tuple[int, ...]
+Span: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class FolderPart:
+    """A tensor of a folder, `name` with its `shape`, and the box of a parameter that it is: `spans` are begin and end in each dim.
+
+    A part that is `one_of_many` lies at one index of the parameter's first dim, and its own tensor has no such dim.
+    """
+
+    name: str
+    shape: Numbers
+    spans: tuple[Span, ...]
+    one_of_many: bool = False
+
+    def within(self, parameter: torch.Tensor) -> torch.Tensor:
+        """View the part of a whole parameter."""
+        box = parameter[tuple(slice(*span) for span in self.spans)]
+        return box.squeeze(0) if self.one_of_many else box
+
+
+PartsByName: TypeAlias = Mapping[str, tuple[FolderPart, ...]]  # by parameter
+
+
+def whole_part(name: str, shape: Numbers) -> FolderPart:
+    """The tensor of a folder that is a whole parameter."""
+    return FolderPart(name, shape, tuple((0, size) for size in shape))
+
+
+def fused_parts(operations: Iterable[Any], sources: Mapping[str, list[str]], shapes: Mapping[str, Numbers]) -> tuple[FolderPart, ...]:
+    """Find the parts of a parameter that transformers makes of `sources`, the tensors by pattern and in their order.
+
+    It knows experts that are stacked, and then concatenated, as gate and up are. For other operations there are no parts.
+    """
+    kinds = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in operations]
+    if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]) or (len(kinds) == 1) != (len(sources) == 1):
+        return ()
+    found = []
+    begin = 0
+    for names in sources.values():
+        rows = shapes[names[0]][0]
+        for index, name in enumerate(names):
+            spans = ((index, index + 1), (begin, begin + rows), *((0, size) for size in shapes[name][1:]))
+            found.append((index, FolderPart(name, shapes[name], spans, one_of_many=True)))
+        begin += rows
+    return tuple(part for _, part in sorted(found, key=lambda indexed: indexed[0]))
+
+
+def folder_shapes(shapes: Mapping[str, Numbers], parts: PartsByName) -> dict[str, Numbers]:
+    """Find the tensors of a folder, and their shapes, that parameters of these shapes are.
+
+    >>> folder_shapes({"norm": (4,)}, {"norm": (whole_part("model.norm", (4,)),)})
+    {'model.norm': (4,)}
+    """
+    parameters = whole({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    return {shard.name: shard.global_shape for shard in folder_shards(parameters, parts)}
+
+
+def folder_shards(shards: Iterable[WeightShard], parts: PartsByName) -> Iterator[WeightShard]:
+    """Cut shards of parameters into shards of the folder's tensors; a parameter without parts keeps its name.
+
+    >>> parts = {"experts": tuple(FolderPart(f"experts.{i}", (2, 4), ((i, i + 1), (0, 2), (0, 4)), True) for i in range(3))}
+    >>> shard = WeightShard("experts", (3, 2, 4), (1, 0, 0), torch.zeros(2, 2, 4))
+    >>> [(part.name, str(part)) for part in folder_shards([shard], parts)]
+    [('experts.1', '[0:2, 0:4]'), ('experts.2', '[0:2, 0:4]')]
+    """
+    for shard in shards:
+        named = parts.get(shard.name, ())
+        if len(named) == 1 and not named[0].one_of_many:
+            yield replace(shard, name=named[0].name)
+        elif not named:
+            yield shard
+        else:
+            yield from _cut(shard, named)
+
+
+def _cut(shard: WeightShard, parts: Iterable[FolderPart]) -> Iterator[WeightShard]:
+    held = shard.spans
+    for part in parts:
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(part.spans, held, strict=True)]
+        if any(begin >= end for begin, end in both):
+            continue
+        tensor = shard.tensor[tuple(slice(a - begin, b - begin) for (a, b), (begin, _) in zip(both, held, strict=True))]
+        offsets = tuple(a - begin for (a, _), (begin, _) in zip(both, part.spans, strict=True))
+        if part.one_of_many:
+            tensor, offsets = tensor.squeeze(0), offsets[1:]
+        yield WeightShard(part.name, part.shape, offsets, tensor, shard.replica)
+
+
+# The weights of a model folder, read box by box under the names of the model's parameters.
+#
+# A parameter is a tensor of the folder under its own name or an old one, or in models whose code fuses what the folder keeps apart (the
+# experts of a layer) several of them: only the box is read. What is fused in another way is made whole by transformers' own conversion.
 
 Pieces: TypeAlias = Iterator[tuple[slice, torch.Tensor]]  # of a box, each with its rows
 

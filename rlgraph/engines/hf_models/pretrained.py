@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.hf_models.hub import downloaded, is_hub_id
-from rlgraph.engines.hf_models.model_files import check_loadable, header_shapes
+from rlgraph.engines.hf_models.model_files import check_loadable, downloaded, header_shapes, is_hub_id
 from rlgraph.engines.hf_models.text_part import is_head, is_nested, is_text, text_entries
 from rlgraph.errors import DataError
 

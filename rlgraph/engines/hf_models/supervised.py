@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from rlgraph.engines.hf_models.chat_template import ChatPrompt, check_read
-from rlgraph.engines.hf_models.encoding import prompt_tokens
+from rlgraph.engines.hf_models.chat_template import ChatPrompt, check_read, prompt_tokens
 from rlgraph.errors import DataError, shown
 
 Learns: TypeAlias = Literal["all", "last"]

@@ -14,26 +14,19 @@ from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Guard, Loss, check_weights
-from rlgraph.engines.forward.head import Head
+from rlgraph.engines.forward.head import Head, VocabularyShard, check_lengths, rows_of, shape_of, tensor_of, unpacked
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.forward.rows import check_lengths, rows_of, shape_of, tensor_of, unpacked
-from rlgraph.engines.forward.vocabulary import VocabularyShard
 from rlgraph.engines.fsdp import distributed_checkpoint
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.fsdp.distributed_checkpoint import moment_key
-from rlgraph.engines.fsdp.exchange import summed
-from rlgraph.engines.fsdp.muon import first_moments
-from rlgraph.engines.fsdp.offload import OffloadedMoments
-from rlgraph.engines.fsdp.sharding import join
-from rlgraph.engines.hf_models.folder_parts import folder_shapes, folder_shards
+from rlgraph.engines.fsdp.optimizers import OffloadedMoments, first_moments
+from rlgraph.engines.fsdp.sharding import join, summed
+from rlgraph.engines.hf_models.folder_weights import folder_shapes, folder_shards
 from rlgraph.engines.hf_models.text_part import rotary_limit
-from rlgraph.engines.megatron import host_cuda
-from rlgraph.engines.megatron.boxed import Box, BoxedTensor
-from rlgraph.engines.megatron.masters import Masters
-from rlgraph.engines.megatron.model_config import check_config, transformer_config
-from rlgraph.engines.megatron.pieces import SCORE, PieceTable
+from rlgraph.engines.megatron.masters import SCORE, Box, BoxedTensor, Masters, PieceTable
+from rlgraph.engines.megatron.modules import check_config, transformer_config
 from rlgraph.engines.megatron.ranks import MegatronRanks
-from rlgraph.engines.megatron.stage import PipelineStage
+from rlgraph.engines.megatron.stage import PipelineStage, quiet
+from rlgraph.engines.optim import AdamW
 from rlgraph.settings import Recompute
 
 Done = tuple[torch.Tensor, torch.Tensor, None]  # a loss, a number of tokens that the schedule adds up and nobody reads, and no more
@@ -77,7 +70,7 @@ class MegatronEngine:
         cut = {"tensor": tensor_parallel, "context": context_parallel, "pipeline": pipeline_parallel, "expert": expert_parallel}
         check_config("MegatronEngine", text, **cut)
         self._made_group = join(rank, world)
-        with host_cuda.quiet():
+        with quiet():
             self._ranks = ranks = MegatronRanks(rank, world, **cut)
         self._device = torch.device(device)
         self.micro_batch_tokens = micro_batch_tokens
@@ -86,7 +79,7 @@ class MegatronEngine:
         named = {name.removeprefix("model."): tuple(parameter.shape) for name, parameter in head.named_parameters()}
         tied = isinstance(head, PolicyHead) and "lm_head.weight" not in named
         self._shapes = named
-        with host_cuda.quiet():
+        with quiet():
             config = transformer_config(text, ranks, dtype=dtype, device=device, recompute=recompute)
             words = VocabularyShard.of(ranks.tensor_group, ranks.tensor_rank, ranks.tensor, text.vocab_size)
             self._table = PieceTable(config, ranks, "model." if isinstance(head, PolicyHead) else "", tied, words.first)

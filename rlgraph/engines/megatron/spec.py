@@ -13,7 +13,7 @@ from rlgraph.plan.estimates import model_parallel
 
 def check(model: Any) -> None:
     """Raise GraphError for a model or an optimizer that Megatron-Core is not offered for, or where it is not installed."""
-    from rlgraph.engines.megatron.model_config import check_folder
+    from rlgraph.engines.megatron.modules import check_folder
 
     where = f"{type(model).__name__}(trainer='megatron'"
     if importlib.util.find_spec("megatron") is None:
@@ -32,7 +32,7 @@ def load(model: Any, place: Place) -> TrainEngine:
 
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.forward.value_head import ValueHead
-    from rlgraph.engines.fsdp.rendezvous import meet_at
+    from rlgraph.engines.fsdp.sharding import meet_at
     from rlgraph.engines.megatron.engine import MegatronEngine
 
     meet_at(place)

@@ -5,7 +5,7 @@ from typing import Any
 from rlgraph.engines.api import GenerateEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import EngineSpec
-from rlgraph.engines.sglang import server_arguments
+from rlgraph.engines.sglang import start
 
 
 def load(generator: Any, place: Place) -> GenerateEngine:
@@ -30,5 +30,5 @@ SPEC = EngineSpec(
     name="sglang",
     load=load,
     settings=("memory", "max_sequences"),
-    shares=(server_arguments.MEMORY_ALONE, server_arguments.MEMORY_SHARED),
+    shares=(start.MEMORY_ALONE, start.MEMORY_SHARED),
 )

@@ -1,21 +1,219 @@
 """Start SGLang's scheduler inside this process, without its tokenizer, its detokenizer and its server."""
 
 import dataclasses
+import importlib
+import importlib.machinery
+import importlib.util
 import json
 import logging
 import os
+import sys
+import types
 import warnings
 from collections import deque
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from rlgraph.engines.sglang import server_arguments, stand_ins
 from rlgraph.errors import DataError
 from rlgraph.plan.model_shapes import ModelShape
+
+# Stand-ins for packages that SGLang imports and dense models have no use for, so that it loads without them.
+#
+# On a CPU they take the place of its kernels too, of which the package index has no build for CPUs. Attention is then PyTorch's own, and of
+# the kernels one is needed.
+
+# The kernels that SGLang imports by name on a CPU, besides the one below: for speculative decoding and moved caches.
+UNUSED = (
+    "copy_all_layer_kv_cache_cpu",
+    "assign_extend_cache_locs_cpu",
+    "fill_accept_out_cache_loc_cpu",
+    "fill_bonus_tokens_cpu",
+    "build_tree_kernel_efficient_cpu",
+    "verify_tree_greedy_cpu",
+)
+# What it imports of FlashInfer on a GPU even where that is not available: for weights of eight bits, and for its own sampler.
+FLASHINFER = {
+    "flashinfer": ("bmm_fp8",),
+    "flashinfer.sampling": ("min_p_sampling_from_probs", "top_k_top_p_sampling_from_probs"),
+    "flashinfer.fused_moe": ("fused_topk_deepseek",),
+    "flashinfer.prefill": ("cudnn_batch_prefill_with_kv_cache",),
+}
+
+
+def install() -> None:
+    """Put a stand-in in place of each package that is absent. Call it before SGLang is imported."""
+    if _absent("IPython"):
+        _module("IPython")
+        _module("IPython.display", HTML=object, display=print)
+    if torch.cuda.is_available():
+        sys.modules.setdefault("vllm", None)  # type: ignore[arg-type]  # which SGLang imports where it is, for seconds and to no use
+        if _absent("flashinfer"):
+            os.environ["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
+            for module, names in FLASHINFER.items():
+                _module(module, **{name: _unused(f"{module}.{name}") for name in names})
+        return
+    os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+    _triton()
+    if _absent("torchvision"):
+        importlib.import_module("transformers.utils.import_utils")  # finds out first that there is no torchvision
+        _module("torchvision")
+        _module("torchvision.io", decode_jpeg=None)
+        modes = types.SimpleNamespace(BICUBIC=3, BILINEAR=2, NEAREST=0)
+        _module("torchvision.transforms", InterpolationMode=modes)
+        _module("torchvision.transforms.functional", InterpolationMode=modes)
+    if _absent("sgl_kernel"):
+        kernels = {name: _unused(f"sgl_kernel.{name}") for name in UNUSED}
+        _module("sgl_kernel", assign_req_to_token_pool_cpu=assign_req_to_token_pool_cpu, **kernels)
+
+
+def register_configs_twice() -> None:
+    """Let SGLang register configurations that transformers has by now too."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    register = CONFIG_MAPPING.register
+    CONFIG_MAPPING.register = lambda key, value, exist_ok=False: register(key, value, exist_ok=True)
+
+
+def assign_req_to_token_pool_cpu(
+    rows: torch.Tensor, table: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, places: torch.Tensor, width: int
+) -> None:
+    """Write the `places` of new keys and values into the table `[requests, context]`, for each request from its start to its end."""
+    at = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        table[row, start:end] = places[at : at + end - start].to(table.dtype)
+        at += end - start
+
+
+def _triton() -> None:
+    """Install SGLang's own stand-in of triton, after the parts of PyTorch that it would break."""
+    if not _absent("triton"):
+        return
+    for name in ("_inductor.runtime.triton_heuristics", "_inductor.codegen.triton", "_inductor.select_algorithm", "_dynamo"):
+        importlib.import_module(f"torch.{name}")
+    package = importlib.util.find_spec("sglang")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    spec = importlib.util.spec_from_file_location("_sglang_triton", f"{package.submodule_search_locations[0]}/_triton_stub.py")
+    assert spec is not None
+    assert spec.loader is not None
+    stand_in = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(stand_in)
+    stand_in.install()
+
+
+def _absent(name: str) -> bool:
+    return name not in sys.modules and importlib.util.find_spec(name) is None
+
+
+def _module(name: str, **names: Any) -> None:
+    module = types.ModuleType(name)
+    module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+    module.__path__ = []
+    module.__dict__.update(names)
+    sys.modules[name] = module
+
+
+def _unused(name: str) -> Any:
+    def refuse(*args: Any, **options: Any) -> NoReturn:
+        raise NotImplementedError(f"SGLang calls {name}, which is not installed here")
+
+    return refuse
+
+
+# The arguments of SGLang: on a CPU a small engine without overlap, on a GPU one that schedules a step while the GPU is at another.
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    # Requests end at rlgraph's own context; SGLang ends them a few tokens earlier, so its context is longer than the model's.
+    "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
+}
+MARGIN = 8  # tokens that SGLang's context is longer
+KV_CACHE_BYTES = 1 << 30  # on a CPU
+STEP_BYTES = 3 << 30  # on a GPU: recorded decode steps, activations, libraries
+SAMPLER_BYTES = 48  # for each sequence and word
+MOST_OF_FREE = 0.98
+MEMORY_ALONE, MEMORY_SHARED = 0.9, 0.45  # of a GPU: weights, keys and values, and what a step needs
+NEVER_S = 10 * 365 * 24 * 3600.0  # SGLang's watchdog ends a process that takes no step for so long; tools may take longer than its own
+
+
+def most_sequences(on_cpu: bool, needed: int | None) -> int:
+    """The number of responses decoded at once: at most `needed` (None: not known)."""
+    return min(needed or 1 << 30, 256 if on_cpu else 1024)
+
+
+def common_arguments(path: str | Path, *, context: int, dtype: str, seed: int, sequences: int) -> dict[str, Any]:
+    """The arguments of `sglang.srt.server_args.ServerArgs` that hold on every machine."""
+    return {
+        "model_path": str(path),
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "random_seed": seed,
+        "context_length": context + MARGIN,
+        "max_running_requests": sequences,
+        # A part of a prompt read under old weights would be kept at a swap.
+        "chunked_prefill_size": -1,
+        "max_prefill_tokens": max(16384, context + MARGIN),
+        "schedule_policy": "fcfs",  # requests join in the order submitted
+        "sampling_backend": "pytorch",  # `SeededSampler` takes its place
+        "grammar_backend": "none",
+        "log_level": "error",
+        "watchdog_timeout": NEVER_S,
+        "skip_server_warmup": True,
+    }
+
+
+def on_cpu(kv_token_bytes: int, context: int, sequences: int, kv_cache_bytes: int | None) -> Mapping[str, Any]:
+    """The arguments for a CPU: room for all sequences, or for as many as the KV cache holds, and for one at least."""
+    room = (kv_cache_bytes or KV_CACHE_BYTES) // kv_token_bytes
+    return {
+        "device": "cpu",
+        "attention_backend": "torch_native",
+        "max_total_tokens": max(min(room, sequences * (context + MARGIN)), context + 2 * MARGIN),
+        "disable_overlap_schedule": True,
+        "disable_custom_all_reduce": True,
+        "mem_fraction_static": 0.5,
+    }
+
+
+def on_gpu(memory: float | None, shared: bool, total_bytes: int, free_bytes: int, apart_bytes: int, sequences: int) -> Mapping[str, Any]:
+    """The arguments for a GPU of `total_bytes`, of which `free_bytes` are free and `apart_bytes` are not for weights, keys and values.
+
+    The share is of the whole GPU, as everywhere in rlgraph; SGLang's own is of what is free.
+    """
+    share = memory or (MEMORY_SHARED if shared else MEMORY_ALONE)
+    return {
+        "device": "cuda",
+        "mem_fraction_static": round(min((share * total_bytes - apart_bytes) / free_bytes, MOST_OF_FREE), 4),
+        "cuda_graph_max_bs_decode": sequences,
+        "disable_prefill_cuda_graph": True,  # it holds memory that SGLang cannot free
+        "enable_memory_saver": shared,
+        "enable_weights_cpu_backup": shared,
+    }
+
+
+def step_bytes(sequences: int, vocab_size: int) -> int:
+    """The memory that a step needs on a GPU besides weights, keys and values: most of it is the sampler's, in float64."""
+    return STEP_BYTES + SAMPLER_BYTES * sequences * vocab_size
+
+
+def other_models(architecture: str, models: Path) -> str:
+    """Name the modules of SGLang's models without this architecture, for `SGLANG_DISABLED_MODEL_ARCHS`: importing all takes seconds.
+
+    Nothing is left out if no module has the architecture, so that SGLang says itself that it is not supported.
+    """
+    files = [file for file in sorted(models.glob("*.py")) if file.stem != "__init__"]
+    has = [file.stem for file in files if f"class {architecture}(" in file.read_text(encoding="utf-8")]
+    return ",".join(file.stem for file in files if file.stem not in has) if has else ""
+
+
+def prepare(variables: Mapping[str, str]) -> None:
+    """Set environment variables that are not set yet. Call it before SGLang is imported."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +275,19 @@ def _started(arguments: Mapping[str, Any]) -> tuple[Any, list[Path]]:
 def _arguments(path: str | Path, context: int, dtype: str, seed: int, machine: MachineLimits) -> dict[str, Any]:
     gpu = torch.cuda.is_available()
     config = json.loads((Path(path) / "config.json").read_text())
-    sequences = server_arguments.most_sequences(not gpu, machine.max_sequences)
-    arguments = server_arguments.arguments(path, context=context, dtype=dtype, seed=seed, sequences=sequences)
+    sequences = most_sequences(not gpu, machine.max_sequences)
+    arguments = common_arguments(path, context=context, dtype=dtype, seed=seed, sequences=sequences)
     if gpu:
         free, total = torch.cuda.mem_get_info()
-        apart = machine.staged_bytes + server_arguments.step_bytes(sequences, (config.get("text_config") or config)["vocab_size"])
-        arguments |= {**server_arguments.on_gpu(machine.memory, machine.shared, total, free, apart, sequences), **_gpu_attention()}
+        apart = machine.staged_bytes + step_bytes(sequences, (config.get("text_config") or config)["vocab_size"])
+        arguments |= {**on_gpu(machine.memory, machine.shared, total, free, apart, sequences), **_gpu_attention()}
     else:
         _check_attention(path, config)
         shape = ModelShape.from_config(config)
         if shape is None:
             raise DataError(f"engine='sglang': the config of '{path}' does not give the sizes of its keys and values; use engine='vllm'")
         token_bytes = shape.kv_bytes_per_token(getattr(torch, dtype).itemsize)
-        arguments |= server_arguments.on_cpu(token_bytes, context, sequences, machine.kv_cache_bytes)
+        arguments |= on_cpu(token_bytes, context, sequences, machine.kv_cache_bytes)
     return arguments | ({} if machine.overlap is None else {"disable_overlap_schedule": not machine.overlap})
 
 
@@ -117,11 +315,11 @@ def _prepare_process(path: str | Path, threads: int | None) -> None:
         )
     config = json.loads((Path(path) / "config.json").read_text())
     models = Path(package.origin).parent / "srt" / "models"
-    others = server_arguments.other_models((config.get("architectures") or [""])[0], models)
-    server_arguments.prepare(server_arguments.ENVIRONMENT | ({"SGLANG_DISABLED_MODEL_ARCHS": others} if others else {}))
+    others = other_models((config.get("architectures") or [""])[0], models)
+    prepare(ENVIRONMENT | ({"SGLANG_DISABLED_MODEL_ARCHS": others} if others else {}))
     logging.getLogger("sglang").setLevel(logging.ERROR)
-    stand_ins.install()
-    stand_ins.register_configs_twice()
+    install()
+    register_configs_twice()
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)

@@ -7,27 +7,243 @@ import contextlib
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from rlgraph.engines import copy_plan
-from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, Running, check_request, check_weights
+from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
 from rlgraph.engines.drafts import PromptLookup
+from rlgraph.engines.exact.model import in_company
+from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
-from rlgraph.engines.hf_models.text_part import is_head
-from rlgraph.engines.lora.merging import MergedWeights, as_described
+from rlgraph.engines.hf_models.text_part import in_text_model, is_head
+from rlgraph.engines.lora.modules import MergedWeights, as_described
+from rlgraph.engines.vllm import arguments as engine_arguments
 from rlgraph.engines.vllm import drafts as vllm_drafts
-from rlgraph.engines.vllm import engine_arguments, fp8_weights, language_model
-from rlgraph.engines.vllm.cpu_packing import pack_again, pair_single_rows
-from rlgraph.engines.vllm.held_turns import HeldTurns
-from rlgraph.engines.vllm.requests import CoreRequests
+from rlgraph.engines.vllm import fp8_weights
 from rlgraph.engines.vllm.routes import RouteRecorder
 from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
 from rlgraph.errors import GraphError
+
+# Requests as vLLM's core takes them: checked once for each way to sample, and copied for each request.
+
+
+class StopTokens(list[int]):
+    """A list of token ids in which vLLM looks each new token up, in the time of a set; a process of another GPU gets a plain list.
+
+    >>> 4 in StopTokens([3, 4]), StopTokens([3]) == [3]
+    (True, True)
+    """
+
+    def __init__(self, ids: Iterable[int]) -> None:
+        super().__init__(ids)
+        self._set = frozenset(self)
+
+    def __contains__(self, token: object) -> bool:
+        return token in self._set
+
+    def __reduce__(self) -> tuple[type, tuple[list[int]]]:
+        return list, ([*self],)
+
+
+class CoreRequests:
+    """Makes the requests of an engine's core. A response ends with one of the tokens `ends`, unless its sampling ignores these.
+
+    vLLM takes about as long to check a request as a small model takes for a decode step, and a conversation sends one for each turn. So
+    vLLM sees the first request of each way to sample. The others are copies of that, with a prompt, a length and a seed of their own;
+    their prompts are checked by the caller.
+    """
+
+    def __init__(self, llm: Any, ends: tuple[int, ...]) -> None:
+        self._llm, self._ends = llm, ends
+        self._checked: dict[tuple[object, ...], Any] = {}  # by way to sample
+        self._numbers = count()
+
+    def make(self, request: Request, salt: str) -> Any:
+        """Make vLLM's `EngineCoreRequest`, under a name that no other has. It shares prefixes with requests of the same `salt`."""
+        sampling = request.sampling
+        way = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids, sampling.ignore_eos)
+        if way not in self._checked:
+            prompt, tasks = {"prompt_token_ids": list(request.prompt)}, self._llm.get_supported_tasks()
+            checked = self._llm.input_processor.process_inputs(request.id, prompt, self._params(sampling), supported_tasks=tasks)
+            # Only now: with the ends that a model's folder names vLLM makes a list of its own.
+            checked.sampling_params.stop_token_ids = StopTokens(checked.sampling_params.stop_token_ids)
+            self._checked[way] = checked
+        made = copy(self._checked[way])
+        made.sampling_params = params = copy(made.sampling_params)
+        params.max_tokens, params.seed = sampling.max_tokens, request.seed
+        made.request_id, made.external_req_id = f"{request.id}-{next(self._numbers)}", request.id
+        made.prompt_token_ids, made.cache_salt = list(request.prompt), salt
+        return made
+
+    def make_next_turn(self, request: Request, name: str, tokens: list[int]) -> Any:
+        """Make the request by which the one of this `name` goes on: it reads `tokens` after what it has read."""
+        made = self.make(request, "")
+        made.request_id, made.prompt_token_ids, made.resumable = name, tokens, True
+        return made
+
+    def _params(self, sampling: Sampling) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._ends)],
+            ignore_eos=sampling.ignore_eos,
+            seed=0,  # replaced; a request with a seed is sampled by a generator of its own
+            logprobs=0,
+            detokenize=False,
+            skip_clone=True,  # nobody else has it, and a deep copy of many stop tokens takes longer than a decode step
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+
+# What vLLM has read of conversations, kept between their turns: the next turn reads only what is new.
+#
+# A prefix cache keeps whole blocks alone, of 32 tokens on a CPU, so that each turn reads half a block again on average. A resumable request
+# keeps all of it, in memory that nothing else can take. So it is given back where others need the room, and the prefix cache has its
+# whole blocks from then on. Proven for the scheduler and the runner of vLLM on a CPU, which are in this process.
+
+LEAST_FREE = 0.25  # of the blocks, for what runs: a turn given back in vain reads half a block more
+
+
+class HeldTurns:
+    """The requests of conversations that wait for their next turn, by vLLM's names; the longest waiting one first."""
+
+    def __init__(self, llm: Any) -> None:
+        self._client = llm.engine_core
+        self._scheduler = llm.engine_core.engine_core.scheduler
+        self._runner = llm.model_executor.driver_worker.worker.model_runner
+        self._names: dict[str, str] = {}  # by conversation
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def hold(self, conversation: str, name: str) -> None:
+        """Keep a request whose turn has ended, and of its conversation no other."""
+        self.give_back([conversation])
+        self._names[conversation] = name
+
+    def next_turn(self, request: Request) -> tuple[str, list[int]] | None:
+        """Give the name of the held request that this one goes on from, and the tokens that are new; None where nothing is held.
+
+        The seed of the turn is set as that of a new request is.
+        """
+        name = self._names.pop(request.conversation, None)
+        if name is None:
+            return None
+        held = self._scheduler.requests[name]
+        known = held.num_computed_tokens
+        if known >= len(request.prompt) or list(held.all_token_ids[:known]) != list(request.prompt[:known]):
+            self._client.abort_requests([name])
+            return None
+        generator = self._runner.requests[name].generator
+        if generator is not None:
+            generator.manual_seed(request.seed)
+        return name, list(request.prompt[known:])
+
+    def give_back(self, conversations: Iterable[str] | None = None) -> None:
+        """Free what is held of these conversations, or of all."""
+        given = list(self._names) if conversations is None else conversations
+        names = [self._names.pop(conversation) for conversation in given if conversation in self._names]
+        if names:
+            self._client.abort_requests(names)
+
+    def make_room(self) -> None:
+        """Give back the longest waiting ones while what runs has too few blocks or places."""
+        while self._names and self._crowded():
+            self.give_back([next(iter(self._names))])
+
+    def _crowded(self) -> bool:
+        scheduler = self._scheduler
+        pool = scheduler.kv_cache_manager.block_pool
+        if pool.get_num_free_blocks() < LEAST_FREE * pool.num_gpu_blocks:
+            return True
+        waiting = len(scheduler.waiting) + len(scheduler.kv_holding_waiting)  # what is held is among these
+        return len(scheduler.running) + waiting > scheduler.max_num_active_reqs
+
+
+# What vLLM's CPU build packs for its kernels at the start alone: after new weights were loaded it has to be packed again.
+#
+# Without it a head that is tied to the embeddings keeps the old weights, and experts are read in the wrong order, without an error.
+
+
+def pack_again(model: Any, config: Any, *, tied: bool) -> None:
+    """Pack the embeddings of a model whose head they are (`tied`), and the experts of each layer."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    with set_current_vllm_config(config):
+        for module in model.modules():
+            if tied and isinstance(module, VocabParallelEmbedding):
+                module.quant_method.process_weights_after_loading(module)
+            if isinstance(module, RoutedExperts):
+                module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+    pair_single_rows(model)
+
+
+class _InCompany:
+    """The product of a layer whose result for a row does not depend on whether it is alone."""
+
+    def __init__(self, own: Callable[..., torch.Tensor]) -> None:
+        self._own = own
+
+    def __call__(self, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return in_company(lambda rows: self._own(rows, weight, bias), states)
+
+
+def pair_single_rows(model: Any) -> None:
+    """Let each linear layer compute one row alone as it does among others: what packs a layer gives it a product of its own."""
+    for module in model.modules():
+        own = module.__dict__.get("cpu_linear")
+        if own is not None and not isinstance(own, _InCompany):
+            module.cpu_linear = _InCompany(own)
+
+
+# The language model of a multimodal folder in vLLM, run as the text model that it is: no tower is built, whatever it would need.
+
+
+def arguments(nested: bool) -> dict[str, Any]:
+    """The arguments of `vllm.EngineArgs` for such a folder. Its weights have other names than vLLM reads; `folder_weights` has them."""
+    return {"hf_overrides": language_model, "load_format": "dummy"} if nested else {}
+
+
+def language_model(config: Any) -> Any:
+    """Take the configuration of the language model out of that of a multimodal one; another one, by which vLLM tries this, stays."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    text = config.get_text_config()
+    if text is config:
+        return config
+    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]]
+    return text
+
+
+def folder_weights(path: Path, names: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Read the weights of these names from a folder."""
+    from safetensors import safe_open
+
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in header_shapes(file) if name in names}
+    return found
+
+
+def as_text_model(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Name weights of a multimodal folder as a folder of the text model does."""
+    return {in_text_model(name): tensor for name, tensor in weights.items()}
+
 
 FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length"}  # by vLLM's name; its others cut a response off from outside
 
@@ -93,7 +309,7 @@ class VllmEngine(GenerateEngine):
         )
         machine = {**machine, **({} if self._on_cpu else engine_arguments.of_worker(exact=exact, routes=routes))}
         model = engine_arguments.of_model(path, context, dtype, seed, tensor_parallel, random_weights=random_weights)
-        nested, fp8 = language_model.arguments(self._summary.nested), fp8_weights.ARGUMENTS if weights_dtype else {}
+        nested, fp8 = arguments(self._summary.nested), fp8_weights.ARGUMENTS if weights_dtype else {}
         guessing = {} if drafts is None else vllm_drafts.arguments(drafts, machine)
         self.llm = _started({**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})})
         self._routes = self._prepared(routes)
@@ -106,7 +322,7 @@ class VllmEngine(GenerateEngine):
         self._checked: dict[str, torch.Tensor] = {}  # the weights that were found to be the model's
         self._shared, self._requests = SharedWeights(self.llm.collective_rpc), CoreRequests(self.llm, self._summary.eos_token_ids)
         if self._summary.nested and not random_weights:
-            self.replace_weights(language_model.folder_weights(self._summary.path, self._shapes), "recompute")
+            self.replace_weights(folder_weights(self._summary.path, self._shapes), "recompute")
 
     def _prepared(self, routes: bool) -> RouteRecorder | None:
         """Connect what rlgraph adds to the engine's model and its runner; with `routes` give what records them."""
@@ -191,7 +407,7 @@ class VllmEngine(GenerateEngine):
             check_weights(described, self._shapes)
             self._checked = dict(described)
         if self._summary.nested:
-            weights = language_model.as_text_model(weights)
+            weights = as_text_model(weights)
         self._wake("weights")
         self.catch_up()
         if self._on_cpu:
@@ -309,7 +525,7 @@ class VllmEngine(GenerateEngine):
     def renew(self) -> None:
         """Load the weights of the folder as they are now, and be as a new engine is; see `GenerateEngine`."""
         self.wake()
-        weights = language_model.folder_weights(self._summary.path, self._shapes)
+        weights = folder_weights(self._summary.path, self._shapes)
         self.replace_weights({name: tensor.to(self._dtype) for name, tensor in weights.items()}, "recompute")
         self.forget()
 

@@ -6,8 +6,8 @@ from typing import Any
 from rlgraph.engines.api import TrainEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import TrainerSpec
-from rlgraph.engines.vllm import engine_arguments
-from rlgraph.engines.vllm.imports import import_vllm
+from rlgraph.engines.vllm import arguments
+from rlgraph.engines.vllm.spec import import_vllm
 from rlgraph.plan.estimates import compute_weights, paged
 from rlgraph.plan.memory_laws import Need, Workload
 
@@ -42,7 +42,7 @@ SPEC = TrainerSpec(
     sleep_bytes=compute_weights,
     loading_bytes=compute_weights,
     memory_estimate=memory,
-    shares=(engine_arguments.MEMORY_ALONE, engine_arguments.MEMORY_SHARED),
+    shares=(arguments.MEMORY_ALONE, arguments.MEMORY_SHARED),
     prepare=import_vllm,
-    host_heads=engine_arguments.HOST_HEADS,
+    host_heads=arguments.HOST_HEADS,
 )

@@ -1,13 +1,34 @@
 """The engine "vllm" for the registry."""
 
+import os
+from importlib import import_module
 from typing import Any
 
 from rlgraph.engines.api import GenerateEngine
 from rlgraph.engines.load import Place, dtype_of
 from rlgraph.engines.registry import EngineSpec
-from rlgraph.engines.vllm import engine_arguments
-from rlgraph.engines.vllm.imports import import_vllm
-from rlgraph.engines.vllm.user_arguments import check_arguments
+from rlgraph.engines.vllm import arguments
+from rlgraph.engines.vllm.arguments import check_arguments
+
+# What an engine of vLLM imports, for a process from which workers are forked.
+
+MODULES = (
+    "vllm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "rlgraph.engines.vllm.engine",
+)
+ON_CPU = ("vllm.v1.worker.cpu_worker",)  # those of a GPU are imported by the worker, which may open it
+
+
+def import_vllm() -> None:
+    """Import vLLM, with the variables that it reads as it is imported; it opens no GPU."""
+    gpu = bool(os.environ.get("CUDA_VISIBLE_DEVICES"))  # to ask torch would open it
+    for name, value in arguments.environment(gpu, os.environ).items():
+        os.environ.setdefault(name, value)
+    for module in (*MODULES, *(() if gpu else ON_CPU)):
+        import_module(module)
 
 
 def load(generator: Any, place: Place) -> GenerateEngine:
@@ -21,7 +42,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
         seed=generator.seed,
         threads=place.threads,
         tensor_parallel=generator.tensor_parallel,
-        max_sequences=generator.max_sequences or engine_arguments.most_sequences(place.device == "cpu", place.sequences),
+        max_sequences=generator.max_sequences or arguments.most_sequences(place.device == "cpu", place.sequences),
         memory=generator.memory,
         engines=generator.engines_per_gpu,
         shared=place.shared and place.device == "cuda",
@@ -44,8 +65,8 @@ SPEC = EngineSpec(
     samples_exactly=True,
     fixed_rotation=True,
     check_arguments=check_arguments,
-    shares=(engine_arguments.MEMORY_ALONE, engine_arguments.MEMORY_SHARED),
+    shares=(arguments.MEMORY_ALONE, arguments.MEMORY_SHARED),
     prepare=import_vllm,
-    host_heads=engine_arguments.HOST_HEADS,
+    host_heads=arguments.HOST_HEADS,
     renews=True,
 )

@@ -10,7 +10,7 @@ from rlgraph.columns import Column, Columns, rows_of_rank, truncated
 from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset
 from rlgraph.engines.api import Sampling
-from rlgraph.engines.hf_models.encoding import encoded_prompts
+from rlgraph.engines.hf_models.chat_template import encoded_prompts
 from rlgraph.errors import DataError, GraphError, choices
 from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation

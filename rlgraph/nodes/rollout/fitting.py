@@ -9,8 +9,7 @@ from rlgraph import notices
 from rlgraph.columns import Columns
 from rlgraph.data.rows import Overlong, place_of
 from rlgraph.engines.api import Sampling
-from rlgraph.engines.hf_models.chat_template import check_conversations
-from rlgraph.engines.hf_models.encoding import encoded_prompts
+from rlgraph.engines.hf_models.chat_template import check_conversations, encoded_prompts
 from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.base import Context

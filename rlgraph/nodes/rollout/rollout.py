@@ -11,7 +11,7 @@ from rlgraph.columns import Column, Columns, repeat_rows, rows_of_rank
 from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Request, Running, Sampling
 from rlgraph.engines.drafts import PromptLookup, check_no_model
-from rlgraph.engines.hf_models.encoding import encoded_prompts
+from rlgraph.engines.hf_models.chat_template import encoded_prompts
 from rlgraph.engines.made_of import made_of
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
 from rlgraph.errors import GraphError, shown

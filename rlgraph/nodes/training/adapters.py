@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from rlgraph.engines.fsdp.adamw import Muon
 from rlgraph.engines.hf_models.pretrained import ModelSummary
 from rlgraph.engines.lora.settings import FAMILIES, LoRA
+from rlgraph.engines.optim import Muon
 from rlgraph.errors import GraphError
 from rlgraph.nodes.training.low_bits import check_four_bits
 from rlgraph.plan.model_shapes import ALL_LINEAR, PROJECTIONS

@@ -12,7 +12,7 @@ from rlgraph.algorithms.supervised_losses import BradleyTerry
 from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns
-from rlgraph.engines.hf_export.names import HEAD
+from rlgraph.engines.hf_export.folder import HEAD
 from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.engines.lora.settings import LoRA
 from rlgraph.errors import DataError

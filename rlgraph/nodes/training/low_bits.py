@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rlgraph.engines.low_bits import INSTALL, is_installed
+from rlgraph.engines.precision import INSTALL, is_installed
 from rlgraph.errors import GraphError
 
 

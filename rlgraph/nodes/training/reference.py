@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from rlgraph.engines.fsdp.adamw import AdamW
 from rlgraph.engines.lora.settings import LoRA
+from rlgraph.engines.optim import AdamW
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Feedback, Output, declare
 from rlgraph.graph.operation import ModelTraits

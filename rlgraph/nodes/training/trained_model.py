@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from rlgraph.engines.fsdp.adamw import AdamW, Muon
 from rlgraph.engines.lora.settings import LoRA
+from rlgraph.engines.optim import AdamW, Muon
 from rlgraph.engines.registry import TRAINERS, TrainerSpec, trainer_of
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Model, Node

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlgraph.engines.hf_models.hub import revision_of
+from rlgraph.engines.hf_models.model_files import revision_of
 from rlgraph.errors import shown
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.plan import Plan

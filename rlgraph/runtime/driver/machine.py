@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from rlgraph.engines.amx import leave_out_broken_amx
-from rlgraph.engines.precision import device_precision
+from rlgraph.engines.precision import device_precision, leave_out_broken_amx
 from rlgraph.plan.cluster import Cluster
 
 

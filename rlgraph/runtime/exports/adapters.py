@@ -8,13 +8,10 @@ from pathlib import Path
 import torch
 
 from rlgraph.channels.weights.shards import WeightShard
-from rlgraph.engines.hf_export.companions import write_companions
-from rlgraph.engines.hf_export.folder import Exported, GrowingExport, take_room
-from rlgraph.engines.hf_export.layout import DTYPES, ExportDtype, ExportLayout, Numbers, planned
-from rlgraph.engines.hf_export.names import exported
-from rlgraph.engines.hf_export.shard_writer import write_shards
+from rlgraph.engines.hf_export.folder import Exported, GrowingExport, exported, take_room, write_companions
+from rlgraph.engines.hf_export.layout import DTYPES, ExportDtype, ExportLayout, Numbers, planned, write_shards
 from rlgraph.engines.hf_models.pretrained import parameter_shapes
-from rlgraph.engines.lora.merging import BaseWeights
+from rlgraph.engines.lora.modules import BaseWeights
 from rlgraph.engines.lora.peft_folder import SavedAdapter, peft_names, read_adapter, write_config
 from rlgraph.engines.lora.settings import TENSORS
 

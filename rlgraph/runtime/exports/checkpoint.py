@@ -9,11 +9,10 @@ import msgspec
 
 from rlgraph.analysis.run import CardFacts
 from rlgraph.engines.hf_export.folder import Exported, check_target
-from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
-from rlgraph.engines.hf_export.shard_writer import write_shards
-from rlgraph.engines.hf_models.folder_parts import folder_shards
+from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout, write_shards
+from rlgraph.engines.hf_models.backbone import parts_of
+from rlgraph.engines.hf_models.folder_weights import folder_shards
 from rlgraph.engines.hf_models.pretrained import parameter_shapes
-from rlgraph.engines.hf_models.text_model import parts_of
 from rlgraph.engines.registry import TRAINERS, SavedShard
 from rlgraph.errors import CheckpointError, ExportError
 from rlgraph.plan.plan import Plan

@@ -10,12 +10,9 @@ from safetensors import safe_open
 from rlgraph.analysis.graph_settings import graph_settings
 from rlgraph.analysis.run import CardFacts
 from rlgraph.channels.weights.shards import WeightShard, parameters
-from rlgraph.engines.hf_export.companions import write_companions
-from rlgraph.engines.hf_export.folder import Exported, GrowingExport
-from rlgraph.engines.hf_export.layout import MOST_FILE_BYTES, AdapterForm, ExportDtype, ExportLayout, ShardBox, planned
-from rlgraph.engines.hf_export.names import exported
-from rlgraph.engines.hf_export.shard_writer import write_shards
-from rlgraph.engines.hf_models.hub import revision_of
+from rlgraph.engines.hf_export.folder import Exported, GrowingExport, exported, write_companions
+from rlgraph.engines.hf_export.layout import MOST_FILE_BYTES, AdapterForm, ExportDtype, ExportLayout, ShardBox, planned, write_shards
+from rlgraph.engines.hf_models.model_files import revision_of
 from rlgraph.engines.hf_models.pretrained import check_model, other_tensors
 from rlgraph.errors import ExportError, RlgraphError
 from rlgraph.graph.nodes import Graph

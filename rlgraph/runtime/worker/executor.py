@@ -15,7 +15,7 @@ import torch
 
 from rlgraph.channels.api import Reader, Statistics, Writer
 from rlgraph.columns import Column, Columns, concat_rows, repeat_rows, rows_of_rank
-from rlgraph.engines.hf_models.hub import offline
+from rlgraph.engines.hf_models.model_files import offline
 from rlgraph.errors import GraphError, StalenessError, shown
 from rlgraph.graph.operation import HasState, Stateful
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics, fired_parts

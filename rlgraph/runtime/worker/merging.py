@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from rlgraph.engines.lora.merging import A, B, BaseWeights
+from rlgraph.engines.lora.modules import A, B, BaseWeights
 from rlgraph.engines.lora.peft_folder import read_adapter
 from rlgraph.graph.nodes import Model
 from rlgraph.plan.model_shapes import ALL_LINEAR, PROJECTIONS

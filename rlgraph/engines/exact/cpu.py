@@ -1,4 +1,4 @@
-"""Attention by the kernel of vLLM on a CPU, in the engine's order: the prompt at once, then each token by itself; backward by PyTorch."""
+"""The kernels of vLLM on a CPU for an exact trainer: attention, linear maps and rotation; backward by PyTorch."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,9 +9,47 @@ import torch
 from vllm import _custom_ops as kernels
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from rlgraph.engines.exact.cpu_rotation import rotated, rotated_plainly
-from rlgraph.engines.exact.plain_attention import check_plain
+from rlgraph.engines.exact.model import check_plain, in_company
 from rlgraph.engines.forward import packed_attention
+
+# Rotation of queries and keys by the kernel of vLLM on a CPU. With AVX-512 it rounds once where separate products and sums round twice.
+
+
+class LateRotation(torch.nn.Module):
+    """Stands for a model's rotary embedding: gives cos = 1 and sin = 0, so that the exact attention can rotate by itself."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, _ = self.own(states[:, :1], position_ids[:, :1])
+        one = cos.new_ones(1, 1, 1).expand(*position_ids.shape, cos.shape[-1])
+        return one, torch.zeros_like(one)
+
+    @torch.no_grad()
+    def table(self, length: int, like: torch.Tensor) -> torch.Tensor:
+        """The cosines, then the sines, of the positions up to a length: `[length, D]` for heads of D numbers."""
+        cos, sin = self.own(like, torch.arange(length)[None])
+        half = cos.shape[-1] // 2
+        return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
+
+
+def rotated(states: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotate heads `[L, H, D]` at these positions `[L]`, as the engine does."""
+    out = states.clone()
+    kernels.rotary_embedding(positions, out.view(len(out), -1), None, states.shape[-1], table, True)
+    return out
+
+
+def rotated_plainly(states: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotate heads `[1, H, L, D]` in PyTorch, for their gradient."""
+    cos, sin = table[positions].chunk(2, dim=-1)
+    first, second = states.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+# Attention by the kernel of vLLM on a CPU, in the engine's order: the prompt at once, then each token by itself; backward by PyTorch.
 
 NAME = "rlgraph_exact"
 BLOCK = 32  # tokens of a block of keys and values: results do not depend on it
@@ -168,3 +206,40 @@ def _called(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call:
         s_aux=None,
     )
     return out
+
+
+# Linear maps by the kernel of vLLM on a CPU, whose results do not depend on the number of rows; backward by PyTorch.
+
+PRIMITIVES = 32  # that a kernel keeps, one for each number of rows: as many as the engine's
+
+
+class ExactLinear(torch.nn.Linear):
+    """A linear map that computes each row as the engine does. Its weights are packed at the first pass after `forget`."""
+
+    packed: Any = None
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        if self.packed is None:
+            self.packed = kernels.create_onednn_mm(self.weight.detach().t(), PRIMITIVES)
+        out: torch.Tensor = _Product.apply(states, self.weight, self.bias, self.packed)
+        return out
+
+    def forget(self) -> None:
+        """Let go of the packed weights: the kernel would go on with them after the weights have changed."""
+        self.packed = None
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, packed: Any) -> torch.Tensor:
+        ctx.save_for_backward(states, weight)
+        ctx.has_bias = bias is not None
+        given = None if bias is None else bias.detach()
+        return in_company(lambda rows: kernels.onednn_mm(packed, rows, given), states.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,), (states, weight) = grads, ctx.saved_tensors
+        rows, of_rows = states.flatten(0, -2), grad.flatten(0, -2)
+        of_weight = of_rows.t() @ rows if ctx.needs_input_grad[1] else None
+        return grad @ weight if ctx.needs_input_grad[0] else None, of_weight, of_rows.sum(0) if ctx.has_bias else None, None

@@ -1,0 +1,411 @@
+"""The kernels of an exact trainer and its engine on an NVIDIA GPU in bfloat16: their rows do not depend on the batch."""
+
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch.nn.functional import linear
+from vllm import _custom_ops as kernels
+from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+from rlgraph.engines.exact.model import check_machine, check_model, check_plain, in_company, table_of
+from rlgraph.engines.forward import packed_attention
+from rlgraph.engines.forward.triton_scores import TritonScores
+from rlgraph.engines.hf_models.backbone import backbone_of, install_fused_norms, layers_of
+from rlgraph.errors import DataError
+
+# Attention on a GPU by the engine's kernel, FlashAttention 3 with keys in one piece and one shape of tiles.
+#
+# The backward pass is that of any trainer, with FlashAttention 2 forward once more.
+#
+# The kernel takes tiles of 128 keys where it masks causally and is told of queries that fill a tile. Told of one query, as in a decode
+# step, it takes others for heads of 64. So both sides tell it of `TOLD` at least for these; how many there are it reads on the GPU.
+
+NAME = "rlgraph_exact_gpu"
+TOLD = 128  # queries of the longest sequence, as the kernel is told for narrow heads
+NARROW = 64  # numbers of a head
+
+
+def told(size: int, longest: int) -> int:
+    """The number of queries of the longest sequence that the kernel is told of, for heads of a size."""
+    return max(longest, TOLD) if size <= NARROW else longest
+
+
+def register() -> None:
+    """Make the attention known to transformers, under its name."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)
+
+
+def attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    scaling: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within each sequence of a flat row: `[1, L, H, D]` from `query [1, H, L, D]`, keys and values of as many or fewer heads.
+
+    Raises DataError for a setting that is not proven to be exact.
+    """
+    check_plain(module, sliding_window, softcap, s_aux)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    out: torch.Tensor = _FlashAttention.apply(q, k, v, cu_seq_lens_q.int(), max_length_q, scaling)
+    return out[None], None
+
+
+class _FlashAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float
+    ) -> torch.Tensor:
+        ctx.save_for_backward(query, key, value, starts)
+        ctx.longest, ctx.scale = longest, scale
+        return attended(query.detach(), key.detach(), value.detach(), starts, longest, scale)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        *given, starts = ctx.saved_tensors
+        with torch.enable_grad():
+            own = [states.detach().requires_grad_() for states in given]
+            query, key, value = (states.transpose(0, 1)[None] for states in own)
+            out, _ = packed_attention.attend(
+                None, query, key, value, None, cu_seq_lens_q=starts, max_length_q=ctx.longest, scaling=ctx.scale
+            )
+        return (*torch.autograd.grad(out, own, grads[0][None]), None, None, None)
+
+
+def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float) -> torch.Tensor:
+    """Attend `[L, H, D]` within each sequence."""
+    out: torch.Tensor = flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        max_seqlen_q=told(query.shape[-1], longest),
+        cu_seqlens_q=starts,
+        max_seqlen_k=longest,
+        cu_seqlens_k=starts,
+        softmax_scale=scale,
+        causal=True,
+        fa_version=3,
+        num_splits=1,
+    )
+    return out
+
+
+# RMS norms on a GPU by one kernel, for engine and trainer: a row's sums are in one order, however many rows there are.
+#
+# vLLM's own kernel for a norm after a sum takes other blocks from 256 rows on, and is not its kernel for a norm alone.
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+
+
+SMALL = 256  # numbers of a row, below which a program takes several rows
+NORM_ROWS = 16  # that it then takes
+
+
+@triton.jit(do_not_specialize=["rows", "heads"])
+def _norm(
+    states,
+    residual,
+    weight,
+    out,
+    inverses,
+    rows,
+    heads,
+    token_stride,
+    head_stride,
+    eps,
+    width: tl.constexpr,
+    added: tl.constexpr,
+    block: tl.constexpr,
+    at_once: tl.constexpr,
+):
+    """Norms of some rows: row i is head `i % heads` of token `i // heads`. With `added` the residual takes up the states before."""
+    row = tl.program_id(0).to(tl.int64) * at_once + tl.arange(0, at_once)
+    lanes = tl.arange(0, block)
+    here = (row < rows)[:, None] & (lanes < width)[None, :]
+    given = states + ((row // heads) * token_stride + (row % heads) * head_stride)[:, None] + lanes[None, :]
+    flat = row[:, None] * width + lanes[None, :]
+    values = tl.load(given, mask=here, other=0.0).to(tl.float32)
+    if added:
+        values += tl.load(residual + flat, mask=here, other=0.0).to(tl.float32)
+        rounded = values.to(residual.dtype.element_ty)
+        tl.store(residual + flat, rounded, mask=here)
+        values = rounded.to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(values * values, 1) / width + eps)
+    scale = tl.load(weight + lanes, mask=lanes < width, other=0.0).to(tl.float32)
+    found = values * inverse[:, None] * scale[None, :]
+    tl.store(out + flat, found.to(out.dtype.element_ty), mask=here)
+    tl.store(inverses + row, inverse, mask=row < rows)
+
+
+def norm(states: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the norms `[..., D]` of states `[L, D]` or `[..., H, D]`, and each row's factor. A `residual` takes the states up first."""
+    width = states.shape[-1]
+    if states.is_contiguous() or states.dim() == 2:
+        tokens, heads = states.reshape(-1, width), 1
+    else:
+        tokens, heads = states.flatten(0, -3), states.shape[-2]  # a view: a slice of a product keeps its strides
+    rows = states.numel() // width
+    out = torch.empty(states.shape, dtype=states.dtype, device=states.device)
+    inverses = torch.empty(*states.shape[:-1], 1, dtype=torch.float32, device=states.device)
+    at_once = NORM_ROWS if width < SMALL else 1
+    if rows:
+        _norm[(triton.cdiv(rows, at_once),)](
+            tokens,
+            residual if residual is not None else out,
+            weight,
+            out,
+            inverses,
+            rows,
+            heads,
+            tokens.stride(0),
+            tokens.stride(-2),
+            eps,
+            width=width,
+            added=residual is not None,
+            block=triton.next_power_of_2(width),
+            at_once=at_once,
+            num_warps=4 if width <= 2048 else 8,
+        )
+    return out, inverses
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        out, inverses = norm(states.detach(), weight.detach(), eps)
+        ctx.save_for_backward(states, weight, inverses)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        states, weight, inverses = ctx.saved_tensors
+        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
+        of_states, of_weight = torch.ops.aten._fused_rms_norm_backward(
+            grads[0].contiguous(), states.contiguous(), list(weight.shape), inverses, weight, wanted
+        )
+        return of_states, of_weight, None
+
+
+def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """Stand for the forward of a trainer's norm: `[..., D]`."""
+    out: torch.Tensor = _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
+    return out
+
+
+# Products of matrices on a GPU whose rows do not depend on the number of rows: cuBLAS without its sums in several parts.
+#
+# That is proven at every start, shape by shape, in milliseconds. Where only a row alone is summed in another order (seen on an H200 for
+# 6,144 -> 2,048), it is computed beside a second one, on both sides.
+
+COUNTS = (*range(1, 65), *range(72, 520, 8), 129, 255, 257, 511, 600, 777, 1024, 1031, 2048, 4095)  # rows that are tried
+ROWS = 4096  # of the product that they are compared with
+
+
+def leave_sums_whole() -> None:
+    """Have this process's cuBLAS sum each number of a product in one piece, in engine and trainer."""
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+
+
+class RowInCompany(torch.nn.Linear):
+    """A linear map of a trainer that computes one row as two."""
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return in_company(super().forward, states)
+
+
+def need_company(shapes: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+    """The shapes `(out, into)` of matrices for which one row is summed in another order than several.
+
+    Raises DataError for a shape for which more depends on the number of rows.
+    """
+    found = {shape: rows_that_differ(*shape) for shape in set(shapes)}
+    torch.cuda.empty_cache()
+    for (out, into), counts in found.items():
+        if counts not in ((), (1,)):
+            raise DataError(
+                f"exact=True: on {torch.cuda.get_device_name()} products by a matrix of {out} x {into} depend on the number of rows, as "
+                f"with {', '.join(map(str, counts[:5]))} rows; leave out exact"
+            )
+    return {shape for shape, counts in found.items() if counts}
+
+
+@cache
+@torch.no_grad()
+def rows_that_differ(out: int, into: int) -> tuple[int, ...]:
+    """The numbers of rows whose products by a matrix `[out, into]` are not those rows of a larger product."""
+    draw = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(out, into, generator=draw, device="cuda", dtype=torch.bfloat16) * 0.02
+    states = torch.randn(ROWS, into, generator=draw, device="cuda", dtype=torch.bfloat16)
+    whole = linear(states, weight)
+    return tuple(count for count in COUNTS if not torch.equal(linear(states[:count], weight), whole[:count]))
+
+
+def exchange_lone_rows(model: torch.nn.Module) -> None:
+    """Have the linear maps of a trainer's model that need it compute one row as two."""
+    maps = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    found = need_company((module.out_features, module.in_features) for module in maps)
+    for module in maps:
+        if (module.out_features, module.in_features) in found:
+            module.__class__ = RowInCompany
+
+
+def exchange_engines_lone_rows(model: Any) -> None:
+    """Have the linear maps and the head of vLLM's model that need it compute one row as two."""
+    maps = [module for module in model.modules() if hasattr(module, "quant_method") and getattr(module, "weight", None) is not None]
+    found = need_company(tuple(module.weight.shape) for module in maps)
+    for module in maps:
+        if tuple(module.weight.shape) in found:
+            module.quant_method.apply = _in_company(module.quant_method.apply)
+
+
+def _in_company(apply: Any) -> Any:
+    def applied(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return in_company(lambda rows: apply(layer, rows, bias), x)
+
+    return applied
+
+
+# Rotation of queries and keys on a GPU by vLLM's kernel, with a table that engine and trainer compute by the same lines.
+#
+# vLLM's kernel rounds once, where separate products and sums in bfloat16 round three times.
+
+
+class TableRotation(torch.nn.Module):
+    """Stands for a model's rotary embedding: hands on the table and the positions, for `rotate` to use."""
+
+    def __init__(self, own: Any, config: Any) -> None:
+        super().__init__()
+        self.own, self.config = own, config
+        self.tables: dict[torch.device, torch.Tensor] = {}  # forth and back: [2, positions, D]
+
+    @torch.no_grad()
+    def forward(self, states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if states.device not in self.tables:
+            table = table_of(self.config, states.dtype, states.device)
+            cos, sin = table.chunk(2, dim=-1)
+            self.tables[states.device] = torch.stack([table, torch.cat([cos, -sin], dim=-1)])
+        return self.tables[states.device], position_ids.flatten()
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(tables, positions)
+        return turned(query, key, tables[0], positions)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tables, positions = ctx.saved_tensors
+        return *turned(grads[0], grads[1], tables[1], positions), None, None
+
+
+def turned(query: torch.Tensor, key: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate `[1, H, L, D]` queries and keys at `positions [L]`, as the engine does."""
+    q, k = (x.detach()[0].transpose(0, 1).clone(memory_format=torch.contiguous_format) for x in (query, key))
+    kernels.rotary_embedding(positions, q.view(len(q), -1), k.view(len(k), -1), q.shape[-1], table, True)
+    return q.transpose(0, 1)[None], k.transpose(0, 1)[None]
+
+
+def install_rotation(attention: Any) -> None:
+    """Have the attention modules of a family rotate by the kernel where they are handed a table; else as before."""
+    module = sys.modules[type(attention).__module__]
+    own = module.apply_rotary_pos_emb
+    if getattr(own, "by_table", False):
+        return
+
+    def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+        if sin.is_floating_point():
+            return own(query, key, cos, sin, unsqueeze_dim)
+        return _Rotation.apply(query, key, cos, sin)
+
+    rotate.by_table = True  # type: ignore[attr-defined]
+    module.apply_rotary_pos_emb = rotate  # type: ignore[attr-defined]
+
+
+# A trainer's model that computes on an NVIDIA GPU in bfloat16 what vLLM computes there, bit for bit.
+#
+# Embeddings, SiLU and the products in between are equal as they are. Both sides have one kernel of norms, one attention, one rotation, one
+# log-softmax, and products of matrices that are summed in one piece: `exact_worker` gives vLLM those that it lacks.
+
+
+def exchange(head: Any) -> None:
+    """Give the model of a policy's `head` the kernels. Raises DataError for a model or a machine without proof."""
+    check_machine()
+    check_model(head.model.config.get_text_config())
+    leave_sums_whole()
+    head.exact = True
+    model = head.model
+    exchange_lone_rows(model)
+    register()
+    model.set_attn_implementation(NAME)
+    backbone = backbone_of(model)
+    layers = layers_of(backbone)
+    if install_fused_norms(model, norm_forward) < 2 * len(layers) + 1:
+        raise DataError(f"{type(model).__name__} has norms other than plain RMS norms, which exact=True does not support; leave it out")
+    install_rotation(layers[0].self_attn)
+    backbone.rotary_emb = TableRotation(backbone.rotary_emb, model.config.get_text_config())
+
+
+# Log-probs on a GPU by the kernels of vLLM's sampler: logits in bfloat16, divided by the temperature and rounded, then one sum a row.
+
+
+def token_scores(
+    logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float, entropy: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute the log-probs `[N]` of `tokens [N]` under `logits [N, V] / temperature`, and the entropies `[N]` if asked for: float32."""
+    scaled: torch.Tensor = _Scaled.apply(logits, temperature)
+    found, entropies = TritonScores.apply(scaled, tokens, 1.0, entropy)
+    return _Exact.apply(found, scaled.detach(), tokens), entropies if entropy else None
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        ctx.temperature = temperature
+        return divided(logits, temperature)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] if ctx.temperature == 1 else grads[0] / ctx.temperature, None
+
+
+class _Exact(torch.autograd.Function):
+    """The engine's log-probs, with the gradient of the trainer's."""
+
+    @staticmethod
+    def forward(ctx: Any, found: torch.Tensor, scaled: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return compute_token_logprobs(scaled, tokens[:, None]).view(-1).clone() if len(tokens) else found.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0], None, None
+
+
+def divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Divide logits `[N, V]` as the engine does before it samples."""
+    if temperature == 1 or len(logits) == 0:
+        return logits.view_as(logits)
+    out, device = logits.detach().clone(memory_format=torch.contiguous_format), logits.device
+    apply_temperature(out, torch.zeros(len(out), dtype=torch.int32, device=device), torch.full((1,), temperature, device=device))
+    return out
