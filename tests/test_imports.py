@@ -99,7 +99,7 @@ def test_no_modules_import_each_other_in_a_circle(imports: nx.DiGraph) -> None:
 
 
 def test_the_facade_is_above_all_and_a_plan_knows_it_by_a_protocol_alone(imports: nx.DiGraph) -> None:
-    assert {name for name in imports.predecessors("rlgraph.api")} == {"rlgraph.curriculum"}
+    assert set(imports.predecessors("rlgraph.api")) == {"rlgraph.curriculum"}
     assert nx.has_path(imports, "rlgraph.api", "rlgraph.plan.plan")
     assert not any(
         name.startswith(("rlgraph.render", "rlgraph.analysis", "rlgraph.runtime")) for name in nx.descendants(imports, "rlgraph.plan.plan")
