@@ -121,7 +121,7 @@ def scored(folder: str, cuda: bool, dtype: str, rows: list[Any]) -> dict[str, An
     import rlgraph as rg
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
-    from rlgraph.nodes.rollout.routes import routes_of
+    from rlgraph.nodes.rollout.decode_loop import routes_of
 
     batch = batch_of([(prompt, tokens) for prompt, tokens, _, _ in rows])
     told = routes_of([row[0] for row in rows], [_Told(row[3]) for row in rows])  # type: ignore[misc]

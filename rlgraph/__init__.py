@@ -70,21 +70,17 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.nodes.environments.messages import Message, ToolCall, Turn
     from rlgraph.nodes.environments.program import AgentClient, Program
     from rlgraph.nodes.environments.tools import Tools
-    from rlgraph.nodes.examples import examples, pairs
+    from rlgraph.nodes.examples import examples, pairs, stepwise
     from rlgraph.nodes.prompts import prompts
     from rlgraph.nodes.rewards import scorers
-    from rlgraph.nodes.rewards.retry import Retry
-    from rlgraph.nodes.rewards.reward import reward
+    from rlgraph.nodes.rewards.calls import Retry
+    from rlgraph.nodes.rewards.reward import kl_shaped_rewards, reward, shaped_rewards
     from rlgraph.nodes.rewards.reward_model import RewardModel
-    from rlgraph.nodes.rewards.shaping import kl_shaped_rewards, shaped_rewards
     from rlgraph.nodes.rollout.dynamic_sampling import Refill
     from rlgraph.nodes.rollout.evaluation import evaluate
     from rlgraph.nodes.rollout.rollout import Generator
-    from rlgraph.nodes.sandbox import ToolError
-    from rlgraph.nodes.sandboxes import Executed, LocalSandbox, Sandbox
-    from rlgraph.nodes.stepwise import stepwise
-    from rlgraph.nodes.training.advantages import advantages
-    from rlgraph.nodes.training.correction import filter_groups, filter_truncated, rollout_correction
+    from rlgraph.nodes.sandbox import Executed, LocalSandbox, Sandbox, ToolError
+    from rlgraph.nodes.training.advantages import advantages, filter_groups, filter_truncated, rollout_correction
     from rlgraph.nodes.training.critic import Critic
     from rlgraph.nodes.training.guards import Guards
     from rlgraph.nodes.training.learned_reward import LearnedReward
@@ -237,15 +233,15 @@ __all__ = [
 
 _NAMES = {
     "DPO": "rlgraph.algorithms",
-    "Executed": "rlgraph.nodes.sandboxes",
+    "Executed": "rlgraph.nodes.sandbox",
     "GAE": "rlgraph.algorithms",
     "GRPO": "rlgraph.algorithms",
     "IPO": "rlgraph.algorithms",
     "KTO": "rlgraph.algorithms",
-    "LocalSandbox": "rlgraph.nodes.sandboxes",
+    "LocalSandbox": "rlgraph.nodes.sandbox",
     "ORPO": "rlgraph.algorithms",
     "RLOO": "rlgraph.algorithms",
-    "Sandbox": "rlgraph.nodes.sandboxes",
+    "Sandbox": "rlgraph.nodes.sandbox",
     "ToolError": "rlgraph.nodes.sandbox",
     "WSD": "rlgraph.engines.optim",
     "AdamW": "rlgraph.engines.optim",
@@ -305,7 +301,7 @@ _NAMES = {
     "PromptLookup": "rlgraph.engines.drafts",
     "Reference": "rlgraph.nodes.training.reference",
     "Refill": "rlgraph.nodes.rollout.dynamic_sampling",
-    "Retry": "rlgraph.nodes.rewards.retry",
+    "Retry": "rlgraph.nodes.rewards.calls",
     "RewardModel": "rlgraph.nodes.rewards.reward_model",
     "RlgraphError": "rlgraph.errors",
     "SFTLoss": "rlgraph.algorithms",
@@ -333,9 +329,9 @@ _NAMES = {
     "examples": "rlgraph.nodes.examples",
     "export": "rlgraph.api",
     "feedback": "rlgraph.graph.nodes",
-    "filter_groups": "rlgraph.nodes.training.correction",
-    "filter_truncated": "rlgraph.nodes.training.correction",
-    "kl_shaped_rewards": "rlgraph.nodes.rewards.shaping",
+    "filter_groups": "rlgraph.nodes.training.advantages",
+    "filter_truncated": "rlgraph.nodes.training.advantages",
+    "kl_shaped_rewards": "rlgraph.nodes.rewards.reward",
     "local_cluster": "rlgraph.runtime.driver.machine",
     "model_folder": "rlgraph.engines.hf_models.pretrained",
     "node": "rlgraph.nodes.base",
@@ -348,10 +344,10 @@ _NAMES = {
     "replay": "rlgraph.api",
     "report": "rlgraph.api",
     "reward": "rlgraph.nodes.rewards.reward",
-    "rollout_correction": "rlgraph.nodes.training.correction",
+    "rollout_correction": "rlgraph.nodes.training.advantages",
     "run": "rlgraph.curriculum",
-    "shaped_rewards": "rlgraph.nodes.rewards.shaping",
-    "stepwise": "rlgraph.nodes.stepwise",
+    "shaped_rewards": "rlgraph.nodes.rewards.reward",
+    "stepwise": "rlgraph.nodes.examples",
     "tune": "rlgraph.api",
     "warm": "rlgraph.runtime.driver.warm",
     "watch": "rlgraph.api",

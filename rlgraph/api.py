@@ -13,8 +13,10 @@ from rlgraph.engines.hf_models import model_files
 from rlgraph.errors import DataError, PlanError, PlanWarning, shown
 from rlgraph.graph.no_signal import no_signal_warnings
 from rlgraph.graph.nodes import Graph, unreached_warnings
-from rlgraph.nodes.hub_models import place_models
+from rlgraph.nodes.rewards.reward_model import RewardModel
+from rlgraph.nodes.rollout.rollout import Generator
 from rlgraph.nodes.training.learned_reward import check_heads
+from rlgraph.nodes.training.trained_model import TrainedModel
 from rlgraph.nodes.trial import try_functions
 from rlgraph.plan.calibrate import costs_of
 from rlgraph.plan.channels import check_encrypted, with_transport
@@ -42,6 +44,21 @@ if TYPE_CHECKING:
     from rlgraph.runtime.checkpoint.store import Recovery
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.local import LocalJob
+
+# Put the folder of a model in the place of its hub id, before a graph is planned or run.
+
+
+def place_models(graph: Graph, find: Callable[[str], str | None]) -> None:
+    """Give each model of the graph that is named by a hub id the folder that `find` has for it; where it has none, the id stays.
+
+    The models of the graph change, so that its nodes and workers all read the same revision.
+    """
+    for model in dict.fromkeys(node.model for node in graph.nodes):
+        if isinstance(model, Generator | TrainedModel | RewardModel) and model_files.is_hub_id(model.path):
+            folder = find(model.path)
+            if folder is not None:
+                object.__setattr__(model, "path", folder)
+
 
 __all__ = [
     "compile",

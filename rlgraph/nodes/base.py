@@ -13,7 +13,7 @@ from rlgraph.columns import COLUMNS, Column, Columns
 from rlgraph.errors import GraphError, RlgraphError, shown
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
+from rlgraph.nodes.rewards.calls import CallFailed, FunctionPool
 from rlgraph.nodes.trial import LIMIT_S, TooLong, copied
 from rlgraph.notices import old_attribute, renamed
 

@@ -1,29 +1,299 @@
-"""Prompts: walk a data set in a seeded order, `count` a step, epoch after epoch."""
+"""Prompts: walk a data set in a seeded order, `count` a step, epoch after epoch; or read a stream, or draw by results."""
 
 import bisect
 import itertools
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Annotated, Any, TypeAlias
 
 import torch
 
-from rlgraph.columns import Column
-from rlgraph.data.mixtures import Mix
+from rlgraph.columns import Column, Columns
+from rlgraph.data.mixtures import Mix, Results
 from rlgraph.data.rows import Dataset, Overlong, Rows, digest, place_of, rows
 from rlgraph.data.streams import Stream, StreamReader, stream
+from rlgraph.engines.hf_models.chat_template import check_conversations, encoded_prompts
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
-from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
 from rlgraph.nodes.conversations import Chat, is_conversation, starts_with_system
-from rlgraph.nodes.data_order import Mixed, Order, Shuffled
-from rlgraph.nodes.items import check_data, check_first, check_item, check_names, fields_of, read, say_repeated
-from rlgraph.nodes.prompt_source import PromptSource, plural
-from rlgraph.nodes.prompts_by_results import PromptsByResults, check_results
-from rlgraph.nodes.streamed_prompts import StreamedPrompts
+from rlgraph.nodes.items import (
+    Mixed,
+    Order,
+    Shuffled,
+    check_data,
+    check_first,
+    check_item,
+    check_names,
+    column_of,
+    drawn_parts,
+    fields_of,
+    read,
+    say_repeated,
+)
 from rlgraph.nodes.trial import PROMPTS
 from rlgraph.settings import Name, Natural, Range, checked
+
+# A source of prompts: what those that draw from a data set and those that read a stream have in common.
+
+
+class PromptSource(Operation):
+    """Draws `count` prompts a step, and builds their columns."""
+
+    count: int
+    prompt_field: str
+    fields: tuple[str, ...]  # of an item, beside the prompt
+    chat: Chat | None  # of prompts that are conversations
+    overlong: Overlong
+
+    @property
+    def traits(self) -> NodeTraits:
+        return NodeTraits(given=())
+
+    @property
+    @abstractmethod
+    def first(self) -> Mapping[str, Any]:
+        """The first item, which says the fields and their kinds."""
+
+    @property
+    def first_rows(self) -> list[Mapping[str, Any]]:
+        """Two items, for a made-up batch."""
+        return [self.first] * PROMPTS
+
+    def trial(self, node: Node, columns: Columns, rows: int) -> Columns:
+        """Build the columns of the first rows."""
+        return {"prompt_ids": torch.arange(PROMPTS), **self.columns(self.first_rows)}
+
+    @property
+    @abstractmethod
+    def overlong_prompts(self) -> int:
+        """Count the prompts that were dropped or cut off."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Count the prompts that are dropped or cut off, if there is a policy for them."""
+        return {} if self.overlong.policy == "error" else {"data/overlong_prompts": float(self.overlong_prompts)}
+
+    def columns(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
+        """Build `prompt_texts`, `prompt_messages` of conversations, and one column for each further field, one row an item."""
+        first = self.first
+        columns: dict[str, Column] = {}
+        if self.chat is None:
+            columns["prompt_texts"] = [item[self.prompt_field] for item in items]
+        else:
+            columns["prompt_texts"] = [self.chat.text("an item", item, self.prompt_field) for item in items]
+            columns["prompt_messages"] = [self.chat.conversation("an item", item, self.prompt_field).to_json() for item in items]
+        return columns | {plural(f): column_of(plural(f), [item[f] for item in items], first[f]) for f in self.fields}
+
+    def mean_characters(self, items: Iterable[Mapping[str, Any]]) -> float | None:
+        """Compute the mean characters of prompts; None if one of them is no prompt."""
+        try:
+            sizes = [sum(len(text) for text in self._texts(item)) for item in items]
+        except (DataError, KeyError):
+            return None
+        return sum(sizes) / len(sizes)
+
+    def _texts(self, item: Mapping[str, Any]) -> list[str]:
+        """Collect the texts of a prompt, of each of its messages."""
+        if self.chat is None:
+            return [item[self.prompt_field]]
+        return [str(message.get("content") or "") for message in self.chat.conversation("", item, self.prompt_field).messages]
+
+
+def plural(field: str) -> str:
+    """Name the column of an item's field: `answer` becomes `answers`."""
+    return field if field.endswith("s") else field + "s"
+
+
+# Prompts of a mixture whose shares depend on the results so far, which come back over an edge of columns.
+
+REWARDS = "rewards"
+
+
+def check_results(name: str, data: Any, results: Feedback | None) -> None:
+    """Refuse results without a curriculum that reads them, and the reverse."""
+    reads = isinstance(data, Mix) and data.by_results
+    if reads and results is None:
+        raise DataError(
+            f"{name}: the curriculum of the mixture reads results, which have to come back: give results=rg.feedback('results', depth=1, "
+            "columns='rewards'), and close it with the rewards"
+        )
+    if results is not None and not reads:
+        raise DataError(f"{name}: results='{results.name}' has no effect without a mixture whose weights are a function of three arguments")
+    if results is not None and results.columns != (REWARDS,):
+        raise DataError(f"{name}: results='{results.name}' carries {list(results.columns) or 'weights'}; give it columns='rewards'")
+
+
+class PromptsByResults:
+    """Draws the prompts of each step by the rewards of those up to `depth` + 1 steps before. Its state is part of each checkpoint.
+
+    Step k knows the results of the steps before max(0, k - depth), whatever the clock says, so that a run depends on its seed and depth
+    alone. Each data set is drawn in its own seeded order, as in other mixtures.
+    """
+
+    def __init__(self, source: "Prompts") -> None:
+        assert isinstance(source.data, Mix)
+        assert isinstance(source.order, Mixed)
+        self.source, self.data, self.order = source, source.data, source.order
+        self.names = list(self.data.sources)
+        self.results = Results({name: len(rows) for name, rows in self.data.sources.items()})
+        self.drawn = [0] * len(self.names)  # rows of each data set, before the next step
+        self.waiting: list[tuple[list[int], list[int]]] = []  # parts and rows of the steps whose rewards are not known
+
+    def __call__(self, step: int, columns: Columns) -> Fired:
+        if REWARDS in columns:
+            self._learn(tensor_of(columns, REWARDS))
+        shares = self.data.at(self.source.seed, step, self.results)
+        parts = list(drawn_parts(self.source.seed, step, self.source.count, shares))
+        rows = []
+        for part in parts:
+            rows.append(self.order.row_of(part, self.drawn[part]))
+            self.drawn[part] += 1
+        self.waiting.append((parts, rows))
+        first = step * self.source.count
+        ids = torch.arange(first, first + self.source.count)
+        counts = {f"data/mix/{name}": float(parts.count(number)) for number, name in enumerate(self.names)}
+        written = {"prompt_ids": ids, **self.source.columns([self.source.checked_row(row) for row in rows])}
+        return written, self.source.metrics | counts
+
+    def _learn(self, rewards: torch.Tensor) -> None:
+        """Take the rewards of the oldest step that is not known: those of the responses to each prompt, one prompt after another."""
+        parts, rows = self.waiting.pop(0)
+        if len(rewards) % len(parts):
+            raise DataError(
+                f"results: {len(rewards)} rewards came back of {len(parts)} prompts; close the edge with rewards of the rollout's responses"
+            )
+        means = rewards.double().view(len(parts), -1).mean(-1).tolist()
+        begins = [0, *self.data.ends]
+        own = [self.source.index(row) - begins[part] for part, row in zip(parts, rows, strict=True)]
+        self.results.learn([self.names[part] for part in parts], own, means)
+
+    def state(self) -> dict[str, Any]:
+        return {"drawn": list(self.drawn), "waiting": [list(each) for each in self.waiting], "results": self.results.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.drawn = list(state["drawn"])
+        self.waiting = [(list(parts), list(rows)) for parts, rows in state["waiting"]]
+        self.results.load_state(state["results"])
+
+
+# Prompts of a stream: rows are drawn in their order, checked as they come, and where the stream stands is part of each checkpoint.
+
+
+@dataclass(frozen=True)
+class Room:
+    """The room that a rollout has for a prompt: a context less its response."""
+
+    node: str
+    path: str  # of the model, whose tokenizer counts
+    context: int
+    response: int
+
+    @property
+    def most(self) -> int:
+        return self.context - self.response
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedPrompts(PromptSource):
+    """Draw the prompts of a step from a stream, each row once."""
+
+    stream: Stream
+    count: int
+    prompt_field: str
+    fields: tuple[str, ...]
+    chat: Chat | None
+    start_row: Mapping[str, Any]
+    overlong: Overlong = field(default_factory=Overlong)
+    rooms: list[Room] = field(default_factory=list)  # of the rollouts, which say so at the launch
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        return self.start_row
+
+    @property
+    def overlong_prompts(self) -> int:
+        return 0
+
+    @property
+    def prompt_characters(self) -> float | None:
+        """The characters of the first prompt, for an estimate of their tokens."""
+        return self.mean_characters([self.start_row])
+
+    def check(self, node: Node) -> None:
+        self.rooms.clear()  # the rollouts that read it say theirs anew
+
+    def cursor(self, step: int) -> dict[str, int]:
+        """Describe the data order for a checkpoint; the place in the stream is in the node's state."""
+        return {"streamed": 1, "next": step * self.count}
+
+    def start(self, context: Context) -> Stage:
+        for room in self.rooms:
+            context.tokenizer(room.path)  # here, so that the first step does not load it
+        return Streaming(self, context)
+
+
+class Streaming:
+    """Draws the prompts of each step. Its state is the place in the stream."""
+
+    def __init__(self, source: StreamedPrompts, context: Context) -> None:
+        self.source, self.context = source, context
+        self.reader = StreamReader(source.stream)
+        self.drawn, self.overlong = 0, 0
+
+    def __call__(self, step: int, columns: Any) -> Fired:
+        rows = [self._draw() for _ in range(self.source.count)]
+        ids = torch.arange(self.drawn - self.source.count, self.drawn)
+        counted = self.source.overlong.policy != "error"
+        metrics = {"data/rows": float(self.reader.number)} | ({"data/overlong_prompts": float(self.overlong)} if counted else {})
+        return {"prompt_ids": ids, **self.source.columns(rows)}, metrics
+
+    def _draw(self) -> Mapping[str, Any]:
+        """Draw the next row that is short enough. Raises DataError with the number of a row that cannot be trained on."""
+        began = self.reader.epoch
+        while True:
+            number, row = next(self.reader)
+            if self.reader.epoch > began + 1:
+                raise DataError(
+                    f"no prompt of epoch {began + 1} of the stream is short enough: raise max_prompt_tokens or max_context, or lower "
+                    "max_tokens"
+                )
+            check_item(f"item {number} of the data set", row, self.source.prompt_field, self.source.first, self.source.chat)
+            if self._fits(number, row):
+                self.drawn += 1
+                return row
+
+    def _fits(self, number: int, row: Mapping[str, Any]) -> bool:
+        """Whether a prompt is short enough for each rollout, or is cut off there."""
+        policy, fits = self.source.overlong.policy, True
+        columns = self.source.columns([row])
+        for room in self.source.rooms:
+            tokenizer, most = self.context.tokenizer(room.path), self.source.overlong.limit(room.most)
+            if self.source.chat is None:
+                [tokens] = encoded_prompts(tokenizer, columns)
+            else:
+                [tokens] = check_conversations(room.path, tokenizer, [str(columns["prompt_messages"][0])], first=number)
+            if not tokens or (policy == "error" and len(tokens) > most):
+                raise DataError(
+                    f"row {number} of the stream has a prompt of {len(tokens)} tokens, but node '{room.node}' has room for 1 to {most}: "
+                    "lower max_tokens, or drop such prompts, as rg.data.stream(rows, overlong='drop')"
+                )
+            fits = fits and len(tokens) <= most
+        self.overlong += not fits
+        return fits or policy == "truncate_left"
+
+    def state(self) -> dict[str, Any]:
+        return {"drawn": self.drawn, "overlong": self.overlong, "reader": self.reader.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.drawn, self.overlong = state["drawn"], state["overlong"]
+        self.reader.load_state(state["reader"])
+
+
+# Prompts: walk a data set in a seeded order, `count` a step, epoch after epoch.
 
 PerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many prompts a step takes, a whole number of at least 1")]
 RowsPerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many rows of the data a step takes, a whole number of at least 1")]

@@ -11,7 +11,7 @@ import torch
 
 import rlgraph.algorithms as alg
 from rlgraph.errors import DataError
-from rlgraph.nodes.training.mixture import Part, mixed
+from rlgraph.nodes.training.update import Part, mixed
 
 FIXTURE = json.loads((Path(__file__).parents[1] / "oracle" / "trl.json").read_text())
 CASES = [pytest.param(case, id="-".join([case["name"], *map(str, case["options"].values())])) for case in FIXTURE["cases"]]

@@ -12,7 +12,7 @@ import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.training.cached_scores import CachedScores, model_key, row_keys
+from rlgraph.nodes.training.reference import CachedScores, model_key, row_keys
 
 PAIRS = [{"prompt": f"{a} + 1 =", "chosen": f" {a + 1}", "rejected": f" {a} or so"} for a in range(6)]
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlgraph.nodes.environments.call_formats import FORMATS, calls_of
-from rlgraph.nodes.environments.messages import ToolCall
+from rlgraph.nodes.environments.messages import FORMATS, ToolCall, calls_of
 
 ADD = {"add": {"properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "array"}}}}
 HALF = ToolCall("add", {"a": 1})

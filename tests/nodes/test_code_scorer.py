@@ -11,7 +11,7 @@ import rlgraph as rg
 from rlgraph.errors import DataError, GraphError, RlgraphError
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.environments.call_formats import qwen3_coder
+from rlgraph.nodes.environments.messages import qwen3_coder
 from rlgraph.nodes.rewards.code import cases_of, code_in
 from rlgraph.nodes.rewards.reward import Reward
 from rlgraph.nodes.rewards.scorers import answer_in

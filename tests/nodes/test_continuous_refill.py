@@ -13,8 +13,7 @@ from letters import CONSTANT, Engine, Letters, data, last_letter, prompts_of
 import rlgraph as rg
 from rlgraph.engines.api import Request
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.dynamic_sampling import DynamicSampler, Refill
-from rlgraph.nodes.rollout.group_stream import Group, batch_of_next, batches
+from rlgraph.nodes.rollout.dynamic_sampling import DynamicSampler, Group, Refill, batch_of_next, batches
 
 
 @dataclass

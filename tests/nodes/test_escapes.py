@@ -11,8 +11,7 @@ import pytest
 from nodes.escapes import OUTSIDE, PRELUDE, WITHIN
 from nodes.outside import World, users, without_sandbox, world
 
-from rlgraph.nodes.sandbox import Limits, ToolError, run
-from rlgraph.nodes.sandboxes import Executed, LocalSandbox
+from rlgraph.nodes.sandbox import Executed, Limits, LocalSandbox, ToolError, run
 
 pytestmark = [pytest.mark.stage("exhaustive"), pytest.mark.sandbox]
 

@@ -3,7 +3,7 @@
 import torch
 
 from rlgraph.columns import Columns
-from rlgraph.nodes.training.mixture import PART, joined
+from rlgraph.nodes.training.update import PART, joined
 
 
 def batch(rows: int, width: int, **more: torch.Tensor) -> Columns:

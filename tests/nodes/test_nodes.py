@@ -14,8 +14,7 @@ import rlgraph as rg
 from rlgraph.columns import COLUMNS, Columns, concat_rows, repeat_rows
 from rlgraph.errors import DataError, GraphError, RlgraphError
 from rlgraph.nodes.base import Context, checked_columns
-from rlgraph.nodes.prompt_source import plural
-from rlgraph.nodes.prompts import Prompts
+from rlgraph.nodes.prompts import Prompts, plural
 from rlgraph.nodes.rewards.scoring import checked_rewards
 from rlgraph.nodes.rollout.decode_loop import seed_of
 from rlgraph.nodes.training.advantages import on_last_token

@@ -15,7 +15,7 @@ from rlgraph.engines.hf_models.chat_template import load_tokenizer
 from rlgraph.engines.hf_models.pretrained import check_model, tiny_model
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.training.process_rewards import step_ends
+from rlgraph.nodes.training.learned_reward import step_ends
 
 ROWS = [
     {"prompt": "1 + 2 + 3 =", "completions": ["1 + 2 = 3", "3 + 3 = 6"], "labels": [True, True]},

@@ -237,7 +237,7 @@ def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     from subprocess import DEVNULL, Popen
 
     code = (
-        "import asyncio, sys\nfrom rlgraph.nodes.environments.command import run_command\n"
+        "import asyncio, sys\nfrom rlgraph.nodes.environments.program import run_command\n"
         "asyncio.run(run_command([sys.executable, '-c', 'import time; time.sleep(300)', sys.argv[1]], {}, 300))"
     )
     mark = str(tmp_path / "of-a-worker")

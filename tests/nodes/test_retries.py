@@ -13,8 +13,7 @@ import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError, RlgraphError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rewards.function_pool import FunctionPool
-from rlgraph.nodes.rewards.retry import Busy
+from rlgraph.nodes.rewards.calls import Busy, FunctionPool
 from rlgraph.nodes.rewards.reward import Reward
 
 COLUMNS: Columns = {

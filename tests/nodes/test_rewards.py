@@ -14,9 +14,8 @@ import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError, RlgraphError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rewards import mathematics
-from rlgraph.nodes.rewards.calls import Calls
-from rlgraph.nodes.rewards.function_pool import CallFailed, FunctionPool
+from rlgraph.nodes.rewards import scorers
+from rlgraph.nodes.rewards.calls import CallFailed, Calls, FunctionPool
 from rlgraph.nodes.rewards.reward import Reward
 
 COLUMNS: Columns = {
@@ -225,7 +224,7 @@ def test_an_instruction_of_reasoning_gym_may_hold_braces() -> None:
 def test_a_missing_package_is_named_with_the_command_that_installs_it(make: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("reasoning_gym", "math_verify"):
         monkeypatch.setitem(__import__("sys").modules, module, None)
-    monkeypatch.setattr(mathematics.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(scorers.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"is not installed: pip install 'rlgraph-dataflow\[rewards\]'"):
         make()
 
@@ -258,12 +257,12 @@ def test_math_verify_reads_numbers_and_neither_deaths_nor_silence_of_its_process
     pytest.importorskip("math_verify")
     equal = rg.scorers.math_verify(limit_s=30, concurrency=1)
     assert [equal(f"It is ${said}$.", right) for said, right in (("3", 3), ("0.5", 0.5), ("0.00000001", 1e-8))] == [1.0] * 3
-    children = mathematics._children[30]
+    children = scorers._children[30]
     children.idle.queue[-1].kill()
     assert equal("It is $3$.", "3") == 1.0
     with pytest.raises(DataError, match=r"the field answer is \['3'\]; it is text, or a finite number"):
         equal("It is $3$.", ["3"])  # type: ignore[arg-type]
-    monkeypatch.setattr(mathematics, "_started", lambda: mathematics.subprocess.Popen(["true"], stdin=-1, stdout=-1, text=True))
+    monkeypatch.setattr(scorers, "_started", lambda: scorers.subprocess.Popen(["true"], stdin=-1, stdout=-1, text=True))
     children.close()
     with pytest.raises(DataError, match=r"the right answer '3' cannot be compared with itself within 30 s"):
         equal("It is $3$.", "3")
@@ -273,7 +272,7 @@ def test_math_verify_compares_as_many_at_a_time_as_there_are_cores_unless_scorer
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("math_verify")
-    monkeypatch.setattr(mathematics.os, "sched_getaffinity", lambda pid: set(range(5)))
+    monkeypatch.setattr(scorers.os, "sched_getaffinity", lambda pid: set(range(5)))
     none, own, retry = Calls(None, 1.0, None), Calls(3, 1.0, None), Calls(None, 1.0, rg.Retry(times=2))
     assert none.of("node 'reward'", rg.scorers.math_verify()) == (5, 1.0, None)
     assert none.of("node 'reward'", rg.scorers.math_verify(concurrency=7)) == (7, 1.0, None)

@@ -9,10 +9,9 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.errors import GraphError
-from rlgraph.nodes.environments.calculator import calculated
-from rlgraph.nodes.environments.call_formats import calls_of, hermes
 from rlgraph.nodes.environments.calls import Call, EnvironmentCalls
-from rlgraph.nodes.environments.tools import ToolCalls
+from rlgraph.nodes.environments.messages import calls_of, hermes
+from rlgraph.nodes.environments.tools import ToolCalls, calculated
 from rlgraph.nodes.sandbox import ToolError
 
 POOL = rg.Pool("sandbox", cpus=2)

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rlgraph.nodes.rewards.score import Score
-from rlgraph.nodes.rollout.bootstrap import bootstrap, sizes
-from rlgraph.nodes.rollout.val_metrics import pass_at, summary
+from rlgraph.nodes.rewards.scoring import Score
+from rlgraph.nodes.rollout.evaluation import bootstrap, pass_at, sizes, summary
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "oracle" / "validation.json").read_text(encoding="utf-8"))
 

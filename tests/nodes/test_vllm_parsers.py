@@ -4,8 +4,8 @@ import pytest
 from templates import model_with
 
 import rlgraph as rg
-from rlgraph.nodes.environments.call_formats import FORMATS, calls_of
-from rlgraph.nodes.rollout.turn_checks import form_of
+from rlgraph.nodes.environments.messages import FORMATS, calls_of
+from rlgraph.nodes.rollout.conversation import form_of
 
 pytestmark = [pytest.mark.stage("jobs"), pytest.mark.vllm, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 SCHEMAS = {"add": {"properties": {"a": {"type": "integer"}}}}

@@ -11,9 +11,8 @@ from rlgraph import notices, settings
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Pool
-from rlgraph.nodes.environments.call_formats import FORMATS
-from rlgraph.nodes.environments.messages import Message, ToolCall, Turn
-from rlgraph.nodes.prompt_source import plural
+from rlgraph.nodes.environments.messages import FORMATS, Message, ToolCall, Turn
+from rlgraph.nodes.prompts import plural
 from rlgraph.settings import Count, Natural, Positive, Seconds
 
 SPECIAL = {"prompt": "prompt_texts", "messages": "prompt_messages"}  # what a parameter of these names gets

@@ -1,11 +1,14 @@
 """Tools that a response can call between its turns, and the environment that calls them."""
 
+import ast
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import operator
+import types
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
 from weakref import WeakKeyDictionary
 
 from rlgraph import settings
@@ -13,12 +16,90 @@ from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Pool
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.environments.agent import Agent, check_format
-from rlgraph.nodes.environments.calculator import calculated
 from rlgraph.nodes.environments.messages import Message, ToolCall, Turn, call_id
-from rlgraph.nodes.environments.schemas import schema_of
-from rlgraph.nodes.sandbox import Limits, ToolError
-from rlgraph.nodes.sandboxes import LocalSandbox
+from rlgraph.nodes.sandbox import Limits, LocalSandbox, ToolError
 from rlgraph.settings import Count, Name, Seconds
+
+# A calculator: arithmetic of numbers, and nothing else of Python.
+
+OPERATORS: dict[type, Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+MOST_BITS = 4096  # of an intermediate whole number: a power of larger ones could take hours
+
+
+def calculated(expression: str) -> float:
+    """Evaluate an arithmetic expression of numbers, + - * / // % ** and brackets.
+
+    Raises ToolError for anything else, and for numbers that grow too large.
+    """
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, OverflowError, RecursionError) as error:
+        raise ToolError(f"cannot calculate '{expression[:80]}': {error}") from None
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return node.value
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_value(node.operand))
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left, right = _value(node.left), _value(node.right)
+        if isinstance(node.op, ast.Pow) and isinstance(left, int) and left.bit_length() * abs(right) > MOST_BITS:
+            raise OverflowError("the power is too large")
+        value = OPERATORS[type(node.op)](left, right)
+        if isinstance(value, int) and value.bit_length() > MOST_BITS:
+            raise OverflowError("the number is too large")
+        return value
+    raise ValueError("it has more than numbers, + - * / // % ** and brackets")
+
+
+# The JSON schema of a tool, from the signature of its function: what a chat template shows to the model.
+
+KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+
+
+def schema_of(name: str, function: Callable[..., Any], hidden: Collection[str] = ()) -> dict[str, Any]:
+    """Make the schema of a function's arguments, but for `hidden` ones. Its docstring's first paragraph is the description.
+
+    >>> async def search(query: str, most: int = 3) -> str:
+    ...     "Search the web."
+    >>> schema = schema_of("search", search)["function"]
+    >>> schema["description"], schema["parameters"]["properties"]
+    ('Search the web.', {'query': {'type': 'string'}, 'most': {'type': 'integer'}})
+    """
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError):  # an annotation that only a type checker knows
+        hints = {}
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in hidden and p.kind is not p.VAR_KEYWORD]
+    described = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+    properties = {p.name: _kind(hints.get(p.name, str)) for p in parameters}
+    required = [p.name for p in parameters if p.default is p.empty]
+    arguments = {"type": "object", "properties": properties, "required": required}
+    return {"type": "function", "function": {"name": name, "description": described, "parameters": arguments}}
+
+
+def _kind(hint: Any) -> dict[str, Any]:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return {"type": KINDS.get(type(inner[0]), "string"), "enum": list(inner)}
+    if origin in (Union, types.UnionType):
+        some = [part for part in inner if part is not type(None)]
+        return _kind(some[0]) if len(some) == 1 else {}
+    found = KINDS.get(origin or hint)
+    items = {"items": _kind(inner[0])} if found == "array" and inner else {}
+    return {"type": found, **items} if found else {}
+
 
 T = TypeVar("T")
 MOST_CALLS = 8  # of one turn

@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 
 from rlgraph import settings
 from rlgraph.errors import DataError, GraphError, shown
-from rlgraph.nodes.rewards.calls import CONCURRENCY, Scorer
-from rlgraph.nodes.rewards.retry import Busy, Retry
+from rlgraph.nodes.rewards.calls import CONCURRENCY, Busy, Retry, Scorer
 from rlgraph.settings import AtLeastZero, Count, Finite, Name, Natural, Range, Seconds, checked
 
 if TYPE_CHECKING:

@@ -1,17 +1,162 @@
 """Ready-made scorers for `rlgraph.reward`: `reasoning_gym` tasks, mathematics by `math-verify`, code by its tests, and judges."""
 
+import atexit
 import functools
 import importlib
+import importlib.util
+import json
+import math
+import os
+import queue
 import re
+import select
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
-from rlgraph.errors import DataError, shown
+from rlgraph import settings
+from rlgraph.errors import DataError, RlgraphError, shown
+from rlgraph.nodes.rewards.calls import Scorer
 from rlgraph.nodes.rewards.code import code
 from rlgraph.nodes.rewards.judge import judge, score_in
-from rlgraph.nodes.rewards.mathematics import math_verify
-from rlgraph.nodes.rewards.score import Score
+from rlgraph.nodes.rewards.scoring import Score
+from rlgraph.settings import Count, Seconds, checked
+
+# Comparison of mathematical answers by `math-verify`, each within a time limit.
+
+START_S = 180.0  # for a process to load the package: a busy machine takes long
+
+
+@dataclass(frozen=True)
+class MathVerify(Scorer):
+    """Scores a response by `math-verify`: does it state a mathematical answer equal to the right one?"""
+
+    limit_s: Seconds
+    concurrency: Count
+    retries: None = None
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+
+    def __call__(self, response: str, answer: str | float) -> Score:
+        """Compare the answers: 1 if they are equal, 0 if they differ or the comparison exceeds the limit twice. `pred` is the one found."""
+        children = _children.setdefault(self.limit_s, Children(self.limit_s))
+        equal, found = children.compared(response, text_of(answer))
+        return Score(float(equal), pred=found)
+
+    @property
+    def __name__(self) -> str:
+        return "math_verify"
+
+
+@checked()
+def math_verify(*, limit_s: Seconds = 10.0, concurrency: Count | None = None) -> MathVerify:
+    """Make a scorer for `rlgraph.reward`: 1 for a response whose mathematical answer equals the field `answer`, else 0.
+
+    >>> import rlgraph as rg
+    >>> right = rg.scorers.math_verify(concurrency=1)
+    >>> float(right("It is $1/2$.", answer="0.5")), float(right("It is $2$.", answer="0.5"))
+    (1.0, 0.0)
+
+    The score has the answer that it found (`Score.pred`), so `rg.evaluate` has `maj@k`. All right answers count as one answer, however
+    they are written. `concurrency` comparisons run at a time, each in a process of its own; by default as many as the cores that this
+    program may use. A policy can write an expression that takes forever to compare, so a comparison is killed after `limit_s`, begun
+    once more in a new process, and then scores 0.
+
+    Raises DataError if the package `math-verify` is missing. A call raises it for a right answer that is at fault itself.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise DataError("math_verify: the package math-verify is not installed: pip install 'rlgraph-dataflow[rewards]'")
+    return MathVerify(limit_s, concurrency or len(os.sched_getaffinity(0)))
+
+
+@dataclass
+class Children:
+    """The comparing processes, as many as there are concurrent calls."""
+
+    limit_s: float
+    idle: "queue.LifoQueue[subprocess.Popen[str]]" = field(default_factory=queue.LifoQueue)
+
+    def __post_init__(self) -> None:
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Kill the idle processes. Busy ones end when their pipe closes."""
+        while not self.idle.empty():
+            child = self.idle.get()
+            child.kill()
+            child.communicate()
+
+    def compared(self, response: str, answer: str) -> tuple[bool, str]:
+        """Compare in an idle process, or a new one; return the answer found too.
+
+        A process that exceeds the limit, or dies, is replaced, and the pair compared once more: the machine may have been busy. If it
+        fails again, the response is at fault and counts as unequal with no answer found, unless the right answer alone fails too.
+        Raises DataError then.
+        """
+        try:
+            child = self.idle.get_nowait()
+        except queue.Empty:
+            child = _started()
+        found = self._asked(child, response, answer) or self._asked(_started(), response, answer)
+        if found is None and self._asked(_started(), answer, answer) is None:
+            raise DataError(
+                f"math_verify: the right answer {shown(answer)} cannot be compared with itself within {self.limit_s:g} s; mend it, leave "
+                "the row out, or raise limit_s"
+            )
+        return found or (False, "")
+
+    def _asked(self, child: "subprocess.Popen[str]", response: str, answer: str) -> tuple[bool, str] | None:
+        """Have a process compare, and keep it; None if it fails, and is killed."""
+        assert child.stdout is not None
+        line = child.stdout.readline() if _said(child, (response, answer), self.limit_s) else ""
+        if not line:
+            child.kill()
+            child.communicate()
+            return None
+        self.idle.put(child)
+        equal, found = json.loads(line)
+        return bool(equal), str(found)
+
+
+def text_of(answer: object) -> str:
+    """Write a right answer as text: a number without an exponent. Raises DataError for anything but text and numbers."""
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
+        raise DataError(f"math_verify: the field answer is {shown(answer)}; it is text, or a finite number")
+    return format(Decimal(repr(answer)), "f")
+
+
+_children: dict[float, Children] = {}  # of this process, by time limit
+
+
+def _started() -> "subprocess.Popen[str]":
+    command = [sys.executable, "-P", str(Path(__file__).with_name("math_child.py"))]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert child.stdout is not None
+    if not (_said(child, ("1", "1"), START_S) and child.stdout.readline().startswith("[true")):
+        child.kill()
+        child.communicate()
+        raise RlgraphError(f"math_verify: a process that compares 1 with 1 did not say that they are equal within {START_S:g} s")
+    return child
+
+
+def _said(child: "subprocess.Popen[str]", pair: tuple[str, str], limit_s: float) -> bool:
+    """Send a pair, and tell whether the process answers, or ends, within the limit."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    try:
+        child.stdin.write(json.dumps(pair) + "\n")
+        child.stdin.flush()
+    except BrokenPipeError:
+        return False
+    return bool(select.select([child.stdout], [], [], limit_s)[0])
+
 
 __all__ = ["Score", "answer_in", "code", "judge", "math_verify", "reasoning_gym", "score_in"]
 

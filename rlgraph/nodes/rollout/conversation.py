@@ -1,15 +1,26 @@
-"""One response of several turns: its messages, its tokens, and which of these the model wrote."""
+"""Conversations: one response of several turns, what their loops share, their checks and their metrics."""
 
+import json
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
+from rlgraph.columns import Columns
 from rlgraph.engines.api import Finish, Request, Response
-from rlgraph.engines.hf_models.chat_template import ChatPrompt
-from rlgraph.nodes.environments.agent import Environment
-from rlgraph.nodes.environments.messages import Message
+from rlgraph.engines.hf_models.chat_template import ChatPrompt, reads
+from rlgraph.engines.hf_models.turns import TurnTemplate
+from rlgraph.engines.tool_parsers import vllm_calls
+from rlgraph.errors import GraphError, shown
+from rlgraph.nodes.environments.agent import Agent, Environment
+from rlgraph.nodes.environments.messages import FORMATS, CallFormat, Message, ToolCall, call_id, calls_of
+from rlgraph.nodes.environments.program import Program
+from rlgraph.nodes.environments.tools import Tools
 from rlgraph.nodes.rollout.decode_loop import Outcome, Task
+
+# One response of several turns: its messages, its tokens, and which of these the model wrote.
 
 NEXT_TURN = 7_368_787  # added to the seed for each turn
 
@@ -87,3 +98,126 @@ class Conversation:
         }
         response = Response(self.tokens, self.log_probs, self.versions, self.finish)
         return Outcome(self.prompt, response, self.written, self.rewards, counts)
+
+
+# What loops of conversations have in common, for the rollouts that sample by them.
+
+
+class ConversationLoop(ABC):
+    """Samples conversations; a decoder of `DecodeLoop`.
+
+    `seconds` are those of `reply` and `idle`, and errors of `close`, until they are taken. `counted` names further counts of its own.
+    """
+
+    counted: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    @abstractmethod
+    def submit(self, task: Task) -> None:
+        """Queue a task."""
+
+    @abstractmethod
+    def step(self) -> Mapping[str, Outcome]:
+        """Decode one step, or wait a while if nothing can; return the responses that have ended, by the id of their request."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all conversations, where the rollout has failed."""
+
+
+# Checks of conversations before anything starts: does the model's template render them as they will be assembled?
+
+
+def chats_of(columns: Columns, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Make the conversations of prompts, as JSON. Text is a message of the user; `tools` are described where no others are given."""
+    if "prompt_messages" in columns:
+        chats = [ChatPrompt.from_json(str(text)) for text in columns["prompt_messages"]]
+    else:
+        chats = [ChatPrompt([{"role": "user", "content": str(text)}]) for text in columns["prompt_texts"]]
+    described = list(tools) if tools and reads(tokenizer.chat_template, "tools") else []
+    return [ChatPrompt(c.messages, c.tools or described, c.template_kwargs, c.continue_final).to_json() for c in chats]
+
+
+def probe_answer(role: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Make a message of a role, to try a template with."""
+    if role != "tool":
+        return {"role": role, "content": "No."}
+    return {"role": role, "content": "4", "name": tools[0]["function"]["name"] if tools else "tool", "tool_call_id": call_id(0)}
+
+
+def form_of(agent: Agent | Program, tokenizer: Any) -> CallFormat | None:
+    """Look up the format in which calls of tools are parsed."""
+    if not isinstance(agent.calls, str):
+        return agent.calls
+    if agent.calls in FORMATS:
+        return FORMATS[agent.calls]
+    parsed = vllm_calls(agent.calls.removeprefix("vllm:"), tokenizer)
+    return lambda text, schemas: [ToolCall(name, json.loads(arguments)) for name, arguments in parsed(text, schemas)]
+
+
+def check_turns(template: TurnTemplate, chat: ChatPrompt, agent: Agent, tools: Tools | None) -> None:
+    """Check that the template renders the turns that an agent or tools add as they will be assembled, and calls in their format.
+
+    Raises DataError with the first difference, and GraphError for a format in which the template writes no calls.
+    """
+    if tools is None:
+        template.check(chat, probe_answer("user", ()), agent.keep_thinking)
+        return
+    written = template.check(chat, probe_answer("tool", chat.tools), agent.keep_thinking)
+    form = form_of(agent, template.tokenizer)
+    name = chat.tools[0]["function"]["name"] if chat.tools else "tool"
+    if form is not None and name in written and name not in [call.name for call in calls_of(written, form, {})]:
+        raise GraphError(
+            f"the chat template of '{template.path}' writes calls of tools as {shown(template.thinking(written)[1])}, in which "
+            f"Tools(calls={shown(agent.calls)}) finds none: give the model's format, one of {sorted(FORMATS)}, or a function of your own"
+        )
+
+
+# The metrics of a batch of conversations: turns, calls, and how often each limit was hit.
+
+LIMITS = ("limit_tokens", "limit_turns", "limit_seconds", "limit_cost", "overlong_prompts", "cut_turns", "cut_messages", "malformed_calls")
+FAILURES = ("errors", "timeouts", "blocked", "template_errors")
+TOOL_COUNTS = ("calls", "failures")  # of the calls of tools
+
+
+def turn_metrics(
+    sampled: Sequence[Outcome], seconds: MutableMapping[str, float], of_tools: bool, share: int, more: Sequence[str] = ()
+) -> dict[str, float]:
+    """Count what happened in conversations, and clear `seconds`, those of the loop since the last batch. `more` names further counts.
+
+    Metrics are averaged over ranks and chunks of a batch: a count is reported `share` times, so that the average is the total.
+    """
+    rows = max(len(sampled), 1)
+    totals: dict[str, float] = defaultdict(float)
+    for one in sampled:
+        for name, value in one.counts.items():
+            totals[name] += value
+    counted = (*LIMITS, *FAILURES, "tokens", "cost", *more)
+    found = {name: float(totals[name]) * share for name in counted}
+    found |= {name: seconds.get(name, 0.0) * share for name in ("close_errors", "reply_s")}
+    found |= {"idle_s": seconds.get("idle_s", 0.0), "turns_mean": totals["turns"] / rows}
+    found |= _quantiles("turns", [one.counts["turns"] for one in sampled])
+    found |= _quantiles("seconds", [one.counts["seconds"] for one in sampled])
+    seconds.clear()
+    infos = {name: value for name, value in totals.items() if name.startswith("info/")}
+    if of_tools:
+        found |= {name: float(totals[f"info/{name}"]) * share for name in TOOL_COUNTS}
+        return {f"tools/{name}": value for name, value in found.items()}
+    metrics = {f"agent/{name}": value for name, value in (found | {name: value / rows for name, value in infos.items()}).items()}
+    return metrics | _spread([sum(one.rewards.values()) for one in sampled])
+
+
+def _quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The median, the 90th and the 99th percentile and the most: values that occurred, not averages of them."""
+    ordered = sorted(values) or [0.0]
+    places = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    return {f"{name}/{key}": float(ordered[min(int(share * len(ordered)), len(ordered) - 1)]) for key, share in places.items()}
+
+
+def _spread(rewards: Sequence[float]) -> dict[str, float]:
+    if not rewards:
+        return {}
+    spread = {"mean": sum(rewards) / len(rewards), "max": max(rewards), "min": min(rewards)}
+    return {f"critic/rewards/{name}": value for name, value in spread.items()}

@@ -1,9 +1,13 @@
-"""Evaluation: every few steps a generator answers a separate data set, and a reward scores the answers beside the training."""
+"""Evaluation: every few steps a generator answers a separate data set; means, verl's bootstrap and pass@k of the scores."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import comb
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from rlgraph.columns import Column, Columns, rows_of_rank, truncated
@@ -16,18 +20,140 @@ from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.conversations import Chat
-from rlgraph.nodes.prompt_source import plural
-from rlgraph.nodes.prompts import Prompts, is_stream, prompts
-from rlgraph.nodes.rewards.calls import Calls
-from rlgraph.nodes.rewards.retry import Retry
+from rlgraph.nodes.prompts import Prompts, is_stream, plural, prompts
+from rlgraph.nodes.rewards.calls import Calls, Retry
 from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardFunction
-from rlgraph.nodes.rewards.scoring import Scoring, scoring
+from rlgraph.nodes.rewards.scoring import Score, Scoring, scoring
 from rlgraph.nodes.rollout.decode_loop import columns_of
 from rlgraph.nodes.rollout.fitting import check_prompts, most_tokens
 from rlgraph.nodes.rollout.rollout import Generator
-from rlgraph.nodes.rollout.val_metrics import summary
 from rlgraph.notices import renamed
 from rlgraph.settings import Count, Finite, Name, Seconds, checked
+
+# Best, worst and majority of k answers to an item, estimated by a bootstrap over its n answers with verl's draws.
+
+DRAWS = 1000
+SEED = 42  # verl's: the same draws for every item, variable and step
+
+
+def sizes(answers: int) -> list[int]:
+    """List the k of an item with so many answers: 2, 4, 8, … and all of them; none for a single answer.
+
+    >>> sizes(6)
+    [2, 4, 6]
+    """
+    return [1 << i for i in range(1, answers.bit_length()) if 1 << i < answers] + ([answers] if answers > 1 else [])
+
+
+@lru_cache(maxsize=16)
+def draws(answers: int, k: int) -> npt.NDArray[np.int64]:
+    """Draw k of an item's answers with replacement, 1000 times: their places, [1000, k]."""
+    return np.random.RandomState(SEED).choice(answers, size=(DRAWS, k), replace=True)
+
+
+def bootstrap(values: Sequence[float], votes: Sequence[str] | None = None) -> dict[str, float]:
+    """Compute `best@k/mean`, `worst@k/mean` and, with `votes`, `maj@k/mean` of an item's answers, and each's `std` over the draws.
+
+    `maj@k` is the value of the answer given most often among k, the one drawn first among equals; its value is that of the first
+    response that gives it. Equal to verl 0.9.1's `bootstrap_metric` and `calc_maj_val`, bit for bit.
+
+    >>> found = bootstrap([1.0, 0.0, 0.0], ["4", "5", "5"])
+    >>> found["best@2/mean"], found["maj@3/mean"]
+    (0.574, 0.284)
+    """
+    given = np.asarray(values, dtype=np.float64)
+    found: dict[str, float] = {}
+    for k in sizes(len(given)):
+        drawn = given[draws(len(given), k)]
+        outcomes = {"best": drawn.max(-1), "worst": drawn.min(-1)}
+        if votes is not None:
+            outcomes["maj"] = drawn[np.arange(DRAWS), _elected(votes, k)]
+        for name, outcome in outcomes.items():
+            found |= {f"{name}@{k}/mean": float(outcome.mean()), f"{name}@{k}/std": float(outcome.std())}
+    return found
+
+
+def _elected(votes: Sequence[str], k: int) -> npt.NDArray[np.int64]:
+    """Find, in each draw, the place of the first answer that most of the draw agree on, [1000]."""
+    numbers = {vote: number for number, vote in enumerate(dict.fromkeys(votes))}
+    cast = np.array([numbers[vote] for vote in votes])[draws(len(votes), k)]
+    rows = np.arange(DRAWS)[:, None]
+    counts = np.bincount((rows * len(numbers) + cast).ravel(), minlength=DRAWS * len(numbers)).reshape(DRAWS, -1)
+    return counts[rows, cast].argmax(-1)
+
+
+# Metrics of an evaluation: means, verl's bootstrap of best, worst and majority, and the unbiased pass@k.
+
+
+@dataclass(frozen=True)
+class Item:
+    """The answers to one item: their rewards, how right each is (`acc`), and what each says (`votes`), if the scorer tells."""
+
+    rewards: Sequence[float]
+    acc: Sequence[float]
+    passed: int
+    votes: Sequence[str] | None
+
+    @classmethod
+    def of(cls, scores: Sequence[Score], passes: float, tells: bool) -> "Item":
+        """Make an item of its scores. An answer is right if its `acc`, or else its reward, is at least `passes`.
+
+        `tells`: whether the scorer tells answers. A response without one then votes for "".
+        """
+        right = [(score if score.acc is None else score.acc) >= passes for score in scores]
+        acc = [float(passed) if score.acc is None else score.acc for score, passed in zip(scores, right, strict=True)]
+        votes = [score.pred or "" for score in scores] if tells else None
+        return cls([float(score) for score in scores], acc, sum(right), votes)
+
+
+def summary(scores: Sequence[Sequence[Score]], sources: Sequence[str], passes: float) -> dict[str, float]:
+    """Compute the metrics of the scores of N items with n answers each, over all items and, as `source/...`, over those of each source.
+
+    `acc/mean@n`, `acc/std@n`, those of `bootstrap` as `acc/best@k/mean`, and `pass@k` for k of 1, 2, 4, … and n; of the plain rewards
+    `reward/mean@n` and `reward/std@n`. Each is the mean over items. `acc/stderr` is the standard error of `acc/mean@n` over items.
+    An empty source gets no metrics of its own.
+    """
+    tells = any(score.pred is not None for answers in scores for score in answers)
+    items = [Item.of(answers, passes, tells) for answers in scores]
+    of_items = [_of_item(item) for item in items]
+    found = _over(of_items)
+    for source in sorted(set(sources) - {""}):
+        own = _over([metrics for metrics, s in zip(of_items, sources, strict=True) if s == source])
+        found |= {f"{source}/{name}": value for name, value in own.items()}
+    return found
+
+
+def _of_item(item: Item) -> dict[str, float]:
+    samples = len(item.acc)
+    found = {f"acc/{name}": value for name, value in bootstrap(item.acc, item.votes).items()}
+    for name, values in (("acc", item.acc), ("reward", item.rewards)):
+        found[f"{name}/mean@{samples}"] = float(np.mean(values))
+        if samples > 1:
+            found[f"{name}/std@{samples}"] = float(np.std(values))
+    powers = [1 << i for i in range(samples.bit_length()) if 1 << i < samples]
+    return found | {f"pass@{k}": pass_at(k, samples, item.passed) for k in (*powers, samples)}
+
+
+def _over(items: Sequence[dict[str, float]]) -> dict[str, float]:
+    found = {name: float(np.mean([item[name] for item in items])) for name in items[0]}
+    if len(items) > 1:
+        mean = next(name for name in found if name.startswith("acc/mean@"))
+        found["acc/stderr"] = float(np.std([item[mean] for item in items], ddof=1) / len(items) ** 0.5)
+    return found
+
+
+def pass_at(k: int, samples: int, right: int) -> float:
+    """Estimate the probability that at least one of k samples passes, without bias, given that `right` of `samples` passed.
+
+    Source: Chen et al., 2021 (Evaluating Large Language Models Trained on Code), equation 1.
+
+    >>> round(pass_at(2, 4, 1), 3)
+    0.5
+    """
+    return 1.0 - comb(samples - right, k) / comb(samples, k)
+
+
+# Evaluation: every few steps a generator answers a separate data set, and a reward scores the answers beside the training.
 
 NAME, SOURCE = "evaluate", "data_source"
 ANSWERS = ("responses", "response_mask", "weight_version", "finish_reasons", "group_ids")

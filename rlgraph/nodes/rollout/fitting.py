@@ -13,8 +13,7 @@ from rlgraph.engines.hf_models.chat_template import check_conversations, encoded
 from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.prompts import Prompts
-from rlgraph.nodes.streamed_prompts import Room, StreamedPrompts
+from rlgraph.nodes.prompts import Prompts, Room, StreamedPrompts
 
 if TYPE_CHECKING:
     from rlgraph.nodes.rollout.rollout import Generator

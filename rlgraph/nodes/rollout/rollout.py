@@ -1,8 +1,9 @@
 """Rollout: the generator, and its node that samples responses under the current weights."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import torch
@@ -12,21 +13,22 @@ from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Request, Running, Sampling
 from rlgraph.engines.drafts import PromptLookup, check_no_model
 from rlgraph.engines.hf_models.chat_template import encoded_prompts
-from rlgraph.engines.made_of import made_of
+from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.environments.agent import Agent, Environment
 from rlgraph.nodes.environments.program import Program
 from rlgraph.nodes.environments.tools import Tools
-from rlgraph.nodes.prompt_source import PromptSource
+from rlgraph.nodes.prompts import PromptSource
 from rlgraph.nodes.rollout.batch_admission import BatchAdmission, admission_rule
-from rlgraph.nodes.rollout.conversation_loop import ConversationLoop
+from rlgraph.nodes.rollout.conversation import ConversationLoop, chats_of, turn_metrics
 from rlgraph.nodes.rollout.decode_loop import (
     OUTPUTS,
     REWARDS,
+    ROUTES,
     WRITES,
     DecodeLoop,
     OneTurn,
@@ -34,19 +36,41 @@ from rlgraph.nodes.rollout.decode_loop import (
     Task,
     TaskDecoder,
     chained,
+    check_routes,
+    check_told,
     columns_of_sampled,
+    route_dims,
     seed_of,
 )
 from rlgraph.nodes.rollout.fitting import check_prompts, declared_context, most_tokens
-from rlgraph.nodes.rollout.options import agent_of, check_options
-from rlgraph.nodes.rollout.routes import ROUTES, check_routes, check_told, route_dims
-from rlgraph.nodes.rollout.turn_checks import chats_of
-from rlgraph.nodes.rollout.turn_metrics import turn_metrics
-from rlgraph.nodes.rollout.turns import check_conversations_of, item_of, session_loop, turn_loop
+from rlgraph.nodes.rollout.turns import agent_of, check_conversations_of, check_options, item_of, session_loop, turn_loop
 from rlgraph.settings import Count, Dtype, Named, Natural, Range, checked, refuse_unknown
 
 if TYPE_CHECKING:
     from rlgraph.nodes.rollout.dynamic_sampling import Refill
+
+# What the engine of a generator is made of: two generators for which this is the same text have engines that are the same.
+
+APART = {"pool", "sampling"}  # fields of a generator that its engine does not see
+FILES = ("config.json", "generation_config.json")
+
+
+def made_of(generator: Any) -> str | None:
+    """Describe a `Generator`'s engine by its settings and the folder of its model, whose numbers may change.
+
+    None where the folder's weights are quantised, which an engine takes only as it loads, or cannot be read.
+    """
+    folder = Path(generator.path)
+    texts = [(folder / name).read_text(encoding="utf-8") if (folder / name).exists() else "" for name in FILES]
+    if '"quantization_config"' in texts[0]:
+        return None
+    try:
+        shapes = [header_shapes(file) for file in sorted(folder.glob("*.safetensors"))]
+    except (DataError, OSError):
+        return None
+    settings = {field.name: getattr(generator, field.name) for field in fields(generator) if field.name not in APART}
+    return repr((settings, texts, shapes))
+
 
 MAX_TURNS, MAX_CALLS = 8, 64  # the defaults of a rollout with tools or environments, and with programs
 

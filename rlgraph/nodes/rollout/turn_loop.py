@@ -21,13 +21,10 @@ from rlgraph.errors import DataError, RlgraphError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.environments import leases
 from rlgraph.nodes.environments.agent import Agent, Environment
-from rlgraph.nodes.environments.call_formats import CallFormat, calls_of
 from rlgraph.nodes.environments.calls import Call, EnvironmentCalls
-from rlgraph.nodes.environments.messages import Message, Turn
-from rlgraph.nodes.rollout.conversation import Conversation
-from rlgraph.nodes.rollout.conversation_loop import ConversationLoop
+from rlgraph.nodes.environments.messages import CallFormat, Message, Turn, calls_of
+from rlgraph.nodes.rollout.conversation import Conversation, ConversationLoop, probe_answer
 from rlgraph.nodes.rollout.decode_loop import Outcome, Task
-from rlgraph.nodes.rollout.turn_checks import probe_answer
 
 WAIT_S = 0.1  # for an environment, where nothing decodes
 MOST_MESSAGES = 64  # of one turn of an environment

@@ -1,17 +1,22 @@
-"""The advantage of each response token, by any estimator."""
+"""The advantage of each response token, and the weights and masks of the loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from rlgraph.algorithms.advantages import GroupEstimator
-from rlgraph.columns import Columns
+from rlgraph.algorithms.correction import ImportanceWeights, Rejection, RolloutCorrection
+from rlgraph.algorithms.diagnostics import diagnostics
+from rlgraph.algorithms.shaping import constant_groups
+from rlgraph.columns import Columns, truncated
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Output, declare
-from rlgraph.nodes.base import FunctionOperation, carried, tensor_of
-from rlgraph.settings import checked
+from rlgraph.nodes.base import Fired, FunctionOperation, carried, tensor_of
+from rlgraph.settings import Name, checked
+
+# The advantage of each response token, by any estimator.
 
 
 class Estimator(Protocol):
@@ -90,3 +95,145 @@ def on_last_token(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     places = torch.arange(1, mask.shape[1] + 1)
     last = torch.where(mask, places, 0).amax(-1, keepdim=True)
     return torch.where((places == last) & mask, rewards[:, None], 0.0)
+
+
+# Weights and masks of the loss: rollout correction for disagreement of trainer and engine, filters of groups and cut-off responses.
+
+Weigh = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@checked()
+def rollout_correction(
+    *inputs: Output,
+    weights: ImportanceWeights | RolloutCorrection | Weigh | None = None,
+    rejections: Sequence[Rejection] = (),
+    denominator: Literal["kept", "all"] = "kept",
+    name: str = "correction",
+) -> Output:
+    """Declare the correction of a batch for log-probs on which trainer and engine disagree. Updates and, as in verl, advantages read it.
+
+    `weights`, such as `rg.TruncatedIS(level="token")`, give `rollout_is_weights` [B, T], which multiply the loss. `rejections` leave
+    tokens or responses out. A preset given as `weights`, such as `rg.algorithms.correction("decoupled_k3_rs_seq_tis")`, has both.
+
+    With `denominator="kept"` rejections give `loss_mask` [B, T]: the loss's means do not count rejected tokens, as in verl. With "all"
+    rejected tokens have weight 0 and still count, so that rejecting does not scale up the others, as in AReaL.
+
+    Reads `old_log_probs`, `rollout_log_probs`, `response_mask`, and `loss_mask` where an input carries it.
+    Metrics: `rollout_corr/...`, see `rlgraph.algorithms.diagnostics`.
+    Raises GraphError for a missing column, a setting without effect, or a value of the wrong kind.
+
+    >>> import rlgraph as rg
+    >>> data = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
+    >>> answers = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(data)
+    >>> policy = rg.Policy("tiny", pool=rg.Pool("train"))
+    >>> rg.rollout_correction(answers, policy.log_probs(answers), weights=rg.TruncatedIS(level="token")).columns
+    ('rollout_is_weights',)
+    """
+    correction = _correction(name, weights, rejections)
+    rejects = isinstance(correction, RolloutCorrection) and bool(correction.rejections)
+    if denominator == "all" and not rejects:
+        raise GraphError(f"node '{name}' has denominator='all', but rejects nothing; give rejections, or leave it out")
+    masks = rejects and denominator == "kept"
+    weighs = not masks or (isinstance(correction, RolloutCorrection) and correction.weights is not None)
+    writes = (*(("rollout_is_weights",) if weighs else ()), *(("loss_mask",) if masks else ()))
+    reads = ("old_log_probs", "rollout_log_probs", *mask_columns(inputs))
+    return Output(declare(name, FunctionOperation(_Correct(correction, writes)), inputs, reads=reads, writes=writes))
+
+
+def _correction(name: str, weights: Any, rejections: Sequence[Rejection]) -> RolloutCorrection | Weigh:
+    """Combine weights and rejections into one object; pass a function of the user's own through."""
+    if isinstance(weights, type) or not (weights is None or callable(weights)):
+        raise GraphError(f"node '{name}' has weights={shown(weights)}; pass a weights object, as weights=rg.TruncatedIS(level='token')")
+    if weights is None and not rejections:
+        raise GraphError(f"node '{name}' has neither weights nor rejections, and so nothing to do; give one of them")
+    if weights is None or isinstance(weights, ImportanceWeights):
+        return RolloutCorrection(weights, tuple(rejections))
+    if rejections:
+        raise GraphError(
+            f"node '{name}' has weights={shown(weights)} and rejections; put both into one rg.algorithms.RolloutCorrection(...)"
+        )
+    correction: RolloutCorrection | Weigh = weights
+    return correction
+
+
+@dataclass(frozen=True)
+class _Correct:
+    correction: RolloutCorrection | Weigh
+    writes: tuple[str, ...]
+
+    def __call__(self, columns: Columns) -> Fired:
+        mask = tensor_of(columns, "loss_mask" if "loss_mask" in columns else "response_mask")
+        policies = tensor_of(columns, "old_log_probs"), tensor_of(columns, "rollout_log_probs"), mask
+        if not isinstance(self.correction, RolloutCorrection):
+            return {"rollout_is_weights": self.correction(*policies)}, diagnostics(*policies)
+        written = {}
+        if "loss_mask" in self.writes:
+            written["loss_mask"] = self.correction.kept(*policies)
+        if "rollout_is_weights" in self.writes:
+            weights = self.correction.weights if "loss_mask" in self.writes else self.correction
+            assert weights is not None
+            written["rollout_is_weights"] = weights(*policies)
+        return written, diagnostics(*policies, self.correction)
+
+
+@checked()
+def filter_groups(*inputs: Output, metric: Name = "rewards", name: str = "filter") -> Output:
+    """Declare `loss_mask` [B, T] without the groups whose responses all have the same `metric`: they teach nothing.
+
+    The update neither computes nor counts these groups, so a mean over tokens covers the other groups alone. A group of one stays.
+    `rg.Refill` replaces such groups instead. Metric: `filter/groups_fraction`, the share of groups left out.
+    Source: Yu et al., 2025, 2503.14476 (DAPO).
+
+    Raises GraphError for a missing column.
+
+    >>> import rlgraph as rg
+    >>> data = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
+    >>> answers = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(data, group_size=8)
+    >>> rewards = rg.reward(lambda responses: [float(len(text)) for text in responses], answers)
+    >>> rg.filter_groups(answers, rewards).columns
+    ('loss_mask',)
+    """
+    reads = (metric, "group_ids", *mask_columns(inputs))
+    return Output(declare(name, FunctionOperation(_Filter(metric)), inputs, reads=reads, writes=("loss_mask",)))
+
+
+@dataclass(frozen=True)
+class _Filter:
+    metric: str
+
+    def __call__(self, columns: Columns) -> Fired:
+        mask = tensor_of(columns, "loss_mask" if "loss_mask" in columns else "response_mask")
+        groups = tensor_of(columns, "group_ids")
+        constant = constant_groups(tensor_of(columns, self.metric), groups)
+        fraction = len(groups[constant].unique()) / max(len(groups.unique()), 1)
+        return {"loss_mask": mask & ~constant[:, None]}, {"filter/groups_fraction": fraction}
+
+
+@checked()
+def filter_truncated(*inputs: Output, name: str = "filter_truncated") -> Output:
+    """Declare `loss_mask` [B, T] without the responses that were cut off: their rewards judge unfinished answers.
+
+    A response is cut off by `max_tokens`, by the context or, with tools, by `max_turns`. The update neither computes nor counts it.
+    Metric: `filter/truncated_fraction`, the share of responses left out. Source: Yu et al., 2025, 2503.14476 (DAPO's overlong filtering).
+
+        >>> import rlgraph as rg
+        >>> generator = rg.Generator("tiny", pool=rg.Pool("rollout"))
+        >>> rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=8), rg.feedback("weights", depth=1))
+        >>> rg.filter_truncated(rollout).columns  # for policy.update(rollout, advantages, mask, …)
+        ('loss_mask',)
+
+    Raises GraphError for a missing column.
+    """
+    reads = ("finish_reasons", *mask_columns(inputs))
+    return Output(declare(name, FunctionOperation(_without_truncated), inputs, reads=reads, writes=("loss_mask",)))
+
+
+def _without_truncated(columns: Columns) -> Fired:
+    mask = tensor_of(columns, "loss_mask" if "loss_mask" in columns else "response_mask")
+    cut = truncated(columns)
+    return {"loss_mask": mask & ~cut[:, None]}, {"filter/truncated_fraction": cut.float().mean().item()}
+
+
+def mask_columns(inputs: Sequence[Output]) -> tuple[str, ...]:
+    """Choose the mask of the tokens to train: `loss_mask` if an input carries it, else `response_mask`."""
+    return ("loss_mask",) if "loss_mask" in carried(inputs) else ("response_mask",)

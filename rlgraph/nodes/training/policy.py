@@ -11,13 +11,10 @@ from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context, Stage, carried
-from rlgraph.nodes.training.exact import columns_to_check
+from rlgraph.nodes.training.compatibility import columns_to_check, routes_read
 from rlgraph.nodes.training.guards import Guards
-from rlgraph.nodes.training.loss_inputs import check_taken
-from rlgraph.nodes.training.mixture import Part, checked_also, own_name
-from rlgraph.nodes.training.router_replay import routes_read
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary
-from rlgraph.nodes.training.update import DEFAULT_GUARDS, PolicyUpdate, Update, checked_schedule
+from rlgraph.nodes.training.update import DEFAULT_GUARDS, Part, PolicyUpdate, Update, check_taken, checked_also, checked_schedule, own_name
 from rlgraph.settings import Count, Natural, checked, refuse_unknown
 
 

@@ -12,11 +12,17 @@ from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Model, Node
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.rollout.fitting import check_rotation
-from rlgraph.nodes.training.adapters import check_adapter, check_adapter_folder
-from rlgraph.nodes.training.exact import check_exact_settings
-from rlgraph.nodes.training.low_bits import check_eight_bits, check_installed
-from rlgraph.nodes.training.router_replay import check_replay, check_replay_folder
-from rlgraph.nodes.training.vocabulary import check_vocabulary, writers
+from rlgraph.nodes.training.compatibility import (
+    check_adapter,
+    check_adapter_folder,
+    check_eight_bits,
+    check_exact_settings,
+    check_installed,
+    check_replay,
+    check_replay_folder,
+    check_vocabulary,
+    writers,
+)
 from rlgraph.settings import AtLeastZero, Count, Dtype, Named, Recompute
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")

@@ -1,28 +1,150 @@
-"""The update: the node that trains a model on a batch, the optimizer steps that it takes, and the batch that a policy learns from."""
+"""The update: the node that trains a model on one batch or several, with their losses and weights, in optimizer steps."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
 
 from rlgraph import settings
 from rlgraph.algorithms.advantages import StepwiseLoss
+from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.whole_loss import GRADIENTS, SlopedLoss, WholeLoss
 from rlgraph.batching.packing import response_lengths
-from rlgraph.columns import Column, Columns, rows_of, truncated
-from rlgraph.engines.api import Loss
+from rlgraph.columns import Column, Columns, concat_rows, rows_of, truncated
+from rlgraph.engines.api import Loss, chosen_at
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
-from rlgraph.nodes.training.exact import checked_rows
+from rlgraph.nodes.training.compatibility import check_vocabulary, checked_rows
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
-from rlgraph.nodes.training.mixture import Part, mixed
 from rlgraph.nodes.training.trained_model import TrainedModel, check_rotary_factors, check_trained
-from rlgraph.nodes.training.vocabulary import check_vocabulary
 from rlgraph.settings import Count
+
+# An update on several batches: each with its loss and its weight, in one optimizer step.
+
+FAMILIES = ("actor", "critic", "preference", "reward")  # of the update's own metrics
+PART = "part_of_batch"  # the column that says which batch a row is of
+Also: TypeAlias = tuple[Output | Sequence[Output], Loss, float]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One more batch of an update: its columns have the `prefix` in front, its metrics the name of its first node."""
+
+    prefix: str
+    name: str
+    loss: Any
+    weight: float
+    behaviour: str  # the column that ratios are taken against
+
+    def of(self, columns: Columns) -> dict[str, Column]:
+        """Pick its columns, under their own names."""
+        return {name.removeprefix(self.prefix): column for name, column in columns.items() if name.startswith(self.prefix)}
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The weighted sum of the losses of several batches. Each is normalised by the tokens and rows of its own batch.
+
+    `parts` are (loss, weight, totals, front of its metrics' names).
+    """
+
+    parts: tuple[tuple[Any, float, Totals, str], ...]
+    reads: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether one of the losses needs it."""
+        return any(loss.needs_entropy for loss, *_ in self.parts)
+
+    @property
+    def chosen_at(self) -> str | None:
+        """The column with the tokens whose log-probs one of the losses reads."""
+        return next((at for at in (chosen_at(loss) for loss, *_ in self.parts) if at is not None), None)
+
+    def __call__(
+        self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:
+        """Add up the shares of the losses of this micro-batch's rows, each by the rows of its own batch."""
+        part, found = tensor_of(batch, PART), dict[str, float]()
+        whole = log_probs.sum() * 0
+        for number, (loss, weight, own, front) in enumerate(self.parts):
+            rows = (part == number).nonzero()[:, 0]
+            if not len(rows):
+                continue
+            columns = {name: _pick(column, rows) for name, column in batch.items()}
+            value, metrics = loss(log_probs[rows], columns, own, None if entropy is None else entropy[rows])
+            whole = whole + weight * value
+            found |= {front + name.rpartition("/")[2] if front else name: number for name, number in metrics.items()}
+        return whole, found
+
+
+def joined(batches: Sequence[Columns]) -> dict[str, Column]:
+    """Join batches of different columns along their rows; what a batch lacks is 0 or no text. The column `PART` numbers them."""
+    like: dict[str, tuple[Column, int]] = {}  # a column, and how wide the responses beside it are
+    for batch in batches:
+        like = {**{name: (column, _width(batch)) for name, column in batch.items()}, **like}
+    same = [{name: batch[name] if name in batch else _nothing(*found, batch) for name, found in like.items()} for batch in batches]
+    numbered = [{**batch, PART: torch.full((rows_of(batch),), number)} for number, batch in enumerate(same)]
+    return concat_rows(numbered)
+
+
+def _width(batch: Columns) -> int:
+    return tensor_of(batch, "response_mask").shape[1]
+
+
+def _nothing(like: Column, beside: int, batch: Columns) -> Column:
+    """Make the column that a batch lacks; one of tokens is as wide as the batch's own responses, so that all columns end as wide."""
+    rows = rows_of(batch)
+    if not isinstance(like, torch.Tensor):
+        return [""] * rows
+    of_tokens = like.ndim > 1 and like.shape[1] == beside
+    return like.new_zeros(rows, *((_width(batch), *like.shape[2:]) if of_tokens else like.shape[1:]))
+
+
+def _pick(column: Column, rows: torch.Tensor) -> Column:
+    return column[rows] if isinstance(column, torch.Tensor) else [column[row] for row in rows.tolist()]
+
+
+def checked_also(node: str, also: Sequence[Any]) -> Iterator[tuple[Sequence[Output], Any, float]]:
+    """Check what `also` was given: (a batch or several outputs, loss, weight) each. Raises GraphError for anything else."""
+    for number, entry in enumerate(also):
+        where = f"node '{node}' has also[{number}]={shown(entry)}"
+        if not isinstance(entry, tuple) or len(entry) != 3:
+            raise GraphError(f"{where}; each is (batch, loss, weight), as (examples, rg.SFTLoss(), 0.1)")
+        given, loss, weight = entry
+        outputs = [given] if isinstance(given, Output) else given
+        if not isinstance(outputs, list | tuple) or not outputs or not all(isinstance(o, Output) and o.kind == "batch" for o in outputs):
+            raise GraphError(f"{where}; its batch is the output of a node, or a list of outputs whose columns belong together")
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise GraphError(f"{where}; its weight is a finite number above 0")
+        yield outputs, loss, float(weight)
+
+
+def own_name(node: str, taken: Sequence[str]) -> str:
+    """Name the metrics of a further batch for its node, with a number where that name is another batch's or a family of metrics.
+
+    >>> own_name("pairs", []), own_name("pairs", ["pairs"]), own_name("actor", [])
+    ('pairs', 'pairs2', 'actor2')
+    """
+    names = (node, *(f"{node}{number}" for number in range(2, len(taken) + 4)))
+    return next(name for name in names if name not in taken and name not in FAMILIES)
+
+
+def mixed(each: Sequence[tuple[Columns, Any]], more: Sequence[Part]) -> tuple[Columns, Mixture]:
+    """Join the batches of an optimizer step with their losses: the update's own first, then those of `more`."""
+    weights = [(1.0, ""), *((part.weight, f"{part.name}/") for part in more)]
+    parts = tuple(
+        (loss, weight, Totals.of(tensor_of(batch, "response_mask")), front)
+        for (batch, loss), (weight, front) in zip(each, weights, strict=True)
+    )
+    return joined([batch for batch, _ in each]), Mixture(parts)
+
+
+# The update: the node that trains a model on a batch, the optimizer steps that it takes, and the batch that a policy learns from.
 
 DEFAULT_GUARDS = Guards()
 
@@ -225,3 +347,48 @@ def check_loss(name: str, loss: object) -> None:
     """Raise GraphError for anything but a loss object."""
     if not callable(loss) or isinstance(loss, type) or not hasattr(loss, "reads"):
         raise GraphError(f"node '{name}' has loss={shown(loss)}; pass a loss object, as loss=rg.ClippedLoss()")
+
+
+# Whether a loss goes with what it is given: its model's scores, and the rows of its batch.
+
+HELD = {
+    "pairs": "pairs, which rg.pairs and rg.preferred make",
+    "labels": "single rows that are good or bad",
+    "mismatched": "rows that are good or bad with a second row for each, as rg.examples(label=…, mismatched=True) makes them",
+}
+SCORED = {"log_probs": "the log-probs of a policy", "values": "the rewards of a rg.LearnedReward"}
+
+
+def check_taken(name: str, loss: object, scores: Literal["log_probs", "values"], inputs: Iterable[Any], mini_batches: int) -> None:
+    """Raise GraphError for anything but a loss object, or for one that does not go with the model's scores or with the batch."""
+    check_loss(name, loss)
+    check_scores(name, loss, scores)
+    check_rows(name, loss, inputs, mini_batches)
+
+
+def check_scores(name: str, loss: object, scores: Literal["log_probs", "values"]) -> None:
+    """Raise GraphError for a loss of another kind of model than the one that gives these `scores`."""
+    taken = "values" if isinstance(loss, StepwiseLoss) else loss.scores if isinstance(loss, WholeLoss) else None
+    if taken not in (None, scores):
+        other = "rg.DPO()" if scores == "log_probs" else "rg.BradleyTerry()"
+        raise GraphError(
+            f"node '{name}' has loss={type(loss).__name__}(…), which takes {SCORED[taken or scores]}, but trains on {SCORED[scores]}; "
+            f"give a loss such as {other}"
+        )
+
+
+def check_rows(name: str, loss: object, inputs: Iterable[Any], mini_batches: int) -> None:
+    """Raise GraphError for a batch whose preferences are not those that a loss compares, or mini-batches that part two rows of a pair."""
+    if not isinstance(loss, WholeLoss) or loss.rows is None:
+        return
+    carrier = next((o.node for o in inputs if isinstance(o, Output) and "preferences" in o.columns), None)
+    if carrier is None:
+        return  # the declaration names the column that is missing
+    held, kind = carrier.traits.preferences, type(loss).__name__
+    if held not in (None, loss.rows):
+        raise GraphError(f"node '{name}' has loss={kind}(…), which takes {HELD[loss.rows]}, but '{carrier.name}' gives {HELD[held]}")
+    if carrier.rows // mini_batches % 2:
+        raise GraphError(
+            f"node '{name}' has mini_batches={mini_batches} of {carrier.rows} rows, which parts two rows that {kind} compares; choose a "
+            f"divisor of {carrier.rows // 2}"
+        )

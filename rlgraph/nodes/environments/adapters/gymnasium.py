@@ -2,16 +2,39 @@
 
 import asyncio
 import importlib
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from rlgraph import settings
 from rlgraph.errors import GraphError, shown
-from rlgraph.nodes.environments.adapters.texts import Act, Show, shown_value
 from rlgraph.nodes.environments.messages import Message, Turn
 from rlgraph.settings import Name
+
+# How actions are read in what a model has said, and how observations are shown to it: what the adapters share.
+
+Act: TypeAlias = Callable[[Message], Any]  # raises ValueError, which the model reads, where there is no action
+Show: TypeAlias = Callable[[Any], str]
+
+
+def shown_value(value: Any) -> str:
+    """Write an observation as text: text as it is, a mapping with one value as that value, and others as JSON.
+
+    >>> shown_value("Go on."), shown_value({"message": "Go on."}), shown_value({"row": 1, "column": [2, 3]})
+    ('Go on.', 'Go on.', '{"row": 1, "column": [2, 3]}')
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping) and len(value) == 1:
+        return shown_value(next(iter(value.values())))
+    return json.dumps(value, default=_plain, ensure_ascii=False)
+
+
+def _plain(value: Any) -> Any:
+    """Convert an array or a number of numpy."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlgraph import settings
 from rlgraph.errors import GraphError, shown
-from rlgraph.nodes.environments.adapters.texts import Act, Show, shown_value
+from rlgraph.nodes.environments.adapters.gymnasium import Act, Show, shown_value
 from rlgraph.nodes.environments.messages import Message, Turn
 from rlgraph.settings import Name
 
