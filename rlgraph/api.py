@@ -226,11 +226,11 @@ def launch(
     encrypt: bool = False,
 ) -> "Job":
     """Make the job of a plan; `Plan.launch` documents the arguments and the errors."""
-    from rlgraph.runtime.driver.forked_dispatch import chosen_dispatch
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.driver.machine import local_cluster
     from rlgraph.runtime.driver.sendable import check_sendable
     from rlgraph.runtime.driver.session import Links
+    from rlgraph.runtime.driver.warm import chosen_dispatch
     from rlgraph.runtime.exports.models import chosen, trained_models
 
     graph = checked_source(plan)

@@ -18,7 +18,7 @@ from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
 from rlgraph.render import joint_report
 from rlgraph.render.report import FILE
-from rlgraph.runtime.checkpoint.fingerprint import difference, fingerprint
+from rlgraph.runtime.checkpoint.store import difference, fingerprint
 from rlgraph.runtime.driver.machine import local_cluster
 from rlgraph.runtime.driver.sendable import check_sendable
 from rlgraph.runtime.exports.models import chosen, trained_models

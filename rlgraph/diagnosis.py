@@ -20,7 +20,7 @@ from packaging.requirements import Requirement
 
 from rlgraph.analysis import words
 from rlgraph.engines.exact.diagnosis import LOG_PROBS, ComparedOperation, compare
-from rlgraph.engines.exact.model import check_family
+from rlgraph.engines.exact.rules import check_family
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.errors import GraphError
 from rlgraph.nodes import sandbox

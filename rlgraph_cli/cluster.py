@@ -189,7 +189,7 @@ def _forget_address() -> None:
 
 
 def _file(named: Path | None) -> Path:
-    from rlgraph.runtime.driver.ray_token import token_file
+    from rlgraph.runtime.driver.ray_cluster import token_file
 
     return (named or token_file()).absolute()
 
@@ -226,7 +226,7 @@ def _resources(gpus: int | None) -> list[str]:
 
 def _ray_start(arguments: list[str], file: Path) -> None:
     """Run `ray start`, which returns when Ray is up."""
-    from rlgraph.runtime.driver.ray_token import FILE, MODE, TOKEN
+    from rlgraph.runtime.driver.ray_cluster import FILE, MODE, TOKEN
 
     if marked():
         raise _failed("a Ray of `rlgraph cluster` runs on this host already; end it by `rlgraph cluster stop`")

@@ -15,10 +15,10 @@ from rlgraph.graph.nodes import Graph
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.plan import Plan
-from rlgraph.runtime.driver.forked_dispatch import WithoutTicks
 from rlgraph.runtime.driver.hosts import FoundHosts
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
+from rlgraph.runtime.driver.warm import WithoutTicks
 from rlgraph.runtime.worker import process
 from rlgraph.runtime.worker.spec import WorkerSpec
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from forked import server
 from ray._raylet import AuthenticationTokenLoader, Config
 
-from rlgraph.runtime.driver.ray_token import MODE
+from rlgraph.runtime.driver.ray_cluster import MODE
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rlgraph.errors import ConfigError, PlanError
-from rlgraph.runtime.driver import ray_token
+from rlgraph.runtime.driver import ray_cluster
 from rlgraph.runtime.driver.orphan_cleanup import began
 from rlgraph_cli import cluster
 
@@ -93,11 +93,11 @@ def test_stop_ends_what_is_marked_with_its_children_and_nothing_else(monkeypatch
 def test_an_error_names_the_mode_and_the_file(
     variables: dict[str, str], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for name in (ray_token.MODE, ray_token.FILE, ray_token.TOKEN):
+    for name in (ray_cluster.MODE, ray_cluster.FILE, ray_cluster.TOKEN):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)
-    assert said.replace("HOME", str(tmp_path)) in ray_token.described()
+    assert said.replace("HOME", str(tmp_path)) in ray_cluster.described()
 
 
 def test_a_ray_that_takes_no_jobs_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

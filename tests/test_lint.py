@@ -38,7 +38,7 @@ PRIVATE = {
     "runtime/worker/process.py": {"_exit"},
     "runtime/worker/template.py": {"_exit"},
     "runtime/worker/warm_worker.py": {"_exit"},
-    "runtime/worker/step_profiler.py": {"_record_memory_history", "_dump_snapshot"},  # torch documents them by these names
+    "runtime/worker/progress.py": {"_record_memory_history", "_dump_snapshot"},  # torch documents them by these names
     "runtime/driver/ray_cluster.py": {"_private", "_global_node"},  # where Ray keeps its session
     "plan/play.py": {"_replace"},  # public, of a NamedTuple
 }

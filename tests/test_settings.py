@@ -24,7 +24,7 @@ from rlgraph.plan.cost_functions import Decode, NodeCost, Setting, SleepCost
 from rlgraph.plan.lengths import Lengths
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.replay import deeper
-from rlgraph.runtime.checkpoint.fingerprint import difference
+from rlgraph.runtime.checkpoint.store import difference
 from rlgraph.runtime.local import LocalJob
 
 LONG = "x" * 10**5

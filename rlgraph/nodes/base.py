@@ -88,7 +88,7 @@ class Context:
     def tokenizer(self, path: str) -> Any:
         """Return the tokenizer of a model folder; only the first call loads it."""
         if path not in self.cache:
-            from rlgraph.engines.hf_models.chat_template import load_tokenizer
+            from rlgraph.engines.hf_models.model_files import load_tokenizer
 
             self.cache[path] = load_tokenizer(path)
         return self.cache[path]

@@ -13,12 +13,11 @@ import numpy as np
 
 from rlgraph.analysis.samples import FIELDS, FOLDER, LINES, TABLE, Sample, parquet, read_file, sample_files
 from rlgraph.columns import FINISH_REASONS
-from rlgraph.engines.hf_models.chat_template import load_tokenizer
+from rlgraph.engines.hf_models.model_files import load_tokenizer
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.plan import Plan
-from rlgraph.runtime.driver.sample_sources import sample_sources
-from rlgraph.runtime.messages import Cells, SampledRows, SampleSource
+from rlgraph.runtime.messages import Cells, SampledRows, SampleSource, sample_sources
 from rlgraph.settings import Count, Fraction, Natural, Range, check, refuse_unknown
 
 if TYPE_CHECKING:

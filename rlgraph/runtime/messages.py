@@ -1,13 +1,21 @@
-"""What driver and workers say to each other, beside the payload: small typed messages over an authenticated socket."""
+"""What driver, workers and warm processes say to each other, beside the payload: small typed messages over an authenticated socket."""
 
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import msgspec
 
 from rlgraph.channels.host.connection import UNREADABLE, Connection, ProtocolError
 from rlgraph.engines.hf_export.layout import ExportLayout, ShardBox
+from rlgraph.graph.nodes import Graph, Node
 from rlgraph.plan.plan import ChannelEnd
 from rlgraph.plan.schedule import Sampled, Span
+
+# What driver and workers say to each other, beside the payload: small typed messages over an authenticated socket.
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -231,3 +239,76 @@ def receive(connection: Connection) -> Message:
         return _decoder.decode(connection.receive(MOST_BYTES))
     except UNREADABLE as error:
         raise ProtocolError(f"bytes that are no message ({error})") from error
+
+
+# How a program asks its warm processes for workers: an order, with the files that travel with it over a socket.
+
+PID_BYTES = 8
+MOST_FILES = 5  # of an order: the worker's output, its errors, what it is started with, where its id goes, and where later orders come
+
+
+class ForkOrder(msgspec.Struct, frozen=True):
+    """What a worker is started with; one that `keeps` its engine takes later orders. `spec` is pickled: `path` has what it names."""
+
+    folder: str
+    path: tuple[str, ...]
+    spec: bytes
+    driver: str
+    keeps: bool = False
+
+
+def send_order(to: socket.socket, order: ForkOrder, further: Sequence[int] = ()) -> None:
+    """Send an order and the `further` files; the worker writes where this program does. Raises OSError if nobody takes it."""
+    with tempfile.TemporaryFile() as given:
+        given.write(msgspec.msgpack.encode(order))
+        given.flush()
+        given.seek(0)
+        sys.stdout.flush()
+        socket.send_fds(to, [b"1"], [1, 2, given.fileno(), *further])
+
+
+def receive_order(of: socket.socket) -> list[int]:
+    """Wait for an order and return its files; none when the driver has closed its end."""
+    message, files, _, _ = socket.recv_fds(of, 1, MOST_FILES)
+    return files if message else []
+
+
+def take_over(files: Sequence[int]) -> ForkOrder:
+    """Read the order that came with these files, and write to its output and errors from now on."""
+    output, errors, given = files[:3]
+    os.dup2(output, 1)
+    os.dup2(errors, 2)
+    with open(given, "rb") as file:
+        order = msgspec.msgpack.decode(file.read(), type=ForkOrder)
+    for fd in (output, errors):
+        os.close(fd)
+    return order
+
+
+# Find which node writes which columns of a rollout's responses, so that their rows can be recorded where they are written.
+
+Kind: TypeAlias = Literal["training", "evaluation"]
+
+
+def sample_sources(graph: Graph) -> list[SampleSource]:
+    """List the nodes whose columns belong to the responses of a rollout, or to the answers of an evaluation, upstream first."""
+    rollouts = [node for node in graph.nodes if node.traits.work == "generate" and "response_mask" in node.writes]
+    found = []
+    for node in graph.nodes:
+        for rollout in (rollout for rollout in rollouts if node.writes and (rollout.due is None) == (node.due is None)):
+            if rollout in _rollouts(node, rollouts) and rollout.rows % node.rows == 0:
+                kind: Kind = "training" if rollout.due is None else "evaluation"
+                found.append(SampleSource(node.name, rollout.name, rollout.rows, rollout.rows // node.rows, node.writes, kind))
+    return found
+
+
+def _rollouts(node: Node, rollouts: list[Node]) -> list[Node]:
+    """The rollouts whose responses a node's rows are about: those it reads responses of, or all that a source of prompts feeds."""
+    if node in rollouts:
+        return [node]
+    above = [rollout for rollout in rollouts if node.needs(rollout)]
+    if not above:
+        return [rollout for rollout in rollouts if any(output.node is node for output in rollout.inputs)]
+    read = [node.source_of(column) for column in ("responses", "response_mask") if column in node.reads]
+    own = [rollout for rollout in above if rollout in read]
+    return own or (above if len(above) == 1 else [])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rlgraph.engines.exact import gpu
-from rlgraph.engines.exact.model import check_model, table_of
+from rlgraph.engines.exact.rules import check_model, table_of
 from rlgraph.errors import DataError
 
 pytestmark = pytest.mark.stage("plugins")

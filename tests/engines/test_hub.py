@@ -84,7 +84,7 @@ try:
 except rg.DataError as error:
     print("DataError", error)
 print(generator.path)
-from rlgraph.runtime.checkpoint.fingerprint import fingerprint
+from rlgraph.runtime.checkpoint.store import fingerprint
 print(fingerprint(graph, plan).get("revisions"))
 """
 

@@ -65,7 +65,7 @@ def kept(layers: int, recompute: Recompute) -> tuple[int, int]:
     )
     torch.manual_seed(0)
     head = PolicyHead(Qwen3ForCausalLM(config).eval())
-    backbone.install(head.model)
+    backbone.install_fused_norms(head.model)
     engine = FsdpEngine(head, optimizer=rg.AdamW(), dtype=torch.float32, adapter=rg.LoRA(rank=1), flat=False, recompute=recompute)
     batch = batch_of([RESPONSE], group=1)
     tokens = int(batch["prompt_mask"].sum()) + RESPONSE - 1  # the last one predicts none
@@ -88,4 +88,4 @@ def test_norms_that_are_frozen_in_bfloat16_are_fused() -> None:
     config = Qwen3Config(
         vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=8, intermediate_size=8
     )
-    assert backbone.install(Qwen3ForCausalLM(config).bfloat16()) == 5
+    assert backbone.install_fused_norms(Qwen3ForCausalLM(config).bfloat16()) == 5

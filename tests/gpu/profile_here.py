@@ -9,7 +9,7 @@ import torch
 
 from rlgraph.analysis.samples import MEMORY, TRACE
 from rlgraph.runtime.messages import ProfileRequest
-from rlgraph.runtime.worker.step_profiler import StepProfiler
+from rlgraph.runtime.worker.progress import StepProfiler
 
 profiler = StepProfiler("policy", gpus=True)
 profiler.request = ProfileRequest(1, 2, ["policy"], ".")

@@ -17,13 +17,13 @@ from recorded_program import run
 
 import rlgraph as rg
 from rlgraph.analysis.samples import FIELDS, read_samples, sample_files
-from rlgraph.engines.hf_models.chat_template import load_tokenizer
+from rlgraph.engines.hf_models.model_files import load_tokenizer
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import PlanError
 from rlgraph.recording.samples import TokenTexts
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.messages import SampleRequest
-from rlgraph.runtime.worker.sample_tap import chosen_rows
+from rlgraph.runtime.worker.executor import chosen_rows
 
 ITEMS = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a in range(4) for b in range(3)]
 PROGRAM = Path(recorded_program.__file__)

@@ -11,11 +11,11 @@ from digests import ITEMS
 from renewing import ENGINE
 
 import rlgraph as rg
-from rlgraph.runtime.driver import forked_dispatch
+from rlgraph.runtime.driver import warm
 
 model, alone = sys.argv[1], sys.argv[2] == "alone"
-found = forked_dispatch.ForkedProcesses._wanted
-forked_dispatch.ForkedProcesses._wanted = lambda self, spec: replace(found(self, spec), opens_gpus=alone)  # type: ignore[method-assign]
+found = warm.ForkedProcesses._wanted
+warm.ForkedProcesses._wanted = lambda self, spec: replace(found(self, spec), opens_gpus=alone)  # type: ignore[method-assign]
 generator = rg.Generator(model, pool=rg.Pool("rollout"), engine=ENGINE, sampling=rg.Sampling(max_tokens=4), dtype="float32")
 rollout = generator.rollout(rg.prompts(ITEMS, count=2, seed=3))
 with rg.warm(engines=True):

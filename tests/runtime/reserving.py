@@ -18,9 +18,9 @@ from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Pool
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
-from rlgraph.runtime.driver import ray_cluster, ray_reservation
+from rlgraph.runtime.driver import ray_cluster, ray_dispatch
 from rlgraph.runtime.driver.ray_cluster import awaited_hosts, ray_hosts
-from rlgraph.runtime.driver.ray_reservation import Reservation
+from rlgraph.runtime.driver.ray_dispatch import Reservation
 
 STORE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
@@ -47,7 +47,7 @@ def run(small: str, large: str) -> None:
     assert [node for node, _ in found.hosts] == [large, small, here], found
     assert found.driver == 2
 
-    ray_reservation.RESERVE_S = 5.0
+    ray_dispatch.RESERVE_S = 5.0
     first = Reservation(plan, found.hosts[:2])
     assert {node: sorted(gpus) for node, gpus in first.gpus.items()} == {large: ["0", "1", "2", "3"], small: ["0", "1"]}, first.gpus
     with pytest.raises(PlanError, match=r"the plan takes GPUs that others hold: 4 of .*; 0 are free in all of Ray"):
@@ -59,7 +59,7 @@ def run(small: str, large: str) -> None:
     with pytest.raises(PlanError, match="5 are free in all of Ray"):
         Reservation(plan, found.hosts[:2])
     ray.kill(held)
-    ray_reservation.RESERVE_S = 30.0
+    ray_dispatch.RESERVE_S = 30.0
     Reservation(plan, found.hosts[:2]).free()
 
     larger = replace(plan.cluster, gpus_per_node=8)

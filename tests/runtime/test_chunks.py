@@ -15,7 +15,7 @@ from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.nodes.base import tensor_of
 from rlgraph.nodes.rollout.decode_loop import WRITES
 from rlgraph.runtime.measure import Step
-from rlgraph.runtime.worker.metrics_reduce import reduce_metrics
+from rlgraph.runtime.worker.executor import reduce_metrics
 
 SAMPLING = rg.Sampling(max_tokens=6, temperature=0.9, stop_token_ids=tuple(range(1, 12)))
 STOPS = torch.tensor([0, *SAMPLING.stop_token_ids])  # 0 is the tiny model's own

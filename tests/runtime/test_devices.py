@@ -3,7 +3,7 @@
 import pytest
 
 import rlgraph as rg
-from rlgraph.runtime.driver.worker_environment import worker_environment
+from rlgraph.runtime.driver.machine import worker_environment
 from rlgraph.runtime.worker.spec import worker_specs
 
 

@@ -19,8 +19,7 @@ from kept import gone, grpo, launched
 import rlgraph as rg
 from rlgraph import notices
 from rlgraph.engines.hf_models.pretrained import tiny_model
-from rlgraph.runtime.driver import forked_dispatch
-from rlgraph.runtime.driver.warm import Wanted
+from rlgraph.runtime.driver.warm import ForkedProcesses, Wanted
 from rlgraph.runtime.worker import warm_worker
 from rlgraph.runtime.worker.engine_slot import ProcessState
 
@@ -40,13 +39,13 @@ def test_leaving_the_block_ends_what_is_kept(model: Path) -> None:
 
 
 def test_a_process_that_opens_gpus_as_it_imports_is_a_worker_itself(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = forked_dispatch.ForkedProcesses._wanted
+    wanted = ForkedProcesses._wanted
 
-    def alone(self: forked_dispatch.ForkedProcesses, spec: object) -> Wanted:
+    def alone(self: ForkedProcesses, spec: object) -> Wanted:
         found = wanted(self, spec)  # type: ignore[arg-type]
         return replace(found, opens_gpus=found.engine is not None)
 
-    monkeypatch.setattr(forked_dispatch.ForkedProcesses, "_wanted", alone)
+    monkeypatch.setattr(ForkedProcesses, "_wanted", alone)
     with rg.warm(engines=True) as warm:
         first, pid = launched(grpo(model))
         assert first == here(grpo(model), 3)

@@ -13,7 +13,7 @@ from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver import hosts as agents
 from rlgraph.runtime.driver.hosts import Clock, Hosts, LocalHostAgent, RemoteHostAgent
-from rlgraph.runtime.driver.lost_hosts import host_lost, link_lost
+from rlgraph.runtime.driver.watchdog import host_lost, link_lost
 from rlgraph.runtime.messages import Failure
 
 PLAN = compile_plan(fakes.vector_loop(1, middle=lambda rollout: fakes.scored_on(Pool("judge"), rollout)), Cluster(cpus=6, hosts=3))

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import pytest
 import ray
 
-from rlgraph.runtime.driver import ray_cluster, ray_token
+from rlgraph.runtime.driver import ray_cluster
 
 LATE = RuntimeError("it has not registered yet")
 DYING = """
@@ -45,7 +45,7 @@ finally:
 @pytest.fixture
 def token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The file of the token in an empty home."""
-    for name in (ray_token.MODE, ray_token.FILE, ray_token.TOKEN):
+    for name in (ray_cluster.MODE, ray_cluster.FILE, ray_cluster.TOKEN):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path / ".ray" / "auth_token"
@@ -100,9 +100,9 @@ def test_ray_is_started_with_that_time_for_each_of_its_processes(monkeypatch: py
 
 
 def test_a_token_is_made_once_for_this_user_alone(token: Path) -> None:
-    ray_token.make_token()
+    ray_cluster.make_token()
     made = token.read_text()
-    ray_token.make_token()
+    ray_cluster.make_token()
     assert (token.read_text(), len(made), token.stat().st_mode & 0o777) == (made, 64, 0o600)
     assert list(token.parent.iterdir()) == [token]
 
@@ -112,25 +112,25 @@ def test_of_two_programs_that_start_at_once_both_have_the_first_ones_token(token
         token.write_text("the other's")
         return "ours"
 
-    monkeypatch.setattr(ray_token.secrets, "token_hex", meanwhile)
-    ray_token.make_token()
+    monkeypatch.setattr(ray_cluster.secrets, "token_hex", meanwhile)
+    ray_cluster.make_token()
     assert token.read_text() == "the other's"
     assert list(token.parent.iterdir()) == [token]
 
 
 def test_without_a_home_that_can_be_written_the_token_lies_apart(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/proc/nothome")
-    monkeypatch.setenv(ray_token.FILE, "")  # so that the variable is undone
-    ray_token.make_token()
-    apart = ray_token.token_file()
+    monkeypatch.setenv(ray_cluster.FILE, "")  # so that the variable is undone
+    ray_cluster.make_token()
+    apart = ray_cluster.token_file()
     assert (len(apart.read_text()), apart.stat().st_mode & 0o777, apart.parent.stat().st_mode & 0o777) == (64, 0o600, 0o700)
-    ray_token.make_token()
-    assert ray_token.token_file() == apart
+    ray_cluster.make_token()
+    assert ray_cluster.token_file() == apart
     assert not token.exists()
 
 
-@pytest.mark.parametrize("name", [ray_token.MODE, ray_token.FILE, ray_token.TOKEN])
+@pytest.mark.parametrize("name", [ray_cluster.MODE, ray_cluster.FILE, ray_cluster.TOKEN])
 def test_a_token_of_the_users_own_choice_is_left_to_ray(token: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "disabled")
-    ray_token.make_token()
+    ray_cluster.make_token()
     assert not token.exists()

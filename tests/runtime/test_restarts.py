@@ -13,12 +13,10 @@ from rlgraph.errors import CheckpointError, DispatchError, NodeError, RlgraphErr
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
-from rlgraph.runtime.driver.poison_prompts import PoisonPrompts
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES, said_by_ray
-from rlgraph.runtime.driver.restarts import Restarts
+from rlgraph.runtime.driver.restarts import PoisonPrompts, Restarts
 from rlgraph.runtime.driver.signals import Signals
-from rlgraph.runtime.worker.activity import Activity
-from rlgraph.runtime.worker.heartbeat import Heartbeat
+from rlgraph.runtime.worker.activity import Activity, Heartbeat
 
 SUMS = [{"prompt": f"{number} + 1 ="} for number in range(6)]
 

@@ -22,8 +22,18 @@ from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
-from rlgraph.runtime.worker.activity import KINDS, WORKS, Activity, described, event_name
-from rlgraph.runtime.worker.heartbeat import Heartbeat, StatusWriter, read_status, status_path, under_way
+from rlgraph.runtime.worker.activity import (
+    KINDS,
+    WORKS,
+    Activity,
+    Heartbeat,
+    StatusWriter,
+    described,
+    event_name,
+    read_status,
+    status_path,
+    under_way,
+)
 
 
 def test_what_is_counted_is_read_until_something_else_begins(tmp_path: Path) -> None:

@@ -29,13 +29,11 @@ from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime import messages
 from rlgraph.runtime.driver import worker_group as group_module
-from rlgraph.runtime.driver.blame import Culprit, Cut, culprit, cut
 from rlgraph.runtime.driver.hosts import Hosts, LocalHostAgent
 from rlgraph.runtime.driver.job import Job
-from rlgraph.runtime.driver.watchdog import Watchdog
+from rlgraph.runtime.driver.watchdog import Culprit, Cut, Watchdog, culprit, cut
 from rlgraph.runtime.driver.worker_group import WorkerGroup
-from rlgraph.runtime.worker.activity import Activity
-from rlgraph.runtime.worker.heartbeat import Heartbeat
+from rlgraph.runtime.worker.activity import Activity, Heartbeat
 from rlgraph.runtime.worker.spec import worker_specs
 from rlgraph.runtime.worker.stacks import offer_stacks, read_stacks
 

@@ -9,7 +9,7 @@ import torch
 from vllm import _custom_ops as kernels
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from rlgraph.engines.exact.model import check_plain, in_company
+from rlgraph.engines.exact.rules import check_plain, in_company
 from rlgraph.engines.forward import packed_attention
 
 # Rotation of queries and keys by the kernel of vLLM on a CPU. With AVX-512 it rounds once where separate products and sums round twice.

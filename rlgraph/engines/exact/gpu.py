@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-from rlgraph.engines.exact.model import check_machine, check_model, check_plain, in_company, table_of
+from rlgraph.engines.exact.rules import check_machine, check_model, check_plain, in_company, table_of
 from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.triton_scores import TritonScores
 from rlgraph.engines.hf_models.backbone import backbone_of, install_fused_norms, layers_of

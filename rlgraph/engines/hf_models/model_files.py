@@ -196,8 +196,6 @@ def _equal(one: Path, first: str, other: Path, second: str, *modified: int) -> b
 
 def check_tokenizer(path: str | Path) -> Any:
     """Load the tokenizer of a model folder, from its files alone. Raises DataError where it cannot be."""
-    from rlgraph.engines.hf_models.chat_template import load_tokenizer
-
     folder = Path(path)
     names = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "tokenizer_config.json")
     files = [folder / name for name in names if (folder / name).exists()]
@@ -312,3 +310,30 @@ def offline() -> Iterator[None]:
         finally:
             os.environ.pop(OFFLINE, None)
             os.environ.update({} if given is None else {OFFLINE: given})
+
+
+# Load the tokenizer of a model folder, where possible without `AutoTokenizer`, whose imports take three seconds.
+
+# The classes that AutoTokenizer takes for these types of models, by what the folder names: a test compares.
+KNOWN = {("llama", "TokenizersBackend"), ("qwen2", "Qwen2Tokenizer"), ("qwen3", "Qwen2Tokenizer")}
+
+
+def load_tokenizer(path: str | Path) -> Any:
+    """Load the tokenizer that transformers' `AutoTokenizer` would load."""
+    import transformers
+
+    kind = class_of(Path(path))
+    with no_hub():
+        return getattr(transformers, kind or "AutoTokenizer").from_pretrained(path)
+
+
+def class_of(folder: Path) -> str | None:
+    """The class of a folder's tokenizer, if its files name a known one; else None."""
+    try:
+        config, tokenizer = (json.loads((folder / name).read_text()) for name in ("config.json", "tokenizer_config.json"))
+    except (OSError, ValueError):  # AutoTokenizer raises its own error
+        return None
+    if not isinstance(config, dict) or not isinstance(tokenizer, dict) or "auto_map" in tokenizer:
+        return None
+    kind = tokenizer.get("tokenizer_class")
+    return str(kind) if (config.get("model_type"), kind) in KNOWN else None

@@ -19,7 +19,7 @@ import torch
 from rlgraph.engines import copy_plan
 from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
 from rlgraph.engines.drafts import PromptLookup
-from rlgraph.engines.exact.model import in_company
+from rlgraph.engines.exact.rules import in_company
 from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
 from rlgraph.engines.hf_models.text_part import in_text_model, is_head

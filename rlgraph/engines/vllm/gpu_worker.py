@@ -136,7 +136,7 @@ class ExactWorker(GpuWorker):
     """Named as `worker_cls`: a `GpuWorker` for engines that a policy with exact=True follows."""
 
     def init_device(self) -> None:
-        from rlgraph.engines.exact.model import check_machine
+        from rlgraph.engines.exact.rules import check_machine
 
         check_machine()
         exchange_norms()
@@ -193,7 +193,7 @@ def exchange_tables(model: torch.nn.Module, config: Any) -> None:
     """Rotate queries and keys by the table that the trainer has."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-    from rlgraph.engines.exact.model import table_of
+    from rlgraph.engines.exact.rules import table_of
 
     for module in model.modules():
         if isinstance(module, RotaryEmbeddingBase):

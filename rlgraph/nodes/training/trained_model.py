@@ -227,7 +227,7 @@ def check_trained(model: TrainedModel) -> None:
 
     The families in `TESTED` have library tests of their own, so for them the workers' self-test, which runs during their start, is enough.
     """
-    from rlgraph.engines.exact.model import check_family, check_on_gpu
+    from rlgraph.engines.exact.rules import check_family, check_on_gpu
     from rlgraph.engines.hf_models.pretrained import check_model
 
     model.spec.check(model)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from rlgraph.runtime.worker.heartbeat import Heartbeat, read_status
+from rlgraph.runtime.worker.activity import Heartbeat, read_status
 from rlgraph.runtime.worker.stacks import ANSWER_S as WORKERS_S
 from rlgraph.runtime.worker.stacks import read_stacks
 

@@ -1,9 +1,11 @@
 """A job: a plan that runs on Ray. It gives steps as they finish, restarts from the last checkpoint, and leaves nothing behind."""
 
+import os
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -13,8 +15,8 @@ from rlgraph.analysis.attribution import Bubbles
 from rlgraph.analysis.findings import findings
 from rlgraph.analysis.graph_settings import graph_settings
 from rlgraph.analysis.run import InvariantMonitor, Observed, Run
-from rlgraph.engines.hf_export.folder import Exported
-from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype
+from rlgraph.engines.hf_export.folder import Exported, check_target
+from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
 from rlgraph.errors import CheckpointError, ExportError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.calibrate import costs_of
@@ -23,18 +25,119 @@ from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.schedule import Sampled, Span
 from rlgraph.plan.trace import Trace
+from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
-from rlgraph.runtime.driver.exporting import JobExports
 from rlgraph.runtime.driver.history import Metrics, Spans
-from rlgraph.runtime.driver.poison_prompts import PoisonPrompts
-from rlgraph.runtime.driver.recorder_port import RecorderPort
-from rlgraph.runtime.driver.restarts import Restarts
+from rlgraph.runtime.driver.restarts import PoisonPrompts, Restarts
 from rlgraph.runtime.driver.session import PLAIN, Links, Session
 from rlgraph.runtime.driver.signals import Signals, held
+from rlgraph.runtime.exports.models import check_apart, chosen, trained_models
+from rlgraph.runtime.exports.write import Source, check_source, model_card, write_export
 from rlgraph.runtime.measure import NO_STEP, Step, averaged, behind_by_loop, bits, oldest, timings
-from rlgraph.runtime.messages import Message, Report
+from rlgraph.runtime.messages import Message, ProfileRequest, Report, SampledRows, SampleRequest, sample_sources
 from rlgraph.runtime.worker.spec import Start
 from rlgraph.settings import Natural, checked
+
+# What a recorder asks of a job's workers: rows of what they write, profiles of what they do.
+
+Tell = Callable[[Message], None]
+
+
+class RecorderPort:
+    """The requests of a recorder, which each session of the job tells its workers, and the rows that came of them."""
+
+    def __init__(self, graph: Graph, tell: Tell) -> None:
+        self._graph, self._tell = graph, tell
+        self._requests: dict[type, SampleRequest | ProfileRequest] = {}
+        self._rows: dict[int, list[SampledRows]] = {}
+        self.before_commit: Callable[[], None] = lambda: None  # what a recorder still has to write of the steps of a checkpoint
+
+    def request_samples(self, share: float, most: int | None = None, seed: int = 0) -> None:
+        """Ask the workers for rows of each further step: a share drawn by `seed`, at most `most`. `sampled_rows` gives them."""
+        self._request(SampleRequest(share, most, seed, sample_sources(self._graph)))
+
+    def request_profile(self, request: ProfileRequest) -> None:
+        """Ask workers to write profiles of some of the further steps."""
+        self._request(request)
+
+    def _request(self, request: SampleRequest | ProfileRequest) -> None:
+        self._requests[type(request)] = request
+        self._tell(request)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing was asked for."""
+        return not self._requests
+
+    def started(self) -> None:
+        """Tell the workers of a new session; they send again the rows of steps that were not given."""
+        self._rows.clear()
+        for request in self._requests.values():
+            self._tell(request)
+
+    def take(self, rows: Sequence[SampledRows], finished: int) -> None:
+        """Take what workers have sent, and drop rows of the steps that were given: nobody asked for them, or they come twice."""
+        self._rows = {step: kept for step, kept in self._rows.items() if step >= finished}
+        for each in rows:
+            if each.step >= finished:
+                self._rows.setdefault(each.step, []).append(each)
+
+    def sampled_rows(self, step: int) -> Sequence[SampledRows]:
+        """Take the rows of the step that was given last."""
+        return self._rows.pop(step, [])
+
+
+# Export from a running job: its workers write their own shards, between two steps.
+
+
+@dataclass
+class JobExports:
+    """The exports of a job: those that its user asks for, and one every few steps among its checkpoints."""
+
+    graph: Graph
+    plan: Plan
+    checkpoints: Checkpoints | None
+    first: Mapping[str, float] = field(default_factory=dict)  # metrics of the run's first step and of the last one
+    last: Mapping[str, float] = field(default_factory=dict)
+
+    def note(self, metrics: Mapping[str, float]) -> None:
+        """Remember the metrics of a step, for the model card."""
+        self.first = (self.checkpoints.figures.get(0) if self.checkpoints else None) or self.first or metrics
+        self.last = metrics
+
+    def next_due(self, finished: int) -> int:
+        """The step after which the next export is due: no step beyond it is begun before."""
+        every = self.checkpoints.recovery.export_every if self.checkpoints else None
+        return sys.maxsize if every is None else (finished // every + 1) * every
+
+    def due(self, finished: int) -> Path | None:
+        """The folder of the export that is due after `finished` steps; None if there is none, or it is there."""
+        recovery = self.checkpoints.recovery if self.checkpoints else None
+        if recovery is None or recovery.export_every is None or finished % recovery.export_every:
+            return None
+        folder = recovery.export(finished)
+        return None if folder.exists() else folder
+
+    def write(self, session: Session, folder: str | Path, dtype: ExportDtype, policy: str | None, adapter: AdapterForm) -> Exported:
+        """Export a model of a session, once its steps in flight are done.
+
+        Raises ExportError where the folder cannot be made whole, with the session unharmed; else as `Session.step` does.
+        """
+        where = f"export('{folder}')"
+        model = chosen(trained_models(self.graph, self.plan), policy, where)
+        check_target(folder)
+        check_source(model, where)
+        check_apart(model, adapter, where)
+        held = session.shards(model.name)
+
+        def write(path: Path, layout: ExportLayout) -> None:
+            for answer in session.write_shards(model.name, messages.WriteShards(str(path), layout)):
+                if answer.refused:
+                    raise OSError(answer.number, os.strerror(answer.number)) if answer.number else OSError(answer.refused)
+
+        card = model_card(self.graph, self.plan, model, held[0].step, dtype, self.first, self.last)
+        return write_export(folder, Source(model, held[0].step, card, adapter), dtype, [found.boxes for found in held], write)
+
 
 KEPT_SPANS, KEPT_SAMPLED, KEPT_STEPS = 100_000, 2_000, 50_000  # spans of some thousand steps
 HOST_BACK_S = 300.0  # time for a lost host, or another in its place, to be started again

@@ -1,26 +1,122 @@
 """The Ray that a job runs on: one of its own on this machine, or the one that spans the hosts."""
 
+import atexit
 import contextlib
 import logging
 import os
 import re
+import secrets
+import shutil
 import signal
 import subprocess
+import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rlgraph.errors import DispatchError, PlanError
+from rlgraph import notices
+from rlgraph.errors import ChannelTimeout, DispatchError, PlanError
 from rlgraph.plan.plan import Plan
-from rlgraph.runtime.driver import ray_token
-from rlgraph.runtime.driver.bounded import RAY_S, bounded
 from rlgraph.runtime.driver.hosts import FoundHosts
 from rlgraph.runtime.driver.orphan_cleanup import began
+
+# Ray's token: in which mode Ray asks for one, and where it lies. Whoever knows it can run code on every host of the cluster.
+
+MODE, FILE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"  # Ray's own names
+FIX = f"copy the head's token there, or name its file by {MODE}=token {FILE}=FILE; `rlgraph cluster start` prints where the head has it"
+
+
+def token_file() -> Path:
+    """The file in which Ray looks for its token."""
+    named = os.environ.get(FILE)
+    return Path(named) if named else Path.home() / ".ray" / "auth_token"
+
+
+def make_token() -> None:
+    """Write the token for this user's own Rays if there is none. Of programs that start at once, all then have the same one.
+
+    Ray would write the file in place when it starts: another program could read half of it, or overwrite what is in use.
+    """
+    file = token_file()
+    if any(os.environ.get(name) for name in (MODE, FILE, TOKEN)) or file.exists():
+        return
+    try:
+        _write(file)
+    except FileExistsError:
+        return
+    except OSError as error:  # containers run as a user without a home
+        folder = Path(tempfile.mkdtemp(prefix="rlgraph-token-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        file = folder / "auth_token"
+        _write(file)
+        os.environ[FILE] = str(file)
+        notices.here.say(f"Ray's token cannot be written to its usual file ({error}): it lies in '{folder}' until this program ends")
+
+
+def _write(file: Path) -> None:
+    """Write a token that nobody else can read, whole or not at all. Raises FileExistsError if another program was first."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent) as whole:
+        whole.write(secrets.token_hex(32))
+        whole.flush()
+        os.link(whole.name, file)
+
+
+def described() -> str:
+    """Name Ray's mode here, and the file or variable from which it takes the token."""
+    mode = os.environ.get(MODE)
+    said = f"{MODE} is {mode}" if mode else f"{MODE} is not set"
+    if os.environ.get(TOKEN):
+        return f"{said} here, and the token is that of the variable {TOKEN}, before any file"
+    file = token_file()
+    there = "is not the head's" if file.is_file() else "does not exist"
+    return f"{said} here, and the token's file is {file}, which {there}"
+
+
+# Deadlines for calls that have none.
+
+dispatch_log = logging.getLogger("rlgraph.dispatch")
+
+RAY_S = 180  # for what Ray does at once, unless it hangs; it may start a process for it, on a busy machine
+
+T = TypeVar("T")
+
+
+def bounded(what: str, work: Callable[[], None], seconds: float) -> None:
+    """Run a call of Ray that has no deadline, and go on without it if it hangs: the processes that are left are killed next."""
+    thread = threading.Thread(target=work, name=what, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        dispatch_log.error("%s did not come within %g s; the job goes on without it", what, seconds)
+
+
+def within(otherwise: str, work: Callable[[], T]) -> T:
+    """Run a call of Ray that has no deadline and that the job needs. Raises what the call raises, ChannelTimeout if it hangs."""
+    done: list[T] = []
+    failed: list[BaseException] = []
+
+    def do() -> None:
+        try:
+            done.append(work())
+        except BaseException as error:  # noqa: BLE001 (raised again where it is waited for)
+            failed.append(error)
+
+    thread = threading.Thread(target=do, name=otherwise, daemon=True)
+    thread.start()
+    thread.join(RAY_S)
+    if failed:
+        raise failed[0]
+    if not done:
+        raise ChannelTimeout(f"{otherwise} within {RAY_S:g} s: Ray hangs; look at its logs, or start it anew")
+    return done[0]
+
 
 RAY_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
 ANSWER_S = 30  # of a host, which may have to start a process for it
@@ -158,7 +254,7 @@ def start_ray(hosts: int = 1, *, stores: bool = False) -> bool:
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     for process in ("gcs_server_port", "raylet_start"):
         os.environ.setdefault(f"RAY_{process}_wait_time_s", str(START_S))
-    ray_token.make_token()
+    make_token()
     for left in reversed(range(STARTS)):
         daemons: list[subprocess.Popen[bytes]] = []
         with _daemons_apart(daemons), _signals_left_alone(), _patient(daemons), _no_submitted_job():
@@ -239,7 +335,7 @@ def _connect(hosts: int) -> None:
 
 
 def _not_let_in(hosts: int) -> PlanError:
-    return PlanError(f"the plan takes {hosts} hosts, whose Ray did not take this program's token: {ray_token.described()}; {ray_token.FIX}")
+    return PlanError(f"the plan takes {hosts} hosts, whose Ray did not take this program's token: {described()}; {FIX}")
 
 
 @contextlib.contextmanager

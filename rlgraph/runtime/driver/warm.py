@@ -1,15 +1,158 @@
-"""Warm processes: they have imported what workers need, and live from one launch of the program to the next."""
+"""Warm processes: they have imported what workers need, live from one launch of the program to the next, and dispatch without Ray."""
 
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, TypeAlias
 
-from rlgraph.errors import RlgraphError
-from rlgraph.runtime.driver.warm_processes import Template, WarmWorker
-from rlgraph.runtime.worker.orders import ForkOrder
+from rlgraph import notices
+from rlgraph.errors import PlanError, RlgraphError, WorkerDied
+from rlgraph.graph.operation import ModelTraits
+from rlgraph.plan.channels import lies_in_ray
+from rlgraph.plan.plan import Plan
+from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent
+from rlgraph.runtime.driver.machine import worker_environment
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES, pickled
+from rlgraph.runtime.messages import PID_BYTES, ForkOrder, send_order
+from rlgraph.runtime.worker.spec import WorkerSpec
+
+# The program's ends of warm processes: a template from which workers are forked, and a worker that was asked for.
+
+END_S = 10.0
+
+
+@dataclass
+class Template:
+    """A process from which workers are forked, or that is a worker itself, `alone`."""
+
+    process: "subprocess.Popen[bytes]"
+    asked: socket.socket
+    alone: bool = False
+    workers: list["WarmWorker"] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, prepare: str, environment: Mapping[str, str], *, alone: bool = False) -> "Template":
+        """Start a process that imports by `prepare`, a function as `module:name`."""
+        mine, its = socket.socketpair()
+        with its:
+            command = [sys.executable, "-P", "-m", "rlgraph.runtime.worker.template", str(its.fileno()), prepare, *["alone"] * alone]
+            # In a group of its own: a signal to the program's group is the program's to handle.
+            process = subprocess.Popen(
+                command, env=dict(environment), pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, process_group=0, cwd="/"
+            )
+        return cls(process, mine, alone)
+
+    def fork(self, name: str, order: ForkOrder) -> "WarmWorker":
+        """Ask for a worker, which comes once the process has imported."""
+        told, tells = os.pipe2(os.O_CLOEXEC)
+        later, its = socket.socketpair() if order.keeps and not self.alone else (None, None)
+        try:
+            send_order(self.asked, order, [tells] if its is None else [tells, its.fileno()])
+        except OSError as error:
+            os.close(told)
+            raise WorkerDied(f"worker '{name}' could not be started: the warm process {self.process.pid} has ended") from error
+        finally:
+            os.close(tells)
+            if its is not None:
+                its.close()
+        worker = WarmWorker(name, self, told, self.asked if self.alone else later)
+        for known in self.workers:
+            if known.ended():
+                known.close()
+        self.workers = [*(known for known in self.workers if not known.ended()), worker]
+        return worker
+
+    def lives(self) -> bool:
+        """Whether it can fork."""
+        return self.process.poll() is None
+
+    def idle(self) -> bool:
+        """Whether all its workers have ended."""
+        return all(worker.ended() for worker in self.workers)
+
+    def end(self) -> None:
+        """End it, and with it the workers that it has forked."""
+        self.asked.close()
+        self.process.kill()
+        self.process.wait(END_S)
+        for worker in self.workers:
+            worker.close()
+
+
+class WarmWorker:
+    """A worker that was asked for: a process once its template has forked it. One with a socket for `later` orders can serve again."""
+
+    def __init__(self, name: str, template: Template, told: int, later: socket.socket | None) -> None:
+        self.name = name
+        self._template, self._told, self._process, self._later = template, told, -1, later
+        self._over = False
+
+    def again(self, name: str, order: ForkOrder) -> None:
+        """Have it serve another job, with the engine that it has kept."""
+        self.name = name
+        assert self._later is not None
+        try:
+            send_order(self._later, order)
+        except OSError as error:
+            raise WorkerDied(f"worker '{name}' could not be started: the process that kept its engine has ended") from error
+
+    def ended(self) -> bool:
+        """Whether its process is gone, or will not come since its template is."""
+        if self._over:
+            return True
+        if self._process < 0:
+            self._look()
+        if self._process >= 0 and select.select([self._process], [], [], 0)[0]:
+            self._over = True
+        return self._over
+
+    def _look(self) -> None:
+        """See whether the template has forked it."""
+        if not select.select([self._told], [], [], 0)[0]:
+            return
+        said = os.read(self._told, PID_BYTES)
+        try:
+            self._process = os.pidfd_open(int.from_bytes(said, "little")) if said else -1
+        except ProcessLookupError:  # it has ended already
+            self._process = -1
+        self._over = self._process < 0
+
+    def kill(self) -> None:
+        """End its process, whatever it does; one that is still to come ends with its template."""
+        if self.ended():
+            return
+        if self._process < 0:
+            self._template.process.kill()
+        else:
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill it and wait until it is gone, with all that it holds."""
+        self.kill()
+        if self._process >= 0:
+            select.select([self._process], [], [], END_S)
+
+    def close(self) -> None:
+        """Release its handles."""
+        self._over = True
+        for handle in (self._told, self._process):
+            if handle >= 0:
+                os.close(handle)
+        if self._later is not None:
+            self._later.close()
+        self._told = self._process = -1
+
+
+# Warm processes: they have imported what workers need, and live from one launch of the program to the next.
 
 OTHERWISE = {"PYTHONPATH", "PYTEST_CURRENT_TEST"}  # variables that are not read by imports; a worker gets its own path
 MOST_TEMPLATES = 6  # processes that are kept; each takes some hundred MB
@@ -161,3 +304,161 @@ def warm(*, engines: bool = False) -> Iterator[Warm]:
 def here() -> Warm | None:
     """The warm processes of the block that this program is in."""
     return _HERE.get()
+
+
+# What the engines on torch and transformers import, for a process from which workers are forked.
+
+MODULES = (
+    "rlgraph.engines.forward.self_test",
+    "rlgraph.engines.fsdp.engine",
+    "rlgraph.engines.fsdp.sharding",
+    "rlgraph.engines.hf_models.chat_template",
+    "rlgraph.engines.transformers.engine",
+    "rlgraph.engines.transformers.engine",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.modeling_layers",
+    "transformers.processing_utils",
+)
+
+
+def import_transformers() -> None:
+    """Import what trainers on FSDP2, engines on transformers and tokenizers need; it opens no GPU."""
+    for module in MODULES:
+        import_module(module)
+
+
+# Dispatch without Ray: workers come from warm processes, and the driver's word alone ticks them.
+
+WARM = "warm"  # its name
+
+
+class WithoutTicks:
+    """What a `Dispatch` has in common whose workers are of this host, and step on the driver's word alone: nothing starts or ticks them."""
+
+    def begin(self, hosts: int, *, stores: bool = False) -> None:
+        pass
+
+    def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
+        return FoundHosts()
+
+    def folders(self) -> Sequence[str]:
+        return []
+
+    def end(self) -> None:
+        pass
+
+    def host_agent(self, host: str, folder: str) -> HostAgent:
+        return LocalHostAgent(folder)
+
+    def start(self, actors: Sequence[Any], window: int) -> None:
+        pass
+
+    def tick(self, step: int) -> None:
+        pass
+
+    def report(self, step: int) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+    def announce(self, specs: Sequence[WorkerSpec]) -> None:
+        pass
+
+    def kill(self, actor: Any) -> None:
+        actor.kill()
+
+    def let_go(self, actor: Any) -> bool:
+        self.kill(actor)
+        return False
+
+
+class ForkedProcesses(WithoutTicks):
+    """A `Dispatch` to the warm processes of `rg.warm()`."""
+
+    def __init__(self) -> None:
+        warm = here()
+        if warm is None:
+            raise RlgraphError("a job that was launched inside of rg.warm() starts its workers there too, and the block has been left")
+        self._warm = warm
+        self._announced: dict[str, Wanted] = {}  # by worker
+        self._workers: dict[WarmWorker, Wanted] = {}
+
+    def announce(self, specs: Sequence[WorkerSpec]) -> None:
+        self._announced = {spec.worker.name: self._wanted(spec) for spec in specs}
+        for spec, wanted in zip(specs, self._announced.values(), strict=True):
+            if self._warm.engines and wanted.engine is None and spec.model is not None and spec.model.traits.sampling is not None:
+                notices.here.say(f"rg.warm(engines=True) does not keep the engine of '{spec.worker.model}', which each launch starts anew")
+        self._warm.announce([*self._announced.values()])
+
+    def create(self, spec: WorkerSpec, driver: str, host: str = "") -> WarmWorker:
+        wanted = self._announced[spec.worker.name]
+        path = tuple(wanted.environment["PYTHONPATH"].split(os.pathsep))
+        order = ForkOrder(os.getcwd(), path, pickled(spec), driver, keeps=wanted.engine is not None)
+        worker = self._warm.start(wanted, order)
+        self._workers[worker] = wanted
+        return worker
+
+    def let_go(self, actor: WarmWorker) -> bool:
+        wanted = self._workers[actor]
+        if wanted.engine is None or self._warm.ended:
+            return super().let_go(actor)
+        self._warm.keep(wanted, actor)
+        return True
+
+    def _wanted(self, spec: WorkerSpec) -> Wanted:
+        traits = spec.model.traits if spec.model is not None else ModelTraits()
+        engine = kept_as(spec) if self._warm.engines else None
+        return Wanted(
+            name=spec.worker.name,
+            environment={**os.environ, **worker_environment(spec)},
+            prepare=traits.prepare or import_transformers,
+            opens_gpus=traits.prepare is not None and bool(spec.local_gpus),
+            engine=engine,
+        )
+
+    def check(self) -> None:
+        for worker in self._workers:
+            if worker.ended():
+                raise WorkerDied(f"worker '{worker.name}' could not be started: its process has ended; what it wrote says why")
+
+
+def kept_as(spec: WorkerSpec) -> Hashable | None:
+    """Name all that makes a worker's engine what it is, by which a later job finds it; None for one that cannot begin again."""
+    made_of = spec.model.traits.made_of if spec.model is not None else None
+    if made_of is None or (made := made_of()) is None:
+        return None
+    place = spec.worker.threads, spec.local_gpus, spec.shared, spec.copies, spec.merging_bytes, spec.sequences, spec.exact
+    return made, *place
+
+
+DISPATCHES[WARM] = ForkedProcesses
+
+
+def chosen_dispatch(plan: Plan, asked: str | None) -> str:
+    """Choose how a plan is dispatched: as `asked`, inside of `rg.warm()` from its processes, and else as Ray can.
+
+    Raises PlanError for a plan that cannot be.
+    """
+    if here() is not None:
+        check_warm(plan, asked)
+        return WARM
+    if asked == "compiled_graph" and plan.cluster.hosts > 1:
+        raise PlanError(
+            f"dispatch='compiled_graph' and {plan.cluster.hosts} hosts: Compiled Graphs can hang between hosts; "
+            "launch with dispatch='calls'"
+        )
+    return asked or ("calls" if plan.cluster.hosts > 1 else "compiled_graph")
+
+
+def check_warm(plan: Plan, dispatch: str | None) -> None:
+    """Raise PlanError for a launch that warm processes cannot serve."""
+    if dispatch is not None:
+        raise PlanError(
+            f"launch(dispatch='{dispatch}') inside of rg.warm(), whose jobs run without Ray; leave dispatch= out, or launch outside"
+        )
+    if plan.cluster.hosts > 1:
+        raise PlanError(f"a plan of {plan.cluster.hosts} hosts inside of rg.warm(), whose processes are of this host; launch it outside")
+    if lies_in_ray(plan):
+        raise PlanError("a transport that needs Ray inside of rg.warm(), whose jobs run without Ray; choose another one, or launch outside")

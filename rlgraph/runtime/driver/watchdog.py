@@ -1,23 +1,122 @@
-"""Watch the workers while none sends a message: warn about a slow node, find a stuck one, and write down what all of them do."""
+"""Watch the workers while none sends a message: find the stuck one, the one to blame, or the lost host."""
 
 import logging
 import os
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeAlias
 
-from rlgraph.errors import ChannelTimeout
-from rlgraph.plan.plan import Plan
+from rlgraph.errors import ChannelBroken, ChannelTimeout, WorkerDied
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.plan.schedule import WORK
-from rlgraph.runtime.driver.blame import Culprit, culprit
-from rlgraph.runtime.messages import Report
-from rlgraph.runtime.worker.activity import described, event_name
-from rlgraph.runtime.worker.heartbeat import Heartbeat
+from rlgraph.runtime.driver.hosts import Hosts
+from rlgraph.runtime.messages import Failure, Report
+from rlgraph.runtime.worker.activity import Heartbeat, described, edge_of, event_name
 from rlgraph.runtime.worker.stacks import of_interest
+
+# Find the worker that keeps others waiting: follow the waits from a worker that waited too long to one that does not wait.
+#
+# Worker `score` waits for channel 'rollout', its writer `generator` waits for channel 'prompts', and `prompts` runs its node:
+# `prompts` is to blame, whichever of the others is the first to lose patience.
+
+
+@dataclass(frozen=True)
+class Wait:
+    """The wait of a worker: for a message of a channel or a version of weights from the workers `of`, or room that they must make."""
+
+    end: PlannedChannel | PlannedLoop
+    of: tuple[str, ...]
+    room: bool
+    version: int = 0  # of weights
+
+
+def wait_of(plan: Plan, state: Heartbeat) -> Wait | None:
+    """Find what a worker waits for; None if it works. A worker that publishes may do either."""
+    activity = state.activity
+    end = edge_of(plan, activity) if activity.waits or activity.kind == "publish" else None
+    if end is None:
+        return None
+    room = activity.kind in ("put", "publish")
+    nodes = end.readers if room else (end.writer,)
+    of = tuple(dict.fromkeys(worker for node in nodes for worker in plan.node(node).workers))
+    return Wait(end, of, room, activity.version)
+
+
+def keeps_slots(wait: Wait, writer: Heartbeat, reader: Heartbeat) -> bool:
+    """Tell whether a reader has finished with a message and still holds its slot, for which the writer waits."""
+    if isinstance(wait.end, PlannedChannel):
+        wanted = (writer.step + 1) * wait.end.chunks - 1 - wait.end.slots  # or an earlier message, if a batch has chunks
+        return (reader.step + reader.activity.idle) * wait.end.chunks - wait.end.credits > wanted
+    if wait.end.due is not None or wait.end.latest:
+        return False
+    receives = reader.activity.kind == "receive" and reader.activity.edge == wait.end.name
+    loaded = reader.activity.version - 1 if receives else reader.step - 1 - wait.end.depth
+    return loaded >= max(wait.version - wait.end.slots, 1)
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The worker that keeps another waiting, and the channel whose slots it holds, if that is the reason."""
+
+    worker: str
+    keeps: str | None = None
+
+
+def culprit(plan: Plan, states: Mapping[str, Heartbeat], waiting: str, held: Mapping[tuple[str, str], int]) -> Culprit | None:
+    """Find the worker at the end of a chain of waits; None if all known workers wait for one another.
+
+    `held` says how many slots of a channel a worker held between its last two steps.
+    """
+    seen: set[str] = set()
+    at_work: list[str] = []
+    todo = [waiting]
+    while todo:
+        name = todo.pop(0)
+        if name in seen or name not in states:
+            continue
+        seen.add(name)
+        state = states[name]
+        wait = None if state.stopped else wait_of(plan, state)
+        if wait is None:
+            at_work.append(name)
+            continue
+        others = [other for other in wait.of if other != name]
+        for other in others if wait.room else ():
+            known = other in states and not states[other].stopped
+            if known and held.get((other, wait.end.name), 1) and keeps_slots(wait, state, states[other]):
+                return Culprit(other, wait.end.name)
+        if state.activity.kind == "publish" and name != waiting:
+            at_work.append(name)
+            continue
+        todo += others
+    found = max(at_work, key=lambda name: (states[name].stopped, not states[name].activity.idle, states[name].for_s), default=None)
+    return Culprit(found) if found is not None else None
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Connections between living processes that ended: `workers` are those that each of them has."""
+
+    workers: tuple[str, ...]
+    channels: tuple[str, ...]
+
+
+def cut(failures: Sequence[Failure], pids: Mapping[str, int]) -> Cut | None:
+    """Find the worker that lost its channels, from its own and its peers' reports; two workers if only one connection ended."""
+    names = {pid: name for name, pid in pids.items()}
+    lost = [(failure.worker, names.get(failure.peer), failure.channel) for failure in failures if failure.peer]
+    ends: list[Collection[str]] = [{worker, peer} for worker, peer, _ in lost if peer is not None]
+    if not ends:
+        return None
+    common = [name for name in pids if all(name in end for end in ends)]
+    return Cut(tuple(common), tuple(dict.fromkeys(channel for _, _, channel in lost))) if common else None
+
+
+# Watch the workers while none sends a message: warn about a slow node, find a stuck one, and write down what all of them do.
 
 log = logging.getLogger("rlgraph.watchdog")
 
@@ -166,3 +265,46 @@ def _written(text: str) -> str:
     except OSError as error:
         return f"no file: {error}"
     return path
+
+
+# Say which host was lost, or between which hosts the network is cut, from what the driver sees and what workers report.
+
+
+def host_lost(plan: Plan, hosts: Hosts, lost: Collection[int], why: str = "") -> WorkerDied:
+    """Make the error for hosts that answer nothing; `why` is what ended on the way, if anything did."""
+    names = " and ".join(hosts.name(host) for host in sorted(lost))
+    workers = [worker for host in sorted(lost) for worker in hosts.on(host)]
+    told = f"{names} {'was' if len(lost) == 1 else 'were'} lost, with worker{'s' * (len(workers) > 1)} {_listed(workers)}"
+    silent_s = max(hosts.silent_s(host) for host in lost)
+    asked = f"no answer for {silent_s:.1f} s" if silent_s else "connections to it ended without a word"
+    advice = "it is down, frozen, or cut off from the network; start it again, with Ray on it"
+    if len(hosts.addresses) - 1 == len(lost) > 1:
+        advice = f"no other host answers, so look first at the network of the driver's own, {hosts.name(hosts.driver)}"
+    nodes = [f"'{node}'" for worker in plan.workers if worker.name in workers for node in worker.nodes]
+    return WorkerDied(f"{told}: {asked}; {advice}\n  nodes there: {', '.join(nodes)}{why}")
+
+
+def link_lost(hosts: Hosts, failures: Sequence[Failure]) -> ChannelBroken | None:
+    """Make the error for a connection between two hosts that ended though both answer; None if no worker reports one."""
+    cuts: Counter[tuple[int, int]] = Counter()
+    channels: dict[tuple[int, int], list[str]] = {}
+    for failure in failures:
+        if hosts.addresses.count(failure.host) == 1:  # else several hosts of a test have one address
+            here, there = hosts.of[failure.worker], hosts.addresses.index(failure.host)
+            ends = min(here, there), max(here, there)
+            cuts[ends] += 1
+            channels.setdefault(ends, []).append(failure.channel)
+    if not cuts:
+        return None
+    (one, other), _ = cuts.most_common(1)[0]
+    own = [list(hosts.on(host)) for host in (one, other)]
+    names = sorted(set(channels[one, other]))
+    return ChannelBroken(
+        f"the network between {hosts.name(one)}, with {_listed(own[0])}, and {hosts.name(other)}, with {_listed(own[1])}, is cut: "
+        f"the connection of channel{'s' * (len(names) > 1)} {_listed(names)} ended, and both hosts answer the driver\n"
+        f"  worker '{failures[0].worker}': {failures[0].message}"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(f"'{name}'" for name in names) or "none"

@@ -19,12 +19,9 @@ from rlgraph.channels.host.connection import Connection
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeError, RlgraphError, WorkerDied, shown
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.runtime import messages
-from rlgraph.runtime.driver.blame import cut
 from rlgraph.runtime.driver.hosts import Hosts
-from rlgraph.runtime.driver.lost_hosts import host_lost, link_lost
-from rlgraph.runtime.driver.watchdog import LOOK_S, Watchdog
-from rlgraph.runtime.worker.activity import described
-from rlgraph.runtime.worker.heartbeat import Heartbeat
+from rlgraph.runtime.driver.watchdog import LOOK_S, Watchdog, cut, host_lost, link_lost
+from rlgraph.runtime.worker.activity import Heartbeat, described
 
 T = TypeVar("T")
 CONSEQUENCES = {kind.__name__ for kind in (ChannelBroken, ChannelClosed, ChannelTimeout)}  # of trouble elsewhere

@@ -23,10 +23,9 @@ from rlgraph.plan.schedule import Span
 from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.gathering import seated
 from rlgraph.runtime.exports.write import boxes
-from rlgraph.runtime.worker.activity import IDLE, Activity
+from rlgraph.runtime.worker.activity import IDLE, Activity, StatusWriter, status_path
 from rlgraph.runtime.worker.engine_slot import EngineSlot
 from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
-from rlgraph.runtime.worker.heartbeat import StatusWriter, status_path
 from rlgraph.runtime.worker.progress import Progress
 from rlgraph.runtime.worker.spec import Post, WorkerSpec
 from rlgraph.runtime.worker.stacks import offer_stacks

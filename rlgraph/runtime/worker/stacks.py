@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from rlgraph.runtime.worker.heartbeat import stopped
+from rlgraph.runtime.worker.activity import stopped
 
 SIGNAL = signal.SIGRTMIN + 9  # one that neither Ray, torch nor users' code takes
 ANSWER_S = 5.0  # for the answers of all workers; on a machine that is overloaded a process may wait this long for a core

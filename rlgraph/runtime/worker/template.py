@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 from importlib import import_module
 
-from rlgraph.runtime.worker.orders import PID_BYTES, receive_order
+from rlgraph.runtime.messages import PID_BYTES, receive_order
 
 NODES = (
     "ray.cloudpickle",
