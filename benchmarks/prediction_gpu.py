@@ -43,10 +43,9 @@ from ways import ON_CORES, ON_GPUS, SMOLLM2, Way, ways, ways_on_four
 from weights import machine
 
 import rlgraph as rg
-from rlgraph.plan.calibrate import costs_of
+from rlgraph.plan.calibrate import Trace, costs_of
 from rlgraph.plan.costs import written
 from rlgraph.plan.lengths import PROBABILITIES, Lengths
-from rlgraph.plan.trace import Trace
 from rlgraph.runtime.driver.ray_cluster import start_ray, stop_ray
 from rlgraph.runtime.measure import Step
 

@@ -28,8 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recipes"))
 import reasoning
 
 import rlgraph as rg
-from rlgraph.plan.calibrate import costs_of
-from rlgraph.plan.trace import Trace
+from rlgraph.plan.calibrate import Trace, costs_of
 
 Settings: TypeAlias = reasoning.Config
 Lines: TypeAlias = Sequence[Mapping[str, float]]

@@ -80,12 +80,11 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.nodes.rollout.evaluation import evaluate
     from rlgraph.nodes.rollout.rollout import Generator
     from rlgraph.nodes.sandbox import Executed, LocalSandbox, Sandbox, ToolError
-    from rlgraph.nodes.training.advantages import advantages, filter_groups, filter_truncated, rollout_correction
+    from rlgraph.nodes.training.advantages import advantages, filter_groups, filter_truncated, preferred, rollout_correction
     from rlgraph.nodes.training.critic import Critic
     from rlgraph.nodes.training.guards import Guards
     from rlgraph.nodes.training.learned_reward import LearnedReward
     from rlgraph.nodes.training.policy import Policy
-    from rlgraph.nodes.training.preferred import preferred
     from rlgraph.nodes.training.reference import Reference
     from rlgraph.nodes.training.teacher import Teacher, by_source
     from rlgraph.plan.cluster import Cluster, Precision
@@ -94,7 +93,7 @@ if TYPE_CHECKING:  # for mypy and editors; `_NAMES` and `_MODULES` say the same,
     from rlgraph.plan.facade import Facade
     from rlgraph.plan.lengths import Lengths
     from rlgraph.plan.plan import Plan
-    from rlgraph.plan.site import ClusterSite
+    from rlgraph.plan.rehearse import ClusterSite
     from rlgraph.recording import sinks
     from rlgraph.recording.profile import Profile
     from rlgraph.recording.samples import Samples
@@ -257,7 +256,7 @@ _NAMES = {
     "CheckpointError": "rlgraph.errors",
     "ClippedLoss": "rlgraph.algorithms",
     "Cluster": "rlgraph.plan.cluster",
-    "ClusterSite": "rlgraph.plan.site",
+    "ClusterSite": "rlgraph.plan.rehearse",
     "Columns": "rlgraph.columns",
     "ConfigError": "rlgraph.errors",
     "Constant": "rlgraph.engines.optim",
@@ -336,7 +335,7 @@ _NAMES = {
     "model_folder": "rlgraph.engines.hf_models.pretrained",
     "node": "rlgraph.nodes.base",
     "pairs": "rlgraph.nodes.examples",
-    "preferred": "rlgraph.nodes.training.preferred",
+    "preferred": "rlgraph.nodes.training.advantages",
     "profile": "rlgraph.api",
     "prompts": "rlgraph.nodes.prompts",
     "record": "rlgraph.api",

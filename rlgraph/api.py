@@ -26,15 +26,13 @@ from rlgraph.plan.costs import Costs
 from rlgraph.plan.model_shapes import shapes_of
 from rlgraph.plan.plan import DEADLINE_S, Plan
 from rlgraph.plan.play import simulate
-from rlgraph.plan.rehearse import Rehearsal, rehearsed
+from rlgraph.plan.rehearse import ClusterSite, Rehearsal, rehearsed
 from rlgraph.plan.schedule import Event
-from rlgraph.plan.site import ClusterSite
 from rlgraph.record import record
 from rlgraph.render import report as report_page
-from rlgraph.render.mermaid import mermaid
-from rlgraph.render.model_card import model_card
 from rlgraph.render.plan_svg.draw import svg
-from rlgraph.render.text import text
+from rlgraph.render.report import model_card
+from rlgraph.render.text import mermaid, text
 from rlgraph.render.timeline import write_trace
 from rlgraph.settings import Count, Natural, Range, Seconds, checked
 from rlgraph.tuning import replay, tune
@@ -228,7 +226,7 @@ def launch(
     """Make the job of a plan; `Plan.launch` documents the arguments and the errors."""
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.driver.machine import local_cluster
-    from rlgraph.runtime.driver.sendable import check_sendable
+    from rlgraph.runtime.driver.ray_dispatch import check_sendable
     from rlgraph.runtime.driver.session import Links
     from rlgraph.runtime.driver.warm import chosen_dispatch
     from rlgraph.runtime.exports.models import chosen, trained_models
@@ -276,7 +274,7 @@ def export(
     Raises CheckpointError for a checkpoint that is not whole, and ExportError for a folder that exists or cannot be written, a disk without
     room, and a model whose own folder is gone. No folder is left then.
     """
-    from rlgraph.runtime.exports.checkpoint import export_checkpoint
+    from rlgraph.runtime.exports.write import export_checkpoint
 
     return export_checkpoint(checkpoint, folder, dtype, policy, adapter, model_card)
 

@@ -20,7 +20,7 @@ from rlgraph.render import joint_report
 from rlgraph.render.report import FILE
 from rlgraph.runtime.checkpoint.store import difference, fingerprint
 from rlgraph.runtime.driver.machine import local_cluster
-from rlgraph.runtime.driver.sendable import check_sendable
+from rlgraph.runtime.driver.ray_dispatch import check_sendable
 from rlgraph.runtime.exports.models import chosen, trained_models
 from rlgraph.settings import Count, Natural, checked
 

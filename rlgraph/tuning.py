@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rlgraph.analysis import words
 from rlgraph.errors import PlanError, PlanWarning, shown
 from rlgraph.graph.nodes import Graph
+from rlgraph.plan.calibrate import Trace
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.model_shapes import shapes_of
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.replay import Replayed, replayed
 from rlgraph.plan.search import Objective, search
-from rlgraph.plan.trace import Trace
 from rlgraph.render.text import aligned, wrapped
 from rlgraph.settings import Natural, Positive, checked
 

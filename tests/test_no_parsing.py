@@ -21,7 +21,7 @@ FOREIGN = {  # the text of others that a module reads with regular expressions
     "nodes/rewards/code.py": "what a model has written",
     "nodes/rewards/judge.py": "what a model has written, and a header of its server",
     "nodes/rewards/scorers.py": "what a model has written",
-    "render/model_card.py": "names of models on a hub",
+    "render/report.py": "names of models on a hub",
     "recording/sinks.py": "names of metrics, by the letters that a sink refuses",
     "nodes/environments/messages.py": "what a model has written",
     "runtime/driver/ray_cluster.py": "names of semaphores that Ray leaves",

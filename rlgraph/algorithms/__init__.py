@@ -22,7 +22,7 @@ from rlgraph.algorithms.distillation import DistillationLoss, TeacherKL
 from rlgraph.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty, penalize_rewards
 from rlgraph.algorithms.masks import masked_mean, masked_sum, whiten
 from rlgraph.algorithms.names import ESTIMATORS, LOSSES, correction, estimator, loss
-from rlgraph.algorithms.policy_loss import PolicyLoss
+from rlgraph.algorithms.policy_loss import PolicyLoss, WholeLoss
 from rlgraph.algorithms.policy_losses import (
     CISPO,
     DPPO,
@@ -40,7 +40,6 @@ from rlgraph.algorithms.policy_losses import (
 )
 from rlgraph.algorithms.shaping import OverlongPenalty, constant_groups
 from rlgraph.algorithms.supervised_losses import DPO, IPO, KTO, ORPO, BradleyTerry, SFTLoss, SimPO, ValueLoss
-from rlgraph.algorithms.whole_loss import WholeLoss
 
 __all__ = [
     "AGGREGATIONS",

@@ -12,8 +12,7 @@ from rlgraph import settings
 from rlgraph.algorithms.aggregation import Aggregation, Totals, aggregate, check_aggregation, row_weights
 from rlgraph.algorithms.inputs import masked, rowwise, tokenwise
 from rlgraph.algorithms.masks import count, keep
-from rlgraph.algorithms.policy_loss import to_floats, with_gradient
-from rlgraph.algorithms.whole_loss import WholeLoss
+from rlgraph.algorithms.policy_loss import WholeLoss, to_floats, with_gradient
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError
 from rlgraph.settings import AtLeastZero, Count, Positive, refuse_unknown

@@ -13,8 +13,7 @@ import msgspec
 from rlgraph.analysis.attribution import Bubbles, Use, attribute, devices
 from rlgraph.errors import CertificateError, DataError
 from rlgraph.plan.events import publish_event
-from rlgraph.plan.plan import ChannelEnd, Plan, PlannedLoop
-from rlgraph.plan.plan_keys import with_new_names
+from rlgraph.plan.plan import ChannelEnd, Plan, PlannedLoop, with_new_names
 from rlgraph.plan.schedule import Reason, Span
 
 # Check a running job against its plan's certificate: no observed maximum exceeds the derived bound.

@@ -1,10 +1,16 @@
-"""Format quantities for people: seconds, bytes, devices and columns, and names made safe to print."""
+"""Quantities, names and settings as text that people read."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import PurePath
 
-from rlgraph.graph.nodes import Due
+from rlgraph.graph.nodes import Due, Graph, Pool
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.plan import CostSource, Plan, PlannedAdapter, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
+
+# Format quantities for people: seconds, bytes, devices and columns, and names made safe to print.
 
 WAITS: Mapping[str, Callable[[str], str]] = {
     "data": lambda name: f"'{name}'",
@@ -128,3 +134,51 @@ def clean(name: str) -> str:
 def _printable(char: str) -> bool:
     code = ord(char)
     return not (code < 0x20 or 0x7F <= code < 0xA0 or 0xD800 <= code < 0xE000 or code in (0xFFFE, 0xFFFF, 0x2028, 0x2029))
+
+
+# The settings of a graph as text: models, nodes and feedback edges with the values that the user gave them.
+
+PLAIN = (str, int, float, bool, type(None), Enum, PurePath)
+
+
+def graph_settings(graph: Graph, plan: Plan) -> Mapping[str, Mapping[str, str]]:
+    """Collect the settings of each model, node and feedback edge. Functions are given by name; data is left out."""
+    found: dict[str, dict[str, str]] = {}
+    for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None):
+        used = [node.name for node in graph.nodes if node.model is model]
+        planned = next((m for m in plan.models if m.name == plan.node(used[0]).model), None)
+        dtype = {"dtype": f"{planned.dtype} ({planned.why})"} if planned is not None else {}
+        found[f"{model.role} of {', '.join(used)}"] = {"pool": model.pool.name, **dict(_values(model)), **dtype}
+    for feedback in graph.feedbacks:
+        found[f"feedback {feedback.name}"] = {
+            "depth": str(feedback.depth),
+            "buffers": str(feedback.buffers),
+            "latest": str(feedback.latest),
+            "bucket_bytes": str(feedback.bucket_bytes),
+            "checksum": str(feedback.checksum),
+        }
+    for edge in graph.earlier:
+        found[f"feedback {edge.name}"] = {"depth": str(edge.depth), "columns": ", ".join(edge.columns)}
+    for node in graph.nodes:
+        found[f"node {node.name}"] = {"rows": str(node.rows), "work": node.traits.work, **dict(_values(node.operation))}
+    return found
+
+
+def _values(value: object) -> Iterator[tuple[str, str]]:
+    """Yield the fields of a dataclass with their values as text, nested fields by their path."""
+    for field in fields(value) if is_dataclass(value) else ():
+        inner = getattr(value, field.name)
+        if isinstance(inner, PLAIN):
+            yield field.name, str(inner)
+        elif isinstance(inner, tuple | list | frozenset) and len(inner) <= 8 and all(isinstance(part, PLAIN) for part in inner):
+            yield field.name, ", ".join(map(str, inner))
+        elif isinstance(inner, Mapping) and inner and all(isinstance(part, PLAIN) for part in inner.values()):
+            yield field.name, json.dumps(inner)
+        elif isinstance(inner, Pool):
+            yield field.name, inner.name
+        elif callable(inner) and hasattr(inner, "__name__"):
+            yield field.name, inner.__name__
+        elif is_dataclass(inner) and "pool" not in {part.name for part in fields(inner)}:  # a model has its own entry
+            nested = dict(_values(inner))
+            yield field.name, type(inner).__name__
+            yield from ((f"{field.name}.{name}", text) for name, text in nested.items())

@@ -12,8 +12,8 @@ import networkx as nx
 
 from rlgraph.channels.factory import transport_of
 from rlgraph.errors import PlanError
-from rlgraph.graph.exact_rules import exact_models
 from rlgraph.graph.nodes import Graph, Node
+from rlgraph.graph.rules import exact_models
 from rlgraph.plan import continuous, events
 from rlgraph.plan.advice import advise
 from rlgraph.plan.assumptions import assumed, assumed_recompute, not_told_apart, with_decode_terms, with_recompute

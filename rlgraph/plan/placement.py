@@ -9,9 +9,9 @@ from math import lcm
 import networkx as nx
 
 from rlgraph.errors import PlanError
-from rlgraph.graph.exact_rules import EXACT_DTYPES, exact_models
 from rlgraph.graph.nodes import Graph, Model, Node
 from rlgraph.graph.operation import ModelTraits
+from rlgraph.graph.rules import EXACT_DTYPES, exact_models
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.plan import PlannedWorker
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from rlgraph.errors import PlanError, shown
-from rlgraph.plan.calibrate import WARM_UP, interruptions, latencies, measured_costs, setting_of
+from rlgraph.plan.calibrate import WARM_UP, Trace, interruptions, latencies, measured_costs, setting_of
 from rlgraph.plan.cost_functions import NodeCost, Setting
 from rlgraph.plan.placement import divided
 from rlgraph.plan.plan import Plan, PlannedNode
 from rlgraph.plan.play import play
 from rlgraph.plan.schedule import WORK, Dependency, Event, Schedule
-from rlgraph.plan.trace import Trace
 
 LEAST_STEPS = 4
 PLAYED_STEPS = 200

@@ -2,22 +2,24 @@
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
-from pathlib import Path
+from pathlib import Path, PurePath
 from statistics import fmean
 from urllib.parse import quote
 
 from rlgraph.analysis import words
 from rlgraph.analysis.attribution import BUSY, SMALL, Row, by_model
 from rlgraph.analysis.findings import findings
-from rlgraph.analysis.run import EventComparison, Run, compare_events, compare_waits
+from rlgraph.analysis.run import CardFacts, EventComparison, Run, compare_events, compare_waits
 from rlgraph.analysis.samples import LINES, Sample, profile_files, read_file, sample_files
 from rlgraph.analysis.samples import PROFILES_FOLDER as PROFILES
+from rlgraph.plan.plan import Plan
 from rlgraph.render.charts import REWARD, curves, metric_names, of_version
 from rlgraph.render.plan_svg import draw
-from rlgraph.render.text import text
+from rlgraph.render.text import mermaid, text
 from rlgraph.render.timeline import last_steps, predicted_steps, timeline
 
 # The browser of samples in a report: the data as JSON that no response can break out of; the page's script draws it.
@@ -412,3 +414,51 @@ def _settings(run: Run) -> Iterator[str]:
             yield f"<tr><td>{escape(words.clean(key))}</td><td><code>{escape(words.clean(value))}</code></td></tr>"
         yield "</tbody></table></details>"
     yield f"<details><summary>the plan, as it was launched</summary><pre>{escape(text(run.plan))}</pre></details>"
+
+
+# The model card of an export: where the model comes from, the graph that trained it, its settings and the figures of the run.
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+FIGURES = ("critic/rewards/", "val", "actor/", "critic/vf", "response", "staleness/", "rollout", "perf/total_num_tokens", "guards/")
+LONGEST = 100  # characters of a setting
+Metrics = Mapping[str, float]
+
+
+def model_card(plan: Plan, facts: CardFacts) -> str:
+    """Write the card as Markdown with the front matter that hubs read. Folders of this machine appear by their last name only."""
+    base, step, first, last = facts.base, facts.step, facts.first, facts.last
+    hub = HUB_ID.fullmatch(base) is not None
+    lines = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
+    lines += [f"base_model: {base}"] if hub else []
+    lines += ["tags:", "- reinforcement-learning", "- rlgraph", "---", "", f"# {_plain(plan.graph)}: {facts.model} after {step} steps", ""]
+    lines += [
+        f"`{_plain(_shortened(base))}`, trained by rlgraph (`rlgraph-dataflow`) for {step} steps of the graph "
+        f"below. The weights are {facts.dtype}."
+    ]
+    lines += ["", "## Graph", "", "```mermaid", mermaid(plan).rstrip(), "```"]
+    figures = [key for key in sorted({*first, *last}) if key.startswith(FIGURES)]
+    if figures:
+        lines += ["", "## Figures", "", f"| | first step | step {step} |", "|---|---|---|"]
+        lines += [f"| {_plain(key)} | {_number(first, key)} | {_number(last, key)} |" for key in figures]
+    lines += ["", "## Settings", ""]
+    for owner, values in facts.settings.items():
+        lines += [f"### {_plain(owner)}", "", "| | |", "|---|---|", *_rows(values), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _rows(values: Mapping[str, str]) -> Iterator[str]:
+    for key, value in values.items():
+        text = _plain(_shortened(str(value)))
+        yield f"| {_plain(key)} | {text if len(text) <= LONGEST else text[: LONGEST - 1] + '…'} |"
+
+
+def _shortened(value: str) -> str:
+    return value if HUB_ID.fullmatch(value) or "/" not in value or " " in value else PurePath(value).name
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").replace("`", "'").split())
+
+
+def _number(values: Metrics, key: str) -> str:
+    return f"{values[key]:.6g}" if key in values else ""

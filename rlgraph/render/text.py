@@ -1,4 +1,4 @@
-"""A plan as plain text in aligned tables of at most 100 columns: what `print(plan)` shows."""
+"""A plan as plain text in aligned tables of at most 100 columns, as `print(plan)` shows it, and as Mermaid text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -6,7 +6,8 @@ from rich.cells import cell_len, set_cell_size
 
 from rlgraph.analysis import words
 from rlgraph.channels.host.protocol import part_bytes
-from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
+from rlgraph.plan.advice import critical
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker
 from rlgraph.plan.routes import (
     UNKNOWN_BYTES,
     Route,
@@ -19,6 +20,9 @@ from rlgraph.plan.routes import (
     seconds_of,
     shape_of,
 )
+from rlgraph.render.plan_svg.layout import drawn_channels
+
+# A plan as plain text in aligned tables of at most 100 columns: what `print(plan)` shows.
 
 # Aligned tables and wrapped lines of at most 100 columns.
 
@@ -301,3 +305,70 @@ def _certificate(plan: Plan) -> list[str]:
         *(["rollout and trainer agree to the bit (one kernel on both sides, some tokens checked in each step)"] if proof.exact else []),
     ]
     return [*wrapped(f"certificate: {'; '.join(claims)}", indent=2)]
+
+
+# A plan as Mermaid text: a subgraph for each pool, an arrow for each channel and reader, dotted arrows for feedback edges.
+
+RED = "#c2330f"
+
+
+def mermaid(plan: Plan) -> str:
+    """Write a plan as a Mermaid flowchart; the critical cycle is red."""
+    red = critical(plan)
+    ids = {node.name: f"n{index}" for index, node in enumerate(plan.nodes)}
+    lines = [
+        "---",
+        f"title: {_yaml(f'{words.clean(plan.graph)}: {words.cluster(plan.cluster)}, {words.prediction(plan)}')}",
+        "---",
+        "flowchart LR",
+    ]
+    for index, pool in enumerate((*plan.pools, None)):
+        members = [node for node in plan.nodes if node.pool == (pool.name if pool else None)]
+        if members:
+            lines.append(f"  subgraph p{index}[{_quoted(_pool_label(pool))}]")
+            lines += [f"    {ids[node.name]}[{_quoted(_node_label(node))}]" for node in members]
+            lines.append("  end")
+    marked = []
+    links = 0
+    for channel in drawn_channels(plan):
+        for reader in channel.readers:
+            columns = words.elided(words.read_of(channel.columns, plan.node(reader).reads))
+            lines.append(f"  {ids[channel.writer]} -->|{_quoted(columns)}| {ids[reader]}")
+            marked += [links] if (channel.writer, reader) in red.edges else []
+            links += 1
+    for channel in (channel for channel in plan.channels if channel.kind == "earlier"):
+        for reader in channel.readers:
+            label = f"{words.clean(channel.name)}: {words.earlier(channel)}"
+            lines.append(f"  {ids[channel.writer]} -.->|{_quoted(label)}| {ids[reader]}")
+            links += 1
+    for loop in plan.loops:
+        for reader in loop.readers:
+            lines.append(f"  {ids[loop.writer]} -.->|{_quoted(f'{words.clean(loop.name)}: {words.loop_terms(loop)}')}| {ids[reader]}")
+            marked.append(links)
+            links += 1
+    if marked:
+        lines.append(f"  linkStyle {','.join(map(str, marked))} stroke:{RED},color:{RED}")
+    if red.nodes:
+        lines += [
+            f"  classDef critical stroke:{RED},stroke-width:2px",
+            f"  class {','.join(sorted(ids[name] for name in red.nodes))} critical",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _pool_label(pool: PlannedPool | None) -> str:
+    return words.HOST if pool is None else f"{words.clean(pool.name)}: {words.devices(pool)}, busy {pool.busy:.0%}"
+
+
+def _node_label(node: PlannedNode) -> str:
+    return f"{words.clean(node.name)} {words.firing(node)}"
+
+
+def _quoted(text: str) -> str:
+    """Quote a Mermaid string; quotes and possible markup become character codes."""
+    plain = "".join(char if char.isalnum() or char in " _-.,:+~()=" else f"#{ord(char)};" for char in text)
+    return f'"{plain}"' if plain.strip() else '" "'
+
+
+def _yaml(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

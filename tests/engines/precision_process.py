@@ -4,7 +4,7 @@ import json
 import sys
 
 import rlgraph as rg
-from rlgraph.analysis.graph_settings import graph_settings
+from rlgraph.analysis.words import graph_settings
 
 
 def long_enough(responses: list[str]) -> list[float]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import rlgraph as rg
-from rlgraph.analysis.graph_settings import graph_settings
+from rlgraph.analysis.words import graph_settings
 from rlgraph.engines.vllm.arguments import arguments, check_arguments, known_arguments, of_model
 from rlgraph.errors import GraphError, PlanError
 

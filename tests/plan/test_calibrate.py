@@ -9,12 +9,11 @@ from recorded import STEPS, cost_of, run_of
 from simulated import LONG_TAIL, PROMPT_TOKENS, UNIFORM, Loop
 
 import rlgraph as rg
-from rlgraph.plan.calibrate import by_passes, costs_of, measured_costs, share_of
+from rlgraph.plan.calibrate import Trace, by_passes, costs_of, measured_costs, share_of
 from rlgraph.plan.cost_functions import NodeCost, Setting
 from rlgraph.plan.lengths import Lengths
 from rlgraph.plan.play import simulate
 from rlgraph.plan.schedule import Event, Sampled, Span
-from rlgraph.plan.trace import Trace
 
 
 def by_length(event: str, lengths: list[int]) -> float:

@@ -15,10 +15,9 @@ from tiny import batch_of
 import rlgraph as rg
 from rlgraph.batching.packing import plan_micro_batches
 from rlgraph.nodes.training.update import UpdateSchedule
-from rlgraph.plan.calibrate import costs_of
+from rlgraph.plan.calibrate import Trace, costs_of
 from rlgraph.plan.cost_functions import NodeCost, Passes, Setting
 from rlgraph.plan.lengths import Lengths
-from rlgraph.plan.trace import Trace
 
 LIMIT, TOKEN_S, ALONE_S, SHARDED_S = 500, 1e-4, 0.02, 0.03
 

@@ -11,11 +11,11 @@ from simulated import Loop
 import rlgraph as rg
 from rlgraph import api
 from rlgraph.errors import PlanError
+from rlgraph.plan.calibrate import Trace
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.cost_functions import Decode, NodeCost
 from rlgraph.plan.lengths import Lengths
 from rlgraph.plan.placement import nodes_needed
-from rlgraph.plan.trace import Trace
 
 ITEMS = [{"prompt": "1 + 1 =", "answer": "2"}]
 

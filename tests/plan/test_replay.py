@@ -8,10 +8,10 @@ from simulated import LONG_TAIL, PROMPT_TOKENS, Loop
 
 import rlgraph as rg
 from rlgraph.errors import PlanError
+from rlgraph.plan.calibrate import Trace
 from rlgraph.plan.play import simulate
 from rlgraph.plan.replay import Replayed, replayed
 from rlgraph.plan.schedule import Event, Sampled
-from rlgraph.plan.trace import Trace
 
 STEPS = 60
 LENGTHS = LONG_TAIL.batches(STEPS, 16).astype(int)

@@ -14,7 +14,7 @@ from rlgraph.analysis.run import InvariantMonitor
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import CertificateError, GraphError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.training.preferred import Preferred
+from rlgraph.nodes.training.advantages import Preferred
 from rlgraph.plan.compile import loop_bounds
 from rlgraph.plan.events import publish_event
 from rlgraph.plan.play import simulate

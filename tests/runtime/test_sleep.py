@@ -12,12 +12,11 @@ from simulated import Loop, Turns
 
 import rlgraph as rg
 from rlgraph.analysis.attribution import attribute
-from rlgraph.plan.calibrate import costs_of
+from rlgraph.plan.calibrate import Trace, costs_of
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.cost_functions import SleepCost
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.schedule import WORK, Sampled, Span
-from rlgraph.plan.trace import Trace
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.measure import Step
 from rlgraph.runtime.worker import span_recorder

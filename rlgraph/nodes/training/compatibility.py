@@ -12,8 +12,8 @@ from rlgraph.engines.lora.settings import FAMILIES, LoRA
 from rlgraph.engines.optim import Muon
 from rlgraph.engines.precision import INSTALL, is_installed
 from rlgraph.errors import CertificateError, DataError, GraphError
-from rlgraph.graph.exact_rules import EXACT_DTYPES
 from rlgraph.graph.nodes import Node, Output
+from rlgraph.graph.rules import EXACT_DTYPES
 from rlgraph.nodes.base import carried, tensor_of
 from rlgraph.nodes.examples import Examples, Stepwise
 from rlgraph.nodes.rollout.decode_loop import ROUTES, check_routes

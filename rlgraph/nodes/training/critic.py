@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from rlgraph.algorithms.whole_loss import WholeLoss
+from rlgraph.algorithms.policy_loss import WholeLoss
 from rlgraph.columns import Columns
 from rlgraph.engines.api import ValueLossFn
 from rlgraph.graph.nodes import Output, declare

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from rlgraph.algorithms.advantages import LABELS, StepwiseLoss
+from rlgraph.algorithms.policy_loss import WholeLoss
 from rlgraph.algorithms.supervised_losses import BradleyTerry
-from rlgraph.algorithms.whole_loss import WholeLoss
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.hf_export.folder import HEAD

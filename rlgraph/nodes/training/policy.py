@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from rlgraph.algorithms.whole_loss import WholeLoss
+from rlgraph.algorithms.policy_loss import WholeLoss
 from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn, Sampling, chosen_at
 from rlgraph.errors import GraphError

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from rlgraph.analysis import words
-from rlgraph.analysis.critical import Critical
 from rlgraph.channels.factory import transport_of
+from rlgraph.plan.advice import Critical
 from rlgraph.plan.plan import Plan, PlannedLoop, PlannedNode, PlannedPool
 
 # Estimate the width of a text in any sans-serif font, as an upper bound, since the fonts of the reader's machine are unknown.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rlgraph.analysis.critical import Critical, critical
+from rlgraph.plan.advice import Critical, critical
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
 from rlgraph.render.plan_svg import labels
 from rlgraph.render.plan_svg.labels import LegendItem, TextLine

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rlgraph.analysis.graph_settings import graph_settings
+from rlgraph.analysis.words import graph_settings
 from rlgraph.engines.hf_models.model_files import revision_of
 from rlgraph.errors import CheckpointError, shown
 from rlgraph.graph.nodes import Graph

@@ -13,18 +13,17 @@ from rich.console import Console
 
 from rlgraph.analysis.attribution import Bubbles
 from rlgraph.analysis.findings import findings
-from rlgraph.analysis.graph_settings import graph_settings
 from rlgraph.analysis.run import InvariantMonitor, Observed, Run
+from rlgraph.analysis.words import graph_settings
 from rlgraph.engines.hf_export.folder import Exported, check_target
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
 from rlgraph.errors import CheckpointError, ExportError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
-from rlgraph.plan.calibrate import costs_of
+from rlgraph.plan.calibrate import Trace, costs_of
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.schedule import Sampled, Span
-from rlgraph.plan.trace import Trace
 from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.history import Metrics, Spans

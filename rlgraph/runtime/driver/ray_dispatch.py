@@ -1,6 +1,8 @@
 """Dispatch on Ray: reserve GPUs, start the workers, tick them. Which Ray, `ray_cluster` knows."""
 
 import contextlib
+import functools
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -10,7 +12,9 @@ from ray import cloudpickle
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlgraph.errors import DispatchError, PlanError, RlgraphError, WorkerDied
+from rlgraph.errors import DispatchError, GraphError, PlanError, RlgraphError, WorkerDied, shown
+from rlgraph.graph.nodes import Graph
+from rlgraph.graph.operation import Operation
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import Ask, FoundHosts, HostAgent, LocalHostAgent, RemoteHostAgent
 from rlgraph.runtime.driver.machine import worker_environment
@@ -336,3 +340,63 @@ def sendable(value: Any) -> bool:
     except Exception:  # noqa: BLE001 (whatever a user's object raises, it cannot be sent)
         return False
     return True
+
+
+# Check before anything starts that what the user gave can be sent to other processes, and name what cannot.
+
+DEPTH = 4  # of the way to the culprit
+
+
+def check_sendable(graph: Graph) -> None:
+    """Raise GraphError naming the node, the function and what it holds that no other process can have."""
+    for node in graph.nodes:
+        given = node.traits.given
+        for value in (node.operation,) if given is None else given:
+            if sendable(value):
+                continue
+            *way, culprit = _way(value, ())
+            what = f"its '{'.'.join(way)}' is {_called(culprit)}" if way else f"it is {_called(culprit)}"
+            raise GraphError(
+                f"node '{node.name}': {_title(value)} cannot be sent to a worker: {what}, which stays in its process; "
+                "make it inside the function, at its first call"
+            )
+
+
+def _way(value: Any, way: tuple[str, ...]) -> tuple[Any, ...]:
+    """Find the innermost object that cannot be sent, and the names that lead to it."""
+    if len(way) < DEPTH:
+        for name, part in _parts(value):
+            if part is not value and not sendable(part):
+                return _way(part, (*way, name) if name else way)
+    return (*way, value)
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, functools.partial):
+        yield "", value.func
+        yield from value.keywords.items()
+        yield from ((str(place), part) for place, part in enumerate(value.args))
+    elif inspect.ismethod(value):
+        yield "", value.__self__
+    elif inspect.isfunction(value):
+        found = inspect.getclosurevars(value)
+        yield from {**found.nonlocals, **found.globals}.items()
+    elif isinstance(value, Mapping):
+        yield from ((str(key), part) for key, part in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((str(place), part) for place, part in enumerate(value))
+    elif hasattr(value, "__dict__"):
+        yield from (("" if name in ("function", "scoring") else name, part) for name, part in vars(value).items())
+
+
+def _title(value: Any) -> str:
+    if isinstance(value, Operation):
+        return f"operation '{type(value).__name__}'"
+    function = getattr(value, "function", value)
+    function = function.func if isinstance(function, functools.partial) else function
+    return f"function '{getattr(function, '__name__', shown(function))}'"
+
+
+def _called(value: Any) -> str:
+    kind = type(value).__name__
+    return f"a {kind}" if type(value).__module__ in ("builtins", "_thread", "_io") else f"a {type(value).__module__}.{kind}"

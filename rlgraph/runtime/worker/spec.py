@@ -6,9 +6,9 @@ from typing import Any
 
 from rlgraph.channels.factory import Onward, Site, Transport, first_choice, transport_of
 from rlgraph.columns import Column
-from rlgraph.graph.exact_rules import exact_models
 from rlgraph.graph.nodes import Due, Graph, Model, Node
 from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.rules import exact_models
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.plan.checkpoint_cut import lookaheads, open_nodes, steps_back
 from rlgraph.plan.cluster import ITEMSIZE
