@@ -31,7 +31,7 @@ PRIVATE = {
     },  # PyTorch has no public handles of memory on a GPU
     "channels/host/ray_channel.py": {"_writer_ref", "_private", "_TorchTensorAcceleratorChannel"},
     "channels/weights/shards.py": {"_foreach_copy_"},
-    "nodes/environments/adapters/elsewhere/child.py": {"_exit"},  # threads of environments may never end
+    "environments/elsewhere/child.py": {"_exit"},  # threads of environments may never end
     "nodes/environments/supervisor.py": {"_exit"},  # os._exit, as in the next ones
     "nodes/walls/child.py": {"_exit"},  # os._exit: a forked child runs no handlers of its parent
     "nodes/walls/session.py": {"_exit"},

@@ -7,7 +7,7 @@ import rlgraph
 
 PACKAGE = Path(rlgraph.__file__).parent
 FOREIGN = {  # the text of others that a module reads with regular expressions
-    "nodes/environments/adapters/gymnasium.py": "actions in what a model has said",
+    "environments/gymnasium.py": "actions in what a model has said",
     "algorithms/correction.py": "a threshold that a user writes, as verl does",
     "channels/host/slot_memory.py": "names of PyTorch's dtypes",
     "engines/forward/self_test.py": "names of settings in config.json",

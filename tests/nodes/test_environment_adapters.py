@@ -13,7 +13,7 @@ from forked import alive
 from templates import model_with
 
 import rlgraph as rg
-from rlgraph.nodes.environments.adapters.mcp import close_servers
+from rlgraph.environments.mcp import close_servers
 from rlgraph.nodes.environments.tools import ToolCalls
 
 HERE = Path(__file__).parents[1]

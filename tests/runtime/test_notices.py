@@ -7,7 +7,7 @@ import forked
 import pytest
 
 from rlgraph import notices
-from rlgraph.engines.vllm import gpu_worker
+from rlgraph.engines.vllm import mixed_cudagraph_patch
 
 
 def test_a_process_says_each_thing_once_and_gives_it_away_once() -> None:
@@ -45,9 +45,9 @@ def test_a_job_says_once_what_its_workers_said(capfd: pytest.CaptureFixture[str]
 def test_a_vllm_that_steps_with_prompts_are_not_recorded_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "here", notices.Notices())
     notices.here.carried = True
-    monkeypatch.setattr(gpu_worker, "version", lambda package: "0.99.1")
-    gpu_worker.record_prompts()
-    gpu_worker.record_prompts()
+    monkeypatch.setattr(mixed_cudagraph_patch, "version", lambda package: "0.99.1")
+    mixed_cudagraph_patch.record_prompts()
+    mixed_cudagraph_patch.record_prompts()
     [said] = notices.here.taken()
     assert "not recorded as CUDA graphs" in said
     assert "written for vLLM 0.26 and this is 0.99.1" in said

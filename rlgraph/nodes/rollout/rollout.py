@@ -68,7 +68,8 @@ def made_of(generator: Any) -> str | None:
         shapes = [header_shapes(file) for file in sorted(folder.glob("*.safetensors"))]
     except (DataError, OSError):
         return None
-    settings = {field.name: getattr(generator, field.name) for field in fields(generator) if field.name not in APART}
+    names = {field.name for field in fields(generator)} - set(APART)
+    settings = {name: value for name, value in vars(generator).items() if name in names}
     return repr((settings, texts, shapes))
 
 

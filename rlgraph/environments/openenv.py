@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlgraph import settings
+from rlgraph.environments.gymnasium import Act, Show, shown_value
 from rlgraph.errors import GraphError, shown
-from rlgraph.nodes.environments.adapters.gymnasium import Act, Show, shown_value
 from rlgraph.nodes.environments.messages import Message, Turn
 from rlgraph.settings import Name
 
