@@ -202,7 +202,7 @@ class Trainer:
         """The settings of cuBLAS that a process with that trainer alone has."""
         import torch
 
-        from rlgraph.engines.exact.gpu import leave_sums_whole
+        from rlgraph.engines.exact.gpu_products import leave_sums_whole
 
         if self.cuda and exact:
             leave_sums_whole()

@@ -10,7 +10,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from exact_process import plain_attention, plain_rotation
+from exact_process import own_rotations, plain_attention, plain_rotation
 from torch.nn.functional import linear
 
 from rlgraph.engines.exact import cpu
@@ -30,6 +30,7 @@ def other_norm(self: Any, states: torch.Tensor) -> torch.Tensor:
 
 def main(folder: str, out: Path) -> None:
     torch.set_num_threads(1)
+    own_rotations()
     command = [sys.executable, "-m", "rlgraph.engines.exact.diagnosis", "engine", folder, "cpu", str(out)]
     subprocess.run(command, check=True, timeout=250)
     seen = torch.load(out / "seen.pt")

@@ -9,6 +9,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,17 @@ def batch(responses: list[tuple[list[int], list[float]]]) -> tuple[dict[str, tor
     return columns | {"response_mask": torch.ones_like(tokens).bool()}, torch.tensor([log_probs for _, log_probs in responses])
 
 
+@cache
+def own_rotations() -> tuple[Any, Any]:
+    """The engine's rotation and its plain form, as they are before a test puts another in their place."""
+    from rlgraph.engines.exact.cpu import rotated, rotated_plainly
+
+    return rotated, rotated_plainly
+
+
 def plain_rotation(states: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate by products and sums apart; in double precision where this CPU's kernel rounds as they do, which it does without AVX-512."""
-    from rlgraph.engines.exact.cpu import rotated, rotated_plainly
+    rotated, rotated_plainly = own_rotations()
 
     def apart(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
         return rotated_plainly(heads.transpose(0, 1)[None], positions, angles)[0].transpose(0, 1).contiguous()
@@ -147,6 +156,7 @@ def scored(made: Any, out: Path) -> dict[str, Any]:
             counts.append((int((own == sampled).sum()), own.numel(), float((own - sampled).abs().max())))
         return counts
 
+    own_rotations()
     found: dict[str, Any] = {"exact": compared()}
     made.micro_batch_tokens = 60
     found["other passes"] = compared()

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlgraph.engines.exact import gpu
+from rlgraph.engines.exact import gpu_products
 from rlgraph.engines.exact.rules import check_model, table_of
 from rlgraph.errors import DataError
 
@@ -46,19 +46,19 @@ def test_the_table_has_the_cosines_and_sines_of_all_positions() -> None:
 
 
 def test_maps_whose_lone_row_differs_compute_it_as_two_and_other_differences_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "rows_that_differ", lambda out, into: {(3, 5): (1,), (5, 3): ()}[out, into])
+    monkeypatch.setattr(gpu_products, "rows_that_differ", lambda out, into: {(3, 5): (1,), (5, 3): ()}[out, into])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 5))
     states = torch.randn(1, 5)
     before = model(states)
-    gpu.exchange_lone_rows(model)
-    assert [type(module) for module in model] == [gpu.RowInCompany, torch.nn.Linear]
+    gpu_products.exchange_lone_rows(model)
+    assert [type(module) for module in model] == [gpu_products.RowInCompany, torch.nn.Linear]
     seen: list[int] = []
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, rows: seen.append(len(rows)) or rows @ self.weight.t() + self.bias)
     assert torch.allclose(model(states), before)
     assert seen == [2, 1]
     model[0](torch.randn(3, 5))
     assert seen == [2, 1, 3]
-    monkeypatch.setattr(gpu, "rows_that_differ", lambda out, into: (1, 7, 9))
+    monkeypatch.setattr(gpu_products, "rows_that_differ", lambda out, into: (1, 7, 9))
     with pytest.raises(DataError, match="on a GPU products by a matrix of 3 x 5 depend on the number of rows, as with 1, 7, 9 rows"):
-        gpu.need_company([(3, 5)])
+        gpu_products.need_company([(3, 5)])

@@ -198,10 +198,10 @@ sys.path.insert(0, {tests!r})
 import fakes
 from rlgraph.api import compile
 from rlgraph.plan.cluster import Cluster
-from rlgraph.runtime.driver import bounded, ray_cluster, worker_group
+from rlgraph.runtime.driver import ray_cluster, worker_group
 from rlgraph.runtime.driver import ray_dispatch as dispatch
 
-bounded.RAY_S = dispatch.RAY_S = ray_cluster.RAY_S = 4
+dispatch.RAY_S = ray_cluster.RAY_S = 4
 worker_group.START_LEAST_S = 0.0
 ray_cluster.start_ray()
 [raylet] = [p for p in dispatch.ray._private.worker._global_node.all_processes["raylet"]]

@@ -1,20 +1,18 @@
 """The kernels of an exact trainer and its engine on an NVIDIA GPU in bfloat16: their rows do not depend on the batch."""
 
 import sys
-from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch.nn.functional import linear
 from vllm import _custom_ops as kernels
 from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-from rlgraph.engines.exact.rules import check_machine, check_model, check_plain, in_company, table_of
+from rlgraph.engines.exact.gpu_products import exchange_lone_rows, leave_sums_whole
+from rlgraph.engines.exact.rules import check_machine, check_model, check_plain, table_of
 from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.triton_scores import TritonScores
 from rlgraph.engines.hf_models.backbone import backbone_of, install_fused_norms, layers_of
@@ -208,80 +206,6 @@ def norm_forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """Stand for the forward of a trainer's norm: `[..., D]`."""
     out: torch.Tensor = _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
     return out
-
-
-# Products of matrices on a GPU whose rows do not depend on the number of rows: cuBLAS without its sums in several parts.
-#
-# That is proven at every start, shape by shape, in milliseconds. Where only a row alone is summed in another order (seen on an H200 for
-# 6,144 -> 2,048), it is computed beside a second one, on both sides.
-
-COUNTS = (*range(1, 65), *range(72, 520, 8), 129, 255, 257, 511, 600, 777, 1024, 1031, 2048, 4095)  # rows that are tried
-ROWS = 4096  # of the product that they are compared with
-
-
-def leave_sums_whole() -> None:
-    """Have this process's cuBLAS sum each number of a product in one piece, in engine and trainer."""
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-
-
-class RowInCompany(torch.nn.Linear):
-    """A linear map of a trainer that computes one row as two."""
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        return in_company(super().forward, states)
-
-
-def need_company(shapes: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
-    """The shapes `(out, into)` of matrices for which one row is summed in another order than several.
-
-    Raises DataError for a shape for which more depends on the number of rows.
-    """
-    found = {shape: rows_that_differ(*shape) for shape in set(shapes)}
-    torch.cuda.empty_cache()
-    for (out, into), counts in found.items():
-        if counts not in ((), (1,)):
-            raise DataError(
-                f"exact=True: on {torch.cuda.get_device_name()} products by a matrix of {out} x {into} depend on the number of rows, as "
-                f"with {', '.join(map(str, counts[:5]))} rows; leave out exact"
-            )
-    return {shape for shape, counts in found.items() if counts}
-
-
-@cache
-@torch.no_grad()
-def rows_that_differ(out: int, into: int) -> tuple[int, ...]:
-    """The numbers of rows whose products by a matrix `[out, into]` are not those rows of a larger product."""
-    draw = torch.Generator("cuda").manual_seed(0)
-    weight = torch.randn(out, into, generator=draw, device="cuda", dtype=torch.bfloat16) * 0.02
-    states = torch.randn(ROWS, into, generator=draw, device="cuda", dtype=torch.bfloat16)
-    whole = linear(states, weight)
-    return tuple(count for count in COUNTS if not torch.equal(linear(states[:count], weight), whole[:count]))
-
-
-def exchange_lone_rows(model: torch.nn.Module) -> None:
-    """Have the linear maps of a trainer's model that need it compute one row as two."""
-    maps = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    found = need_company((module.out_features, module.in_features) for module in maps)
-    for module in maps:
-        if (module.out_features, module.in_features) in found:
-            module.__class__ = RowInCompany
-
-
-def exchange_engines_lone_rows(model: Any) -> None:
-    """Have the linear maps and the head of vLLM's model that need it compute one row as two."""
-    maps = [module for module in model.modules() if hasattr(module, "quant_method") and getattr(module, "weight", None) is not None]
-    found = need_company(tuple(module.weight.shape) for module in maps)
-    for module in maps:
-        if tuple(module.weight.shape) in found:
-            module.quant_method.apply = _in_company(module.quant_method.apply)
-
-
-def _in_company(apply: Any) -> Any:
-    def applied(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return in_company(lambda rows: apply(layer, rows, bias), x)
-
-    return applied
 
 
 # Rotation of queries and keys on a GPU by vLLM's kernel, with a table that engine and trainer compute by the same lines.

@@ -65,7 +65,7 @@ class ExactWorker(GpuWorker):
         super().init_device()
 
     def load_model(self, *args: Any, **settings: Any) -> None:
-        from rlgraph.engines.exact.gpu import exchange_engines_lone_rows, leave_sums_whole
+        from rlgraph.engines.exact.gpu_products import exchange_engines_lone_rows, leave_sums_whole
 
         leave_sums_whole()
         super().load_model(*args, **settings)
