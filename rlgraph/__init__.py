@@ -3,7 +3,6 @@
 A public name is imported when it is first asked for: `import rlgraph` takes milliseconds, and a worker loads only what it runs.
 """
 
-import re
 import sys
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,9 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# The public names by their modules: `from MODULE import NAME as NAME` in the file that type checkers read.
+# The public names by their modules: lines `from MODULE import NAME as NAME` of the file that type checkers read.
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
-_NAMES = {name: module for module, name in re.findall(r"^from (rlgraph\S*) import (\w+) as \2$", _STUB, re.M)}
+_NAMES = {line.split()[-1]: line.split()[1] for line in _STUB.splitlines() if line.startswith("from rlgraph")}
 __all__ = [*_NAMES]
 
 

@@ -8,7 +8,6 @@ import rlgraph
 PACKAGE = Path(rlgraph.__file__).parent
 FOREIGN = {  # the text of others that a module reads with regular expressions
     "environments/gymnasium.py": "actions in what a model has said",
-    "__init__.py": "the public names, in the file that type checkers read",
     "algorithms/correction.py": "a threshold that a user writes, as verl does",
     "channels/host/slot_memory.py": "names of PyTorch's dtypes",
     "engines/forward/self_test.py": "names of settings in config.json",

@@ -9,8 +9,6 @@ from rlgraph.algorithms.inputs import tensor
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError
 
-# Sums, means and whitening over the tokens that a mask selects. Values outside of the mask are ignored, even NaN.
-
 EPSILON = 1e-8
 CACHED = 1 << 18  # numbers that stay in a CPU's cache
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -7,8 +7,6 @@ from typing import Any
 
 from rlgraph.errors import DataError
 
-# The samples in the folder of a run: what a record of one response holds, and how to read the files.
-
 FOLDER = "samples"
 LINES, TABLE = ".jsonl", ".parquet"
 

@@ -123,13 +123,28 @@ Each: TypeAlias = Literal["example", "pair", "mismatched"]  # what a row of the 
 
 
 @dataclass(frozen=True, eq=False)
-class Examples(Operation):
-    """Draw the examples of a step, or its pairs, and tokenise them as `model` does. The choice depends on the seed and the step alone."""
+class DrawnRows(Operation):
+    """`count` rows of a data set a step, in an order that depends on the seed alone, tokenised as `model` does."""
 
     data: Dataset
     count: int
     model: Model
     seed: int
+
+    def cursor(self, step: int) -> dict[str, Any]:
+        """Describe the data order for a checkpoint."""
+        return {"items": len(self.data), "digest": self.digest, "seed": self.seed, "next": step * self.count}
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the rows."""
+        return digest(self.data)
+
+
+@dataclass(frozen=True, eq=False)
+class Examples(DrawnRows):
+    """Draw the examples of a step, or its pairs, and tokenise them as `model` does. The choice depends on the seed and the step alone."""
+
     chat: Chat
     learns: Learns
     each: Each
@@ -164,15 +179,6 @@ class Examples(Operation):
         """Mean characters of the first 8 examples, for an estimate of their tokens."""
         texts = [_characters(example) for index in range(min(len(self.data), 8)) for example in self._of(index, read(self.data, index))]
         return sum(texts) / len(texts)
-
-    def cursor(self, step: int) -> dict[str, Any]:
-        """Describe the data order for a checkpoint."""
-        return {"items": len(self.data), "digest": self.digest, "seed": self.seed, "next": step * self.count}
-
-    @cached_property
-    def digest(self) -> str:
-        """A digest of the rows."""
-        return digest(self.data)
 
     def check(self, node: Node) -> None:
         """Tokenise every row before anything starts. Raises DataError for one that cannot be learnt."""
@@ -358,13 +364,9 @@ Solution = tuple[str, Sequence[str], Sequence[bool]]  # prompt, steps, and wheth
 
 
 @dataclass(frozen=True, eq=False)
-class Stepwise(Operation):
+class Stepwise(DrawnRows):
     """Draw the solutions of a step and tokenise them as `model` does. The choice depends on the seed and the step alone."""
 
-    data: Dataset
-    count: int
-    model: Model
-    seed: int
     separator: str
 
     @property
@@ -381,15 +383,6 @@ class Stepwise(Operation):
         """Mean characters of the first 8 solutions, for an estimate of their tokens."""
         found = [self.solution(index) for index in range(min(len(self.data), 8))]
         return sum(len(prompt) + sum(map(len, steps)) for prompt, steps, _ in found) / len(found)
-
-    def cursor(self, step: int) -> dict[str, Any]:
-        """Describe the data order for a checkpoint."""
-        return {"items": len(self.data), "digest": self.digest, "seed": self.seed, "next": step * self.count}
-
-    @cached_property
-    def digest(self) -> str:
-        """A digest of the rows."""
-        return digest(self.data)
 
     def check(self, node: Node) -> None:
         """Read every row before anything starts. Raises DataError for one that is no solution with labels."""

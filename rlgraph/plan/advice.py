@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from rlgraph.plan.plan import Plan, PlannedPool
 from rlgraph.plan.schedule import MOVING, Dependency
 
-# Advise what to change in a plan, from the critical cycle, the load of the pools and the predicted waits.
-
 IDLE = 0.75  # a pool that works less than this waits noticeably
 UNUSED = 0.25  # a pool that works less than this could join another pool
 NOTICED = 0.05  # of a step: a wait, or a loss to varying times, that is worth a change

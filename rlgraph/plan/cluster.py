@@ -8,8 +8,6 @@ from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Model
 from rlgraph.settings import Count, Natural, OneOf, Range
 
-# The cluster that a graph is compiled for: counts only, nothing is looked up on a machine.
-
 Bytes: TypeAlias = Annotated[int, Range(least=1, rule="a whole number of bytes above 0, or None where it is not known")]
 
 

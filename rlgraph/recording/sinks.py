@@ -21,8 +21,6 @@ from rlgraph.analysis.samples import Sample, read_samples
 from rlgraph.errors import PlanError
 from rlgraph.settings import Name, check
 
-# What a sink is: where a run's numbers, samples and files go while it is recorded.
-
 Ended = Literal["ended", "failed"]
 COLUMNS = ("step", "row", "prompt", "response", "reward", "advantage", "finish", "response_tokens", "version_min", "version_max", "kind")
 

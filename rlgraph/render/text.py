@@ -22,10 +22,6 @@ from rlgraph.plan.routes import (
 )
 from rlgraph.render.plan_svg.layout import drawn_channels
 
-# A plan as plain text in aligned tables of at most 100 columns: what `print(plan)` shows.
-
-# Aligned tables and wrapped lines of at most 100 columns.
-
 WIDTH = 100
 NAME_MOST = 30  # cells of a table's columns, but the last, which is wrapped
 

@@ -15,8 +15,6 @@ from rlgraph.graph.nodes import Graph, Node
 from rlgraph.plan.plan import ChannelEnd
 from rlgraph.plan.schedule import Sampled, Span
 
-# What driver and workers say to each other, beside the payload: small typed messages over an authenticated socket.
-
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
     """A worker has connected."""

@@ -77,7 +77,7 @@ def exchange_norms() -> None:
     """Compute norms by the kernel that the trainer has."""
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    from rlgraph.engines.exact.gpu import norm
+    from rlgraph.engines.exact.gpu_norm import norm
 
     def forward(self: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
         out, _ = norm(x, self.weight.data, self.variance_epsilon, residual)

@@ -11,8 +11,6 @@ from typing import Any, TypeAlias
 from rlgraph import settings
 from rlgraph.settings import AtLeastZero, Finite, Name
 
-# The values that a conversation is made of: messages, calls of tools, and what an environment answers.
-
 
 def whole_text(text: str) -> str:
     """Replace lone surrogates, which no tokenizer encodes, with U+FFFD: JSON and file names of outside may hold them.

@@ -20,8 +20,6 @@ from rlgraph.nodes.training.guards import Outliers
 from rlgraph.notices import renamed
 from rlgraph.settings import Name, Range, Seconds, checked
 
-# Rewards: a node that scores each response by a function of texts.
-
 DEADLINE_S = 300.0  # half of a job's own, so that the error names the response and not only the node
 OUTLIERS = 20.0
 OUTLIERS_RULE = "a number of standard deviations above 0, or None to look for none"

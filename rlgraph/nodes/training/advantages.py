@@ -20,10 +20,6 @@ from rlgraph.nodes.base import Context, Fired, FunctionOperation, Stage, carried
 from rlgraph.nodes.training.trained_model import TOKENS
 from rlgraph.settings import AtLeastZero, Name, checked
 
-# The advantage of each response token, and the weights and masks of the loss.
-
-# The advantage of each response token, by any estimator.
-
 
 class Estimator(Protocol):
     """An advantage estimator: a frozen dataclass of `rlgraph.algorithms`, or one of your own."""

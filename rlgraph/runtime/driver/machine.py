@@ -11,8 +11,6 @@ from rlgraph.engines.precision import device_precision, leave_out_broken_amx
 from rlgraph.plan.cluster import Cluster
 from rlgraph.runtime.worker.spec import WorkerSpec
 
-# The machine this runs on, as a cluster to compile for.
-
 
 def local_cluster() -> Cluster:
     """Describe the GPUs and cores that this process may use: their number, their memory and the dtype that they compute in.
