@@ -38,6 +38,11 @@ def test_what_declares_and_compiles_loads_no_engine() -> None:
     assert printed(f"import sys, rlgraph.api; print([m for m in {heavy} if m in sys.modules])") == "[]"
 
 
+def test_a_worker_loads_no_trainer_before_it_needs_one() -> None:
+    heavy = "vllm", "transformers", "torch.distributed.fsdp"
+    assert printed(f"import sys, rlgraph.runtime.worker.process; print([m for m in {heavy} if m in sys.modules])") == "[]"
+
+
 def test_a_public_name_stays_what_it_is_when_its_module_is_imported() -> None:
     code = "import rlgraph.config, rlgraph.record, rlgraph.diagnosis, rlgraph as rg"
     assert printed(f"{code}; print(*map(callable, (rg.config, rg.record, rg.doctor)))") == "True True True"
