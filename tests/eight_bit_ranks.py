@@ -13,7 +13,7 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.optimizers import EightBitAdamW
 from rlgraph.engines.fsdp.sharding import full, local
-from rlgraph.engines.optim import AdamW
+from rlgraph.values.optimizers import AdamW
 
 SETTINGS = AdamW(lr=1e-2, weight_decay=0.1, moments="8bit")
 SHAPES = (128, 64), (65, 256), (300, 64), (8192,), (3, 4)  # the third is cut within a block, and the fourth at its middle

@@ -11,7 +11,7 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp import sharding
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
-from rlgraph.engines.optim import AdamW
+from rlgraph.values.optimizers import AdamW
 
 
 def be_rank(folder: str, out: Path, rank: int, apart: bool) -> None:

@@ -13,7 +13,7 @@ from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf_models.folder_weights import PieceReader
-from rlgraph.engines.optim import AdamW
+from rlgraph.values.optimizers import AdamW
 
 HEADS = {"policy": PolicyHead, "critic": ValueHead}
 Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # by parameter: whole shape, offsets, this rank's box

@@ -28,8 +28,8 @@ from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf_export.folder import GrowingExport
 from rlgraph.engines.hf_export.layout import ExportLayout, planned, write_shards
 from rlgraph.engines.hf_models.folder_weights import folder_shards
-from rlgraph.engines.optim import AdamW, Muon
 from rlgraph.settings import Recompute
+from rlgraph.values.optimizers import AdamW, Muon
 
 STEPS = 4
 PATIENCE_S = 280  # of ranks that compile on busy cores

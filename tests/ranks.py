@@ -14,7 +14,7 @@ from rlgraph.algorithms import ValueLoss
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.optim import AdamW, Muon
+from rlgraph.values.optimizers import AdamW, Muon
 
 MICRO_BATCH_TOKENS = 16
 

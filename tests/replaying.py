@@ -98,7 +98,7 @@ def be_replaying_rank(folder: str, out: Path, rank: int, world: int) -> None:
     """Score and train on a rank."""
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
-    from rlgraph.engines.optim import AdamW
+    from rlgraph.values.optimizers import AdamW
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)

@@ -13,7 +13,7 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.optimizers import SixteenBitAdamW
 from rlgraph.engines.fsdp.sharding import full, local
-from rlgraph.engines.optim import AdamW
+from rlgraph.values.optimizers import AdamW
 
 SETTINGS = AdamW(lr=1e-2, weight_decay=0.1, moments="16bit")
 SHAPES = (128, 64), (65, 256), (301, 7), (8192,), (3, 4)

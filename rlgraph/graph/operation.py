@@ -14,10 +14,10 @@ from rlgraph.settings import Recompute
 if TYPE_CHECKING:
     from rlgraph.engines.api import Running, Sampling
     from rlgraph.engines.drafts import PromptLookup
-    from rlgraph.engines.lora.settings import LoRA
     from rlgraph.graph.nodes import Node, Pool
     from rlgraph.nodes.rollout.batch_admission import BatchAdmission
     from rlgraph.plan.estimates import Estimates
+    from rlgraph.values.lora import LoRA
 
 Work: TypeAlias = Literal["generate", "train", "forward", "host"]
 Preferences: TypeAlias = Literal["pairs", "labels", "mismatched"]

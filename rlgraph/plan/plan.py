@@ -14,9 +14,10 @@ from rlgraph.graph.nodes import BUCKET_BYTES, Due, Graph, Model
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.cost_functions import Passes
 from rlgraph.plan.facade import Facade, facade
-from rlgraph.plan.model_shapes import ALL_LINEAR, Shapes, adapter_size
+from rlgraph.plan.model_shapes import Shapes, adapter_size
 from rlgraph.plan.schedule import Reason, Schedule
 from rlgraph.settings import Count, Natural, Seconds, checked
+from rlgraph.values.lora import ALL_LINEAR
 
 if TYPE_CHECKING:
     from rlgraph.runtime.driver.job import Job

@@ -18,7 +18,7 @@ from rlgraph.engines.exact.diagnosis import compared
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.backbone import backbone_of
-from rlgraph.engines.optim import AdamW
+from rlgraph.values.optimizers import AdamW
 
 
 def other_norm(self: Any, states: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,7 @@ def train(folder: Path, out: Path) -> tuple[Any, list[Any]]:
     """Train exactly and not so, side by side, and keep the weights before and after."""
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
-    from rlgraph.engines.optim import AdamW
+    from rlgraph.values.optimizers import AdamW
 
     out.mkdir()
     settings: dict[str, Any] = {"optimizer": AdamW(lr=1e-2), "dtype": torch.float32}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rlgraph.engines.api import Request, Sampling, check_request, check_weights
-from rlgraph.engines.optim import AdamW
 from rlgraph.errors import DataError, GraphError
+from rlgraph.values.optimizers import AdamW
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from rlgraph.algorithms import ValueLoss
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.optim import AdamW
 from rlgraph.errors import DataError
+from rlgraph.values.optimizers import AdamW
 
 STEP = AdamW(lr=1e-2, eps=1e-3)
 LOSS = ValueLoss()

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.optim import AdamW
 from rlgraph.errors import GraphError
+from rlgraph.values.optimizers import AdamW
 
 COEFFICIENT = 0.3
 WAYS: list[dict[str, bool]] = [

@@ -15,9 +15,9 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.self_test import VOCAB
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.pretrained import byte_tokenizer
-from rlgraph.engines.optim import AdamW
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError, GraphError
+from rlgraph.values.optimizers import AdamW
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 WAYS: dict[str, dict[str, bool]] = {

@@ -22,8 +22,8 @@ from rlgraph.engines.fsdp import engine as engine_module
 from rlgraph.engines.fsdp import sharding
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.optimizers import clipped
-from rlgraph.engines.optim import AdamW
 from rlgraph.errors import GraphError
+from rlgraph.values.optimizers import AdamW
 
 # A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.
 STEP = AdamW(lr=1e-2, eps=1e-3)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlgraph.engines.forward.policy_head import PolicyHead, Scored, head_scores, sum_pi_squared, token_scores
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.backbone import LogitShape
-from rlgraph.engines.optim import AdamW
+from rlgraph.values.optimizers import AdamW
 
 ROWS, VOCAB, HIDDEN = 20, 33, 8
 SHAPES = {"plain": LogitShape(), "scaled": LogitShape(0.5), "capped": LogitShape(1.0, 3.0)}

@@ -13,8 +13,8 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp import optimizers
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
-from rlgraph.engines.optim import AdamW
 from rlgraph.errors import GraphError
+from rlgraph.values.optimizers import AdamW
 
 
 def engine_of(folder: Path, *, offloaded: bool) -> FsdpEngine:

@@ -15,7 +15,7 @@ from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.hf_models.pretrained import parameter_shapes
-from rlgraph.engines.optim import AdamW
+from rlgraph.values.optimizers import AdamW
 
 pytestmark = [
     pytest.mark.stage("plugins"),

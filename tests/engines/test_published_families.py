@@ -21,9 +21,9 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_export.layout import write_shards
 from rlgraph.engines.hf_models.pretrained import parameter_shapes
-from rlgraph.engines.optim import AdamW
 from rlgraph.runtime.exports.models import TrainedEntry
 from rlgraph.runtime.exports.write import Source, boxes, write_export
+from rlgraph.values.optimizers import AdamW
 
 pytestmark = pytest.mark.stage("families")
 

@@ -14,9 +14,9 @@ from tiny import WeightedLikelihood, changed, tiny, tiny_moe
 from rlgraph.engines.api import Request, Sampling
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.optim import AdamW
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError, GraphError
+from rlgraph.values.optimizers import AdamW
 
 WAYS: list[dict[str, Any]] = [
     {"shared": False},

@@ -10,7 +10,7 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.optim import RateSchedule
+from rlgraph.values.optimizers import RateSchedule
 
 LR = 3e-4
 CASES: list[tuple[str, dict[str, Any], RateSchedule]] = [

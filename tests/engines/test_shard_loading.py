@@ -23,8 +23,8 @@ from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models import folder_weights
 from rlgraph.engines.hf_models.backbone import skeleton
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
-from rlgraph.engines.optim import AdamW
 from rlgraph.errors import DataError
+from rlgraph.values.optimizers import AdamW
 
 
 @pytest.fixture(scope="module")

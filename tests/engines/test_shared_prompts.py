@@ -20,7 +20,7 @@ from rlgraph.engines.forward import flash, packed_attention, self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.optim import AdamW
+from rlgraph.values.optimizers import AdamW
 
 NEAR = {"atol": 5e-6, "rtol": 5e-6}
 PLAIN = {"atol": 2e-5, "rtol": 0}  # transformers' own attention adds up in another order

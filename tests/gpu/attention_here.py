@@ -18,7 +18,7 @@ from tiny import WeightedLikelihood
 from rlgraph.engines.forward import packed_attention, self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.optim import AdamW
+from rlgraph.values.optimizers import AdamW
 
 ROUGH = 4 if sys.argv[1] == "gpt_oss" else 1  # rounding sends some tokens to other experts
 MEAN, NORM, STEP = 0.08 * ROUGH, 0.10 * ROUGH, 0.12 * ROUGH  # nats, and shares: of bfloat16 in a small random model

@@ -22,7 +22,7 @@ from rlgraph.batching.packing import pack_flat, plan_micro_batches
 from rlgraph.engines.forward import flash, packed_attention
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.optim import AdamW
+from rlgraph.values.optimizers import AdamW
 
 FAMILY = sys.argv[1]
 ROUGH = 4 if FAMILY == "gpt_oss" else 1  # rounding sends some tokens to other experts

@@ -38,7 +38,7 @@ def measured(rank: int, world: int, sharing: dict[str, int], folder: Path, rende
         from rlgraph.engines.forward.policy_head import PolicyHead
         from rlgraph.engines.fsdp.engine import FsdpEngine
         from rlgraph.engines.fsdp.sharding import backends
-        from rlgraph.engines.optim import AdamW
+        from rlgraph.values.optimizers import AdamW
 
         device = "cpu" if SMOKE else "cuda"
         if world > 1:

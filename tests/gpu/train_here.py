@@ -10,7 +10,7 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
 
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.optim import AdamW
+from rlgraph.values.optimizers import AdamW
 
 STEP = AdamW(lr=1e-2, eps=1e-3)
 folder, batch = tiny(Path("model")), batch_of(LENGTHS, holes=True)

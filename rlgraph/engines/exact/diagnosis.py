@@ -240,7 +240,7 @@ def trainer_side(folder: str, device: str, out: Path) -> None:
     """Compute the same texts with the trainer, and compare each operation."""
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
-    from rlgraph.engines.optim import AdamW
+    from rlgraph.values.optimizers import AdamW
 
     torch.set_num_threads(1)
     head = PolicyHead(folder)

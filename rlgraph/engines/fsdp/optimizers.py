@@ -13,8 +13,8 @@ from torch.optim.adamw import adamw
 from rlgraph.channels.weights.endpoints import in_one_memory
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.fsdp.sharding import by_mesh, full, is_part, local, placed, replica
-from rlgraph.engines.optim import AdamW, Muon
 from rlgraph.engines.precision import bitsandbytes
+from rlgraph.values.optimizers import AdamW, Muon
 
 # AdamW whose moments have 8 bits a number, with a scale for each block of 256: the steps are those of bitsandbytes.
 

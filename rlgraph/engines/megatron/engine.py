@@ -26,8 +26,8 @@ from rlgraph.engines.megatron.masters import SCORE, Box, BoxedTensor, Masters, P
 from rlgraph.engines.megatron.modules import check_config, transformer_config
 from rlgraph.engines.megatron.ranks import MegatronRanks
 from rlgraph.engines.megatron.stage import PipelineStage, quiet
-from rlgraph.engines.optim import AdamW
 from rlgraph.settings import Recompute
+from rlgraph.values.optimizers import AdamW
 
 Done = tuple[torch.Tensor, torch.Tensor, None]  # a loss, a number of tokens that the schedule adds up and nobody reads, and no more
 
