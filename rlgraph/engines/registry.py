@@ -18,28 +18,13 @@ from rlgraph.errors import GraphError, shown
 from rlgraph.plan.estimates import Estimates, fully_sharded, master_weights, moments
 from rlgraph.plan.memory_laws import Need, Workload
 from rlgraph.settings import Name, refuse_unknown
+from rlgraph.values.trainer import setting_names
 
 S = TypeVar("S", bound="EngineSpec | TrainerSpec")
 EngineSetting: TypeAlias = Literal[
     "memory", "max_sequences", "engines_per_gpu", "self_test", "engine_args", "weights_dtype", "drafts", "routes"
 ]
-TrainerSetting: TypeAlias = Literal[
-    "micro_batch_tokens",
-    "recompute",
-    "compiled",
-    "self_test",
-    "fused_head",
-    "offload",
-    "load_balance",
-    "router_replay",
-    "tensor_parallel",
-    "context_parallel",
-    "pipeline_parallel",
-    "expert_parallel",
-    "adapter",
-    "exact",
-    "max_context",
-]
+TRAINER_SETTINGS = (*(name for name in setting_names() if name != "optimizer"), "self_test", "max_context")  # optional ones
 
 
 @refuse_unknown
@@ -111,12 +96,11 @@ def check_plan(model: Any) -> None:
 class TrainerSpec(Estimates):
     """Describe an engine that trains: `rg.Policy(…, trainer=…)`, `Critic` and `Reference` take its name or the spec itself.
 
-    `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` names the optional
-    fields of the model that the engine takes: `micro_batch_tokens`, `recompute`, `compiled`, `self_test`, `fused_head`, `offload`,
-    `load_balance`, `router_replay`, `tensor_parallel`, `context_parallel`, `pipeline_parallel`, `expert_parallel`, `adapter`, `exact`,
-    and of a model that only scores `max_context`. `check(model)` raises GraphError for a model that it is not offered for, before
-    anything starts; unless given, for one that ranks cannot share by the plan that transformers has for it. An engine that `only_scores`
-    is for a teacher or a reference, and is one process. One without the `whole_vocabulary` gives log-probs of one token at each position.
+    `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` names those of
+    `TRAINER_SETTINGS` that the engine takes: any other of the model is an error, as is a name that is none. `check(model)` raises
+    GraphError for a model that it is not offered for, before anything starts; unless given, for one that ranks cannot share by the plan
+    that transformers has for it. An engine that `only_scores` is for a teacher or a reference, and is one process. One without the
+    `whole_vocabulary` gives log-probs of one token at each position.
     Ranks of an engine for `any_vocabulary` share one that they do not divide, and ranks of one for `any_heads` a row by a ring where they
     do not divide the heads. One that `shares_prompts` computes the prompt of several
     responses once on a GPU, by which passes are counted. One that `shares_base` takes the frozen weights beside an adapter from
@@ -135,7 +119,7 @@ class TrainerSpec(Estimates):
 
     name: Name
     load: Callable[[Any, Place], TrainEngine]
-    settings: tuple[TrainerSetting, ...] = ()
+    settings: tuple[str, ...] = ()
     check: Callable[[Any], None] = check_plan
     only_scores: bool = False
     whole_vocabulary: bool = True
@@ -149,6 +133,10 @@ class TrainerSpec(Estimates):
     loading_bytes: Callable[[int, int], int] = master_weights
     memory_estimate: Callable[[Workload], Need] = fully_sharded
     gathers_shards: bool = True
+
+    def __post_init__(self) -> None:
+        if wrong := [name for name in self.settings if name not in TRAINER_SETTINGS]:
+            raise GraphError(f"TrainerSpec(settings=…): {wrong[0]!r} is no setting of trainers; choose of {', '.join(TRAINER_SETTINGS)}")
 
     def takes(self, setting: str) -> bool:
         """Whether the trainer takes this optional setting."""
@@ -196,7 +184,7 @@ def engine_of(generator: Any) -> EngineSpec:
 
 def trainer_of(model: Any) -> TrainerSpec:
     """Look up the trainer spec of a model. Raises GraphError for a setting that the trainer does not take."""
-    return _checked(model, "trainer", TRAINERS, get_args(TrainerSetting))
+    return _checked(model, "trainer", TRAINERS, TRAINER_SETTINGS)
 
 
 def _checked(model: Any, choice: str, table: SpecTable[S], optional: tuple[str, ...]) -> S:

@@ -113,6 +113,8 @@ class Model:
     path: Name = field(kw_only=False)
     pool: Pool
 
+    __eq__, __hash__ = object.__eq__, object.__hash__  # a model is itself, whatever settings it has
+
     def __post_init__(self) -> None:
         settings.check(self)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
-from rlgraph.settings import Recompute
+from rlgraph.values.trainer import TrainerSettings
 
 if TYPE_CHECKING:
     from rlgraph.engines.api import Running, Sampling
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from rlgraph.graph.nodes import Node, Pool
     from rlgraph.nodes.rollout.batch_admission import BatchAdmission
     from rlgraph.plan.estimates import Estimates
-    from rlgraph.values.lora import LoRA
 
 Work: TypeAlias = Literal["generate", "train", "forward", "host"]
 Preferences: TypeAlias = Literal["pairs", "labels", "mismatched"]
@@ -178,8 +177,10 @@ class HasState(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelTraits:
+class ModelTraits(TrainerSettings):
     """The attributes of a model that compiler and runtime read, besides its folder, its pool and its ranks.
+
+    Those of a trained model have its settings whole: see `TrainerSettings`.
 
         >>> ModelTraits(dtype="bfloat16", micro_batch_tokens=16_384).recompute
         False
@@ -192,29 +193,15 @@ class ModelTraits:
 
     `micro_batch_tokens` bounds the tokens of a pass; None for a model that computes its batch at once.
 
-    `recompute` says that the forward pass keeps only the input of each layer for the backward pass, or, "selective", also the results of
-    attention and of its products.
-
-    `compiled` says that a compiler fuses the kernels of each layer.
-
-    `host_moments` says that the moments of its optimizer are in host memory while it trains, `moments_stay` that they are on the GPU while
-    other models have it.
-
     `shared_prompts` says that its passes without padding compute the prompt of several responses once.
 
     `fused_head` says that training never has the logits of all tokens of a pass in memory; None for a model without a vocabulary.
-
-    `one_moment` says that the optimizer keeps one moment of each matrix of a layer, as Muon does.
-
-    `moments` is how many bits a number of its optimizer's moments has: "32bit", "16bit" or "8bit".
-
-    `adapter` are the low-rank matrices that it trains and publishes instead of its weights; None for whole weights.
 
     `shares_base` says that its trainer can hold the frozen weights beside an `adapter` together with other models.
 
     `merges_adapters` says that it may follow a model with an `adapter`.
 
-    `exact` says that its log-probs are to the bit those of the engine that samples, and `samples_exactly` that it has such an engine.
+    `samples_exactly` says that its engine samples with log-probs that a trainer with `exact=True` computes to the bit.
 
     `max_context` bounds prompt and response together, in tokens; None if the model's configuration does.
 
@@ -230,8 +217,6 @@ class ModelTraits:
 
     `shares_steps` says that responses which joined later share each decode step with those already decoding.
 
-    `tensor_parallel` ranks share the model's matrices, `context_parallel` ranks the tokens of a row, and `pipeline_parallel` ranks the
-    layers: together they compute one pass. `expert_parallel` ranks of those with the same layers share the experts of a mixture.
     With `any_vocabulary` ranks that share matrices need not divide the vocabulary, and with `any_heads` those that share rows the heads.
 
     `prepare` imports what its engine needs into a warm process from which its workers are forked; None if that of other nodes will do.
@@ -242,19 +227,10 @@ class ModelTraits:
     dtype: str | None = None
     estimates: "Estimates | None" = None
     frees_memory: bool = False
-    micro_batch_tokens: int | None = None
-    recompute: Recompute = False
-    compiled: bool = False
-    host_moments: bool = False
-    moments_stay: bool = False
+    micro_batch_tokens: int | None = None  # type: ignore[assignment] # of a model without passes
     shared_prompts: bool = False
-    fused_head: bool | None = None
-    one_moment: bool = False
-    moments: str = "32bit"
-    adapter: "LoRA | None" = None
     shares_base: bool = False
     merges_adapters: bool = False
-    exact: bool = False
     samples_exactly: bool = False
     max_context: int | None = None
     sampling: "Sampling | None" = None
@@ -264,19 +240,10 @@ class ModelTraits:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     gpu_only: Mapping[str, str] = field(default_factory=dict)
     shares_steps: bool = True
-    tensor_parallel: int = 1
-    context_parallel: int = 1
-    pipeline_parallel: int = 1
-    expert_parallel: int = 1
     any_vocabulary: bool = False
     any_heads: bool = False
     prepare: Callable[[], None] | None = None
     made_of: Callable[[], str | None] | None = None
-
-    @property
-    def sharing(self) -> int:
-        """The workers that compute one pass together."""
-        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
     def kv_itemsize(self) -> int | None:

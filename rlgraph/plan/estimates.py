@@ -120,9 +120,9 @@ def model_parallel(work: Workload) -> Need:
     """Estimate the memory of a rank with its share of one model of its group: weights in the dtype of passes and gradients are those of
     the group's share, float32 weights and moments those of the parameters that this rank owns, whole ones. Of a pipeline the first stage
     keeps a pass of each stage, of its own layers: together as much as a pass of all layers."""
-    shape, stage = work.shape, work.workers // work.pipeline
-    own = shape.own_parameters(work.tensor, work.pipeline, work.expert)
-    owned = max(shape.own_parameters(stage, work.pipeline, stage), shape.vocab * shape.hidden // work.tensor)  # an embedding has one owner
+    shape, tensor, pipeline = work.shape, work.traits.tensor_parallel, work.traits.pipeline_parallel
+    own, stage = shape.own_parameters(tensor, pipeline, work.traits.expert_parallel), work.workers // pipeline
+    owned = max(shape.own_parameters(stage, pipeline, stage), shape.vocab * shape.hidden // tensor)  # an embedding has one owner
     masters = 0 if work.itemsize == MASTER else MASTER * owned
     stays = {"weights": work.itemsize * own + masters}
     if work.trained:
@@ -146,14 +146,14 @@ def _ranks(work: Workload, weights: int) -> Need:
     shape = work.shape
     per_parameter: dict[str, float] = {"weights": weights}
     if work.trained:
-        per_parameter |= {"optimizer": MOMENTS[work.moments], "gradients": GRADIENT}
-    if work.host_moments:
+        per_parameter |= {"optimizer": MOMENTS[work.traits.optimizer.moments], "gradients": GRADIENT}
+    if work.trained and work.traits.host_moments:
         del per_parameter["optimizer"]
     stays = {what: int(size * shape.parameters) // work.workers for what, size in per_parameter.items()}
     if work.adapter is not None:
         stays = {what: int(size * work.adapter) // work.workers for what, size in per_parameter.items()}
         stays["weights"] += work.frozen_bytes // work.workers
-    if work.trained and work.one_moment and shape.experts <= 1:
+    if work.trained and work.traits.one_moment and shape.experts <= 1:
         stays["optimizer"] -= OPTIMIZER // 2 * shape.layers * shape.layer_parameters // work.workers
     if work.packed:
         stays["packed weights"] = work.itemsize * shape.parameters

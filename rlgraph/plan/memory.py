@@ -209,7 +209,7 @@ def _host_moments(graph: Graph, workers: Sequence[PlannedWorker], shapes: Shapes
             ranks = sum(other.model == worker.model for other in workers)
             size = adapter_size(model, shapes[model.path])
             trained = shapes[model.path].parameters if size is None else size.parameters
-            held[worker.host] = held.get(worker.host, 0) + int(MOMENTS[model.traits.moments] * trained) // ranks
+            held[worker.host] = held.get(worker.host, 0) + int(MOMENTS[model.traits.optimizer.moments] * trained) // ranks
     return max(held.values(), default=0)
 
 
@@ -278,20 +278,10 @@ def _need(
         usual=min(lengths.mean + lengths.prompt_tokens, longest) if lengths else longest,
         copies=max((f.buffers for n in nodes if (f := n.feedback) is not None), default=1),
         trained="train" in works,
-        micro_batch_tokens=model.traits.micro_batch_tokens or 0,
-        recompute=max(model.traits.recompute, recompute if "train" in works else False, key=RECOMPUTE.index),
-        fused_head=model.traits.fused_head,
-        one_moment=model.traits.one_moment,
-        moments=model.traits.moments,
-        host_moments=model.traits.host_moments and "train" in works,
-        tensor=model.traits.tensor_parallel,
-        context=model.traits.context_parallel,
-        pipeline=model.traits.pipeline_parallel,
-        expert=model.traits.expert_parallel,
+        traits=replace(model.traits, recompute=max(model.traits.recompute, recompute if "train" in works else False, key=RECOMPUTE.index)),
         packed=model.traits.exact and not cluster.gpus,
         in_fp8=model.traits.weights_dtype is not None,
         kv_itemsize=model.traits.kv_itemsize,
-        compiled=model.traits.compiled,
         plain_scores=model.traits.exact or model.traits.tensor_parallel > 1,
     )
     own, followed = adapter_size(model, shape), [adapter_size(_source(n), shape) for n in nodes]

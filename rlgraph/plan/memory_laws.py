@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlgraph.graph.operation import ModelTraits
 from rlgraph.plan.model_shapes import ModelShape
 from rlgraph.settings import Recompute
 
@@ -15,15 +16,12 @@ class Workload:
 
     `itemsize` is the bytes of a number that passes compute with, `rows` the responses of a step over all workers. Prompt and response
     together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that generates.
-    `micro_batch_tokens` bounds the tokens of a pass; with `recompute` a layer keeps a part, and with `fused_head` no pass has the
-    logits of all its tokens (None: it has none). With `one_moment` the optimizer keeps one moment of each matrix of a layer, `moments`
-    says how many bits a number of them has, with `host_moments` they are on the host. `tensor` workers share the matrices of a layer, and
-    with `context` others a pass. Only the `adapter` numbers of a model that trains an adapter have gradients and moments; the model itself
-    has `frozen_bytes`, and if its matrices are `remade`, one of them is there in the dtype of passes at a time. An engine that merges
-    adapters keeps the `merged` numbers of the matrices that they change, and its further copies have `version_bytes` (None: whole weights).
-    An engine `in_fp8` has its layers in fp8; versions on their way are not. Its keys and values have `kv_itemsize` bytes a number (None:
-    as passes). With `packed` each rank has all matrices a second time, as its kernels want them. Layers that are `compiled` keep less, and
-    `plain_scores` of logits are computed without a kernel of their own, in copies in float32.
+    `traits` are those of the model, with the settings of its trainer. Only the `adapter` numbers of a model that trains an adapter have
+    gradients and moments; the model itself has `frozen_bytes`, and if its matrices are `remade`, one of them is there in the dtype of
+    passes at a time. An engine that merges adapters keeps the `merged` numbers of the matrices that they change, and its further copies
+    have `version_bytes` (None: whole weights). An engine `in_fp8` has its layers in fp8; versions on their way are not. Its keys and values
+    have `kv_itemsize` bytes a number (None: as passes). With `packed` each rank has all matrices a second time, as its kernels want them.
+    With `plain_scores` scores are computed of logits without a kernel of their own, in copies in float32.
     """
 
     shape: ModelShape
@@ -35,16 +33,7 @@ class Workload:
     usual: float
     copies: int = 1
     trained: bool = False
-    micro_batch_tokens: int = 0
-    recompute: Recompute = False
-    fused_head: bool | None = None
-    one_moment: bool = False
-    moments: str = "32bit"
-    host_moments: bool = False
-    tensor: int = 1
-    context: int = 1
-    pipeline: int = 1
-    expert: int = 1
+    traits: ModelTraits = field(default_factory=ModelTraits)
     adapter: int | None = None
     frozen_bytes: int = 0
     remade: bool = False
@@ -53,13 +42,7 @@ class Workload:
     packed: bool = False
     in_fp8: bool = False
     kv_itemsize: int | None = None
-    compiled: bool = False
     plain_scores: bool = False
-
-    @property
-    def sharing(self) -> int:
-        """The workers that compute one pass together."""
-        return self.tensor * self.context * self.pipeline
 
 
 @dataclass(frozen=True)
@@ -183,105 +166,107 @@ def update(work: Workload, *, cast: bool) -> Instants:
 
     >>> from rlgraph.plan.model_shapes import ModelShape
     >>> shape = ModelShape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10, tied=True)
-    >>> work = Workload(shape=shape, itemsize=2, workers=1, width=1, rows=1, longest=4, usual=4, trained=True, micro_batch_tokens=4)
+    >>> work = Workload(shape=shape, itemsize=2, workers=1, width=1, rows=1, longest=4, usual=4, trained=True,
+    ...     traits=ModelTraits(micro_batch_tokens=4))
     >>> {instant: parts["activations"] for instant, parts in update(work, cast=True).items() if "activations" in parts}
     {'head': 2112, 'backward of a layer': 2112}
     """
-    shape, tokens, gathered = work.shape, tokens_of(work), _gathered(work, cast)
-    kept = kept_by_layer(shape, work.recompute, work.tensor, compiled=work.compiled)
-    layers, rest = _activations(work, tokens, kept, kept_by_layer(shape, tensor=work.tensor, compiled=work.compiled))
+    shape, traits, tokens, gathered = work.shape, work.traits, tokens_of(work), _gathered(work, cast)
+    kept = kept_by_layer(shape, traits.recompute, traits.tensor_parallel, compiled=traits.compiled)
+    layers, rest = _activations(work, tokens, kept, kept_by_layer(shape, tensor=traits.tensor_parallel, compiled=traits.compiled))
     of_unit, of_vocabulary = (_with_copy(work, count) for count in (_unit(work), _vocabulary(work)))
-    of_head = 0 if work.adapter is not None or work.fused_head is None else work.itemsize * shape.vocab * shape.hidden // work.tensor
+    no_head = work.adapter is not None or traits.fused_head is None
+    of_head = 0 if no_head else work.itemsize * shape.vocab * shape.hidden // traits.tensor_parallel
     found = {
         HEAD: {"activations": layers, "gathered layers": gathered},
         LAYER: {"activations": layers + rest, "gathered layers": gathered, "gradients of layers": of_unit + of_head},
         EMBEDDING: {"gathered layers": _gathered_at_the_end(work, cast), "gradients of layers": of_vocabulary},
     }
-    if work.fused_head is not None:
+    if work.traits.fused_head is not None:
         found[HEAD]["logits"] = _logits(work, tokens)
-    if work.host_moments:
+    if work.traits.host_moments:
         learnt = shape.vocab * shape.hidden if work.adapter is None else work.adapter
-        found[STEP] = {"moments of a parameter": int(MOMENTS[work.moments] * learnt) // work.workers}
+        found[STEP] = {"moments of a parameter": int(MOMENTS[work.traits.optimizer.moments] * learnt) // work.workers}
     return found
 
 
 def update_in_place(work: Workload) -> Instants:
     """Estimate what a rank has at each instant of an update if it gathers and casts nothing, and gradients are added up where they stay:
     a rank of Megatron-Core."""
-    tokens, whole = tokens_of(work), kept_by_layer(work.shape)
-    kept = kept_beside_feed_forward(work.shape) if work.recompute == "selective" else kept_by_layer(work.shape, work.recompute)
+    tokens, recompute, whole = tokens_of(work), work.traits.recompute, kept_by_layer(work.shape)
+    kept = kept_beside_feed_forward(work.shape) if recompute == "selective" else kept_by_layer(work.shape, recompute)
     layers, rest = _activations(work, tokens, min(kept, whole), whole)
-    head = {"activations": layers} if work.fused_head is None else {"activations": layers, "logits": _logits(work, tokens)}
+    head = {"activations": layers} if work.traits.fused_head is None else {"activations": layers, "logits": _logits(work, tokens)}
     return {HEAD: head, LAYER: {"activations": layers + rest}}
 
 
 def scoring(work: Workload, *, cast: bool, gathers: bool = True) -> Instants:
     """Estimate what a rank has while it scores: the states of one layer, weights that it `gathers`, and some rows of logits."""
     tokens = tokens_of(work)
-    parts = {"activations": tokens * work.shape.hidden * work.itemsize // work.tensor}
+    parts = {"activations": tokens * work.shape.hidden * work.itemsize // work.traits.tensor_parallel}
     if gathers:
         parts["gathered layers"] = _gathered(work, cast)
-    if work.fused_head is not None:
-        numbers = tokens * work.shape.vocab // work.tensor
+    if work.traits.fused_head is not None:
+        numbers = tokens * work.shape.vocab // work.traits.tensor_parallel
         parts["logits"] = min(numbers, LOGITS_AT_ONCE) * work.itemsize + _score_copies(numbers)
     return {HEAD: parts}
 
 
 def tokens_of(work: Workload) -> int:
     """Bound the tokens that a rank has of a pass."""
-    groups = max(work.workers // work.sharing, 1)
-    return min(work.micro_batch_tokens, int(-(-work.rows // groups) * work.longest) // work.context)
+    groups = max(work.workers // work.traits.sharing, 1)
+    return min(work.traits.micro_batch_tokens or 0, int(-(-work.rows // groups) * work.longest) // work.traits.context_parallel)
 
 
 def _activations(work: Workload, tokens: int, kept: float, whole: int) -> tuple[int, int]:
     """Estimate what all layers keep, and what one layer has beside that in its backward pass: the `whole` that it would have kept."""
-    each = work.itemsize / work.tensor * tokens
-    return int(work.shape.layers * kept * each), max(0, int((whole - kept) * each)) if work.recompute else 0
+    each = work.itemsize / work.traits.tensor_parallel * tokens
+    return int(work.shape.layers * kept * each), max(0, int((whole - kept) * each)) if work.traits.recompute else 0
 
 
 def _vocabulary(work: Workload) -> int:
     """Count the parameters that are no layer's: of the embedding, and of a head of its own."""
     shape = work.shape
-    return shape.vocab * shape.hidden if work.fused_head is None else shape.embedding_parameters
+    return shape.vocab * shape.hidden if work.traits.fused_head is None else shape.embedding_parameters
 
 
 def _unit(work: Workload) -> int:
     """Count the parameters of a unit of layers, with a rank's own experts."""
     shape = work.shape
-    return min(shape.layers, -(-UNIT_PARAMETERS // shape.layer_parameters)) * shape.own_layer(work.expert)
+    return min(shape.layers, -(-UNIT_PARAMETERS // shape.layer_parameters)) * shape.own_layer(work.traits.expert_parallel)
 
 
 def _with_copy(work: Workload, parameters: int) -> int:
     """The bytes of the gradients of so many parameters, of which an adapter has a part, and of their copy in float32."""
     learnt = parameters if work.adapter is None else parameters * work.adapter // work.shape.parameters
-    return (work.itemsize + GRADIENT) * learnt // work.tensor
+    return (work.itemsize + GRADIENT) * learnt // work.traits.tensor_parallel
 
 
 def _gathered(work: Workload, cast: bool) -> int:
     """Estimate the memory of weights that are cast to the dtype of passes: of two units and the vocabulary, or of all that is trained where
     no rank shares them, which are then cast once an update."""
-    shape, alone = work.shape, work.workers == work.tensor
+    shape, alone = work.shape, work.workers == work.traits.tensor_parallel
     if alone and work.adapter is not None:  # frozen weights are used as they lie
         return (work.adapter + (shape.hidden * max(shape.intermediate, shape.heads * shape.head_dim) if work.remade else 0)) * work.itemsize
     if alone and cast:
-        return shape.parameters * work.itemsize // work.tensor
-    layers = min(2 * _unit(work), shape.layers * shape.own_layer(work.expert))
-    return (layers + _vocabulary(work)) * work.itemsize // work.tensor
+        return shape.parameters * work.itemsize // work.traits.tensor_parallel
+    layers = min(2 * _unit(work), shape.layers * shape.own_layer(work.traits.expert_parallel))
+    return (layers + _vocabulary(work)) * work.itemsize // work.traits.tensor_parallel
 
 
 def _gathered_at_the_end(work: Workload, cast: bool) -> int:
     """Estimate what is still cast when all layers have had their backward pass: the vocabulary, or all of what no rank shares."""
-    if work.workers == work.tensor:
+    if work.workers == work.traits.tensor_parallel:
         return _gathered(work, cast)
-    return _vocabulary(work) * work.itemsize // work.tensor
+    return _vocabulary(work) * work.itemsize // work.traits.tensor_parallel
 
 
 def _logits(work: Workload, tokens: int) -> int:
     """Estimate the memory of the logits of a pass: whole ones with their gradient, or some rows and the head's gradient in float32."""
-    words = work.shape.vocab // work.tensor
+    words = work.shape.vocab // work.traits.tensor_parallel
     numbers = tokens * words
     copies = _score_copies(numbers) if work.plain_scores else 0
-    if work.fused_head and numbers > LOGITS_AT_ONCE:
+    if work.traits.fused_head and numbers > LOGITS_AT_ONCE:
         head = words * work.shape.hidden if work.adapter is None else 0  # its gradient in float32, and what some rows add to it
         return 2 * LOGITS_AT_ONCE * work.itemsize + copies + (GRADIENT + work.itemsize) * head
     return 2 * numbers * work.itemsize + copies

@@ -179,7 +179,7 @@ def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: D
     # What only scores keeps its memory in most engines.
     sleeps = (works & {"generate", "train"} or model.traits.frees_memory) and not _stays(model)
     size = (model.traits.estimates or default_estimates(works)).sleep_bytes(count, itemsize_of(model, cluster)) if sleeps else 0
-    size = int(size * MOMENTS[model.traits.moments] / OPTIMIZER)
+    size = int(size * MOMENTS[model.traits.optimizer.moments] / OPTIMIZER)
     size = int(size * _in_fp8(shapes[model.path])) if model.traits.weights_dtype is not None and model.path in shapes else size
     seconds = size / (estimates.COPYING.value * (device.host_link if device else PCIE_4))
     return SleepCost(seconds, seconds, size if count else None, Setting(), estimated=True)
@@ -288,5 +288,5 @@ def _optimizer_s(model: Model, shape: ModelShape, device: Device) -> float:
     """The seconds of an optimizer step: its traffic of memory, and that of moments in host memory, which come and go."""
     adapter = adapter_size(model, shape)
     learnt = shape.parameters if adapter is None else adapter.parameters
-    moved = 2 * MOMENTS[model.traits.moments] * learnt if model.traits.host_moments else 0
+    moved = 2 * MOMENTS[model.traits.optimizer.moments] * learnt if model.traits.host_moments else 0
     return OPTIMIZER_BYTES * learnt / (device.bandwidth * DECODING) + moved / (estimates.MOMENTS_COPYING.value * device.host_link)

@@ -240,11 +240,11 @@ def trainer_side(folder: str, device: str, out: Path) -> None:
     """Compute the same texts with the trainer, and compare each operation."""
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
-    from rlgraph.values.optimizers import AdamW
+    from rlgraph.values.trainer import TrainerSettings
 
     torch.set_num_threads(1)
     head = PolicyHead(folder)
-    engine = FsdpEngine(head, optimizer=AdamW(), device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32, exact=True)
+    engine = FsdpEngine(head, TrainerSettings(exact=True), device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     found = compared(head, engine, torch.load(out / "seen.pt", weights_only=True))
     (out / "found.json").write_bytes(msgspec.json.encode(found))
     engine.close()

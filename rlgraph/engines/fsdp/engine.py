@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.distillation import CHOSEN
-from rlgraph.algorithms.inputs import check_whole
 from rlgraph.batching.packing import MicroBatch, pack, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
@@ -33,29 +32,22 @@ from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
 from rlgraph.engines.lora.shared_base import SharedBase
 from rlgraph.errors import GraphError
 from rlgraph.plan.estimates import ring_ranks
-from rlgraph.settings import Recompute
 from rlgraph.values.lora import LoRA
-from rlgraph.values.optimizers import AdamW
+from rlgraph.values.trainer import TrainerSettings
 
 
 class FsdpEngine:
     """A `TrainEngine`: one of `world` ranks, each with its rows of every parameter and its share of each batch.
 
-    `head` is the model and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The ranks of a world of more than one
-    call `torch.distributed.init_process_group` beforehand (gloo on a CPU); for a world of one the engine makes the group itself. `dtype` is
-    what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the padded tokens of one pass, and so
-    its memory; the step does not depend on it. `recompute` keeps only the input of each layer for the backward pass and computes the layer
-    again, which takes a third more time; "selective" keeps also what costs most for its bytes: see `recompute.Keeps`. `compiled` fuses each
-    layer's kernels. `flat` packs sequences without padding (None: on a GPU, or to recompute). Responses to one prompt share one copy of it,
-    unless `shared` is False, or with `exact`. `host_moments` keeps the moments of AdamW in host memory, and brings those of one parameter
-    at a time to the device in an optimizer step; with `moments_stay` they are on the device also while the engine sleeps. `tensor_parallel`
-    neighbours share the matrices of the layers, and `context_parallel` groups of them the tokens of a pass, which is packed flat: see
-    `Ranks`. Of these `ring` pass keys round, and the others exchange tokens for heads; None: as many as heads leave over. Without these,
-    `expert_parallel` neighbours share the experts of a mixture: see `share_experts`. `load_balance` is the weight
-    of the loss that balances the experts of a mixture. `router_replay` computes with the experts that a batch's columns `prompt_routes` and
-    `routes` name, where it has them. With an `adapter` the model itself is frozen, in `dtype`; weights, shards and state are then those of
-    the adapter alone; a `shared_base` has frozen weights that other models hold as well. `exact` computes the log-probs of the engine to
-    the bit: see `exact.model`. `on_progress(done, total)` is called after each micro-batch of an update or of scores.
+    `head` is the model and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values; `settings` are those of a model, or
+    `TrainerSettings(…)`. The ranks of a world of more than one call `torch.distributed.init_process_group` beforehand (gloo on a CPU); for
+    a world of one the engine makes the group itself. `dtype` is what passes compute in; weights, gradients and moments are float32.
+    `flat` packs sequences without padding (None: on a GPU, or to recompute). Responses to one prompt share one copy of it, unless `shared`
+    is False, or the settings are exact. Neighbours share the matrices of the layers, and groups of them the tokens of a pass, which is
+    packed flat: see `Ranks`. Of these `ring` pass keys round, and the others exchange tokens for heads; None: as many as heads leave over.
+    With an adapter the model itself is frozen, in `dtype`; weights, shards and state are then those of the adapter alone; a `shared_base`
+    has frozen weights that other models hold as well. `on_progress(done, total)` is called after each micro-batch of an update or of
+    scores.
 
     Raises GraphError for ranks that cannot share the model.
     """
@@ -63,47 +55,35 @@ class FsdpEngine:
     def __init__(
         self,
         head: Head,
+        settings: TrainerSettings,
         *,
-        optimizer: AdamW,
         rank: int = 0,
         world: int = 1,
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
-        micro_batch_tokens: int = 8192,
-        recompute: Recompute = False,
-        compiled: bool = False,
         flat: bool | None = None,
         shared: bool = True,
-        host_moments: bool = False,
-        moments_stay: bool = False,
-        tensor_parallel: int = 1,
-        context_parallel: int = 1,
         ring: int | None = None,
-        expert_parallel: int = 1,
-        load_balance: float = 0.0,
-        router_replay: bool = False,
-        adapter: LoRA | None = None,
         shared_base: SharedBase | None = None,
-        exact: bool = False,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        check_whole("FsdpEngine", "micro_batch_tokens", micro_batch_tokens, 1)
-        told = not compiled and tensor_parallel * context_parallel == 1  # layers tell which experts they chose
-        self._routing = Routing(routers_of(head.model) if told else [], load_balance, replay=router_replay)
-        self._adapters = [] if adapter is None else _attached(head, adapter, dtype, world)
+        tensor, context, exact, recompute = settings.tensor_parallel, settings.context_parallel, settings.exact, settings.recompute
+        tells = not settings.compiled and tensor * context == 1  # layers tell which experts they chose
+        self._routing = Routing(routers_of(head.model) if tells else [], settings.load_balance, replay=settings.router_replay)
+        self._adapters = [] if settings.adapter is None else _attached(head, settings.adapter, dtype, world)
         self._made_group = join(rank, world)
         self._device = torch.device(device)
-        ring = _ring(head, tensor_parallel, context_parallel) if ring is None else ring
-        self._ranks = Ranks(device, rank, world, tensor=tensor_parallel, context=context_parallel, ring=ring, expert=expert_parallel)
-        self.micro_batch_tokens = micro_batch_tokens
-        self.optimizer_settings, self._steps = optimizer, 0
+        ring = _ring(head, tensor, context) if ring is None else ring
+        self._ranks = Ranks(device, rank, world, tensor=tensor, context=context, ring=ring, expert=settings.expert_parallel)
+        self.micro_batch_tokens = settings.micro_batch_tokens
+        self.optimizer_settings, self._steps = settings.optimizer, 0
         self._head = head if head.folder is not None else head.to(self._device)
         self._most = rotary_limit(head.backbone.config.get_text_config())
         self._flat = exact or (self._device.type == "cuda" or bool(recompute) or self._ranks.sharing > 1 if flat is None else flat)
         self.shared = shared and not exact  # the engine attends to a prompt before each response by itself
         self._check_sharing(head)
-        self._exchanged = self._install_operations(head, compiled=compiled, exact=exact)
-        prepare_layers(head.layers, recompute=recompute, compiled=compiled, tensor_parallel=tensor_parallel)
+        self._exchanged = self._install_operations(head, compiled=settings.compiled, exact=exact)
+        prepare_layers(head.layers, recompute=recompute, compiled=settings.compiled, tensor_parallel=tensor)
         self._alike: Places = () if self._ranks.matrices is None else share_matrices(head, self._ranks.matrices)
         self._experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)
         self._units = [*self._experts, *shard(head, head.layers, self._ranks.sharded, dtype, head.backbone.get_input_embeddings())]
@@ -112,8 +92,8 @@ class FsdpEngine:
             load_shards(head, self._device, shared_base)
         for projection in self._adapters:
             projection.settle()
-        self._moments_stay = host_moments or moments_stay
-        self._optimizer = made(optimizer, head, host_moments=host_moments)
+        self._moments_stay = settings.host_moments or settings.moments_stay
+        self._optimizer = made(settings.optimizer, head, host_moments=settings.host_moments)
         self._offloaded = OffloadedMoments(self._optimizer)
         self._on_progress = on_progress
         self._shards: list[WeightShard] = []  # of this rank, and below what they are of: FSDP moves a shard that it pads, in its first pass

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlgraph.engines.api import TrainEngine
 from rlgraph.engines.load import Place, dtype_of
-from rlgraph.engines.registry import SavedShard, TrainerSpec
+from rlgraph.engines.registry import TRAINER_SETTINGS, SavedShard, TrainerSpec
 from rlgraph.errors import DataError
 
 log = logging.getLogger("rlgraph.engines")
@@ -22,7 +22,7 @@ def load(model: Any, place: Place) -> TrainEngine:
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import meet_at
 
-    sharing = model.traits.sharing > 1
+    sharing = model.sharing > 1
     dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or bool(model.recompute) or sharing
     shared = True
     if model.self_test:
@@ -37,26 +37,14 @@ def load(model: Any, place: Place) -> TrainEngine:
     meet_at(place)
     return FsdpEngine(
         PolicyHead(model.path, fused=model.fuses_head) if model.scores == "log_probs" else ValueHead(model.path),
-        optimizer=model.optimizer,
+        model,
         rank=place.rank,
         world=place.world,
         device=place.device,
         dtype=dtype,
-        micro_batch_tokens=model.micro_batch_tokens,
-        recompute=model.recompute,
-        compiled=model.compiled,
         flat=flat,
         shared=shared,
-        host_moments=model.offload == "moments",
-        moments_stay=model.offload == "never",
-        tensor_parallel=model.tensor_parallel,
-        context_parallel=model.context_parallel,
-        expert_parallel=model.expert_parallel,
-        load_balance=model.load_balance,
-        router_replay=model.router_replay,
-        adapter=model.adapter,
         shared_base=place.shared_base,
-        exact=model.exact,
         on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
     )
 
@@ -71,21 +59,7 @@ def saved_shards(folder: Path) -> Iterable[SavedShard]:
 SPEC = TrainerSpec(
     name="fsdp",
     load=load,
-    settings=(
-        "micro_batch_tokens",
-        "recompute",
-        "compiled",
-        "self_test",
-        "fused_head",
-        "offload",
-        "load_balance",
-        "router_replay",
-        "tensor_parallel",
-        "context_parallel",
-        "expert_parallel",
-        "adapter",
-        "exact",
-    ),
+    settings=tuple(name for name in TRAINER_SETTINGS if name not in ("pipeline_parallel", "max_context")),
     any_heads=True,
     shares_prompts=True,
     shares_base=True,

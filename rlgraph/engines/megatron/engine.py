@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from rlgraph.algorithms.aggregation import Totals
-from rlgraph.algorithms.inputs import check_whole
 from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
@@ -26,8 +25,7 @@ from rlgraph.engines.megatron.masters import SCORE, Box, BoxedTensor, Masters, P
 from rlgraph.engines.megatron.modules import check_config, transformer_config
 from rlgraph.engines.megatron.ranks import MegatronRanks
 from rlgraph.engines.megatron.stage import PipelineStage, quiet
-from rlgraph.settings import Recompute
-from rlgraph.values.optimizers import AdamW
+from rlgraph.values.trainer import TrainerSettings
 
 Done = tuple[torch.Tensor, torch.Tensor, None]  # a loss, a number of tokens that the schedule adds up and nobody reads, and no more
 
@@ -35,14 +33,12 @@ Done = tuple[torch.Tensor, torch.Tensor, None]  # a loss, a number of tokens tha
 class MegatronEngine:
     """A `TrainEngine`: one of `world` ranks, with its stage of the layers, its share of their matrices, and its share of each batch.
 
-    `head` is the Hugging Face model, without its weights, and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values. The
-    ranks of a world of more than one call `torch.distributed.init_process_group` beforehand. `tensor_parallel` neighbours share matrices
-    and the tokens between them, `context_parallel` groups of these the tokens of a row, `pipeline_parallel` groups of those the layers, and
-    `expert_parallel` neighbours the experts: see `MegatronRanks`.
+    `head` is the Hugging Face model, without its weights, and what it gives: `PolicyHead(path)` log-probs, `ValueHead(path)` values;
+    `settings` are those of a model, or `TrainerSettings(…)`. The ranks of a world of more than one call
+    `torch.distributed.init_process_group` beforehand; how they share matrices, tokens, layers and experts, `MegatronRanks` says.
     `dtype` is what passes compute in; weights, gradients and moments are float32. `micro_batch_tokens` bounds the tokens of a rank in a
-    pass, and a pipeline has several passes under way. `recompute` keeps only the input of each layer for the backward pass and computes the
-    layer again; "selective" computes its feed-forward block again. `fused` keeps the logits of all tokens out of memory. `on_progress(done,
-    total)` is called after each pass.
+    pass, and a pipeline has several passes under way. A selective `recompute` computes the feed-forward block of a layer again.
+    `on_progress(done, total)` is called after each pass.
 
     Raises GraphError for a model or an optimizer that it is not offered for, and ranks that cannot share the model.
     """
@@ -50,46 +46,39 @@ class MegatronEngine:
     def __init__(
         self,
         head: Head,
+        settings: TrainerSettings,
         *,
-        optimizer: AdamW,
         rank: int = 0,
         world: int = 1,
         device: str = "cpu",
         dtype: torch.dtype = torch.bfloat16,
-        micro_batch_tokens: int = 8192,
-        recompute: Recompute = False,
-        fused: bool = False,
-        tensor_parallel: int = 1,
-        context_parallel: int = 1,
-        pipeline_parallel: int = 1,
-        expert_parallel: int = 1,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> None:
-        check_whole("MegatronEngine", "micro_batch_tokens", micro_batch_tokens, 1)
         text = head.backbone.config.get_text_config()
-        cut = {"tensor": tensor_parallel, "context": context_parallel, "pipeline": pipeline_parallel, "expert": expert_parallel}
+        cut = {how: getattr(settings, f"{how}_parallel") for how in ("tensor", "context", "pipeline", "expert")}
         check_config("MegatronEngine", text, **cut)
         self._made_group = join(rank, world)
         with quiet():
             self._ranks = ranks = MegatronRanks(rank, world, **cut)
         self._device = torch.device(device)
-        self.micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens = settings.micro_batch_tokens
+        optimizer = settings.optimizer
         self.optimizer_settings, self._steps = optimizer, 0
         self._head, self._on_progress = head, on_progress
         named = {name.removeprefix("model."): tuple(parameter.shape) for name, parameter in head.named_parameters()}
         tied = isinstance(head, PolicyHead) and "lm_head.weight" not in named
         self._shapes = named
         with quiet():
-            config = transformer_config(text, ranks, dtype=dtype, device=device, recompute=recompute)
+            config = transformer_config(text, ranks, dtype=dtype, device=device, recompute=settings.recompute)
             words = VocabularyShard.of(ranks.tensor_group, ranks.tensor_rank, ranks.tensor, text.vocab_size)
             self._table = PieceTable(config, ranks, "model." if isinstance(head, PolicyHead) else "", tied, words.first)
-            self._stage = PipelineStage(head, config, ranks, words, tied=tied, fused=fused, device=self._device)
+            self._stage = PipelineStage(head, config, ranks, words, tied=tied, fused=settings.fuses_head, device=self._device)
         self._masters = Masters(dict(self._stage.named_parameters()), self._table)
         self._parts = {} if head.folder is None else head.folder.parts()
         self._read()
         weights = list(self._masters.weights.values())
-        settings = optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay
-        self._optimizer = torch.optim.AdamW([{"params": weights}], *settings, fused=True)
+        given = optimizer.lr, optimizer.betas, optimizer.eps, optimizer.weight_decay
+        self._optimizer = torch.optim.AdamW([{"params": weights}], *given, fused=True)
         self._offloaded = OffloadedMoments(self._optimizer)
         self._shards: list[WeightShard] = []
         self._saver = distributed_checkpoint.Saver(rank, world)

@@ -38,18 +38,11 @@ def load(model: Any, place: Place) -> TrainEngine:
     meet_at(place)
     return MegatronEngine(
         PolicyHead(model.path) if model.scores == "log_probs" else ValueHead(model.path),
-        optimizer=model.optimizer,
+        model,
         rank=place.rank,
         world=place.world,
         device=place.device,
         dtype=getattr(torch, dtype_of(model, place)),
-        micro_batch_tokens=model.micro_batch_tokens,
-        recompute=model.recompute,
-        fused=model.fuses_head,
-        tensor_parallel=model.tensor_parallel,
-        context_parallel=model.context_parallel,
-        pipeline_parallel=model.pipeline_parallel,
-        expert_parallel=model.expert_parallel,
         on_progress=lambda done, total: place.report_progress(done, total, "micro-batches"),
     )
 

@@ -21,9 +21,9 @@ from rlgraph.nodes.training.compatibility import (
     check_vocabulary,
     writers,
 )
-from rlgraph.settings import AtLeastZero, Count, Dtype, Named, Recompute
-from rlgraph.values.lora import LoRA
-from rlgraph.values.optimizers import AdamW, Muon
+from rlgraph.settings import Count, Dtype, Named
+from rlgraph.values.optimizers import Muon
+from rlgraph.values.trainer import TrainerSettings
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
 TESTED = frozenset(  # by tests/engines/test_families.py
@@ -48,53 +48,23 @@ TESTED = frozenset(  # by tests/engines/test_families.py
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class TrainedModel(Model):
+class TrainedModel(Model, TrainerSettings):
     """The base of policy, critic and reference: a Hugging Face folder, float32 master weights, `dtype` compute.
+
+    It takes the fields of `TrainerSettings`, as far as its trainer does, and:
 
     * `trainer`: "fsdp" (FSDP2), "megatron" (Megatron-Core), for a teacher or a reference "vllm", or a `TrainerSpec` of your own.
       `scores`: its output for each token, "log_probs" or "values".
     * `dtype`: "auto" is bfloat16 if the device computes in it (a GPU of compute capability 8.0 or more, a CPU with AVX512-BF16 or
       AMX), else float32.
-    * `micro_batch_tokens`: the most tokens in memory at once. The result does not depend on it.
     * `data_parallel`: the number of data-parallel groups of processes. None: as many as the pool has GPUs for, one on the host.
-    * `tensor_parallel`: the processes of a group that share the matrices of each layer, by the model's own plan.
-    * `context_parallel`: the processes of a group that share the tokens of a pass; each has at most `micro_batch_tokens` of them.
-    * `pipeline_parallel`: the processes of a group that share the layers, of which each has as many; several passes are under way.
-    * `expert_parallel`: the processes with the same layers that share the experts of a mixture, whole ones; others hold the same experts.
-    * `recompute`: True keeps only the input of each layer for the backward pass, and takes a third more time. "selective" keeps also
-      what costs most for its bytes, the results of attention and of its products: a quarter of what a layer keeps otherwise, for half of
-      that time or, with long sequences, less. See docs/models.md.
-    * `fused_head`: computes the logits of some tokens at a time, and in the backward pass again, so that those of all tokens of a pass
-      are never in memory. It takes one more product with the head. None: if it recomputes. Without training it costs nothing and is
-      always so.
-    * `offload`: "moments" keeps AdamW's moments in host memory, 8 bytes a parameter, and brings those of one parameter at a time to the
-      GPU in an optimizer step. The step has the same bits. "never" leaves them on the GPU while other models of the pool have it, where
-      memory suffices; None takes them to the host meanwhile. Both are for GPUs.
-    * `compiled`: fuses the kernels of each layer, at a slower start.
-    * `load_balance`: the weight of the loss that balances the experts of a mixture, as 0.001; 0 leaves it out.
-    * `adapter`: `rg.LoRA(rank=…)` trains and publishes low-rank matrices, and leaves the model itself as it is.
-    * `exact`: computes the log-probs of the engine `vllm` to the bit, and checks some tokens of each step before its update. It is for
-      depth 0, on pools of one core with `dtype="float32"` or on Hopper GPUs with `dtype="bfloat16"`.
     * `self_test`: checks at the start, on a small random model of the same architecture, that log-probs equal those of the model's own
       forward. It takes a second. A model that fails in every layout of batches is refused; one layout that fails is not used.
     """
 
-    optimizer: AdamW = field(default_factory=AdamW)
     data_parallel: Count | None = None
-    tensor_parallel: Count = 1
-    context_parallel: Count = 1
-    pipeline_parallel: Count = 1
-    expert_parallel: Count = 1
-    micro_batch_tokens: Count = 16384
     dtype: Dtype = "auto"
-    recompute: Recompute = False
-    fused_head: bool | None = None
-    offload: Literal["moments", "never"] | None = None
-    compiled: bool = False
-    load_balance: AtLeastZero = 0.0
     router_replay: bool = field(default=False, init=False)  # a policy's alone
-    adapter: LoRA | None = None
-    exact: bool = False
     self_test: bool = True
     trainer: Annotated[str | TrainerSpec, Named(TRAINERS.names, TrainerSpec)] = "fsdp"
     scores: ClassVar[Literal["log_probs", "values"]] = "log_probs"
@@ -161,33 +131,15 @@ class TrainedModel(Model):
         return None if self.data_parallel is None else self.data_parallel * self.traits.sharing
 
     @property
-    def fuses_head(self) -> bool:
-        """Whether logits are computed again in the backward pass: as `fused_head` says, or else if activations are."""
-        return bool(self.recompute) if self.fused_head is None else self.fused_head
-
-    @property
     def traits(self) -> ModelTraits:
-        tokens = self.micro_batch_tokens
+        settings = self.trainer_settings | {"fused_head": self.fuses_head if self.scores == "log_probs" else None}
         return ModelTraits(
+            **settings,
             dtype=self.dtype,
             estimates=self.spec,
             frees_memory=self.spec.only_scores,
-            micro_batch_tokens=tokens,
-            recompute=self.recompute,
-            compiled=self.compiled,
-            host_moments=self.offload == "moments",
-            moments_stay=self.offload == "never",
             shared_prompts=self.spec.shares_prompts and not self.exact,
-            fused_head=self.fuses_head if self.scores == "log_probs" else None,
-            one_moment=isinstance(self.optimizer, Muon),
-            moments=self.optimizer.moments,
-            adapter=self.adapter,
             shares_base=self.spec.shares_base,
-            exact=self.exact,
-            tensor_parallel=self.tensor_parallel,
-            context_parallel=self.context_parallel,
-            pipeline_parallel=self.pipeline_parallel,
-            expert_parallel=self.expert_parallel,
             any_vocabulary=self.spec.any_vocabulary,
             any_heads=self.spec.any_heads,
             prepare=self.spec.prepare,
