@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from explorer import faults, given, harmless, promises, walk
-from small_graphs import Small, name_of, small_graphs
+from support.small_graphs import Small, name_of, small_graphs
+from support.state_explorer import faults, given, harmless, promises, walk
 
 from rlgraph.plan.events import slots
 

@@ -26,11 +26,9 @@ from typing import Any
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-import fakes  # noqa: E402
-import namespaces  # noqa: E402
-import network_program as hosts  # noqa: E402
-import placed  # noqa: E402,F401
 import torch  # noqa: E402
+from programs import network_program as hosts  # noqa: E402
+from support import fakes, namespaces, placed_workers  # noqa: E402, F401
 
 import rlgraph as rg  # noqa: E402
 from rlgraph.columns import Columns  # noqa: E402

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.ragged_batches import ESTIMATORS, GROUPED, batch, quick, seeds
 
 import rlgraph.algorithms as alg
 from rlgraph.errors import DataError, GraphError
-from tests.algorithms.data import ESTIMATORS, GROUPED, batch, quick, seeds
 
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 WHITENING = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.ragged_batches import ALL_LOSSES, LOSSES, Columns, batch, evaluate, quick, seeds
 
 import rlgraph.algorithms as alg
 from rlgraph.errors import DataError, GraphError
-from tests.algorithms.data import ALL_LOSSES, LOSSES, Columns, batch, evaluate, quick, seeds
 
 every_loss = pytest.mark.parametrize("name", ALL_LOSSES)
 HORIZON = {"seq-mean-token-sum-norm": 40}

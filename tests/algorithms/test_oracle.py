@@ -2,17 +2,17 @@
 
 import pytest
 import torch
+from support import oracle_cases
+from support.oracle_cases import Case, Outputs
 
 import rlgraph.algorithms as alg
 from rlgraph.engines.forward.policy_head import token_scores
-from tests.algorithms import golden
-from tests.algorithms.golden import Case, Outputs
 
 TOLERANCE = {"float32": 1e-6, "float64": 1e-12}
 
 
 def named(family: str) -> list:
-    return [pytest.param(case, id=case.name) for case in golden.cases(family)]
+    return [pytest.param(case, id=case.name) for case in oracle_cases.cases(family)]
 
 
 def assert_close(got: Outputs, case: Case, tolerance: float, mask: torch.Tensor | None = None) -> None:
@@ -37,7 +37,7 @@ def verl_totals(mask: torch.Tensor) -> alg.Totals:
 @pytest.mark.parametrize("case", named("estimators"))
 def test_estimator_equals_verl(case: Case) -> None:
     columns = case.columns()
-    got = golden.ESTIMATORS[case.item](case.options)(columns)
+    got = oracle_cases.ESTIMATORS[case.item](case.options)(columns)
     # verl keeps a singleton's deviation, vectorised statistics and GDPO's scores in float32 whatever the batch is.
     single = case.item in ("grpo", "grpo_vectorized", "gdpo")
     tolerance = max(TOLERANCE[case.dtype], 1e-6 if single else 0)
@@ -51,7 +51,7 @@ def test_policy_loss_equals_verl(case: Case) -> None:
     if not case.options["weighted"]:
         del columns["rollout_is_weights"]
     log_probs = columns["log_probs"].clone().requires_grad_()
-    loss, metrics = golden.LOSSES[case.item](case.options)(log_probs, columns, verl_totals(columns["response_mask"]))
+    loss, metrics = oracle_cases.LOSSES[case.item](case.options)(log_probs, columns, verl_totals(columns["response_mask"]))
     loss.backward()
     assert log_probs.grad is not None
     assert_close({"loss": loss.detach(), "gradient": log_probs.grad}, case, TOLERANCE[case.dtype])
@@ -77,7 +77,7 @@ def test_the_whole_loss_on_any_number_of_ranks_equals_verl(case: Case) -> None:
     for rank in range(ranks):
         part = {name: column[rank::ranks] for name, column in columns.items() if name != "rollout_is_weights"}
         log_probs, entropy = (leaf[rank::ranks] for leaf in leaves)
-        loss = loss + golden.whole_loss(case.options)(log_probs, part, totals, entropy)[0]
+        loss = loss + oracle_cases.whole_loss(case.options)(log_probs, part, totals, entropy)[0]
     loss.backward()
     got: Outputs = {"loss": loss.detach(), "gradient": leaves[0].grad, "entropy_gradient": leaves[1].grad}
     # verl's trainer gives masks as bools, whose counts of a row's tokens are then float32 and lose what is added to them.
@@ -104,7 +104,7 @@ def test_the_penalty_of_long_responses_equals_verl(case: Case) -> None:
 def test_value_loss_equals_verl(case: Case) -> None:
     columns = case.columns()
     values = columns["new_values"].clone().requires_grad_()
-    horizon = golden.HORIZON if case.options["mode"] == "seq-mean-token-sum-norm" else None
+    horizon = oracle_cases.HORIZON if case.options["mode"] == "seq-mean-token-sum-norm" else None
     loss = alg.ValueLoss(clip=case.options["clip"], aggregation=case.options["mode"], horizon=horizon)
     value, metrics = loss(values, columns, verl_totals(columns["response_mask"]))
     value.backward()
@@ -134,7 +134,7 @@ def test_kl_equals_verl(case: Case) -> None:
 @pytest.mark.parametrize("case", named("corrections"))
 def test_rollout_correction_equals_verl(case: Case) -> None:
     columns = case.columns()
-    correction = golden.correction(case.options)
+    correction = oracle_cases.correction(case.options)
     inputs = [columns[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask")]
     assert bool((correction.kept(*inputs) == case.expected()["mask"]).all())
     if correction.weights is not None:
@@ -144,7 +144,9 @@ def test_rollout_correction_equals_verl(case: Case) -> None:
 @pytest.mark.parametrize("case", named("corrections"))
 def test_diagnostics_equal_verl(case: Case) -> None:
     columns = case.columns()
-    got = alg.diagnostics(*(columns[n] for n in ("old_log_probs", "rollout_log_probs", "response_mask")), golden.correction(case.options))
+    got = alg.diagnostics(
+        *(columns[n] for n in ("old_log_probs", "rollout_log_probs", "response_mask")), oracle_cases.correction(case.options)
+    )
     expected = {name for name in case.scalars if name.startswith("rollout_corr/")}
     assert got.keys() == expected
     # verl takes standard deviations as a difference of squares, which in float32 costs it digits.
@@ -155,11 +157,11 @@ def test_diagnostics_equal_verl(case: Case) -> None:
 
 def test_the_oracle_covers_every_item_in_both_dtypes() -> None:
     families = ("estimators", "policy_losses", "totals", "entropies", "shaping", "value_losses", "kl", "corrections")
-    cases = [case for family in families for case in golden.cases(family)]
-    assert golden.about()["verl"] == "0.9.1"
+    cases = [case for family in families for case in oracle_cases.cases(family)]
+    assert oracle_cases.about()["verl"] == "0.9.1"
     assert {case.item for case in cases} == {
-        *golden.ESTIMATORS,
-        *golden.LOSSES,
+        *oracle_cases.ESTIMATORS,
+        *oracle_cases.LOSSES,
         "value_loss",
         "kl_penalty",
         "kl_in_reward",
@@ -168,4 +170,4 @@ def test_the_oracle_covers_every_item_in_both_dtypes() -> None:
         "entropy",
         "overlong",
     }
-    assert {(case.batch, case.dtype) for case in cases} == {(b, d) for b in golden.about()["seeds"] for d in TOLERANCE}
+    assert {(case.batch, case.dtype) for case in cases} == {(b, d) for b in oracle_cases.about()["seeds"] for d in TOLERANCE}

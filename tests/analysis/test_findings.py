@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-import fakes
 import pytest
-from simulated_run import played
+from support import fakes
+from support.simulated_run import played
 
 import rlgraph as rg
 from rlgraph.analysis.findings import findings

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from files_channel import FILES
-from passed_on import passed_on
+from support.files_channel import FILES
+from support.relay_channels import passed_on
 
 from rlgraph.channels import TRANSPORTS, HostReader, HostWriter, Reader, Site, Writer, open_reader, open_writer
 from rlgraph.channels.host.protocol import CarrierName

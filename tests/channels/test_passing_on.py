@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from passed_on import by_route, passed_on
+from support.relay_channels import by_route, passed_on
 
 from rlgraph.channels import Reader, Writer
 from rlgraph.channels.factory import transport_of

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import forked
 import pytest
 import torch
-import transfer_peer
-from transfer_peer import LARGE
+from programs import transfer_peer
+from programs.transfer_peer import LARGE
+from support import forked_workers
 
 from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.remote import relay
@@ -35,7 +35,7 @@ def process() -> Iterator[Callable[..., Any]]:
     started = []
 
     def start(target: Callable[..., None], *arguments: Any) -> Any:
-        started.append(forked.server.Process(target=target, args=arguments, daemon=True))
+        started.append(forked_workers.server.Process(target=target, args=arguments, daemon=True))
         started[-1].start()
         return started[-1]
 
@@ -181,7 +181,7 @@ def test_a_writer_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(
     go_on = threading.Event()
     if library == "does not hear of it":
         monkeypatch.setattr(Gloo, "receive", lambda self, memory: lambda: go_on.wait(LONG))
-    here, there = forked.server.Pipe()
+    here, there = forked_workers.server.Pipe()
     process(transfer_peer.write, there, signal.SIGKILL)
     reader = HostReader("edge", b"key", here.recv(), LONG)
     since = time.monotonic()
@@ -194,7 +194,7 @@ def test_a_writer_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(
 
 def test_a_writer_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_reader(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "FAREWELL_S", 0.1)
-    here, there = forked.server.Pipe()
+    here, there = forked_workers.server.Pipe()
     process(transfer_peer.write, there, signal.SIGSTOP)
     threads = set(threading.enumerate())
     reader = HostReader("edge", b"key", here.recv(), LONG)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuts import Cut, as_sent, bits, changed, random_cut, random_weights
+from support.weight_cuts import Cut, as_sent, bits, changed, random_cut, random_weights
 
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights import endpoints

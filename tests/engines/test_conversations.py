@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from talking import BETWEEN, CASES, PROMPTS, TURN, talked
+from support.engine_conversations import BETWEEN, CASES, PROMPTS, TURN, talked
 
 from rlgraph.engines.transformers.engine import TransformersEngine
 

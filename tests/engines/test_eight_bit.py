@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from eight_bit_ranks import run_eight_bit
-from lora_ranks import RANK4, run_lora
-from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
+from programs.eight_bit_ranks import run_eight_bit
+from programs.lora_ranks import RANK4, run_lora
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.api import checked_source

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from embedding_ranks import run_ranks
+from programs.embedding_ranks import run_ranks
 
 pytestmark = pytest.mark.stage("ranks")
 

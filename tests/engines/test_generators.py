@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from generating import DRAWN
 from safetensors.torch import load_file
-from tiny import UPDATES, VLLM_PROMPTS, changed
+from support.generation_requests import DRAWN
+from support.tiny import UPDATES, VLLM_PROMPTS, changed
 
 
 def case(engine: str, model: str, *marks: pytest.MarkDecorator) -> Any:

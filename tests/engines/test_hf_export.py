@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from programs.data_parallel_ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import tiny
+from support.tiny import tiny
 
 from rlgraph.channels.weights.shards import WeightShard, whole
 from rlgraph.engines.fsdp import distributed_checkpoint

@@ -14,7 +14,7 @@ from urllib.parse import urlparse
 
 import pytest
 from huggingface_hub import constants
-from tiny import tiny
+from support.tiny import tiny
 
 import rlgraph as rg
 from rlgraph.engines.transformers.spec import SPEC

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from lora_ranks import RANK4, engine_of, run_lora, together, trained
-from peft_golden import ALPHA, GOLDEN, RANK, TARGETS, loss_of, matrices, tokens
+from programs.lora_ranks import RANK4, engine_of, run_lora, together, trained
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import LENGTHS, WeightedLikelihood, batch_of
+from support.families import folder_of
+from support.peft_golden import ALPHA, GOLDEN, RANK, TARGETS, loss_of, matrices, tokens
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from parallel_ranks import ADAMW, Case, assembled, boxes, by_one_process, engine_of, given_to, going_on, run_exporting
-from tiny import tiny_mixture, tiny_qwen
+from programs.parallel_ranks import ADAMW, Case, assembled, boxes, by_one_process, engine_of, given_to, going_on, run_exporting
+from support.families import folder_of
+from support.tiny import tiny_mixture, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.engines.forward import flash4

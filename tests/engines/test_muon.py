@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
+from programs.data_parallel_ranks import run_ranks
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead

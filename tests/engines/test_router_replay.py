@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from forked import server
-from replaying import PROMPTS, be_replaying_rank, plain, reference, replayed_batch, routes_of, weights_of, with_weights
-from tiny import WeightedLikelihood, changed, tiny, tiny_moe
+from support.families import folder_of
+from support.forked_workers import server
+from support.router_replay import PROMPTS, be_replaying_rank, plain, reference, replayed_batch, routes_of, weights_of, with_weights
+from support.tiny import WeightedLikelihood, changed, tiny, tiny_moe
 
 from rlgraph.engines.api import Request, Sampling
 from rlgraph.engines.forward.policy_head import PolicyHead

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead

@@ -8,13 +8,13 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import loading_ranks
 import pytest
 import torch
-from families import folder_of
-from loading_ranks import Held
+from programs import loading_ranks
+from programs.loading_ranks import Held
 from safetensors.torch import load_file, save_file
-from tiny import tiny, tiny_qwen
+from support.families import folder_of
+from support.tiny import tiny, tiny_qwen
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -151,7 +151,7 @@ def test_a_rank_reads_no_more_of_fused_experts_than_its_own(folders: dict[str, P
 
 
 def test_an_engine_trains_from_the_weights_that_it_read(folders: dict[str, Path]) -> None:
-    from tiny import LENGTHS, WeightedLikelihood, batch_of
+    from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 
     batch, results = batch_of(LENGTHS), []
     for head in (PolicyHead(folders["tied"]), PolicyHead(AutoModelForCausalLM.from_pretrained(folders["tied"], dtype=torch.float32))):

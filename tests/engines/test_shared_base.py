@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from base_holders import BIG, NUMBERS, SEGMENT, filled, hold
-from forked import server
-from lora_ranks import engine_of, trained
+from programs.base_holders import BIG, NUMBERS, SEGMENT, filled, hold
+from programs.lora_ranks import engine_of, trained
+from support.forked_workers import server
 
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_ranks import Case, assembled, by_one_process, run_ranks
-from tiny import tiny_qwen
+from programs.parallel_ranks import Case, assembled, by_one_process, run_ranks
+from support.tiny import tiny_qwen
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model

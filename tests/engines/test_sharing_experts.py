@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from parallel_ranks import MUON, Case, assembled, boxes, by_one_process, engine_of, going_on, run_exporting, run_ranks
+from programs.parallel_ranks import MUON, Case, assembled, boxes, by_one_process, engine_of, going_on, run_exporting, run_ranks
 from safetensors.torch import load_file, save_file
-from tiny import tiny_mixture
+from support.families import folder_of
+from support.tiny import tiny_mixture
 
 import rlgraph as rg
 from rlgraph.engines.fsdp.parallel import check_folder_experts

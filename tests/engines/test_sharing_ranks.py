@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from parallel_ranks import MUON, Case, assembled, boxes, by_one_process, engine_of, run_exporting
-from tiny import tiny_qwen
+from programs.parallel_ranks import MUON, Case, assembled, boxes, by_one_process, engine_of, run_exporting
+from support.families import folder_of
+from support.tiny import tiny_qwen
 
 from rlgraph.engines.fsdp.parallel import check_folder_parallel, check_parallel
 from rlgraph.engines.fsdp.sharding import Ranks

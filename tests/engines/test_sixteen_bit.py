@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from sixteen_bit_ranks import SETTINGS, run_sixteen_bit
-from tiny import LENGTHS, WeightedLikelihood, batch_of
+from programs.sixteen_bit_ranks import SETTINGS, run_sixteen_bit
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead

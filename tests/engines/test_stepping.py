@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stepping import BEFORE, LATE, LENGTH, OTHER, PROMPTS, stepped
-from tiny import changed
+from support.engine_steps import BEFORE, LATE, LENGTH, OTHER, PROMPTS, stepped
+from support.tiny import changed
 
 from rlgraph.engines.transformers.engine import TransformersEngine
 

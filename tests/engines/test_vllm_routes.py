@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 import torch
-from replaying import PROMPTS, plain, routes_of, with_weights
-from tiny import tiny_moe
+from support import forked_programs
+from support.paths import PROGRAMS
+from support.router_replay import PROMPTS, plain, routes_of, with_weights
+from support.tiny import tiny_moe
 
 pytestmark = [pytest.mark.stage("jobs"), pytest.mark.vllm, pytest.mark.timeout(600)]
-HERE = Path(__file__)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("out") / "found.pt"
-    done = programs.run(str(HERE.with_name("routes_process.py")), str(model), str(out), cwd=out.parent, timeout_s=550)
+    done = forked_programs.run(str(PROGRAMS / "routes_process.py"), str(model), str(out), cwd=out.parent, timeout_s=550)
     assert done.returncode == 0, done.stderr
     loaded: dict[str, Any] = torch.load(out)
     return loaded

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from forked import server
-from meshes import CUT, PLACEMENTS, WHOLE, run
+from programs.mesh_ranks import CUT, PLACEMENTS, WHOLE, run
+from support.forked_workers import server
 
 from rlgraph.channels.weights.shards import Assembly, WeightShard
 

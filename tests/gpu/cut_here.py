@@ -10,7 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from cuts import as_sent, bits, changed, random_cut, random_weights
+from support.weight_cuts import as_sent, bits, changed, random_cut, random_weights
 
 from rlgraph.channels import Site, open_reader, open_writer
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter

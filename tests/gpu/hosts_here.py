@@ -13,10 +13,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import forked
-import namespaces
-import network_program as hosts
+from programs import network_program as hosts
 from ray import cloudpickle
+from support import forked_workers, namespaces
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -87,7 +86,7 @@ def compared(control: hosts.Control) -> Mapping[str, object]:
 def main() -> None:
     if os.getpid() != 1:
         sys.exit(subprocess.run(namespaces.inside([sys.executable, __file__, *sys.argv[1:]]), check=False).returncode)
-    forked.serve = serve
+    forked_workers.serve = serve
     hosts.CASES["compared"] = compared
     found: dict[str, Any] = {}
     worst = hosts.main(1, ["compared"], found.update)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tiny import tiny
+from support.tiny import tiny
 
 import rlgraph as rg
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from digests import bits, odd_tokens
-from tiny import tiny_qwen
+from support.digests import bits, odd_tokens
+from support.tiny import tiny_qwen
 
 import rlgraph as rg
 

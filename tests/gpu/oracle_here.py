@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from digests import ITEMS
-from tiny import tiny
+from support.digests import ITEMS
+from support.tiny import tiny
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead

@@ -17,7 +17,7 @@ FACTORS = (1.0, 1.5, 0.75, 1.25)  # by version; 0 is the folder's
 
 def model(kind: str) -> Path:
     """Return the tiny Llama, whose only key head both ranks have, a Qwen3 with one for each (both pad their vocabulary), or a mixture."""
-    from tiny import tiny, tiny_mixture, tiny_qwen
+    from support.tiny import tiny, tiny_mixture, tiny_qwen
 
     if kind == "llama":
         return tiny(Path("model"))

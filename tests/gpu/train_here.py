@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
 
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine

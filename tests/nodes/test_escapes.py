@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from nodes.escapes import OUTSIDE, PRELUDE, WITHIN
-from nodes.outside import World, users, without_sandbox, world
+from support.sandbox_escapes import OUTSIDE, PRELUDE, WITHIN
+from support.sandbox_outside import World, users, without_sandbox, world
 
 from rlgraph.nodes.sandbox import Executed, Limits, LocalSandbox, ToolError, run
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import WeightedLikelihood, batch_of, tiny
+from support.tiny import WeightedLikelihood, batch_of, tiny
 
 import rlgraph as rg
 from rlgraph import notices

@@ -8,8 +8,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conversing import eventually
-from forked import alive
+from support.forked_workers import alive
+from support.paths import PROGRAMS
+from support.scripted_conversations import eventually
 
 from rlgraph.nodes.environments import leases
 
@@ -54,7 +55,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.stage("kills")
 def test_what_a_killed_process_held_is_freed_at_once_and_once(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
-    process, pids = holder(tmp_path / "mark", str(Path(__file__).parents[1] / "mcp_server.py"))
+    process, pids = holder(tmp_path / "mark", str(PROGRAMS / "mcp_server.py"))
     assert len(pids) == 4  # a child, its own child, and servers of MCP, shared and own, that stay when their client has gone
     assert all(alive(pid) for pid in pids)
     os.kill(process.pid, signal.SIGKILL)

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conversing import Rolled, eventually
-from templates import model_with
+from support.scripted_conversations import Rolled, eventually
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS

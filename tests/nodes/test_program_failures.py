@@ -12,8 +12,8 @@ from typing import Any
 
 import openai
 import pytest
-from conversing import Rolled, eventually
-from templates import model_with
+from support.scripted_conversations import Rolled, eventually
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS

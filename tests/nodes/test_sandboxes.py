@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversing import Rolled, eventually
-from templates import model_with
+from support.scripted_conversations import Rolled, eventually
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.errors import GraphError

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from recorded import STEPS, cost_of, run_of
-from simulated import LONG_TAIL, PROMPT_TOKENS, UNIFORM, Loop
+from support.recorded_runs import STEPS, cost_of, run_of
+from support.simulated_stages import LONG_TAIL, PROMPT_TOKENS, UNIFORM, Loop
 
 import rlgraph as rg
 from rlgraph.plan.calibrate import Trace, by_passes, costs_of, measured_costs, share_of

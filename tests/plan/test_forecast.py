@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulated import LONG_TAIL, Loop
+from support.simulated_stages import LONG_TAIL, Loop
 
 import rlgraph as rg
 from rlgraph.plan.cost_functions import Decode, NodeCost

@@ -8,7 +8,7 @@ from typing import Any
 
 import predicted_runs
 import pytest
-from qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
+from support.qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
 from rlgraph.graph.nodes import Node

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
+from support.qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
 from rlgraph.errors import PlanError

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import cost_of, run_of
-from simulated import PROMPT_TOKENS, Loop
-from tiny import batch_of
+from support.recorded_runs import cost_of, run_of
+from support.simulated_stages import PROMPT_TOKENS, Loop
+from support.tiny import batch_of
 
 import rlgraph as rg
 from rlgraph.batching.packing import plan_micro_batches

@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from explorer import faults, given, harmless, promises, walk
-from small_graphs import Small, name_of, shared_graphs, small_graphs
+from support.small_graphs import Small, name_of, shared_graphs, small_graphs
+from support.state_explorer import faults, given, harmless, promises, walk
 
 from rlgraph.plan.events import slots
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from qwen3_shapes import QWEN3_8B
+from support.qwen3_shapes import QWEN3_8B
 
 import rlgraph as rg
 from rlgraph.errors import PlanError

@@ -7,7 +7,7 @@ from typing import Any
 
 import daly
 import pytest
-from simulated import LONG_TAIL, Loop
+from support.simulated_stages import LONG_TAIL, Loop
 
 import rlgraph as rg
 from rlgraph.channels.host.channel import PART_BYTES

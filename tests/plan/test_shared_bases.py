@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_loops import loops
-from qwen3_shapes import QWEN3_8B
+from support.adapter_loops import loops
+from support.qwen3_shapes import QWEN3_8B
 
 import rlgraph as rg
 from rlgraph.plan.estimates import PIECE_BYTES

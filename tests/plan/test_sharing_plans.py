@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
+from support.qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
 from rlgraph.errors import PlanError

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import fakes
 
 from rlgraph.analysis.attribution import Bubbles, Use, attribute, devices
 from rlgraph.graph.nodes import Pool

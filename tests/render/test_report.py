@@ -12,7 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from simulated_run import played, slower
+from support.simulated_run import played, slower
 
 from rlgraph.analysis import words
 from rlgraph.analysis.run import Observed, Run, compare_events, compare_waits

@@ -5,9 +5,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from browser import found_by, needs_browser
-from sampled_runs import HOSTILE, sample, write
-from simulated_run import played
+from support.browser import found_by, needs_browser
+from support.sampled_runs import HOSTILE, sample, write
+from support.simulated_run import played
 
 from rlgraph.plan.plan import Plan
 from rlgraph.render.report import as_script, page, shown_samples

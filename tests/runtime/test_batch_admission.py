@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, digest, here, in_workers, odd_tokens, plan
+from support.digests import ITEMS, DigestPolicy, digest, here, in_workers, odd_tokens, plan
 
 import rlgraph as rg
 from rlgraph.columns import Columns

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from direct_forward import SUMS, direct, drawn, norm_of, policy, run
+from support.direct_forward import SUMS, direct, drawn, norm_of, policy, run
 from torch.nn.functional import logsigmoid
 
 import rlgraph as rg

@@ -2,12 +2,10 @@
 
 from itertools import pairwise
 
-import digests
-import fakes
-import forked
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy
+from support import digests, fakes, forked_workers
+from support.digests import ITEMS, DigestPolicy
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS, Columns
@@ -103,12 +101,12 @@ def test_log_probs_of_chunks_equal_those_of_the_batch_in_every_bit(model: str, c
 
 
 def test_parts_of_two_generator_workers_equal_the_oracle_without_parts() -> None:
-    with forked.job(fakes.vector_loop(1, count=8, chunks=4, ranks=2)) as job:
+    with forked_workers.job(fakes.vector_loop(1, count=8, chunks=4, ranks=2)) as job:
         assert [bits(step) for step in job.steps(5)] == fake_bits(1)
 
 
 def test_a_reward_begins_with_the_first_part_while_others_are_decoded() -> None:
-    with forked.job(fakes.vector_loop(1, count=8, chunks=4, generate_s=0.8)) as job:
+    with forked_workers.job(fakes.vector_loop(1, count=8, chunks=4, generate_s=0.8)) as job:
         list(job.steps(2))
         fired = {(span.name, span.step): span for span in job.spans() if span.kind == "fire"}
     for step in range(2):
@@ -116,7 +114,7 @@ def test_a_reward_begins_with_the_first_part_while_others_are_decoded() -> None:
 
 
 def test_passes_of_workers_take_turns_in_their_pool_by_part(model: str) -> None:
-    with forked.job(graph(model, 4, passes=True)) as job:
+    with forked_workers.job(graph(model, 4, passes=True)) as job:
         found = [digests.bits(step) for step in job.steps(3)]
         spans = [span for span in job.spans() if span.kind == "fire"]
     assert [step["digest/weights"] for step in found] == [step["digest/weights"] for step in digests.here(graph(model, 1, passes=True), 3)]

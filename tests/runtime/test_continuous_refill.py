@@ -6,10 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, here, in_workers, plan
+from support import forked_workers  # noqa: F401 (a way of dispatch)
+from support.digests import ITEMS, DigestPolicy, here, in_workers, plan
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from direct_forward import SUMS, direct, drawn, norm_of, policy, run
+from support.direct_forward import SUMS, direct, drawn, norm_of, policy, run
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model

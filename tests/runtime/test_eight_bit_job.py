@@ -6,10 +6,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 (the dispatch of that name)
 import pytest
 import torch
-from tiny import tiny_qwen
+from support import forked_workers  # noqa: F401 (the dispatch of that name)
+from support.tiny import tiny_qwen
 
 import rlgraph as rg
 from rlgraph.plan.compile import compile_plan

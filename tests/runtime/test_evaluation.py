@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import digests
-import forked
 import pytest
-from digests import ITEMS, DigestPolicy, odd_tokens
+from support import digests, forked_workers
+from support.digests import ITEMS, DigestPolicy, odd_tokens
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -153,7 +152,7 @@ def test_two_evaluations_report_apart_and_a_scorer_as_verls_has_a_majority(model
 def test_an_evaluation_apart_that_takes_several_steps_holds_none_of_them_up(model: str, tmp_path: Path) -> None:
     pipe = str(tmp_path / "pipe")
     os.mkfifo(pipe)  # the evaluation of step 3 ends once update 6 runs, which a training that waits for it never reaches
-    with forked.job(graph(model, "apart", pipe=pipe, every=4)) as job:
+    with forked_workers.job(graph(model, "apart", pipe=pipe, every=4)) as job:
         steps = [digests.bits(step) for step in job.steps(8)]
     assert versions(steps) == {3: 4, 7: 8}
     assert [step["digest/weights"] for step in steps] == [step["digest/weights"] for step in digests.here(graph(model, "nowhere"), 8)]

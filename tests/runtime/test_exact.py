@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
 import torch
-from digests import ITEMS, odd_tokens
-from tiny import tiny, tiny_qwen
+from support import forked_workers  # noqa: F401 (a way of dispatch)
+from support.digests import ITEMS, odd_tokens
+from support.tiny import tiny, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.errors import CertificateError, DataError, GraphError, PlanError
@@ -160,7 +160,7 @@ def test_each_dtype_has_its_devices(model: str) -> None:
 
 
 def test_a_family_without_proof_is_refused_before_anything_starts(model: str, tmp_path: Path) -> None:
-    from families import folder_of
+    from support.families import folder_of
 
     from rlgraph.nodes.training.trained_model import check_trained
 

@@ -7,13 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fakes
-import forked
 import pytest
 import torch
-from digests import ITEMS, odd_tokens
 from safetensors.torch import load_file
-from tiny import tiny
+from support import fakes, forked_workers
+from support.digests import ITEMS, odd_tokens
+from support.tiny import tiny
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import check_model, tiny_model
@@ -239,7 +238,7 @@ def test_exports_every_few_steps_need_a_folder_of_checkpoints_and_one_policy(mod
 
 @pytest.mark.stage("jobs")
 def test_two_ranks_export_between_steps_what_their_checkpoint_holds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
     plan = rg.compile(graph_of(model, ranks=2), rg.Cluster(cpus=3))
     with plan.launch(checkpoint=tmp_path / "checkpoints", every=2, export_every=2) as job:
         for step in job.steps(5):
@@ -264,7 +263,7 @@ def test_two_ranks_export_between_steps_what_their_checkpoint_holds(model: Path,
 def test_an_export_that_fails_leaves_the_run_going(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
     plan = rg.compile(graph_of(model), rg.Cluster(cpus=2))
     with plan.launch(checkpoint=tmp_path / "checkpoints", every=1, export_every=1) as job:
         (tmp_path / "checkpoints" / "exports").touch()  # no folder can be made there

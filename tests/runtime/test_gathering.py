@@ -14,8 +14,9 @@ from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any, TypeVar
 
-import namespaces
 import pytest
+from support import namespaces
+from support.paths import PROGRAMS
 
 from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.errors import CheckpointError
@@ -23,7 +24,7 @@ from rlgraph.runtime.checkpoint import gathering
 from rlgraph.runtime.checkpoint.gathering import DriverFolder, Gatherer
 from rlgraph.runtime.messages import Written
 
-PROGRAM = Path(__file__).parents[1] / "gathering_program.py"
+PROGRAM = PROGRAMS / "gathering_program.py"
 CASES = RESUMED, DRIVER, HOST, FULL = "resumed", "driver killed", "host killed while it sends", "driver's disk full"
 KEY, ID = b"key", "ab"
 T = TypeVar("T")

@@ -8,13 +8,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import forked
 import numpy as np
-import programs
 import pytest
 import torch
-from digests import here
-from kept import gone, grpo, launched
+from support import forked_programs, forked_workers
+from support.digests import here
+from support.engine_reuse import gone, grpo, launched
+from support.paths import PROGRAMS
 
 import rlgraph as rg
 from rlgraph import notices
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_leaving_the_block_ends_what_is_kept(model: Path) -> None:
     with rg.warm(engines=True):
         _, pid = launched(grpo(model))
-        assert forked.alive(pid)
+        assert forked_workers.alive(pid)
     assert gone(pid)
 
 
@@ -61,10 +61,10 @@ def test_a_process_that_opens_gpus_as_it_imports_is_a_worker_itself(model: Path,
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_program_that_is_killed_leaves_no_kept_engine(alone: bool, model: Path, tmp_path: Path) -> None:
-    script = str(Path(__file__).with_name("kept_program.py"))
-    with programs.Program(script, str(model), "alone" if alone else "forked", cwd=tmp_path) as running:
+    script = str(PROGRAMS / "engine_reuse_program.py")
+    with forked_programs.Program(script, str(model), "alone" if alone else "forked", cwd=tmp_path) as running:
         kept = int(running.stdout.readline().split()[1])
-        assert forked.alive(kept)
+        assert forked_workers.alive(kept)
         os.kill(running.pid, signal.SIGKILL)
         assert gone(kept)
 

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import fakes
-import forked
 import pytest
-from digests import ITEMS, bits, here
-from kept import gone, grpo, launched
-from renewing import ENGINE
-from templates import model_with
+from support import fakes, forked_workers
+from support.digests import ITEMS, bits, here
+from support.engine_reuse import gone, grpo, launched
+from support.renewable_engine import ENGINE
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -54,9 +53,9 @@ def test_an_engine_of_another_make_is_another_one_and_what_a_launch_does_not_tak
     _, pid = launched(grpo(model))
     _, other = launched(grpo(model, seed=1))
     assert other != pid
-    assert not forked.alive(pid)
+    assert not forked_workers.alive(pid)
     with rg.compile(fakes.vector_loop(1), rg.Cluster(cpus=2)).launch():
-        assert not forked.alive(other)
+        assert not forked_workers.alive(other)
 
 
 @rg.node(reads="responses", writes="rewards")

@@ -5,8 +5,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import fakes
 import pytest
+from support import fakes
 
 from rlgraph.graph.nodes import Pool
 from rlgraph.plan.cluster import Cluster

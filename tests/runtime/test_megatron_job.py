@@ -4,12 +4,12 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 # registers how its workers start
 import pytest
 import torch
-from digests import ITEMS, odd_tokens
 from safetensors.torch import load_file
-from sharing_loop import gap, graph_of
+from support import forked_workers  # noqa: F401 # registers how its workers start
+from support.digests import ITEMS, odd_tokens
+from support.sharing_loop import gap, graph_of
 
 import rlgraph as rg
 from rlgraph.columns import Columns

@@ -8,14 +8,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import namespaces
 import pytest
+from support import namespaces
+from support.paths import PROGRAMS
 
 pytestmark = [pytest.mark.stage("hosts"), pytest.mark.namespaces, pytest.mark.timeout(900)]  # the first test waits for all cases
-PROGRAM = Path(__file__).parents[1] / "network_program.py"
+PROGRAM = PROGRAMS / "network_program.py"
 HOST_0, HOST_1, HOST_2 = (rf"host {n} \(10\.99\.0\.{n + 1}\)" for n in range(3))
 POLICY_LOST = rf"^{HOST_2} was lost, with worker 'policy': no answer for [\d.]+ s; it is down, frozen, or cut off from the network"
 JUDGE_LOST = rf"^{HOST_1} was lost, with worker 'critic': no answer for"

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
-from digests import ITEMS, odd_tokens
-from tiny import tiny
-from unigram import ENGINE, TRAINER
+from support import forked_workers  # noqa: F401 (a way of dispatch)
+from support.digests import ITEMS, odd_tokens
+from support.tiny import tiny
+from support.unigram import ENGINE, TRAINER
 
 import rlgraph as rg
 from rlgraph.engines import registry

@@ -6,9 +6,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
-from digests import ITEMS, DigestCritic, DigestPolicy, bits, digest, here, in_workers, odd_tokens, plan
+from support import forked_workers
+from support.digests import ITEMS, DigestCritic, DigestPolicy, bits, digest, here, in_workers, odd_tokens, plan
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -75,7 +75,7 @@ class Run:
 @pytest.fixture(scope="module")
 def run(model: Path) -> Run:
     """A run of workers: one step behind, four optimizer steps a batch, the policy still in the first step."""
-    with forked.job(ppo(model, depth=1, epochs=2, mini_batches=2, critic_warmup=1)) as job:
+    with forked_workers.job(ppo(model, depth=1, epochs=2, mini_batches=2, critic_warmup=1)) as job:
         return Run(list(job.steps(4)), job.spans(), job.plan)
 
 

@@ -8,11 +8,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, bits, digest, here
-from templates import model_with
+from support import forked_workers  # noqa: F401 (a way of dispatch)
+from support.digests import ITEMS, DigestPolicy, bits, digest, here
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import Columns

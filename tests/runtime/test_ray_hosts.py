@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import namespaces
 import pytest
+from support import namespaces
+from support.paths import PROGRAMS
 
 pytestmark = [pytest.mark.stage("hosts"), pytest.mark.ray, pytest.mark.namespaces, pytest.mark.timeout(900)]  # a Ray host takes up to 20 s
 ROOT = Path(__file__).parents[2]
-PROGRAM = Path(__file__).parents[1] / "ray_hosts.py"
+PROGRAM = PROGRAMS / "ray_hosts.py"
 Outcomes = Mapping[str, Mapping[str, Any]]
 
 

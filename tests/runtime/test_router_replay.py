@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from digests import ITEMS, odd_tokens
-from tiny import tiny, tiny_moe
+from support.digests import ITEMS, odd_tokens
+from support.tiny import tiny, tiny_moe
 
 import rlgraph as rg
 from rlgraph.columns import concat_rows

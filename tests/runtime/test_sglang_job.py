@@ -7,12 +7,12 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 # registers how its workers start
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sharing_loop import SAMPLING, graph_of
-from tiny import tiny_qwen
+from support import forked_workers  # noqa: F401 # registers how its workers start
+from support.sharing_loop import SAMPLING, graph_of
+from support.tiny import tiny_qwen
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model

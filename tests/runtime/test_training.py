@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, here, in_workers, odd_tokens, on_ray
+from support.digests import ITEMS, DigestPolicy, here, in_workers, odd_tokens, on_ray
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model

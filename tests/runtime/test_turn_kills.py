@@ -8,12 +8,12 @@ import signal
 from collections import Counter
 from pathlib import Path
 
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
 import torch
-from conversing import eventually
-from digests import ITEMS, digest, here
-from templates import model_with
+from support import forked_workers  # noqa: F401 (a way of dispatch)
+from support.digests import ITEMS, digest, here
+from support.scripted_conversations import eventually
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import Columns

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, digest, here, in_workers
-from templates import model_with
+from support.digests import ITEMS, DigestPolicy, digest, here, in_workers
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import Columns

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import fakes
 import pytest
 import torch
-from forked import job as forked_job  # noqa: F401, makes the dispatch known
-from tiny import tiny
+from support import fakes
+from support.forked_workers import job as forked_job  # noqa: F401, makes the dispatch known
+from support.tiny import tiny
 
 import rlgraph as rg
 from rlgraph.columns import Columns

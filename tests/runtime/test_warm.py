@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import fakes
-import forked
-import programs
 import pytest
-from digests import ITEMS, DigestPolicy, bits, here, odd_tokens
+from support import fakes, forked_programs, forked_workers
+from support.digests import ITEMS, DigestPolicy, bits, here, odd_tokens
+from support.paths import PROGRAMS
 
 import rlgraph as rg
 from rlgraph.columns import Column, Columns
@@ -81,8 +80,8 @@ def test_a_second_launch_forks_from_the_same_process_and_repeats_the_oracle_in_e
 @pytest.mark.usefixtures("warm")
 def test_without_engines_none_is_kept(model: str) -> None:
     with rg.compile(grpo(model, "transformers"), rg.Cluster(cpus=2)).launch() as job:
-        assert forked.alive(pid := job.pids["generator"])
-    assert wait_until(lambda: not forked.alive(pid))
+        assert forked_workers.alive(pid := job.pids["generator"])
+    assert wait_until(lambda: not forked_workers.alive(pid))
 
 
 @pytest.mark.vllm
@@ -145,7 +144,7 @@ def test_a_job_that_fails_or_is_killed_ends_its_workers_alone_and_the_next_one_r
         os.kill(job.pids["policy"], signal.SIGKILL)
         with pytest.raises(WorkerDied, match="'policy'"):
             list(job.steps(5))
-    assert not any(forked.alive(pid) for pid in pids)
+    assert not any(forked_workers.alive(pid) for pid in pids)
     assert warm.pids == processes
     assert launched(graph)[0] == expected
 
@@ -166,7 +165,7 @@ def test_a_template_that_died_is_started_again(warm: Warm) -> None:
     expected, parents = launched(fakes.vector_loop(1))
     for pid in parents:
         os.kill(pid, signal.SIGKILL)
-        assert wait_until(lambda pid=pid: not forked.alive(pid))
+        assert wait_until(lambda pid=pid: not forked_workers.alive(pid))
     again, others = launched(fakes.vector_loop(1))
     assert again == expected
     assert not others & parents
@@ -204,7 +203,7 @@ def test_the_processes_that_are_kept_are_few(warm: Warm, monkeypatch: pytest.Mon
     before = warm.pids
     launched(fakes.vector_loop(1))
     assert len(warm.pids) == 1
-    assert not any(forked.alive(pid) for pid in set(before) - set(warm.pids))
+    assert not any(forked_workers.alive(pid) for pid in set(before) - set(warm.pids))
 
 
 @pytest.mark.usefixtures("warm")
@@ -221,8 +220,8 @@ def test_what_warm_processes_cannot_serve_is_refused_before_anything_starts() ->
         pass
 
 
-def program(folder: Path, steps: int, train_s: float) -> programs.Program:
-    return programs.Program(str(Path(__file__).with_name("warm_program.py")), str(steps), str(train_s), cwd=folder)
+def program(folder: Path, steps: int, train_s: float) -> forked_programs.Program:
+    return forked_programs.Program(str(PROGRAMS / "warm_program.py"), str(steps), str(train_s), cwd=folder)
 
 
 def test_leaving_the_block_ends_its_processes_and_a_job_cannot_be_entered_later(tmp_path: Path) -> None:
@@ -232,7 +231,7 @@ def test_leaving_the_block_ends_its_processes_and_a_job_cannot_be_entered_later(
     assert "cannot be started: the block of rg.warm() has been left" in last, said.stderr
     pids = [int(pid) for pid in has.split()[1:]]
     assert len(pids) >= 5
-    assert not any(map(forked.alive, pids))
+    assert not any(map(forked_workers.alive, pids))
 
 
 @pytest.mark.parametrize(("number", "train_s"), [(signal.SIGKILL, 60.0), (signal.SIGTERM, 0.1)])
@@ -242,4 +241,4 @@ def test_a_program_that_is_ended_leaves_no_process(number: int, train_s: float, 
         assert len(pids) >= 5
         time.sleep(3.0)  # by then, on a busy machine too, the trainer is in the middle of a firing, which SIGTERM waits for
         os.kill(running.pid, number)
-        assert wait_until(lambda: not any(map(forked.alive, pids)))
+        assert wait_until(lambda: not any(map(forked_workers.alive, pids)))
