@@ -227,9 +227,9 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not given.inside:
-        if why := namespaces.refused():
+        if why := namespaces.explain_refusal():
             sys.exit(f"this machine makes no hosts of namespaces: {why}")
-        sys.exit(subprocess.run(namespaces.inside([sys.executable, __file__, *sys.argv[1:], "--inside"]), check=False).returncode)
+        sys.exit(subprocess.run(namespaces.isolate_command([sys.executable, __file__, *sys.argv[1:], "--inside"]), check=False).returncode)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         sys.exit(run(given, "" if given.vector else made_model(Path(folder))))
 

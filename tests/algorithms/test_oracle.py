@@ -158,7 +158,7 @@ def test_diagnostics_equal_verl(case: Case) -> None:
 def test_the_oracle_covers_every_item_in_both_dtypes() -> None:
     families = ("estimators", "policy_losses", "totals", "entropies", "shaping", "value_losses", "kl", "corrections")
     cases = [case for family in families for case in oracle_cases.cases(family)]
-    assert oracle_cases.about()["verl"] == "0.9.1"
+    assert oracle_cases.load_metadata()["verl"] == "0.9.1"
     assert {case.item for case in cases} == {
         *oracle_cases.ESTIMATORS,
         *oracle_cases.LOSSES,
@@ -170,4 +170,4 @@ def test_the_oracle_covers_every_item_in_both_dtypes() -> None:
         "entropy",
         "overlong",
     }
-    assert {(case.batch, case.dtype) for case in cases} == {(b, d) for b in oracle_cases.about()["seeds"] for d in TOLERANCE}
+    assert {(case.batch, case.dtype) for case in cases} == {(b, d) for b in oracle_cases.load_metadata()["seeds"] for d in TOLERANCE}

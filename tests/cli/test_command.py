@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support import forked_programs
 from support.digests import ITEMS, odd_tokens
-from support.simulated_run import played
+from support.simulated_run import simulate_run
 from support.tunable_graph import build
 
 import rlgraph as rg
@@ -261,9 +261,9 @@ def test_choices_are_split_at_commas_outside_of_brackets_and_each_is_checked() -
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with two runs: the second twice as slow, with another engine."""
     folder = tmp_path_factory.mktemp("runs")
-    first = played(rg.compile(build(depth=1), rg.Cluster(gpus=4)), 12)
+    first = simulate_run(rg.compile(build(depth=1), rg.Cluster(gpus=4)), 12)
     settings = {**first.settings, "generator of rollout": {"path": "some/model", "engine": "other"}, "node judge": {"rows": "4"}}
-    second = replace(played(rg.compile(build(depth=2), rg.Cluster(gpus=4)), 12, scale=2.0), settings=settings)
+    second = replace(simulate_run(rg.compile(build(depth=2), rg.Cluster(gpus=4)), 12, scale=2.0), settings=settings)
     for name, run in (("a", first), ("b", second)):
         (folder / name).mkdir()
         run.save(folder / name)

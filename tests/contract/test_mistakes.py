@@ -8,7 +8,7 @@ import pytest
 import ray
 from support.mistakes_beyond_rl import MISTAKES as BEYOND_RL
 from support.mistakes_in_chats import MISTAKES as IN_CHATS
-from support.tiny import tiny
+from support.tiny import tiny_llama
 from support.user_mistakes import MISTAKES as PLAIN
 from support.user_mistakes import SECONDS
 
@@ -19,7 +19,7 @@ MOST_CHARACTERS = 1500  # of the first line of an error: no value is printed who
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny(tmp_path_factory.mktemp("model"))
+    return tiny_llama(tmp_path_factory.mktemp("model"))
 
 
 def children() -> set[str]:

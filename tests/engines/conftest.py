@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import forked_programs
 from support.paths import PROGRAMS, PYTHONPATH
-from support.tiny import tiny
+from support.tiny import tiny_llama
 
 
 @pytest.fixture
@@ -27,12 +27,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny(tmp_path_factory.mktemp("models"))
+    return tiny_llama(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny(tmp_path_factory.mktemp("models"), tied=False)
+    return tiny_llama(tmp_path_factory.mktemp("models"), tied=False)
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import forked_programs
 from support.paths import PROGRAMS
-from support.tiny import tiny, tiny_qwen
+from support.tiny import tiny_llama, tiny_qwen
 
 from rlgraph.diagnosis import MEANING, ExactDiagnosis, diagnose_exact
 from rlgraph.engines.exact.diagnosis import OF_LAYER, ComparedOperation, Witness, names, of_text
@@ -78,4 +78,4 @@ def test_a_family_without_proof_is_refused(tmp_path: Path) -> None:
         diagnose_exact(str(folder_of("gemma2", tmp_path)))
     with pytest.raises(DataError):
         diagnose_exact(str(tmp_path / "nothing"))
-    assert (tiny(tmp_path) / "config.json").exists()
+    assert (tiny_llama(tmp_path) / "config.json").exists()

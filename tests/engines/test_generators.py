@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.generation_requests import DRAWN
-from support.tiny import UPDATES, VLLM_PROMPTS, changed
+from support.tiny import UPDATES, VLLM_PROMPTS, other_weights
 
 
 def case(engine: str, model: str, *marks: pytest.MarkDecorator) -> Any:
@@ -36,7 +36,7 @@ def logits_of(folder: Path, update: int, prompt: list[int], tokens: list[int]) -
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if update:
-        model.load_state_dict(changed(load_file(folder / "model.safetensors"), update), strict=False)
+        model.load_state_dict(other_weights(load_file(folder / "model.safetensors"), update), strict=False)
     with torch.no_grad():
         return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
 

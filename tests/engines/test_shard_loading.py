@@ -14,7 +14,7 @@ from programs import loading_ranks
 from programs.loading_ranks import Held
 from safetensors.torch import load_file, save_file
 from support.families import folder_of
-from support.tiny import tiny, tiny_qwen
+from support.tiny import tiny_llama, tiny_qwen
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -32,7 +32,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tied and untied heads, biases, norms of heads, a soft cap, experts that transformers fuses, and weights in several files."""
     parent = tmp_path_factory.mktemp("models")
     logging.disable()
-    found = {path.name: path for path in (tiny(parent), tiny(parent, tied=False), tiny_qwen(parent, "qwen2"), tiny_qwen(parent, "qwen3"))}
+    found = {
+        path.name: path
+        for path in (tiny_llama(parent), tiny_llama(parent, tied=False), tiny_qwen(parent, "qwen2"), tiny_qwen(parent, "qwen3"))
+    }
     found |= {name: folder_of(name, parent) for name in ("gemma2", "qwen3_moe")}
     several = parent / "several"
     AutoModelForCausalLM.from_pretrained(found["qwen3"]).save_pretrained(several, max_shard_size="200KB")
@@ -61,7 +64,7 @@ def check_boxes(ranks: list[Held], expected: dict[str, torch.Tensor]) -> None:
 def test_the_shards_of_all_ranks_are_what_transformers_loads(folders: dict[str, Path], tmp_path: Path, world: int) -> None:
     models = [("policy", folder) for folder in folders.values()] + [("critic", folders[name]) for name in ("tied", "qwen3_moe")]
     if world == 1:
-        found = [{(kind, folder.name): loading_ranks.held(kind, folder, 0, 1) for kind, folder in models}]
+        found = [{(kind, folder.name): loading_ranks.load_shards(kind, folder, 0, 1) for kind, folder in models}]
     else:
         found = loading_ranks.run_ranks(models, tmp_path / "ranks", world)
     for kind, folder in models:
@@ -176,7 +179,7 @@ def changed(source: Path, target: Path, change: Any) -> Path:
 def test_a_critic_begins_with_the_head_of_a_reward_model(folders: dict[str, Path], tmp_path: Path) -> None:
     head = torch.randn(1, 64).bfloat16()
     folder = changed(folders["tied"], tmp_path / "reward", lambda tensors: tensors.update({"score.weight": head}))
-    assert torch.equal(loading_ranks.held("critic", folder, 0, 1)["score.weight"][2], head.float())
+    assert torch.equal(loading_ranks.load_shards("critic", folder, 0, 1)["score.weight"][2], head.float())
 
 
 def test_a_folder_without_a_weight_is_refused_by_its_name(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -199,7 +202,7 @@ def test_a_tied_head_that_the_folder_holds_with_other_values_is_one_of_its_own(f
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (0.5 if differs else 0)
 
         folder = changed(folders["tied"], tmp_path / str(number), add)
-        held = loading_ranks.held("policy", folder, 0, 1)
+        held = loading_ranks.load_shards("policy", folder, 0, 1)
         assert ("lm_head.weight" in held) == differs
         check_boxes([held], loaded("policy", folder))
 

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.environment_turns import talk, talked
+from support.environment_turns import run_turns, take_turns
 from support.forked_workers import alive
 from support.paths import PROGRAMS
-from support.scripted_conversations import Rolled, eventually
+from support.scripted_conversations import Rolled, wait_until
 from support.templates import model_with
 
 import rlgraph as rg
@@ -28,7 +28,7 @@ def lake(**settings: object) -> object:
 
 
 def test_a_game_of_gymnasium_is_played_in_words() -> None:
-    first, turn, last = talked(lake(), {"seed": 3}, ["I think left is bad. Go right!", "DOWN"])
+    first, turn, last = run_turns(lake(), {"seed": 3}, ["I think left is bad. Go right!", "DOWN"])
     assert first[0].content.startswith("Reach G.\n\n")
     assert "FG" in first[0].content
     assert "(Right)" in turn.messages[0].content  # FrozenLake draws the last move
@@ -37,7 +37,7 @@ def test_a_game_of_gymnasium_is_played_in_words() -> None:
 
 
 def test_a_turn_without_an_action_is_answered_and_does_not_move() -> None:
-    _, turn, last = talked(lake(), {}, ["leftwards", "left"])
+    _, turn, last = run_turns(lake(), {}, ["leftwards", "left"])
     assert turn.messages[0].content == "Say one of: left, down, right, up."
     assert turn.info == {"invalid": 1.0}
     assert not last.done
@@ -46,8 +46,8 @@ def test_a_turn_without_an_action_is_answered_and_does_not_move() -> None:
 def test_actions_without_words_are_numbers_of_the_space() -> None:
     pytest.importorskip("gymnasium")
     game = rg.environments.gymnasium("CartPole-v1", instruction="Balance: 0 or 1.")
-    first, turn, wrong = talked(game, {"seed": 1}, ["I say 1", "I say 7"])
-    again = talked(game, {"seed": 1}, [])
+    first, turn, wrong = run_turns(game, {"seed": 1}, ["I say 1", "I say 7"])
+    again = run_turns(game, {"seed": 1}, [])
     assert first[0].content == again[0][0].content  # the prompt's seed is the game's
     assert turn.reward == 1.0
     assert "is no action" in wrong.messages[0].content
@@ -58,8 +58,8 @@ def test_a_task_of_reasoning_gym_may_be_tried_again() -> None:
     task = rg.scorers.reasoning_gym("chain_sum", size=3, seed=1, max_terms=2)
     right = str(eval(task[0]["prompt"].split("=")[0].split(":")[-1]))
     make = rg.environments.reasoning_gym(task, tries=3)
-    assert [turn.reward for turn in talked(make, {"item": 0}, ["none", right])[1:]] == [0.0, 0.5] or "none" in right
-    wrong = talked(make, {"item": 0}, ["none"] * 5)[1:]
+    assert [turn.reward for turn in run_turns(make, {"item": 0}, ["none", right])[1:]] == [0.0, 0.5] or "none" in right
+    wrong = run_turns(make, {"item": 0}, ["none"] * 5)[1:]
     assert [turn.done for turn in wrong] == [False, False, True]
 
 
@@ -143,7 +143,7 @@ def test_a_rollout_ends_the_servers_of_its_conversations(folder: Path) -> None:
     found = [re.search(r"\n(\d+)\n", answers[2]) for answers in read]
     pids = [int(one[1]) for one in found if one]
     assert len(set(pids)) == 2
-    eventually(lambda: not any(alive(pid) for pid in pids))
+    wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_a_server_that_is_none_is_refused_where_it_is_named() -> None:
@@ -159,7 +159,7 @@ COUNT = f"{PROGRAMS / 'child_games.py'}:Count"
 def test_an_environment_in_another_process_is_played_like_any() -> None:
     make = rg.environments.process(COUNT, ["goal"], word="Count to")
     assert rg.Agent(make).reads(["goals"]) == {"goal": "goals"}
-    first, turn, last = talked(make, {"goal": 2}, ["one", "two"])
+    first, turn, last = run_turns(make, {"goal": 2}, ["one", "two"])
     assert first[0].content.startswith("Count to 2 in process ")
     assert str(os.getpid()) not in first[0].content
     assert (turn.messages[0].content, turn.reward, turn.done) == ("more", 0.0, False)
@@ -170,9 +170,9 @@ def test_conversations_share_processes_and_one_that_dies_takes_only_its_own() ->
     make = rg.environments.process(COUNT, ["goal"], processes=2, word="Count to")
 
     async def all_of_them() -> tuple[list[object], object]:
-        talks = [talk(make, {"goal": 9}, said) for said in (["wait", "die"], ["wait", "wait", "one"], ["wait", "raise"])]
+        talks = [take_turns(make, {"goal": 9}, said) for said in (["wait", "die"], ["wait", "wait", "one"], ["wait", "raise"])]
         found = await asyncio.gather(*talks, return_exceptions=True)
-        return list(found), await talk(make, {"goal": 1}, ["one"])
+        return list(found), await take_turns(make, {"goal": 1}, ["one"])
 
     (died, went_on, raised), after = asyncio.run(all_of_them())
     assert "has died (exit status 3)" in str(died)

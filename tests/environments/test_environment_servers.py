@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.environment_turns import talked
+from support.environment_turns import run_turns
 from support.paths import PROGRAMS, ROOT
 
 import rlgraph as rg
@@ -34,7 +34,7 @@ def number_in(said: rg.Message) -> dict[str, object]:
 
 def test_a_game_of_an_openenv_server_is_played(url: str) -> None:
     make = rg.environments.openenv(url, act=number_in, instruction="A game.")
-    first, low, none, last = talked(make, {"seed": 7}, ["3", "three", "7"])
+    first, low, none, last = run_turns(make, {"seed": 7}, ["3", "three", "7"])
     assert first[0].content == "A game.\n\nFind my number."
     assert (low.messages[0].content, low.reward, low.done) == ("Higher.", 0.0, False)
     assert (none.messages[0].content, none.info) == ("Say a number.", {"invalid": 1.0})
@@ -42,10 +42,10 @@ def test_a_game_of_an_openenv_server_is_played(url: str) -> None:
 
 
 def test_an_action_that_the_server_refuses_is_answered_and_its_crash_is_an_error(url: str) -> None:
-    refused = talked(rg.environments.openenv(url, act="number", show="text"), {}, ["three"])[1]
+    refused = run_turns(rg.environments.openenv(url, act="number", show="text"), {}, ["three"])[1]
     assert refused.info == {"invalid": 1.0}
     with pytest.raises(RuntimeError, match="the game has crashed"):
-        talked(rg.environments.openenv(url, act=number_in), {}, ["-1"])
+        run_turns(rg.environments.openenv(url, act=number_in), {}, ["-1"])
 
 
 def test_tasks_of_verifiers_are_prompts_and_score_their_answers() -> None:
@@ -55,7 +55,7 @@ def test_tasks_of_verifiers_are_prompts_and_score_their_answers() -> None:
     assert rows[2]["prompt"] == [{"role": "system", "content": "Say a number."}, {"role": "user", "content": "2 + 1 ="}]
     make = rg.environments.verifiers(f"{PROGRAMS / 'verifiers_tasks.py'}:Sums", **given)
     assert rg.Agent(make).reads(["tasks"]) == {"task": "tasks"}
-    first, right = talked(make, {"task": 2}, ["3"])
+    first, right = run_turns(make, {"task": 2}, ["3"])
     assert first[-1].content == "2 + 1 ="
     assert (right.reward, right.done, right.info) == (2.0, True, {"characters": 1.0})
-    assert talked(make, {"task": 2}, ["four"])[1].reward == 0.0
+    assert run_turns(make, {"task": 2}, ["four"])[1].reward == 0.0

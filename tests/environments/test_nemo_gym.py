@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from support.environment_turns import talked
+from support.environment_turns import run_turns
 
 import rlgraph as rg
 
@@ -87,7 +87,9 @@ def test_tools_are_called_in_the_conversations_session_and_the_server_gives_the_
     make, task = rg.environments.nemo_gym(url), {"task": json.dumps(ROW)}
 
     async def two() -> list[Any]:
-        return list(await asyncio.gather(*(asyncio.to_thread(talked, make, task, said) for said in ([calls(2, 3), "5"], [calls(1), "1"]))))
+        return list(
+            await asyncio.gather(*(asyncio.to_thread(run_turns, make, task, said) for said in ([calls(2, 3), "5"], [calls(1), "1"])))
+        )
 
     right, wrong = asyncio.run(two())
     assert right[0] is None
@@ -100,6 +102,6 @@ def test_tools_are_called_in_the_conversations_session_and_the_server_gives_the_
 
 def test_an_answer_that_is_an_error_is_for_the_model_and_done_ends_the_conversation(url: str) -> None:
     make = rg.environments.nemo_gym(url, done_flag=True)
-    _, refused, last = talked(make, {"task": json.dumps(ROW)}, [calls(None), calls(5)])
+    _, refused, last = run_turns(make, {"task": json.dumps(ROW)}, [calls(None), calls(5)])
     assert "n is missing" in refused.messages[0].content
     assert (last.done, last.reward) == (True, 1.0)

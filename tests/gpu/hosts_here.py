@@ -85,7 +85,7 @@ def compared(control: hosts.Control) -> Mapping[str, object]:
 
 def main() -> None:
     if os.getpid() != 1:
-        sys.exit(subprocess.run(namespaces.inside([sys.executable, __file__, *sys.argv[1:]]), check=False).returncode)
+        sys.exit(subprocess.run(namespaces.isolate_command([sys.executable, __file__, *sys.argv[1:]]), check=False).returncode)
     forked_workers.serve = serve
     hosts.CASES["compared"] = compared
     found: dict[str, Any] = {}

@@ -82,7 +82,7 @@ def two_of_a_name() -> object:
 
 def depth_in_one_pool() -> object:
     pool = rg.Pool("shared")
-    return fakes.vector_loop(1, pools=(pool, pool), middle=lambda rollout: fakes.scored_on(pool, rollout))
+    return fakes.vector_loop(1, pools=(pool, pool), middle=lambda rollout: fakes.score_on_pool(pool, rollout))
 
 
 def closed_twice() -> object:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from test_adapters import engine, loop, plan  # isort: skip
 
 
-def furthest(folder: str | Path, responses: Any) -> float:
+def largest_difference(folder: str | Path, responses: Any) -> float:
     """The furthest that log-probs of responses are from those of the model in a folder."""
     model, worst = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), 0.0
     for prompt, response in zip(VLLM_PROMPTS, responses, strict=True):
@@ -30,7 +30,7 @@ def main(folder: str, out: str) -> None:
         for number, _ in enumerate(job.steps(3)):
             job.export(f"{out}/{number}", dtype="float32")
         responses = engine(job, "generator").generate(VLLM_PROMPTS, FREE, SEEDS)  # by the version that the third step sampled with
-    print(json.dumps({"from merged": furthest(f"{out}/1", responses), "from base": furthest(folder, responses)}))
+    print(json.dumps({"from merged": largest_difference(f"{out}/1", responses), "from base": largest_difference(folder, responses)}))
 
 
 if __name__ == "__main__":

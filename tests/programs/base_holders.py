@@ -16,11 +16,11 @@ NUMBERS = {"one": 1.5, "two": -2.0}  # that each weight is full of
 SEGMENT = "memfd:rlgraph base"
 
 
-def filled(name: str, out: torch.Tensor) -> None:
+def fill_tensor(name: str, out: torch.Tensor) -> None:
     out.fill_(NUMBERS[name])
 
 
-def mapped(pid: int) -> dict[str, int]:
+def mapped_bytes(pid: int) -> dict[str, int]:
     """The bytes of a base that a process has in memory, in all and by its share, and those that are its own."""
     found = {"rss": 0, "pss": 0, "private": 0}
     ours = False
@@ -32,16 +32,16 @@ def mapped(pid: int) -> dict[str, int]:
     return found
 
 
-def hold(path: Path, there: Connection) -> None:
+def hold_base(path: Path, there: Connection) -> None:
     """Take a base, touch all of it, say what it takes of memory, and hold it."""
     asked: list[str] = []
 
     def fill(name: str, out: torch.Tensor) -> None:
         asked.append(name)
-        filled(name, out)
+        fill_tensor(name, out)
 
     wanted = {"one": ((BIG,), torch.float32), "two": ((7, 3), torch.float32)}
     held = BaseOfHost(path).take(wanted, fill)
     found: dict[str, Any] = {"sums": [float(held[name].sum()) for name in wanted], "filled": asked}
-    there.send(found | mapped(os.getpid()))
+    there.send(found | mapped_bytes(os.getpid()))
     time.sleep(1000)

@@ -18,7 +18,7 @@ STEPS = 8
 
 def graph() -> Graph:
     judged = Pool("judge")
-    return fakes.vector_loop(1, middle=lambda rollout: fakes.scored_on(judged, rollout))
+    return fakes.vector_loop(1, middle=lambda rollout: fakes.score_on_pool(judged, rollout))
 
 
 def main(hosts: int) -> None:

@@ -34,7 +34,7 @@ def refused(*_: object) -> None:
     raise AssertionError("an object of another rank is unpickled")
 
 
-def muon_bits() -> bool:
+def muon_rows_match() -> bool:
     """Whether this rank's rows of a step of Muon, from equal gradients, have the bits of the step of whole matrices."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -87,7 +87,7 @@ def be_rank(kind: str, folder: str, out: Path, rank: int, world: int) -> None:
     engine.load(out / "stored")
     torch.save(engine.update(batch, loss), out / f"{rank}.resumed.pt")
     if kind == "muon":
-        torch.save({"bits": muon_bits()}, out / f"{rank}.gathered.pt")
+        torch.save({"bits": muon_rows_match()}, out / f"{rank}.gathered.pt")
     engine.close()
     dist.destroy_process_group()
 

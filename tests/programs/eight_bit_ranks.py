@@ -19,7 +19,7 @@ SETTINGS = AdamW(lr=1e-2, weight_decay=0.1, moments="8bit")
 SHAPES = (128, 64), (65, 256), (300, 64), (8192,), (3, 4)  # the third is cut within a block, and the fourth at its middle
 
 
-def same_bits() -> list[bool]:
+def rows_match() -> list[bool]:
     """Whether this rank's rows of two steps, from equal gradients, have the bits of the steps of one rank, for each shape."""
     draw = torch.Generator().manual_seed(0)
     weights, gradients = ([torch.randn(*shape, generator=draw) for shape in SHAPES] for _ in range(2))
@@ -43,7 +43,7 @@ def be_rank(folder: str, out: Path, rank: int, world: int) -> None:
     engine.load(out / "one")
     state = {name: local(tensor).clone() for name, tensor in engine.state().items()}
     engine.save(out / "stored", 60.0)()
-    torch.save({"state": state, "bits": same_bits()}, out / f"{rank}.pt")
+    torch.save({"state": state, "bits": rows_match()}, out / f"{rank}.pt")
     engine.close()
     dist.destroy_process_group()
 

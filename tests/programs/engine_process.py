@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from support.engine_conversations import held, talked
-from support.engine_steps import stepped
-from support.generation_requests import DRAWN, FREE, SEEDS, generated, slept
-from support.tiny import VLLM_PROMPTS, changed
+from support.engine_conversations import compare_conversations, inspect_caches
+from support.engine_steps import step_engine
+from support.generation_requests import DRAWN, FREE, SEEDS, sample_requests, sleep_and_sample
+from support.tiny import VLLM_PROMPTS, other_weights
 
 from rlgraph.engines.api import GenerateEngine, Request, Sampling
 
@@ -33,7 +33,7 @@ def sglang(folder: Path, overlap: bool | None = None) -> GenerateEngine:
     return SglangEngine(folder, max_context=64, dtype="float32", kv_cache_bytes=64 << 20, threads=THREADS, overlap=overlap)
 
 
-def differing(engine: Any) -> dict[str, list[str]]:
+def find_differences(engine: Any) -> dict[str, list[str]]:
     """Find where requests that were copied differ from what vLLM makes of each, by the way to sample."""
     from msgspec.structs import asdict as fields
 
@@ -55,7 +55,7 @@ def differing(engine: Any) -> dict[str, list[str]]:
     return found
 
 
-def copied(engine: Any, folder: Path) -> dict[str, bool]:
+def compare_copies(engine: Any, folder: Path) -> dict[str, bool]:
     """Compare the parameters after recorded copies with those after the model's own loader, to the bit."""
     model, weights = engine._scheduler.tp_worker.model_runner.model, load_file(folder / "model.safetensors")
     engine.load_weights(weights)  # the copies are recorded by now
@@ -65,7 +65,7 @@ def copied(engine: Any, folder: Path) -> dict[str, bool]:
     return {name: torch.equal(parameter, replayed[name]) for name, parameter in model.named_parameters()}
 
 
-def slept_by_sglang(engine: Any) -> tuple[set[str], set[str]]:
+def run_sglang_sleep(engine: Any) -> tuple[set[str], set[str]]:
     """Let SGLang's own code run, though a CPU has nothing to free, with a request dropped under way; return what it takes for freed."""
     engine._shared = True
     freed = engine._scheduler.weight_updater.offload_tags
@@ -78,7 +78,7 @@ def slept_by_sglang(engine: Any) -> tuple[set[str], set[str]]:
     return asleep, set(freed)
 
 
-def opened_under(*folders: str) -> set[str]:
+def record_opened_paths(*folders: str) -> set[str]:
     """Collect the paths below these folders that this process opens or makes from now on."""
     opened: set[str] = set()
 
@@ -91,29 +91,29 @@ def opened_under(*folders: str) -> set[str]:
 
 
 def main(engine: str, folder: Path, out: Path) -> None:
-    opened = opened_under("/dev/shm/", f"{tempfile.gettempdir()}/tmp")
+    opened = record_opened_paths("/dev/shm/", f"{tempfile.gettempdir()}/tmp")
     made = {"vllm": vllm, "sglang": sglang, "sglang overlap": lambda folder: sglang(folder, overlap=True)}[engine](folder)
     weights = load_file(folder / "model.safetensors")
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     found: dict[str, Any] = {"threads": torch.get_num_threads(), "children_s": children.ru_utime + children.ru_stime}
-    found |= generated(made, weights)
+    found |= sample_requests(made, weights)
     if engine != "vllm":
-        found["asleep"], found["awake"] = slept_by_sglang(made)
-    found["slept"] = [asdict(response) for response in slept(made)]
+        found["asleep"], found["awake"] = run_sglang_sleep(made)
+    found["slept"] = [asdict(response) for response in sleep_and_sample(made)]
     before, started = time.process_time(), time.perf_counter()
     for _ in range(20):
         made.generate(VLLM_PROMPTS, FREE, SEEDS)
     found["cores"] = (time.process_time() - before) / (time.perf_counter() - started)
-    found["stepped"] = stepped(made, weights)
-    found["talked"] = talked(made, weights)
+    found["stepped"] = step_engine(made, weights)
+    found["talked"] = compare_conversations(made, weights)
     if engine == "vllm":
-        found["held"] = held(made)
-        found["differing"] = differing(made)
+        found["held"] = inspect_caches(made)
+        found["differing"] = find_differences(made)
         found["compiled"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         found["batched_tokens"] = made.llm.vllm_config.scheduler_config.max_num_batched_tokens  # type: ignore[attr-defined]
     else:
-        made.load_weights(changed(weights, 1))
-        found["copied"] = copied(made, folder)
+        made.load_weights(other_weights(weights, 1))
+        found["copied"] = compare_copies(made, folder)
     made.close()
     found["left"] = sorted(path for path in opened if Path(path).exists())
     torch.save(found, out)

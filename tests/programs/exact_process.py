@@ -97,7 +97,7 @@ def exact_product(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return made(states).detach()
 
 
-def by_rows(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[bool]:
+def rows_match(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> list[bool]:
     """Whether the rows of a product of 200 are those of products of fewer, for matrices of a model of 135M."""
     draw, same = torch.Generator().manual_seed(0), []
     for into, out in ((576, 1536), (1536, 576), (576, 960)):
@@ -120,7 +120,7 @@ def trainer(out: Path, folders: list[Path]) -> None:
     trained = [(train(folder, out / folder.name), out / folder.name) for folder in folders]
     subprocess.run([sys.executable, __file__, "engine", str(out), *map(str, folders)], check=True, timeout=500)
     for (made, steps), place in trained:
-        torch.save({"steps": steps, **scored(made, place)}, place / "found.pt")
+        torch.save({"steps": steps, **compare_scores(made, place)}, place / "found.pt")
         made.close()
 
 
@@ -142,7 +142,7 @@ def train(folder: Path, out: Path) -> tuple[Any, list[Any]]:
     return made, steps
 
 
-def scored(made: Any, out: Path) -> dict[str, Any]:
+def compare_scores(made: Any, out: Path) -> dict[str, Any]:
     """Compare the scores with what the engine sampled: as they are, in other passes, and with one operation put back after the other."""
     sampled_of = torch.load(out / "sampled.pt")
     weights = [torch.load(out / f"weights{version}.pt") for version in (0, 1)]
@@ -166,7 +166,7 @@ def scored(made: Any, out: Path) -> dict[str, Any]:
         found[name] = compared()
         setattr(place(), attribute, kept)
     found["exact again"] = compared()
-    found["rows"] = {name: by_rows(product) for name, product in (("exact", exact_product), ("own", linear))}
+    found["rows"] = {name: rows_match(product) for name, product in (("exact", exact_product), ("own", linear))}
     return found
 
 

@@ -57,7 +57,7 @@ def job(made: Graph, folder: Path, on: int = hosts.HOSTS, restarts: int = 0, *, 
     return Job(made, plan, dispatch_name="placed", deadline_s=200.0, recovery=recovery, links=Links(encrypt=encrypt))
 
 
-def kept(step: Any) -> tuple[int, int, Mapping[str, float]]:
+def comparable_parts(step: Any) -> tuple[int, int, Mapping[str, float]]:
     names = ("actor/", "critic/", "response_length/")
     return (
         step.index,
@@ -66,7 +66,7 @@ def kept(step: Any) -> tuple[int, int, Mapping[str, float]]:
     )
 
 
-def differing(step: Any, other: Any) -> list[str]:
+def name_differences(step: Any, other: Any) -> list[str]:
     """Name what differs of two steps: a metric, or their index or staleness."""
     both = [(name, step[2].get(name), other[2].get(name)) for name in {**step[2], **other[2]}]
     metrics = [f"{name}: {one} {another}" for name, one, another in both if one != another]
@@ -83,14 +83,14 @@ def digest(folder: Path) -> str:
     return f"{newest.name} {found.hexdigest()}"
 
 
-def compared(control: hosts.Control, made: Graph, found: Sequence[Any], folder: Path) -> Mapping[str, object]:
+def compare_uninterrupted(control: hosts.Control, made: Graph, found: Sequence[Any], folder: Path) -> Mapping[str, object]:
     """Compare with a run that nothing interrupted, whose hosts share the folder."""
     shared = Path(tempfile.mkdtemp(dir=control.shared))
     with job(made, shared) as running:
-        expected = [kept(step) for step in running.steps(STEPS)]
+        expected = [comparable_parts(step) for step in running.steps(STEPS)]
     pairs = zip(found, expected[-len(found) :], strict=True)
     return {
-        "differ": sorted(difference for step, other in pairs for difference in differing(step, other)),
+        "differ": sorted(difference for step, other in pairs for difference in name_differences(step, other)),
         "steps": [index for index, *_ in found],
         "weights": [digest(folder), digest(shared)],
         "told where shared": [notice for notice in running.notices if APART in notice],
@@ -110,11 +110,18 @@ def resumed(control: hosts.Control) -> Mapping[str, object]:
         with job(made, folder, on, encrypt=encrypt) as running:
             told.append([notice for notice in running.notices if APART in notice])
             ranks = {worker.host for worker in running.plan.workers if worker.world > 1}
-            found += [kept(step) for step in running.steps(until)]
+            found += [comparable_parts(step) for step in running.steps(until)]
             ports.append({n: sorted(control("listening", n)) for n in range(1, on + 1)})
             refused = exported(running, folder)
     control("on", 3, "sh", "-c", f'test -z "$(ls {folder})"')
-    return {"error": "", "ranks": len(ranks), "ports": ports, "refused": refused, "told": told, **compared(control, made, found, folder)}
+    return {
+        "error": "",
+        "ranks": len(ranks),
+        "ports": ports,
+        "refused": refused,
+        "told": told,
+        **compare_uninterrupted(control, made, found, folder),
+    }
 
 
 def exported(running: Job, folder: Path) -> str:
@@ -125,7 +132,7 @@ def exported(running: Job, folder: Path) -> str:
     return ""
 
 
-def in_the_middle(folder: Path, step: int) -> Path:
+def wait_for_partial_shard(folder: Path, step: int) -> Path:
     """Wait until the shard of host 3's rank begins to arrive in a checkpoint that is not whole."""
     while True:
         for file in folder.glob(f".part-*-{step:08d}/policy/__1_*"):
@@ -145,15 +152,15 @@ def driver_killed(control: hosts.Control) -> Mapping[str, object]:
     while EVERY not in checkpoint_steps(folder):
         time.sleep(0.01)
     control("slow", 3, "2mbit")
-    half = in_the_middle(folder, 2 * EVERY)
+    half = wait_for_partial_shard(folder, 2 * EVERY)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     seen = {"half": half.stat().st_size, "whole": sorted(checkpoint_steps(folder))}
     control("join", 3)
     with job(made, folder) as running:
         begin = running.finished
-        found = [kept(step) for step in running.steps(STEPS)]
-    return {"error": "", "begin": begin, "full": _size(folder, half), **seen, **compared(control, made, found, folder)}
+        found = [comparable_parts(step) for step in running.steps(STEPS)]
+    return {"error": "", "begin": begin, "full": _size(folder, half), **seen, **compare_uninterrupted(control, made, found, folder)}
 
 
 def _size(folder: Path, half: Path) -> int:
@@ -166,7 +173,7 @@ def host_killed(control: hosts.Control) -> Mapping[str, object]:
     made, folder, seen = graph(control), Path(tempfile.mkdtemp()), {}
 
     def kill() -> None:
-        half = in_the_middle(folder, 2 * EVERY)
+        half = wait_for_partial_shard(folder, 2 * EVERY)
         control("kill", 3)
         seen.update(half=half.stat().st_size, whole=sorted(checkpoint_steps(folder)), name=half)
         control("start", 3)
@@ -174,15 +181,15 @@ def host_killed(control: hosts.Control) -> Mapping[str, object]:
 
     with job(made, folder, restarts=2) as running:
         steps = running.steps(STEPS)
-        found = [kept(next(steps)) for _ in range(EVERY)]
+        found = [comparable_parts(next(steps)) for _ in range(EVERY)]
         thread = threading.Thread(target=kill)
         control("slow", 3, "2mbit")
         thread.start()
-        found += [kept(step) for step in steps]
+        found += [comparable_parts(step) for step in steps]
         thread.join()
         restarts = running._restarts.used
     full = _size(folder, seen.pop("name"))
-    return {"error": "", "full": full, "restarts": restarts, **seen, **compared(control, made, found, folder)}
+    return {"error": "", "full": full, "restarts": restarts, **seen, **compare_uninterrupted(control, made, found, folder)}
 
 
 def disk_full(control: hosts.Control) -> Mapping[str, object]:

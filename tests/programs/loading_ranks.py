@@ -19,7 +19,7 @@ HEADS = {"policy": PolicyHead, "critic": ValueHead}
 Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # by parameter: whole shape, offsets, this rank's box
 
 
-def held(kind: str, folder: Path, rank: int, world: int) -> Held:
+def load_shards(kind: str, folder: Path, rank: int, world: int) -> Held:
     """Load a model, and copy the boxes that this rank has of it."""
     engine = FsdpEngine(HEADS[kind](folder), optimizer=AdamW(), rank=rank, world=world, dtype=torch.float32)
     boxes = {name: own_box(name, parameter) for name, parameter in engine.trained().items()}
@@ -43,7 +43,7 @@ def run_ranks(models: list[tuple[str, Path]], out: Path, world: int) -> list[dic
 def be_rank(models: list[tuple[str, Path]], out: Path, rank: int, world: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
-    found: dict[Any, Held] = {(kind, folder.name): held(kind, folder, rank, world) for kind, folder in models}
+    found: dict[Any, Held] = {(kind, folder.name): load_shards(kind, folder, rank, world) for kind, folder in models}
     torch.save(found, out / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
@@ -61,4 +61,4 @@ def load_forever(folder: Path, reading: Any) -> None:
         return read(*given)
 
     PieceReader._read = halting  # type: ignore[method-assign]
-    held("policy", folder, 0, 1)
+    load_shards("policy", folder, 0, 1)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from programs.parallel_ranks import assembled, boxes
+from programs.parallel_ranks import assemble_shards, copy_shards
 from support.forked_workers import server
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 
@@ -23,20 +23,20 @@ def engine_of(folder: Path, rank: int = 0, world: int = 1, **given: Any) -> Fsdp
     return FsdpEngine(PolicyHead(folder, fused=given.pop("fused", False)), rank=rank, world=world, **given)
 
 
-def trained(engine: FsdpEngine, stored: Path | None = None) -> dict[str, Any]:
+def train_adapter(engine: FsdpEngine, stored: Path | None = None) -> dict[str, Any]:
     """Take two steps, save, take a third, and go back to take it again."""
     batch = batch_of(LENGTHS, holes=True)
-    found: dict[str, Any] = {"begins": boxes(engine), "base": engine.base_scores(batch)}
+    found: dict[str, Any] = {"begins": copy_shards(engine), "base": engine.base_scores(batch)}
     found["metrics"] = [engine.update(batch, WeightedLikelihood()) for _ in range(2)]
-    found["weights"], found["scores"], found["base after"] = boxes(engine), engine.scores(batch), engine.base_scores(batch)
+    found["weights"], found["scores"], found["base after"] = copy_shards(engine), engine.scores(batch), engine.base_scores(batch)
     if stored is not None:
         write = engine.save(stored, 60.0)
         third = engine.update(batch, WeightedLikelihood())  # what is written is the copy of before
-        weights = boxes(engine)
+        weights = copy_shards(engine)
         write()
         engine.load(stored)
         again = engine.update(batch, WeightedLikelihood())
-        same = [torch.equal(a.tensor, b.tensor) for a, b in zip(weights, boxes(engine), strict=True)]
+        same = [torch.equal(a.tensor, b.tensor) for a, b in zip(weights, copy_shards(engine), strict=True)]
         found |= {"resumed": third == again and all(same), "third": third}
     return found
 
@@ -45,7 +45,7 @@ def be_rank(folder: str, out: Path, rank: int, world: int, given: dict[str, Any]
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
     engine = engine_of(Path(folder), rank, world, **given)
-    torch.save(trained(engine, out / "stored"), out / f"{rank}.pt")
+    torch.save(train_adapter(engine, out / "stored"), out / f"{rank}.pt")
     engine.close()
     dist.destroy_process_group()
 
@@ -62,6 +62,6 @@ def run_lora(folder: Path, out: Path, world: int, **given: Any) -> list[dict[str
     return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-def together(ranks: list[dict[str, Any]], what: str) -> dict[str, torch.Tensor]:
+def assemble_matrices(ranks: list[dict[str, Any]], what: str) -> dict[str, torch.Tensor]:
     """The whole matrices that the boxes of all ranks make up."""
-    return assembled([rank[what] for rank in ranks])
+    return assemble_shards([rank[what] for rank in ranks])

@@ -55,7 +55,7 @@ class Control:
 
 def graph(generate_s: float = 0.02, count: int = 4) -> Graph:
     judged = Pool("judge")
-    return fakes.vector_loop(1, generate_s=generate_s, count=count, middle=lambda rollout: fakes.scored_on(judged, rollout))
+    return fakes.vector_loop(1, generate_s=generate_s, count=count, middle=lambda rollout: fakes.score_on_pool(judged, rollout))
 
 
 def job(

@@ -21,7 +21,7 @@ def found(worker, config, folder: str) -> dict[str, int]:
     """Return, of one rank, how many versions a replay left as the loader does, and how many numbers it copies of how many."""
     import torch
     from safetensors.torch import load_file
-    from support.tiny import changed
+    from support.tiny import other_weights
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
@@ -37,7 +37,7 @@ def found(worker, config, folder: str) -> dict[str, int]:
     replayed, loaded, equal = model(), model(), 0
     plan = record(replayed, weights)
     for seed in (1, 2, 3):
-        version = changed(weights, seed)
+        version = other_weights(weights, seed)
         if plan is not None:
             plan.replay(version)
         loaded.load_weights(iter(version.items()))

@@ -76,30 +76,30 @@ def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False
     return FsdpEngine(head, optimizer=case.optimizer, rank=rank, world=world, host_moments=saving, **given, **ranks)
 
 
-def trained(engine: Any, kind: str, steps: int = STEPS) -> dict[str, Any]:
+def train_steps(engine: Any, kind: str, steps: int = STEPS) -> dict[str, Any]:
     """Score a batch, take steps on it, and tell what came of each."""
-    batch, loss = given_to(kind)
-    found: dict[str, Any] = {"weights": boxes(engine), "scores": engine.scores(batch, temperature=0.7)}
+    batch, loss = batch_and_loss(kind)
+    found: dict[str, Any] = {"weights": copy_shards(engine), "scores": engine.scores(batch, temperature=0.7)}
     if kind == "policy":
         found["squares"] = engine.scores_and_squares(batch, temperature=0.7)[1]
     found["metrics"] = [engine.update(batch, loss, temperature=0.7)]
-    found["moments"] = boxes(engine, moments=True)  # of one step: the gradients
+    found["moments"] = copy_shards(engine, moments=True)  # of one step: the gradients
     found["metrics"] += [engine.update(batch, loss, temperature=0.7) for _ in range(steps - 1)]
-    return found | {"scores after": engine.scores(batch, temperature=0.7), "weights after": boxes(engine)}
+    return found | {"scores after": engine.scores(batch, temperature=0.7), "weights after": copy_shards(engine)}
 
 
-def given_to(kind: str) -> tuple[dict[str, torch.Tensor], Any]:
+def batch_and_loss(kind: str) -> tuple[dict[str, torch.Tensor], Any]:
     """The batch that a model of this kind is trained on, and its loss."""
     return returns_of(batch_of(LENGTHS, holes=True)), WeightedLikelihood(entropy=0.1) if kind == "policy" else ValueLoss()
 
 
-def going_on(engine: Any, case: Case) -> list[dict[str, float]]:
+def continue_training(engine: Any, case: Case) -> list[dict[str, float]]:
     """Take some more steps, and tell the metrics of each."""
-    batch, loss = given_to(case.kind)
+    batch, loss = batch_and_loss(case.kind)
     return [engine.update(batch, loss, temperature=0.7) for _ in range(GOES_ON)]
 
 
-def by_one_process(
+def run_one_process(
     cases: dict[str, Case], parent: Path, then: Callable[[Any, Case], dict[str, Any]] = lambda engine, case: {}
 ) -> Callable[[str], tuple[dict[str, Any], Path]]:
     """Give what one process finds with a model and `then` does, and the folder of its state before that: computed once for each."""
@@ -110,7 +110,7 @@ def by_one_process(
             threads = torch.get_num_threads()
             torch.set_num_threads(1)
             engine = engine_of(cases[name])
-            result = trained(engine, cases[name].kind, cases[name].steps)
+            result = train_steps(engine, cases[name].kind, cases[name].steps)
             engine.save(parent / name, 60.0)()
             found[name] = result | then(engine, cases[name]), parent / name
             engine.close()
@@ -120,7 +120,7 @@ def by_one_process(
     return one
 
 
-def boxes(engine: Any, *, moments: bool = False) -> list[WeightShard]:
+def copy_shards(engine: Any, *, moments: bool = False) -> list[WeightShard]:
     """Copy the boxes of this rank: of the weights, or of the first moment of each."""
     shards = list(engine.weight_shards())
     if not moments:
@@ -141,7 +141,7 @@ def _first_moments(key: str, tensor: torch.Tensor) -> list[WeightShard]:
     return []
 
 
-def assembled(ranks: list[list[WeightShard]]) -> dict[str, torch.Tensor]:
+def assemble_shards(ranks: list[list[WeightShard]]) -> dict[str, torch.Tensor]:
     """Put the boxes of all ranks together, as a generator does."""
     sent = [[shard for shard in shards if shard.replica == 0] for shards in ranks]
     return Assembly(sent).assemble([[shard.tensor for shard in shards] for shards in sent])
@@ -155,22 +155,22 @@ def be_rank(cases: list[Case], out: Path, rank: int, world: int, ranks: dict[str
             prepare_compiler(case.compiled)
         AT_ONCE["cpu"] = 4 * 288 if case.saving else 1 << 24
         engine = engine_of(case, rank, world, saving=case.saving, **ranks)
-        found = trained(engine, case.kind, case.steps)
+        found = train_steps(engine, case.kind, case.steps)
         engine.save(out / case.name, 60.0)()
         if case.export is not None:
             write_shards(*case.export, engine.weight_shards())
         if case.begins is not None:
             engine.load(case.begins)
-            found["loaded"] = boxes(engine)
-            found["goes on"] = going_on(engine, case)
+            found["loaded"] = copy_shards(engine)
+            found["goes on"] = continue_training(engine, case)
         if case.trainer == "megatron" and case.kind == "policy":
             engine.load_weights(load_file(case.folder / "model.safetensors"))
-            found["taken"] = boxes(engine)
+            found["taken"] = copy_shards(engine)
         if case.compiled:
-            found["traced"] = traced()
+            found["traced"] = count_graphs()
             for name in ("goes on", "goes on again"):
                 engine.load(out / case.name)
-                found[name] = going_on(engine, case)
+                found[name] = continue_training(engine, case)
         torch.save(found, out / f"{case.name}.{rank}.pt")
         engine.close()
     dist.destroy_process_group()
@@ -196,7 +196,7 @@ def attend_by_mask(
     return scaled_dot_product_attention(query, key, value, attn_mask=seen[None, None], scale=scaling).transpose(1, 2), None
 
 
-def traced() -> dict[str, int]:
+def count_graphs() -> dict[str, int]:
     """How many graphs the layers have become, and how often one ended before its layer did."""
     counters = torch._dynamo.utils.counters
     return {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
@@ -243,5 +243,7 @@ def run_exporting(cases: list[Case], folder: Path, world: int, whole: list[Weigh
         results = run_ranks([first, *cases[1:]], folder / "out", world, **ranks)
         growing.finish()
     exported = load_file(folder / "exported" / "model.safetensors")
-    assert all(torch.equal(exported[name], one) for name, one in assembled([rank["weights after"] for rank in results[first.name]]).items())
+    assert all(
+        torch.equal(exported[name], one) for name, one in assemble_shards([rank["weights after"] for rank in results[first.name]]).items()
+    )
     return results

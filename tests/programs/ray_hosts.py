@@ -71,7 +71,7 @@ class Hosts(namespaces.Network):
         return self.home(n) / ".ray" / "auth_token"
 
 
-def together(*commands: Callable[[], None]) -> None:
+def run_together(*commands: Callable[[], None]) -> None:
     """Run commands side by side, since each waits more than it computes."""
     with ThreadPoolExecutor(len(commands)) as pool:
         for done in [pool.submit(command) for command in commands]:
@@ -81,21 +81,21 @@ def together(*commands: Callable[[], None]) -> None:
 def tokens(hosts: Hosts) -> None:
     """One command on the head, one on each other host, a job over all; then wrong tokens, and the end."""
     hosts.do("start", 1, f"{RLGRAPH} cluster start --address {FIRST} {SMALL}")
-    together(
+    run_together(
         lambda: hosts.do("start again", 1, f"{RLGRAPH} cluster start --address {FIRST} {SMALL}"),
         lambda: hosts.do("join without a token", 2, f"{RLGRAPH} cluster join {FIRST} {SMALL}"),
         lambda: hosts.do("join with another token", 3, f"echo wrong | {RLGRAPH} cluster join {FIRST} --token - {SMALL}"),
     )
-    together(
+    run_together(
         lambda: hosts.do("join by a pipe", 2, f"cat {hosts.token(1)} | {RLGRAPH} cluster join {FIRST} --token - {SMALL}"),
         lambda: hosts.do("join with a shared home", 3, f"{RLGRAPH} cluster join {FIRST}:6379 {SMALL}", home=1),
     )
-    together(
+    run_together(
         lambda: hosts.do("job", 1, f"{JOB} 3"),
         lambda: hosts.do("job with another token", 1, f"{JOB} 3", home=3),
         lambda: hosts.do("job without a token", 1, f"{JOB} 3", home=2, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH="/nowhere"),
     )
-    together(*(lambda n=n: hosts.do(f"stop {n}", n, f"{RLGRAPH} cluster stop; {LEFT}") for n in (1, 2, 3)))
+    run_together(*(lambda n=n: hosts.do(f"stop {n}", n, f"{RLGRAPH} cluster stop; {LEFT}") for n in (1, 2, 3)))
     hosts.do("job without Ray", 1, f"{JOB} 3")
 
 
@@ -104,7 +104,7 @@ def symmetric_run(hosts: Hosts) -> None:
     hosts.do("token", 1, f"ray get-auth-token --generate >/dev/null; ls -l {hosts.token(1)}")
     variables = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(hosts.token(1)), "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "150"}
     line = f"ray symmetric-run --address 10.99.0.1:6379 --min-nodes 3 {SMALL[3:]} --disable-usage-stats -- {JOB} 3"
-    together(*(lambda n=n: hosts.do(f"run {n}", n, line, **variables) for n in (1, 2, 3)))
+    run_together(*(lambda n=n: hosts.do(f"run {n}", n, line, **variables) for n in (1, 2, 3)))
 
 
 def slurm(hosts: Hosts) -> None:
@@ -129,13 +129,13 @@ def jobs(hosts: Hosts) -> None:
     submit = "ray job submit --address http://127.0.0.1:8265"
     with_mode = {"RAY_AUTH_MODE": "token"}
     tiny = "from pathlib import Path; from rlgraph.engines.hf_models.pretrained import tiny_model; tiny_model(Path('model'))"
-    together(
+    run_together(
         lambda: hosts.do("start", 1, f"{RLGRAPH} cluster start --address {FIRST} --jobs {SMALL}"),
         lambda: hosts.do("model", 2, f'cd {hosts.shared}; python -c "{tiny}"'),
     )
     hosts.do("join", 2, f"{RLGRAPH} cluster join {FIRST} {SMALL}", home=1)
     print(json.dumps({"did": "ports", "at": [address for address, ports in hosts.listening(1).items() if 8265 in ports]}), flush=True)
-    together(
+    run_together(
         lambda: hosts.do("without a mode", 1, f"{submit} -- python programs/cluster_job.py 2"),
         lambda: hosts.do(
             "without the token", 1, f"{submit} -- python programs/cluster_job.py 2", home=3, RAY_AUTH_TOKEN="wrong", **with_mode
@@ -146,7 +146,7 @@ def jobs(hosts: Hosts) -> None:
     hosts.do(
         "recipe", 1, f"{submit} --working-dir {TESTS.parent / 'recipes'} -- {recipe}; wc -l {hosts.shared}/out/metrics.jsonl", **with_mode
     )
-    together(*(lambda n=n: hosts.do(f"stop {n}", n, f"{RLGRAPH} cluster stop; {LEFT}") for n in (1, 2)))
+    run_together(*(lambda n=n: hosts.do(f"stop {n}", n, f"{RLGRAPH} cluster stop; {LEFT}") for n in (1, 2)))
 
 
 CASES: dict[str, Callable[[Hosts], None]] = {"tokens": tokens, "symmetric run": symmetric_run, "slurm": slurm, "jobs": jobs}

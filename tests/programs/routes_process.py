@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from support.router_replay import PROMPTS, weights_of
-from support.tiny import changed
+from support.tiny import other_weights
 
 from rlgraph.engines.api import Request, Sampling
 from rlgraph.engines.vllm.engine import VllmEngine
@@ -19,7 +19,7 @@ def main(folder: Path, out: Path) -> None:
     for part in ("first", "again"):  # again: the prompts are in the engine's cache
         found[part] = [(r.tokens, r.routes) for r in engine.generate(PROMPTS, SAMPLING, list(range(len(PROMPTS))))]
     weights = weights_of(folder)
-    others = changed(weights, seed=0)
+    others = other_weights(weights, seed=0)
     for running in ("recompute", "keep"):
         engine.load_weights(weights)
         for name, prompt in (("long", PROMPTS[1]), ("alike", PROMPTS[2])):

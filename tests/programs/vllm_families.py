@@ -23,7 +23,7 @@ SEEDS = list(range(len(PROMPTS)))
 FREE = Sampling(max_tokens=12, ignore_eos=True)
 
 
-def replayed(engine: VllmEngine, first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> str:
+def replay_copies(engine: VllmEngine, first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> str:
     """Record the copies of the model's own loader, replay them with other weights, and tell what the loader leaves otherwise."""
     models = []
     for weights in (first, second):
@@ -54,7 +54,7 @@ def main(out: Path, pairs: list[tuple[Path, Path]]) -> None:
         found[folder.name] = {"responses": [[asdict(response) for response in responses] for responses in (before, after)]}
         if "moe" in folder.name or folder.name == "mixtral":
             first = load_file(folder / "model.safetensors")
-            found[folder.name]["replayed"] = replayed(engine, first, load_file(weights))
+            found[folder.name]["replayed"] = replay_copies(engine, first, load_file(weights))
         torch.save(found, out)
         engine.close()
         del engine

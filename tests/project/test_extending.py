@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support import files_channel, forked_workers, user_mistakes  # noqa: F401 (a way of dispatch)
-from support.tiny import tiny
+from support.tiny import tiny_llama
 
 import rlgraph as rg
 from rlgraph import notices
@@ -98,7 +98,7 @@ def test_a_loss_and_an_estimator_of_ones_own_train_as_the_page_shows(tmp_path: P
     page = (ROOT / "docs/algorithms.md").read_text().partition("## A loss and an estimator of your own")[2]
     shown: dict[str, Any] = {}
     exec(page.partition("```python\n")[2].partition("```")[0], shown)
-    graph = user_mistakes.graph(tiny(tmp_path), estimator=shown["Centred"](), loss=shown["PlainLoss"](), reward=lengths)
+    graph = user_mistakes.graph(tiny_llama(tmp_path), estimator=shown["Centred"](), loss=shown["PlainLoss"](), reward=lengths)
     with rg.compile(graph, rg.Cluster(cpus=2)).run_here() as job:
         (step,) = job.steps(1)
     assert math.isfinite(step.metrics["actor/pg_loss"])

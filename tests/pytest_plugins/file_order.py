@@ -15,15 +15,15 @@ SECONDS = {"vllm": 25.0, "ray": 12.0, "slurm": 60.0, "namespaces": 15.0}  # that
 SHORT = 0.1  # of a test without one
 
 
-def seconds(item: pytest.Item) -> float:
+def estimate_seconds(item: pytest.Item) -> float:
     """Guess what a test takes from its markers: no list of tests could grow old."""
     return max((SECONDS.get(mark.name, SHORT) for mark in item.iter_markers()), default=SHORT)
 
 
-def together(tests: list[pytest.Item]) -> float:
+def estimate_file_seconds(tests: list[pytest.Item]) -> float:
     """Guess what the tests of a file take: one that is given more time than others will use it."""
     given = [mark.args[0] for item in tests for mark in item.iter_markers("timeout") if mark.args]
-    return math.fsum(map(seconds, tests)) + max(given, default=0.0) / 6
+    return math.fsum(map(estimate_seconds, tests)) + max(given, default=0.0) / 6
 
 
 def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
@@ -31,7 +31,7 @@ def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     files: dict[Any, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
-    return [item for _, tests in sorted(files.items(), key=lambda file: -together(file[1])) for item in tests]
+    return [item for _, tests in sorted(files.items(), key=lambda file: -estimate_file_seconds(file[1])) for item in tests]
 
 
 @pytest.hookimpl(trylast=True)

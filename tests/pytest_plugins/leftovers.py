@@ -28,7 +28,7 @@ class Seen:
     silenced: int = field(default_factory=lambda: logging.root.manager.disable)
 
 
-def taken_away(*before: Seen) -> list[str]:
+def remove_leftovers(*before: Seen) -> list[str]:
     """Bring the process back to the last of the moments, and name what was there at none of them."""
     now, last, left = Seen(), before[-1], []
     if now.group and not any(seen.group for seen in before):
@@ -68,9 +68,9 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
         result = yield
     finally:
         if len(seen := item.stash.get(TEST, [])) == 2:
-            left += [f"{item.name} leaves {what}" for what in taken_away(*seen)]
+            left += [f"{item.name} leaves {what}" for what in remove_leftovers(*seen)]
         if FILE in item.session.stash and (nextitem is None or nextitem.path != item.path):
-            left += [f"a fixture of {item.path.name} leaves {what}" for what in taken_away(item.session.stash[FILE][1])]
+            left += [f"a fixture of {item.path.name} leaves {what}" for what in remove_leftovers(item.session.stash[FILE][1])]
     if left:
         pytest.fail("; ".join(left), pytrace=False)
     return result

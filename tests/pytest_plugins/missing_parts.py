@@ -51,7 +51,7 @@ def missing(markers: set[str]) -> dict[str, str]:
         found["without_slurm"] = "SLURM is installed, whose tests do the same"
     if "openssl" in markers and not shutil.which("openssl"):
         found["openssl"] = "the command openssl, which makes certificates, is not installed"
-    if "namespaces" in markers and (reason := namespaces.refused()):
+    if "namespaces" in markers and (reason := namespaces.explain_refusal()):
         found["namespaces"] = f"no host of namespaces can be made: {reason}"
     if "sandbox" in markers and (reason := sandbox_refused()):
         found["sandbox"] = reason

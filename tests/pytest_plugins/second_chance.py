@@ -28,7 +28,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
         failed = list(dict.fromkeys(report.nodeid for report in reports))
         collected = all(isinstance(report, pytest.TestReport) for report in reports)
         if collected and 0 < len(failed) <= most:
-            passed, printed = again(failed, session.config.rootpath)
+            passed, printed = rerun_tests(failed, session.config.rootpath)
             session.config.stash[AGAIN] = ([test for test in failed if test in passed], [t for t in failed if t not in passed], printed)
             if passed == set(failed):
                 session.exitstatus = pytest.ExitCode.OK
@@ -49,7 +49,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line("\n".join(broken), red=True)
 
 
-def again(tests: list[str], root: Path) -> tuple[set[str], str]:
+def rerun_tests(tests: list[str], root: Path) -> tuple[set[str], str]:
     """Run the tests in one new process. Return those that passed, and what it printed."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "outcomes"

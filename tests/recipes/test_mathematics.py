@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support import forked_workers
-from support.recipe_runs import run
+from support.recipe_runs import run_recipe
 from support.templates import model_with
 from support.tiny import tiny_qwen
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -47,7 +47,7 @@ def test_a_family_is_trained_validated_and_exported(template: str, tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
     thinking = ["thinking=false"] if template == "qwen3" else []
-    run("mathematics", monkeypatch, *SMALL, f"model={model}", *thinking, "correction=decoupled_token_is", "out=run")
+    run_recipe("mathematics", monkeypatch, *SMALL, f"model={model}", *thinking, "correction=decoupled_token_is", "out=run")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert {"val/acc/mean@2", "val/acc/best@2/mean", "val/acc/maj@2/mean", "val/pass@2", "val/chain_sum/acc/mean@2"} <= set(lines[-1])
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "run/model")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 from support import forked_workers
-from support.recipe_runs import RECIPES, run
+from support.recipe_runs import RECIPES, run_recipe
 
 import rlgraph as rg
 from rlgraph.analysis.run import Run
@@ -64,7 +64,7 @@ def test_a_recipe_leaves_its_metrics_pictures_and_timelines(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
-    run(name, monkeypatch, *TINY, *MORE.get(name, []), "out=run")
+    run_recipe(name, monkeypatch, *TINY, *MORE.get(name, []), "out=run")
     assert_complete(tmp_path, capsys.readouterr().out)
 
 
@@ -72,7 +72,7 @@ def test_a_recipe_leaves_its_metrics_pictures_and_timelines(
 def test_ppo_with_adapters_has_the_base_for_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
-    run("ppo", monkeypatch, *TINY, "rank=4", "critic_warmup=0", "lr=1e-3", "out=run")
+    run_recipe("ppo", monkeypatch, *TINY, "rank=4", "critic_warmup=0", "lr=1e-3", "out=run")
     plan = rg.Plan.from_json((tmp_path / "run" / "plan.json").read_text())
     assert {model.name for model in plan.models} == {"generator", "policy", "critic"}
     assert [loop.adapter.rank for loop in plan.loops if loop.adapter] == [4]
@@ -88,7 +88,7 @@ def test_a_recipe_beyond_policy_gradients_leaves_its_records(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
     arguments, metrics = BEYOND[name]
-    run(name, monkeypatch, "model=tiny", "steps=2", "out=run", *arguments)
+    run_recipe(name, monkeypatch, "model=tiny", "steps=2", "out=run", *arguments)
     assert_recorded(tmp_path, capsys.readouterr().out, metrics)
 
 
@@ -98,7 +98,7 @@ def test_a_recipe_of_several_graphs_leaves_the_records_of_each(name: str, tmp_pa
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
     arguments, graphs = STAGED[name]
-    run(name, monkeypatch, "model=tiny", "engine=transformers", "out=run", *arguments)
+    run_recipe(name, monkeypatch, "model=tiny", "engine=transformers", "out=run", *arguments)
     for graph, metrics in graphs.items():
         (line,) = (tmp_path / "run" / graph / "metrics.jsonl").read_text().splitlines()
         assert metrics <= set(json.loads(line))
@@ -130,7 +130,7 @@ def test_a_curriculum_trains_its_second_graph_from_the_weights_of_the_first(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
     few = ["examples=2", "sft_steps=1", "prompts=2", "group_size=2", "rl_steps=1"]
-    run("curriculum", monkeypatch, "model=tiny", "engine=transformers", "out=run", *few)
+    run_recipe("curriculum", monkeypatch, "model=tiny", "engine=transformers", "out=run", *few)
     assert "one_step_off: run/one_step_off, weights None" in capsys.readouterr().out
     plan = rg.Plan.from_json((tmp_path / "run" / "one_step_off" / "plan.json").read_text())
     settings = json.loads((tmp_path / "run" / "one_step_off" / "run.json").read_text())["settings"]
@@ -147,7 +147,7 @@ def test_dapo_streams_and_validates_on_data_of_verl(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
     Path("train.jsonl").write_text(rows_of_verl())
-    run("dapo", monkeypatch, *TINY, *VALIDATED, "out=run")
+    run_recipe("dapo", monkeypatch, *TINY, *VALIDATED, "out=run")
     assert_complete(tmp_path, capsys.readouterr().out)
     assert_validated(tmp_path)
 
@@ -256,7 +256,7 @@ def test_bad_settings_end_with_a_clear_error_before_anything_starts(name: str, t
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(DISPATCHES, "compiled_graph", begin)
     with pytest.raises(RlgraphError, match=re.escape(message)):
-        run("one_step_off", monkeypatch, *arguments)
+        run_recipe("one_step_off", monkeypatch, *arguments)
 
 
 WRONG_BEYOND = {  # by recipe
@@ -288,15 +288,15 @@ def test_bad_settings_beyond_policy_gradients_end_before_anything_starts(
     if name == "reward_model":
         Path("run/model").mkdir(parents=True)
     with pytest.raises(RlgraphError, match=re.escape(message)):
-        run(name, monkeypatch, "model=tiny", *arguments, "out=run")
+        run_recipe(name, monkeypatch, "model=tiny", *arguments, "out=run")
 
 
 def test_a_setting_that_is_none_of_its_choices_lists_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RlgraphError, match=re.escape("Invalid value 'never', expected one of ['keep', 'recompute']")):
-        run("interrupt", monkeypatch, "interrupt=never")
+        run_recipe("interrupt", monkeypatch, "interrupt=never")
 
 
 def test_a_recipe_says_its_settings(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        run("one_step_off", monkeypatch, "--help")
+        run_recipe("one_step_off", monkeypatch, "--help")
     assert "depth: 1\n" in capsys.readouterr().out

@@ -28,9 +28,9 @@ LORA = rg.LoRA(rank=4, alpha=8.0)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from support.tiny import tiny
+    from support.tiny import tiny_llama
 
-    return str(tiny(tmp_path_factory.mktemp("models")))
+    return str(tiny_llama(tmp_path_factory.mktemp("models")))
 
 
 @rg.node(reads="responses", writes="rewards", by_group=True)

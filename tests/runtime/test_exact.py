@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import forked_workers  # noqa: F401 (a way of dispatch)
 from support.digests import ITEMS, odd_tokens
-from support.tiny import tiny, tiny_qwen
+from support.tiny import tiny_llama, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.errors import CertificateError, DataError, GraphError, PlanError
@@ -127,7 +127,7 @@ REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
 def test_what_is_not_proven_is_refused_where_it_is_declared(case: str, model: str, tmp_path: Path) -> None:
     build, match = REFUSED[case]
     with pytest.raises(GraphError, match=match):
-        build(model, str(tiny(tmp_path)))
+        build(model, str(tiny_llama(tmp_path)))
 
 
 def test_a_plan_counts_the_weights_that_are_packed_for_the_kernels(model: str) -> None:

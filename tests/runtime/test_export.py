@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from support import fakes, forked_workers
 from support.digests import ITEMS, odd_tokens
-from support.tiny import tiny
+from support.tiny import tiny_llama
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import check_model, tiny_model
@@ -173,7 +173,7 @@ def test_chat_templates_are_kept_and_what_is_no_part_of_a_model_is_not(model: Pa
 
 def test_a_checkpoint_exports_from_another_folder_than_that_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    own = tiny(tmp_path).relative_to(tmp_path)
+    own = tiny_llama(tmp_path).relative_to(tmp_path)
     with local_job(graph_of(own), Path("checkpoints"), every=1) as job:
         list(job.steps(1))
     (tmp_path / "elsewhere").mkdir()
@@ -184,7 +184,7 @@ def test_a_checkpoint_exports_from_another_folder_than_that_of_its_run(tmp_path:
 def test_a_critic_is_exported_by_its_name_and_is_a_critic_again(model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    with local_job(graph_of(model, critic=tiny(tmp_path)), tmp_path / "checkpoints", every=1) as job:
+    with local_job(graph_of(model, critic=tiny_llama(tmp_path)), tmp_path / "checkpoints", every=1) as job:
         list(job.steps(1))
         job.export(tmp_path / "policy")
         job.export(tmp_path / "critic", policy="critic", dtype="float32")

@@ -117,7 +117,7 @@ def test_who_does_not_know_the_jobs_key_gets_nothing(folders: Folders) -> None:
 @pytest.fixture(scope="module")
 def outcomes() -> Mapping[str, Mapping[str, Any]]:
     """Run all cases, two at a time, and return what came of each."""
-    command = namespaces.inside([sys.executable, str(PROGRAM), "2", *CASES])
+    command = namespaces.isolate_command([sys.executable, str(PROGRAM), "2", *CASES])
     run = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     found = {outcome["case"]: outcome for outcome in map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))}
     if missing := {*CASES} - found.keys():

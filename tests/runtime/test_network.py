@@ -57,7 +57,7 @@ PORTS, ENCRYPTED, PASSED_ON, THROUGH_A_TREE = OWN = "ports", "encrypted", "weigh
 @pytest.fixture(scope="module")
 def outcomes() -> Mapping[str, Mapping[str, Any]]:
     """Run all cases and return what came of each."""
-    command = namespaces.inside([sys.executable, str(PROGRAM), "5", *OWN, *SURVIVED, *NAMED, *WITHIN_A_VERSION])
+    command = namespaces.isolate_command([sys.executable, str(PROGRAM), "5", *OWN, *SURVIVED, *NAMED, *WITHIN_A_VERSION])
     run = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
     found = {outcome["case"]: outcome for outcome in map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))}
     if missing := {*OWN, *NAMED, *SURVIVED, *WITHIN_A_VERSION} - found.keys():

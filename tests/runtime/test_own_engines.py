@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support import forked_workers  # noqa: F401 (a way of dispatch)
 from support.digests import ITEMS, odd_tokens
-from support.tiny import tiny
+from support.tiny import tiny_llama
 from support.unigram import ENGINE, TRAINER
 
 import rlgraph as rg
@@ -21,7 +21,7 @@ from rlgraph.runtime.measure import Step
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny(tmp_path_factory.mktemp("model")))
+    return str(tiny_llama(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture

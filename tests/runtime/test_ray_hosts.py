@@ -24,7 +24,7 @@ def outcomes() -> Callable[..., Outcomes]:
 
     def run(case: str, python: str = sys.executable) -> Outcomes:
         if case not in ran:
-            command = namespaces.inside([python, str(PROGRAM), case])
+            command = namespaces.isolate_command([python, str(PROGRAM), case])
             ended = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
             ran[case] = {line["did"]: line for line in map(json.loads, ended.stdout.splitlines())}
             assert ended.returncode == 0, ended.stderr

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.digests import ITEMS, odd_tokens
-from support.tiny import tiny, tiny_moe
+from support.tiny import tiny_llama, tiny_moe
 
 import rlgraph as rg
 from rlgraph.columns import concat_rows
@@ -75,6 +75,6 @@ def test_routes_that_nobody_reads_or_nobody_writes_are_refused(model: str, tmp_p
         loop(model, routes=False)
     with pytest.raises(GraphError, match="samples conversations, and its generator has routes=True"):
         loop(model, agent=asks)
-    dense = str(tiny(tmp_path))
+    dense = str(tiny_llama(tmp_path))
     with pytest.raises(GraphError, match="has no experts to choose from; leave out routes"):
         rg.compile(loop(dense), Cluster(cpus=2)).run_here().__enter__()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import fakes
 from support.forked_workers import job as forked_job  # noqa: F401, makes the dispatch known
-from support.tiny import tiny
+from support.tiny import tiny_llama
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -148,7 +148,7 @@ def test_what_was_printed_is_seen_before_a_start_that_takes_long(monkeypatch: py
 
 
 def test_rollouts_count_responses_and_updates_micro_batches(tmp_path: Path) -> None:
-    folder = str(tiny(tmp_path))
+    folder = str(tiny_llama(tmp_path))
     sampling = rg.Sampling(max_tokens=6)
     generator = rg.Generator(folder, pool=rg.Pool("rollout"), sampling=sampling, engine="transformers", max_context=64)
     policy = rg.Policy(folder, pool=rg.Pool("train"), micro_batch_tokens=32)

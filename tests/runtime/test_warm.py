@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import fakes, forked_programs, forked_workers
-from support.digests import ITEMS, DigestPolicy, bits, here, odd_tokens
+from support.digests import ITEMS, DigestPolicy, clockless_metrics, odd_tokens, run_here
 from support.paths import PROGRAMS
 
 import rlgraph as rg
@@ -53,7 +53,7 @@ def grpo(model: str, engine: str, depth: int = 1) -> rg.Graph:
 def launched(graph: rg.Graph, steps: int = 3) -> tuple[list[dict[str, float]], set[int]]:
     """Launch a plan; return the metrics of its steps that no clock is in, digests of weights included, and the parents of its workers."""
     with rg.compile(graph, rg.Cluster(cpus=2)).launch() as job:
-        found = [bits(step) for step in job.steps(steps)]
+        found = [clockless_metrics(step) for step in job.steps(steps)]
         return found, {parent(pid) for pid in job.pids.values()}
 
 
@@ -71,7 +71,7 @@ def wait_until(holds: Callable[[], bool], seconds: float = GONE_S) -> bool:
 def test_a_second_launch_forks_from_the_same_process_and_repeats_the_oracle_in_every_bit(warm: Warm, model: str) -> None:
     graph = grpo(model, "transformers")
     first, parents = launched(graph)
-    assert first == here(graph, 3)
+    assert first == run_here(graph, 3)
     assert launched(grpo(model, "transformers", depth=0))[0] != first  # another job in between
     assert launched(graph) == (first, parents)
     assert parents <= set(warm.pids)
@@ -90,11 +90,11 @@ def test_an_engine_of_vllm_is_forked_too_and_its_run_is_that_of_an_engine_starte
     graph = grpo(model, "vllm")
     plan = rg.compile(graph, rg.Cluster(cpus=2))
     with plan.launch() as job:
-        first = [bits(step) for step in job.steps(3)]
+        first = [clockless_metrics(step) for step in job.steps(3)]
         assert parent(job.pids["generator"]) != parent(job.pids["policy"])  # vLLM changes torch for its whole process
     assert launched(graph)[0] == first
     with Job(graph, plan, dispatch_name="forked", deadline_s=240.0) as job:  # whose worker imports vLLM itself
-        assert [bits(step) for step in job.steps(3)] == first
+        assert [clockless_metrics(step) for step in job.steps(3)] == first
 
 
 COUNTED: list[int] = []
@@ -155,7 +155,7 @@ def test_a_killed_worker_is_replaced_and_the_steps_go_on(warm: Warm, tmp_path: P
     found = []
     with rg.compile(graph, rg.Cluster(cpus=2)).launch(checkpoint=tmp_path / "checkpoints", every=2, restarts=1) as job:
         for step in job.steps(8):
-            found.append(bits(step))
+            found.append(clockless_metrics(step))
             if step.index == 4:
                 os.kill(job.pids["generator"], signal.SIGKILL)
     assert found == expected

@@ -18,7 +18,7 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--disable-dev-shm-usage")
 
 
-def opened(address: str, folder: Path, *more: str, width: int = 1280) -> tuple[str, str]:
+def open_page(address: str, folder: Path, *more: str, width: int = 1280) -> tuple[str, str]:
     """Open an address; give the page as it is then, and the lines of the browser's console."""
     assert CHROMIUM is not None
     flags = [*FLAGS, f"--window-size={width},1400", f"--user-data-dir={folder / 'profile'}", *more, "--dump-dom"]
@@ -26,11 +26,11 @@ def opened(address: str, folder: Path, *more: str, width: int = 1280) -> tuple[s
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
-def found_by(script: str, text: str, folder: Path) -> tuple[Any, str]:
+def run_script(script: str, text: str, folder: Path) -> tuple[Any, str]:
     """Open a page with a script of the test at its end, which sets `document.title` to JSON; give that, and the console."""
     file = folder / "page.html"
     file.write_text(text.replace("</body>", f"<script>\n{script}\n</script></body>"), encoding="utf-8")
-    page, console = opened(file.as_uri(), folder)
+    page, console = open_page(file.as_uri(), folder)
     title = re.search(r"<title>(.*?)</title>", page, re.S)
     assert title is not None
     return json.loads(unescape(title[1])), console

@@ -22,7 +22,7 @@ def digest(tensors: Iterable[Any]) -> float:
     return float(int.from_bytes(hashed.digest()[:6], "big"))
 
 
-def digested(engine: Any, name: str) -> Any:
+def with_digests(engine: Any, name: str) -> Any:
     """Return the engine with a digest of its weights among the metrics of each update."""
     update = engine.update
 
@@ -38,14 +38,14 @@ class DigestPolicy(rg.Policy):
     """A policy that adds a digest of its weights to the metrics of each update."""
 
     def load(self, context: Any) -> Any:
-        return digested(super().load(context), "digest/weights")
+        return with_digests(super().load(context), "digest/weights")
 
 
 class DigestCritic(rg.Critic):
     """A critic that adds a digest of its weights to the metrics of each update."""
 
     def load(self, context: Any) -> Any:
-        return digested(super().load(context), "digest/critic")
+        return with_digests(super().load(context), "digest/critic")
 
 
 @rg.node(reads="responses rollout_log_probs response_mask", writes="rewards")
@@ -63,21 +63,21 @@ def plan(graph: rg.Graph) -> rg.Plan:
     return rg.compile(graph, rg.Cluster(cpus=2))
 
 
-def bits(step: Step) -> dict[str, float]:
+def clockless_metrics(step: Step) -> dict[str, float]:
     """Return the metrics that do not depend on the clock."""
     return {name: value for name, value in step.metrics.items() if not name.startswith("timing_s/")}
 
 
-def on_ray(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
+def run_on_ray(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
     with plan(graph).launch() as job:
-        return [bits(step) for step in job.steps(steps)]
+        return [clockless_metrics(step) for step in job.steps(steps)]
 
 
-def in_workers(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
+def run_in_workers(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
     with forked_workers.job(graph) as job:
-        return [bits(step) for step in job.steps(steps)]
+        return [clockless_metrics(step) for step in job.steps(steps)]
 
 
-def here(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
+def run_here(graph: rg.Graph, steps: int) -> list[dict[str, float]]:
     with plan(graph).run_here() as job:
-        return [bits(step) for step in job.steps(steps)]
+        return [clockless_metrics(step) for step in job.steps(steps)]

@@ -20,7 +20,7 @@ def run(output: Output, steps: int = 1) -> list[dict[str, float]]:
         return [dict(step.metrics) for step in job.steps(steps)]
 
 
-def direct(model: str, columns: Any) -> tuple[Any, torch.Tensor]:
+def forward_log_probs(model: str, columns: Any) -> tuple[Any, torch.Tensor]:
     """Compute the log-prob of each response token by the model's own forward, one row after another."""
     from transformers import AutoModelForCausalLM
 
@@ -39,5 +39,5 @@ def norm_of(net: Any, loss: torch.Tensor) -> float:
     return float(torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None]).norm())
 
 
-def drawn(source: Output) -> Any:
+def read_first_batch(source: Output) -> Any:
     return source.node.operation.start(Context())(0, {})

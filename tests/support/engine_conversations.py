@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from support.tiny import changed
+from support.tiny import other_weights
 
 from rlgraph.engines.api import GenerateEngine, Request, Response, Sampling
 
@@ -16,7 +16,7 @@ TURN = Sampling(max_tokens=9, ignore_eos=True)
 CASES = {"goes on": None, "new weights": "recompute", "new weights, kept": "keep"}
 
 
-def turn(engine: GenerateEngine, prompts: Sequence[Sequence[int]], number: int, *, told: bool) -> list[Response]:
+def sample_turn(engine: GenerateEngine, prompts: Sequence[Sequence[int]], number: int, *, told: bool) -> list[Response]:
     """Sample one turn of each conversation, in one batch. `told` says that the engine is told which conversation it is of."""
     for row, prompt in enumerate(prompts):
         engine.submit(Request(f"{row}/{number}", prompt, TURN, 10 * number + row, f"talk {row}" if told else ""))
@@ -26,30 +26,30 @@ def turn(engine: GenerateEngine, prompts: Sequence[Sequence[int]], number: int, 
     return [done[f"{row}/{number}"] for row in range(len(prompts))]
 
 
-def end(engine: GenerateEngine) -> None:
+def end_conversations(engine: GenerateEngine) -> None:
     engine.end_conversations([*(f"talk {row}" for row in range(len(PROMPTS))), "unknown"])
 
 
-def conversations(engine: GenerateEngine, weights: Mapping[str, torch.Tensor], swap: Any, *, told: bool) -> list[dict[str, Any]]:
+def sample_conversations(engine: GenerateEngine, weights: Mapping[str, torch.Tensor], swap: Any, *, told: bool) -> list[dict[str, Any]]:
     """Sample conversations; before their last turn new weights come where `swap` says what becomes of running requests."""
     engine.load_weights(weights, version=0)
     prompts, found = [list(prompt) for prompt in PROMPTS], list[dict[str, Any]]()
     for number in range(TURNS):
         if swap is not None and number == TURNS - 1:
-            engine.load_weights(changed(weights, 5), running=swap)
-        responses = turn(engine, prompts, number, told=told)
+            engine.load_weights(other_weights(weights, 5), running=swap)
+        responses = sample_turn(engine, prompts, number, told=told)
         found += [asdict(response) for response in responses]
         prompts = [[*prompt, *response.tokens, *BETWEEN] for prompt, response in zip(prompts, responses, strict=True)]
-    end(engine)
+    end_conversations(engine)
     return found
 
 
-def talked(engine: GenerateEngine, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def compare_conversations(engine: GenerateEngine, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return what tests of any engine look at: for each case the responses where it is told of conversations, and where it is not."""
-    return {case: {told: conversations(engine, weights, swap, told=told) for told in (True, False)} for case, swap in CASES.items()}
+    return {case: {told: sample_conversations(engine, weights, swap, told=told) for told in (True, False)} for case, swap in CASES.items()}
 
 
-def held(engine: Any) -> dict[str, Any]:
+def inspect_caches(engine: Any) -> dict[str, Any]:
     """Return what tests of vLLM look at: the tokens that it reads for second turns, what it holds, and when it gives that back."""
     from rlgraph.engines.vllm import engine as vllm_engine
 
@@ -61,7 +61,7 @@ def held(engine: Any) -> dict[str, Any]:
         return planned
 
     def first() -> list[list[int]]:
-        responses = turn(engine, PROMPTS, 0, told=True)
+        responses = sample_turn(engine, PROMPTS, 0, told=True)
         return [[*prompt, *response.tokens, *BETWEEN] for prompt, response in zip(PROMPTS, responses, strict=True)]
 
     def left() -> tuple[int, int]:
@@ -73,33 +73,33 @@ def held(engine: Any) -> dict[str, Any]:
         prompts = first()
         found["after a turn"] = left()
         read.clear()
-        turn(engine, prompts, 1, told=told)
+        sample_turn(engine, prompts, 1, told=told)
         found[f"read, {told}"] = read[0]
-        end(engine)
+        end_conversations(engine)
         found["ended"] = left()
     branched = [[*prompt[:4], 17, *prompt[5:]] for prompt in first()]
-    found["branch"] = [[asdict(response) for response in turn(engine, branched, 1, told=told)] for told in (True, False)]
-    end(engine)
+    found["branch"] = [[asdict(response) for response in sample_turn(engine, branched, 1, told=told)] for told in (True, False)]
+    end_conversations(engine)
     for row in range(2):
         engine.submit(Request(f"at once {row}", PROMPTS[row], TURN, row, "talk 0"))
     while engine.unfinished():
         engine.step()
     found["two at once"] = left()
-    end(engine)
+    end_conversations(engine)
     first()
     free, vllm_engine.LEAST_FREE = vllm_engine.LEAST_FREE, 1.1
-    turn(engine, [[8]], 1, told=False)
+    sample_turn(engine, [[8]], 1, told=False)
     found["without room"], vllm_engine.LEAST_FREE = left(), free
     first()
     places, scheduler.max_num_active_reqs = scheduler.max_num_active_reqs, 2
-    turn(engine, [[8]], 1, told=False)
+    sample_turn(engine, [[8]], 1, told=False)
     found["without a place"], scheduler.max_num_active_reqs = left(), places
-    end(engine)
+    end_conversations(engine)
     first()
     engine.submit(Request("dropped", [5, 6], TURN, 1, "talk 0"))
     engine.step()
     engine.abort(["dropped"])
-    end(engine)
+    end_conversations(engine)
     found["dropped"] = left()
     scheduler.schedule = schedule
     return found

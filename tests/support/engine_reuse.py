@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from support import forked_workers
-from support.digests import ITEMS, DigestPolicy, bits, odd_tokens
+from support.digests import ITEMS, DigestPolicy, clockless_metrics, odd_tokens
 from support.renewable_engine import ENGINE
 
 import rlgraph as rg
@@ -28,12 +28,12 @@ def grpo(
     return rg.Graph("tiny", step.metrics)
 
 
-def launched(graph: rg.Graph, steps: int = 3, **options: object) -> Found:
+def run_job(graph: rg.Graph, steps: int = 3, **options: object) -> Found:
     with rg.compile(graph, rg.Cluster(cpus=2)).launch(**options) as job:  # type: ignore[arg-type]
-        return [bits(step) for step in job.steps(steps)], job.pids["generator"]
+        return [clockless_metrics(step) for step in job.steps(steps)], job.pids["generator"]
 
 
-def gone(pid: int) -> bool:
+def wait_until_gone(pid: int) -> bool:
     end = time.monotonic() + GONE_S
     while forked_workers.alive(pid) and time.monotonic() < end:
         time.sleep(0.05)

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from support.tiny import changed
+from support.tiny import other_weights
 
 from rlgraph.engines.api import GenerateEngine, Request, Response, Running, Sampling
 
@@ -21,14 +21,14 @@ def requests(prompts: Iterable[list[int]], name: str) -> list[Request]:
     return [Request(f"{name}{row}", prompt, sampling, seed=row) for row, prompt in enumerate(prompts)]
 
 
-def run_out(engine: GenerateEngine, count: int) -> dict[str, Response]:
+def finish_requests(engine: GenerateEngine, count: int) -> dict[str, Response]:
     finished: dict[str, Response] = {}
     while len(finished) < count:
         finished |= engine.step()
     return finished
 
 
-def swapped(
+def swap_weights(
     engine: GenerateEngine, before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor], running: Running
 ) -> dict[str, Any]:
     """Change the weights after BEFORE steps, with requests under way and others submitted just before and after the change."""
@@ -46,18 +46,18 @@ def swapped(
         engine.submit(request)
     return {
         "written": written,
-        "responses": {name: asdict(response) for name, response in run_out(engine, len(PROMPTS) + 2 * len(LATE)).items()},
+        "responses": {name: asdict(response) for name, response in finish_requests(engine, len(PROMPTS) + 2 * len(LATE)).items()},
     }
 
 
-def stepped(engine: GenerateEngine, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def step_engine(engine: GenerateEngine, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return what tests of any engine look at."""
-    other = changed(weights, OTHER)
+    other = other_weights(weights, OTHER)
     found: dict[str, Any] = {
-        "recompute": swapped(engine, weights, other, "recompute"),
-        "keep": swapped(engine, weights, other, "keep"),
-        "unchanged": swapped(engine, weights, weights, "recompute"),
-        "unchanged keep": swapped(engine, weights, weights, "keep"),
+        "recompute": swap_weights(engine, weights, other, "recompute"),
+        "keep": swap_weights(engine, weights, other, "keep"),
+        "unchanged": swap_weights(engine, weights, weights, "recompute"),
+        "unchanged keep": swap_weights(engine, weights, weights, "keep"),
     }
     whole = engine.generate(PROMPTS, Sampling(max_tokens=LENGTH, ignore_eos=True), list(range(len(PROMPTS))))
     found["whole"] = [asdict(response) for response in whole]
@@ -67,11 +67,11 @@ def stepped(engine: GenerateEngine, weights: Mapping[str, torch.Tensor]) -> dict
         engine.step()
     engine.submit(second)
     found["beside"] = [asdict(r) for r in engine.generate(PROMPTS[2:], Sampling(max_tokens=LENGTH, ignore_eos=True), [2, 3])]
-    found["held"] = {name: asdict(response) for name, response in run_out(engine, 2).items()}
+    found["held"] = {name: asdict(response) for name, response in finish_requests(engine, 2).items()}
     engine.submit(first)
     engine.submit(second)
     for _ in range(3):
         engine.step()
     found["aborted"] = {name: asdict(response) for name, response in engine.abort(["early0", "unknown"]).items()}
-    found["left"] = {name: asdict(response) for name, response in (run_out(engine, 1) | engine.step()).items()}
+    found["left"] = {name: asdict(response) for name, response in (finish_requests(engine, 1) | engine.step()).items()}
     return found

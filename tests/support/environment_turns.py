@@ -7,7 +7,7 @@ from typing import Any
 import rlgraph as rg
 
 
-async def talk(make: Callable[..., Any], given: dict[str, Any], said: Sequence[str | rg.Message]) -> list[Any]:
+async def take_turns(make: Callable[..., Any], given: dict[str, Any], said: Sequence[str | rg.Message]) -> list[Any]:
     """Hold a conversation: what `reset` returns, then each turn, until one is the last."""
     environment = make(**given)
     heard: list[Any] = []
@@ -22,6 +22,6 @@ async def talk(make: Callable[..., Any], given: dict[str, Any], said: Sequence[s
     return heard
 
 
-def talked(make: Callable[..., Any], given: dict[str, Any], said: Sequence[str | rg.Message]) -> list[Any]:
+def run_turns(make: Callable[..., Any], given: dict[str, Any], said: Sequence[str | rg.Message]) -> list[Any]:
     """The same in an event loop of its own."""
-    return asyncio.run(talk(make, given, said))
+    return asyncio.run(take_turns(make, given, said))

@@ -172,7 +172,7 @@ class Judge(Operation):
         return lambda step, columns: score.function(columns)
 
 
-def scored_on(pool: Pool, rollout: Output) -> Output:
+def score_on_pool(pool: Pool, rollout: Output) -> Output:
     """Return rewards that a model on a pool gives."""
     model = VectorCritic("vector", pool=pool)
     return Output(declare("judge", Judge(), (rollout,), reads=("values", "group_ids"), writes=("rewards",), model=model))

@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from support.tiny import UPDATES, VLLM_PROMPTS, changed
+from support.tiny import UPDATES, VLLM_PROMPTS, other_weights
 
 from rlgraph.engines.api import GenerateEngine, Response, Sampling
 from rlgraph.errors import DataError
@@ -21,7 +21,7 @@ DRAWN = {
 }
 
 
-def generated(engine: GenerateEngine, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def sample_requests(engine: GenerateEngine, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return what tests of any engine look at, in a process where it is alone."""
 
     def sampled(sampling: Sampling, rows: slice = slice(None)) -> list[dict[str, Any]]:
@@ -29,7 +29,7 @@ def generated(engine: GenerateEngine, weights: Mapping[str, torch.Tensor]) -> di
 
     found: dict[str, Any] = {"context": engine.context_length(), "updates": [sampled(FREE)]}
     for update in range(1, UPDATES):
-        engine.load_weights(changed(weights, update))
+        engine.load_weights(other_weights(weights, update))
         found["updates"].append(sampled(FREE))
     found["repeated"] = sampled(FREE)
     found["alone"] = [sampled(FREE, slice(row, row + 1))[0] for row in range(len(VLLM_PROMPTS))]
@@ -51,7 +51,7 @@ def refusal(engine: GenerateEngine, weights: Mapping[str, torch.Tensor]) -> str:
     return ""
 
 
-def slept(engine: GenerateEngine) -> list[Response]:
+def sleep_and_sample(engine: GenerateEngine) -> list[Response]:
     """Sleep, wake, and sample."""
     engine.sleep()
     engine.wake()

@@ -167,7 +167,7 @@ def _pair(peer: str) -> tuple[Connection, Connection]:
     return near, far
 
 
-def told_reader(dice: random.Random) -> str:
+def attack_reader(dice: random.Random) -> str:
     """Send malformed control messages, memory and messages to a reader; return how it took them."""
     near, far = _pair("a hostile writer")
     reader = _reader(near)
@@ -224,7 +224,7 @@ def _send_message(dice: random.Random, far: Connection) -> None:
         os.close(handle)
 
 
-def told_writer(dice: random.Random) -> str:
+def attack_writer(dice: random.Random) -> str:
     """Send malformed control messages to a writer; return how it took them."""
     near, far = _pair("a hostile reader")
     writer = HostWriter("edge", 2, 1, b"key", f"{tempfile.gettempdir()}/rlgraph-fuzz-{os.getpid()}-{os.urandom(6).hex()}")
@@ -259,7 +259,7 @@ def read_layout(dice: random.Random) -> str:
     return "taken as valid"
 
 
-def told_driver(dice: random.Random) -> str:
+def attack_driver(dice: random.Random) -> str:
     """Send a malformed message to the driver."""
     near, far = _pair("a hostile worker")
     try:
@@ -274,7 +274,7 @@ def told_driver(dice: random.Random) -> str:
     return "taken as valid"
 
 
-def knocked(dice: random.Random, key: bytes = b"key") -> str:
+def attack_handshake(dice: random.Random, key: bytes = b"key") -> str:
     """Offer a handshake of noise."""
     near, far = socket.socketpair()
     with far:
@@ -298,11 +298,11 @@ def outcome(work: Callable[[], Any]) -> str:
 
 
 TARGETS: dict[str, Callable[[random.Random], str]] = {
-    "handshake": knocked,
-    "control messages and memory to a reader": told_reader,
-    "control messages to a writer": told_writer,
+    "handshake": attack_handshake,
+    "control messages and memory to a reader": attack_reader,
+    "control messages to a writer": attack_writer,
     "headers in a slot": read_layout,
-    "messages to the driver": told_driver,
+    "messages to the driver": attack_driver,
 }
 
 

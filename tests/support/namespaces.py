@@ -1,7 +1,7 @@
 """Hosts of namespaces: each has a network stack, processes, /tmp and /dev/shm of its own, and a port of one switch. All on this machine.
 
 Host n is 10.99.0.n. Needs iproute2 and util-linux, and root or a kernel that gives users namespaces. The machine's own network stays as
-it is: `inside` starts a program in namespaces of its own, which makes the hosts there, and all of them end with it.
+it is: `isolate_command` starts a program in namespaces of its own, which makes the hosts there, and all of them end with it.
 """
 
 import ctypes
@@ -32,16 +32,16 @@ mkdir -p "tmp${1#/tmp}/shared"; mount --bind "$1/shared" "tmp${1#/tmp}/shared"; 
 cd /; echo up; exec >/dev/null; while :; do sleep 1000 & wait; done"""
 
 
-def inside(command: Sequence[str]) -> list[str]:
+def isolate_command(command: Sequence[str]) -> list[str]:
     """Wrap a command so that it runs in namespaces of its own, and ends with its parent."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     return ["setpriv", "--pdeathsig", "KILL", "unshare", *user, *SWITCH, *command]
 
 
-def refused() -> str:
+def explain_refusal() -> str:
     """Say why this machine makes no such hosts; empty if it makes them."""
     try:
-        done = subprocess.run(inside([sys.executable, __file__]), capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(isolate_command([sys.executable, __file__]), capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return "" if done.returncode == 0 else (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
@@ -71,7 +71,7 @@ class Network:
 
     def __init__(self, hosts: int, own_mib: int = 400, name: str = "s", *, named: bool = True) -> None:
         if os.getpid() != 1:
-            raise OSError("not started by `inside`: this would change the machine's own network")
+            raise OSError("not started by `isolate_command`: this would change the machine's own network")
         self._name = name
         self.folder = Path(tempfile.mkdtemp(prefix="hosts.", dir="/tmp"))  # each host lays a /tmp of its own over this one
         self.shared = self.folder / "shared"  # a folder that all hosts see

@@ -49,13 +49,13 @@ def _arrays() -> dict[str, np.ndarray]:
         return dict(file)
 
 
-def about() -> dict[str, Any]:
+def load_metadata() -> dict[str, Any]:
     """Return how the golden file was made: versions and seeds, and its cases."""
     return json.loads(_arrays()["about"].tobytes())
 
 
 def cases(family: str) -> list[Case]:
-    return [case for case in (Case(index, **entry) for index, entry in enumerate(about()["cases"])) if case.family == family]
+    return [case for case in (Case(index, **entry) for index, entry in enumerate(load_metadata()["cases"])) if case.family == family]
 
 
 ESTIMATORS = {

@@ -32,11 +32,11 @@ def loss_of(log_probs: torch.Tensor) -> torch.Tensor:
 def main(folder: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from safetensors.torch import save_file
-    from support.tiny import tiny
+    from support.tiny import tiny_llama
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)
-    base = AutoModelForCausalLM.from_pretrained(tiny(folder), dtype=torch.float32, attn_implementation="eager")
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama(folder), dtype=torch.float32, attn_implementation="eager")
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(TARGETS), lora_dropout=0.0, task_type="CAUSAL_LM")
     model: Any = get_peft_model(base, config).eval()
     trained = {name.replace(".default", ""): p for name, p in model.named_parameters() if p.requires_grad}

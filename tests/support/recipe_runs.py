@@ -9,7 +9,7 @@ from support.paths import ROOT
 RECIPES = {path.stem: path for path in sorted((ROOT / "recipes").glob("*.py"))}
 
 
-def run(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+def run_recipe(name: str, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """Do in this process what `python recipes/NAME.py ARGUMENTS` does."""
     recipe = RECIPES[name]
     monkeypatch.setattr(sys, "argv", [str(recipe), *arguments])

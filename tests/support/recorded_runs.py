@@ -14,7 +14,7 @@ from rlgraph.plan.schedule import Event, Sampled, Span
 STEPS = 40
 
 
-def run_of(
+def record_run(
     loop: Loop, seconds: Callable[[str, list[int]], float], late_s: float = 0.0, lengths: Lengths = LONG_TAIL, cores: int | None = None
 ) -> tuple[rg.Plan, list[Span], list[Sampled]]:
     """Return the records of a run whose firings take `seconds(event, response lengths of the step)`, each begun late."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from rlgraph.channels import Reader, Site, Transport, Writer, open_onward, open_reader, open_writer
 
 
-def passed_on(transport: Transport, path: str, slots: int, readers: int) -> tuple[Writer, list[Reader]]:
+def make_relay_channel(transport: Transport, path: str, slots: int, readers: int) -> tuple[Writer, list[Reader]]:
     """Make a channel whose first reader, on another host, passes messages on: to the second on its own host, to the third on a next one.
 
     Any more are on the writer's host.
@@ -24,7 +24,7 @@ def passed_on(transport: Transport, path: str, slots: int, readers: int) -> tupl
     ]
 
 
-def by_route(
+def make_routed_channel(
     transport: Transport, path: str, slots: int, writer: str, route: Mapping[str, str], hosts: Mapping[str, int]
 ) -> tuple[Writer, Mapping[str, Reader]]:
     """Make a channel whose readers get messages as a route says: over a port between hosts, and over a path on one."""

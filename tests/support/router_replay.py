@@ -12,7 +12,7 @@ from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 PROMPTS = [[5, 6, 7], list(range(1, 41)), list(range(1, 41)), [9, 10, 11, 12, 13], list(range(1, 38)), [5, 6, 7]]  # prefixes are shared
 
 
-def plain(folder: Path) -> Any:
+def load_model(folder: Path) -> Any:
     """The model of transformers, in float32."""
     from transformers import AutoModelForCausalLM
 
@@ -24,7 +24,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.float() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def with_weights(model: Path, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
+def copy_with_weights(model: Path, folder: Path, weights: dict[str, torch.Tensor]) -> Path:
     """Copy a model's folder with other weights, in float32."""
     shutil.copytree(model, folder)
     for file in folder.glob("*.safetensors*"):
@@ -38,7 +38,7 @@ def gates(model: Any) -> list[Any]:
     return [layer.mlp.gate for layer in model.model.layers]
 
 
-def told(gate: Any, chosen: torch.Tensor) -> Any:
+def force_experts(gate: Any, chosen: torch.Tensor) -> Any:
     """Replace a router's forward: the experts are `chosen [N, k]` where they are not negative."""
 
     def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,7 +71,7 @@ def reference(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         tokens = torch.cat([batch["prompts"][row][keep], batch["responses"][row][:count]])
         routes = torch.cat([batch["prompt_routes"][row][keep], batch["routes"][row][: count - 1]])
         for layer, gate in enumerate(gates(model)):
-            gate.forward = told(gate, routes[:, layer])
+            gate.forward = force_experts(gate, routes[:, layer])
         logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0, int(keep.sum()) - 1 :]
         logs = logits.log_softmax(-1).gather(-1, tokens[-count:, None])[:, 0]
         rows.append(torch.nn.functional.pad(logs, (0, batch["responses"].shape[1] - count)))

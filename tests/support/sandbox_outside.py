@@ -140,7 +140,7 @@ def world(user: str) -> Iterator[World]:
             made.close()
 
 
-def without_sandbox(code: str, world: World) -> str:
+def run_without_sandbox(code: str, world: World) -> str:
     """What the code prints where nothing holds it."""
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=world.mine, capture_output=True, text=True, timeout=250)
     return done.stdout + done.stderr

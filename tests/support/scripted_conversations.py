@@ -16,7 +16,7 @@ from rlgraph.nodes.base import Context
 Script = Callable[[str], str]
 
 
-def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait until it holds. Raises AssertionError where it does not."""
     deadline = time.monotonic() + seconds
     while not holds():

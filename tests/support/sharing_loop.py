@@ -11,7 +11,7 @@ from rlgraph.columns import Columns
 
 
 @rg.node(reads="rollout_log_probs old_log_probs response_mask", writes="kept")
-def gap(batch: Columns) -> tuple[Columns, dict[str, float]]:
+def log_prob_gap(batch: Columns) -> tuple[Columns, dict[str, float]]:
     """Measure how far the log-probs of generator and trainer are apart."""
     ours, theirs, mask = (batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
     assert isinstance(ours, torch.Tensor)
@@ -21,7 +21,7 @@ def gap(batch: Columns) -> tuple[Columns, dict[str, float]]:
 SAMPLING = rg.Sampling(max_tokens=6, temperature=0.9)
 
 
-def graph_of(model: Path, generator: rg.Generator | None = None, **settings: Any) -> rg.Graph:
+def grpo_graph(model: Path, generator: rg.Generator | None = None, **settings: Any) -> rg.Graph:
     """GRPO on the model by a policy with these settings, and by the `generator` (None: one of the engine "transformers")."""
     if generator is None:
         generator = rg.Generator(str(model), pool=rg.Pool("rollout"), engine="transformers", sampling=SAMPLING, dtype="float32")
@@ -32,4 +32,4 @@ def graph_of(model: Path, generator: rg.Generator | None = None, **settings: Any
     advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
     step = policy.update(rollout, advantages, log_probs, loss=rg.ClippedLoss())
     weights.close(step.weights)
-    return rg.Graph("shared", step.metrics, gap(rollout, log_probs))
+    return rg.Graph("shared", step.metrics, log_prob_gap(rollout, log_probs))

@@ -13,7 +13,7 @@ from rlgraph.plan.schedule import Event, Span
 LAUNCH_S = -4.0
 
 
-def played(plan: Plan, steps: int, *, scale: float = 1.0, tail: float = 2.0, priced: Plan | None = None, jitter: float = 0.05) -> Run:
+def simulate_run(plan: Plan, steps: int, *, scale: float = 1.0, tail: float = 2.0, priced: Plan | None = None, jitter: float = 0.05) -> Run:
     """Simulate a run whose nodes take `scale` times their seconds, with jitter; `tail` is the longest over the mean response."""
     draw = random.Random(3)
     times = {(e.name, k): e.seconds * scale * draw.uniform(1 - jitter, 1 + jitter) for k in range(steps) for e in plan.schedule.events}
@@ -67,7 +67,7 @@ def _metrics(plan: Plan, step: int, seconds: float, tail: float, draw: random.Ra
     }
 
 
-def slower(plan: Plan, scale: float) -> Plan:
+def scale_times(plan: Plan, scale: float) -> Plan:
     """Scale every time of a plan, as compiling with measured costs would."""
     events = tuple(replace(event, seconds=event.seconds * scale) for event in plan.schedule.events)
     nodes = tuple(replace(node, seconds=node.seconds * scale, cost="measured") for node in plan.nodes)

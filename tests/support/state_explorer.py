@@ -61,18 +61,18 @@ def promises(schedule: Schedule, depth: int, rollout: str, slots: Callable[[str]
     return found
 
 
-def admits(d: Dependency) -> bool:
+def is_admission(d: Dependency) -> bool:
     """Tell whether a dependency is the one that admits a batch: a published version frees a slot of the loop."""
     return d.reason == "loop" and d.before == publish_event("weights")
 
 
-def harmless(schedule: Schedule, promised: Sequence[Promise]) -> bool:
+def is_order_safe(schedule: Schedule, promised: Sequence[Promise]) -> bool:
     """Tell whether the order within the pools keeps every promise even if the loop admits batches without end."""
-    kept = replace(schedule, dependencies=tuple(d for d in schedule.dependencies if not admits(d)))
-    return not walk(kept, given(kept), promised).fault
+    kept = replace(schedule, dependencies=tuple(d for d in schedule.dependencies if not is_admission(d)))
+    return not walk(kept, scheduled_gives(kept), promised).fault
 
 
-def given(schedule: Schedule) -> list[Gives]:
+def scheduled_gives(schedule: Schedule) -> list[Gives]:
     return [Gives(d, f"end {d.before}") for d in schedule.dependencies]
 
 
@@ -146,7 +146,7 @@ def _broken(state: int, checked: Sequence[tuple[int, int]], promised: Sequence[P
 
 def faults(schedule: Schedule, update: str) -> dict[str, tuple[Schedule, list[Gives]]]:
     """Seed each fault, a defect that an implementation could have, in the schedule."""
-    sound = given(schedule)
+    sound = scheduled_gives(schedule)
 
     def changed(which: Callable[[Dependency], bool], change: Callable[[Gives], Gives]) -> tuple[Schedule, list[Gives]]:
         index = next(i for i, gives in enumerate(sound) if which(gives.dependency))
@@ -156,9 +156,9 @@ def faults(schedule: Schedule, update: str) -> dict[str, tuple[Schedule, list[Gi
         return replace(gives, dependency=replace(gives.dependency, credits=gives.dependency.credits + 1))
 
     return {
-        "slot freed early": changed(admits, lambda gives: replace(gives, at=f"start {update}")),
+        "slot freed early": changed(is_admission, lambda gives: replace(gives, at=f"start {update}")),
         "credit lost": changed(lambda d: d.reason == "data" and d.after == update, lambda gives: replace(gives, times=0)),
-        "credit doubled": changed(admits, doubled),
+        "credit doubled": changed(is_admission, doubled),
         "order swapped": _swapped(schedule, update),
     }
 
@@ -168,4 +168,4 @@ def _swapped(schedule: Schedule, update: str) -> tuple[Schedule, list[Gives]]:
     last = publish_event("weights")
     kept = [d for d in schedule.dependencies if d.reason != "order" or {d.before, d.after} != {update, last}]
     turned = replace(schedule, dependencies=(*kept, Dependency(last, update, 0, "order"), Dependency(update, last, 1, "order")))
-    return turned, given(turned)
+    return turned, scheduled_gives(turned)

@@ -16,7 +16,7 @@ VLLM_PROMPTS = [[5, 6, 7], list(range(1, 41)), list(range(1, 41)), [9, 10, 11, 1
 UPDATES = 3
 
 
-def tiny(folder: Path, *, tied: bool = True) -> Path:
+def tiny_llama(folder: Path, *, tied: bool = True) -> Path:
     """Return a folder with the tiny model; its weights are always the same."""
     return tiny_model(folder / ("tied" if tied else "untied"), vocab=VOCAB, tied=tied)
 
@@ -138,7 +138,7 @@ class WeightedLikelihood:
         return loss, {"actor/tokens": mask.sum().item() / totals.tokens}
 
 
-def changed(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+def other_weights(weights: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
     """Return clearly other weights, the same for the same seed."""
     draw = torch.Generator().manual_seed(seed)
     return {name: tensor + 0.05 * torch.randn(tensor.shape, generator=draw) for name, tensor in weights.items()}

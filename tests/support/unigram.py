@@ -129,9 +129,9 @@ def load_trainer(policy: Any, place: Place) -> UnigramTrainer:
     return UnigramTrainer(check_model(policy.path).vocab_size, policy.optimizer.lr)
 
 
-def table_alone(work: Workload) -> Need:
+def table_memory(work: Workload) -> Need:
     return Need({"weights": 4 * work.shape.vocab}, {}, 0)
 
 
-ENGINE = EngineSpec(name="unigram", load=load_engine, sleep_bytes=stays_awake, memory_estimate=table_alone)
-TRAINER = TrainerSpec(name="unigram", load=load_trainer, sleep_bytes=stays_awake, memory_estimate=table_alone)
+ENGINE = EngineSpec(name="unigram", load=load_engine, sleep_bytes=stays_awake, memory_estimate=table_memory)
+TRAINER = TrainerSpec(name="unigram", load=load_trainer, sleep_bytes=stays_awake, memory_estimate=table_memory)

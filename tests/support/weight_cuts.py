@@ -42,13 +42,13 @@ def random_weights(draw: random.Random) -> dict[str, torch.Tensor]:
     return weights
 
 
-def changed(weights: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+def next_version(weights: dict[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
     return {name: tensor * version for name, tensor in weights.items()}
 
 
-def as_sent(tensor: torch.Tensor) -> torch.Tensor:
+def as_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.bfloat16() if tensor.is_floating_point() else tensor
 
 
-def bits(tensor: torch.Tensor) -> list[int]:
+def tensor_bytes(tensor: torch.Tensor) -> list[int]:
     return tensor.contiguous().view(-1).view(torch.uint8).tolist() if tensor.numel() else []

@@ -20,7 +20,7 @@ from rlgraph.nodes.prompts import prompts
 PARAMETERS, GENERATORS, TRAINERS = 4, 4, 2
 
 
-def drawn(version: int, mib: int) -> dict[str, torch.Tensor]:
+def draw_weights(version: int, mib: int) -> dict[str, torch.Tensor]:
     """The weights of a version: `mib` MiB in all."""
     dice = torch.Generator().manual_seed(version)
     shape = (TRAINERS * 64, mib * (1 << 18) // PARAMETERS // (TRAINERS * 64))
@@ -31,7 +31,7 @@ class Wide(fakes.Vector):
     """An engine of one rank."""
 
     def __init__(self, context: Context, mib: int) -> None:
-        self.rank, self.mib, self.same, self.weights = context.rank, mib, True, drawn(0, mib)
+        self.rank, self.mib, self.same, self.weights = context.rank, mib, True, draw_weights(0, mib)
 
     def load_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.weights = {name: weight.clone() for name, weight in weights.items()}
@@ -68,7 +68,7 @@ class Compare(Operation):
 
     def start(self, context: Context) -> Stage:
         def fire(step: int, columns: Columns) -> Fired:
-            expected = drawn(context.version, self.mib)
+            expected = draw_weights(context.version, self.mib)
             same = all(torch.equal(context.engine.weights[name], weight) for name, weight in expected.items())
             ids = columns["prompt_ids"][context.rank :: context.world]
             return {
@@ -91,7 +91,7 @@ class Redraw(Operation):
 
     def start(self, context: Context) -> Stage:
         def fire(step: int, columns: Columns) -> Fired:
-            context.engine.weights = drawn(step + 1, self.mib)
+            context.engine.weights = draw_weights(step + 1, self.mib)
             values, versions = columns["values"], columns["weight_version"]
             return {}, {"same": values.sum().item(), "version": versions.float().mean().item()}  # type: ignore[union-attr]
 
