@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.families import folder_of
-from support.forked_workers import server
+from support.forked_ranks import forked_ranks
 from support.router_replay import (
     PROMPTS,
     be_replaying_rank,
@@ -113,15 +113,10 @@ def test_a_batch_without_routes_is_computed_by_the_own_routers(model: Path) -> N
 
 
 def test_two_ranks_replay_as_one(model: Path, tmp_path: Path) -> None:
-    ranks = [server.Process(target=be_replaying_rank, args=(str(model), tmp_path, rank, 2), daemon=True) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    with closing(trainer(model, optimizer=AdamW(lr=1e-2, eps=1e-3), shared=False)) as engine:
+    ranks = forked_ranks(be_replaying_rank, 2, model, tmp_path)
+    with ranks, closing(trainer(model, optimizer=AdamW(lr=1e-2, eps=1e-3), shared=False)) as engine:
         batch = replayed_batch()
         scores, metrics, after = engine.scores(batch), engine.update(batch, WeightedLikelihood()), engine.scores(batch)
-    for rank in ranks:
-        rank.join(100)
-    assert [rank.exitcode for rank in ranks] == [0, 0]
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
         assert torch.allclose(found["scores"], scores, atol=1e-5)

@@ -4,27 +4,64 @@ import json
 import logging
 import os
 import signal
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from programs import loading_ranks
-from programs.loading_ranks import Held
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from support.families import folder_of
+from support.forked_ranks import process_group, run_ranks
+from support.forked_workers import server
 from support.tiny import tiny_llama, tiny_qwen
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf_models import folder_weights
 from rlgraph.engines.hf_models.backbone import skeleton
-from rlgraph.engines.hf_models.folder_weights import FolderWeights
+from rlgraph.engines.hf_models.folder_weights import FolderWeights, PieceReader
 from rlgraph.engines.optim import AdamW
 from rlgraph.errors import DataError
+
+HEADS = {"policy": PolicyHead, "critic": ValueHead}
+Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # by parameter: whole shape, offsets, this rank's box
+
+
+def load_shards(kind: str, folder: Path, rank: int, world: int) -> Held:
+    """Load a model, and copy the boxes that this rank has of it."""
+    engine = FsdpEngine(HEADS[kind](folder), optimizer=AdamW(), rank=rank, world=world, dtype=torch.float32)
+    boxes = {name: own_box(name, parameter) for name, parameter in engine.trained().items()}
+    found = {name: (box.global_shape, box.offsets, box.tensor.clone()) for name, box in boxes.items()}
+    engine.close()
+    return found
+
+
+def be_rank(models: list[tuple[str, Path]], out: Path, rank: int, world: int) -> None:
+    with process_group(out, rank, world):
+        found = {(kind, folder.name): load_shards(kind, folder, rank, world) for kind, folder in models}
+        torch.save(found, out / f"{rank}.pt")
+        dist.barrier()
+
+
+def load_forever(folder: Path, reading: Any) -> None:
+    """Load a model, but stop in the middle of a file, once `reading` is set."""
+    read, done = PieceReader._read, []
+
+    def halting(*given: Any) -> Any:
+        done.append(1)
+        if len(done) > 3:
+            reading.set()
+            time.sleep(600)
+        return read(*given)
+
+    PieceReader._read = halting  # type: ignore[method-assign]
+    load_shards("policy", folder, 0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +101,9 @@ def check_boxes(ranks: list[Held], expected: dict[str, torch.Tensor]) -> None:
 def test_the_shards_of_all_ranks_are_what_transformers_loads(folders: dict[str, Path], tmp_path: Path, world: int) -> None:
     models = [("policy", folder) for folder in folders.values()] + [("critic", folders[name]) for name in ("tied", "qwen3_moe")]
     if world == 1:
-        found = [{(kind, folder.name): loading_ranks.load_shards(kind, folder, 0, 1) for kind, folder in models}]
+        found = [{(kind, folder.name): load_shards(kind, folder, 0, 1) for kind, folder in models}]
     else:
-        found = loading_ranks.run_ranks(models, tmp_path / "ranks", world)
+        found = run_ranks(be_rank, world, models, out=tmp_path / "ranks")
     for kind, folder in models:
         check_boxes([rank[kind, folder.name] for rank in found], loaded(kind, folder))
 
@@ -179,7 +216,7 @@ def changed(source: Path, target: Path, change: Any) -> Path:
 def test_a_critic_begins_with_the_head_of_a_reward_model(folders: dict[str, Path], tmp_path: Path) -> None:
     head = torch.randn(1, 64).bfloat16()
     folder = changed(folders["tied"], tmp_path / "reward", lambda tensors: tensors.update({"score.weight": head}))
-    assert torch.equal(loading_ranks.load_shards("critic", folder, 0, 1)["score.weight"][2], head.float())
+    assert torch.equal(load_shards("critic", folder, 0, 1)["score.weight"][2], head.float())
 
 
 def test_a_folder_without_a_weight_is_refused_by_its_name(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -202,7 +239,7 @@ def test_a_tied_head_that_the_folder_holds_with_other_values_is_one_of_its_own(f
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (0.5 if differs else 0)
 
         folder = changed(folders["tied"], tmp_path / str(number), add)
-        held = loading_ranks.load_shards("policy", folder, 0, 1)
+        held = load_shards("policy", folder, 0, 1)
         assert ("lm_head.weight" in held) == differs
         check_boxes([held], loaded("policy", folder))
 
@@ -217,8 +254,8 @@ def test_quantised_weights_are_refused(folders: dict[str, Path], tmp_path: Path)
 
 def test_a_rank_that_is_killed_while_it_loads_leaves_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
     left = {folder: set(folder.iterdir()) for folder in (Path("/dev/shm"), folders["qwen3"])}
-    reading = loading_ranks.server.Event()
-    rank = loading_ranks.server.Process(target=loading_ranks.load_forever, args=(folders["qwen3"], reading), daemon=True)
+    reading = server.Event()
+    rank = server.Process(target=load_forever, args=(folders["qwen3"], reading), daemon=True)
     rank.start()
     mine = f"/proc/{rank.pid}/fd"
     assert reading.wait(200)

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from programs import vllm_scorer
 from support import forked_workers
 
 import rlgraph as rg
@@ -15,6 +14,15 @@ from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import GraphError
 
 NEAR = 1e-4  # in float32; 1.5e-6 was seen
+
+
+def be_scorer(folder: Path, batch: Path, out: Path) -> None:
+    from rlgraph.engines.vllm.scorer import VllmScorer
+
+    engine = VllmScorer(folder, dtype="float32", threads=1, context=64, kv_cache_bytes=64 << 20)
+    rows = torch.load(batch)
+    torch.save({"top": engine.top_scores(rows, 4), "all": engine.top_scores(rows, 1000), "own": engine.scores(rows)}, out)
+    engine.close()
 
 
 @pytest.mark.stage("jobs")
@@ -29,7 +37,7 @@ def test_a_teacher_on_vllm_gives_the_log_probs_of_one_in_the_trainer(tmp_path: P
         "response_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]]).bool(),
     }
     torch.save(batch, tmp_path / "batch.pt")
-    scorer = forked_workers.server.Process(target=vllm_scorer.be_scorer, args=(folder, tmp_path / "batch.pt", tmp_path / "out.pt"))
+    scorer = forked_workers.server.Process(target=be_scorer, args=(folder, tmp_path / "batch.pt", tmp_path / "out.pt"))
     scorer.start()
     scorer.join(250)
     assert scorer.exitcode == 0

@@ -4,9 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from programs.parallel_ranks import assemble_shards, copy_shards
-from support.forked_workers import server
+from support.forked_ranks import process_group, run_ranks
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -41,25 +40,16 @@ def train_adapter(engine: FsdpEngine, stored: Path | None = None) -> dict[str, A
     return found
 
 
-def be_rank(folder: str, out: Path, rank: int, world: int, given: dict[str, Any]) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
-    engine = engine_of(Path(folder), rank, world, **given)
-    torch.save(train_adapter(engine, out / "stored"), out / f"{rank}.pt")
-    engine.close()
-    dist.destroy_process_group()
+def be_rank(folder: Path, given: dict[str, Any], out: Path, rank: int, world: int) -> None:
+    with process_group(out, rank, world):
+        engine = engine_of(folder, rank, world, **given)
+        torch.save(train_adapter(engine, out / "stored"), out / f"{rank}.pt")
+        engine.close()
 
 
 def run_lora(folder: Path, out: Path, world: int, **given: Any) -> list[dict[str, Any]]:
     """Return what each rank found."""
-    out.mkdir()
-    ranks = [server.Process(target=be_rank, args=(str(folder), out, rank, world, given), daemon=True) for rank in range(world)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join(100)
-    assert [rank.exitcode for rank in ranks] == [0] * world
-    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(world)]
+    return run_ranks(be_rank, world, folder, given, out=out)
 
 
 def assemble_matrices(ranks: list[dict[str, Any]], what: str) -> dict[str, torch.Tensor]:

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from support.forked_ranks import process_group
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 
 PROMPTS = [[5, 6, 7], list(range(1, 41)), list(range(1, 41)), [9, 10, 11, 12, 13], list(range(1, 38)), [5, 6, 7]]  # prefixes are shared
@@ -94,18 +94,16 @@ def replayed_batch(layers: int = 2, experts: int = 8, *, unknown: float = 0.2) -
     return batch | {"prompt_routes": prompts, "routes": some(*batch["responses"].shape)}
 
 
-def be_replaying_rank(folder: str, out: Path, rank: int, world: int) -> None:
+def be_replaying_rank(folder: Path, out: Path, rank: int, world: int) -> None:
     """Score and train on a rank."""
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.optim import AdamW
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
-    settings: dict[str, Any] = {"rank": rank, "world": world, "dtype": torch.float32, "micro_batch_tokens": 16}
-    engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=1e-2, eps=1e-3), router_replay=True, shared=False, **settings)
-    batch = replayed_batch()
-    found = {"scores": engine.scores(batch), "metrics": engine.update(batch, WeightedLikelihood()), "after": engine.scores(batch)}
-    torch.save(found, out / f"{rank}.pt")
-    engine.close()
-    dist.destroy_process_group()
+    with process_group(out, rank, world):
+        settings: dict[str, Any] = {"rank": rank, "world": world, "dtype": torch.float32, "micro_batch_tokens": 16}
+        engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=1e-2, eps=1e-3), router_replay=True, shared=False, **settings)
+        batch = replayed_batch()
+        found = {"scores": engine.scores(batch), "metrics": engine.update(batch, WeightedLikelihood()), "after": engine.scores(batch)}
+        torch.save(found, out / f"{rank}.pt")
+        engine.close()
