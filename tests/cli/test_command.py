@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support import forked_programs
 from support.digests import ITEMS, odd_tokens
+from support.grpo import grpo_graph
 from support.simulated_run import simulate_run
 from support.tunable_graph import build
 
@@ -317,12 +318,7 @@ def test_export_writes_the_newest_checkpoint(tmp_path: Path) -> None:
     model = str(tiny_model(tmp_path / "tiny"))
     generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", sampling=rg.Sampling(max_tokens=4), dtype="float32")
     policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
-    weights = rg.feedback("weights", depth=0)
-    rollout = generator.rollout(rg.prompts(ITEMS, count=2), weights, group_size=2)
-    advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
-    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    graph = rg.Graph("tiny", step.metrics)
+    graph = grpo_graph(generator, policy, ITEMS, name="tiny", rewards=odd_tokens, count=2, depth=0)
     plan = rg.compile(graph, rg.Cluster(cpus=2))
     with LocalJob(graph, plan, Checkpoints(graph, plan, Recovery(tmp_path / "checkpoints", 1, 2))) as job:
         assert len(list(job.steps(1))) == 1

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from programs import network_program as hosts
+from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph.engines.fsdp.distributed_checkpoint import weights_of
@@ -44,11 +45,7 @@ def graph(control: hosts.Control) -> Graph:
     sampling = rg.Sampling(max_tokens=8)
     generator = rg.Generator(model, pool=rg.Pool("rollout", cpus=2), engine="transformers", dtype="float32", sampling=sampling)
     policy = rg.Policy(model, pool=rg.Pool("train", cpus=4), data_parallel=2, dtype="float32", optimizer=rg.AdamW(lr=1e-3))
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts([{"prompt": f"{n} + 1 ="} for n in range(5)], count=4), weights, group_size=2)
-    step = policy.update(rollout, rg.advantages(rollout, hosts.lengths(rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("gathered", step.metrics)
+    return grpo_graph(generator, policy, [{"prompt": f"{n} + 1 ="} for n in range(5)], name="gathered", rewards=hosts.lengths)
 
 
 def job(made: Graph, folder: Path, on: int = hosts.HOSTS, restarts: int = 0, *, encrypt: bool = False) -> Job:

@@ -19,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support import fakes, namespaces, placed_workers, wide_weights
+from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -271,11 +272,7 @@ def listens(control: Control) -> Mapping[str, object]:
     model = str(control.shared / "model")
     generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", dtype="float32", sampling=rg.Sampling(max_tokens=4))
     policy = rg.Policy(model, pool=rg.Pool("train", share=2.0), data_parallel=2, dtype="float32")
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=2), weights, group_size=2)
-    step = policy.update(rollout, rg.advantages(rollout, lengths(rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    with job(rg.Graph("ranks", step.metrics), deadline_s=200.0) as running:
+    with job(grpo_graph(generator, policy, name="ranks", rewards=lengths, count=2), deadline_s=200.0) as running:
         ranks = {worker.host for worker in running.plan.workers if worker.world > 1}
         given = len(list(running.steps(2)))
         ports = {n: control("listening", n) for n in range(1, HOSTS + 1)}

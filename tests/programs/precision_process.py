@@ -3,6 +3,8 @@
 import json
 import sys
 
+from support.grpo import grpo_graph
+
 import rlgraph as rg
 from rlgraph.analysis.words import graph_settings
 
@@ -15,13 +17,9 @@ def main(folder: str, engine: str) -> None:
     sampling = rg.Sampling(max_tokens=4)
     generator = rg.Generator(folder, pool=rg.Pool("rollout"), sampling=sampling, engine=engine, max_context=64)
     policy = rg.Policy(folder, pool=rg.Pool("train"))
-    weights = rg.feedback("weights", depth=0)
-    prompts = rg.prompts([{"prompt": "1 + 1 ="}, {"prompt": "2 + 3 ="}], count=2)
-    rollout = generator.rollout(prompts, weights, group_size=2)
-    advantages = rg.advantages(rollout, rg.reward(long_enough, rollout), estimator=rg.GRPO())
-    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    graph = rg.Graph("precision", step.metrics)
+    graph = grpo_graph(
+        generator, policy, [{"prompt": "1 + 1 ="}, {"prompt": "2 + 3 ="}], name="precision", reward=long_enough, count=2, depth=0
+    )
     plan = rg.compile(graph, rg.local_cluster())
     with plan.run_here() as job:
         done = next(iter(job.steps(1)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import forked_workers  # noqa: F401 (a way of dispatch)
 from support.digests import ITEMS, odd_tokens
+from support.grpo import grpo_graph
 from support.tiny import tiny_llama, tiny_qwen
 
 import rlgraph as rg
@@ -35,12 +36,9 @@ def loop(model: str, *, depth: int = 0, base: str | None = None, **given: Any) -
     of_policy = {"optimizer": rg.AdamW(lr=1e-2), "dtype": "float32", "exact": True} | given.pop("policy", {})
     generator = rg.Generator(base or model, pool=rg.Pool("rollout"), **of_generator)
     policy = rg.Policy(model, pool=rg.Pool("train"), **of_policy)
-    weights = rg.feedback("weights", depth=depth)
-    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4, **given)
-    advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
-    step = policy.update(rollout, advantages, policy.log_probs(rollout), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("exact", step.metrics)
+    return grpo_graph(
+        generator, policy, ITEMS, name="exact", rewards=odd_tokens, seed=3, group_size=4, **given, depth=depth, old_log_probs=True
+    )
 
 
 @pytest.mark.vllm

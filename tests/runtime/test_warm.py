@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support import fakes, forked_programs, forked_workers
 from support.digests import ITEMS, DigestPolicy, clockless_metrics, odd_tokens, run_here
+from support.grpo import grpo_graph
 from support.paths import PROGRAMS
 
 import rlgraph as rg
@@ -43,11 +44,9 @@ def grpo(model: str, engine: str, depth: int = 1) -> rg.Graph:
         model, pool=rg.Pool("rollout"), engine=engine, sampling=rg.Sampling(max_tokens=6, temperature=0.9), dtype="float32", **context
     )
     policy = DigestPolicy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
-    weights = rg.feedback("weights", depth=depth)
-    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4)
-    step = policy.update(rollout, rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss(clip_high=0.28))
-    weights.close(step.weights)
-    return rg.Graph("tiny", step.metrics)
+    return grpo_graph(
+        generator, policy, ITEMS, name="tiny", rewards=odd_tokens, seed=3, group_size=4, depth=depth, loss=rg.ClippedLoss(clip_high=0.28)
+    )
 
 
 def launched(graph: rg.Graph, steps: int = 3) -> tuple[list[dict[str, float]], set[int]]:
