@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import ray
 from support.mistakes_beyond_rl import MISTAKES as BEYOND_RL
-from support.mistakes_in_chats import MISTAKES as IN_CHATS
 from support.tiny import tiny_llama
 from support.user_mistakes import MISTAKES as PLAIN
 from support.user_mistakes import SECONDS
 
-MISTAKES = PLAIN | IN_CHATS | BEYOND_RL
+MISTAKES = PLAIN | BEYOND_RL
 HEAVY = {"vllm", "sglang"}  # no mistake waits for an engine to be imported
 MOST_CHARACTERS = 1500  # of the first line of an error: no value is printed whole
 

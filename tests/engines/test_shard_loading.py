@@ -117,16 +117,24 @@ def test_tables_that_no_file_holds_are_those_of_transformers(folders: dict[str, 
         assert all(parameter.is_meta for parameter in built.parameters())
 
 
-def count_runs(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
-    """Add the sizes of what is read piece by piece."""
-    pieces = folder_weights._pieces
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what is read from now on: in rows, and piece by piece."""
+    found, read, pieces = list[int](), FolderWeights._read, folder_weights._pieces
 
-    def counted(box: folder_weights.FileBox) -> list[folder_weights.FileBox]:
-        found = list(pieces(box))
-        sizes.extend(piece.out.numel() for piece in found)
-        return found
+    def count_rows(*given: Any) -> Any:
+        for rows, piece in read(*given):
+            found.append(piece.numel())
+            yield rows, piece
 
-    monkeypatch.setattr(folder_weights, "_pieces", counted)
+    def count_pieces(box: folder_weights.FileBox) -> list[folder_weights.FileBox]:
+        boxes = list(pieces(box))
+        found.extend(piece.out.numel() for piece in boxes)
+        return boxes
+
+    monkeypatch.setattr(FolderWeights, "_read", count_rows)
+    monkeypatch.setattr(folder_weights, "_pieces", count_pieces)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -145,20 +153,10 @@ def test_pieces_of_several_threads_are_cast_as_torch_casts(tmp_path: Path, dtype
 
 
 def test_a_rank_reads_no_more_than_its_boxes_and_no_more_than_a_piece_at_once(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = FolderWeights(folders["qwen3"], skeleton(AutoModelForCausalLM, folders["qwen3"]))
     monkeypatch.setattr(folder_weights, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(folder_weights, "PIECE_BYTES", 1000)
-    sizes, pieces = list[int](), FolderWeights._read
-
-    def counted(*given: Any) -> Any:
-        for rows, piece in pieces(*given):
-            sizes.append(piece.numel())
-            yield rows, piece
-
-    monkeypatch.setattr(FolderWeights, "_read", counted)
-    count_runs(monkeypatch, sizes)
     name, expected = "model.embed_tokens.weight", loaded("policy", folders["qwen3"])["model.embed_tokens.weight"]
     for offsets, shape in (((100, 3), (7, 20)), ((0, 0), tuple(expected.shape)), ((0, 0), (0, 128))):
         sizes.clear()
@@ -169,17 +167,10 @@ def test_a_rank_reads_no_more_than_its_boxes_and_no_more_than_a_piece_at_once(
         assert all(4 * size <= 1000 for size in sizes)
 
 
-def test_a_rank_reads_no_more_of_fused_experts_than_its_own(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_no_more_of_fused_experts_than_its_own(
+    folders: dict[str, Path], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = FolderWeights(folders["qwen3_moe"], skeleton(AutoModelForCausalLM, folders["qwen3_moe"]))
-    sizes, read = list[int](), FolderWeights._read
-
-    def counted(*given: Any) -> Any:
-        for rows, piece in read(*given):
-            sizes.append(piece.numel())
-            yield rows, piece
-
-    monkeypatch.setattr(FolderWeights, "_read", counted)
-    count_runs(monkeypatch, sizes)
     monkeypatch.setattr(FolderWeights, "_converted", None)
     for name in ("gate_up_proj", "down_proj"):
         whole = loaded("policy", folders["qwen3_moe"])[f"model.layers.1.mlp.experts.{name}"]

@@ -30,6 +30,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {  # by the name in the table:
     "recurrent_gemma": ("recurrent_gemma", {"num_hidden_layers": 3}),
     **{f"{kind}, text part": (kind, {}) for kind in ("gemma3", "qwen3_5", "qwen3_5_moe")},
 }
+QWEN3_5_VISION = {
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "depth": 2,
+        "num_heads": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [],
+    }
+}
 NESTED: dict[str, dict[str, Any]] = {  # multimodal folders, by their type of transformers: a small tower beside the language model
     "gemma3": {
         "vision_config": {
@@ -42,28 +53,8 @@ NESTED: dict[str, dict[str, Any]] = {  # multimodal folders, by their type of tr
         },
         "mm_tokens_per_image": 4,
     },
-    "qwen3_5": {
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "depth": 2,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [],
-        }
-    },
-    "qwen3_5_moe": {
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "depth": 2,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [],
-        }
-    },
+    "qwen3_5": QWEN3_5_VISION,
+    "qwen3_5_moe": QWEN3_5_VISION,
 }
 COLUMNS = {
     "padded": "trainer, padded",

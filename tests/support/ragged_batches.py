@@ -89,3 +89,12 @@ def evaluate(loss: object, columns: Columns, totals: alg.Totals | None = None) -
     value, metrics = loss(log_probs, columns, totals, columns["entropy"] if loss.needs_entropy else None)
     (gradient,) = torch.autograd.grad(value, log_probs)
     return value.detach(), gradient, metrics
+
+
+def spoil_masked(columns: Columns) -> Columns:
+    """Put NaN where the mask has no token, in every column of its shape."""
+    mask = columns["response_mask"]
+    return {
+        key: torch.where(mask, column, float("nan")) if column.shape == mask.shape and column.is_floating_point() else column
+        for key, column in columns.items()
+    }
