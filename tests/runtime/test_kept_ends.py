@@ -13,7 +13,7 @@ import pytest
 import torch
 from support import forked_programs, forked_workers
 from support.digests import run_here
-from support.engine_reuse import grpo, run_job, wait_until_gone
+from support.engine_reuse import renewable_loop, run_job, wait_until_gone
 from support.paths import PROGRAMS
 
 import rlgraph as rg
@@ -33,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_leaving_the_block_ends_what_is_kept(model: Path) -> None:
     with rg.warm(engines=True):
-        _, pid = run_job(grpo(model))
+        _, pid = run_job(renewable_loop(model))
         assert forked_workers.alive(pid)
     assert wait_until_gone(pid)
 
@@ -47,14 +47,14 @@ def test_a_process_that_opens_gpus_as_it_imports_is_a_worker_itself(model: Path,
 
     monkeypatch.setattr(ForkedProcesses, "_wanted", alone)
     with rg.warm(engines=True) as warm:
-        first, pid = run_job(grpo(model))
-        assert first == run_here(grpo(model), 3)
+        first, pid = run_job(renewable_loop(model))
+        assert first == run_here(renewable_loop(model), 3)
         assert pid in warm.pids
-        assert run_job(grpo(model)) == (first, pid)
-        _, other = run_job(grpo(model, seed=1))
+        assert run_job(renewable_loop(model)) == (first, pid)
+        _, other = run_job(renewable_loop(model, seed=1))
         assert wait_until_gone(pid)
         os.kill(other, signal.SIGKILL)
-        assert run_job(grpo(model))[0] == first
+        assert run_job(renewable_loop(model))[0] == first
         last = warm.pids
     assert all(map(wait_until_gone, last))
 
@@ -115,13 +115,13 @@ def test_what_an_engine_said_as_it_loaded_is_said_in_each_job_and_nothing_else()
 def test_an_engine_of_vllm_is_kept_and_its_jobs_are_those_of_engines_started_anew(model: Path, tmp_path: Path) -> None:
     mine, other = shutil.copytree(model, tmp_path / "mine"), tiny_model(tmp_path / "other", seed=5)
     with rg.warm(engines=True):
-        first, pid = run_job(grpo(mine, "vllm"))
-        longer, same = run_job(grpo(mine, "vllm", depth=0, max_tokens=9), 2)
-        assert run_job(grpo(mine, "vllm")) == (first, pid)
+        first, pid = run_job(renewable_loop(mine, "vllm"))
+        longer, same = run_job(renewable_loop(mine, "vllm", depth=0, max_tokens=9), 2)
+        assert run_job(renewable_loop(mine, "vllm")) == (first, pid)
         shutil.copy(other / "model.safetensors", mine / "model.safetensors")
-        changed = run_job(grpo(mine, "vllm"))
+        changed = run_job(renewable_loop(mine, "vllm"))
         assert same == changed[1] == pid
     with rg.warm():
-        assert run_job(grpo(mine, "vllm"))[0] == changed[0] != first
+        assert run_job(renewable_loop(mine, "vllm"))[0] == changed[0] != first
         shutil.copy(model / "model.safetensors", mine / "model.safetensors")
-        assert run_job(grpo(mine, "vllm", depth=0, max_tokens=9), 2)[0] == longer
+        assert run_job(renewable_loop(mine, "vllm", depth=0, max_tokens=9), 2)[0] == longer

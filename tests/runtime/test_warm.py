@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import fakes, forked_programs, forked_workers
-from support.digests import ITEMS, DigestPolicy, clockless_metrics, odd_tokens, run_here
-from support.grpo import grpo_graph
+from support.digests import clockless_metrics, digest_loop, run_here
 from support.paths import PROGRAMS
 
 import rlgraph as rg
@@ -38,17 +37,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
 
 
-def grpo(model: str, engine: str, depth: int = 1) -> rg.Graph:
-    context = {"max_context": 64} if engine == "vllm" else {}
-    generator = rg.Generator(
-        model, pool=rg.Pool("rollout"), engine=engine, sampling=rg.Sampling(max_tokens=6, temperature=0.9), dtype="float32", **context
-    )
-    policy = DigestPolicy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
-    return grpo_graph(
-        generator, policy, ITEMS, name="tiny", rewards=odd_tokens, seed=3, group_size=4, depth=depth, loss=rg.ClippedLoss(clip_high=0.28)
-    )
-
-
 def launched(graph: rg.Graph, steps: int = 3) -> tuple[list[dict[str, float]], set[int]]:
     """Launch a plan; return the metrics of its steps that no clock is in, digests of weights included, and the parents of its workers."""
     with rg.compile(graph, rg.Cluster(cpus=2)).launch() as job:
@@ -68,17 +56,17 @@ def wait_until(holds: Callable[[], bool], seconds: float = GONE_S) -> bool:
 
 
 def test_a_second_launch_forks_from_the_same_process_and_repeats_the_oracle_in_every_bit(warm: Warm, model: str) -> None:
-    graph = grpo(model, "transformers")
+    graph = digest_loop(model, "transformers")
     first, parents = launched(graph)
     assert first == run_here(graph, 3)
-    assert launched(grpo(model, "transformers", depth=0))[0] != first  # another job in between
+    assert launched(digest_loop(model, "transformers", depth=0))[0] != first  # another job in between
     assert launched(graph) == (first, parents)
     assert parents <= set(warm.pids)
 
 
 @pytest.mark.usefixtures("warm")
 def test_without_engines_none_is_kept(model: str) -> None:
-    with rg.compile(grpo(model, "transformers"), rg.Cluster(cpus=2)).launch() as job:
+    with rg.compile(digest_loop(model, "transformers"), rg.Cluster(cpus=2)).launch() as job:
         assert forked_workers.alive(pid := job.pids["generator"])
     assert wait_until(lambda: not forked_workers.alive(pid))
 
@@ -86,7 +74,7 @@ def test_without_engines_none_is_kept(model: str) -> None:
 @pytest.mark.vllm
 @pytest.mark.usefixtures("warm")
 def test_an_engine_of_vllm_is_forked_too_and_its_run_is_that_of_an_engine_started_anew(model: str) -> None:
-    graph = grpo(model, "vllm")
+    graph = digest_loop(model, "vllm")
     plan = rg.compile(graph, rg.Cluster(cpus=2))
     with plan.launch() as job:
         first = [clockless_metrics(step) for step in job.steps(3)]

@@ -2,10 +2,12 @@
 
 import hashlib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from support import forked_workers
+from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph.columns import Column, Columns
@@ -57,6 +59,27 @@ def odd_tokens(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
     odd = ((responses % 2 == 1) & mask).sum(-1) / mask.sum(-1).clamp(min=1)
     digests = {"digest/batch": digest(batch[c] for c in sorted(batch)), "digest/tokens": digest([responses, mask])}
     return {"rewards": odd.float()}, {**digests, "odd": odd.mean().item()}
+
+
+def digest_loop(
+    model: Path | str,
+    engine: Any = "transformers",
+    *,
+    ranks: int | None = None,
+    max_tokens: int = 6,
+    depth: int = 1,
+    buffers: int = 1,
+    old_log_probs: bool = False,
+    rewards: Any = odd_tokens,
+    **given: Any,
+) -> rg.Graph:
+    """Train the model with digests of batches and weights, on `ranks`; `given` are settings of the generator."""
+    settings = {"dtype": "float32"} | ({"max_context": 64} if engine == "vllm" else {}) | given
+    sampling, loss = rg.Sampling(max_tokens=max_tokens, temperature=0.9), rg.ClippedLoss(clip_high=0.28)
+    generator = rg.Generator(str(model), pool=rg.Pool("rollout"), engine=engine, sampling=sampling, **settings)
+    policy = DigestPolicy(str(model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32", data_parallel=ranks)
+    edge = {"depth": depth, "buffers": buffers, "old_log_probs": old_log_probs}
+    return grpo_graph(generator, policy, ITEMS, name="tiny", rewards=rewards, seed=3, group_size=4, loss=loss, **edge)
 
 
 def plan(graph: rg.Graph) -> rg.Plan:
