@@ -63,7 +63,7 @@ test-sglang: .venv-sglang/.ready
 
 # The adapters of packages whose pins exclude ours, and agents of smolagents and LangGraph, each in its own environment.
 test-environments: $(READY) $(OTHERS:%=.venv-%/.ready) .venv-jobs/.ready
-	$(BIN)/python -m pytest -m "apart or smolagents or langgraph" tests/nodes/test_environment_servers.py tests/nodes/test_agent_frameworks.py $(PYTEST)
+	$(BIN)/python -m pytest -m "apart or smolagents or langgraph" tests/environments/test_environment_servers.py tests/nodes/test_agent_frameworks.py $(PYTEST)
 	$(BIN)/python -m pytest -m ray_jobs tests/runtime/test_ray_hosts.py $(PYTEST)
 
 # In front of the packages of .venv: Ray with what accepts jobs, and coverage.
@@ -94,7 +94,7 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(TESTS) tests/test_docs.py -k examples
+	$(TESTS) tests/project/test_docs.py -k examples
 
 # The site, into site/. A link that leads nowhere is an error; the tests build it too.
 docs: $(READY)

@@ -28,13 +28,10 @@ from typing import Any, TypeAlias
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-import fakes  # noqa: E402
-import forked  # noqa: E402
 import kills  # noqa: E402
-import namespaces  # noqa: E402
-import network_program as hosts  # noqa: E402
-import placed  # noqa: E402
 import torch  # noqa: E402
+from programs import network_program as hosts  # noqa: E402
+from support import fakes, forked_workers, namespaces, placed_workers  # noqa: E402
 
 import rlgraph as rg  # noqa: E402
 from rlgraph.columns import Columns  # noqa: E402
@@ -142,10 +139,10 @@ class Faults:
         host, seconds = draw.choice((2, 3)), draw.uniform(0.2, LONGEST_S)
         if what == "a worker is killed":
             dispatch = self._running.session.dispatch
-            assert isinstance(dispatch, placed.Placed)
+            assert isinstance(dispatch, placed_workers.Placed)
             if dispatch.created:
                 at, pid = draw.choice(sorted(dispatch.created.values()))
-                placed.call(at, 5.0, "kill", pid)
+                placed_workers.call(at, 5.0, "kill", pid)
         elif what == "a host is killed":
             control("kill", host)
             self._over.wait(seconds / 2)
@@ -230,9 +227,9 @@ def main() -> None:
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not given.inside:
-        if why := namespaces.refused():
+        if why := namespaces.explain_refusal():
             sys.exit(f"this machine makes no hosts of namespaces: {why}")
-        sys.exit(subprocess.run(namespaces.inside([sys.executable, __file__, *sys.argv[1:], "--inside"]), check=False).returncode)
+        sys.exit(subprocess.run(namespaces.isolate_command([sys.executable, __file__, *sys.argv[1:], "--inside"]), check=False).returncode)
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         sys.exit(run(given, "" if given.vector else made_model(Path(folder))))
 
@@ -245,7 +242,7 @@ def made_model(folder: Path) -> str:
         os._exit(0)
     if os.waitpid(writing, 0)[1]:
         raise SystemExit("the tiny model could not be written")
-    for module in forked.PRELOADED:
+    for module in forked_workers.PRELOADED:
         importlib.import_module(module)
     return str(folder / "model")
 

@@ -18,8 +18,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import fakes
 import ray
+from support import fakes
 
 import rlgraph as rg
 from rlgraph.runtime.driver.ray_cluster import start_ray

@@ -16,10 +16,10 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "channels"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import hostile
 from rich.progress import track
+from support import hostile_peer
 
 SHARES = {
     "handshake": 0.2,
@@ -37,16 +37,16 @@ def main() -> None:
     arguments.add_argument("--json", type=Path, help="write the figures here as well")
     given = arguments.parse_args()
     warnings.simplefilter("error")
-    watch, figures = hostile.Watch(), {}
+    watch, figures = hostile_peer.Watch(), {}
     for name, share in SHARES.items():
-        hostile.attack(name, 20, given.seed + 1)  # what is imported on first use
+        hostile_peer.attack(name, 20, given.seed + 1)  # what is imported on first use
         total = round(given.cases * share)
         counted, longest, since = Counter[str](), 0.0, time.monotonic()
         dice = random.Random(f"{name} {given.seed}")
         for _ in track(range(total), name):
             start = time.monotonic()
             with watch.watching():
-                counted[hostile.TARGETS[name](dice)] += 1
+                counted[hostile_peer.TARGETS[name](dice)] += 1
             longest = max(longest, time.monotonic() - start)
         figures[name] = {"cases": total, "outcomes": dict(counted), "longest_s": longest, "seconds": time.monotonic() - since}
         print(f"{name}: {total} cases, {dict(counted)}, the longest {longest:.2f} s")

@@ -24,8 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from random_graphs import Nothing
 from rich.progress import track
+from support.random_graphs import Nothing
 
 import rlgraph as rg
 from rlgraph.graph.nodes import Graph, Model, Output, declare

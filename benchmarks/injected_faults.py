@@ -26,12 +26,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import fakes
-import faults
-import forked
 import ray
 import torch
 from rich.progress import track
+from support import fakes, faults, forked_workers
 
 from rlgraph.errors import RlgraphError
 from rlgraph.plan.cluster import Cluster
@@ -89,7 +87,7 @@ def run(fault: faults.Fault, warnings: Warnings, on: str) -> dict[str, Any]:
         "named": bool(right),
         "seconds": seconds,
         "in time": ended == "finished" or (seconds is not None and seconds <= limit),
-        "left": [pid for pid in pids if forked.alive(pid)],
+        "left": [pid for pid in pids if forked_workers.alive(pid)],
     }
 
 
@@ -122,7 +120,7 @@ def main() -> None:
     if given.on == "ray":
         start_ray()
     else:
-        with forked.job(fakes.vector_loop(1)) as warm:  # the server that workers are forked from imports torch once
+        with forked_workers.job(fakes.vector_loop(1)) as warm:  # the server that workers are forked from imports torch once
             list(warm.steps(2))
     with tempfile.TemporaryDirectory() as folder:
         cases = chosen(given.on, given.only, given.part, folder)

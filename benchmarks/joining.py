@@ -23,9 +23,9 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
-from simulated import ByTokens, SimulatedPolicy
-from tiny import WeightedLikelihood
-from waiting import WaitingGenerator
+from support.simulated_stages import ByTokens, SimulatedPolicy
+from support.tiny import WeightedLikelihood
+from support.waiting_engine import WaitingGenerator
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model

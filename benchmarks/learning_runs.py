@@ -293,7 +293,7 @@ def given_settings(given: argparse.Namespace, **usual: Any) -> Settings:
     """The settings of the recipe for all runs of a benchmark, and in a smoke test those of a tiny model, with files of their own."""
     if not given.smoke:
         return rg.config(mathematics.Config, [f"{name}={value}" for name, value in usual.items()] + given.settings)
-    from templates import model_with
+    from support.templates import model_with
 
     given.work = Path(tempfile.mkdtemp())
     given.json = given.work / given.json.name

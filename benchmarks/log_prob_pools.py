@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import fakes
 import torch
+from support import fakes
 
 import rlgraph as rg
 from rlgraph.columns import Columns

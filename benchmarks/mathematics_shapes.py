@@ -30,7 +30,7 @@ def with_template(shape: str, work: Path) -> str:
 
     folder = random_model(shape, work)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = (ROOT / "tests/chat_templates/qwen3.jinja").read_text(encoding="utf-8")
+    tokenizer.chat_template = (ROOT / "tests/support/chat_templates/qwen3.jinja").read_text(encoding="utf-8")
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from explorer import faults, given, harmless, promises, walk
-from small_graphs import Small, name_of, small_graphs
+from support.small_graphs import Small, name_of, small_graphs
+from support.state_explorer import faults, is_order_safe, promises, scheduled_gives, walk
 
 from rlgraph.plan.events import slots
 
@@ -27,7 +27,7 @@ def checked(small: Small) -> int:
     """Count the states of a graph. Raises AssertionError for one in which a promise is broken."""
     graph, schedule = small.schedule()
     promised = promises(schedule, small.depth, name_of(small.rollout), lambda name: slots(graph, graph.node(name)))
-    found = walk(schedule, given(schedule), promised)
+    found = walk(schedule, scheduled_gives(schedule), promised)
     assert not found.fault, f"{found.fault}: {small}"
     return found.states
 
@@ -38,7 +38,7 @@ def caught(small: Small) -> dict[str, str]:
     promised = promises(schedule, small.depth, name_of(small.rollout), lambda name: slots(graph, graph.node(name)))
     found = {name: walk(*changed, promised).fault for name, changed in faults(schedule, name_of(small.nodes - 1)).items()}
     unnoticed = [name for name, fault in found.items() if not fault]
-    assert not unnoticed or harmless(schedule, promised), f"unnoticed: {unnoticed} in {small}"
+    assert not unnoticed or is_order_safe(schedule, promised), f"unnoticed: {unnoticed} in {small}"
     return {name: fault or HARMLESS for name, fault in found.items()}
 
 

@@ -37,8 +37,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
 from accuracy import accuracy, summary
-from simulated import LONG_TAIL, UNIFORM, Loop, Times
-from tiny import WeightedLikelihood
+from support.simulated_stages import LONG_TAIL, UNIFORM, Loop, Times
+from support.tiny import WeightedLikelihood
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model

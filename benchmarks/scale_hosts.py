@@ -26,11 +26,9 @@ from typing import Any
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.insert(0, str(TESTS))
 
-import fakes  # noqa: E402
-import namespaces  # noqa: E402
-import network_program as hosts  # noqa: E402
-import placed  # noqa: E402,F401
 import torch  # noqa: E402
+from programs import network_program as hosts  # noqa: E402
+from support import fakes, namespaces, placed_workers  # noqa: E402, F401
 
 import rlgraph as rg  # noqa: E402
 from rlgraph.columns import Columns  # noqa: E402
@@ -118,7 +116,7 @@ def graph(point: Point) -> rg.Graph:
     generator, policy = Generator("vector", pool=Pool("rollout")), Policy("vector", pool=Pool("train"))
     node = declare("rollout", Generate(GENERATE_S), (source,), reads=("prompt_ids",), writes=writes, model=generator, feedback=weights)
     rollout = Output(node)
-    rewards = fakes.scored_on(Pool("judge"), rollout) if point.hosts == 3 else fakes.score(rollout)
+    rewards = fakes.score_on_pool(Pool("judge"), rollout) if point.hosts == 3 else fakes.score(rollout)
     reads = ("values", "response_mask", "weight_version", "rewards")
     update = declare("update", fakes.Train(TRAIN_S), (rollout, rewards), reads=reads, writes=(), model=policy)
     weights.close(Output(update, "weights"))
@@ -199,9 +197,9 @@ def main() -> None:
             print(point, round(rehearsed_s(point, 10.0), 3))
         return
     if not given.inside:
-        if why := namespaces.refused():
+        if why := namespaces.explain_refusal():
             sys.exit(f"this machine makes no hosts of namespaces: {why}")
-        sys.exit(subprocess.run(namespaces.inside([sys.executable, __file__, *sys.argv[1:], "--inside"]), check=False).returncode)
+        sys.exit(subprocess.run(namespaces.isolate_command([sys.executable, __file__, *sys.argv[1:], "--inside"]), check=False).returncode)
 
     before = os.getloadavg()
 

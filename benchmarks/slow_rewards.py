@@ -14,8 +14,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import fakes
 from alternating import Setting, alternate
+from support import fakes
 
 import rlgraph as rg
 from rlgraph.columns import Columns

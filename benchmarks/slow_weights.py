@@ -18,9 +18,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import fakes
 import ray
 import torch
+from support import fakes
 
 import rlgraph as rg
 from rlgraph.channels.host.channel import HostReader

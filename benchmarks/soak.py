@@ -18,9 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import fakes
-import forked
 from rich.progress import track
+from support import fakes, forked_workers
 
 import rlgraph as rg
 from rlgraph.runtime.driver.job import Job
@@ -71,7 +70,7 @@ def main() -> None:
     given = arguments.parse_args()
     began = time.monotonic()
     graph = fakes.vector_loop(DEPTH, buffers=2, count=PROMPTS)
-    job = forked.job(graph) if given.forked else rg.compile(graph, rg.Cluster(cpus=2)).launch()
+    job = forked_workers.job(graph) if given.forked else rg.compile(graph, rg.Cluster(cpus=2)).launch()
     looks, seconds = soak(job, given.steps)
     before, after = quarters(seconds)
     load = os.getloadavg()[0]

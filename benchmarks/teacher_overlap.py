@@ -25,10 +25,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-import fakes
 import torch
 from learning_runs import machine
 from shapes import SHAPES, random_model
+from support import fakes
 
 import rlgraph as rg
 from rlgraph.columns import Columns

@@ -6,7 +6,11 @@ from hypothesis import settings
 
 from rlgraph.engines.precision import leave_out_broken_amx
 
-pytest_plugins = ["pytester", "left_behind", "stages", "left_out", "long_first", "second_chance", "skip_limit"]
+pytest_plugins = [
+    "pytester",
+    "stages",
+    *(f"pytest_plugins.{name}" for name in ("leftovers", "missing_parts", "file_order", "second_chance", "skip_limit")),
+]
 ROOT = Path(__file__).parents[1]
 leave_out_broken_amx()  # tests multiply in bfloat16 themselves
 settings.register_profile("untimed", deadline=None)  # the first example of a busy machine may take seconds

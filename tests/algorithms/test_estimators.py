@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.ragged_batches import ESTIMATORS, GROUPED, batch, quick, seeds, spoil_masked
 
 import rlgraph.algorithms as alg
 from rlgraph.errors import DataError, GraphError
-from tests.algorithms.data import ESTIMATORS, GROUPED, batch, quick, seeds
 
 every_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 WHITENING = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo")
@@ -53,11 +53,7 @@ def test_equal_rewards_in_a_group_give_exactly_zero(name: str, dtype: torch.dtyp
 @given(seeds)
 def test_nothing_outside_of_the_mask_matters(name: str, seed: int) -> None:
     columns = batch(seed)
-    mask = columns["response_mask"]
-    spoilt = {
-        key: torch.where(mask, column, float("nan")) if column.shape == mask.shape and column.is_floating_point() else column
-        for key, column in columns.items()
-    }
+    mask, spoilt = columns["response_mask"], spoil_masked(columns)
     plain, other = ESTIMATORS[name](columns), ESTIMATORS[name](spoilt)
     assert all(torch.equal(plain[key], other[key]) and not plain[key][~mask].any() for key in plain)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.ragged_batches import ALL_LOSSES, LOSSES, Columns, batch, evaluate, quick, seeds, spoil_masked
 
 import rlgraph.algorithms as alg
 from rlgraph.errors import DataError, GraphError
-from tests.algorithms.data import ALL_LOSSES, LOSSES, Columns, batch, evaluate, quick, seeds
 
 every_loss = pytest.mark.parametrize("name", ALL_LOSSES)
 HORIZON = {"seq-mean-token-sum-norm": 40}
@@ -26,11 +26,7 @@ def split(columns: Columns, parts: int) -> list[Columns]:
 @given(seeds)
 def test_tokens_outside_of_the_mask_have_no_gradient_whatever_they_hold(name: str, seed: int) -> None:
     columns = batch(seed)
-    mask = columns["response_mask"]
-    spoilt = {
-        key: torch.where(mask, column, float("nan")) if column.shape == mask.shape and column.is_floating_point() else column
-        for key, column in columns.items()
-    }
+    mask, spoilt = columns["response_mask"], spoil_masked(columns)
     plain, spoilt_result = evaluate(ALL_LOSSES[name], columns), evaluate(ALL_LOSSES[name], spoilt)
     assert torch.equal(plain[1], spoilt_result[1])
     assert plain[0] == spoilt_result[0]

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.ragged_batches import Columns, batch, evaluate
 
 import rlgraph.algorithms as alg
 from rlgraph.errors import DataError, GraphError
-from tests.algorithms.data import Columns, batch, evaluate
 
 RATIOS = (0.5, 0.9, 1.0, 1.15, 1.5, 5.0)
 MASK = torch.ones(1, 6, dtype=torch.bool)

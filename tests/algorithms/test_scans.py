@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from support.ragged_batches import ESTIMATORS, batch
 
 from rlgraph.algorithms import masks
-from tests.algorithms.data import ESTIMATORS, batch
 
 WIDTHS = (1, 31, 32, 33, 64, 96, 1024)
 

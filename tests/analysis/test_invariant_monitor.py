@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from simulated import Loop
+from support.simulated_stages import Loop
 
 import rlgraph as rg
 from rlgraph.analysis.run import InvariantMonitor

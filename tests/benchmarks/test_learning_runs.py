@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import forked
 import learning_plots
 import learning_runs
 import pytest
 import staleness_tables
 from learning_runs import Flat, Results, chosen, entry, named
-from templates import model_with
+from support import forked_workers
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
@@ -132,7 +132,7 @@ def test_curves_are_means_where_all_seeds_are() -> None:
 @pytest.mark.stage("jobs")
 def test_a_run_whose_time_is_over_is_saved_and_goes_on_to_the_same_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym", exc_type=ImportError)
-    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
     small = {
         "engine": "transformers",
         "prompts": 2,

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 import pytest
-from files_channel import FILES
-from passed_on import passed_on
+from support.files_channel import FILES
+from support.relay_channels import make_relay_channel
 
 from rlgraph.channels import TRANSPORTS, HostReader, HostWriter, Reader, Site, Writer, open_reader, open_writer
 from rlgraph.channels.host.protocol import CarrierName
@@ -69,7 +69,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..
     def ends(slots: int = 2, readers: int = 1) -> Ends:
         path = str(tmp_path / str(next(numbers)))
         if "passed on" in request.node.callspec.id:
-            writer, found = passed_on(request.param, path, slots, readers)
+            writer, found = make_relay_channel(request.param, path, slots, readers)
             made.extend([writer, *found])
             return writer, found
         writer = open_writer(request.param, Site("edge", slots, readers, path, b"key", "127.0.0.1", here=here, encrypt=encrypt))

@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from fakes import vector_loop
+from support.fakes import vector_loop
 
 import rlgraph as rg
 from rlgraph.channels import TRANSPORTS, Site, open_reader, open_writer

@@ -1,26 +1,21 @@
 """Whatever a peer sends, a channel answers with an error: no crash, no hang, no code run. More cases: benchmarks/fuzz.py."""
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import hostile
+from support import hostile_peer
 
 FINE = {"rejected", "taken as valid", "ChannelBroken", "ChannelClosed", "ChannelTimeout", "ChannelError", "sender refused"}
 CASES = 1500
 
 
-@pytest.mark.parametrize("target", hostile.TARGETS)
+@pytest.mark.parametrize("target", hostile_peer.TARGETS)
 def test_malformed_input_is_rejected_without_a_crash_a_hang_or_code_that_runs(target: str) -> None:
-    watch = hostile.Watch()
-    hostile.attack(target, 20, seed=1)
+    watch = hostile_peer.Watch()
+    hostile_peer.attack(target, 20, seed=1)
     since = time.monotonic()
     with watch.watching():
-        outcomes = hostile.attack(target, CASES, seed=0)
+        outcomes = hostile_peer.attack(target, CASES, seed=0)
     assert set(outcomes) <= FINE, outcomes
     assert "LET IN" not in outcomes
     assert outcomes["taken as valid"] < CASES / 2  # the cases are malformed indeed
@@ -29,7 +24,7 @@ def test_malformed_input_is_rejected_without_a_crash_a_hang_or_code_that_runs(ta
 
 
 def test_the_watch_would_notice_code_that_runs() -> None:
-    watch = hostile.Watch()
+    watch = hostile_peer.Watch()
     with watch.watching():
-        hostile.pickle.loads(hostile.pickle.dumps(hostile.Bomb))
+        hostile_peer.pickle.loads(hostile_peer.pickle.dumps(hostile_peer.Bomb))
     assert any("pickle.find_class" in event for event in watch.ran)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from host_peer import START_S, peer
+from programs.host_peer import START_S, peer
 
 from rlgraph.channels import HostReader, HostWriter
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from passed_on import by_route, passed_on
+from support.relay_channels import make_relay_channel, make_routed_channel
 
 from rlgraph.channels import Reader, Writer
 from rlgraph.channels.factory import transport_of
@@ -29,7 +29,7 @@ def ends(request, tmp_path, monkeypatch) -> Iterator[tuple[Writer, list[Reader]]
     monkeypatch.setattr(host_channel, "PART_BYTES", PART)
     monkeypatch.setattr(transfer, "PART_BYTES", PART)
     monkeypatch.setattr(inward, "_receives", threading.Semaphore(100))  # the ends stand for processes, of which each receives by itself
-    writer, readers = passed_on(transport_of(request.param), str(tmp_path / "e"), 2, READERS)
+    writer, readers = make_relay_channel(transport_of(request.param), str(tmp_path / "e"), 2, READERS)
     yield writer, readers
     for end in (writer, *readers):
         end.close()
@@ -67,7 +67,7 @@ def test_large_messages_arrive_whole_on_many_hosts_in_each_shape(shape, transpor
     where = {"w": 0, **{f"r{number}": 1 + number // 2 for number in range(11)}}  # two on each of five hosts, one on a sixth
     route = routed(shape, "w", [one for one in where if one != "w"], where, turn=1, turns=2)
     assert crossings(route, where) == (1, {"chain": 1, "tree": 2, "star": 6}[shape])
-    writer, readers = by_route(transport_of(transport), str(tmp_path / "e"), 2, "w", route, where)
+    writer, readers = make_routed_channel(transport_of(transport), str(tmp_path / "e"), 2, "w", route, where)
     try:
         for step in range(4):
             expected = columns_of(step)

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from host_peer import START_S, peer
+from programs.host_peer import START_S, peer
 
 from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.host import protocol

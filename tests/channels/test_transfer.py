@@ -5,23 +5,49 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
-import forked
 import pytest
 import torch
-import transfer_peer
-from transfer_peer import LARGE
+from support import forked_workers
 
 from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.remote import relay
-from rlgraph.channels.remote.transfer import Gloo
+from rlgraph.channels.remote.transfer import Finish, Gloo
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
 
 LONG, START_S = 120.0, 180.0
 HERE = "127.0.0.1:0"
+LARGE = torch.arange(4 << 20, dtype=torch.int64)  # 32 MiB, more than the sockets hold
+
+
+def be_reader(address: str, signal_number: int) -> None:
+    """Be a reader that asks for the bytes and gets the signal instead of them."""
+
+    def receive(self: Gloo, memory: torch.Tensor) -> Finish:
+        return lambda: os.kill(os.getpid(), signal_number)
+
+    Gloo.receive = receive  # type: ignore[method-assign]
+    reader = HostReader("edge", b"key", address, 60)
+    signal.pause()
+    reader.close()
+
+
+def be_writer(pipe: Connection, signal_number: int) -> None:
+    """Be a writer that gets the signal when its reader waits for the bytes."""
+
+    def send(self: Gloo, memory: torch.Tensor) -> Finish:
+        os.kill(os.getpid(), signal_number)
+        raise AssertionError
+
+    Gloo.send = send  # type: ignore[method-assign]
+    writer = HostWriter("edge", 1, 1, b"key", "127.0.0.1:0", "gloo")
+    pipe.send(writer.address)
+    writer.put(0, {"x": LARGE}, 60)
+    signal.pause()
 
 
 @pytest.fixture
@@ -35,7 +61,7 @@ def process() -> Iterator[Callable[..., Any]]:
     started = []
 
     def start(target: Callable[..., None], *arguments: Any) -> Any:
-        started.append(forked.server.Process(target=target, args=arguments, daemon=True))
+        started.append(forked_workers.server.Process(target=target, args=arguments, daemon=True))
         started[-1].start()
         return started[-1]
 
@@ -165,7 +191,7 @@ def test_a_reader_takes_the_messages_of_a_writer_that_closed_or_died(carried: An
 
 def test_a_reader_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(process: Any) -> None:
     writer = HostWriter("edge", 1, 1, b"key", HERE, "gloo")
-    process(transfer_peer.read, writer.address, signal.SIGKILL)
+    process(be_reader, writer.address, signal.SIGKILL)
     writer.put(0, {"x": LARGE}, START_S)
     since = time.monotonic()
     with pytest.raises(ChannelBroken, match=r"'edge', the writer, step 1: a reader \(at 127.0.0.1, port \d+\) died"):
@@ -181,8 +207,8 @@ def test_a_writer_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(
     go_on = threading.Event()
     if library == "does not hear of it":
         monkeypatch.setattr(Gloo, "receive", lambda self, memory: lambda: go_on.wait(LONG))
-    here, there = forked.server.Pipe()
-    process(transfer_peer.write, there, signal.SIGKILL)
+    here, there = forked_workers.server.Pipe()
+    process(be_writer, there, signal.SIGKILL)
     reader = HostReader("edge", b"key", here.recv(), LONG)
     since = time.monotonic()
     with pytest.raises(ChannelBroken, match=r"'edge', a reader, step 0: the writer \(at 127.0.0.1, port \d+\) died"):
@@ -194,8 +220,8 @@ def test_a_writer_killed_in_the_middle_of_a_transfer_breaks_the_channel_at_once(
 
 def test_a_writer_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_reader(process: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "FAREWELL_S", 0.1)
-    here, there = forked.server.Pipe()
-    process(transfer_peer.write, there, signal.SIGSTOP)
+    here, there = forked_workers.server.Pipe()
+    process(be_writer, there, signal.SIGSTOP)
     threads = set(threading.enumerate())
     reader = HostReader("edge", b"key", here.recv(), LONG)
     with pytest.raises(ChannelTimeout, match=r"'edge', a reader, step 0: waited 0\.5 s, no message came"):
@@ -206,7 +232,7 @@ def test_a_writer_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_reader
 
 def test_a_reader_stopped_in_the_middle_of_a_transfer_is_a_timeout_of_its_writer(process: Any) -> None:
     writer = HostWriter("edge", 1, 1, b"key", HERE, "gloo")
-    process(transfer_peer.read, writer.address, signal.SIGSTOP)
+    process(be_reader, writer.address, signal.SIGSTOP)
     writer.put(0, {"x": LARGE}, START_S)
     with pytest.raises(ChannelTimeout, match=r"'edge', the writer, step 1: waited 0\.5 s, all 1 slots are taken"):
         writer.put(1, {"x": LARGE}, 0.5)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cuts import Cut, as_sent, bits, changed, random_cut, random_weights
+from support.weight_cuts import Cut, as_bfloat16, next_version, random_cut, random_weights, tensor_bytes
 
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights import endpoints
@@ -40,15 +40,15 @@ def test_any_sharding_arrives_bit_for_bit_at_every_reader(make_weights: Any, req
     for version in range(1, 5):
         if version != 3:  # one version is cut as the one before, the others in new ways
             again = draw.randrange(1 << 30)
-        for writer, shards in zip(writers, random_cut(random.Random(again), changed(weights, version), ranks), strict=True):
+        for writer, shards in zip(writers, random_cut(random.Random(again), next_version(weights, version), ranks), strict=True):
             writer.publish(version, shards, LONG)
         for reader in readers:
             received = reader.receive(version, LONG)
             assert received.keys() == weights.keys()
-            for name, tensor in changed(weights, version).items():
+            for name, tensor in next_version(weights, version).items():
                 assert received[name].shape == tensor.shape, name
-                assert received[name].dtype == as_sent(tensor).dtype, name
-                assert bits(received[name]) == bits(as_sent(tensor)), name
+                assert received[name].dtype == as_bfloat16(tensor).dtype, name
+                assert tensor_bytes(received[name]) == tensor_bytes(as_bfloat16(tensor)), name
             del received
             reader.done()
 
@@ -58,7 +58,7 @@ def test_any_sharding_is_assembled_in_the_second_buffer(seed: int) -> None:
     draw = random.Random(1000 + seed)
     staging, ranks, weights = Staging(), draw.randint(1, 6), random_weights(draw)
     for version in range(1, 4):
-        cut = random_cut(draw, changed(weights, version), ranks)
+        cut = random_cut(draw, next_version(weights, version), ranks)
         there = [0] * ranks
         sent = [[shard for shard in shards if shard.replica == 0] for shards in cut]
 
@@ -67,8 +67,8 @@ def test_any_sharding_is_assembled_in_the_second_buffer(seed: int) -> None:
             return there[rank]
 
         staging.fill(sent, arrived)
-        assert {name: bits(tensor) for name, tensor in staging.weights.items()} == {
-            name: bits(tensor) for name, tensor in changed(weights, version).items()
+        assert {name: tensor_bytes(tensor) for name, tensor in staging.weights.items()} == {
+            name: tensor_bytes(tensor) for name, tensor in next_version(weights, version).items()
         }
 
 

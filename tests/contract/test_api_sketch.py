@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from xml.etree import ElementTree
 
-import programs
+from support import forked_programs
 
 SKETCH = Path(__file__).parent / "api_sketch.py"
 
 
 def test_the_sketch_declares_compiles_prints_and_draws_all_of_its_graphs(tmp_path: Path) -> None:
-    found = programs.run(str(SKETCH), "gpus=16", cwd=tmp_path)
+    found = forked_programs.run(str(SKETCH), "gpus=16", cwd=tmp_path)
     assert found.returncode == 0, found.stderr
     assert found.stdout.count("certificate: staleness at most") == 5
     for name in ("sync_colocated", "one_step_off", "k_step_off", "ppo", "tool_use"):
@@ -19,6 +19,6 @@ def test_the_sketch_declares_compiles_prints_and_draws_all_of_its_graphs(tmp_pat
 
 
 def test_the_sketch_refuses_an_unknown_setting(tmp_path: Path) -> None:
-    found = programs.run(str(SKETCH), "gpu=16", cwd=tmp_path)
+    found = forked_programs.run(str(SKETCH), "gpu=16", cwd=tmp_path)
     assert found.returncode != 0
     assert "Key 'gpu' not in 'Config'" in found.stderr

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-import forked
-import programs
 import pytest
 import torch
+from support import forked_programs, forked_workers
 
 import rlgraph as rg
 from rlgraph import curriculum as running
@@ -31,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
 
 
 def imitation(folder: str, name: str, lr: float = 1e-3) -> rg.Graph:
@@ -214,11 +213,12 @@ def test_parameters_with_a_default_are_left_alone(model: str) -> None:
 PROGRAM = """
 import os, signal, sys, threading, time
 from pathlib import Path
-import forked, rlgraph as rg
+from support import forked_workers
+import rlgraph as rg
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 sys.path.insert(0, {tests!r})
 from test_run import stages
-DISPATCHES["compiled_graph"] = forked.Forked  # a program on Ray is killed in tests/runtime/test_resume.py
+DISPATCHES["compiled_graph"] = forked_workers.Forked  # a program on Ray is killed in tests/runtime/test_resume.py
 out = Path({out!r})
 def watch():
     while not list((out / "second" / "checkpoints").glob("step-*")):
@@ -234,11 +234,11 @@ if __name__ == "__main__":
 def test_a_program_that_is_killed_in_its_second_graph_goes_on_from_its_checkpoint(model: str, tmp_path: Path) -> None:
     program, out = tmp_path / "program.py", tmp_path / "out"
     program.write_text(PROGRAM.format(tests=str(Path(__file__).parent), out=str(out), model=model))
-    killed = programs.run(str(program), "killed", cwd=tmp_path)
+    killed = forked_programs.run(str(program), "killed", cwd=tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
     assert (out / "first" / "done.json").exists()
     before = (out / "first" / "model" / "model.safetensors").stat().st_mtime_ns
-    whole = programs.run(str(program), cwd=tmp_path)
+    whole = forked_programs.run(str(program), cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr[-2000:]
     assert "going on from the checkpoint after" in whole.stderr
     assert (out / "first" / "model" / "model.safetensors").stat().st_mtime_ns == before, "the first graph did not run again"

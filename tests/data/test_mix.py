@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from templates import model_with
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.errors import CheckpointError, DataError, RlgraphError

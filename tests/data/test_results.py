@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import fakes
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
 import torch
+from support import fakes, forked_workers  # noqa: F401 (a way of dispatch)
 
 import rlgraph as rg
 from rlgraph.columns import Columns

@@ -3,14 +3,14 @@
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
-from templates import model_with
+from support import forked_programs
+from support.paths import PROGRAMS
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.data.streams import StreamReader
@@ -19,10 +19,9 @@ from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import Context
 
 datasets = pytest.importorskip("datasets")
-sys.path.insert(0, str(Path(__file__).parent))
-import stream_driver  # noqa: E402
+from programs import stream_driver  # noqa: E402
 
-DRIVER = Path(__file__).with_name("stream_driver.py")
+DRIVER = PROGRAMS / "stream_driver.py"
 
 
 def sums() -> Iterator[dict[str, Any]]:
@@ -219,7 +218,7 @@ def test_a_reader_counts_rows_that_are_left_out() -> None:
 def test_a_program_that_is_killed_draws_every_row_exactly_once(kind: str, tmp_path: Path) -> None:
     """Two kills in the middle of a run, with a checkpoint at every third step; compared with the rows as the stream itself gives them."""
     for kill_at in (5, 10, None):
-        with programs.Program(str(DRIVER), kind, str(tmp_path), "14" if kill_at is None else "1000", cwd=tmp_path) as program:
+        with forked_programs.Program(str(DRIVER), kind, str(tmp_path), "14" if kill_at is None else "1000", cwd=tmp_path) as program:
             for line in program.stdout:
                 if int(line) == kill_at:
                     os.kill(program.pid, signal.SIGKILL)

@@ -9,10 +9,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 import torch
-from tiny import tiny
+from support import forked_programs
+from support.paths import PROGRAMS, PYTHONPATH
+from support.tiny import tiny_llama
 
 
 @pytest.fixture
@@ -26,12 +27,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny(tmp_path_factory.mktemp("models"))
+    return tiny_llama(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny(tmp_path_factory.mktemp("models"), tied=False)
+    return tiny_llama(tmp_path_factory.mktemp("models"), tied=False)
 
 
 @pytest.fixture(scope="session")
@@ -45,19 +46,19 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path]
 
     @cache
     def found(engine: str, folder: Path) -> dict[str, Any]:
-        out, here = shared / f"engine {engine} {folder.name}.pt", Path(__file__)
+        out = shared / f"engine {engine} {folder.name}.pt"
         part = out.with_suffix(".part")
-        command = [str(here.with_name("engine_process.py")), engine, str(folder), str(part)]
+        command = [str(PROGRAMS / "engine_process.py"), engine, str(folder), str(part)]
         own = {"VLLM_CACHE_ROOT": str(out.with_suffix(".new"))}
         with out.with_suffix(".printed").open("a+") as printed:
             fcntl.flock(printed, fcntl.LOCK_EX)
             if not out.exists():
                 if engine == "vllm":
-                    done = programs.run(*command, cwd=shared, timeout_s=280, **own)
+                    done = forked_programs.run(*command, cwd=shared, timeout_s=280, **own)
                     printed.write(done.stdout + done.stderr)
                     printed.flush()
                 else:  # what SGLang loads when its process starts has to come first
-                    path = {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
+                    path = {"PYTHONPATH": PYTHONPATH}
                     done = subprocess.run(
                         [sys.executable, *command], env=os.environ | path, stdout=printed, stderr=subprocess.STDOUT, timeout=280
                     )

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from templates import FOLDER, FRONT, SPECIAL, model_with, tokenizer_of
+from support.templates import FOLDER, FRONT, SPECIAL, model_with, tokenizer_of
 
 import rlgraph as rg
 from rlgraph.errors import DataError

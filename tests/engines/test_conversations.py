@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from talking import BETWEEN, CASES, PROMPTS, TURN, talked
+from support.engine_conversations import BETWEEN, CASES, PROMPTS, TURN, compare_conversations
 
 from rlgraph.engines.transformers.engine import TransformersEngine
 
@@ -18,7 +18,7 @@ SGLANG = [pytest.param(name, marks=pytest.mark.stage("sglang")) for name in ("sg
 @pytest.fixture(scope="module", params=["transformers", VLLM, *SGLANG])
 def found(request: pytest.FixtureRequest, tied: Path, in_process: Callable[[str, Path], dict[str, Any]]) -> dict[str, Any]:
     if request.param == "transformers":
-        return talked(TransformersEngine(tied, dtype=torch.float32, max_context=64), load_file(tied / "model.safetensors"))
+        return compare_conversations(TransformersEngine(tied, dtype=torch.float32, max_context=64), load_file(tied / "model.safetensors"))
     told: dict[str, Any] = in_process(request.param, tied)["talked"]
     return told
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_ranks
+from programs.data_parallel_ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny import LENGTHS, batch_of, returns_of
+from support.tiny import LENGTHS, batch_of, returns_of
 
 from rlgraph.algorithms import ValueLoss
 from rlgraph.algorithms.aggregation import Totals

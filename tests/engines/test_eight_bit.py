@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from eight_bit_ranks import run_eight_bit
-from lora_ranks import RANK4, run_lora
-from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
+from programs.lora_ranks import RANK4, run_lora
+from programs.low_bit_ranks import run_low_bit
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.api import checked_source
@@ -107,8 +107,8 @@ def test_ranks_have_the_blocks_of_one(model: Path, tmp_path: Path) -> None:
     with engine_of(model) as engine:
         engine.update(batch_of(LENGTHS), WeightedLikelihood())
         engine.save(tmp_path / "one", 60.0)()
-    ranks = run_eight_bit(model, tmp_path, 2)
-    assert [rank["bits"] for rank in ranks] == [[True, True, False, True, True]] * 2  # one has float32 moments on two ranks
+    ranks = run_low_bit(model, "8bit", tmp_path)
+    assert [rank["bits"] for rank in ranks] == [[True, True, False, True, True, True]] * 2  # one has float32 moments on two ranks
     with engine_of(model) as engine:
         engine.load(tmp_path / "one")
         one = held(engine)

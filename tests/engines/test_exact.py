@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny, tiny_qwen
+from support.paths import PROGRAMS, PYTHONPATH
+from support.tiny import tiny_llama, tiny_qwen
 
 pytestmark = [pytest.mark.stage("plugins"), pytest.mark.vllm, pytest.mark.timeout(600)]
-HERE = Path(__file__)
-
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 
@@ -21,9 +20,9 @@ FAMILIES = ("llama", "qwen2", "qwen3")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what two processes found of each family: `exact_process.py`. The engine's own start takes most of it."""
     parent, out = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("out")
-    folders = [tiny(parent).rename(parent / "llama"), *(tiny_qwen(parent, family) for family in FAMILIES[1:])]
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{HERE.parents[2]}"}
-    command = [sys.executable, str(HERE.with_name("exact_process.py")), "trainer", str(out), *map(str, folders)]
+    folders = [tiny_llama(parent).rename(parent / "llama"), *(tiny_qwen(parent, family) for family in FAMILIES[1:])]
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, str(PROGRAMS / "exact_process.py"), "trainer", str(out), *map(str, folders)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stderr
     return out

@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 import torch
-from tiny import tiny, tiny_qwen
+from support import forked_programs
+from support.paths import PROGRAMS
+from support.tiny import tiny_llama, tiny_qwen
 
 from rlgraph.diagnosis import MEANING, ExactDiagnosis, diagnose_exact
 from rlgraph.engines.exact.diagnosis import OF_LAYER, ComparedOperation, Witness, names, of_text
@@ -14,15 +15,13 @@ from rlgraph.errors import DataError
 
 pytestmark = pytest.mark.stage("plugins")
 
-HERE = Path(__file__)
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a process found of a model: `exact_doctor_process.py`."""
     folder, out = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("out")
-    script = str(HERE.with_name("exact_doctor_process.py"))
-    done = programs.run(script, str(tiny_qwen(folder, "qwen3")), str(out), cwd=out, timeout_s=290)
+    script = str(PROGRAMS / "exact_doctor_process.py")
+    done = forked_programs.run(script, str(tiny_qwen(folder, "qwen3")), str(out), cwd=out, timeout_s=290)
     assert done.returncode == 0, done.stderr
     loaded: dict[str, Any] = torch.load(out / "found.pt")
     return loaded
@@ -73,10 +72,10 @@ def test_a_text_is_put_together_from_the_passes_of_a_batch() -> None:
 
 
 def test_a_family_without_proof_is_refused(tmp_path: Path) -> None:
-    from families import folder_of
+    from support.families import folder_of
 
     with pytest.raises(DataError, match="the family 'gemma2' is not proven to be exact"):
         diagnose_exact(str(folder_of("gemma2", tmp_path)))
     with pytest.raises(DataError):
         diagnose_exact(str(tmp_path / "nothing"))
-    assert (tiny(tmp_path) / "config.json").exists()
+    assert (tiny_llama(tmp_path) / "config.json").exists()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from tiny import WeightedLikelihood, tiny_moe
+from support.families import folder_of
+from support.tiny import WeightedLikelihood, tiny_moe
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlgraph.engines.forward import self_test

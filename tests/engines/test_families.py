@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import COLUMNS, FAMILIES, folder_of, results
+from support.families import COLUMNS, FAMILIES, folder_of, results
 
 import rlgraph as rg
 from rlgraph.engines.api import Sampling
@@ -47,7 +47,7 @@ def test_each_engine_gives_the_models_own_log_probs_or_is_refused(name: str, tmp
     folder = folder_of(name, tmp_path)
     found = results(folder)
     row = f"| {name} | " + " | ".join(found[column] for column in COLUMNS) + " |"
-    assert row in TABLE.read_text().splitlines(), f"docs/models.md is of another library; write its table with tests/families.py: {row}"
+    assert row in TABLE.read_text().splitlines(), f"docs/models.md is of another library; write its table with support/families.py: {row}"
     if "right" not in found.values():
         return
     batch = self_test._batch()
@@ -73,7 +73,7 @@ def test_the_table_has_at_least_twenty_families_that_are_right_on_every_path() -
 @pytest.mark.parametrize("name", FAR)
 @pytest.mark.parametrize("settings", [{}, {"flat": True}, {"recompute": True}], ids=str)
 def test_an_update_is_that_of_the_models_own_forward(name: str, settings: dict[str, bool], tmp_path: Path) -> None:
-    from tiny import WeightedLikelihood
+    from support.tiny import WeightedLikelihood
     from transformers import AutoModelForCausalLM
 
     folder, batch = folder_of(name, tmp_path), self_test._batch()

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
-from tiny import LENGTHS, WeightedLikelihood, batch_of
+from programs.data_parallel_ranks import run_ranks
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 

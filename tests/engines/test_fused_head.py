@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from tiny import LENGTHS, WeightedLikelihood, batch_of
+from support.families import folder_of
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlgraph.engines.forward.policy_head import PolicyHead, Scored, head_scores, sum_pi_squared, token_scores

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from generating import DRAWN
 from safetensors.torch import load_file
-from tiny import UPDATES, VLLM_PROMPTS, changed
+from support.generation_requests import DRAWN
+from support.tiny import UPDATES, VLLM_PROMPTS, other_weights
 
 
 def case(engine: str, model: str, *marks: pytest.MarkDecorator) -> Any:
@@ -36,7 +36,7 @@ def logits_of(folder: Path, update: int, prompt: list[int], tokens: list[int]) -
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     if update:
-        model.load_state_dict(changed(load_file(folder / "model.safetensors"), update), strict=False)
+        model.load_state_dict(other_weights(load_file(folder / "model.safetensors"), update), strict=False)
     with torch.no_grad():
         return model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
 

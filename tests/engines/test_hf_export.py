@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
+from programs.data_parallel_ranks import run_ranks
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import tiny
+from support.tiny import tiny_llama
 
 from rlgraph.channels.weights.shards import WeightShard, whole
 from rlgraph.engines.fsdp import distributed_checkpoint
@@ -90,7 +90,7 @@ def test_what_several_ranks_hold_is_written_by_the_first(tmp_path: Path) -> None
 
 
 def test_two_gloo_ranks_and_what_they_saved_give_the_bytes_of_one(tmp_path: Path) -> None:
-    model = tiny(tmp_path)
+    model = tiny_llama(tmp_path)
     ranks = run_ranks("policy", model, tmp_path, 2)
     shards = [[WeightShard(*shard) for shard in rank["shards"]] for rank in ranks]
     saved = [replace(shard.box, tensor=shard.read()) for shard in SPEC.saved_shards(tmp_path / "stored")]  # type: ignore[misc]
@@ -215,7 +215,7 @@ def test_a_killed_export_leaves_nothing_of_its_name_and_the_next_one_removes_the
 
 
 def test_names_are_those_of_the_folder_and_a_tied_head_is_left_out(tmp_path: Path) -> None:
-    tied, untied = tiny(tmp_path), tiny(tmp_path, tied=False)
+    tied, untied = tiny_llama(tmp_path), tiny_llama(tmp_path, tied=False)
     shapes = {"model.embed_tokens.weight": (288, 64), "lm_head.weight": (288, 64)}
     known = set(exported(_all_shapes(tied) | shapes, tied, "log_probs", "export"))
     assert "lm_head.weight" not in known
@@ -224,7 +224,7 @@ def test_names_are_those_of_the_folder_and_a_tied_head_is_left_out(tmp_path: Pat
 
 def test_a_critics_backbone_gets_the_prefix_of_its_folder(tmp_path: Path) -> None:
     shapes = {"embed_tokens.weight": (288, 64), "norm.weight": (64,), "score.weight": (1, 64)}
-    found = exported(shapes, tiny(tmp_path), "values", "export")
+    found = exported(shapes, tiny_llama(tmp_path), "values", "export")
     assert {name: source for name, (source, _) in found.items()} == {
         "model.embed_tokens.weight": "embed_tokens.weight",
         "model.norm.weight": "norm.weight",
@@ -237,7 +237,7 @@ def test_a_critics_backbone_gets_the_prefix_of_its_folder(tmp_path: Path) -> Non
     [({"model.norm.weight": (65,)}, "has the shape"), ({"experts": (2, 2)}, "no such name"), ({"model.norm.weight": None}, "holds no")],
 )
 def test_parameters_of_another_model_are_refused(change: dict[str, tuple[int, ...] | None], said: str, tmp_path: Path) -> None:
-    model = tiny(tmp_path)
+    model = tiny_llama(tmp_path)
     shapes = {name: shape for name, shape in (_all_shapes(model) | change).items() if shape is not None}
     with pytest.raises(ExportError, match=said):
         exported(shapes, model, "log_probs", "export")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import LENGTHS, WeightedLikelihood, batch_of
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead

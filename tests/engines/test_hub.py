@@ -14,7 +14,7 @@ from urllib.parse import urlparse
 
 import pytest
 from huggingface_hub import constants
-from tiny import tiny
+from support.tiny import tiny_llama
 
 import rlgraph as rg
 from rlgraph.engines.transformers.spec import SPEC
@@ -27,7 +27,7 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     """A hub with one model, `org/tiny`, and what it was asked for."""
-    model, asked = tiny(tmp_path), []
+    model, asked = tiny_llama(tmp_path), []
 
     class Hub(BaseHTTPRequestHandler):
         def log_message(self, *args: object) -> None:
@@ -149,7 +149,7 @@ def test_an_engine_loads_offline_and_a_reward_in_its_process_finds_what_the_user
         return [float(number) for number, _ in enumerate(responses)]
 
     engine = rg.EngineSpec(name="noted", load=load)
-    generator = rg.Generator(str(tiny(tmp_path)), pool=rg.Pool("rollout"), engine=engine, sampling=rg.Sampling(max_tokens=2))
+    generator = rg.Generator(str(tiny_llama(tmp_path)), pool=rg.Pool("rollout"), engine=engine, sampling=rg.Sampling(max_tokens=2))
     prompts = rg.prompts([{"prompt": "1"}], count=1)
     rollout = generator.rollout(prompts, group_size=2, refill=rg.Refill(reward=reward))
     with rg.compile(rg.Graph("own", rollout), rg.Cluster(cpus=2)).run_here() as job:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import WeightedLikelihood, batch_of
+from support.tiny import WeightedLikelihood, batch_of
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

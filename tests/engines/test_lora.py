@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from lora_ranks import RANK4, engine_of, run_lora, together, trained
-from peft_golden import ALPHA, GOLDEN, RANK, TARGETS, loss_of, matrices, tokens
+from programs.lora_ranks import RANK4, assemble_matrices, engine_of, run_lora, train_adapter
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import LENGTHS, WeightedLikelihood, batch_of
+from support.families import folder_of
+from support.peft_golden import ALPHA, GOLDEN, RANK, TARGETS, loss_of, matrices, tokens
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -129,7 +129,7 @@ def test_state_shards_and_memory_are_those_of_the_adapter_alone(make: Any, tied:
 
 @pytest.mark.parametrize("given", [{"recompute": True, "fused": True}, {"flat": True}, {"host_moments": True}], ids=str)
 def test_ways_to_save_memory_and_time_give_the_same_step(make: Any, tied: Path, given: dict[str, bool]) -> None:
-    plain, other = trained(make(tied)), trained(make(tied, **given))
+    plain, other = train_adapter(make(tied)), train_adapter(make(tied, **given))
     assert plain["metrics"][1] == pytest.approx(other["metrics"][1], rel=1e-4)
     for one, two in zip(plain["weights"], other["weights"], strict=True):
         assert torch.allclose(one.tensor, two.tensor, atol=1e-5), one.name
@@ -137,21 +137,21 @@ def test_ways_to_save_memory_and_time_give_the_same_step(make: Any, tied: Path, 
 
 def test_any_number_of_ranks_trains_the_same_adapter_and_reads_the_others_state(make: Any, tied: Path, tmp_path: Path) -> None:
     alone = make(tied)
-    one = [trained(alone)]
+    one = [train_adapter(alone)]
     two = run_lora(tied, tmp_path / "two", 2)
     sharing = run_lora(tied, tmp_path / "sharing", 2, context_parallel=2, flat=True)
-    begins, weights = together(one, "begins"), together(one, "weights")
+    begins, weights = assemble_matrices(one, "begins"), assemble_matrices(one, "weights")
     for ranks in (two, sharing):
-        assert all(torch.equal(tensor, begins[name]) for name, tensor in together(ranks, "begins").items())
-        assert together(ranks, "weights").keys() == weights.keys()
-        for name, tensor in together(ranks, "weights").items():
+        assert all(torch.equal(tensor, begins[name]) for name, tensor in assemble_matrices(ranks, "begins").items())
+        assert assemble_matrices(ranks, "weights").keys() == weights.keys()
+        for name, tensor in assemble_matrices(ranks, "weights").items():
             assert torch.allclose(tensor, weights[name], atol=1e-5), name
         assert ranks[0]["resumed"]
         assert ranks[0]["metrics"] == ranks[1]["metrics"]
         torch.testing.assert_close(ranks[0]["scores"], one[0]["scores"], atol=1e-4, rtol=0)
         assert torch.equal(ranks[0]["base"], ranks[0]["base after"])
     alone.load(tmp_path / "two" / "stored")
-    kept = together(two, "weights")
+    kept = assemble_matrices(two, "weights")
     assert all(torch.equal(tensor, kept[name]) for name, tensor in alone.weights().items())
     assert alone.update(batch_of(LENGTHS, holes=True), WeightedLikelihood()) == pytest.approx(two[0]["third"], rel=1e-4)
 

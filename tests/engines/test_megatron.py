@@ -8,9 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from parallel_ranks import ADAMW, Case, assembled, boxes, by_one_process, engine_of, given_to, going_on, run_exporting
-from tiny import tiny_mixture, tiny_qwen
+from programs.parallel_ranks import (
+    ADAMW,
+    Case,
+    assemble_shards,
+    batch_and_loss,
+    continue_training,
+    copy_shards,
+    engine_of,
+    run_exporting,
+    run_one_process,
+)
+from support.families import folder_of
+from support.tiny import tiny_mixture, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.engines.forward import flash4
@@ -103,7 +113,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 @pytest.fixture(scope="module")
 def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], Path]]:
     """What the trainer "fsdp" finds in one process with a model, and the folder of its state: computed once for each."""
-    return by_one_process(cases, tmp_path_factory.mktemp("states"), lambda engine, case: {"goes on": going_on(engine, case)})
+    return run_one_process(cases, tmp_path_factory.mktemp("states"), lambda engine, case: {"goes on": continue_training(engine, case)})
 
 
 def _told(metrics: dict[str, float]) -> dict[str, float]:
@@ -129,21 +139,21 @@ def test_megatron_trains_as_fsdp_does_and_each_goes_on_from_the_others_state(
             assert all(torch.equal(rank[column], many[0][column]) for rank in many)
             torch.testing.assert_close(many[0][column], one[column], **(AFTER_STEPS if column == "scores after" else NEAR))
         for held in ("weights", "moments", "weights after", "loaded", *(("taken",) if "taken" in many[0] else ())):
-            whole = assembled([rank[held] for rank in many])
-            expected = assembled([one[{"loaded": "weights after", "taken": "weights"}.get(held, held)]])
+            whole = assemble_shards([rank[held] for rank in many])
+            expected = assemble_shards([one[{"loaded": "weights after", "taken": "weights"}.get(held, held)]])
             assert whole.keys() == expected.keys()
             near = AFTER_STEPS if held == "weights after" else NEAR if held == "moments" else {"atol": 0, "rtol": 0}
             for parameter, tensor in whole.items():
                 torch.testing.assert_close(tensor, expected[parameter], **near)
         if not shared:  # each moment has one owner
             held_by = [sum(shard.tensor.numel() for shard in rank["moments"]) for rank in many]
-            assert sum(held_by) == sum(tensor.numel() for tensor in assembled([rank["moments"] for rank in many]).values())
+            assert sum(held_by) == sum(tensor.numel() for tensor in assemble_shards([rank["moments"] for rank in many]).values())
             assert max(held_by) < 1.2 * sum(held_by) / world
         engine = engine_of(cases[name])  # the trainer "fsdp" goes on from what Megatron-Core's ranks saved
         engine.load(tmp_path / "out" / name)
-        kept = assembled([rank["weights after"] for rank in many])
-        assert all(torch.equal(tensor, kept[parameter]) for parameter, tensor in assembled([boxes(engine)]).items())
-        for found, wanted in zip(going_on(engine, cases[name]), one["goes on"], strict=True):
+        kept = assemble_shards([rank["weights after"] for rank in many])
+        assert all(torch.equal(tensor, kept[parameter]) for parameter, tensor in assemble_shards([copy_shards(engine)]).items())
+        for found, wanted in zip(continue_training(engine, cases[name]), one["goes on"], strict=True):
             assert _told(found) == pytest.approx(_told(wanted), **GOES_ON)
         engine.close()
 
@@ -164,7 +174,7 @@ def test_what_recomputes_keeps_nothing_in_the_first_pass(
     for module in engine._stage.decoder.layers:
         module.register_forward_hook(lambda *given: calls["layer"].append(torch.is_grad_enabled()))
         module.mlp.register_forward_hook(lambda *given: calls["feed-forward"].append(torch.is_grad_enabled()))
-    batch, loss = given_to("policy")
+    batch, loss = batch_and_loss("policy")
     engine.scores(batch)
     engine.update(batch, loss)
     layers = len(engine._stage.decoder.layers)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_mixture, tiny_qwen
+from support.tiny import tiny_mixture, tiny_qwen
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlgraph.channels.host.channel import HostReader, HostWriter

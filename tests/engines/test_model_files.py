@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph import notices
@@ -26,12 +27,9 @@ def length(response: str) -> float:
 def launch(path: str | Path) -> None:
     generator = rg.Generator(str(path), pool=rg.Pool("rollout"), engine="transformers", max_context=64, sampling=rg.Sampling(max_tokens=4))
     policy = rg.Policy(str(path), pool=rg.Pool("train"))
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 =", "answer": "2"}], count=1), weights, group_size=2)
-    rewards = rg.reward(length, rollout)
-    step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    rg.compile(rg.Graph("model", step.metrics), rg.Cluster(cpus=2)).launch()
+    rg.compile(
+        grpo_graph(generator, policy, [{"prompt": "1 + 1 =", "answer": "2"}], name="model", reward=length, count=1), rg.Cluster(cpus=2)
+    ).launch()
 
 
 @pytest.fixture

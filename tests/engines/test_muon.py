@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_ranks
-from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
+from programs.data_parallel_ranks import run_ranks
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_llama
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -27,7 +27,7 @@ def test_a_step_is_torchs_muon_for_matrices_of_layers_and_adamw_for_the_rest(
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's iterations in float32, as ours are on a CPU
     from transformers import AutoModelForCausalLM
 
-    head = PolicyHead(AutoModelForCausalLM.from_pretrained(tiny(tmp_path), dtype=torch.float32))
+    head = PolicyHead(AutoModelForCausalLM.from_pretrained(tiny_llama(tmp_path), dtype=torch.float32))
     theirs = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in head.named_parameters()}
     within = {name for name, parameter in theirs.items() if ".layers." in name and parameter.dim() == 2}
     muon = torch.optim.Muon(
@@ -56,7 +56,7 @@ def test_a_step_is_torchs_muon_for_matrices_of_layers_and_adamw_for_the_rest(
 
 @pytest.mark.stage("ranks")
 def test_two_ranks_that_gather_a_matrix_take_the_step_of_one(tmp_path: Path) -> None:
-    model = tiny(tmp_path)
+    model = tiny_llama(tmp_path)
     one = engine_of(model)
     batch = batch_of(LENGTHS, holes=True)
     metrics = [one.update(batch, WeightedLikelihood(entropy=0.1)) for _ in range(2)]
@@ -72,7 +72,7 @@ def test_two_ranks_that_gather_a_matrix_take_the_step_of_one(tmp_path: Path) -> 
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
-    model = tiny(tmp_path)
+    model = tiny_llama(tmp_path)
     one = engine_of(model, rg.AdamW())
     one.save(tmp_path / "stored", 60.0)()
     one.close()
@@ -84,7 +84,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 def test_the_plan_counts_one_moment_for_the_matrices_of_layers(tmp_path: Path) -> None:
     def moments(optimizer: rg.AdamW) -> int:
-        model = str(tiny(tmp_path))
+        model = str(tiny_llama(tmp_path))
         rollout = rg.Generator(model, pool=rg.Pool("rollout", gpus=1)).rollout(rg.prompts([{"prompt": "1"}], count=2), group_size=2)
         policy = rg.Policy(model, pool=rg.Pool("train", gpus=1), optimizer=optimizer)
         rewards = rg.reward(lambda responses: [float(len(text)) for text in responses], rollout)
@@ -92,7 +92,7 @@ def test_the_plan_counts_one_moment_for_the_matrices_of_layers(tmp_path: Path) -
         plan = rg.compile(rg.Graph("memory", step.metrics), rg.Cluster(gpus=2, gpu="H100"))
         return next(dict(each.parts)["optimizer"] for each in plan.memory if each.pool == "train")
 
-    shapes = {name: tensor.shape for name, tensor in PolicyHead(tiny(tmp_path)).named_parameters()}
+    shapes = {name: tensor.shape for name, tensor in PolicyHead(tiny_llama(tmp_path)).named_parameters()}
     matrices = sum(shape.numel() for name, shape in shapes.items() if ".layers." in name and len(shape) == 2)
     both, one = moments(rg.AdamW()), moments(rg.Muon())
     assert both - one == pytest.approx(4 * matrices, rel=0.05)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_qwen
+from support.paths import PROGRAMS, PYTHONPATH
+from support.tiny import tiny_qwen
 
 from rlgraph.channels.host.slot_memory import Handle
 from rlgraph.channels.weights.endpoints import in_one_memory, lie_together
@@ -103,10 +104,9 @@ def test_only_contiguous_tensors_in_one_memory_lie_together():
 @pytest.mark.stage("jobs")
 @pytest.mark.vllm
 def test_each_rank_of_vllms_models_replays_what_its_loader_leaves(tied: Path, untied: Path, tmp_path: Path) -> None:
-    here = Path(__file__)
     folders = [str(folder) for folder in (tied, untied, tiny_qwen(tmp_path, "qwen2"), tiny_qwen(tmp_path, "qwen3"))]
-    environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
-    command = [sys.executable, str(here.with_name("parallel_process.py")), *folders]
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, str(PROGRAMS / "parallel_process.py"), *folders]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import server
-from tiny import WeightedLikelihood, batch_of, tiny_qwen
+from support.forked_workers import server
+from support.tiny import WeightedLikelihood, batch_of, tiny_qwen
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore

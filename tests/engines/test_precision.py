@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.paths import PROGRAMS, PYTHONPATH
 
 from rlgraph.engines import precision
 from rlgraph.engines.precision import device_precision
@@ -27,10 +28,9 @@ def native() -> str:
 
 
 def run(folder: Path, engine: str, limits: dict[str, str]) -> dict[str, Any]:
-    here = Path(__file__)
     environment = {name: value for name, value in os.environ.items() if name not in AVX2}
-    environment |= {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}", **limits}
-    command = [sys.executable, str(here.with_name("precision_process.py")), str(folder), engine]
+    environment |= {"PYTHONPATH": PYTHONPATH, **limits}
+    command = [sys.executable, str(PROGRAMS / "precision_process.py"), str(folder), engine]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

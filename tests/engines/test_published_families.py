@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
 from safetensors.torch import save_file
-from tiny import VLLM_PROMPTS as PROMPTS
+from support.families import folder_of
+from support.paths import PROGRAMS, PYTHONPATH
+from support.tiny import VLLM_PROMPTS as PROMPTS
 
 from rlgraph.channels.weights.shards import Assembly, WeightShard, whole
 from rlgraph.engines.forward import self_test
@@ -50,7 +51,7 @@ def published(engine: FsdpEngine) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, FsdpEngine, list[WeightShard]]]]:
     """A trainer of each family, one large step away from its folder."""
-    from tiny import WeightedLikelihood
+    from support.tiny import WeightedLikelihood
 
     parent, found = tmp_path_factory.mktemp("families"), {}
     with ExitStack() as at_end:
@@ -90,13 +91,12 @@ def test_transformers_reads_an_export_as_the_trainer_scores(name: str, trained: 
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_vllm_samples_with_what_a_trainer_published(trained: dict[str, Any], tmp_path: Path) -> None:
-    here = Path(__file__)
     pairs: list[str] = []
     for name, (folder, _, shards) in trained.items():
         save_file({shard.name: shard.tensor for shard in shards}, tmp_path / f"{name}.safetensors")
         pairs += [str(folder), str(tmp_path / f"{name}.safetensors")]
-    environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parents[2]}"}
-    command = [sys.executable, str(here.with_name("vllm_families.py")), str(tmp_path / "found.pt"), *pairs]
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
+    command = [sys.executable, str(PROGRAMS / "vllm_families.py"), str(tmp_path / "found.pt"), *pairs]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "found.pt")

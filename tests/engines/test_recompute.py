@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
 from functorch.compile import aot_module_simplified, make_boxed_func, min_cut_rematerialization_partition
-from tiny import WeightedLikelihood
+from support.families import folder_of
+from support.tiny import WeightedLikelihood
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from forked import server
+from support.forked_workers import server
 
 from rlgraph.channels.host.connection import bound, listen
 from rlgraph.engines.fsdp.sharding import meet

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from flat_kernel import flash4_on_cpu, flash_on_cpu
+from support.flat_kernel import flash4_on_cpu, flash_on_cpu
 
 from rlgraph.batching.packing import ring_pieces
 from rlgraph.engines.forward import ring

@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from forked import server
-from replaying import PROMPTS, be_replaying_rank, plain, reference, replayed_batch, routes_of, weights_of, with_weights
-from tiny import WeightedLikelihood, changed, tiny, tiny_moe
+from support.families import folder_of
+from support.forked_ranks import forked_ranks
+from support.router_replay import (
+    PROMPTS,
+    be_replaying_rank,
+    copy_with_weights,
+    load_model,
+    reference,
+    replayed_batch,
+    routes_of,
+    weights_of,
+)
+from support.tiny import WeightedLikelihood, other_weights, tiny_llama, tiny_moe
 
 from rlgraph.engines.api import Request, Sampling
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -40,7 +49,7 @@ def trainer(folder: Path, **settings: Any) -> FsdpEngine:
 @pytest.fixture(scope="module")
 def expected(model: Path) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
     """Log-probs, loss and gradients of the reference under the replayed routes."""
-    batch, own = replayed_batch(), plain(model)
+    batch, own = replayed_batch(), load_model(model)
     logs = reference(own, batch)
     loss, _ = WeightedLikelihood()(logs, batch, type("Totals", (), {"tokens": int(batch["response_mask"].sum())})(), None)  # type: ignore[arg-type]
     loss.backward()
@@ -78,11 +87,11 @@ def test_one_other_route_changes_the_log_probs_behind_it_and_no_others(model: Pa
     differ = ((before - after).abs() > 1e-5).nonzero().tolist()  # several threads add up the rows of an expert in another order
     assert differ
     assert all(row == 5 and column > 3 for row, column in differ)
-    assert torch.allclose(after, reference(plain(model), other).detach(), atol=2e-5)
+    assert torch.allclose(after, reference(load_model(model), other).detach(), atol=2e-5)
 
 
 def test_own_routes_replayed_change_nothing_and_agree(model: Path) -> None:
-    batch, own = replayed_batch(), plain(model)
+    batch, own = replayed_batch(), load_model(model)
     for row in range(len(batch["responses"])):
         keep, count = batch["prompt_mask"][row], batch["responses"].shape[1]
         tokens = torch.cat([batch["prompts"][row][keep], batch["responses"][row]]).tolist()
@@ -104,15 +113,10 @@ def test_a_batch_without_routes_is_computed_by_the_own_routers(model: Path) -> N
 
 
 def test_two_ranks_replay_as_one(model: Path, tmp_path: Path) -> None:
-    ranks = [server.Process(target=be_replaying_rank, args=(str(model), tmp_path, rank, 2), daemon=True) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    with closing(trainer(model, optimizer=AdamW(lr=1e-2, eps=1e-3), shared=False)) as engine:
+    ranks = forked_ranks(be_replaying_rank, 2, model, tmp_path)
+    with ranks, closing(trainer(model, optimizer=AdamW(lr=1e-2, eps=1e-3), shared=False)) as engine:
         batch = replayed_batch()
         scores, metrics, after = engine.scores(batch), engine.update(batch, WeightedLikelihood()), engine.scores(batch)
-    for rank in ranks:
-        rank.join(100)
-    assert [rank.exitcode for rank in ranks] == [0, 0]
     for rank in range(2):
         found = torch.load(tmp_path / f"{rank}.pt")
         assert torch.allclose(found["scores"], scores, atol=1e-5)
@@ -122,7 +126,7 @@ def test_two_ranks_replay_as_one(model: Path, tmp_path: Path) -> None:
 
 
 def test_the_engine_of_transformers_tells_the_routes_of_a_forward(model: Path) -> None:
-    engine, own = TransformersEngine(model, dtype=torch.float32, routes=True), plain(model)
+    engine, own = TransformersEngine(model, dtype=torch.float32, routes=True), load_model(model)
     responses = engine.generate(PROMPTS, Sampling(max_tokens=8, ignore_eos=True), list(range(len(PROMPTS))))
     for prompt, response in zip(PROMPTS, responses, strict=True):
         tokens = [*prompt, *response.tokens]
@@ -133,18 +137,18 @@ def test_the_engine_of_transformers_tells_the_routes_of_a_forward(model: Path) -
 
 
 def test_tokens_keep_the_routes_of_the_weights_under_which_they_were_read(model: Path, tmp_path: Path) -> None:
-    engine, own = TransformersEngine(model, dtype=torch.float32, routes=True), plain(model)
+    engine, own = TransformersEngine(model, dtype=torch.float32, routes=True), load_model(model)
     engine.submit(Request("one", PROMPTS[1], Sampling(max_tokens=8, ignore_eos=True), 1))
     for _ in range(4):
         engine.step()
-    others = changed(weights_of(model), seed=0)
+    others = other_weights(weights_of(model), seed=0)
     engine.load_weights(others, running="recompute")
     done: dict[str, Any] = {}
     while not done:
         done = engine.step()
     response = done["one"]
     tokens = [*PROMPTS[1], *response.tokens]
-    before, after = (routes_of(of, tokens) for of in (own, plain(with_weights(model, tmp_path / "others", others))))
+    before, after = (routes_of(of, tokens) for of in (own, load_model(copy_with_weights(model, tmp_path / "others", others))))
     read = len(PROMPTS[1]) + 3
     assert response.versions == [0] * 4 + [1] * 4
     assert not torch.equal(before[read:-1], after[read:-1])
@@ -155,9 +159,9 @@ def test_what_cannot_be_replayed_is_refused(model: Path, tmp_path: Path) -> None
     import rlgraph as rg
 
     with pytest.raises(GraphError, match="no routers of experts"):
-        trainer(tiny(tmp_path))
+        trainer(tiny_llama(tmp_path))
     with pytest.raises(GraphError, match="no routers of experts"):
-        TransformersEngine(tiny(tmp_path), routes=True)
+        TransformersEngine(tiny_llama(tmp_path), routes=True)
     batch = replayed_batch()
     batch |= {name: batch[name] % 64 for name in ("prompts", "responses")}  # its vocabulary is smaller
     with (

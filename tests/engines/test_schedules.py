@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_llama
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -77,7 +77,7 @@ def test_a_schedule_that_makes_no_sense_is_refused_where_it_is_declared(make: An
 
 @pytest.mark.parametrize("optimizer", [rg.AdamW, rg.Muon])
 def test_a_resumed_trainer_goes_on_with_the_same_rate_and_the_same_bits(optimizer: Any, tmp_path: Path) -> None:
-    model, batch = tiny(tmp_path), batch_of(LENGTHS, holes=True)
+    model, batch = tiny_llama(tmp_path), batch_of(LENGTHS, holes=True)
     settings = optimizer(lr=1e-2, schedule=rg.Cosine(warmup_steps=2, steps=6, final=0.1))
 
     def engine() -> FsdpEngine:

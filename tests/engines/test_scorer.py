@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import score_on_ranks
-from templates import model_with
+from programs.data_parallel_ranks import score_on_ranks
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.chat_template import ChatPrompt

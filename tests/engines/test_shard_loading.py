@@ -4,27 +4,64 @@ import json
 import logging
 import os
 import signal
+import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import loading_ranks
 import pytest
 import torch
-from families import folder_of
-from loading_ranks import Held
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from tiny import tiny, tiny_qwen
+from support.families import folder_of
+from support.forked_ranks import process_group, run_ranks
+from support.forked_workers import server
+from support.tiny import tiny_llama, tiny_qwen
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf_models import folder_weights
 from rlgraph.engines.hf_models.backbone import skeleton
-from rlgraph.engines.hf_models.folder_weights import FolderWeights
+from rlgraph.engines.hf_models.folder_weights import FolderWeights, PieceReader
 from rlgraph.errors import DataError
 from rlgraph.values.optimizers import AdamW
+
+HEADS = {"policy": PolicyHead, "critic": ValueHead}
+Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # by parameter: whole shape, offsets, this rank's box
+
+
+def load_shards(kind: str, folder: Path, rank: int, world: int) -> Held:
+    """Load a model, and copy the boxes that this rank has of it."""
+    engine = FsdpEngine(HEADS[kind](folder), optimizer=AdamW(), rank=rank, world=world, dtype=torch.float32)
+    boxes = {name: own_box(name, parameter) for name, parameter in engine.trained().items()}
+    found = {name: (box.global_shape, box.offsets, box.tensor.clone()) for name, box in boxes.items()}
+    engine.close()
+    return found
+
+
+def be_rank(models: list[tuple[str, Path]], out: Path, rank: int, world: int) -> None:
+    with process_group(out, rank, world):
+        found = {(kind, folder.name): load_shards(kind, folder, rank, world) for kind, folder in models}
+        torch.save(found, out / f"{rank}.pt")
+        dist.barrier()
+
+
+def load_forever(folder: Path, reading: Any) -> None:
+    """Load a model, but stop in the middle of a file, once `reading` is set."""
+    read, done = PieceReader._read, []
+
+    def halting(*given: Any) -> Any:
+        done.append(1)
+        if len(done) > 3:
+            reading.set()
+            time.sleep(600)
+        return read(*given)
+
+    PieceReader._read = halting  # type: ignore[method-assign]
+    load_shards("policy", folder, 0, 1)
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +69,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Tied and untied heads, biases, norms of heads, a soft cap, experts that transformers fuses, and weights in several files."""
     parent = tmp_path_factory.mktemp("models")
     logging.disable()
-    found = {path.name: path for path in (tiny(parent), tiny(parent, tied=False), tiny_qwen(parent, "qwen2"), tiny_qwen(parent, "qwen3"))}
+    found = {
+        path.name: path
+        for path in (tiny_llama(parent), tiny_llama(parent, tied=False), tiny_qwen(parent, "qwen2"), tiny_qwen(parent, "qwen3"))
+    }
     found |= {name: folder_of(name, parent) for name in ("gemma2", "qwen3_moe")}
     several = parent / "several"
     AutoModelForCausalLM.from_pretrained(found["qwen3"]).save_pretrained(several, max_shard_size="200KB")
@@ -61,9 +101,9 @@ def check_boxes(ranks: list[Held], expected: dict[str, torch.Tensor]) -> None:
 def test_the_shards_of_all_ranks_are_what_transformers_loads(folders: dict[str, Path], tmp_path: Path, world: int) -> None:
     models = [("policy", folder) for folder in folders.values()] + [("critic", folders[name]) for name in ("tied", "qwen3_moe")]
     if world == 1:
-        found = [{(kind, folder.name): loading_ranks.held(kind, folder, 0, 1) for kind, folder in models}]
+        found = [{(kind, folder.name): load_shards(kind, folder, 0, 1) for kind, folder in models}]
     else:
-        found = loading_ranks.run_ranks(models, tmp_path / "ranks", world)
+        found = run_ranks(be_rank, world, models, out=tmp_path / "ranks")
     for kind, folder in models:
         check_boxes([rank[kind, folder.name] for rank in found], loaded(kind, folder))
 
@@ -77,16 +117,24 @@ def test_tables_that_no_file_holds_are_those_of_transformers(folders: dict[str, 
         assert all(parameter.is_meta for parameter in built.parameters())
 
 
-def count_runs(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
-    """Add the sizes of what is read piece by piece."""
-    pieces = folder_weights._pieces
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes of what is read from now on: in rows, and piece by piece."""
+    found, read, pieces = list[int](), FolderWeights._read, folder_weights._pieces
 
-    def counted(box: folder_weights.FileBox) -> list[folder_weights.FileBox]:
-        found = list(pieces(box))
-        sizes.extend(piece.out.numel() for piece in found)
-        return found
+    def count_rows(*given: Any) -> Any:
+        for rows, piece in read(*given):
+            found.append(piece.numel())
+            yield rows, piece
 
-    monkeypatch.setattr(folder_weights, "_pieces", counted)
+    def count_pieces(box: folder_weights.FileBox) -> list[folder_weights.FileBox]:
+        boxes = list(pieces(box))
+        found.extend(piece.out.numel() for piece in boxes)
+        return boxes
+
+    monkeypatch.setattr(FolderWeights, "_read", count_rows)
+    monkeypatch.setattr(folder_weights, "_pieces", count_pieces)
+    return found
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -105,20 +153,10 @@ def test_pieces_of_several_threads_are_cast_as_torch_casts(tmp_path: Path, dtype
 
 
 def test_a_rank_reads_no_more_than_its_boxes_and_no_more_than_a_piece_at_once(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = FolderWeights(folders["qwen3"], skeleton(AutoModelForCausalLM, folders["qwen3"]))
     monkeypatch.setattr(folder_weights, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(folder_weights, "PIECE_BYTES", 1000)
-    sizes, pieces = list[int](), FolderWeights._read
-
-    def counted(*given: Any) -> Any:
-        for rows, piece in pieces(*given):
-            sizes.append(piece.numel())
-            yield rows, piece
-
-    monkeypatch.setattr(FolderWeights, "_read", counted)
-    count_runs(monkeypatch, sizes)
     name, expected = "model.embed_tokens.weight", loaded("policy", folders["qwen3"])["model.embed_tokens.weight"]
     for offsets, shape in (((100, 3), (7, 20)), ((0, 0), tuple(expected.shape)), ((0, 0), (0, 128))):
         sizes.clear()
@@ -129,17 +167,10 @@ def test_a_rank_reads_no_more_than_its_boxes_and_no_more_than_a_piece_at_once(
         assert all(4 * size <= 1000 for size in sizes)
 
 
-def test_a_rank_reads_no_more_of_fused_experts_than_its_own(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_no_more_of_fused_experts_than_its_own(
+    folders: dict[str, Path], sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     weights = FolderWeights(folders["qwen3_moe"], skeleton(AutoModelForCausalLM, folders["qwen3_moe"]))
-    sizes, read = list[int](), FolderWeights._read
-
-    def counted(*given: Any) -> Any:
-        for rows, piece in read(*given):
-            sizes.append(piece.numel())
-            yield rows, piece
-
-    monkeypatch.setattr(FolderWeights, "_read", counted)
-    count_runs(monkeypatch, sizes)
     monkeypatch.setattr(FolderWeights, "_converted", None)
     for name in ("gate_up_proj", "down_proj"):
         whole = loaded("policy", folders["qwen3_moe"])[f"model.layers.1.mlp.experts.{name}"]
@@ -151,7 +182,7 @@ def test_a_rank_reads_no_more_of_fused_experts_than_its_own(folders: dict[str, P
 
 
 def test_an_engine_trains_from_the_weights_that_it_read(folders: dict[str, Path]) -> None:
-    from tiny import LENGTHS, WeightedLikelihood, batch_of
+    from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 
     batch, results = batch_of(LENGTHS), []
     for head in (PolicyHead(folders["tied"]), PolicyHead(AutoModelForCausalLM.from_pretrained(folders["tied"], dtype=torch.float32))):
@@ -176,7 +207,7 @@ def changed(source: Path, target: Path, change: Any) -> Path:
 def test_a_critic_begins_with_the_head_of_a_reward_model(folders: dict[str, Path], tmp_path: Path) -> None:
     head = torch.randn(1, 64).bfloat16()
     folder = changed(folders["tied"], tmp_path / "reward", lambda tensors: tensors.update({"score.weight": head}))
-    assert torch.equal(loading_ranks.held("critic", folder, 0, 1)["score.weight"][2], head.float())
+    assert torch.equal(load_shards("critic", folder, 0, 1)["score.weight"][2], head.float())
 
 
 def test_a_folder_without_a_weight_is_refused_by_its_name(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -199,7 +230,7 @@ def test_a_tied_head_that_the_folder_holds_with_other_values_is_one_of_its_own(f
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (0.5 if differs else 0)
 
         folder = changed(folders["tied"], tmp_path / str(number), add)
-        held = loading_ranks.held("policy", folder, 0, 1)
+        held = load_shards("policy", folder, 0, 1)
         assert ("lm_head.weight" in held) == differs
         check_boxes([held], loaded("policy", folder))
 
@@ -214,8 +245,8 @@ def test_quantised_weights_are_refused(folders: dict[str, Path], tmp_path: Path)
 
 def test_a_rank_that_is_killed_while_it_loads_leaves_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
     left = {folder: set(folder.iterdir()) for folder in (Path("/dev/shm"), folders["qwen3"])}
-    reading = loading_ranks.server.Event()
-    rank = loading_ranks.server.Process(target=loading_ranks.load_forever, args=(folders["qwen3"], reading), daemon=True)
+    reading = server.Event()
+    rank = server.Process(target=load_forever, args=(folders["qwen3"], reading), daemon=True)
     rank.start()
     mine = f"/proc/{rank.pid}/fd"
     assert reading.wait(200)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from base_holders import BIG, NUMBERS, SEGMENT, filled, hold
-from forked import server
-from lora_ranks import engine_of, trained
+from programs.base_holders import BIG, NUMBERS, SEGMENT, fill_tensor, hold_base
+from programs.lora_ranks import engine_of, train_adapter
+from support.forked_workers import server
 
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
@@ -45,12 +45,12 @@ def test_with_a_shared_base_models_train_with_the_same_bits(
     alone, together = [], []
     for number, own in enumerate(given):
         engine = engine_of(folder, dtype=dtype, **own)
-        alone.append(trained(engine, tmp_path / f"alone {number}"))
+        alone.append(train_adapter(engine, tmp_path / f"alone {number}"))
         engine.close()
     shared = bases(kind, tmp_path, 2)
     engines = [engine_of(folder, dtype=dtype, shared_base=base, **own) for base, own in zip(shared, given, strict=True)]
     for number, engine in enumerate(engines):
-        together.append(trained(engine, tmp_path / f"together {number}"))
+        together.append(train_adapter(engine, tmp_path / f"together {number}"))
     for one, other in zip(alone, together, strict=True):
         assert other["resumed"]
         assert one["metrics"] == other["metrics"]
@@ -89,7 +89,7 @@ def holders() -> Iterator[Any]:
 
     def hold_at(path: Path) -> tuple[Any, dict[str, Any]]:
         here, there = server.Pipe()
-        process = server.Process(target=hold, args=(path, there), daemon=True)
+        process = server.Process(target=hold_base, args=(path, there), daemon=True)
         process.start()
         begun.append((process, here))
         assert here.poll(60)
@@ -113,10 +113,10 @@ def test_processes_hold_a_base_in_memory_once(holders: Any, tmp_path: Path) -> N
 
 
 def test_what_one_process_writes_no_other_sees(tmp_path: Path) -> None:
-    first, second = (BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, filled)["one"] for _ in range(2))
+    first, second = (BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, fill_tensor)["one"] for _ in range(2))
     first.zero_()
     assert second.tolist() == [NUMBERS["one"]] * 4
-    assert BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, filled)["one"].tolist() == [NUMBERS["one"]] * 4
+    assert BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, fill_tensor)["one"].tolist() == [NUMBERS["one"]] * 4
 
 
 def test_who_comes_after_the_first_has_died_loads_the_base_again(holders: Any, tmp_path: Path) -> None:
@@ -131,12 +131,12 @@ def test_who_comes_after_the_first_has_died_loads_the_base_again(holders: Any, t
 
 def test_a_handle_of_another_file_is_not_taken_for_the_base(tmp_path: Path) -> None:
     first = BaseOfHost(tmp_path / "base")
-    first.take({"one": ((4,), torch.float32)}, filled)
+    first.take({"one": ((4,), torch.float32)}, fill_tensor)
     assert first._handle is not None
     with (tmp_path / "other").open("wb+") as other:
         other.truncate(1 << 16)
         os.dup2(other.fileno(), first._handle, inheritable=False)  # as if the process were another one of that number
-        assert BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, filled)["one"].tolist() == [NUMBERS["one"]] * 4
+        assert BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, fill_tensor)["one"].tolist() == [NUMBERS["one"]] * 4
 
 
 def test_a_load_that_fails_leaves_nothing_that_others_would_take(tmp_path: Path) -> None:
@@ -146,18 +146,18 @@ def test_a_load_that_fails_leaves_nothing_that_others_would_take(tmp_path: Path)
 
     with pytest.raises(OSError, match="the disk is gone"):
         BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, breaks)
-    assert BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, filled)["one"].tolist() == [NUMBERS["one"]] * 4
+    assert BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, fill_tensor)["one"].tolist() == [NUMBERS["one"]] * 4
 
 
 def test_a_model_with_more_weights_adds_those_that_lack(tmp_path: Path) -> None:
     two = dict.fromkeys(("one", "two"), ((33,), torch.bfloat16))
     first = BaseOfHost(tmp_path / "base")
-    kept = first.take({"one": two["one"]}, filled)["one"]
+    kept = first.take({"one": two["one"]}, fill_tensor)["one"]
     asked: list[str] = []
 
     def fill(name: str, out: torch.Tensor) -> None:
         asked.append(name)
-        filled(name, out)
+        fill_tensor(name, out)
 
     found = BaseOfHost(tmp_path / "base").take(two, fill)
     assert asked == ["two"]

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from flat_kernel import flash4_on_cpu, flash_on_cpu
-from ranks import run_ranks
-from tiny import WeightedLikelihood, batch_of, returns_of
+from programs.data_parallel_ranks import run_ranks
+from support.families import folder_of
+from support.flat_kernel import flash4_on_cpu, flash_on_cpu
+from support.tiny import WeightedLikelihood, batch_of, returns_of
 
 import rlgraph as rg
 from rlgraph.algorithms import ValueLoss

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_ranks import Case, assembled, by_one_process, run_ranks
-from tiny import tiny_qwen
+from programs.parallel_ranks import Case, assemble_shards, run_one_process, run_ranks
+from support.tiny import tiny_qwen
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -42,7 +42,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 @pytest.fixture(scope="module")
 def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], Path]]:
     """What one process finds with a model: computed once for each."""
-    return by_one_process(cases, tmp_path_factory.mktemp("states"))
+    return run_one_process(cases, tmp_path_factory.mktemp("states"))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -60,7 +60,7 @@ def test_layers_that_ranks_share_train_alike_where_they_are_compiled(
             torch.testing.assert_close(many[0]["scores"], one["scores"], **NEAR)
             torch.testing.assert_close(many[0]["scores after"], one["scores after"], **AFTER_STEPS)
         for held in ("moments", "weights after"):
-            whole, expected = assembled([rank[held] for rank in many]), assembled([alone(name)[0][held]])
+            whole, expected = assemble_shards([rank[held] for rank in many]), assemble_shards([alone(name)[0][held]])
             for parameter, tensor in whole.items():
                 torch.testing.assert_close(tensor, expected[parameter], **NEAR)
         assert all(rank["traced"]["breaks"] == 0 and 2 <= rank["traced"]["graphs"] <= 4 for rank in many), many[0]["traced"]

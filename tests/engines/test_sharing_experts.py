@@ -7,10 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from parallel_ranks import MUON, Case, assembled, boxes, by_one_process, engine_of, going_on, run_exporting, run_ranks
+from programs.parallel_ranks import (
+    MUON,
+    Case,
+    assemble_shards,
+    continue_training,
+    copy_shards,
+    engine_of,
+    run_exporting,
+    run_one_process,
+    run_ranks,
+)
 from safetensors.torch import load_file, save_file
-from tiny import tiny_mixture
+from support.families import folder_of
+from support.tiny import tiny_mixture
 
 import rlgraph as rg
 from rlgraph.engines.fsdp.parallel import check_folder_experts
@@ -64,7 +74,7 @@ def one_sided(parent: Path) -> Path:
 @pytest.fixture(scope="module")
 def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], Path]]:
     """What one process finds with a model, and the folder of its state: computed once for each."""
-    return by_one_process(cases, tmp_path_factory.mktemp("states"), lambda engine, case: {"goes on": going_on(engine, case)})
+    return run_one_process(cases, tmp_path_factory.mktemp("states"), lambda engine, case: {"goes on": continue_training(engine, case)})
 
 
 @pytest.fixture(scope="module")
@@ -100,17 +110,21 @@ def test_ranks_that_share_experts_train_them_as_one_process_does(
         for column in ("scores", "squares", "scores after") if "squares" in one else ("scores", "scores after"):
             assert all(torch.equal(rank[column], many[0][column]) for rank in many)
             torch.testing.assert_close(many[0][column], one[column], **(AFTER_STEPS if column == "scores after" else NEAR))
-        before = assembled([rank["weights after"] for rank in ran("ep2")[0][name]]) if ranks == "ep4" else assembled([one["weights after"]])
+        before = (
+            assemble_shards([rank["weights after"] for rank in ran("ep2")[0][name]])
+            if ranks == "ep4"
+            else assemble_shards([one["weights after"]])
+        )
         for held in ("weights", "moments", "weights after", "loaded"):
-            whole, expected = assembled([rank[held] for rank in many]), before if held == "loaded" else assembled([one[held]])
+            whole, expected = assemble_shards([rank[held] for rank in many]), before if held == "loaded" else assemble_shards([one[held]])
             assert whole.keys() == expected.keys()
             exact = held in ("weights", "loaded")  # they are read, not computed
             for parameter, tensor in whole.items():
                 torch.testing.assert_close(tensor, expected[parameter], **({"atol": 0, "rtol": 0} if exact else NEAR))
         engine = engine_of(cases[name])  # one process goes on from what the ranks saved
         engine.load(saved / name)
-        kept = assembled([rank["weights after"] for rank in many])
-        assert all(torch.equal(tensor, kept[parameter]) for parameter, tensor in assembled([boxes(engine)]).items())
+        kept = assemble_shards([rank["weights after"] for rank in many])
+        assert all(torch.equal(tensor, kept[parameter]) for parameter, tensor in assemble_shards([copy_shards(engine)]).items())
         engine.close()
 
 
@@ -135,7 +149,7 @@ def test_the_balancing_loss_of_ranks_that_share_experts_is_that_of_ranks_that_do
         assert wanted["moe/load_balance_loss"] > 1
         assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
     for held in ("moments", "weights after"):
-        whole, expected = (assembled([rank[held] for rank in many]) for many in (together, apart))
+        whole, expected = (assemble_shards([rank[held] for rank in many]) for many in (together, apart))
         for parameter, tensor in whole.items():
             torch.testing.assert_close(tensor, expected[parameter], **NEAR)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import folder_of
-from parallel_ranks import MUON, Case, assembled, boxes, by_one_process, engine_of, run_exporting
-from tiny import tiny_qwen
+from programs.parallel_ranks import MUON, Case, assemble_shards, copy_shards, engine_of, run_exporting, run_one_process
+from support.families import folder_of
+from support.tiny import tiny_qwen
 
 from rlgraph.engines.fsdp.parallel import check_folder_parallel, check_parallel
 from rlgraph.engines.fsdp.sharding import Ranks
@@ -67,7 +67,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 @pytest.fixture(scope="module")
 def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[dict[str, Any], Path]]:
     """What one process finds with a model, and the folder of its state: computed once for each."""
-    return by_one_process(cases, tmp_path_factory.mktemp("states"))
+    return run_one_process(cases, tmp_path_factory.mktemp("states"))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
@@ -86,16 +86,16 @@ def test_ranks_that_share_a_model_train_it_as_one_process_does(
             assert all(torch.equal(rank[column], many[0][column]) for rank in many)
             torch.testing.assert_close(many[0][column], one[column], **(AFTER_STEPS if column == "scores after" else NEAR))
         for held in ("weights", "moments", "weights after", "loaded"):
-            whole = assembled([rank[held] for rank in many])
-            expected = assembled([one["weights after" if held == "loaded" else held]])
+            whole = assemble_shards([rank[held] for rank in many])
+            expected = assemble_shards([one["weights after" if held == "loaded" else held]])
             assert list(whole) == list(expected)
             exact = held in ("weights", "loaded")  # they are read, not computed
             for parameter, tensor in whole.items():
                 torch.testing.assert_close(tensor, expected[parameter], **({"atol": 0, "rtol": 0} if exact else NEAR))
         engine = engine_of(cases[name])  # one process goes on from what the ranks saved
         engine.load(tmp_path / "out" / name)
-        kept = assembled([rank["weights after"] for rank in many])
-        assert all(torch.equal(tensor, kept[parameter]) for parameter, tensor in assembled([boxes(engine)]).items())
+        kept = assemble_shards([rank["weights after"] for rank in many])
+        assert all(torch.equal(tensor, kept[parameter]) for parameter, tensor in assemble_shards([copy_shards(engine)]).items())
         engine.close()
 
 

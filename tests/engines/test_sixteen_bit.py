@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from sixteen_bit_ranks import SETTINGS, run_sixteen_bit
-from tiny import LENGTHS, WeightedLikelihood, batch_of
+from programs.low_bit_ranks import run_low_bit, settings_of
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -19,6 +19,8 @@ from rlgraph.engines.fsdp.sharding import local
 from rlgraph.errors import CheckpointError, GraphError
 from rlgraph.plan.estimates import MOMENTS, OPTIMIZER, Workload, fully_sharded
 from rlgraph.plan.model_shapes import ModelShape
+
+SETTINGS = settings_of("16bit")
 
 
 @contextmanager
@@ -136,8 +138,8 @@ def test_ranks_have_the_bits_of_one(tied: Path, tmp_path: Path) -> None:
         engine.update(batch_of(LENGTHS), WeightedLikelihood())
         engine.save(tmp_path / "one", 60.0)()
         one = held(engine)
-    ranks = run_sixteen_bit(tied, tmp_path, 2)
-    assert [rank["bits"] for rank in ranks] == [[True] * 5] * 2
+    ranks = run_low_bit(tied, "16bit", tmp_path)
+    assert [rank["bits"] for rank in ranks] == [[True] * 6] * 2
     for name, tensor in one.items():
         if tensor.dim():
             assert torch.equal(torch.cat([rank["state"][name] for rank in ranks]), tensor), name

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from stepping import BEFORE, LATE, LENGTH, OTHER, PROMPTS, stepped
-from tiny import changed
+from support.engine_steps import BEFORE, LATE, LENGTH, OTHER, PROMPTS, step_engine
+from support.tiny import other_weights
 
 from rlgraph.engines.transformers.engine import TransformersEngine
 
@@ -23,7 +23,7 @@ SGLANG = [pytest.param(name, marks=pytest.mark.stage("sglang")) for name in ("sg
 def found(request: pytest.FixtureRequest, tied: Path, in_process: Callable[[str, Path], dict[str, Any]]) -> dict[str, Any]:
     if request.param == "transformers":
         engine = TransformersEngine(tied, dtype=torch.float32, max_context=64)
-        return stepped(engine, load_file(tied / "model.safetensors")) | {"late": 0}
+        return step_engine(engine, load_file(tied / "model.safetensors")) | {"late": 0}
     stepping: dict[str, Any] = in_process(request.param, tied)["stepped"]
     return stepping | {"late": int("overlap" in request.param)}  # by how many steps its tokens are known late
 
@@ -34,7 +34,7 @@ def models(tied: Path) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     before, after = (AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32) for _ in range(2))
-    after.load_state_dict(changed(load_file(tied / "model.safetensors"), OTHER), strict=False)
+    after.load_state_dict(other_weights(load_file(tied / "model.safetensors"), OTHER), strict=False)
     return before, after
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny import tiny_qwen
+from support.tiny import tiny_qwen
 from transformers import AutoTokenizer
 
 from rlgraph.engines.hf_models.model_files import KNOWN, class_of, load_tokenizer

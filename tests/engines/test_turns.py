@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from templates import SPECIAL, model_with, tokenizer_of
+from support.templates import SPECIAL, model_with, tokenizer_of
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.chat_template import ChatPrompt

@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import Any
 
-import programs
 import pytest
 import torch
-from replaying import PROMPTS, plain, routes_of, with_weights
-from tiny import tiny_moe
+from support import forked_programs
+from support.paths import PROGRAMS
+from support.router_replay import PROMPTS, copy_with_weights, load_model, routes_of
+from support.tiny import tiny_moe
 
 pytestmark = [pytest.mark.stage("jobs"), pytest.mark.vllm, pytest.mark.timeout(600)]
-HERE = Path(__file__)
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def told(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("out") / "found.pt"
-    done = programs.run(str(HERE.with_name("routes_process.py")), str(model), str(out), cwd=out.parent, timeout_s=550)
+    done = forked_programs.run(str(PROGRAMS / "routes_process.py"), str(model), str(out), cwd=out.parent, timeout_s=550)
     assert done.returncode == 0, done.stderr
     loaded: dict[str, Any] = torch.load(out)
     return loaded
@@ -29,7 +29,7 @@ def told(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 
 @pytest.mark.parametrize("part", ["first", "again"])
 def test_routes_are_those_of_a_forward_of_transformers(part: str, model: Path, told: dict[str, Any]) -> None:
-    own = plain(model)
+    own = load_model(model)
     for prompt, (tokens, routes) in zip(PROMPTS, told["found"][part], strict=True):
         assert routes.shape == (len(prompt) + len(tokens), 2, 2)
         assert (routes[-1] == -1).all()
@@ -39,7 +39,7 @@ def test_routes_are_those_of_a_forward_of_transformers(part: str, model: Path, t
 
 @pytest.mark.parametrize("running", ["recompute", "keep"])
 def test_tokens_keep_the_routes_of_the_weights_that_sampled_them(running: str, model: Path, told: dict[str, Any]) -> None:
-    own = plain(model)
+    own = load_model(model)
     for name in ("long", "alike"):
         tokens, routes, versions = told["found"][f"{running} {name}"][0]
         old = versions.count(versions[0])
@@ -50,5 +50,5 @@ def test_tokens_keep_the_routes_of_the_weights_that_sampled_them(running: str, m
         assert not torch.equal(routes[read:-1].long().sort(-1).values, expected[read:-1])
     folder = model.with_name(f"others {running}")
     tokens, routes, _ = told["found"][f"{running} new"][0]
-    expected = routes_of(plain(with_weights(model, folder, told["others"])), [*PROMPTS[1], *tokens])[:-1]
+    expected = routes_of(load_model(copy_with_weights(model, folder, told["others"])), [*PROMPTS[1], *tokens])[:-1]
     assert torch.equal(routes[:-1].long().sort(-1).values, expected.sort(-1).values)

@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
-import scoring
 import torch
+from support import forked_workers
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -15,6 +14,15 @@ from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import GraphError
 
 NEAR = 1e-4  # in float32; 1.5e-6 was seen
+
+
+def be_scorer(folder: Path, batch: Path, out: Path) -> None:
+    from rlgraph.engines.vllm.scorer import VllmScorer
+
+    engine = VllmScorer(folder, dtype="float32", threads=1, context=64, kv_cache_bytes=64 << 20)
+    rows = torch.load(batch)
+    torch.save({"top": engine.top_scores(rows, 4), "all": engine.top_scores(rows, 1000), "own": engine.scores(rows)}, out)
+    engine.close()
 
 
 @pytest.mark.stage("jobs")
@@ -29,7 +37,7 @@ def test_a_teacher_on_vllm_gives_the_log_probs_of_one_in_the_trainer(tmp_path: P
         "response_mask": torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 1, 1], [0, 0, 0, 0, 0]]).bool(),
     }
     torch.save(batch, tmp_path / "batch.pt")
-    scorer = forked.server.Process(target=scoring.be_scorer, args=(folder, tmp_path / "batch.pt", tmp_path / "out.pt"))
+    scorer = forked_workers.server.Process(target=be_scorer, args=(folder, tmp_path / "batch.pt", tmp_path / "out.pt"))
     scorer.start()
     scorer.join(250)
     assert scorer.exitcode == 0
@@ -68,7 +76,7 @@ def test_a_student_learns_from_a_teacher_on_vllm_what_it_learns_from_one_in_the_
     folders = str(tiny_model(tmp_path / "student", vocab=288)), str(tiny_model(tmp_path / "teacher", vocab=288, tied=False))
     with rg.compile(distilled(folders, "fsdp"), rg.Cluster(cpus=2)).run_here() as job:
         expected = [step.metrics for step in job.steps(2)]
-    with forked.job(distilled(folders, "vllm", max_context=64), deadline_s=240.0) as job:
+    with forked_workers.job(distilled(folders, "vllm", max_context=64), deadline_s=240.0) as job:
         found = list(job.steps(2))
     assert found[1].staleness == 1
     for step, like in zip(found, expected, strict=True):

@@ -1,13 +1,64 @@
 """What engines yield as shards of their weights."""
 
+import os
+from typing import Any
+
 import pytest
 import torch
-from forked import server
-from meshes import CUT, PLACEMENTS, WHOLE, run
+import torch.distributed as dist
+from support.forked_workers import server
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlgraph.channels.weights.shards import Assembly, WeightShard
+from rlgraph.engines.fsdp.sharding import as_whole, cut, local, placed, shard
 
+WHOLE = torch.arange(7 * 6 * 4.0).view(7, 6, 4)
+PLACEMENTS: dict[str, list[Any]] = {
+    "rows": [Shard(0), Replicate(), Replicate()],
+    "rows of two meshes": [Shard(0), Shard(0), Replicate()],
+    "rows and columns": [Replicate(), Shard(1), Shard(0)],
+    "three dims": [Shard(2), Shard(0), Shard(1)],
+    "replicas": [Replicate(), Replicate(), Replicate()],
+}
+CUT: dict[str, int | None] = {"cut by rows": 0, "cut by columns": 1, "alike": None}
 CASES = dict.fromkeys(PLACEMENTS, WHOLE) | dict.fromkeys(["fsdp over tp", *CUT], torch.arange(64.0).view(16, 4))
+
+
+def shards_of(rank: int) -> dict[str, Any]:
+    """Return (offsets, replica, tensor) of this rank for each placement, and of FSDP2 over tensor parallel shards of one dim."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    mesh = init_device_mesh("cpu", (2, 2, 2))
+    found = {name: distribute_tensor(WHOLE, mesh, placements, src_data_rank=None) for name, placements in PLACEMENTS.items()}
+    both = init_device_mesh("cpu", (4, 2), mesh_dim_names=("fsdp", "tp"))
+    layer = torch.nn.Linear(4, 16, bias=False)
+    whole = torch.arange(64.0).view(16, 4)
+    layer.weight = torch.nn.Parameter(distribute_tensor(whole, both["tp"], [Shard(0)], src_data_rank=None))
+    fully_shard(layer, mesh=both["fsdp"])
+    found["fsdp over tp"] = layer.weight.detach()
+    for name, dim in CUT.items():
+        plain = torch.nn.Linear(4, 16, bias=False)
+        plain.weight = cut(torch.nn.Parameter(whole), both, dim)
+        shard(plain, (), both["fsdp"], torch.float32)
+        found[name] = plain.weight
+        assert plain.weight.device_mesh.ndim == 1, "FSDP knows of no other ranks"
+        assert placed(as_whole(plain.weight, plain.weight)) == placed(plain.weight)
+    result = {name: (*placed(tensor), local(tensor.detach()).clone()) for name, tensor in found.items()}
+    dist.destroy_process_group()
+    return result
+
+
+def run(results: Any) -> None:
+    """Put what each rank found, with its number; the ranks are forked from a process that has imported torch."""
+    torch.set_num_threads(1)
+    for rank in range(8):
+        if not (child := os.fork()):
+            found = {name: (offsets, replica, t.tolist(), tuple(t.shape)) for name, (offsets, replica, t) in shards_of(rank).items()}
+            results.put((rank, found))
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.fixture(scope="module")

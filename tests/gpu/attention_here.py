@@ -1,6 +1,6 @@
 """bfloat16 passes packed flat, by the kernels of a GPU, against float32 on a CPU: log-probs, gradients' norm and a step; then compiled.
 
-`attention_here.py FAMILY`, of tests/families.py: llama, mistral (a window), gemma2 (soft caps), gpt_oss (sinks), deepseek_v3 (values
+`attention_here.py FAMILY`, of support/families.py: llama, mistral (a window), gemma2 (soft caps), gpt_oss (sinks), deepseek_v3 (values
 narrower than keys). `--smoke` takes the CPU for both, by which the script itself is tried.
 """
 
@@ -12,8 +12,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from families import folder_of
-from tiny import WeightedLikelihood
+from support.families import folder_of
+from support.tiny import WeightedLikelihood
 
 from rlgraph.engines.forward import packed_attention, self_test
 from rlgraph.engines.forward.policy_head import PolicyHead

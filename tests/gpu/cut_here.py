@@ -10,7 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from cuts import as_sent, bits, changed, random_cut, random_weights
+from support.weight_cuts import as_bfloat16, next_version, random_cut, random_weights, tensor_bytes
 
 from rlgraph.channels import Site, open_reader, open_writer
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
@@ -36,7 +36,7 @@ def write(rank: int, turn: Any) -> None:
             writer = open_writer("peer", site(seed, rank))
             publisher = WeightsWriter(writer, torch.bfloat16, bucket, checksum)
             for version in range(1, VERSIONS + 1):
-                shards = random_cut(random.Random(100 * seed + version), changed(weights, version), ranks)[rank]
+                shards = random_cut(random.Random(100 * seed + version), next_version(weights, version), ranks)[rank]
                 publisher.publish(version, [replace(shard, tensor=shard.tensor.cuda()) for shard in shards], LONG)
         turn.wait(LONG)
         if rank < ranks:
@@ -53,10 +53,10 @@ def read(buffers: int, turn: Any, found: Any) -> None:
         for version in range(1, VERSIONS + 1):
             received = reader.receive(version, LONG)
             assert received.keys() == weights.keys()
-            for name, tensor in changed(weights, version).items():
+            for name, tensor in next_version(weights, version).items():
                 assert received[name].is_cuda, name
                 assert received[name].shape == tensor.shape, name
-                assert bits(received[name].cpu()) == bits(as_sent(tensor)), (seed, version, name)
+                assert tensor_bytes(received[name].cpu()) == tensor_bytes(as_bfloat16(tensor)), (seed, version, name)
             del received
             reader.done()
         turn.wait(LONG)

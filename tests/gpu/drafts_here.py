@@ -13,7 +13,7 @@ ROWS, TOKENS = 8, 60
 
 def sampled(drafts: bool) -> dict[str, Any]:
     import torch
-    from tiny import tiny_qwen
+    from support.tiny import tiny_qwen
     from transformers import AutoModelForCausalLM
 
     from rlgraph.engines.api import Sampling

@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from bitsandbytes.optim import AdamW8bit
-from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
 from transformers import AutoModelForCausalLM
 
 import rlgraph as rg

@@ -12,7 +12,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from flat_kernel import flash4_on_cpu, flash_on_cpu
+from support.flat_kernel import flash4_on_cpu, flash_on_cpu
 
 from rlgraph.engines.forward import flash, flash4
 

@@ -13,10 +13,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import forked
-import namespaces
-import network_program as hosts
+from programs import network_program as hosts
 from ray import cloudpickle
+from support import forked_workers, namespaces
+from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -51,11 +51,7 @@ def published(model: str) -> rg.Graph:
     pools = [rg.Pool(name, **({} if SMOKE else {"gpus": 1})) for name in ("rollout", "train")]
     generator = rg.Generator(model, pool=pools[0], engine="transformers", sampling=sampling, max_context=64)
     policy = rg.Policy(model, pool=pools[1], optimizer=rg.AdamW(lr=1e-3))
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts([{"prompt": row["prompt"]} for row in SUMS], count=4), weights, group_size=4)
-    step = policy.update(rollout, rg.advantages(rollout, hosts.lengths(rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("published", step.metrics)
+    return grpo_graph(generator, policy, [{"prompt": row["prompt"]} for row in SUMS], name="published", rewards=hosts.lengths, group_size=4)
 
 
 def metrics(graph: rg.Graph, on: int) -> tuple[set[int], list[dict[str, Any]]]:
@@ -86,8 +82,8 @@ def compared(control: hosts.Control) -> Mapping[str, object]:
 
 def main() -> None:
     if os.getpid() != 1:
-        sys.exit(subprocess.run(namespaces.inside([sys.executable, __file__, *sys.argv[1:]]), check=False).returncode)
-    forked.serve = serve
+        sys.exit(subprocess.run(namespaces.isolate_command([sys.executable, __file__, *sys.argv[1:]]), check=False).returncode)
+    forked_workers.serve = serve
     hosts.CASES["compared"] = compared
     found: dict[str, Any] = {}
     worst = hosts.main(1, ["compared"], found.update)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tiny import tiny
+from support.tiny import tiny_llama
 
 import rlgraph as rg
 
@@ -18,7 +18,7 @@ def length(responses: list[str]) -> list[float]:
 
 colocated = sys.argv[1].startswith("colocated")
 gpus = 2 if sys.argv[1].endswith("tensor_parallel") else 1  # for one engine, and as many ranks of the trainer in turns
-folder = str(tiny(Path("model")))
+folder = str(tiny_llama(Path("model")))
 rollout_pool = rg.Pool("rollout", gpus=gpus)
 generator = rg.Generator(
     folder,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from digests import bits, odd_tokens
-from tiny import tiny_qwen
+from support.digests import clockless_metrics, odd_tokens
+from support.tiny import tiny_qwen
 
 import rlgraph as rg
 
@@ -33,7 +33,7 @@ plan = rg.compile(rg.Graph("kept", step.metrics), rg.local_cluster())
 
 def launched() -> tuple[list[dict[str, float]], int]:
     with plan.launch(deadline_s=200) as job:
-        return [bits(step) for step in job.steps(3)], job.pids["generator"]
+        return [clockless_metrics(step) for step in job.steps(3)], job.pids["generator"]
 
 
 with rg.warm(engines=True):

@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from digests import ITEMS
-from tiny import tiny
+from support.digests import ITEMS
+from support.tiny import tiny_llama
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -40,7 +40,7 @@ def keep(batch: rg.Columns) -> rg.Columns:
 
 colocated = sys.argv[1] == "colocated"
 kept.mkdir()
-folder = str(tiny(Path("model").absolute()))
+folder = str(tiny_llama(Path("model").absolute()))
 rollout_pool = rg.Pool("rollout", gpus=1 if torch.cuda.is_available() else None)
 train_pool = rollout_pool if colocated else rg.Pool("train", gpus=1 if torch.cuda.is_available() else None)
 memory = {"memory": 0.2} if torch.cuda.is_available() else {}

@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from tiny import tiny_qwen
+from support.tiny import tiny_qwen
 from transformers import AutoModelForCausalLM
 
 from rlgraph.engines.api import Request, Response, Sampling

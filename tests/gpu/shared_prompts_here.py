@@ -1,6 +1,6 @@
 """bfloat16 passes that share prompts, by the kernels of a GPU, against float32 in PyTorch and against own prompts.
 
-`shared_prompts_here.py FAMILY [--compiled]`, of tests/families.py: llama, qwen3, mistral (a window), gpt_oss (sinks), deepseek_v3 (values
+`shared_prompts_here.py FAMILY [--compiled]`, of support/families.py: llama, qwen3, mistral (a window), gpt_oss (sinks), deepseek_v3 (values
 narrower than keys). First the calls of the kernel alone, output and gradients; then log-probs, gradients' norm and a step of a model.
 `--smoke` takes the CPU for both, by which the script itself is tried.
 """
@@ -14,9 +14,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from families import folder_of
-from flat_kernel import flash_on_cpu
-from tiny import WeightedLikelihood, batch_of
+from support.families import folder_of
+from support.flat_kernel import flash_on_cpu
+from support.tiny import WeightedLikelihood, batch_of
 
 from rlgraph.batching.packing import pack_flat, plan_micro_batches
 from rlgraph.engines.forward import flash, packed_attention

@@ -33,7 +33,7 @@ def measured(rank: int, world: int, sharing: dict[str, int], folder: Path, rende
         os.environ["CUDA_VISIBLE_DEVICES"] = str(rank)
         import torch
         import torch.distributed as dist
-        from tiny import WeightedLikelihood, batch_of
+        from support.tiny import WeightedLikelihood, batch_of
 
         from rlgraph.engines.forward.policy_head import PolicyHead
         from rlgraph.engines.fsdp.engine import FsdpEngine

@@ -5,7 +5,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tiny import tiny_qwen
+from support.tiny import tiny_qwen
 
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.vllm.engine import VllmEngine

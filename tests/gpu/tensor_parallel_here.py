@@ -17,10 +17,10 @@ FACTORS = (1.0, 1.5, 0.75, 1.25)  # by version; 0 is the folder's
 
 def model(kind: str) -> Path:
     """Return the tiny Llama, whose only key head both ranks have, a Qwen3 with one for each (both pad their vocabulary), or a mixture."""
-    from tiny import tiny, tiny_mixture, tiny_qwen
+    from support.tiny import tiny_llama, tiny_mixture, tiny_qwen
 
     if kind == "llama":
-        return tiny(Path("model"))
+        return tiny_llama(Path("model"))
     if kind.startswith("experts"):
         return tiny_mixture(Path("model"), num_experts=8, hidden_size=256, head_dim=64, num_attention_heads=8, moe_intermediate_size=128)
     return tiny_qwen(Path(), "qwen3", vocab=32_001, heads=8, head=128, layers=4)

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from conversing import Rolled
-from templates import model_with
+from support.paths import PROGRAMS, ROOT
+from support.scripted_conversations import Rolled
+from support.templates import model_with
 
 import rlgraph as rg
 
-ROOT = Path(__file__).parents[2]
 CALL = '<tool_call>{"name": "%s", "arguments": {%s}}</tool_call>'
 
 
@@ -19,7 +19,7 @@ def test_an_agent_of_smolagents_calls_its_tool_and_every_turn_is_trained(tmp_pat
         return CALL % ("final_answer", '"answer": "42"') if "42" in said else CALL % ("add", '"a": 40, "b": 2')
 
     folder = model_with(tmp_path / "qwen2_5", "qwen2_5", context=32768)
-    command = [str(ROOT / ".venv-smolagents" / "bin" / "python"), str(ROOT / "tests" / "smolagents_program.py"), "{prompt}", "{answer}"]
+    command = [str(ROOT / ".venv-smolagents" / "bin" / "python"), str(PROGRAMS / "smolagents_program.py"), "{prompt}", "{answer}"]
     data = [{"prompt": "40 + 2 = ?", "answer": "42"}]
     rolled = Rolled(folder, script, data, agent=rg.Program(command, sequences=3), max_context=30000)
     assert rolled.columns["rewards"].tolist() == [1.0] * 3
@@ -40,7 +40,7 @@ def test_a_graph_of_langgraph_goes_on_in_one_sequence(tmp_path: Path) -> None:
         return answers if "<tool_response>" in text else asks
 
     folder = model_with(tmp_path / "qwen2_5", "qwen2_5", context=8192)
-    command = [str(ROOT / ".venv-langgraph" / "bin" / "python"), str(ROOT / "tests" / "langgraph_program.py"), "{prompt}", "{answer}"]
+    command = [str(ROOT / ".venv-langgraph" / "bin" / "python"), str(PROGRAMS / "langgraph_program.py"), "{prompt}", "{answer}"]
     data = [{"prompt": "40 + 2 = ?", "answer": "42"}]
     rolled = Rolled(folder, script, data, agent=rg.Program(command, sequences=2), max_context=6000)
     assert rolled.columns["rewards"].tolist() == [1.0] * 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from letters import CONSTANT, Engine, Letters, data, last_letter, prompts_of
+from support.letters import CONSTANT, Engine, Letters, data, last_letter, prompts_of
 
 import rlgraph as rg
 from rlgraph.engines.api import Request

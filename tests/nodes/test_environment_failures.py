@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from conversing import Rolled, eventually
-from templates import model_with
+from support.scripted_conversations import Rolled, wait_until
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS
@@ -138,7 +138,7 @@ def test_an_environment_that_fails_ends_its_own_conversation_and_is_counted(fold
     rewards, reasons = made.columns["rewards"].tolist(), made.columns["finish_reasons"].tolist()
     assert sorted(rewards) == [1, 2, 2], "the first turn keeps its reward"
     assert [FINISH_REASONS[reason] for reason in reasons] == ["abort" if reward == 1 else "stop" for reward in rewards]
-    eventually(lambda: Sound.closed == Sound.made == 3)
+    wait_until(lambda: Sound.closed == Sound.made == 3)
 
 
 class NeverMade(Sound):
@@ -165,7 +165,7 @@ def test_a_conversation_that_never_begins_is_a_row_without_tokens(folder: Path, 
     assert made.metrics["agent/errors"] == 1
     assert sorted(made.columns["response_mask"].any(-1).tolist()) == [False, True, True]
     assert made.columns["prompt_mask"].any(-1).all(), "a prompt has a token"
-    eventually(lambda: Sound.closed == Sound.made)
+    wait_until(lambda: Sound.closed == Sound.made)
 
 
 def test_a_batch_of_which_no_conversation_begins_is_still_a_batch(folder: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_close_that_fails_is_counted_and_a_run_that_fails_closes_all(folder: P
         return "hm"
 
     rolled(folder, Unclosed)
-    eventually(lambda: Sound.closed == 3)
+    wait_until(lambda: Sound.closed == 3)
     Sound.made = Sound.closed = 0
     begun = time.monotonic()
     with pytest.raises(RuntimeError, match="has died"):
@@ -283,7 +283,7 @@ def test_one_environment_is_shared_by_a_group_where_that_is_asked_for(folder: Pa
     made = Rolled(folder, lambda text: "hm", prompts, agent=rg.Agent(Board, shared=True), group_size=3)
     assert made.columns["rewards"].tolist() == [0, 1, 2] * 2
     assert Board.made == 2
-    eventually(lambda: Board.closed == 2)
+    wait_until(lambda: Board.closed == 2)
 
 
 class Paid(Sound):
@@ -326,7 +326,7 @@ def test_warm_environments_are_reset_before_their_conversation_has_a_place(folde
     assert max(seen) == 2 + warm
     assert rolled.engine.held <= 2
     assert rolled.metrics["critic/rewards/mean"] == 1
-    eventually(lambda: (Sound.closed - before[0], Sound.made - before[1]) == (7, 7))
+    wait_until(lambda: (Sound.closed - before[0], Sound.made - before[1]) == (7, 7))
 
 
 def test_warm_environments_are_closed_where_the_rollout_fails(folder: Path) -> None:
@@ -338,7 +338,7 @@ def test_warm_environments_are_closed_where_the_rollout_fails(folder: Path) -> N
     with pytest.raises(RuntimeError, match="no memory"):
         Rolled(folder, fails, [{"prompt": "", "answer": "x"}] * 6, agent=rg.Agent(Sound, warm=3), concurrency=1)
     assert Sound.made - before[1] >= 1
-    eventually(lambda: Sound.closed - before[0] == Sound.made - before[1])
+    wait_until(lambda: Sound.closed - before[0] == Sound.made - before[1])
 
 
 def test_warm_without_concurrency_has_no_effect_and_is_refused(folder: Path) -> None:

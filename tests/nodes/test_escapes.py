@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from nodes.escapes import OUTSIDE, PRELUDE, WITHIN
-from nodes.outside import World, users, without_sandbox, world
+from support.sandbox_escapes import OUTSIDE, PRELUDE, WITHIN
+from support.sandbox_outside import World, run_without_sandbox, users, world
 
 from rlgraph.nodes.sandbox import Executed, Limits, LocalSandbox, ToolError, run
 
@@ -99,7 +99,7 @@ def test_nothing_but_its_output_is_inherited(outside: World) -> None:
 def test_the_attempt_would_be_noticed_without_a_sandbox(attempt: str) -> None:
     with world("self") as own:
         before = own.state()
-        said = without_sandbox(PRELUDE + own.names + OUTSIDE[attempt], own)
+        said = run_without_sandbox(PRELUDE + own.names + OUTSIDE[attempt], own)
         end = time.monotonic() + 60  # for a process that was signalled to end
         while not (noticed := "ESCAPED" in said or own.state() != before) and time.monotonic() < end:
             time.sleep(0.01)

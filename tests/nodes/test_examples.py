@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from templates import model_with
+from support.templates import model_with
 from transformers import AutoTokenizer
 
 import rlgraph as rg

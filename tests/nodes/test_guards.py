@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import WeightedLikelihood, batch_of, tiny
+from support.tiny import WeightedLikelihood, batch_of, tiny_llama
 
 import rlgraph as rg
 from rlgraph import notices
@@ -20,7 +20,7 @@ FINE = {"actor/pg_loss": 0.1, "actor/grad_norm": 1.0, "actor/ppo_kl": 0.01}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny(tmp_path_factory.mktemp("model"))
+    return tiny_llama(tmp_path_factory.mktemp("model"))
 
 
 def trained(model: Path, guards: Guards, *batches):

@@ -8,8 +8,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conversing import eventually
-from forked import alive
+from support.forked_workers import alive
+from support.paths import PROGRAMS
+from support.scripted_conversations import wait_until
 
 from rlgraph.nodes.environments import leases
 
@@ -54,13 +55,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.stage("kills")
 def test_what_a_killed_process_held_is_freed_at_once_and_once(tmp_path: Path) -> None:
     pytest.importorskip("mcp")
-    process, pids = holder(tmp_path / "mark", str(Path(__file__).parents[1] / "mcp_server.py"))
+    process, pids = holder(tmp_path / "mark", str(PROGRAMS / "mcp_server.py"))
     assert len(pids) == 4  # a child, its own child, and servers of MCP, shared and own, that stay when their client has gone
     assert all(alive(pid) for pid in pids)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    eventually(lambda: not any(alive(pid) for pid in pids), 60)
-    eventually(lambda: not list(tmp_path.glob(f"{leases.PREFIX}*")), 60)
+    wait_until(lambda: not any(alive(pid) for pid in pids), 60)
+    wait_until(lambda: not list(tmp_path.glob(f"{leases.PREFIX}*")), 60)
     assert leases.sweep() == []
     assert (tmp_path / "mark").read_text() == "freed\n"
 
@@ -77,7 +78,7 @@ def test_the_next_rollout_sweeps_where_the_sweeper_was_killed_too(tmp_path: Path
     assert alive(pids[0])
     assert leases.sweep() == [mine.name]
     assert (tmp_path / "mark").read_text() == "freed\n"
-    eventually(lambda: not any(alive(pid) for pid in pids))
+    wait_until(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_leases_of_a_process_that_lives_are_left_alone(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_leases_of_a_process_that_lives_are_left_alone(tmp_path: Path) -> None:
     finally:
         process.terminate()
         process.communicate()
-    eventually(lambda: not any(alive(pid) for pid in pids))  # it has ended in the usual way, and is swept as well
+    wait_until(lambda: not any(alive(pid) for pid in pids))  # it has ended in the usual way, and is swept as well
 
 
 def test_a_folder_that_others_may_write_to_is_not_believed(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from conversing import Rolled, eventually
-from templates import model_with
+from support.scripted_conversations import Rolled, wait_until
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS
@@ -178,7 +178,7 @@ def test_an_environment_begins_the_conversation_answers_its_turns_and_rewards_th
     assert rolled.metrics["agent/info/guesses"] == 3
     assert rolled.metrics["critic/rewards/mean"] == pytest.approx(1 / 3 - 0.5)
     assert Guess.open == 2
-    eventually(lambda: Guess.closed == 2)
+    wait_until(lambda: Guess.closed == 2)
 
 
 def test_a_system_message_of_the_prompt_stays_in_front_unless_the_environment_gives_one(folder: Path) -> None:

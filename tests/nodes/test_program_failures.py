@@ -12,8 +12,8 @@ from typing import Any
 
 import openai
 import pytest
-from conversing import Rolled, eventually
-from templates import model_with
+from support.scripted_conversations import Rolled, wait_until
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS
@@ -150,7 +150,7 @@ def test_a_run_that_fails_ends_its_programs(folder: Path) -> None:
 
     with pytest.raises(RuntimeError, match="has died"):
         Rolled(folder, script, [{"prompt": ""}] * 2, agent=program)
-    eventually(lambda: len(ended) == 2)
+    wait_until(lambda: len(ended) == 2)
 
 
 AGENT = """
@@ -200,7 +200,7 @@ def test_a_command_prints_its_reward_and_leaves_nothing_behind(folder: Path, tmp
     assert rolled.columns["finish_reasons"].tolist() == [0 if reward else ABORT for reward in rewards]
     assert rolled.metrics["agent/errors"] == 4
     assert rolled.columns["response_mask"].any(-1).all()
-    eventually(lambda: not commands_with(str(tmp_path)))
+    wait_until(lambda: not commands_with(str(tmp_path)))
 
 
 def test_a_command_sees_of_the_environment_a_short_list_and_what_is_named(
@@ -230,7 +230,7 @@ def test_a_command_that_hangs_is_ended_at_its_deadline(folder: Path, tmp_path: P
     rolled = Rolled(folder, lambda text: "yes", [{"prompt": ""}], agent=hangs)
     assert rolled.metrics["agent/limit_seconds"] == 1
     assert rolled.columns["finish_reasons"].tolist() == [ABORT]
-    eventually(lambda: not commands_with(str(tmp_path)))
+    wait_until(lambda: not commands_with(str(tmp_path)))
 
 
 def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
@@ -243,11 +243,11 @@ def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     mark = str(tmp_path / "of-a-worker")
     worker = Popen([sys.executable, "-c", code, mark], stderr=DEVNULL)
     try:
-        eventually(lambda: len(commands_with(mark)) >= 3, 60)  # the worker, the supervisor, the command
+        wait_until(lambda: len(commands_with(mark)) >= 3, 60)  # the worker, the supervisor, the command
     finally:
         worker.kill()
         worker.wait()
-    eventually(lambda: not commands_with(mark))
+    wait_until(lambda: not commands_with(mark))
 
 
 def not_async(client: rg.AgentClient) -> float:
@@ -311,7 +311,7 @@ def test_calls_that_begin_together_do_not_look_like_one_that_blocks(monkeypatch:
     calls, ended = EnvironmentCalls(), []
     for _ in range(10):
         calls.begin(Call(None, "session"), slow, 1e9)
-    eventually(lambda: ended.extend(calls.ended(0.0)) or len(calls) == 0)  # type: ignore[func-returns-value]
+    wait_until(lambda: ended.extend(calls.ended(0.0)) or len(calls) == 0)  # type: ignore[func-returns-value]
     assert [call.failed for call in ended] == [None] * 10
 
 
@@ -327,7 +327,7 @@ def test_calls_that_begin_together_wake_the_event_loop_once() -> None:
     calls._loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
     for _ in range(100):
         calls.begin(Call(None, "step"), lambda: asyncio.sleep(0.0, "said"), 10.0)
-    eventually(lambda: ended.extend(calls.ended(0.0)) or len(calls) == 0)  # type: ignore[func-returns-value]
+    wait_until(lambda: ended.extend(calls.ended(0.0)) or len(calls) == 0)  # type: ignore[func-returns-value]
     assert [call.value for call in ended] == ["said"] * 100
     assert len(handed) == 1
 

@@ -9,8 +9,8 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from conversing import Rolled, Scripted
-from templates import model_with
+from support.scripted_conversations import Rolled, Scripted
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.algorithms.advantages import ReinforcePlusPlus

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.paths import PROGRAMS
 
 import rlgraph as rg
 from rlgraph.errors import GraphError
@@ -152,7 +153,7 @@ def below(pid: int) -> set[int]:
 
 
 def test_code_ends_with_a_caller_that_is_killed() -> None:
-    with subprocess.Popen([sys.executable, "-c", BARE, Path(__file__).with_name("calling.py")]) as caller:
+    with subprocess.Popen([sys.executable, "-c", BARE, PROGRAMS / "sandbox_caller.py"]) as caller:
         end = time.monotonic() + 60
         while len(tool := below(caller.pid)) < 3 and time.monotonic() < end:  # one outside, the first and the second of its namespace
             time.sleep(0.02)
@@ -175,7 +176,7 @@ def test_code_uses_what_python_has_installed() -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_a_machine_that_lacks_a_layer_is_refused_with_its_name_unless_that_is_accepted(layer: str) -> None:
-    script = Path(__file__).with_name("lacking.py")
+    script = PROGRAMS / "sandbox_layers.py"
     done = subprocess.run([sys.executable, "-c", BARE, script, layer], capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     refused, written, of_another = done.stdout.splitlines()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversing import Rolled, eventually
-from templates import model_with
+from support.scripted_conversations import Rolled, wait_until
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.errors import GraphError
@@ -186,7 +186,7 @@ def test_a_sandbox_ends_when_it_is_closed_and_with_the_process_that_made_it(tmp_
         return holders(str(tmp_path))
 
     assert using(lambda: made, work) >= 1
-    eventually(lambda: holders(str(tmp_path)) == 0)
+    wait_until(lambda: holders(str(tmp_path)) == 0)
     with pytest.raises(rg.ToolError, match="the sandbox is closed"):
         asyncio.run(made.exec("1"))
     code = (
@@ -199,7 +199,7 @@ def test_a_sandbox_ends_when_it_is_closed_and_with_the_process_that_made_it(tmp_
     worker.kill()
     worker.wait()
     worker.stdout.close()
-    eventually(lambda: holders(str(tmp_path)) == 0)
+    wait_until(lambda: holders(str(tmp_path)) == 0)
 
 
 def test_a_wrong_sandbox_is_refused(tmp_path: Path) -> None:

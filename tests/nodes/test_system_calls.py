@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from nodes.escapes import PRELUDE
-from nodes.outside import World, users, world
+from support.sandbox_escapes import PRELUDE
+from support.sandbox_outside import World, users, world
 
 from rlgraph.nodes.sandbox import Limits, ToolError, run
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph.errors import GraphError, PlanError
@@ -107,13 +108,7 @@ def test_settings_that_an_engine_would_not_look_at_are_refused(settings: dict[st
 
 
 def test_a_share_of_a_gpu_is_refused_where_the_cluster_has_none() -> None:
-    prompts, weights = rg.prompts([{"prompt": "?"}], count=2), rg.feedback("weights", depth=1)
-    generator, policy = rg.Generator("m", pool=rg.Pool("p"), memory=0.5), rg.Policy("m", pool=rg.Pool("t"))
-    rollout = generator.rollout(prompts, weights, group_size=2)
-    rewards = rg.reward(lambda response_mask: [0.0], rollout)
-    step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    graph = rg.Graph("grpo", step.metrics)
+    graph = grpo_graph(rg.Generator("m", pool=rg.Pool("p"), memory=0.5), rg.Policy("m", pool=rg.Pool("t")))
     rg.compile(graph, rg.Cluster(gpus=2))
     with pytest.raises(PlanError, match=r"model of node 'rollout' has memory=0\.5, a share of a GPU's, but this cluster has no GPU"):
         rg.compile(graph, rg.Cluster(cpus=4))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from user_mistakes import graph
+from support.user_mistakes import graph
 
 import rlgraph as rg
 from rlgraph import notices

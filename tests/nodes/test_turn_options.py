@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conversing import Scripted
-from templates import model_with
+from support.scripted_conversations import Scripted
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.nodes.base import Context

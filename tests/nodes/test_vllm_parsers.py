@@ -1,7 +1,7 @@
 """vLLM's own parsers of tool calls, by name: those that load with a plain tokenizer find what ours find, and nothing makes them fatal."""
 
 import pytest
-from templates import model_with
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.nodes.environments.messages import FORMATS, calls_of

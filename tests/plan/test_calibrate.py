@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from recorded import STEPS, cost_of, run_of
-from simulated import LONG_TAIL, PROMPT_TOKENS, UNIFORM, Loop
+from support.recorded_runs import STEPS, cost_of, record_run
+from support.simulated_stages import LONG_TAIL, PROMPT_TOKENS, UNIFORM, Loop
 
 import rlgraph as rg
 from rlgraph.plan.calibrate import Trace, by_passes, costs_of, measured_costs, share_of
@@ -23,7 +23,7 @@ def by_length(event: str, lengths: list[int]) -> float:
 
 
 def test_the_functions_of_decoding_and_training_are_found() -> None:
-    costs = measured_costs(*run_of(Loop(depth=1), by_length))
+    costs = measured_costs(*record_run(Loop(depth=1), by_length))
     decode = cost_of(costs, "rollout").decode
     assert decode is not None
     assert (decode.step_s, decode.sequence_s) == (pytest.approx(2e-3, rel=1e-3), pytest.approx(1e-4, rel=1e-3))
@@ -34,7 +34,7 @@ def test_the_functions_of_decoding_and_training_are_found() -> None:
 
 def test_noise_is_kept_as_spread() -> None:
     chance = np.random.default_rng(3)
-    noisy = measured_costs(*run_of(Loop(depth=1), lambda event, lengths: 0.1 * chance.uniform(0.8, 1.2)))
+    noisy = measured_costs(*record_run(Loop(depth=1), lambda event, lengths: 0.1 * chance.uniform(0.8, 1.2)))
     update = cost_of(noisy, "update")
     assert (update.token_s, update.parallel_s) == (0.0, pytest.approx(0.1, rel=0.05))
     assert np.std(update.spread) == pytest.approx(0.4 / np.sqrt(12), rel=0.3)
@@ -42,7 +42,7 @@ def test_noise_is_kept_as_spread() -> None:
 
 def test_lengths_that_hardly_vary_claim_one_number_only() -> None:
     same = Lengths((0.0, 1.0), (50.0, 50.0))
-    costs = measured_costs(*run_of(Loop(depth=1), by_length, lengths=same))
+    costs = measured_costs(*record_run(Loop(depth=1), by_length, lengths=same))
     decode = cost_of(costs, "rollout").decode
     assert decode is not None
     assert sum(value > 0 for value in (decode.step_s, decode.sequence_s, decode.prefill_s, decode.start_s)) == 1
@@ -55,7 +55,7 @@ def test_two_batch_sizes_separate_the_constant_part_from_the_part_that_grows() -
     def seconds(event: str, lengths: list[int]) -> float:
         return 0.03 + 1e-3 * len(lengths) if event == "reward" else by_length(event, lengths)
 
-    costs = costs_of([Trace(*run_of(loop, seconds, lengths=same)) for loop in loops])
+    costs = costs_of([Trace(*record_run(loop, seconds, lengths=same)) for loop in loops])
     twice = rg.compile(Loop(depth=1, rows=2 * Loop().rows).graph(), rg.Cluster(cpus=2), costs)
     for node in ("rollout", "reward", "update"):
         assert twice.node(node).seconds == pytest.approx(seconds(node, [50] * 2 * Loop().rows), rel=1e-3)
@@ -70,7 +70,7 @@ def claimed(sizes: tuple[int, ...], seed: int) -> set[str]:
         return by_length(event, lengths) * chance.uniform(0.95, 1.05)
 
     def recorded(size: int) -> Trace:
-        plan, spans, sampled = run_of(Loop(depth=1, rows=size * Loop().rows), noisy, lengths=Lengths((0.0, 1.0), (50.0, 50.0)))
+        plan, spans, sampled = record_run(Loop(depth=1, rows=size * Loop().rows), noisy, lengths=Lengths((0.0, 1.0), (50.0, 50.0)))
         return Trace(plan, spans, [replace(s, prompt_tokens=s.prompt_tokens + int(chance.integers(9))) for s in sampled])
 
     decode = cost_of(costs_of([recorded(size) for size in sizes]), "rollout").decode
@@ -86,7 +86,7 @@ def test_where_all_lengths_are_equal_time_is_of_decoding_whatever_the_noise(size
 @pytest.mark.parametrize("loop", [Loop(depth=0), Loop(depth=1), Loop(depth=3), Loop(depth=1, shared=True)])
 def test_a_plan_with_the_costs_of_a_run_predicts_that_run_latencies_included(loop: Loop) -> None:
     """In one pool at depth 1 the update waits for the rollout of the next batch too, whose tokens it does not train on."""
-    plan, spans, sampled = run_of(loop, by_length, late_s=0.02)
+    plan, spans, sampled = record_run(loop, by_length, late_s=0.02)
     costs = measured_costs(plan, spans, sampled)
     ends = [max(s.end_s for s in spans if s.step == step) for step in range(STEPS)]
     again = rg.compile(loop.graph(), rg.Cluster(cpus=loop.devices), costs)
@@ -96,14 +96,14 @@ def test_a_plan_with_the_costs_of_a_run_predicts_that_run_latencies_included(loo
 
 def test_a_trace_that_begins_in_the_middle_of_a_run_charges_no_event_for_earlier_waits() -> None:
     """Weights come from a step before the record, and a second buffer takes them unseen: the generator waited, it was not late."""
-    plan, spans, sampled = run_of(Loop(depth=1, buffers=2), lambda event, _: 0.5 if event == "update" else 0.1, late_s=0.02)
+    plan, spans, sampled = record_run(Loop(depth=1, buffers=2), lambda event, _: 0.5 if event == "update" else 0.1, late_s=0.02)
     seen = [span for span in spans if span.kind != "receive"]
     whole, cut = (measured_costs(plan, kept, sampled) for kept in (seen, [span for span in seen if span.step >= STEPS - 6]))
     assert cut.swap_s == pytest.approx(whole.swap_s, rel=0.05)
 
 
 def test_weights_that_interrupt_a_firing_are_not_counted_in_it_and_have_no_latency() -> None:
-    plan, spans, sampled = run_of(Loop(depth=2), by_length)
+    plan, spans, sampled = record_run(Loop(depth=2), by_length)
     loads = {span.step: span for span in spans if span.kind == "load"}
 
     def interrupted(span: Span) -> Span:
@@ -120,7 +120,7 @@ def test_weights_that_interrupt_a_firing_are_not_counted_in_it_and_have_no_laten
 
 
 def test_chunks_of_a_batch_are_measured_together_and_predicted_apart() -> None:
-    costs = measured_costs(*run_of(Loop(depth=1), by_length))
+    costs = measured_costs(*record_run(Loop(depth=1), by_length))
     whole, parts = (rg.compile(Loop(depth=0, chunks=chunks).graph(), rg.Cluster(cpus=2), costs) for chunks in (1, 4))
     seconds = [event.seconds for event in parts.schedule.events if event.node == "rollout" and event.kind == "fire"]
     assert sum(seconds) == pytest.approx(whole.node("rollout").seconds)
@@ -131,7 +131,7 @@ def test_chunks_of_a_batch_are_measured_together_and_predicted_apart() -> None:
 
 
 def test_costs_are_scaled_to_other_rows_and_devices_and_say_so() -> None:
-    costs = measured_costs(*run_of(Loop(depth=1), by_length))
+    costs = measured_costs(*record_run(Loop(depth=1), by_length))
     larger = rg.compile(Loop(depth=1, rows=32, trainers=2).graph(), rg.Cluster(cpus=3), costs)
     truth = np.mean([by_length("rollout", row.tolist()) for row in LONG_TAIL.batches(400, 32).astype(int)])
     assert larger.node("rollout").seconds == pytest.approx(truth, rel=0.05)
@@ -148,7 +148,7 @@ def profiled_on(cores: int, kept: float) -> Trace:
     """A run in which the one engine of the rollout has so many cores, of which each doubling keeps a share of the ideal speed-up."""
     faster = cores * kept ** np.log2(cores)
     loop = Loop(depth=1, rollout_share=cores)
-    plan, spans, sampled = run_of(
+    plan, spans, sampled = record_run(
         loop,
         lambda event, lengths: by_length(event, lengths) / (faster if event == "rollout" else 1.0),
         lengths=UNIFORM,
@@ -188,7 +188,7 @@ def test_a_width_that_no_run_had_is_said_to_be_assumed_with_bounds_that_hold() -
 @pytest.mark.parametrize("sizes", [(1,), (1, 2)])
 def test_one_size_of_batch_does_not_tell_steps_from_sequences_which_is_said_with_bounds_that_hold(sizes: tuple[int, ...]) -> None:
     same = Lengths((0.0, 1.0), (50.0, 50.0))
-    costs = costs_of([Trace(*run_of(Loop(depth=1, rows=size * Loop().rows), by_length, lengths=same)) for size in sizes])
+    costs = costs_of([Trace(*record_run(Loop(depth=1, rows=size * Loop().rows), by_length, lengths=same)) for size in sizes])
     there, larger = (rg.compile(Loop(depth=1, rows=rows).graph(), rg.Cluster(cpus=2), costs) for rows in (16, 64))
     truth = by_length("rollout", [50] * 64)
     assert there.prediction.assumed == ()
@@ -214,7 +214,7 @@ def test_an_update_on_a_rollout_and_examples_is_predicted_to_take_what_it_took()
 
 
 def test_the_lengths_of_a_run_are_in_its_costs() -> None:
-    costs = measured_costs(*run_of(Loop(depth=1), by_length, lengths=UNIFORM))
+    costs = measured_costs(*record_run(Loop(depth=1), by_length, lengths=UNIFORM))
     assert costs.lengths is not None
     assert 60 <= costs.lengths.tokens[0] <= costs.lengths.mean <= costs.lengths.longest <= 120
     assert costs.lengths.prompt_tokens == PROMPT_TOKENS

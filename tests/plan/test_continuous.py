@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.grpo import grpo_graph, zero_reward
 
 import rlgraph as rg
 from rlgraph.engines.api import Request, Response
@@ -105,19 +106,10 @@ def run(rule: BatchAdmission, rows: int, engines: int, update_s: float, shares_s
 def compiled(rows: int, depth: int, engines: int, update_s: float, engine: Any = "vllm", decode: Decode = DECODE, **more: Any) -> rg.Plan:
     generator = rg.Generator("m", pool=rg.Pool("rollout", gpus=engines), engine=engine)
     policy = rg.Policy("m", pool=rg.Pool("train", gpus=1))
-    weights = rg.feedback("weights", depth=depth)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=rows // 2), weights, group_size=2, **more)
-    advantages = rg.advantages(rollout, rg.reward(nothing, rollout), estimator=rg.GRPO())
-    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    graph = rg.Graph("joining", step.metrics)
+    graph = grpo_graph(generator, policy, name="joining", count=rows // 2, **more, depth=depth)
     seconds: dict[str, float | NodeCost] = {node.name: 0.0 for node in graph.nodes}
     seconds |= {"rollout": NodeCost(decode=decode), "update": NodeCost(parallel_s=update_s)}
     return rg.compile(graph, rg.Cluster(gpus=engines + 1), rg.Costs(seconds, publish_s=PUBLISH_S, swap_s=LOAD_S, lengths=LENGTHS))
-
-
-def nothing(responses: list[str]) -> list[float]:
-    return [0.0 for _ in responses]
 
 
 def period(ends: list[float]) -> float:
@@ -168,7 +160,7 @@ def test_what_a_rollout_with_refill_decodes_is_not_counted_and_marked() -> None:
     generator, policy = rg.Generator("m", pool=rg.Pool("rollout")), rg.Policy("m", pool=rg.Pool("train"))
     weights = rg.feedback("weights", depth=2)
     source = rg.prompts([{"prompt": "1"}], count=4)
-    rollout = generator.rollout(source, weights, group_size=2, interrupt="keep", refill=rg.Refill(reward=nothing))
+    rollout = generator.rollout(source, weights, group_size=2, interrupt="keep", refill=rg.Refill(reward=zero_reward))
     step = policy.update(rollout, rg.advantages(rollout, rollout, estimator=rg.GRPO()), loss=rg.ClippedLoss())
     weights.close(step.weights)
     (said,) = rg.compile(rg.Graph("refill", step.metrics), rg.Cluster(gpus=2)).prediction.left_out

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from math import comb
 
 import pytest
-from tunable import build, costs
+from support.tunable_graph import build, costs
 
 import rlgraph as rg
 from rlgraph.plan import compile as compiling

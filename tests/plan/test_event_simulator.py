@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-from event_simulator import Simulator
-from random_graphs import Nothing, random_case
+from support.event_simulator import Simulator
+from support.random_graphs import Nothing, random_case
 
 import rlgraph as rg
 from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback

@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from simulated import LONG_TAIL, Loop
+from support.grpo import grpo_graph
+from support.simulated_stages import LONG_TAIL, Loop
 
 import rlgraph as rg
 from rlgraph.plan.cost_functions import Decode, NodeCost
@@ -66,12 +67,7 @@ def test_waits_of_engines_are_averaged_and_those_of_chunks_add_up() -> None:
 def test_what_joins_while_responses_decode_is_said_to_be_left_out_of_the_prediction(settings: dict[str, Any], said: str) -> None:
     def compiled(**more: Any) -> rg.Plan:
         generator, policy = rg.Generator("m", pool=rg.Pool("rollout")), rg.Policy("m", pool=rg.Pool("train"))
-        weights = rg.feedback("weights", depth=2)
-        rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=4), weights, group_size=2, **more)
-        advantages = rg.advantages(rollout, rg.reward(nothing, rollout), estimator=rg.GRPO())
-        step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
-        weights.close(step.weights)
-        return rg.compile(rg.Graph("joining", step.metrics), rg.Cluster(gpus=2))
+        return rg.compile(grpo_graph(generator, policy, name="joining", **more, depth=2), rg.Cluster(gpus=2))
 
     plan, plain = compiled(**settings), compiled()
     assert said in plan.prediction.left_out[0]
@@ -79,7 +75,3 @@ def test_what_joins_while_responses_decode_is_said_to_be_left_out_of_the_predict
     assert plain.prediction.left_out == ()
     assert "not predicted" not in str(plain)
     assert rg.Plan.from_json(plan.to_json()) == plan
-
-
-def nothing(responses: list[str]) -> list[float]:
-    return [0.0 for _ in responses]

@@ -8,7 +8,8 @@ from typing import Any
 
 import predicted_runs
 import pytest
-from qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
+from support.grpo import grpo_graph
+from support.qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
 from rlgraph.graph.nodes import Node
@@ -23,18 +24,10 @@ DEVICE = Device(flops=1e15, bandwidth=1e12 / 0.6, memory_bytes=1, host_link=1e9,
 PASS, CLUSTER = 4096, rg.Cluster(gpus=4, gpu="H200")
 
 
-def no_reward(responses: list[str]) -> list[float]:
-    return [0.0 for _ in responses]
-
-
 def loop(model: str, gpus: int = 2, **settings: Any) -> rg.Graph:
     generator = rg.Generator(model, pool=rg.Pool("rollout", gpus=1), max_context=4096, sampling=rg.Sampling(max_tokens=PASS - 1))
     policy = rg.Policy(model, pool=rg.Pool("train", gpus=gpus), micro_batch_tokens=PASS, **settings)
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1"}] * 8, count=8), weights, group_size=4)
-    step = policy.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.RLOO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("loop", step.metrics)
+    return grpo_graph(generator, policy, [{"prompt": "1"}] * 8, name="loop", count=8, group_size=4, estimator=rg.RLOO())
 
 
 def node(graph: rg.Graph, name: str = "update") -> Node:

@@ -1,25 +1,17 @@
 """How many responses an engine is made for: as many as the graph gives it at once, and no more than it can take."""
 
 import pytest
+from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph.engines.vllm.arguments import most_sequences
 from rlgraph.runtime.worker.spec import worker_specs
 
 
-def brief(responses: list[str]) -> list[float]:
-    return [1.0] * len(responses)
-
-
 def graph(*, prompts: int = 6, group: int = 4, chunks: int = 1, continuous: bool = False) -> rg.Graph:
     generator = rg.Generator("m", pool=rg.Pool("rollout", gpus=2))
     policy = rg.Policy("m", pool=rg.Pool("train", gpus=1))
-    weights = rg.feedback("weights", depth=1)
-    source = rg.prompts([{"prompt": "1 + 1 ="}], count=prompts)
-    rollout = generator.rollout(source, weights, group_size=group, chunks=chunks, continuous=continuous)
-    step = policy.update(rollout, rg.advantages(rollout, rg.reward(brief, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("sequences", step.metrics)
+    return grpo_graph(generator, policy, name="sequences", count=prompts, group_size=group, chunks=chunks, continuous=continuous)
 
 
 @pytest.mark.parametrize(

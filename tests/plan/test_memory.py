@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
+from support.grpo import grpo_graph, zero_reward
+from support.qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
 from rlgraph.errors import PlanError
@@ -40,21 +41,11 @@ def loop(
     rollout_pool, train_pool = (together, together) if shared else pools or (rg.Pool("rollout"), rg.Pool("train"))
     generator = rg.Generator(model, pool=rollout_pool, tensor_parallel=tensor_parallel, max_context=4096)
     policy = rg.Policy(model, pool=train_pool, micro_batch_tokens=micro_batch_tokens, recompute=True, trainer=trainer, adapter=adapter)
-    weights = rg.feedback("weights", depth=0 if shared else depth, buffers=buffers)
-    prompts = rg.prompts([{"prompt": "1"}], count=16)
-    rollout = generator.rollout(prompts, weights, group_size=8)
-    rewards = rg.reward(no_reward, rollout)
-    step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("grpo", step.metrics)
+    return grpo_graph(generator, policy, count=16, group_size=8, depth=0 if shared else depth, buffers=buffers)
 
 
 def no_trainer(model: object, place: object) -> Any:
     raise AssertionError("a plan loads nothing")
-
-
-def no_reward(responses: list[str]) -> list[float]:
-    return [0.0 for _ in responses]
 
 
 def parts(plan: rg.Plan, place: str) -> dict[str, int]:
@@ -311,7 +302,7 @@ def logits_of(model: str, fused_head: bool | None, **settings: Any) -> rg.Graph:
     generator = rg.Generator(model, pool=rg.Pool("rollout"), max_context=4096)
     policy = rg.Policy(model, pool=rg.Pool("train"), fused_head=fused_head, **settings)
     rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=64), group_size=8)
-    step = policy.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    step = policy.update(rollout, rg.advantages(rollout, rg.reward(zero_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
     return rg.Graph("logits", step.metrics)
 
 

@@ -8,6 +8,7 @@ import a_priori
 import pytest
 import small_gpu_jobs
 from small_gpu_jobs import ADAPTER, FULL, Size
+from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph.errors import PlanError
@@ -67,13 +68,8 @@ def test_an_engine_alone_takes_nine_tenths_unless_it_is_told(tmp_path: Path) -> 
 
     def taken(memory: float | None) -> int:
         generator = rg.Generator(model, pool=rg.Pool("rollout"), memory=memory, max_context=512)
-        policy = rg.Policy(model, pool=rg.Pool("train"))
-        weights = rg.feedback("weights", depth=1)
-        rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=2), weights, group_size=4)
-        rewards = rg.reward(small_gpu_jobs.length, rollout)
-        step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
-        weights.close(step.weights)
-        plan = rg.compile(rg.Graph("apart", step.metrics), replace(H200, gpus=2))
+        graph = grpo_graph(generator, rg.Policy(model, pool=rg.Pool("train")), count=2, group_size=4)
+        plan = rg.compile(graph, replace(H200, gpus=2))
         return next(need.peak_bytes for need in plan.memory if need.pool == "rollout" and not need.loading)
 
     assert (taken(None), taken(0.5)) == (int(0.9 * 139.8 * GIB), int(0.5 * 139.8 * GIB))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded import cost_of, run_of
-from simulated import PROMPT_TOKENS, Loop
-from tiny import batch_of
+from support.recorded_runs import cost_of, record_run
+from support.simulated_stages import PROMPT_TOKENS, Loop
+from support.tiny import batch_of
 
 import rlgraph as rg
 from rlgraph.batching.packing import plan_micro_batches
@@ -106,7 +106,7 @@ def trained(passes: Passes, ranks: int, least_s: float) -> Callable[[str, list[i
 
 def run_on_gpus(loop: Loop, tokens: tuple[float, float], least_s: float) -> Trace:
     """Make the trace of a run on GPUs."""
-    run = run_of(loop, trained(Passes(LIMIT), loop.trainers, least_s), lengths=Lengths((0.0, 1.0), tokens))
+    run = record_run(loop, trained(Passes(LIMIT), loop.trainers, least_s), lengths=Lengths((0.0, 1.0), tokens))
     return Trace(*run)
 
 
@@ -132,7 +132,7 @@ def test_a_run_on_more_devices_tells_what_a_sharded_pass_takes() -> None:
 def test_a_rank_that_waits_for_the_other_makes_no_pass_longer_and_is_not_handed_over_sooner() -> None:
     """One rank begins early, and waits within its firing; the wait is known already as what kept the other."""
     loop = Loop(depth=1, trainers=2, micro_batch_tokens=LIMIT)
-    both = Trace(*run_of(loop, trained(Passes(LIMIT), 2, SHARDED_S), late_s=0.02, lengths=Lengths((0.0, 1.0), (20, 90))))
+    both = Trace(*record_run(loop, trained(Passes(LIMIT), 2, SHARDED_S), late_s=0.02, lengths=Lengths((0.0, 1.0), (20, 90))))
     early = [replace(span, worker="policy[1]", start_s=span.start_s - 0.5) for span in both.spans if span.name == "update"]
     skewed = replace(both, spans=[*both.spans, *early])
     assert costs_of([skewed]) == costs_of([both])
@@ -142,7 +142,7 @@ def test_a_rank_that_waits_for_the_other_makes_no_pass_longer_and_is_not_handed_
 def decoding(loop: Loop) -> Trace:
     """Make the trace of a run in which all responses are equally long, and an engine takes a time for each of their tokens."""
     same = Lengths((0.0, 1.0), (50.0, 50.0))
-    return Trace(*run_of(loop, lambda event, lengths: 0.1 + 1e-3 * len(lengths) if event == "rollout" else 0.01, lengths=same))
+    return Trace(*record_run(loop, lambda event, lengths: 0.1 + 1e-3 * len(lengths) if event == "rollout" else 0.01, lengths=same))
 
 
 def test_an_engine_as_wide_tells_on_any_devices_what_decoding_takes() -> None:

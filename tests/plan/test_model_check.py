@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from explorer import faults, given, harmless, promises, walk
-from small_graphs import Small, name_of, shared_graphs, small_graphs
+from support.small_graphs import Small, name_of, shared_graphs, small_graphs
+from support.state_explorer import faults, is_order_safe, promises, scheduled_gives, walk
 
 from rlgraph.plan.events import slots
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.stage("exhaustive")
 def walked(small: Small) -> int:
     graph, schedule = small.schedule()
     promised = promises(schedule, small.depth, name_of(small.rollout), lambda name: slots(graph, graph.node(name)))
-    found = walk(schedule, given(schedule), promised)
+    found = walk(schedule, scheduled_gives(schedule), promised)
     assert not found.fault, (found.fault, small)
     return found.states
 
@@ -39,7 +39,10 @@ def test_an_order_message_that_a_rollout_sends_a_step_too_early_is_caught() -> N
     promised = promises(schedule, small.depth, name_of(small.rollout), lambda name: slots(graph, graph.node(name)))
     early = [replace(d, credits=0) if d.credits < 0 else d for d in schedule.dependencies]
     assert early != list(schedule.dependencies)
-    assert walk(schedule, given(replace(schedule, dependencies=tuple(early))), promised).fault == "one event of pool 'rollout' at a time"
+    assert (
+        walk(schedule, scheduled_gives(replace(schedule, dependencies=tuple(early))), promised).fault
+        == "one event of pool 'rollout' at a time"
+    )
 
 
 @pytest.mark.parametrize("fault", ["slot freed early", "credit lost", "credit doubled", "order swapped"])
@@ -49,6 +52,6 @@ def test_a_seeded_fault_is_caught_in_every_graph_of_up_to_three_nodes_that_it_ca
         graph, schedule = small.schedule()
         promised = promises(schedule, small.depth, name_of(small.rollout), lambda name, of=graph: slots(of, of.node(name)))
         found = walk(*faults(schedule, name_of(small.nodes - 1))[fault], promised).fault
-        assert found or harmless(schedule, promised), small
+        assert found or is_order_safe(schedule, promised), small
         caught += bool(found)
     assert caught > 90

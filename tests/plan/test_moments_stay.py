@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from qwen3_shapes import QWEN3_8B
+from support.grpo import grpo_graph
+from support.qwen3_shapes import QWEN3_8B
 
 import rlgraph as rg
 from rlgraph.errors import PlanError
@@ -22,15 +23,7 @@ def loop(folder: Path, *, offload: Any = None, shared: bool = True, cpus: int | 
     together = rg.Pool("gpu", cpus=cpus)
     generator = rg.Generator(str(folder), pool=together, sampling=rg.Sampling(max_tokens=64), max_context=128)
     policy = rg.Policy(str(folder), pool=together if shared else rg.Pool("train", cpus=cpus), offload=offload)
-    weights = rg.feedback("weights", depth=0)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=4), weights, group_size=4)
-    step = policy.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("loop", step.metrics)
-
-
-def no_reward(responses: list[str]) -> list[float]:
-    return [0.0 for _ in responses]
+    return grpo_graph(generator, policy, name="loop", group_size=4, depth=0)
 
 
 def sleeps(plan: rg.Plan) -> dict[str, tuple[float, int | None]]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph.errors import PlanError, PlanWarning
@@ -26,12 +27,7 @@ def build(depth: int = 1, count: int = 8, gpus: int | None = None) -> rg.Graph:
     apart = rg.Pool("rollout", gpus=gpus) if gpus else rg.Pool("rollout", share=None)
     pools = (together, together) if depth == 0 else (apart, rg.Pool("train", share=None))
     generator, policy = rg.Generator("m", pool=pools[0]), rg.Policy("m", pool=pools[1])
-    weights = rg.feedback("weights", depth=depth)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=count), weights, group_size=4)
-    advantages = rg.advantages(rollout, rg.reward(lengths, rollout), estimator=rg.GRPO())
-    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("grpo", step.metrics)
+    return grpo_graph(generator, policy, reward=lengths, count=count, group_size=4, depth=depth)
 
 
 def seconds(cost: rg.NodeCost | Mapping[int, float], devices: int) -> float:

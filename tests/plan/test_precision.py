@@ -1,16 +1,13 @@
 """`dtype="auto"`: what a plan lets its models compute in, on which devices, and that it says so."""
 
 import pytest
+from support.grpo import zero_reward
 
 import rlgraph as rg
 from rlgraph.runtime.worker.spec import worker_specs
 
 CPU_BF16 = rg.Precision("bfloat16", "the CPU has AMX")
 OLD_GPU = rg.Precision("float32", "the GPU has compute capability 7.5; bfloat16 begins at 8.0")
-
-
-def brief(responses: list[str]) -> list[float]:
-    return [1.0] * len(responses)
 
 
 def graph(policy: str = "auto", *, reference_on_host: bool = False) -> rg.Graph:
@@ -22,7 +19,7 @@ def graph(policy: str = "auto", *, reference_on_host: bool = False) -> rg.Graph:
     rollout = generator.rollout(prompts, weights)
     kept = reference.log_probs(rollout)
     step = trained.update(
-        rollout, kept, rg.advantages(rollout, rg.reward(brief, rollout), estimator=rg.RLOO()), loss=rg.ClippedLoss(kl_coef=0.1)
+        rollout, kept, rg.advantages(rollout, rg.reward(zero_reward, rollout), estimator=rg.RLOO()), loss=rg.ClippedLoss(kl_coef=0.1)
     )
     weights.close(step.weights)
     return rg.Graph("precision", step.metrics)

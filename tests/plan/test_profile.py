@@ -1,7 +1,7 @@
 """Profiles of several graphs: what can be profiled together."""
 
 import pytest
-from simulated import Loop
+from support.simulated_stages import Loop
 
 import rlgraph as rg
 from rlgraph.errors import PlanError

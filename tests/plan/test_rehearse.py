@@ -7,7 +7,8 @@ from typing import Any
 
 import daly
 import pytest
-from simulated import LONG_TAIL, Loop
+from support.grpo import grpo_graph
+from support.simulated_stages import LONG_TAIL, Loop
 
 import rlgraph as rg
 from rlgraph.channels.host.channel import PART_BYTES
@@ -226,20 +227,14 @@ def test_a_wrong_setting_is_an_error_with_the_fix(name: str) -> None:
 
 
 def test_a_graph_in_which_batches_join_is_refused() -> None:
-    def nothing(responses: list[str]) -> list[float]:
-        return [0.0 for _ in responses]
-
     generator, policy = rg.Generator("m", pool=rg.Pool("rollout")), rg.Policy("m", pool=rg.Pool("train"))
-    weights = rg.feedback("weights", depth=2)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=4), weights, group_size=2, continuous=True)
-    step = policy.update(rollout, rg.advantages(rollout, rg.reward(nothing, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
+    graph = grpo_graph(generator, policy, depth=2, continuous=True)
     priced = rg.Costs(
         {"prompts": 0.0, "rollout": NodeCost(decode=Decode(step_s=0.01)), "reward": 0.1, "advantages": 0.0, "update": 1.0},
         lengths=LONG_TAIL,
     )
     with pytest.raises(PlanError, match="batches or versions join while 'rollout' decodes"):
-        rg.rehearse(rg.Graph("joining", step.metrics), rg.Cluster(gpus=2), priced)
+        rg.rehearse(graph, rg.Cluster(gpus=2), priced)
 
 
 def test_it_prints_what_each_cause_costs() -> None:

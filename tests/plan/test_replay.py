@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated import LONG_TAIL, PROMPT_TOKENS, Loop
+from support.simulated_stages import LONG_TAIL, PROMPT_TOKENS, Loop
 
 import rlgraph as rg
 from rlgraph.errors import PlanError

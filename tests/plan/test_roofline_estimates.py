@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import a_priori
 import peer_job
+from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph.plan import estimates
@@ -96,19 +97,11 @@ def test_costs_of_empty_responses_are_left_as_they_are(tmp_path: Path) -> None:
     assert rg.compile(graph, a_priori.cluster(1), costs).node("rollout").seconds == pytest.approx(2.0)
 
 
-def no_reward(responses: list[str]) -> list[float]:
-    return [0.0 for _ in responses]
-
-
 def update_s(folder: str, micro_batch_tokens: int = 8192, **policy: Any) -> float:
     """The estimated seconds of an update of 8 sequences of 2,048 tokens on one H200."""
     generator = rg.Generator(folder, pool=rg.Pool("rollout", gpus=1), sampling=rg.Sampling(max_tokens=1536, ignore_eos=True))
     trained = rg.Policy(folder, pool=rg.Pool("train", gpus=1), micro_batch_tokens=micro_batch_tokens, fused_head=True, **policy)
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=2), weights, group_size=4)
-    step = trained.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    graph = rg.Graph("update", step.metrics)
+    graph = grpo_graph(generator, trained, name="update", count=2, group_size=4)
     costs = a_priori.priced_for(graph, a_priori.cluster(2), None, a_priori.shapes_of(graph))
     assert costs.lengths is not None
     lengths = replace(costs.lengths, prompt_tokens=512.0)

@@ -1,9 +1,9 @@
 """Which updates come a round later, what a step in one pool then takes, and that tuning finds it."""
 
-import fakes
 import pytest
-from event_simulator import Simulator
-from simulated import Loop
+from support import fakes
+from support.event_simulator import Simulator
+from support.simulated_stages import Loop
 
 import rlgraph as rg
 from rlgraph.graph.nodes import Graph, Output, declare

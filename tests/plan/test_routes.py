@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-import fakes
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import fakes
 
 from rlgraph.graph.nodes import Pool
 from rlgraph.plan.cluster import Cluster

@@ -7,7 +7,7 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import Nothing
+from support.random_graphs import Nothing
 
 import rlgraph as rg
 from rlgraph.graph.nodes import Graph, Model, Output, declare

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from adapter_loops import loops
-from qwen3_shapes import QWEN3_8B
+from support.adapter_loops import loops
+from support.grpo import zero_reward
+from support.qwen3_shapes import QWEN3_8B
 
 import rlgraph as rg
 from rlgraph.plan.estimates import PIECE_BYTES
@@ -34,16 +35,12 @@ def duel(model: str, other: str = "", second: dict[str, Any] | None = None, cpus
         policy, weights = rg.Policy(path, pool=train, **settings), rg.feedback(f"{name} weights", depth=1)
         prompts = rg.prompts([{"prompt": "1"}], count=2, name=f"{name} prompts")
         rollout_node = generator.rollout(prompts, weights, group_size=2, name=f"{name} rollout")
-        rewards = rg.reward(no_reward, rollout_node, name=f"{name} rewards")
+        rewards = rg.reward(zero_reward, rollout_node, name=f"{name} rewards")
         advantages = rg.advantages(rollout_node, rewards, estimator=rg.GRPO(), name=f"{name} advantages")
         step = policy.update(rollout_node, advantages, loss=rg.ClippedLoss(), name=f"{name} update")
         weights.close(step.weights)
         metrics.append(step.metrics)
     return rg.Graph("duel", *metrics)
-
-
-def no_reward(responses: list[str]) -> list[float]:
-    return [0.0 for _ in responses]
 
 
 def on(graph: rg.Graph, cluster: rg.Cluster) -> list[tuple[str, ...]]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
+from support.grpo import grpo_graph
+from support.qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
 from rlgraph.errors import PlanError
@@ -24,18 +25,10 @@ def folder(path: Path, config: dict[str, Any] = QWEN3_8B) -> str:
     return str(path)
 
 
-def no_reward(responses: list[str]) -> list[float]:
-    return [0.0 for _ in responses]
-
-
 def loop(train: rg.Pool, model: str = "m", rollout_gpus: int = 2, **settings: object) -> rg.Graph:
     generator = rg.Generator(model, pool=rg.Pool("rollout", gpus=rollout_gpus), max_context=4096)
     policy = rg.Policy(model, pool=train, **settings)  # type: ignore[arg-type]
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}] * 8, count=8), weights, group_size=4)
-    step = policy.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("loop", step.metrics)
+    return grpo_graph(generator, policy, [{"prompt": "1 + 1 ="}] * 8, name="loop", count=8, group_size=4)
 
 
 def passes_of(plan: rg.Plan) -> Passes | None:
@@ -94,11 +87,7 @@ def test_ranks_that_share_experts_come_in_whole_groups() -> None:
     with pytest.raises(PlanError, match=r"has its passes and experts on 4 GPUs \(tp 2 \(ep 4\)\).* has 6; .* multiple of 4"):
         rg.compile(loop(rg.Pool("train", gpus=6), **ranks), rg.Cluster(gpus=8))
     generator, policy = rg.Generator("m", pool=rg.Pool("a")), rg.Policy("m", pool=rg.Pool("b"), trainer="megatron", expert_parallel=2)
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1"}] * 2, count=2), weights, group_size=2)
-    step = policy.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    on_host = rg.compile(rg.Graph("host", step.metrics), rg.Cluster(cpus=4))
+    on_host = rg.compile(grpo_graph(generator, policy, [{"prompt": "1"}] * 2, name="host", count=2), rg.Cluster(cpus=4))
     assert sum(w.model == "policy" for w in on_host.workers) == 2, "a host without GPUs runs one group"
 
 
@@ -124,11 +113,7 @@ def test_a_pool_without_a_share_gets_whole_groups() -> None:
 
 def test_a_host_without_gpus_runs_one_group() -> None:
     generator, policy = rg.Generator("m", pool=rg.Pool("a")), rg.Policy("m", pool=rg.Pool("b"), context_parallel=2)
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1"}] * 2, count=2), weights, group_size=2)
-    step = policy.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    plan = rg.compile(rg.Graph("host", step.metrics), rg.Cluster(cpus=4))
+    plan = rg.compile(grpo_graph(generator, policy, [{"prompt": "1"}] * 2, name="host", count=2), rg.Cluster(cpus=4))
     assert sum(w.model == "policy" for w in plan.workers) == 2
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from simulated import Loop
+from support.simulated_stages import Loop
 
 import rlgraph as rg
 from rlgraph.errors import PlanError

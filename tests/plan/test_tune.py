@@ -1,7 +1,7 @@
 """Tuning: the ranking is that of trying everything, limits hold, and the verdict on stale batches has its reason."""
 
 import pytest
-from tunable import build, costs
+from support.tunable_graph import build, costs
 
 import rlgraph as rg
 from rlgraph.errors import GraphError, PlanError

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from qwen3_shapes import QWEN3_8B
+from support.grpo import grpo_graph
+from support.qwen3_shapes import QWEN3_8B
 
 import rlgraph as rg
 from rlgraph.plan.cost_functions import NodeCost, Passes, Setting
@@ -14,20 +15,12 @@ from rlgraph.settings import RECOMPUTE, Recompute
 CLUSTER = rg.Cluster(gpus=4, gpu="H200", gpu_memory_bytes=141 * 10**9)
 
 
-def no_reward(responses: list[str]) -> list[float]:
-    return [0.0 for _ in responses]
-
-
 def loop(model: str, **settings: Any) -> rg.Graph:
     generator = rg.Generator(
         model, pool=rg.Pool("rollout", gpus=2), sampling=rg.Sampling(max_tokens=1024, ignore_eos=True), max_context=4096
     )
     policy = rg.Policy(model, pool=rg.Pool("train", gpus=2), **settings)
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}] * 16, count=16), weights, group_size=4)
-    step = policy.update(rollout, rg.advantages(rollout, rg.reward(no_reward, rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("loop", step.metrics)
+    return grpo_graph(generator, policy, [{"prompt": "1 + 1 ="}] * 16, name="loop", count=16, group_size=4)
 
 
 @pytest.fixture

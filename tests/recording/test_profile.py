@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import fakes
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
+from support import fakes, forked_workers  # noqa: F401 (a way of dispatch)
 
 import rlgraph as rg
 from rlgraph.analysis.samples import OPERATORS, TRACE

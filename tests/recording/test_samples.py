@@ -7,13 +7,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import fakes
-import forked  # noqa: F401 (a way of dispatch)
-import programs
 import pytest
-import recorded_program
 import torch
-from recorded_program import run
+from programs import recorded_program
+from programs.recorded_program import run
+from support import fakes, forked_programs, forked_workers  # noqa: F401 (a way of dispatch)
 
 import rlgraph as rg
 from rlgraph.analysis.samples import FIELDS, read_samples, sample_files
@@ -166,7 +164,7 @@ def test_no_samples_make_no_folder_and_ask_no_worker(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("depth", "format"), [(2, "jsonl"), (1, "parquet")])
 def test_each_sample_is_there_exactly_once_after_a_kill(depth: int, format: str, tmp_path: Path) -> None:
     killed = tmp_path / "killed"
-    with programs.Program(str(PROGRAM), str(killed), "100", str(depth), format, cwd=tmp_path) as program:
+    with forked_programs.Program(str(PROGRAM), str(killed), "100", str(depth), format, cwd=tmp_path) as program:
         next(line for line in program.stdout if line == "did 10\n")
         os.killpg(program.pid, signal.SIGKILL)
     steps = list(run(killed, 20, depth, format))

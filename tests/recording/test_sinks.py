@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fakes
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
-from sampled_runs import HOSTILE, sample
+from support import fakes, forked_workers  # noqa: F401 (a way of dispatch)
+from support.sampled_runs import HOSTILE, sample
 
 import rlgraph as rg
 from rlgraph.analysis.samples import Sample

@@ -8,13 +8,11 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-import fakes
-import forked  # noqa: F401 (a way of dispatch)
-import programs
 import pytest
-import recorded_program
-from browser import Browser, needs_browser
-from sampled_runs import sample, write
+from programs import recorded_program
+from support import fakes, forked_programs, forked_workers  # noqa: F401 (a way of dispatch)
+from support.browser import Browser, needs_browser
+from support.sampled_runs import sample, write
 
 import rlgraph as rg
 from rlgraph.analysis.samples import PROFILES_FOLDER as PROFILES
@@ -91,7 +89,7 @@ def test_it_listens_on_loopback_alone_and_refuses_other_names_and_files(tmp_path
 
 
 def test_a_report_of_a_run_that_was_killed_is_there(tmp_path: Path) -> None:
-    with programs.Program(str(PROGRAM), str(tmp_path), "500", "1", "jsonl", cwd=tmp_path) as program:
+    with forked_programs.Program(str(PROGRAM), str(tmp_path), "500", "1", "jsonl", cwd=tmp_path) as program:
         next(line for line in program.stdout if line == "did 5\n")
         os.killpg(program.pid, signal.SIGKILL)
     state = read_state(tmp_path)

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-import fakes
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import fakes
 
 from rlgraph.analysis.attribution import Bubbles, Use, attribute, devices
 from rlgraph.graph.nodes import Pool
@@ -95,14 +95,28 @@ def test_a_wait_for_data_outranks_a_wait_for_order_on_a_shared_device(plans: dic
     assert uses == {"data"}
 
 
-def test_weights_that_are_loaded_while_a_node_decodes_have_a_row_of_their_own() -> None:
-    spans = [
-        Span("rollout", "fire", 3, "generator", 0.0, 10.0),
-        Span("weights", "wait", 3, "generator", 2.0, 3.0, 3),
-        Span("load weights for rollout", "load", 3, "generator", 3.0, 5.0, 3),
-    ]
-    found = {(row.use, row.name): row.seconds for row in attribute(spans, loop_plan(1)).of_worker("generator")}
-    assert found == {("node", "rollout"): 7.0, ("weights", "weights"): 1.0, ("moving", "load weights for rollout"): 2.0}
+LOADED_MEANWHILE = [
+    Span("rollout", "fire", 3, "generator", 0.0, 10.0),
+    Span("weights", "wait", 3, "generator", 2.0, 3.0, 3),
+    Span("load weights for rollout", "load", 3, "generator", 3.0, 5.0, 3),
+]
+RESTARTED = [
+    Span("rollout", "fire", 4, "generator", 0.0, 3.0),
+    Span("start-up", "start", 5, "generator", 5.0, 6.0),
+    Span("rollout", "fire", 5, "generator", 6.0, 7.0),
+]
+
+
+@pytest.mark.parametrize(
+    ("spans", "rows"),
+    [
+        (LOADED_MEANWHILE, {("node", "rollout"): 7.0, ("weights", "weights"): 1.0, ("moving", "load weights for rollout"): 2.0}),
+        (RESTARTED, {("node", "rollout"): 4.0, ("start", "start-up"): 3.0}),
+    ],
+    ids=["weights loaded while a node decodes", "a worker that restarts"],
+)
+def test_what_interrupts_a_node_has_a_row_of_its_own(spans: list[Span], rows: dict[tuple[Use, str], float]) -> None:
+    assert {(row.use, row.name): row.seconds for row in attribute(spans, loop_plan(1)).of_worker("generator")} == rows
 
 
 def test_the_chunks_of_a_batch_are_one_row(plans: dict[str, Plan]) -> None:
@@ -132,16 +146,6 @@ def test_a_worker_starts_up_before_its_first_span_and_is_finished_after_its_last
         ("idle", "no further step"): 2.0,
     }
     assert found.residual == 0
-
-
-def test_a_restarted_worker_starts_up_until_its_restart() -> None:
-    spans = [
-        Span("rollout", "fire", 4, "generator", 0.0, 3.0),
-        Span("start-up", "start", 5, "generator", 5.0, 6.0),
-        Span("rollout", "fire", 5, "generator", 6.0, 7.0),
-    ]
-    found = {(row.use, row.name): row.seconds for row in attribute(spans, loop_plan(1)).of_worker("generator")}
-    assert found == {("node", "rollout"): 4.0, ("start", "start-up"): 3.0}
 
 
 KINDS = ["fire", "publish", "load", "wake", "sleep", "carry", "wait", "room", "idle", "start"]

@@ -12,7 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from simulated_run import played, slower
+from support.simulated_run import scale_times, simulate_run
 
 from rlgraph.analysis import words
 from rlgraph.analysis.run import Observed, Run, compare_events, compare_waits
@@ -27,7 +27,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @pytest.fixture(scope="module")
 def run(plans: dict[str, Plan]) -> Run:
-    return played(plans["ppo"], 40, scale=1.1, priced=slower(plans["ppo"], 1.1), tail=5.0)
+    return simulate_run(plans["ppo"], 40, scale=1.1, priced=scale_times(plans["ppo"], 1.1), tail=5.0)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_each_bound_of_the_certificate_has_its_observed_maximum_beside_it(run: R
 
 def test_predicted_waits_stand_beside_the_measured_ones(plans: dict[str, Plan]) -> None:
     plan = plans["ppo"]
-    told = played(plan, 200, priced=plan, jitter=0.0)  # long: at its ends a run waits otherwise
+    told = simulate_run(plan, 200, priced=plan, jitter=0.0)  # long: at its ends a run waits otherwise
     found = list(compare_waits(told))
     assert {wait.who for wait in found} >= {"score", "reward"}
     for wait in found:
@@ -166,20 +166,20 @@ def curves_of(text: str) -> list[str]:
 
 
 def test_a_thousand_steps_make_a_readable_page_of_bounded_size(plans: dict[str, Plan]) -> None:
-    text = page(played(plans["one_step_off"], 1000))
+    text = page(simulate_run(plans["one_step_off"], 1000))
     assert "Each point is the mean of 5 steps." in text
     assert len(text) < 400_000
 
 
 def test_a_run_of_one_step_has_a_report(plans: dict[str, Plan]) -> None:
-    ElementTree.fromstring(page(played(plans["single"], 1)))
-    text = page(played(plans["one_step_off"], 1))
+    ElementTree.fromstring(page(simulate_run(plans["single"], 1)))
+    text = page(simulate_run(plans["one_step_off"], 1))
     assert "nominal" in text
 
 
 @pytest.mark.parametrize("name", ["twenty", "k_step_off", "tool_use", "sync_colocated", "ppo_cores"])
 def test_any_plan_has_a_report(name: str, plans: dict[str, Plan]) -> None:
-    ElementTree.fromstring(page(played(plans[name], 12)))
+    ElementTree.fromstring(page(simulate_run(plans[name], 12)))
 
 
 def test_a_recorded_run_gives_the_report_of_the_run_itself(run: Run, tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def in_browser(text: str, folder: Path, width: int, dark: bool) -> tuple[dict[st
 def test_a_browser_draws_all_of_a_report_readably_and_its_console_stays_empty(
     plans: dict[str, Plan], tmp_path: Path, plan: str, width: int, dark: bool
 ) -> None:
-    run = played(plans[plan], 40, scale=1.1, priced=slower(plans[plan], 1.1), tail=5.0)
+    run = simulate_run(plans[plan], 40, scale=1.1, priced=scale_times(plans[plan], 1.1), tail=5.0)
     found, console = in_browser(page(run), tmp_path, width, dark)
     assert console == ""
     assert found["seen"] == []

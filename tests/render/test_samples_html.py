@@ -5,9 +5,9 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from browser import found_by, needs_browser
-from sampled_runs import HOSTILE, sample, write
-from simulated_run import played
+from support.browser import needs_browser, run_script
+from support.sampled_runs import HOSTILE, sample, write
+from support.simulated_run import simulate_run
 
 from rlgraph.plan.plan import Plan
 from rlgraph.render.report import as_script, page, shown_samples
@@ -70,7 +70,7 @@ def folder(tmp_path: Path) -> Path:
 def test_a_browser_filters_sorts_and_colours_samples_and_no_text_becomes_markup(
     plans: dict[str, Plan], folder: Path, tmp_path: Path
 ) -> None:
-    found, console = found_by(PROBE, page(played(plans["one_step_off"], 12), folder), tmp_path)
+    found, console = run_script(PROBE, page(simulate_run(plans["one_step_off"], 12), folder), tmp_path)
     samples, _ = shown_samples(folder)
     assert console == ""
     assert found["all"] == "32 of 32 samples"
@@ -100,7 +100,7 @@ def test_a_browser_filters_sorts_and_colours_samples_and_no_text_becomes_markup(
 
 
 def test_a_page_with_any_text_is_well_formed(plans: dict[str, Plan], folder: Path) -> None:
-    root = ElementTree.fromstring(page(played(plans["one_step_off"], 12), folder))
+    root = ElementTree.fromstring(page(simulate_run(plans["one_step_off"], 12), folder))
     assert [found.get("id") for found in root.iter("section")][2] == "samples"
     assert len(list(root.iter("script"))) == 2
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.paths import PROGRAMS, PYTHONPATH
 
 import rlgraph as rg
 from rlgraph.engines.lora.modules import BaseWeights
@@ -27,9 +28,9 @@ LORA = rg.LoRA(rank=4, alpha=8.0)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tiny import tiny
+    from support.tiny import tiny_llama
 
-    return str(tiny(tmp_path_factory.mktemp("models")))
+    return str(tiny_llama(tmp_path_factory.mktemp("models")))
 
 
 @rg.node(reads="responses", writes="rewards", by_group=True)
@@ -142,9 +143,8 @@ def test_a_generator_has_the_bits_of_the_merged_checkpoint(model: str, tmp_path:
 @pytest.mark.stage("jobs")
 @pytest.mark.vllm
 def test_vllm_samples_from_the_merged_checkpoint(model: str, tmp_path: Path) -> None:
-    here = Path(__file__)
-    environment = os.environ | {"PYTHONPATH": f"{here.parents[1]}:{here.parent}:{here.parents[2]}"}
-    command = [sys.executable, str(here.with_name("adapter_process.py")), model, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{PYTHONPATH}"}
+    command = [sys.executable, str(PROGRAMS / "adapter_process.py"), model, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -217,7 +217,7 @@ def test_an_adapter_that_does_not_fit_is_refused_before_anything_starts(run: dic
 
 
 def test_a_family_without_tests_is_refused_by_name(tmp_path: Path) -> None:
-    from families import folder_of
+    from support.families import folder_of
 
     folder = str(folder_of("gemma2", tmp_path))
     node = next(node for node in loop(folder).nodes if node.name == "update")

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
 import torch
-from adapter_loops import LORAS, NAMES, loops, small_tokens
-from base_holders import mapped
+from programs.base_holders import mapped_bytes
+from support import forked_workers
+from support.adapter_loops import LORAS, NAMES, loops, small_tokens
 
 import rlgraph as rg
 from rlgraph.engines.lora.modules import BaseWeights
@@ -27,9 +27,9 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tiny import tiny
+    from support.tiny import tiny_llama
 
-    return str(tiny(tmp_path_factory.mktemp("models")))
+    return str(tiny_llama(tmp_path_factory.mktemp("models")))
 
 
 def job_of(graph: rg.Graph, folder: Path) -> LocalJob:
@@ -147,10 +147,10 @@ def test_adapters_of_one_pool_go_on_from_a_checkpoint_with_the_same_bits(
 
 def test_processes_of_one_pool_have_the_bits_of_one_process(model: str, tmp_path: Path) -> None:
     here = whole_run(loops(model, critic=True), NAMES, tmp_path / "here")
-    with forked.job(loops(model, critic=True)) as job:
+    with forked_workers.job(loops(model, critic=True)) as job:
         assert {"policy", "critic", "policy2", "critic2"} < job.pids.keys()  # each model is a process
         steps = list(job.steps(STEPS))
-        bases = {name: mapped(pid) for name, pid in job.pids.items()}
+        bases = {name: mapped_bytes(pid) for name, pid in job.pids.items()}
         for worker, name in (("policy", "left"), ("policy2", "right")):
             job.export(tmp_path / name, dtype="float32", policy=worker, adapter="apart")
     for name in NAMES:

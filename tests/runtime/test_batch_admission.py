@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, digest, here, in_workers, odd_tokens, plan
+from support.digests import ITEMS, DigestPolicy, digest, odd_tokens, plan, run_here, run_in_workers
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_continuous_run_has_the_prompts_of_one_batch_by_batch_and_keeps_the_bound(model: Path, depth: int) -> None:
-    batchwise, continuous = here(loop(model, depth), 6), here(loop(model, depth, continuous=True), 6)
+    batchwise, continuous = run_here(loop(model, depth), 6), run_here(loop(model, depth, continuous=True), 6)
     assert [step["digest/prompts"] for step in continuous] == [step["digest/prompts"] for step in batchwise]
     for index, step in enumerate(continuous):
         assert max(0, index - depth) <= step["oldest"] <= step["newest"] <= index
@@ -72,12 +72,12 @@ def test_a_rollout_that_weights_have_interrupted_is_said_to_run_again(model: Pat
 @pytest.mark.parametrize(("depth", "buffers"), [(1, 1), (2, 2)])
 def test_a_continuous_run_of_workers_equals_the_oracle_in_every_bit(model: Path, depth: int, buffers: int) -> None:
     graph = loop(model, depth, buffers=buffers, continuous=True)
-    assert in_workers(graph, 5) == here(graph, 5)
+    assert run_in_workers(graph, 5) == run_here(graph, 5)
 
 
 @pytest.mark.parametrize("options", [{"interrupt": "recompute"}, {"interrupt": "keep", "continuous": True}], ids=["interrupt", "both"])
 def test_interrupted_runs_keep_the_bound_and_learn(model: Path, options: dict[str, Any]) -> None:
-    batchwise, found = here(loop(model, 2), 4), in_workers(loop(model, 2, latest=True, **options), 30)
+    batchwise, found = run_here(loop(model, 2), 4), run_in_workers(loop(model, 2, latest=True, **options), 30)
     assert [step["digest/prompts"] for step in found[:4]] == [step["digest/prompts"] for step in batchwise]
     for index, step in enumerate(found):
         assert max(0, index - 2) <= step["oldest"] <= step["newest"] <= index
@@ -88,9 +88,9 @@ def test_interrupted_runs_keep_the_bound_and_learn(model: Path, options: dict[st
 
 def test_an_interrupt_with_nothing_published_meanwhile_changes_no_bit(model: Path) -> None:
     # In one process nothing is published while a rollout decodes; with interrupts it begins with the newest version anyway.
-    expected = here(loop(model, 1, latest=True), 4)
-    assert here(loop(model, 1, latest=True, interrupt="keep"), 4) == expected
-    assert here(loop(model, 1, interrupt="recompute"), 4) == expected
+    expected = run_here(loop(model, 1, latest=True), 4)
+    assert run_here(loop(model, 1, latest=True, interrupt="keep"), 4) == expected
+    assert run_here(loop(model, 1, interrupt="recompute"), 4) == expected
 
 
 def test_a_continuous_rollout_shares_its_pool_with_no_other_model(model: Path) -> None:

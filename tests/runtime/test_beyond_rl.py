@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from direct_forward import SUMS, direct, drawn, norm_of, policy, run
+from support.direct_forward import SUMS, forward_log_probs, norm_of, policy, read_first_batch, run
 from torch.nn.functional import logsigmoid
 
 import rlgraph as rg
@@ -35,8 +35,8 @@ def test_supervised_fine_tuning_takes_the_gradient_of_the_mean_over_all_tokens(m
     trained = policy(model, micro_batch_tokens=tokens)
     source = rg.examples(SUMS, 6, trained)
     (metrics,) = run(trained.update(source, loss=rg.SFTLoss()).metrics)
-    columns = drawn(source)
-    net, log_probs = direct(model, columns)
+    columns = read_first_batch(source)
+    net, log_probs = forward_log_probs(model, columns)
     loss = -log_probs.sum() / columns["response_mask"].sum()
     assert metrics["actor/sft_loss"] == pytest.approx(loss.item(), abs=1e-5)
     assert metrics["actor/grad_norm"] == pytest.approx(norm_of(net, loss), rel=1e-4)
@@ -48,7 +48,7 @@ def test_pairs_in_any_number_of_passes_take_the_gradient_of_the_pairs(model: str
     source = rg.pairs(PAIRS, 4, trained)
     step = trained.update(source, reference.log_probs(source), loss=rg.DPO(beta=0.5))
     first, second = run(step.metrics, 2)
-    net, log_probs = direct(model, drawn(source))
+    net, log_probs = forward_log_probs(model, read_first_batch(source))
     ratios = (log_probs - log_probs.detach()).sum(-1)
     loss = -logsigmoid(0.5 * (ratios[0::2] - ratios[1::2])).mean()
     assert first["actor/pg_loss"] == pytest.approx(0.6931, abs=1e-4)
@@ -62,10 +62,10 @@ def test_an_update_on_two_batches_takes_the_weighted_sum_of_their_gradients(mode
     sums, two = rg.examples(SUMS, 5, trained), rg.pairs(PAIRS, 2, trained)
     also = [([two, reference.log_probs(two)], rg.IPO(beta=0.5), 0.25)]
     (metrics,) = run(trained.update(sums, loss=rg.SFTLoss(), also=also).metrics)
-    net, of_pairs = direct(model, drawn(two))
-    columns = drawn(sums)
-    other, of_sums = direct(model, columns)
-    lengths = drawn(two)["response_mask"].sum(-1)
+    net, of_pairs = forward_log_probs(model, read_first_batch(two))
+    columns = read_first_batch(sums)
+    other, of_sums = forward_log_probs(model, columns)
+    lengths = read_first_batch(two)["response_mask"].sum(-1)
     ratios = (of_pairs - of_pairs.detach()).sum(-1) / lengths
     pairs_loss = (ratios[0::2] - ratios[1::2] - 1).square().mean()
     sft_loss = -of_sums.sum() / columns["response_mask"].sum()
@@ -183,7 +183,7 @@ def test_a_reward_model_learns_pairs_and_scores_in_the_next_graph(model: str, tm
 
     scorer = rg.LearnedReward(str(tmp_path / "judge"), pool=rg.Pool("judge"), dtype="float32")
     source = rg.pairs(PAIRS, 6, policy(model))
-    columns = drawn(source)
+    columns = read_first_batch(source)
     engine = scorer.load(Context())
     scores = scorer.rewards(source).node.operation.fire(Context(engine=engine), columns)[0]["rewards"]  # type: ignore[attr-defined]
     engine.close()

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 
-import fakes
-import forked
 import pytest
+from support import fakes, forked_workers
 
 from rlgraph.analysis.attribution import Bubbles
 from rlgraph.graph.nodes import Graph, Pool
@@ -20,7 +19,7 @@ def on_ray(graph: Graph) -> Job:
 
 
 def measured(
-    depth: int, generate_s: float, train_s: float, job_of: Callable[[Graph], Job] = forked.job, **options: object
+    depth: int, generate_s: float, train_s: float, job_of: Callable[[Graph], Job] = forked_workers.job, **options: object
 ) -> tuple[Bubbles, Bubbles]:
     """Return the bubbles of the whole run, and those without its first two steps."""
     graph = fakes.vector_loop(depth, generate_s=generate_s, train_s=train_s, **options)  # type: ignore[arg-type]

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 import torch
+from support import fakes
 from torch.distributed.checkpoint import metadata
 
 from rlgraph.columns import Column, Columns

@@ -2,12 +2,10 @@
 
 from itertools import pairwise
 
-import digests
-import fakes
-import forked
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy
+from support import digests, fakes, forked_workers
+from support.digests import ITEMS, DigestPolicy
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS, Columns
@@ -84,31 +82,31 @@ def test_every_step_says_which_share_of_its_responses_was_cut_off(model: str, ch
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_chunks_change_no_bit_of_the_batch_the_loss_and_the_weights(model: str, chunks: int) -> None:
-    whole, parts = digests.here(graph(model, 1), 4), digests.here(graph(model, chunks), 4)
+    whole, parts = digests.run_here(graph(model, 1), 4), digests.run_here(graph(model, chunks), 4)
     names = ("digest/batch", "digest/weights", "actor/pg_loss", "actor/grad_norm", "critic/rewards/max", "critic/rewards/min")
     assert [[step[name] for name in names] for step in parts] == [[step[name] for name in names] for step in whole]
     assert [step["critic/rewards/mean"] for step in parts] == pytest.approx([step["critic/rewards/mean"] for step in whole])
 
 
 def test_chunks_change_no_bit_where_the_next_batch_joins_the_tail(model: str) -> None:
-    whole, parts = digests.here(graph(model, 1, continuous=True), 4), digests.here(graph(model, 2, continuous=True), 4)
+    whole, parts = digests.run_here(graph(model, 1, continuous=True), 4), digests.run_here(graph(model, 2, continuous=True), 4)
     assert [(step["digest/batch"], step["digest/weights"]) for step in parts] == [(s["digest/batch"], s["digest/weights"]) for s in whole]
 
 
 @pytest.mark.parametrize("chunks", [2, 4])
 def test_log_probs_of_chunks_equal_those_of_the_batch_in_every_bit(model: str, chunks: int) -> None:
-    whole, parts = digests.here(graph(model, 1, passes=True), 3), digests.here(graph(model, chunks, passes=True), 3)
+    whole, parts = digests.run_here(graph(model, 1, passes=True), 3), digests.run_here(graph(model, chunks, passes=True), 3)
     assert [step["digest/weights"] for step in parts] == [step["digest/weights"] for step in whole]
     assert [step["actor/ppo_kl"] for step in parts] == [step["actor/ppo_kl"] for step in whole]
 
 
 def test_parts_of_two_generator_workers_equal_the_oracle_without_parts() -> None:
-    with forked.job(fakes.vector_loop(1, count=8, chunks=4, ranks=2)) as job:
+    with forked_workers.job(fakes.vector_loop(1, count=8, chunks=4, ranks=2)) as job:
         assert [bits(step) for step in job.steps(5)] == fake_bits(1)
 
 
 def test_a_reward_begins_with_the_first_part_while_others_are_decoded() -> None:
-    with forked.job(fakes.vector_loop(1, count=8, chunks=4, generate_s=0.8)) as job:
+    with forked_workers.job(fakes.vector_loop(1, count=8, chunks=4, generate_s=0.8)) as job:
         list(job.steps(2))
         fired = {(span.name, span.step): span for span in job.spans() if span.kind == "fire"}
     for step in range(2):
@@ -116,10 +114,12 @@ def test_a_reward_begins_with_the_first_part_while_others_are_decoded() -> None:
 
 
 def test_passes_of_workers_take_turns_in_their_pool_by_part(model: str) -> None:
-    with forked.job(graph(model, 4, passes=True)) as job:
-        found = [digests.bits(step) for step in job.steps(3)]
+    with forked_workers.job(graph(model, 4, passes=True)) as job:
+        found = [digests.clockless_metrics(step) for step in job.steps(3)]
         spans = [span for span in job.spans() if span.kind == "fire"]
-    assert [step["digest/weights"] for step in found] == [step["digest/weights"] for step in digests.here(graph(model, 1, passes=True), 3)]
+    assert [step["digest/weights"] for step in found] == [
+        step["digest/weights"] for step in digests.run_here(graph(model, 1, passes=True), 3)
+    ]
     train = sorted((s for s in spans if s.name.split(" ")[0] in ("old_log_probs", "ref_log_probs", "update")), key=lambda s: s.start_s)
     by_part = [f"{node} {part}/4" for part in range(1, 5) for node in ("old_log_probs", "ref_log_probs")]
     assert [s.name for s in train] == [*by_part, "update"] * 3

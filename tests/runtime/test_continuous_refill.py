@@ -6,10 +6,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, here, in_workers, plan
+from support import forked_workers  # noqa: F401 (a way of dispatch)
+from support.digests import ITEMS, DigestPolicy, plan, run_here, run_in_workers
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -61,8 +61,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_run_of_workers_equals_the_oracle_in_every_bit_and_keeps_the_bound(model: str, depth: int) -> None:
-    found = in_workers(loop(model, depth, continuous=True), 5)
-    assert found == here(loop(model, depth, continuous=True), 5)
+    found = run_in_workers(loop(model, depth, continuous=True), 5)
+    assert found == run_here(loop(model, depth, continuous=True), 5)
     assert all(earlier < later for earlier, later in pairwise(groups_of(found)))
     for index, step in enumerate(found):
         assert max(0, index - depth) <= step["oldest"]
@@ -72,7 +72,7 @@ def test_a_run_of_workers_equals_the_oracle_in_every_bit_and_keeps_the_bound(mod
 
 
 def test_interrupts_and_the_next_batch_go_together_within_the_bound(model: str) -> None:
-    found = in_workers(loop(model, 2, continuous=True, interrupt="keep"), 8)
+    found = run_in_workers(loop(model, 2, continuous=True, interrupt="keep"), 8)
     assert all(earlier < later for earlier, later in pairwise(groups_of(found)))
     assert all(index - 2 <= step["oldest"] for index, step in enumerate(found))
 

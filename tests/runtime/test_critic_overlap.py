@@ -4,9 +4,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import fakes
 import pytest
-from forked import job as forked
+from support import fakes
+from support.forked_workers import job as forked
 
 import rlgraph as rg
 

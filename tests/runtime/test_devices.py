@@ -1,6 +1,7 @@
 """Which GPUs a worker sees."""
 
 import pytest
+from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph.runtime.driver.machine import worker_environment
@@ -13,12 +14,7 @@ def test_a_worker_sees_the_gpus_of_its_plan_alone_as_the_driver_numbers_them(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", here)
     generator, policy = rg.Generator("m", pool=rg.Pool("a", gpus=4), tensor_parallel=2), rg.Policy("m", pool=rg.Pool("b", gpus=1))
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=4), weights, group_size=2)
-    advantages = rg.advantages(rollout, rg.reward(lambda responses: [0.0 for _ in responses], rollout), estimator=rg.GRPO())
-    step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    graph = rg.Graph("devices", step.metrics)
+    graph = grpo_graph(generator, policy, name="devices", reward=lambda responses: [0.0 for _ in responses])
     plan = rg.compile(graph, rg.Cluster(gpus=5))
     seen = {s.worker.name: worker_environment(s)["CUDA_VISIBLE_DEVICES"] for s in worker_specs(graph, plan, "folder", b"key", 1.0)}
     assert (seen["generator[0]"], seen["generator[1]"], seen["policy"]) == expected

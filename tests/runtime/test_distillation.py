@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from direct_forward import SUMS, direct, drawn, norm_of, policy, run
+from support.direct_forward import SUMS, forward_log_probs, norm_of, policy, read_first_batch, run
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -70,7 +70,7 @@ def test_each_row_is_scored_by_the_teacher_of_its_source(model: str, tmp_path: P
         return {"rewards": torch.zeros(len(batch["data_sources"]))}
 
     run(look(source, rg.by_source(source, teachers=teachers, top_k=top_k)))
-    of_each = {name: direct(folder, drawn(source))[1].detach() for name, folder in folders.items()}
+    of_each = {name: forward_log_probs(folder, read_first_batch(source))[1].detach() for name, folder in folders.items()}
     assert not torch.allclose(*of_each.values(), atol=1e-2)
     assert set(seen["data_sources"]) == set(folders)
     expected = torch.stack([of_each[name][row] for row, name in enumerate(seen["data_sources"])])
@@ -85,7 +85,7 @@ def test_whole_distributions_reach_the_loss_as_the_models_own_forward_gives_them
     source = rg.examples(SUMS, 4, trained)
     step = trained.update(source, teacher.top_log_probs(source, top_k=None), loss=rg.DistillationLoss())
     (metrics,) = run(step.metrics)
-    columns = drawn(source)
+    columns = read_first_batch(source)
     nets = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model, other)]
     loss: Any = 0.0
     for row, mask in enumerate(columns["response_mask"]):

@@ -6,10 +6,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 (the dispatch of that name)
 import pytest
 import torch
-from tiny import tiny_qwen
+from support import forked_workers  # noqa: F401 (the dispatch of that name)
+from support.grpo import grpo_graph
+from support.tiny import tiny_qwen
 
 import rlgraph as rg
 from rlgraph.plan.compile import compile_plan
@@ -33,11 +34,7 @@ def loop(model: str) -> rg.Graph:
     generator = rg.Generator(model, pool=rg.Pool("rollout", cpus=1), **given)
     adam = rg.AdamW(lr=1e-3, moments="8bit")
     policy = rg.Policy(model, pool=rg.Pool("train", cpus=1), optimizer=adam, dtype="float32", self_test=False)
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}, {"prompt": "2 + 3 ="}], count=2), weights, group_size=2)
-    step = policy.update(rollout, rg.advantages(rollout, small_tokens(rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("eight_bits", step.metrics)
+    return grpo_graph(generator, policy, [{"prompt": "1 + 1 ="}, {"prompt": "2 + 3 ="}], name="eight_bits", rewards=small_tokens, count=2)
 
 
 def learnt(step: Any) -> dict[str, float]:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import digests
-import forked
 import pytest
-from digests import ITEMS, DigestPolicy, odd_tokens
+from support import digests, forked_workers
+from support.digests import ITEMS, DigestPolicy, odd_tokens
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -95,7 +94,7 @@ def versions(steps: list[dict[str, float]]) -> dict[int, float]:
 
 @pytest.mark.parametrize("where", ["time-shared", "apart"])
 def test_evaluation_changes_no_bit_of_the_training(model: str, where: str) -> None:
-    plain, evaluated = digests.here(graph(model, "nowhere"), 5), digests.here(graph(model, where), 5)
+    plain, evaluated = digests.run_here(graph(model, "nowhere"), 5), digests.run_here(graph(model, where), 5)
     for name in ("digest/batch", "digest/weights", "actor/pg_loss"):
         assert [step[name] for step in evaluated] == [step[name] for step in plain]
 
@@ -105,15 +104,15 @@ def test_a_time_shared_evaluation_sees_the_rollouts_version_and_one_apart_the_ve
     model: str, depth: int
 ) -> None:
     settings = {"every": 2, "steps": 5, "at_start": True}
-    shared = digests.here(graph(model, "time-shared", depth=depth, **settings), 5)
-    apart = digests.here(graph(model, "apart", depth=depth, **settings), 5)
+    shared = digests.run_here(graph(model, "time-shared", depth=depth, **settings), 5)
+    apart = digests.run_here(graph(model, "apart", depth=depth, **settings), 5)
     assert versions(shared) == {step: max(0, step - depth) for step in (0, 1, 3, 4)}
     assert versions(apart) == {0: 0, 1: 2, 3: 4, 4: 5}
 
 
 def test_the_same_version_gives_the_same_metrics_wherever_it_is_evaluated(model: str) -> None:
-    shared = digests.here(graph(model, "time-shared", depth=1, every=1), 4)
-    apart = digests.here(graph(model, "apart", depth=1, every=1), 4)
+    shared = digests.run_here(graph(model, "time-shared", depth=1, every=1), 4)
+    apart = digests.run_here(graph(model, "apart", depth=1, every=1), 4)
     seen = [{step["val/version"]: {k: v for k, v in step.items() if k.startswith("val/")} for step in steps} for steps in (shared, apart)]
     assert seen[0].keys() & seen[1].keys() == {1.0, 2.0}
     assert all(seen[0][version] == seen[1][version] for version in (1.0, 2.0))
@@ -121,7 +120,7 @@ def test_the_same_version_gives_the_same_metrics_wherever_it_is_evaluated(model:
 
 
 def test_metrics_are_those_of_each_source_and_of_all(model: str) -> None:
-    step = digests.here(graph(model, "time-shared", every=1), 1)[0]
+    step = digests.run_here(graph(model, "time-shared", every=1), 1)[0]
     assert {name for name in step if "pass@" in name} == {f"val/{source}pass@{k}" for source in ("", "even/", "odd/") for k in (1, 2, 4)}
     assert step["val/acc/mean@4"] == step["val/pass@1"] == step["val/reward/mean@4"]
     assert step["val/acc/worst@4/mean"] <= step["val/acc/mean@4"] <= step["val/acc/best@4/mean"] <= step["val/pass@4"]
@@ -144,7 +143,7 @@ def test_two_evaluations_report_apart_and_a_scorer_as_verls_has_a_majority(model
         weights.close(step.weights)
         return rg.Graph("evaluated", step.metrics, first, second)
 
-    steps = digests.here(both(), 2)
+    steps = digests.run_here(both(), 2)
     assert "val/again/acc/mean@2" not in steps[0]
     assert {"val/acc/mean@2", "val/again/acc/mean@2", "val/again/even/acc/maj@2/mean"} <= steps[1].keys()
     assert not any("maj" in name and "again" not in name for name in steps[1])
@@ -153,18 +152,18 @@ def test_two_evaluations_report_apart_and_a_scorer_as_verls_has_a_majority(model
 def test_an_evaluation_apart_that_takes_several_steps_holds_none_of_them_up(model: str, tmp_path: Path) -> None:
     pipe = str(tmp_path / "pipe")
     os.mkfifo(pipe)  # the evaluation of step 3 ends once update 6 runs, which a training that waits for it never reaches
-    with forked.job(graph(model, "apart", pipe=pipe, every=4)) as job:
-        steps = [digests.bits(step) for step in job.steps(8)]
+    with forked_workers.job(graph(model, "apart", pipe=pipe, every=4)) as job:
+        steps = [digests.clockless_metrics(step) for step in job.steps(8)]
     assert versions(steps) == {3: 4, 7: 8}
-    assert [step["digest/weights"] for step in steps] == [step["digest/weights"] for step in digests.here(graph(model, "nowhere"), 8)]
+    assert [step["digest/weights"] for step in steps] == [step["digest/weights"] for step in digests.run_here(graph(model, "nowhere"), 8)]
 
 
 def test_a_reward_of_an_evaluation_that_fails_names_its_item(model: str) -> None:
     with pytest.raises(rg.RlgraphError, match=r"for response 4 \(prompt 1 of the data order: '1 \+ 2 ='\)"):
-        digests.here(graph(model, "time-shared", every=1, reward=lambda response, answer: float("nan") if answer == "3" else 0.0), 1)
+        digests.run_here(graph(model, "time-shared", every=1, reward=lambda response, answer: float("nan") if answer == "3" else 0.0), 1)
 
 
 def test_a_prompt_that_does_not_fit_is_named_before_anything_starts(model: str, tmp_path: Path) -> None:
     long = graph(model, "apart", sampling=rg.Sampling(max_tokens=100_000))
     with pytest.raises(rg.RlgraphError, match="node 'evaluate' samples 100000 tokens in a context of"):
-        digests.here(long, 1)
+        digests.run_here(long, 1)

@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
 import torch
-from digests import ITEMS, odd_tokens
-from tiny import tiny, tiny_qwen
+from support import forked_workers  # noqa: F401 (a way of dispatch)
+from support.digests import ITEMS, odd_tokens
+from support.grpo import grpo_graph
+from support.tiny import tiny_llama, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.errors import CertificateError, DataError, GraphError, PlanError
@@ -35,12 +36,9 @@ def loop(model: str, *, depth: int = 0, base: str | None = None, **given: Any) -
     of_policy = {"optimizer": rg.AdamW(lr=1e-2), "dtype": "float32", "exact": True} | given.pop("policy", {})
     generator = rg.Generator(base or model, pool=rg.Pool("rollout"), **of_generator)
     policy = rg.Policy(model, pool=rg.Pool("train"), **of_policy)
-    weights = rg.feedback("weights", depth=depth)
-    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4, **given)
-    advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
-    step = policy.update(rollout, advantages, policy.log_probs(rollout), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("exact", step.metrics)
+    return grpo_graph(
+        generator, policy, ITEMS, name="exact", rewards=odd_tokens, seed=3, group_size=4, **given, depth=depth, old_log_probs=True
+    )
 
 
 @pytest.mark.vllm
@@ -127,7 +125,7 @@ REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
 def test_what_is_not_proven_is_refused_where_it_is_declared(case: str, model: str, tmp_path: Path) -> None:
     build, match = REFUSED[case]
     with pytest.raises(GraphError, match=match):
-        build(model, str(tiny(tmp_path)))
+        build(model, str(tiny_llama(tmp_path)))
 
 
 def test_a_plan_counts_the_weights_that_are_packed_for_the_kernels(model: str) -> None:
@@ -160,7 +158,7 @@ def test_each_dtype_has_its_devices(model: str) -> None:
 
 
 def test_a_family_without_proof_is_refused_before_anything_starts(model: str, tmp_path: Path) -> None:
-    from families import folder_of
+    from support.families import folder_of
 
     from rlgraph.nodes.training.trained_model import check_trained
 

@@ -7,13 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fakes
-import forked
 import pytest
 import torch
-from digests import ITEMS, odd_tokens
 from safetensors.torch import load_file
-from tiny import tiny
+from support import fakes, forked_workers
+from support.digests import ITEMS, odd_tokens
+from support.tiny import tiny_llama
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import check_model, tiny_model
@@ -174,7 +173,7 @@ def test_chat_templates_are_kept_and_what_is_no_part_of_a_model_is_not(model: Pa
 
 def test_a_checkpoint_exports_from_another_folder_than_that_of_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    own = tiny(tmp_path).relative_to(tmp_path)
+    own = tiny_llama(tmp_path).relative_to(tmp_path)
     with local_job(graph_of(own), Path("checkpoints"), every=1) as job:
         list(job.steps(1))
     (tmp_path / "elsewhere").mkdir()
@@ -185,7 +184,7 @@ def test_a_checkpoint_exports_from_another_folder_than_that_of_its_run(tmp_path:
 def test_a_critic_is_exported_by_its_name_and_is_a_critic_again(model: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    with local_job(graph_of(model, critic=tiny(tmp_path)), tmp_path / "checkpoints", every=1) as job:
+    with local_job(graph_of(model, critic=tiny_llama(tmp_path)), tmp_path / "checkpoints", every=1) as job:
         list(job.steps(1))
         job.export(tmp_path / "policy")
         job.export(tmp_path / "critic", policy="critic", dtype="float32")
@@ -239,7 +238,7 @@ def test_exports_every_few_steps_need_a_folder_of_checkpoints_and_one_policy(mod
 
 @pytest.mark.stage("jobs")
 def test_two_ranks_export_between_steps_what_their_checkpoint_holds(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
     plan = rg.compile(graph_of(model, ranks=2), rg.Cluster(cpus=3))
     with plan.launch(checkpoint=tmp_path / "checkpoints", every=2, export_every=2) as job:
         for step in job.steps(5):
@@ -264,7 +263,7 @@ def test_two_ranks_export_between_steps_what_their_checkpoint_holds(model: Path,
 def test_an_export_that_fails_leaves_the_run_going(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked.Forked)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
     plan = rg.compile(graph_of(model), rg.Cluster(cpus=2))
     with plan.launch(checkpoint=tmp_path / "checkpoints", every=1, export_every=1) as job:
         (tmp_path / "checkpoints" / "exports").touch()  # no folder can be made there

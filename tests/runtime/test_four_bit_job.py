@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
+from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead

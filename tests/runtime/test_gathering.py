@@ -14,8 +14,9 @@ from multiprocessing import AuthenticationError
 from pathlib import Path
 from typing import Any, TypeVar
 
-import namespaces
 import pytest
+from support import namespaces
+from support.paths import PROGRAMS
 
 from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.errors import CheckpointError
@@ -23,7 +24,7 @@ from rlgraph.runtime.checkpoint import gathering
 from rlgraph.runtime.checkpoint.gathering import DriverFolder, Gatherer
 from rlgraph.runtime.messages import Written
 
-PROGRAM = Path(__file__).parents[1] / "gathering_program.py"
+PROGRAM = PROGRAMS / "gathering_program.py"
 CASES = RESUMED, DRIVER, HOST, FULL = "resumed", "driver killed", "host killed while it sends", "driver's disk full"
 KEY, ID = b"key", "ab"
 T = TypeVar("T")
@@ -116,7 +117,7 @@ def test_who_does_not_know_the_jobs_key_gets_nothing(folders: Folders) -> None:
 @pytest.fixture(scope="module")
 def outcomes() -> Mapping[str, Mapping[str, Any]]:
     """Run all cases, two at a time, and return what came of each."""
-    command = namespaces.inside([sys.executable, str(PROGRAM), "2", *CASES])
+    command = namespaces.isolate_command([sys.executable, str(PROGRAM), "2", *CASES])
     run = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     found = {outcome["case"]: outcome for outcome in map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))}
     if missing := {*CASES} - found.keys():

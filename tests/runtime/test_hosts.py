@@ -4,11 +4,10 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
-import fakes
-import forked
 import pytest
+from support import fakes, forked_workers
+from support.paths import PROGRAMS
 
 from rlgraph.api import compile
 from rlgraph.errors import PlanError, WorkerDied
@@ -67,19 +66,19 @@ def test_more_hosts_than_cores_are_refused() -> None:
 @pytest.mark.parametrize(("depth", "buffers"), [(0, 1), (1, 1), (2, 2)])
 def test_a_run_over_two_hosts_equals_the_oracle_bit_for_bit(depth: int, buffers: int) -> None:
     graph = fakes.vector_loop(depth, buffers=buffers)
-    with forked.job(graph, hosts=2) as running:
+    with forked_workers.job(graph, hosts=2) as running:
         found = [bits(step) for step in running.steps(7)]
     assert found == oracle(graph, 7)
 
 
 def test_large_batches_cross_between_hosts() -> None:
     graph = fakes.vector_loop(1, count=12)
-    with forked.job(graph, hosts=2) as running:
+    with forked_workers.job(graph, hosts=2) as running:
         assert len(list(running.steps(20))) == 20
 
 
 def test_a_dead_worker_is_named_with_its_host() -> None:
-    with forked.job(fakes.vector_loop(1, generate_s=0.05), hosts=2) as running:
+    with forked_workers.job(fakes.vector_loop(1, generate_s=0.05), hosts=2) as running:
         steps = running.steps(1000)
         next(steps)
         running.session.dispatch.processes["policy"].kill()
@@ -117,13 +116,13 @@ def test_ranks_on_several_hosts_cannot_be_encrypted() -> None:
 @pytest.mark.ray
 @pytest.mark.timeout(600)  # jobs on two nodes, each with a start of its own
 def test_workers_run_on_the_ray_nodes_of_the_plan_and_a_lost_host_is_named() -> None:
-    script = Path(__file__).with_name("two_hosts.py")  # in a process of its own, since the other tests share a Ray of one node
+    script = PROGRAMS / "two_hosts.py"  # in a process of its own, since the other tests share a Ray of one node
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=560, check=False)
     assert run.stdout.splitlines()[-1:] == ["all as it should be"], run.stdout + run.stderr
 
 
 @pytest.mark.ray
 def test_the_driver_may_be_on_a_host_without_gpus_and_no_gpu_is_shared_with_other_work_on_ray() -> None:
-    script = Path(__file__).with_name("reserving.py")
+    script = PROGRAMS / "gpu_reservations.py"
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=280, check=False)
     assert run.stdout.splitlines()[-1:] == ["all as it should be"], run.stdout + run.stderr

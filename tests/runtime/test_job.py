@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import fakes
-import forked
 import pytest
-from forked import alive
+from support import fakes, forked_workers
+from support.forked_workers import alive
+from support.paths import TESTS
 
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelTimeout, NodeError, RlgraphError, WorkerDied
@@ -71,19 +71,19 @@ def test_a_run_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, buffers:
 
 
 def test_generator_ranks_change_nothing_in_the_batch() -> None:
-    with forked.job(fakes.vector_loop(1, ranks=2)) as running:
+    with forked_workers.job(fakes.vector_loop(1, ranks=2)) as running:
         found = [bits(step) for step in running.steps(4)]
     assert found == oracle(fakes.vector_loop(1), 4)
 
 
 def test_latest_weights_keep_the_bound() -> None:
-    with forked.job(fakes.vector_loop(2, latest=True, generate_s=0.02)) as running:
+    with forked_workers.job(fakes.vector_loop(2, latest=True, generate_s=0.02)) as running:
         assert all(step.staleness <= min(step.index, 2) for step in running.steps(10))
 
 
 def test_one_pool_never_runs_two_nodes_at_a_time() -> None:
     pool = Pool("shared")
-    with forked.job(fakes.vector_loop(0, pools=(pool, pool), generate_s=0.02, train_s=0.02)) as running:
+    with forked_workers.job(fakes.vector_loop(0, pools=(pool, pool), generate_s=0.02, train_s=0.02)) as running:
         list(running.steps(4))
         busy = sorted((s.start_s, s.end_s) for s in running.spans() if s.name in ("rollout", "update") and s.kind == "fire")
     assert len(busy) == 8
@@ -117,7 +117,7 @@ def test_a_killed_worker_is_named_and_its_peers_end(dispatch: str, worker: str) 
 KILL = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
-import fakes
+from support import fakes
 from rlgraph.api import compile
 from rlgraph.plan.cluster import Cluster
 
@@ -135,7 +135,7 @@ with job:
 @pytest.mark.ray
 def test_a_killed_worker_leaves_no_process_no_file_and_no_shared_memory() -> None:
     before = set(Path("/dev/shm").iterdir())
-    script = KILL.format(tests=str(Path(fakes.__file__).parent))
+    script = KILL.format(tests=str(TESTS))
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
     assert "WorkerDied: worker 'generator'" in run.stderr, run.stderr
     _, folder, *pids = next(line for line in run.stdout.splitlines() if line.startswith("left:")).split()
@@ -174,15 +174,15 @@ class Unloadable(fakes.VectorGenerator):
 def test_an_engine_that_cannot_be_loaded_is_named_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "VectorGenerator", Unloadable)
     message = "failed before the first step in worker 'generator': MemoryError: no room"
-    with pytest.raises(NodeError, match=message), forked.job(fakes.vector_loop(1)):
+    with pytest.raises(NodeError, match=message), forked_workers.job(fakes.vector_loop(1)):
         raise AssertionError("the job must not start")
 
 
 def test_a_job_is_entered_once_and_its_steps_are_taken_inside() -> None:
-    waiting = forked.job(fakes.vector_loop(0))
+    waiting = forked_workers.job(fakes.vector_loop(0))
     with pytest.raises(RlgraphError, match="has not been started: take its steps inside"):
         next(waiting.steps(1))
-    running = forked.job(fakes.vector_loop(0))
+    running = forked_workers.job(fakes.vector_loop(0))
     with running:
         with pytest.raises(RlgraphError, match="already running"), running:
             raise AssertionError("it must not be entered again")
@@ -195,7 +195,7 @@ STOPPED_RAYLET = """
 import os, signal, sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-import fakes
+from support import fakes
 from rlgraph.api import compile
 from rlgraph.plan.cluster import Cluster
 from rlgraph.runtime.driver import ray_cluster, worker_group
@@ -221,7 +221,7 @@ dispatch.ray.shutdown()
 @pytest.mark.stage("kills")
 @pytest.mark.ray
 def test_a_start_keeps_its_deadline_though_ray_makes_no_actor() -> None:
-    script = STOPPED_RAYLET.format(tests=str(Path(fakes.__file__).parent))
+    script = STOPPED_RAYLET.format(tests=str(TESTS))
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=False)
     assert re.search(r"raised (ChannelTimeout|WorkerDied) .*(workers \[|no actor)", run.stdout), run.stdout + run.stderr
     assert float(re.search(r"took ([\d.]+)", run.stdout)[1]) < 170  # type: ignore[index]
@@ -234,7 +234,7 @@ def hanging(batch: Columns) -> dict[str, Column]:
 
 
 def test_a_node_that_hangs_is_named_by_the_deadline_with_its_channel() -> None:
-    with forked.job(fakes.vector_loop(1, middle=hanging), 3.0) as running:
+    with forked_workers.job(fakes.vector_loop(1, middle=hanging), 3.0) as running:
         with pytest.raises(ChannelTimeout) as raised:
             list(running.steps(3))
         pids = running.pids
@@ -260,7 +260,7 @@ def overwriting(batch: Columns) -> dict[str, Column]:
 
 def test_a_node_that_changes_what_its_peers_read_is_named() -> None:
     stopped = pytest.raises(NodeError, match="node 'overwriting' failed at step 0")
-    with forked.job(fakes.vector_loop(1, middle=overwriting)) as running, stopped:
+    with forked_workers.job(fakes.vector_loop(1, middle=overwriting)) as running, stopped:
         list(running.steps(3))
 
 
@@ -271,7 +271,7 @@ def nameless(batch: Columns) -> dict[str, Column]:
 
 def test_a_node_that_writes_other_columns_than_declared_is_refused() -> None:
     with (
-        forked.job(fakes.vector_loop(0, middle=nameless)) as running,
+        forked_workers.job(fakes.vector_loop(0, middle=nameless)) as running,
         pytest.raises(NodeError, match=r"returned columns \['reward'\]; it declares \['rewards'\]"),
     ):
         list(running.steps(1))

@@ -8,13 +8,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import forked
 import numpy as np
-import programs
 import pytest
 import torch
-from digests import here
-from kept import gone, grpo, launched
+from support import forked_programs, forked_workers
+from support.digests import run_here
+from support.engine_reuse import renewable_loop, run_job, wait_until_gone
+from support.paths import PROGRAMS
 
 import rlgraph as rg
 from rlgraph import notices
@@ -33,9 +33,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_leaving_the_block_ends_what_is_kept(model: Path) -> None:
     with rg.warm(engines=True):
-        _, pid = launched(grpo(model))
-        assert forked.alive(pid)
-    assert gone(pid)
+        _, pid = run_job(renewable_loop(model))
+        assert forked_workers.alive(pid)
+    assert wait_until_gone(pid)
 
 
 def test_a_process_that_opens_gpus_as_it_imports_is_a_worker_itself(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,26 +47,26 @@ def test_a_process_that_opens_gpus_as_it_imports_is_a_worker_itself(model: Path,
 
     monkeypatch.setattr(ForkedProcesses, "_wanted", alone)
     with rg.warm(engines=True) as warm:
-        first, pid = launched(grpo(model))
-        assert first == here(grpo(model), 3)
+        first, pid = run_job(renewable_loop(model))
+        assert first == run_here(renewable_loop(model), 3)
         assert pid in warm.pids
-        assert launched(grpo(model)) == (first, pid)
-        _, other = launched(grpo(model, seed=1))
-        assert gone(pid)
+        assert run_job(renewable_loop(model)) == (first, pid)
+        _, other = run_job(renewable_loop(model, seed=1))
+        assert wait_until_gone(pid)
         os.kill(other, signal.SIGKILL)
-        assert launched(grpo(model))[0] == first
+        assert run_job(renewable_loop(model))[0] == first
         last = warm.pids
-    assert all(map(gone, last))
+    assert all(map(wait_until_gone, last))
 
 
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_program_that_is_killed_leaves_no_kept_engine(alone: bool, model: Path, tmp_path: Path) -> None:
-    script = str(Path(__file__).with_name("kept_program.py"))
-    with programs.Program(script, str(model), "alone" if alone else "forked", cwd=tmp_path) as running:
+    script = str(PROGRAMS / "engine_reuse_program.py")
+    with forked_programs.Program(script, str(model), "alone" if alone else "forked", cwd=tmp_path) as running:
         kept = int(running.stdout.readline().split()[1])
-        assert forked.alive(kept)
+        assert forked_workers.alive(kept)
         os.kill(running.pid, signal.SIGKILL)
-        assert gone(kept)
+        assert wait_until_gone(kept)
 
 
 def test_the_state_of_the_process_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,13 +115,13 @@ def test_what_an_engine_said_as_it_loaded_is_said_in_each_job_and_nothing_else()
 def test_an_engine_of_vllm_is_kept_and_its_jobs_are_those_of_engines_started_anew(model: Path, tmp_path: Path) -> None:
     mine, other = shutil.copytree(model, tmp_path / "mine"), tiny_model(tmp_path / "other", seed=5)
     with rg.warm(engines=True):
-        first, pid = launched(grpo(mine, "vllm"))
-        longer, same = launched(grpo(mine, "vllm", depth=0, max_tokens=9), 2)
-        assert launched(grpo(mine, "vllm")) == (first, pid)
+        first, pid = run_job(renewable_loop(mine, "vllm"))
+        longer, same = run_job(renewable_loop(mine, "vllm", depth=0, max_tokens=9), 2)
+        assert run_job(renewable_loop(mine, "vllm")) == (first, pid)
         shutil.copy(other / "model.safetensors", mine / "model.safetensors")
-        changed = launched(grpo(mine, "vllm"))
+        changed = run_job(renewable_loop(mine, "vllm"))
         assert same == changed[1] == pid
     with rg.warm():
-        assert launched(grpo(mine, "vllm"))[0] == changed[0] != first
+        assert run_job(renewable_loop(mine, "vllm"))[0] == changed[0] != first
         shutil.copy(model / "model.safetensors", mine / "model.safetensors")
-        assert launched(grpo(mine, "vllm", depth=0, max_tokens=9), 2)[0] == longer
+        assert run_job(renewable_loop(mine, "vllm", depth=0, max_tokens=9), 2)[0] == longer

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import fakes
-import forked
 import pytest
-from digests import ITEMS, bits, here
-from kept import gone, grpo, launched
-from renewing import ENGINE
-from templates import model_with
+from support import fakes, forked_workers
+from support.digests import ITEMS, clockless_metrics, run_here
+from support.engine_reuse import renewable_loop, run_job, wait_until_gone
+from support.renewable_engine import ENGINE
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -34,29 +33,29 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_engine_is_kept_and_each_job_with_it_repeats_the_oracle_in_every_bit(model: Path) -> None:
-    first, pid = launched(grpo(model))
-    assert first == here(grpo(model), 3)
-    longer = grpo(model, max_tokens=9, depth=0)
-    assert launched(longer) == (here(longer, 3), pid)
-    assert launched(grpo(model)) == (first, pid)
+    first, pid = run_job(renewable_loop(model))
+    assert first == run_here(renewable_loop(model), 3)
+    longer = renewable_loop(model, max_tokens=9, depth=0)
+    assert run_job(longer) == (run_here(longer, 3), pid)
+    assert run_job(renewable_loop(model)) == (first, pid)
 
 
 def test_an_engine_begins_with_the_weights_that_its_folder_has_now(model: Path, tmp_path: Path) -> None:
     mine, other = shutil.copytree(model, tmp_path / "mine"), tiny_model(tmp_path / "other", seed=5)
-    first, pid = launched(grpo(mine))
+    first, pid = run_job(renewable_loop(mine))
     shutil.copy(other / "model.safetensors", mine / "model.safetensors")
-    second = launched(grpo(mine))
-    assert second == (here(grpo(mine), 3), pid)
+    second = run_job(renewable_loop(mine))
+    assert second == (run_here(renewable_loop(mine), 3), pid)
     assert second[0] != first
 
 
 def test_an_engine_of_another_make_is_another_one_and_what_a_launch_does_not_take_ends_before_it_starts(model: Path) -> None:
-    _, pid = launched(grpo(model))
-    _, other = launched(grpo(model, seed=1))
+    _, pid = run_job(renewable_loop(model))
+    _, other = run_job(renewable_loop(model, seed=1))
     assert other != pid
-    assert not forked.alive(pid)
+    assert not forked_workers.alive(pid)
     with rg.compile(fakes.vector_loop(1), rg.Cluster(cpus=2)).launch():
-        assert not forked.alive(other)
+        assert not forked_workers.alive(other)
 
 
 @rg.node(reads="responses", writes="rewards")
@@ -65,42 +64,42 @@ def fails(batch: rg.Columns) -> rg.Columns:
 
 
 def test_a_job_that_fails_keeps_no_engine(model: Path) -> None:
-    first, pid = launched(grpo(model))
+    first, pid = run_job(renewable_loop(model))
     with pytest.raises(NodeError, match="on purpose"):
-        launched(grpo(model, reward=fails))
-    assert gone(pid)
-    again, other = launched(grpo(model))
+        run_job(renewable_loop(model, rewards=fails))
+    assert wait_until_gone(pid)
+    again, other = run_job(renewable_loop(model))
     assert again == first
     assert other != pid
 
 
 def test_an_engine_that_died_while_it_was_kept_or_at_work_is_replaced(model: Path, tmp_path: Path) -> None:
-    expected, pid = launched(grpo(model), 5)
+    expected, pid = run_job(renewable_loop(model), 5)
     os.kill(pid, signal.SIGKILL)
-    assert gone(pid)
-    again, pid = launched(grpo(model), 5)
+    assert wait_until_gone(pid)
+    again, pid = run_job(renewable_loop(model), 5)
     assert again == expected
     found = []
-    with rg.compile(grpo(model), rg.Cluster(cpus=2)).launch(checkpoint=tmp_path / "checkpoints", every=2, restarts=1) as job:
+    with rg.compile(renewable_loop(model), rg.Cluster(cpus=2)).launch(checkpoint=tmp_path / "checkpoints", every=2, restarts=1) as job:
         assert job.pids["generator"] == pid
         for step in job.steps(5):
-            found.append(bits(step))
+            found.append(clockless_metrics(step))
             if step.index == 1:
                 os.kill(pid, signal.SIGKILL)
     assert found == expected
 
 
 def test_a_job_resumes_from_a_checkpoint_with_a_kept_engine(model: Path, tmp_path: Path) -> None:
-    expected, pid = launched(grpo(model), 6)
-    half, _ = launched(grpo(model), 3, checkpoint=tmp_path / "checkpoints", every=3)
-    rest, same = launched(grpo(model), 6, checkpoint=tmp_path / "checkpoints", every=3)
+    expected, pid = run_job(renewable_loop(model), 6)
+    half, _ = run_job(renewable_loop(model), 3, checkpoint=tmp_path / "checkpoints", every=3)
+    rest, same = run_job(renewable_loop(model), 6, checkpoint=tmp_path / "checkpoints", every=3)
     assert (half + rest, same) == (expected, pid)
 
 
 def test_an_engine_that_cannot_be_kept_is_said_to_start_anew(model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    _, pid = launched(grpo(model, "transformers"), 1)
+    _, pid = run_job(renewable_loop(model, "transformers"), 1)
     assert "rg.warm(engines=True) does not keep the engine of 'generator', which each launch starts anew" in caplog.text
-    assert gone(pid)
+    assert wait_until_gone(pid)
 
 
 AGENT = """
@@ -143,7 +142,7 @@ def test_modules_folder_and_output_are_those_of_each_launch(
         (tmp_path / "my_agent.py").write_text(f"WORTH = {worth}\n{AGENT}")
         sys.modules.pop("my_agent", None)
         capfd.readouterr()
-        (step,), pid = launched(conversations(model, __import__("my_agent").Tells), 1)
+        (step,), pid = run_job(conversations(model, __import__("my_agent").Tells), 1)
         assert "said by an agent" in capfd.readouterr().out
         rewards.append(step["critic/rewards/mean"])
         pids.append(pid)

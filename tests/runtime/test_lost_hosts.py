@@ -5,8 +5,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import fakes
 import pytest
+from support import fakes
 
 from rlgraph.graph.nodes import Pool
 from rlgraph.plan.cluster import Cluster
@@ -16,7 +16,7 @@ from rlgraph.runtime.driver.hosts import Clock, Hosts, LocalHostAgent, RemoteHos
 from rlgraph.runtime.driver.watchdog import host_lost, link_lost
 from rlgraph.runtime.messages import Failure
 
-PLAN = compile_plan(fakes.vector_loop(1, middle=lambda rollout: fakes.scored_on(Pool("judge"), rollout)), Cluster(cpus=6, hosts=3))
+PLAN = compile_plan(fakes.vector_loop(1, middle=lambda rollout: fakes.score_on_pool(Pool("judge"), rollout)), Cluster(cpus=6, hosts=3))
 PLACED = {worker.name: worker.host for worker in PLAN.workers}
 ADDRESSES = ("10.0.0.1", "10.0.0.2", "10.0.0.3")
 

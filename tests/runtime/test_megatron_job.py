@@ -4,12 +4,12 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 # registers how its workers start
 import pytest
 import torch
-from digests import ITEMS, odd_tokens
 from safetensors.torch import load_file
-from sharing_loop import gap, graph_of
+from support import forked_workers  # noqa: F401 # registers how its workers start
+from support.digests import ITEMS, odd_tokens
+from support.sharing_loop import grpo_graph, log_prob_gap
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -31,7 +31,7 @@ def test_a_job_goes_on_with_the_other_trainer_and_its_weights_reach_the_generato
     model = tiny_model(tmp_path / "model", hidden=128)
 
     def run(steps: int, checkpoints: str, export: str | None = None, **settings: Any) -> list[Any]:
-        graph = graph_of(model, **settings)
+        graph = grpo_graph(model, **settings)
         plan = rg.compile(graph, Cluster(cpus=2))
         with Job(graph, plan, dispatch_name="forked", deadline_s=120.0, recovery=Recovery(tmp_path / checkpoints, 2, 2)) as job:
             found = [step.metrics for step in job.steps(steps)]
@@ -68,7 +68,7 @@ def referred(model: Path, trained: dict[str, Any], reference: dict[str, Any]) ->
     advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
     step = policy.update(rollout, advantages, old, ref, loss=rg.ClippedLoss(kl_coef=0.1))
     weights.close(step.weights)
-    return rg.Graph("referred", step.metrics, gap(rollout, old), means(rollout, old, ref))
+    return rg.Graph("referred", step.metrics, log_prob_gap(rollout, old), means(rollout, old, ref))
 
 
 @rg.node(reads="old_log_probs ref_log_probs response_mask", writes="distance")

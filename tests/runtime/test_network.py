@@ -8,14 +8,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import namespaces
 import pytest
+from support import namespaces
+from support.paths import PROGRAMS
 
 pytestmark = [pytest.mark.stage("hosts"), pytest.mark.namespaces, pytest.mark.timeout(900)]  # the first test waits for all cases
-PROGRAM = Path(__file__).parents[1] / "network_program.py"
+PROGRAM = PROGRAMS / "network_program.py"
 HOST_0, HOST_1, HOST_2 = (rf"host {n} \(10\.99\.0\.{n + 1}\)" for n in range(3))
 POLICY_LOST = rf"^{HOST_2} was lost, with worker 'policy': no answer for [\d.]+ s; it is down, frozen, or cut off from the network"
 JUDGE_LOST = rf"^{HOST_1} was lost, with worker 'critic': no answer for"
@@ -57,7 +57,7 @@ PORTS, ENCRYPTED, PASSED_ON, THROUGH_A_TREE = OWN = "ports", "encrypted", "weigh
 @pytest.fixture(scope="module")
 def outcomes() -> Mapping[str, Mapping[str, Any]]:
     """Run all cases and return what came of each."""
-    command = namespaces.inside([sys.executable, str(PROGRAM), "5", *OWN, *SURVIVED, *NAMED, *WITHIN_A_VERSION])
+    command = namespaces.isolate_command([sys.executable, str(PROGRAM), "5", *OWN, *SURVIVED, *NAMED, *WITHIN_A_VERSION])
     run = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
     found = {outcome["case"]: outcome for outcome in map(json.loads, filter(lambda line: line.startswith("{"), run.stdout.splitlines()))}
     if missing := {*OWN, *NAMED, *SURVIVED, *WITHIN_A_VERSION} - found.keys():

@@ -2,9 +2,8 @@
 
 import logging
 
-import fakes
-import forked
 import pytest
+from support import fakes, forked_workers
 
 from rlgraph import notices
 from rlgraph.engines.vllm import mixed_cudagraph_patch
@@ -35,7 +34,7 @@ def complain(step: int) -> None:
 
 
 def test_a_job_says_once_what_its_workers_said(capfd: pytest.CaptureFixture[str]) -> None:
-    with forked.job(fakes.vector_loop(1, begun=complain)) as job:
+    with forked_workers.job(fakes.vector_loop(1, begun=complain)) as job:
         list(job.steps(3))
         assert job.notices == ("copies are made one by one",)
         assert job.run().notices == job.notices

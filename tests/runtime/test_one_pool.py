@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fakes
-import forked  # noqa: F401 (the dispatch of that name)
 import pytest
-from simulated import Loop
+from support import fakes, forked_workers  # noqa: F401 (the dispatch of that name)
+from support.simulated_stages import Loop
 
 import rlgraph as rg
 from rlgraph.columns import Columns

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
-from digests import ITEMS, odd_tokens
-from tiny import tiny
-from unigram import ENGINE, TRAINER
+from support import forked_workers  # noqa: F401 (a way of dispatch)
+from support.digests import ITEMS, odd_tokens
+from support.grpo import grpo_graph
+from support.tiny import tiny_llama
+from support.unigram import ENGINE, TRAINER
 
 import rlgraph as rg
 from rlgraph.engines import registry
@@ -21,7 +22,7 @@ from rlgraph.runtime.measure import Step
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny(tmp_path_factory.mktemp("model")))
+    return str(tiny_llama(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture
@@ -38,12 +39,7 @@ def loop(model: str, engine: Any = ENGINE, trainer: Any = TRAINER, **pools: Any)
     rollout_pool, train_pool = (pools.get(name, rg.Pool(name)) for name in ("rollout", "train"))
     generator = rg.Generator(model, pool=rollout_pool, engine=engine, sampling=rg.Sampling(max_tokens=8), dtype="float32")
     policy = rg.Policy(model, pool=train_pool, trainer=trainer, optimizer=rg.AdamW(lr=60.0), dtype="float32")
-    weights = rg.feedback("weights", depth=1)
-    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4)
-    rewards = odd_tokens(rollout)
-    step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), policy.log_probs(rollout), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("unigram", step.metrics)
+    return grpo_graph(generator, policy, ITEMS, name="unigram", rewards=odd_tokens, seed=3, group_size=4, old_log_probs=True)
 
 
 def bits(step: Step) -> dict[str, float]:

@@ -6,9 +6,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import forked
 import pytest
-from digests import ITEMS, DigestCritic, DigestPolicy, bits, digest, here, in_workers, odd_tokens, plan
+from support import forked_workers
+from support.digests import ITEMS, DigestCritic, DigestPolicy, clockless_metrics, digest, odd_tokens, plan, run_here, run_in_workers
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -75,13 +75,13 @@ class Run:
 @pytest.fixture(scope="module")
 def run(model: Path) -> Run:
     """A run of workers: one step behind, four optimizer steps a batch, the policy still in the first step."""
-    with forked.job(ppo(model, depth=1, epochs=2, mini_batches=2, critic_warmup=1)) as job:
+    with forked_workers.job(ppo(model, depth=1, epochs=2, mini_batches=2, critic_warmup=1)) as job:
         return Run(list(job.steps(4)), job.spans(), job.plan)
 
 
 def test_values_returns_and_both_updates_equal_the_oracle_in_every_bit(run: Run, model: Path) -> None:
-    expected = here(ppo(model, depth=1, epochs=2, mini_batches=2, critic_warmup=1), 4)
-    assert [bits(step) for step in run.steps] == expected
+    expected = run_here(ppo(model, depth=1, epochs=2, mini_batches=2, critic_warmup=1), 4)
+    assert [clockless_metrics(step) for step in run.steps] == expected
     assert len({step["digest/critic"] for step in expected}) == 4
     assert {"critic/values/mean", "critic/returns/mean", "critic/vf_loss", "critic/grad_norm", "critic/lr"} <= expected[0].keys()
 
@@ -115,7 +115,7 @@ def test_the_reference_runs_on_a_pool_of_its_own(run: Run) -> None:
 
 
 def test_the_policy_stays_as_it_is_while_its_critic_warms_up(model: Path) -> None:
-    steps = here(ppo(model, critic_warmup=2), 4)
+    steps = run_here(ppo(model, critic_warmup=2), 4)
     assert ["digest/weights" in step for step in steps] == [False, False, True, True]
     assert len({step["digest/critic"] for step in steps}) == 4
     assert all("actor/pg_loss" not in step for step in steps[:2])
@@ -143,7 +143,7 @@ class Remembering(rg.Policy):
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_old_log_probs_are_those_of_the_weights_at_the_start_of_the_update(model: Path, depth: int) -> None:
-    steps = here(ppo(model, depth=depth, policy=Remembering), 4)
+    steps = run_here(ppo(model, depth=depth, policy=Remembering), 4)
     assert [step["passes"] for step in steps] == [1, 2, 3, 4]
     assert [step["same"] for step in steps] == [1] * 4
     assert len({step["seen"] for step in steps}) == 4
@@ -151,7 +151,7 @@ def test_old_log_probs_are_those_of_the_weights_at_the_start_of_the_update(model
 
 
 def test_a_rollout_in_chunks_changes_neither_values_nor_what_is_learnt(model: Path) -> None:
-    whole, parts = here(ppo(model, depth=1), 3), here(ppo(model, depth=1, chunks=4), 3)
+    whole, parts = run_here(ppo(model, depth=1), 3), run_here(ppo(model, depth=1, chunks=4), 3)
     for a, b in zip(whole, parts, strict=True):
         assert a["digest/tokens"] == b["digest/tokens"]
         for name in ("critic/values/mean", "critic/returns/mean", "critic/vf_loss", "actor/grad_norm", "critic/grad_norm"):
@@ -191,7 +191,7 @@ class LookedAt(rg.GRPO):
 
 
 def test_old_log_probs_on_a_pool_of_their_own_equal_the_trainers_in_what_is_learnt(model: Path) -> None:
-    own, trainers = here(followed(model, 1, "at the update"), 4), here(followed(model, 1, ""), 4)
+    own, trainers = run_here(followed(model, 1, "at the update"), 4), run_here(followed(model, 1, ""), 4)
     assert [step["gap"] > 1e-3 for step in own] == [False, True, True, True]
     for a, b in zip(own, trainers, strict=True):
         assert a["digest/tokens"] == b["digest/tokens"]
@@ -200,7 +200,7 @@ def test_old_log_probs_on_a_pool_of_their_own_equal_the_trainers_in_what_is_lear
 
 
 def test_old_log_probs_that_follow_the_rollouts_edge_are_those_it_sampled_with(model: Path) -> None:
-    steps = here(followed(model, 2, "rollout's"), 4)
+    steps = run_here(followed(model, 2, "rollout's"), 4)
     assert all(step["gap"] < 1e-4 for step in steps)
     assert [abs(step["actor/ppo_kl"]) > 1e-4 for step in steps] == [False, True, True, True]
     assert [step["staleness/max"] for step in steps] == [0, 1, 2, 2]
@@ -208,14 +208,14 @@ def test_old_log_probs_that_follow_the_rollouts_edge_are_those_it_sampled_with(m
 
 def test_workers_that_follow_equal_the_oracle_in_every_bit(model: Path) -> None:
     graph = followed(model, 1, "at the update", DigestPolicy)
-    assert in_workers(graph, 4) == here(graph, 4)
+    assert run_in_workers(graph, 4) == run_here(graph, 4)
 
 
 def saved(graph: rg.Graph, folder: Path, steps: int) -> list[dict[str, float]]:
     """Run up to `steps` steps, from the checkpoint in the folder if there is one, and leave one there."""
     planned = plan(graph)
     with LocalJob(graph, planned, Checkpoints(graph, planned, Recovery(folder, 2, 2))) as job:
-        return [bits(step) for step in job.steps(steps)]
+        return [clockless_metrics(step) for step in job.steps(steps)]
 
 
 @pytest.mark.parametrize("kind", ["critic", "follower"])
@@ -226,11 +226,11 @@ def test_a_resumed_run_goes_on_with_critic_moments_and_followed_weights_as_they_
         return followed(model, 1, "at the update", DigestPolicy)
 
     first = saved(graph(), tmp_path / "run", 2)
-    assert first + saved(graph(), tmp_path / "run", 4) == here(graph(), 4)
+    assert first + saved(graph(), tmp_path / "run", 4) == run_here(graph(), 4)
 
 
 def test_two_engines_and_two_ranks_of_policy_and_critic_do_what_one_of_each_does(model: Path) -> None:
-    one, two = here(ppo(model, depth=1), 2), in_workers(ppo(model, depth=1, generator=TwoEngines, ranks=2), 2)
+    one, two = run_here(ppo(model, depth=1), 2), run_in_workers(ppo(model, depth=1, generator=TwoEngines, ranks=2), 2)
     for a, b in zip(one, two, strict=True):
         assert a["digest/tokens"] == b["digest/tokens"]
         for name in ("odd", "actor/grad_norm", "critic/grad_norm", "critic/vf_loss", "critic/values/mean", "critic/returns/mean"):
@@ -238,7 +238,7 @@ def test_two_engines_and_two_ranks_of_policy_and_critic_do_what_one_of_each_does
 
 
 def test_the_reward_rises_and_the_value_loss_falls(model: Path) -> None:
-    steps = here(ppo(model, epochs=2, mini_batches=2, critic_warmup=2), 24)
+    steps = run_here(ppo(model, epochs=2, mini_batches=2, critic_warmup=2), 24)
 
     def mean(name: str, part: Sequence[dict[str, float]]) -> float:
         return sum(step[name] for step in part) / 4

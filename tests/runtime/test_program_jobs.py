@@ -8,11 +8,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, bits, digest, here
-from templates import model_with
+from support import forked_workers  # noqa: F401 (a way of dispatch)
+from support.digests import ITEMS, DigestPolicy, clockless_metrics, digest, run_here
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -115,13 +115,13 @@ def clockless(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def test_one_session_at_a_time_gives_the_same_bits_in_one_process_in_workers_and_after_a_resume(model: Path, tmp_path: Path) -> None:
-    wanted = [clockless(step) for step in here(loop(model, talking(None), concurrency=1), STEPS)]
+    wanted = [clockless(step) for step in run_here(loop(model, talking(None), concurrency=1), STEPS)]
     graph = loop(model, talking(None), concurrency=1)
     found = []
     with job(graph, tmp_path) as first:
-        found += [clockless(bits(step)) for step in first.steps(2)]
+        found += [clockless(clockless_metrics(step)) for step in first.steps(2)]
     with job(graph, tmp_path) as second:
-        found += [clockless(bits(step)) for step in second.steps(STEPS)]
+        found += [clockless(clockless_metrics(step)) for step in second.steps(STEPS)]
     assert found == wanted
     assert len({step["digest/weights"] for step in wanted}) == STEPS, "the policy was trained in each step"
     assert all(step["read"] > 0 for step in wanted), "sessions have several turns"
@@ -150,7 +150,7 @@ def test_a_worker_killed_in_the_middle_of_sessions_loses_and_doubles_nothing(kin
     with job(graph(notes, True), tmp_path / "checkpoints", dispatch, restarts=2) as killed:
         steps = list(killed.steps(STEPS))
     assert (notes / "killed").exists()
-    wanted = here(graph(calm, False), STEPS)
+    wanted = run_here(graph(calm, False), STEPS)
     assert [step.index for step in steps] == list(range(STEPS))
     for name in ("places", "groups", "rows"):
         assert [step.metrics[name] for step in steps] == [step[name] for step in wanted], name
@@ -167,7 +167,7 @@ def test_a_worker_killed_in_the_middle_of_sessions_loses_and_doubles_nothing(kin
 def test_the_staleness_bound_holds_for_every_token_of_a_session(options: dict[str, Any], model: Path, tmp_path: Path) -> None:
     with job(loop(model, talking(None), **options), tmp_path, every=STEPS) as running:
         steps = list(running.steps(STEPS))
-    wanted = here(loop(model, talking(None)), 1)
+    wanted = run_here(loop(model, talking(None)), 1)
     assert [step.index for step in steps] == list(range(STEPS))
     assert all(step.metrics["oldest"] >= step.index - 1 for step in steps)
     assert all(step.metrics["silent"] == step.metrics["agent/errors"] == 0 for step in steps)

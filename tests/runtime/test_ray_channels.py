@@ -5,9 +5,8 @@ import re
 import signal
 from pathlib import Path
 
-import fakes
-import forked
 import pytest
+from support import fakes, forked_workers
 
 import rlgraph as rg
 from rlgraph.errors import NodeError, PlanError, WorkerDied
@@ -57,10 +56,10 @@ def test_a_killed_writer_is_named_at_once_though_ray_tells_its_readers_nothing()
 def test_workers_that_are_none_of_rays_are_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = fakes.vector_loop(1)
     plan = with_transport(compile_plan(graph, Cluster(cpus=2)), "ray")
-    monkeypatch.setattr(forked, "compile_plan", lambda *given, **more: plan)
+    monkeypatch.setattr(forked_workers, "compile_plan", lambda *given, **more: plan)
     with (
         pytest.raises(NodeError, match=r"before the first step.* has transport 'ray', and this process is no worker of a Ray"),
-        forked.job(graph),
+        forked_workers.job(graph),
     ):
         pass
 

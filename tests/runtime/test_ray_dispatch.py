@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
 from ray import cloudpickle
+from support import fakes
 
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import namespaces
 import pytest
+from support import namespaces
+from support.paths import PROGRAMS
 
 pytestmark = [pytest.mark.stage("hosts"), pytest.mark.ray, pytest.mark.namespaces, pytest.mark.timeout(900)]  # a Ray host takes up to 20 s
 ROOT = Path(__file__).parents[2]
-PROGRAM = Path(__file__).parents[1] / "ray_hosts.py"
+PROGRAM = PROGRAMS / "ray_hosts.py"
 Outcomes = Mapping[str, Mapping[str, Any]]
 
 
@@ -23,7 +24,7 @@ def outcomes() -> Callable[..., Outcomes]:
 
     def run(case: str, python: str = sys.executable) -> Outcomes:
         if case not in ran:
-            command = namespaces.inside([python, str(PROGRAM), case])
+            command = namespaces.isolate_command([python, str(PROGRAM), case])
             ended = subprocess.run(command, capture_output=True, text=True, timeout=840, check=False)
             ran[case] = {line["did"]: line for line in map(json.loads, ended.stdout.splitlines())}
             assert ended.returncode == 0, ended.stderr

@@ -3,10 +3,9 @@
 import os
 import signal
 
-import fakes
-import forked
 import pytest
 import ray
+from support import fakes, forked_workers
 
 import rlgraph as rg
 from rlgraph.errors import CheckpointError, DispatchError, NodeError, RlgraphError, StalenessError, WorkerDied
@@ -74,7 +73,7 @@ def test_a_signal_while_nothing_is_in_flight_ends_at_once() -> None:
         signals.restore()
 
 
-class GivesUp(forked.Forked):
+class GivesUp(forked_workers.Forked):
     """A dispatch that fails at its second report; the first worker is killed before where `kills` says so."""
 
     kills = False
@@ -97,4 +96,4 @@ def test_what_ray_says_is_raised_where_no_worker_explains_it(kills: bool, error:
             list(running.steps(5))
         assert isinstance(raised.value, RlgraphError)
         pids = list(running.pids.values())
-    assert not any(forked.alive(pid) for pid in pids)
+    assert not any(forked_workers.alive(pid) for pid in pids)

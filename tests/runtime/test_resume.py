@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fakes
-import forked  # noqa: F401 (a way of dispatch)
-import programs
 import pytest
 import torch
+from support import fakes, forked_programs, forked_workers  # noqa: F401 (a way of dispatch)
+from support.paths import PROGRAMS
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -177,14 +176,14 @@ def test_a_prompt_that_kills_its_worker_twice_is_set_aside_and_the_others_keep_t
     assert source.positions(2, (position,)) == [8, 10, 11, 12]
 
 
-DRIVER = Path(__file__).with_name("driver.py")
+DRIVER = PROGRAMS / "killed_driver.py"
 
 
-def start(folder: Path, steps: int) -> programs.Program:
-    return programs.Program(str(DRIVER), str(folder), str(steps), cwd=folder)
+def start(folder: Path, steps: int) -> forked_programs.Program:
+    return forked_programs.Program(str(DRIVER), str(folder), str(steps), cwd=folder)
 
 
-def until(driver: programs.Program, step: int) -> list[int]:
+def until(driver: forked_programs.Program, step: int) -> list[int]:
     """Read what a program says until it has done a step; return its workers."""
     workers: list[int] = []
     for line in driver.stdout:

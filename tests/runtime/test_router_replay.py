@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from digests import ITEMS, odd_tokens
-from tiny import tiny, tiny_moe
+from support.digests import ITEMS, odd_tokens
+from support.grpo import grpo_graph
+from support.tiny import tiny_llama, tiny_moe
 
 import rlgraph as rg
 from rlgraph.columns import concat_rows
@@ -34,12 +35,9 @@ def loop(model: str, *, routes: bool = True, replay: bool = True, other: str | N
         routes=routes,
     )
     policy = rg.Policy(other or model, pool=rg.Pool("train"), dtype="float32", optimizer=rg.AdamW(lr=1e-2), router_replay=replay)
-    weights = rg.feedback("weights", depth=given.pop("depth", 0))
-    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4, **given)
-    advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
-    step = policy.update(rollout, advantages, policy.log_probs(rollout), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    return rg.Graph("replay", step.metrics)
+    return grpo_graph(
+        generator, policy, ITEMS, name="replay", rewards=odd_tokens, seed=3, group_size=4, old_log_probs=True, **{"depth": 0, **given}
+    )
 
 
 @pytest.mark.parametrize("given", [{}, {"chunks": 2, "depth": 1}], ids=str)
@@ -75,6 +73,6 @@ def test_routes_that_nobody_reads_or_nobody_writes_are_refused(model: str, tmp_p
         loop(model, routes=False)
     with pytest.raises(GraphError, match="samples conversations, and its generator has routes=True"):
         loop(model, agent=asks)
-    dense = str(tiny(tmp_path))
+    dense = str(tiny_llama(tmp_path))
     with pytest.raises(GraphError, match="has no experts to choose from; leave out routes"):
         rg.compile(loop(dense), Cluster(cpus=2)).run_here().__enter__()

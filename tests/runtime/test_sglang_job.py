@@ -7,12 +7,12 @@ from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
-import forked  # noqa: F401 # registers how its workers start
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from sharing_loop import SAMPLING, graph_of
-from tiny import tiny_qwen
+from support import forked_workers  # noqa: F401 # registers how its workers start
+from support.sharing_loop import SAMPLING, grpo_graph
+from support.tiny import tiny_qwen
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -63,7 +63,7 @@ def run(model: Path, folder: Path, dtype: Any = "float32", **settings: Any) -> F
     folder.mkdir()
     pool, kept = rg.Pool("rollout"), str(folder)
     generator = KeepingGenerator(str(model), pool=pool, engine="sglang", sampling=SAMPLING, dtype=dtype, max_context=64, kept=kept)
-    graph, metrics = graph_of(model, generator, **settings), []
+    graph, metrics = grpo_graph(model, generator, **settings), []
     with Job(graph, rg.compile(graph, Cluster(cpus=2)), dispatch_name="forked", deadline_s=120.0) as job:
         for number in range(STEPS):  # one at a time: an export waits for all steps that are at work
             metrics += [step.metrics for step in job.steps(1)]

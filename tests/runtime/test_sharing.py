@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-import forked
 import pytest
 import torch
 from safetensors.torch import load_file
-from sharing_loop import graph_of
-from tiny import tiny_mixture
+from support import forked_workers
+from support.sharing_loop import grpo_graph
+from support.tiny import tiny_mixture
 
 from rlgraph.engines.hf_models.pretrained import tiny_model
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.stage("jobs")
 def test_weights_of_ranks_that_share_a_model_reach_the_generator_and_the_export(shared: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = tiny_model(folder, hidden=128) if shared == "tensor_parallel" else tiny_mixture(folder)
-    with forked.job(graph_of(model)) as alone:
+    with forked_workers.job(grpo_graph(model)) as alone:
         expected = [step.metrics for step in alone.steps(3)]
         alone.export(tmp_path / "alone", dtype="float32")
-    with forked.job(graph_of(model, **{shared: 2})) as job:
+    with forked_workers.job(grpo_graph(model, **{shared: 2})) as job:
         found = [step.metrics for step in job.steps(3)]
         job.export(tmp_path / "shared", dtype="float32")
     assert max(step["gap"] for step in found) < 1e-5, "the generator samples from what the trainer has"

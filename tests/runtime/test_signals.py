@@ -9,15 +9,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import fakes
 import pytest
+from support.paths import TESTS
 
 pytestmark = pytest.mark.stage("kills")
 
 PROGRAM = """
 import sys, time
 sys.path.insert(0, {tests!r})
-import fakes, rlgraph as rg
+from support import fakes
+import rlgraph as rg
 from rlgraph.runtime.driver import ray_dispatch as dispatch
 from rlgraph.runtime.driver import session
 
@@ -56,7 +57,7 @@ def run_until(*signals: tuple[str, int, float]) -> tuple[int, str, list[int], li
 
 
 def started(mark: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-c", PROGRAM.format(tests=str(Path(fakes.__file__).parent))]
+    command = [sys.executable, "-c", PROGRAM.format(tests=str(TESTS))]
     return subprocess.Popen(
         command,
         stdin=subprocess.PIPE,

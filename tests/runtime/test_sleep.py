@@ -5,10 +5,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import forked  # noqa: F401 (the dispatch of that name)
 import pytest
-import simulated
-from simulated import Loop, Turns
+from support import forked_workers, simulated_stages  # noqa: F401 (the dispatch of that name)
+from support.simulated_stages import Loop, Turns
 
 import rlgraph as rg
 from rlgraph.analysis.attribution import attribute
@@ -43,7 +42,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(simulated, "time", clock)
+    monkeypatch.setattr(simulated_stages, "time", clock)
     monkeypatch.setattr(span_recorder, "time", clock)
     return clock
 

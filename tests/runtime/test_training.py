@@ -4,28 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, here, in_workers, odd_tokens, on_ray
+from support.digests import ITEMS, digest_loop, odd_tokens, run_here, run_in_workers, run_on_ray
 
 import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.graph.nodes import Feedback, Output
 from rlgraph.nodes.base import tensor_of
 from rlgraph.runtime.worker.executor import owned
-
-
-def grpo(model: Path, depth: int, *, buffers: int = 1, ranks: int | None = None, old_log_probs: bool = False) -> rg.Graph:
-    generator = rg.Generator(
-        str(model), pool=rg.Pool("rollout"), engine="transformers", sampling=rg.Sampling(max_tokens=6, temperature=0.9), dtype="float32"
-    )
-    policy = DigestPolicy(str(model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32", data_parallel=ranks)
-    weights = rg.feedback("weights", depth=depth, buffers=buffers)
-    prompts = rg.prompts(ITEMS, count=4, seed=3)
-    rollout = generator.rollout(prompts, weights, group_size=4)
-    advantages = rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO())
-    extra = [policy.log_probs(rollout)] if old_log_probs else []
-    step = policy.update(rollout, advantages, *extra, loss=rg.ClippedLoss(clip_high=0.28))
-    weights.close(step.weights)
-    return rg.Graph("tiny", step.metrics)
 
 
 @pytest.fixture(scope="module")
@@ -39,27 +24,27 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [(0, 1, "forked"), (1, 1, "forked"), pytest.param(2, 2, "compiled_graph", marks=[pytest.mark.ray, pytest.mark.stage("jobs")])],
 )
 def test_five_steps_of_workers_equal_the_oracle_in_every_bit(model: Path, depth: int, buffers: int, dispatch: str) -> None:
-    graph = grpo(model, depth, buffers=buffers)
-    found = in_workers(graph, 5) if dispatch == "forked" else on_ray(graph, 5)
-    assert found == here(graph, 5)
+    graph = digest_loop(model, depth=depth, buffers=buffers)
+    found = run_in_workers(graph, 5) if dispatch == "forked" else run_on_ray(graph, 5)
+    assert found == run_here(graph, 5)
     assert [step["staleness/max"] for step in found] == [min(step, depth) for step in range(5)]
     assert len({step["digest/weights"] for step in found}) == 5
 
 
 def test_depth_changes_what_is_learnt_and_only_after_it_begins_to_count(model: Path) -> None:
-    on_policy, one_off = here(grpo(model, 0), 4), here(grpo(model, 1), 4)
+    on_policy, one_off = run_here(digest_loop(model, depth=0), 4), run_here(digest_loop(model, depth=1), 4)
     assert on_policy[0] == one_off[0]
     assert on_policy[1]["digest/batch"] != one_off[1]["digest/batch"]
 
 
 def test_on_policy_ratios_are_one(model: Path) -> None:
-    for step in here(grpo(model, 0), 3):
+    for step in run_here(digest_loop(model, depth=0), 3):
         assert abs(step["actor/ppo_kl"]) < 1e-6
         assert step["actor/pg_clipfrac"] == 0
 
 
 def test_the_trainers_own_log_probs_give_the_same_step_as_the_engines_on_policy(model: Path) -> None:
-    bypass, old = here(grpo(model, 0), 3), here(grpo(model, 0, old_log_probs=True), 3)
+    bypass, old = run_here(digest_loop(model, depth=0), 3), run_here(digest_loop(model, depth=0, old_log_probs=True), 3)
     for a, b in zip(bypass, old, strict=True):
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)
 
@@ -96,7 +81,7 @@ def test_one_policy_scores_rollouts_of_two_temperatures_each_at_its_own(model: P
 
 
 def test_two_trainer_ranks_learn_what_one_does(model: Path) -> None:
-    one, two = here(grpo(model, 1), 3), in_workers(grpo(model, 1, ranks=2), 3)
+    one, two = run_here(digest_loop(model, depth=1), 3), run_in_workers(digest_loop(model, depth=1, ranks=2), 3)
     assert two[0]["digest/batch"] == one[0]["digest/batch"]
     for a, b in zip(one[:2], two[:2], strict=True):
         assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)
@@ -114,5 +99,5 @@ def test_a_node_that_passes_an_input_on_gives_a_copy_of_it() -> None:
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_the_reward_rises_at_any_depth(model: Path, depth: int) -> None:
-    odd = [step["odd"] for step in here(grpo(model, depth), 30)]
+    odd = [step["odd"] for step in run_here(digest_loop(model, depth=depth), 30)]
     assert sum(odd[-5:]) / 5 > sum(odd[:5]) / 5 + 0.2

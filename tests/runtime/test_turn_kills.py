@@ -8,12 +8,12 @@ import signal
 from collections import Counter
 from pathlib import Path
 
-import forked  # noqa: F401 (a way of dispatch)
 import pytest
 import torch
-from conversing import eventually
-from digests import ITEMS, digest, here
-from templates import model_with
+from support import forked_workers  # noqa: F401 (a way of dispatch)
+from support.digests import ITEMS, digest, run_here
+from support.scripted_conversations import wait_until
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -88,12 +88,12 @@ def test_conversations_restart_and_every_prompt_is_trained_on_once(tmp_path: Pat
     with Job(graph, plan, dispatch_name="forked", deadline_s=120.0, recovery=Recovery(tmp_path / "checkpoints", 1, 2, 2)) as job:
         steps = list(job.steps(STEPS))
     assert (notes / "killed").exists()
-    wanted = here(loop(model, calm, kill=False), STEPS)
+    wanted = run_here(loop(model, calm, kill=False), STEPS)
     assert [step.index for step in steps] == list(range(STEPS))
     for name in ("places", "groups", "rows"):
         assert [step.metrics[name] for step in steps] == [step[name] for step in wanted], name
     assert all(step.metrics["silent"] == 0 for step in steps)
     begun, undisturbed = (Counter((folder / "begun").read_text().split()) for folder in (notes, calm))
     assert sum(begun.values()) > sum(undisturbed.values())  # some conversations began again
-    eventually(lambda: bool((notes / "freed").exists() and (notes / "freed").read_text()))  # what the killed ones held was freed
+    wait_until(lambda: bool((notes / "freed").exists() and (notes / "freed").read_text()))  # what the killed ones held was freed
     assert not (calm / "freed").exists()

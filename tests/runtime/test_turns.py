@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from digests import ITEMS, DigestPolicy, digest, here, in_workers
-from templates import model_with
+from support.digests import ITEMS, DigestPolicy, digest, run_here, run_in_workers
+from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -59,7 +59,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_responses_of_several_turns_learn(model: Path) -> None:
-    found = here(loop(model, 1), 24)
+    found = run_here(loop(model, 1), 24)
     assert all(step["told"] > 0 for step in found)
     first, last = (sum(step["critic/rewards/mean"] for step in part) / len(part) for part in (found[:5], found[-5:]))
     assert last > first + 0.1, (first, last)
@@ -68,6 +68,6 @@ def test_responses_of_several_turns_learn(model: Path) -> None:
 def test_turns_of_a_worker_are_sampled_as_in_one_process(model: Path) -> None:
     # Which turns decode together depends on when they were answered, and with it the last bits: so the first step alone is compared.
     graph = loop(model, 1)
-    ours, theirs = here(graph, 1), in_workers(graph, 3)
+    ours, theirs = run_here(graph, 1), run_in_workers(graph, 3)
     assert theirs[0]["digest/responses"] == ours[0]["digest/responses"]
     assert [step["staleness/max"] for step in theirs] == [0, 1, 1]

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import fakes
 import pytest
 import torch
-from forked import job as forked_job  # noqa: F401, makes the dispatch known
-from tiny import tiny
+from support import fakes
+from support.forked_workers import job as forked_job  # noqa: F401, makes the dispatch known
+from support.grpo import grpo_graph
+from support.tiny import tiny_llama
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -148,17 +149,13 @@ def test_what_was_printed_is_seen_before_a_start_that_takes_long(monkeypatch: py
 
 
 def test_rollouts_count_responses_and_updates_micro_batches(tmp_path: Path) -> None:
-    folder = str(tiny(tmp_path))
+    folder = str(tiny_llama(tmp_path))
     sampling = rg.Sampling(max_tokens=6)
     generator = rg.Generator(folder, pool=rg.Pool("rollout"), sampling=sampling, engine="transformers", max_context=64)
     policy = rg.Policy(folder, pool=rg.Pool("train"), micro_batch_tokens=32)
-    weights = rg.feedback("weights", depth=0)
-    prompts = rg.prompts([{"prompt": f"{i} + 1 ="} for i in range(4)], count=2)
-    rollout = generator.rollout(prompts, weights, group_size=4)
-    rewards = rg.reward(lengths, rollout)
-    step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
-    weights.close(step.weights)
-    graph = rg.Graph("counts", step.metrics)
+    graph = grpo_graph(
+        generator, policy, [{"prompt": f"{i} + 1 ="} for i in range(4)], name="counts", reward=lengths, count=2, group_size=4, depth=0
+    )
     found: dict[str, list[tuple[int, int, str]]] = {"generator": [], "policy": []}
     with rg.compile(graph, rg.Cluster(cpus=2)).run_here() as running:
         for name, counts in found.items():

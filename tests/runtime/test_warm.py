@@ -8,11 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import fakes
-import forked
-import programs
 import pytest
-from digests import ITEMS, DigestPolicy, bits, here, odd_tokens
+from support import fakes, forked_programs, forked_workers
+from support.digests import clockless_metrics, digest_loop, run_here
+from support.paths import PROGRAMS
 
 import rlgraph as rg
 from rlgraph.columns import Column, Columns
@@ -38,23 +37,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
 
 
-def grpo(model: str, engine: str, depth: int = 1) -> rg.Graph:
-    context = {"max_context": 64} if engine == "vllm" else {}
-    generator = rg.Generator(
-        model, pool=rg.Pool("rollout"), engine=engine, sampling=rg.Sampling(max_tokens=6, temperature=0.9), dtype="float32", **context
-    )
-    policy = DigestPolicy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
-    weights = rg.feedback("weights", depth=depth)
-    rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4)
-    step = policy.update(rollout, rg.advantages(rollout, odd_tokens(rollout), estimator=rg.GRPO()), loss=rg.ClippedLoss(clip_high=0.28))
-    weights.close(step.weights)
-    return rg.Graph("tiny", step.metrics)
-
-
 def launched(graph: rg.Graph, steps: int = 3) -> tuple[list[dict[str, float]], set[int]]:
     """Launch a plan; return the metrics of its steps that no clock is in, digests of weights included, and the parents of its workers."""
     with rg.compile(graph, rg.Cluster(cpus=2)).launch() as job:
-        found = [bits(step) for step in job.steps(steps)]
+        found = [clockless_metrics(step) for step in job.steps(steps)]
         return found, {parent(pid) for pid in job.pids.values()}
 
 
@@ -70,32 +56,32 @@ def wait_until(holds: Callable[[], bool], seconds: float = GONE_S) -> bool:
 
 
 def test_a_second_launch_forks_from_the_same_process_and_repeats_the_oracle_in_every_bit(warm: Warm, model: str) -> None:
-    graph = grpo(model, "transformers")
+    graph = digest_loop(model, "transformers")
     first, parents = launched(graph)
-    assert first == here(graph, 3)
-    assert launched(grpo(model, "transformers", depth=0))[0] != first  # another job in between
+    assert first == run_here(graph, 3)
+    assert launched(digest_loop(model, "transformers", depth=0))[0] != first  # another job in between
     assert launched(graph) == (first, parents)
     assert parents <= set(warm.pids)
 
 
 @pytest.mark.usefixtures("warm")
 def test_without_engines_none_is_kept(model: str) -> None:
-    with rg.compile(grpo(model, "transformers"), rg.Cluster(cpus=2)).launch() as job:
-        assert forked.alive(pid := job.pids["generator"])
-    assert wait_until(lambda: not forked.alive(pid))
+    with rg.compile(digest_loop(model, "transformers"), rg.Cluster(cpus=2)).launch() as job:
+        assert forked_workers.alive(pid := job.pids["generator"])
+    assert wait_until(lambda: not forked_workers.alive(pid))
 
 
 @pytest.mark.vllm
 @pytest.mark.usefixtures("warm")
 def test_an_engine_of_vllm_is_forked_too_and_its_run_is_that_of_an_engine_started_anew(model: str) -> None:
-    graph = grpo(model, "vllm")
+    graph = digest_loop(model, "vllm")
     plan = rg.compile(graph, rg.Cluster(cpus=2))
     with plan.launch() as job:
-        first = [bits(step) for step in job.steps(3)]
+        first = [clockless_metrics(step) for step in job.steps(3)]
         assert parent(job.pids["generator"]) != parent(job.pids["policy"])  # vLLM changes torch for its whole process
     assert launched(graph)[0] == first
     with Job(graph, plan, dispatch_name="forked", deadline_s=240.0) as job:  # whose worker imports vLLM itself
-        assert [bits(step) for step in job.steps(3)] == first
+        assert [clockless_metrics(step) for step in job.steps(3)] == first
 
 
 COUNTED: list[int] = []
@@ -145,7 +131,7 @@ def test_a_job_that_fails_or_is_killed_ends_its_workers_alone_and_the_next_one_r
         os.kill(job.pids["policy"], signal.SIGKILL)
         with pytest.raises(WorkerDied, match="'policy'"):
             list(job.steps(5))
-    assert not any(forked.alive(pid) for pid in pids)
+    assert not any(forked_workers.alive(pid) for pid in pids)
     assert warm.pids == processes
     assert launched(graph)[0] == expected
 
@@ -156,7 +142,7 @@ def test_a_killed_worker_is_replaced_and_the_steps_go_on(warm: Warm, tmp_path: P
     found = []
     with rg.compile(graph, rg.Cluster(cpus=2)).launch(checkpoint=tmp_path / "checkpoints", every=2, restarts=1) as job:
         for step in job.steps(8):
-            found.append(bits(step))
+            found.append(clockless_metrics(step))
             if step.index == 4:
                 os.kill(job.pids["generator"], signal.SIGKILL)
     assert found == expected
@@ -166,7 +152,7 @@ def test_a_template_that_died_is_started_again(warm: Warm) -> None:
     expected, parents = launched(fakes.vector_loop(1))
     for pid in parents:
         os.kill(pid, signal.SIGKILL)
-        assert wait_until(lambda pid=pid: not forked.alive(pid))
+        assert wait_until(lambda pid=pid: not forked_workers.alive(pid))
     again, others = launched(fakes.vector_loop(1))
     assert again == expected
     assert not others & parents
@@ -204,7 +190,7 @@ def test_the_processes_that_are_kept_are_few(warm: Warm, monkeypatch: pytest.Mon
     before = warm.pids
     launched(fakes.vector_loop(1))
     assert len(warm.pids) == 1
-    assert not any(forked.alive(pid) for pid in set(before) - set(warm.pids))
+    assert not any(forked_workers.alive(pid) for pid in set(before) - set(warm.pids))
 
 
 @pytest.mark.usefixtures("warm")
@@ -221,8 +207,8 @@ def test_what_warm_processes_cannot_serve_is_refused_before_anything_starts() ->
         pass
 
 
-def program(folder: Path, steps: int, train_s: float) -> programs.Program:
-    return programs.Program(str(Path(__file__).with_name("warm_program.py")), str(steps), str(train_s), cwd=folder)
+def program(folder: Path, steps: int, train_s: float) -> forked_programs.Program:
+    return forked_programs.Program(str(PROGRAMS / "warm_program.py"), str(steps), str(train_s), cwd=folder)
 
 
 def test_leaving_the_block_ends_its_processes_and_a_job_cannot_be_entered_later(tmp_path: Path) -> None:
@@ -232,7 +218,7 @@ def test_leaving_the_block_ends_its_processes_and_a_job_cannot_be_entered_later(
     assert "cannot be started: the block of rg.warm() has been left" in last, said.stderr
     pids = [int(pid) for pid in has.split()[1:]]
     assert len(pids) >= 5
-    assert not any(map(forked.alive, pids))
+    assert not any(map(forked_workers.alive, pids))
 
 
 @pytest.mark.parametrize(("number", "train_s"), [(signal.SIGKILL, 60.0), (signal.SIGTERM, 0.1)])
@@ -242,4 +228,4 @@ def test_a_program_that_is_ended_leaves_no_process(number: int, train_s: float, 
         assert len(pids) >= 5
         time.sleep(3.0)  # by then, on a busy machine too, the trainer is in the middle of a firing, which SIGTERM waits for
         os.kill(running.pid, number)
-        assert wait_until(lambda: not any(map(forked.alive, pids)))
+        assert wait_until(lambda: not any(map(forked_workers.alive, pids)))

@@ -11,12 +11,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import fakes
-import faults
-import forked
 import pytest
 import torch
 import torch.distributed as dist
+from support import fakes, faults, forked_workers
 
 from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.host.connection import Connection, listen
@@ -64,7 +62,7 @@ def report_of(error: BaseException) -> str:
 
 
 def test_a_node_stuck_in_c_code_is_named_with_its_peer_its_channel_and_both_stacks() -> None:
-    with forked.job(fakes.vector_loop(1, middle=stuck_in_c), DEADLINE_S) as running:
+    with forked_workers.job(fakes.vector_loop(1, middle=stuck_in_c), DEADLINE_S) as running:
         since = time.monotonic()
         with pytest.raises(ChannelTimeout) as raised:
             list(running.steps(3))
@@ -83,7 +81,7 @@ def test_a_node_stuck_in_c_code_is_named_with_its_peer_its_channel_and_both_stac
 def test_the_last_node_of_a_graph_that_hangs_is_found_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = fakes.vector_loop(2, train_s=600)
     with (
-        forked.job(graph, DEADLINE_S) as running,
+        forked_workers.job(graph, DEADLINE_S) as running,
         pytest.raises(ChannelTimeout, match="worker 'policy' has been running node 'update'") as raised,
     ):
         list(running.steps(1))
@@ -109,7 +107,7 @@ def test_a_stopped_process_is_named_as_stopped_soon_after_the_deadline(dispatch:
         pids = list(running.pids.values())
     assert f"worker '{worker}'\n(its process is stopped)" in report_of(raised.value)
     assert DEADLINE_S <= took < DEADLINE_S + 30  # the end of its workers included, on a busy machine
-    assert not any(forked.alive(pid) for pid in pids)
+    assert not any(forked_workers.alive(pid) for pid in pids)
 
 
 def go_on_once_warned(pid: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,7 +118,7 @@ def go_on_once_warned(pid: int, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_process_that_goes_on_before_the_deadline_is_warned_about_alone(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "rlgraph.watchdog"), forked.job(fakes.vector_loop(1, generate_s=0.05), 60) as running:
+    with caplog.at_level(logging.WARNING, "rlgraph.watchdog"), forked_workers.job(fakes.vector_loop(1, generate_s=0.05), 60) as running:
         steps = running.steps(20)
         next(steps)
         os.kill(running.pids["generator"], signal.SIGSTOP)
@@ -138,7 +136,7 @@ def test_a_process_that_goes_on_before_the_deadline_is_warned_about_alone(caplog
 )
 def test_the_first_line_names_the_culprit_and_no_bystander(tmp_path: Path, kind: str, stage: str) -> None:
     fault = faults.Fault(kind, stage, 3, str(tmp_path / "clock"))
-    with forked.job(faults.graph(fault), DEADLINE_S) as running, pytest.raises(RlgraphError) as raised:
+    with forked_workers.job(faults.graph(fault), DEADLINE_S) as running, pytest.raises(RlgraphError) as raised:
         list(running.steps(10))
     first = str(raised.value).splitlines()[0]
     assert f"'{fault.worker}'" in first or f"'{fault.node}'" in first, first
@@ -212,7 +210,7 @@ def slow_at_six(batch: Columns) -> dict[str, Column]:
 
 
 def test_a_slow_node_is_warned_about_long_before_the_deadline_and_the_run_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "rlgraph.watchdog"), forked.job(fakes.vector_loop(1, middle=slow_at_six), 60) as running:
+    with caplog.at_level(logging.WARNING, "rlgraph.watchdog"), forked_workers.job(fakes.vector_loop(1, middle=slow_at_six), 60) as running:
         assert len(list(running.steps(8))) == 8
     [warning] = [record.getMessage() for record in caplog.records if record.name == "rlgraph.watchdog"]
     assert re.match(r"'slow_at_six' in worker 'slow_at_six' has been at step 5 for \d\.\d s, its median is \d\.\d\d s; at 60 s", warning)
@@ -225,7 +223,7 @@ def be_asked(folder: Path) -> None:
 
 
 def test_stacks_are_those_of_the_process_asked(tmp_path: Path) -> None:
-    asked = forked.server.Process(target=be_asked, args=(tmp_path,))  # this process may have more threads than are told
+    asked = forked_workers.server.Process(target=be_asked, args=(tmp_path,))  # this process may have more threads than are told
     asked.start()
     try:
         until = time.monotonic() + 60
@@ -254,20 +252,20 @@ def test_a_worker_that_dies_before_it_connects_is_named_at_once() -> None:
     graph = fakes.vector_loop(0)
     object.__setattr__(graph.node("score").operation, "function", Dies())
     since = time.monotonic()
-    with pytest.raises(WorkerDied, match="worker 'score' could not be started"), forked.job(graph, 60):
+    with pytest.raises(WorkerDied, match="worker 'score' could not be started"), forked_workers.job(graph, 60):
         pass
     assert time.monotonic() - since < 40  # the deadline is 60
 
 
 def test_a_worker_that_does_not_come_up_is_named_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    create = forked.Forked.create
+    create = forked_workers.Forked.create
     monkeypatch.setattr(group_module, "START_LEAST_S", 0.0)
 
     def all_but_one(self, spec, driver, host=""):  # type: ignore[no-untyped-def]
         return create(self, spec, driver if spec.worker.name != "policy" else "/nowhere")
 
-    monkeypatch.setattr(forked.Forked, "create", all_but_one)
-    with pytest.raises((ChannelTimeout, WorkerDied), match="'policy'"), forked.job(fakes.vector_loop(0), DEADLINE_S):
+    monkeypatch.setattr(forked_workers.Forked, "create", all_but_one)
+    with pytest.raises((ChannelTimeout, WorkerDied), match="'policy'"), forked_workers.job(fakes.vector_loop(0), DEADLINE_S):
         pass
 
 
@@ -321,7 +319,7 @@ def tensor_metric(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
 
 def test_a_metric_that_is_no_number_is_named_at_once() -> None:
     message = r"node 'tensor_metric' failed at step 0 .* returned the metric 'loss' as Tensor; .* give value\.item\(\)"
-    with forked.job(fakes.vector_loop(1, middle=tensor_metric)) as running, pytest.raises(NodeError, match=message):
+    with forked_workers.job(fakes.vector_loop(1, middle=tensor_metric)) as running, pytest.raises(NodeError, match=message):
         list(running.steps(2))
 
 
@@ -362,7 +360,7 @@ def test_a_rank_that_leaves_its_peers_in_a_collective_ends_the_job_at_once(act: 
     update = graph.node("update")
     object.__setattr__(update, "operation", Collective(act))
     object.__setattr__(update.model, "count", 2)
-    with forked.job(graph) as running:
+    with forked_workers.job(graph) as running:
         steps = running.steps(10)
         assert next(steps).index == 0
         since = time.monotonic()
@@ -383,7 +381,7 @@ def raising(batch: Columns) -> dict[str, Column]:
 
 
 def test_the_stacks_and_files_of_a_job_end_with_it() -> None:
-    with forked.job(fakes.vector_loop(1, middle=raising)) as running:
+    with forked_workers.job(fakes.vector_loop(1, middle=raising)) as running:
         folder = running.session.folder
         with pytest.raises(NodeError, match="node 'raising' failed at step 0"):
             list(running.steps(2))

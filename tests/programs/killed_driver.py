@@ -1,0 +1,17 @@
+"""A program as a user writes it, for tests that stop it: `python killed_driver.py FOLDER STEPS [SECONDS]`. Says which workers it has."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import fakes
+
+import rlgraph as rg
+
+folder, steps = Path(sys.argv[1]), int(sys.argv[2])
+plan = rg.compile(fakes.vector_loop(1, generate_s=0.05, train_s=0.05), rg.Cluster(cpus=2))
+with plan.launch(checkpoint=folder / "checkpoints", every=4) as job:
+    print("workers", *job.pids.values(), flush=True)
+    for step in rg.record(job, steps, folder):
+        print("did", step.index, flush=True)

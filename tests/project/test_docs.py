@@ -1,0 +1,110 @@
+"""What the documents and docstrings show is what there is."""
+
+import ast
+import doctest
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+import rlgraph as rg
+from rlgraph import algorithms
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WITH_EXAMPLES = [path for path in sorted(ROOT.glob("rlgraph*/**/*.py")) if ">>>" in path.read_text()]
+
+
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_the_examples_of_the_docstrings_run(path: Path) -> None:
+    """Of every module with one: none needs vLLM or a GPU, which have their examples in recipes/."""
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"))
+    if ">>> task = rg.scorers.reasoning_gym(" in path.read_text():
+        pytest.importorskip("reasoning_gym")  # it needs a C compiler where it is installed
+    found = doctest.testmod(module)
+    assert found.attempted > 0, "an example that is in no docstring"
+    assert found.failed == 0
+
+
+def without_example(names: Iterable[str]) -> list[str]:
+    """The public functions whose docstring shows no use of them."""
+    return [name for name in names if inspect.isfunction(found := getattr(rg, name)) and ">>>" not in (found.__doc__ or "")]
+
+
+def test_every_public_function_has_an_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert without_example(rg.__all__) == []
+    monkeypatch.setattr(rg, "bare", lambda: None, raising=False)
+    assert without_example(["bare", "compile"]) == ["bare"]
+
+
+def examples(page: str) -> Iterator[ast.Module]:
+    """The blocks of Python that a page shows."""
+    yield from (ast.parse(code) for code in re.findall(r"```python\n(.*?)```", page, re.S))
+
+
+def unknown_names(tree: ast.Module) -> Iterator[str]:
+    """The names of rlgraph that an example uses and that there are not."""
+    modules = {"rg": rg, "alg": algorithms}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            if not hasattr(modules[node.value.id], node.attr):
+                yield f"{node.value.id}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlgraph"):
+            module = importlib.import_module(node.module or "")
+            yield from (f"{node.module}.{alias.name}" for alias in node.names if not hasattr(module, alias.name))
+
+
+def test_the_examples_of_every_page_use_names_that_there_are() -> None:
+    assert list(unknown_names(ast.parse("rg.grpo(x)\nfrom rlgraph.columns import Nothing"))) == ["rlgraph.columns.Nothing", "rg.grpo"]
+    found = {page.name: names for page in PAGES if (names := [n for tree in examples(page.read_text()) for n in unknown_names(tree)])}
+    assert found == {}
+
+
+def test_the_readme_example_compiles_as_it_stands(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert code is not None
+    before_launch, launch = code[1].split("with plan.launch()")
+    assert "job.steps(10)" in launch
+    script = before_launch.replace('"smollm2"', '"tiny"')
+    found = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
+    assert found.returncode == 0, found.stderr
+    assert "staleness at most 1" in found.stdout
+
+
+def test_the_readmes_picture_is_what_is_drawn_today(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(ROOT / "docs" / "draw.py"), str(tmp_path / "ppo.svg")], check=True, timeout=250)
+    assert (tmp_path / "ppo.svg").read_text() == (ROOT / "docs" / "ppo.svg").read_text()
+
+
+@pytest.mark.stage("recipes")
+def test_the_pictures_of_the_recipes_are_what_is_planned_today(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(ROOT / "docs" / "draw_recipes.py"), str(tmp_path)], check=True, timeout=250)
+    held = {path.name: path.read_text() for path in (ROOT / "docs" / "plans").iterdir()}
+    changed = sorted(path.name for path in tmp_path.glob("*.svg") if held.pop(path.name, "") != path.read_text())
+    assert (changed, list(held)) == ([], []), "recipes or plans have changed: python docs/draw_recipes.py docs/plans"
+    shown = re.findall(r"\]\(plans/(\w+\.svg)\)", (ROOT / "docs" / "beyond_rl.md").read_text())
+    assert sorted(shown) == sorted(path.name for path in tmp_path.glob("*.svg"))
+
+
+def test_the_picture_of_the_packages_is_what_is_imported_today(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(ROOT / "docs" / "architecture.py"), str(tmp_path / "now.svg")], check=True, timeout=250)
+    drawn = (tmp_path / "now.svg").read_text() == (ROOT / "docs" / "architecture.svg").read_text()
+    assert drawn, "imports have changed: python docs/architecture.py docs/architecture.svg"
+
+
+# How many files one opens to follow each of these through the code. A file more is one too many to keep in mind.
+WALKS = {"How a batch travels": 12, "How the weights travel": 9, "How a graph becomes a plan": 9}
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_a_walk_through_the_code_visits_few_files_and_each_once(title: str) -> None:
+    section = (ROOT / "docs" / "architecture.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
+    visited = re.findall(r"^\d+\. `(rlgraph/[\w/]+\.py)`", section, re.M)
+    assert len(visited) == len(re.findall(r"^\d+\. ", section, re.M)), "each step of a walk begins with its file"
+    assert [path for path in visited if not (ROOT / path).is_file()] == []
+    assert len(set(visited)) == len(visited) <= WALKS[title]
