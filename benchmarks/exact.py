@@ -79,11 +79,19 @@ def main() -> None:
     import rlgraph as rg
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
+    from rlgraph.values.trainer import TrainerSettings
 
     torch.set_num_threads(1)
     folder = rg.model_folder(given.model)
-    of_both: dict[str, Any] = {"optimizer": rg.AdamW(lr=1e-5), "dtype": torch.float32, "flat": True, "micro_batch_tokens": 2048}
-    exact, plain = FsdpEngine(PolicyHead(folder), exact=True, **of_both), FsdpEngine(PolicyHead(folder), **of_both)
+    exact, plain = (
+        FsdpEngine(
+            PolicyHead(folder),
+            TrainerSettings(optimizer=rg.AdamW(lr=1e-5), micro_batch_tokens=2048, exact=as_sampled),
+            dtype=torch.float32,
+            flat=True,
+        )
+        for as_sampled in (True, False)
+    )
     with tempfile.TemporaryDirectory() as work:
         weights = [f"{work}/first.pt", f"{work}/last.pt"]
         torch.save({name: tensor.clone() for name, tensor in exact.weights().items()}, weights[0])

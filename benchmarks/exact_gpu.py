@@ -106,11 +106,13 @@ class Trainer:
         import rlgraph as rg
         from rlgraph.engines.forward.policy_head import PolicyHead
         from rlgraph.engines.fsdp.engine import FsdpEngine
+        from rlgraph.values.trainer import TrainerSettings
 
         where: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16} if self.cuda else {"dtype": torch.float32}
         where |= {} if dtype is None else {"dtype": dtype}
         adam = rg.AdamW(lr=1e-5)
-        return FsdpEngine(PolicyHead(self.folder), exact=exact, optimizer=adam, flat=True, micro_batch_tokens=self.passes, **where)
+        settings = TrainerSettings(exact=exact, optimizer=adam, micro_batch_tokens=self.passes)
+        return FsdpEngine(PolicyHead(self.folder), settings, flat=True, **where)
 
     def compare(self, step: int, path: str) -> dict[str, float]:
         """Score every token; count those that differ from the engine's in any bit."""

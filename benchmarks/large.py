@@ -124,11 +124,12 @@ def rank_process(given: dict[str, Any], rank: int, rendezvous: str, results: Any
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import backends
+    from rlgraph.values.trainer import TrainerSettings
 
     dist.init_process_group(backends(), init_method=rendezvous, rank=rank, world_size=WORLD)
     optimizer = rg.AdamW(moments=given["moments"])
-    common: dict[str, Any] = {"optimizer": optimizer, "rank": rank, "world": WORLD, "device": device}
-    before = FsdpEngine(PolicyHead(given["tiny"]), **common)  # imports and libraries are in the base line
+    common: dict[str, Any] = {"rank": rank, "world": WORLD, "device": device}
+    before = FsdpEngine(PolicyHead(given["tiny"]), TrainerSettings(), **common)  # imports and libraries are in the base line
     before.close()
     on_gpu = device == "cuda"
 
@@ -145,12 +146,11 @@ def rank_process(given: dict[str, Any], rank: int, rendezvous: str, results: Any
     sampler, start = PeakSampler(SAMPLE_S), time.perf_counter()
     engine = FsdpEngine(
         PolicyHead(given["folder"], fused=True),
+        TrainerSettings(
+            optimizer=optimizer, micro_batch_tokens=given["passes"], recompute=True, offload="moments", expert_parallel=given["expert"]
+        ),
         **common,
         dtype=torch.bfloat16 if on_gpu else torch.float32,
-        micro_batch_tokens=given["passes"],
-        recompute=True,
-        host_moments=True,
-        expert_parallel=given["expert"],
     )
     if on_gpu:
         torch.cuda.synchronize()

@@ -58,10 +58,10 @@ def rank_process(folder: str, tiny: str, rank: int, world: int, rendezvous: str,
     import torch
     import torch.distributed as dist
 
-    import rlgraph as rg
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import backends
+    from rlgraph.values.trainer import TrainerSettings
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_num_threads(1)  # as a worker's
@@ -69,7 +69,7 @@ def rank_process(folder: str, tiny: str, rank: int, world: int, rendezvous: str,
         dist.init_process_group(backends(), init_method=rendezvous, rank=rank, world_size=world)
 
     def load(path: str) -> FsdpEngine:
-        return FsdpEngine(PolicyHead(path), optimizer=rg.AdamW(), rank=rank, world=world, device=device)
+        return FsdpEngine(PolicyHead(path), TrainerSettings(), rank=rank, world=world, device=device)
 
     before = load(tiny)
     if device == "cuda":

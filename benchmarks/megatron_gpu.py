@@ -52,16 +52,15 @@ def made_trainer(way: str, folder: str, *, exact: bool = False) -> Any:
     """Load a trainer of the model in a folder, alone on its device; an `exact` one computes in float32."""
     import torch
 
-    import rlgraph as rg
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.megatron.engine import MegatronEngine
+    from rlgraph.values.trainer import TrainerSettings
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if exact or device == "cpu" else torch.bfloat16
     kind: Callable[..., Any] = MegatronEngine if way == "megatron" else FsdpEngine
-    more = {"device": device, "dtype": dtype, "micro_batch_tokens": MICRO_BATCH_TOKENS, **WAYS[way]}
-    return kind(PolicyHead(folder), optimizer=rg.AdamW(), **more)
+    return kind(PolicyHead(folder), TrainerSettings(micro_batch_tokens=MICRO_BATCH_TOKENS, **WAYS[way]), device=device, dtype=dtype)
 
 
 def let_go() -> None:

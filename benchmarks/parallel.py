@@ -89,10 +89,7 @@ def rank_process(run: Run, size: tuple[int, int], rank: int, world: int, rendezv
     sharing = {"tensor_parallel": run.way["tp"], "micro_batch_tokens": (run.passes or size[1]) // run.way["cp"]}
     sharing |= {f"{kind}_parallel": run.way[short] for kind, short in (("context", "cp"), ("expert", "ep")) if run.way[short] > 1}
     sharing |= {"ring": run.way["cp"]} if "ring" in run.options else {}
-    more = {
-        "host_moments" if name == "offload" else name: value if name == "recompute" else bool(value) for name, value in run.settings.items()
-    }
-    engine = made_engine(run.shape, rank, world, rendezvous, device, fused=True, trainer=run.trainer, **sharing, **more)
+    engine = made_engine(run.shape, rank, world, rendezvous, device, fused=True, trainer=run.trainer, **sharing, **run.settings)
     seconds = timed_updates(engine, size, STEPS)
     if run.profile:
         profiled_update(engine, size, rank, seconds[WARM_UP:])

@@ -122,12 +122,14 @@ def scored(folder: str, cuda: bool, dtype: str, rows: list[Any]) -> dict[str, An
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.nodes.rollout.decode_loop import routes_of
+    from rlgraph.values.trainer import TrainerSettings
 
     batch = batch_of([(prompt, tokens) for prompt, tokens, _, _ in rows])
     told = routes_of([row[0] for row in rows], [_Told(row[3]) for row in rows])  # type: ignore[misc]
     device = "cuda" if cuda else "cpu"
-    given: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype), "flat": True, "micro_batch_tokens": 8192 if cuda else 2048}
-    engine = FsdpEngine(PolicyHead(folder), optimizer=rg.AdamW(lr=1e-5), router_replay=True, **given)
+    given: dict[str, Any] = {"device": device, "dtype": getattr(torch, dtype), "flat": True}
+    settings = TrainerSettings(optimizer=rg.AdamW(lr=1e-5), router_replay=True, micro_batch_tokens=8192 if cuda else 2048)
+    engine = FsdpEngine(PolicyHead(folder), settings, **given)
     found: dict[str, Any] = {}
     for name, columns in (("own", batch), ("replayed", {**batch, **told})):
         start = time.perf_counter()

@@ -98,8 +98,9 @@ def moments_of_8b(smoke: bool) -> dict[str, Any]:
 def _moments(shape: str, on_host: bool, smoke: bool) -> dict[str, Any]:
     """Updates with AdamW's moments on the host or on the GPU: seconds, and the peak of the GPU beside the plan's bytes."""
     size, way = (4, 32) if smoke else (8, 2048), {"recompute": True, "micro_batch_tokens": 8192}
-    counted = planned(shape, fused_head=True, **way, **({"offload": "moments"} if on_host else {}))
-    run = trained(shape, size, fused=True, host_moments=on_host, **way)
+    place = {"offload": "moments"} if on_host else {}
+    counted = planned(shape, fused_head=True, **way, **place)
+    run = trained(shape, size, fused=True, **place, **way)
     total, where = sum(counted.values()), f"{shape}, moments on the {'host' if on_host else 'GPU'}"
     peak = f"{run['peak_bytes'] / 2**30:.2f} GiB of {total / 2**30:.2f} planned"
     say(f"{where}: update {run['update_s']:.2f} s ({run['spread_s'][0]:.2f} to {run['spread_s'][1]:.2f}), peak {peak}")
@@ -149,6 +150,7 @@ def learnt(seed: int, bits: str, hidden: int, layers: int, size: tuple[int, int]
 
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
+    from rlgraph.values.trainer import TrainerSettings
 
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64}
     torch.manual_seed(seed)
@@ -157,7 +159,7 @@ def learnt(seed: int, bits: str, hidden: int, layers: int, size: tuple[int, int]
     schedule = rg.Cosine(warmup_steps=10, steps=max(steps, 11))
     adam = rg.AdamW(lr=2e-3, betas=(0.9, 0.95), schedule=schedule, moments="8bit" if bits == "8bit" else "32bit")
     dtype = torch.bfloat16 if device() == "cuda" else torch.float32
-    engine = FsdpEngine(head, optimizer=adam, device=device(), dtype=dtype)
+    engine = FsdpEngine(head, TrainerSettings(optimizer=adam), device=device(), dtype=dtype)
     text = torch.frombuffer(
         bytearray(b"\n".join(page.read_bytes() for page in sorted(Path("docs").glob("*.md")))), dtype=torch.uint8
     ).long()

@@ -34,7 +34,6 @@ def made_engine(
     device: str,
     *,
     fused: bool,
-    optimizer: Any = None,
     trainer: str = "fsdp",
     **settings: Any,
 ) -> Any:
@@ -43,22 +42,16 @@ def made_engine(
     import torch.distributed as dist
     from shapes import causal_model, random_model
 
-    import rlgraph as rg
     from rlgraph.engines.forward.policy_head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import backends
+    from rlgraph.values.trainer import TrainerSettings, setting_names
 
     if world > 1:
         dist.init_process_group(backends(), init_method=rendezvous, rank=rank, world_size=world)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    given: dict[str, Any] = {
-        "optimizer": optimizer or rg.AdamW(),
-        "rank": rank,
-        "world": world,
-        "device": device,
-        "dtype": dtype,
-        **settings,
-    }
+    own = {name: settings.pop(name) for name in setting_names() if name in settings}
+    given: dict[str, Any] = {"rank": rank, "world": world, "device": device, "dtype": dtype, **settings}
     if trainer == "megatron":
         from rlgraph.engines.megatron.engine import MegatronEngine
 
@@ -66,11 +59,11 @@ def made_engine(
             random_model(shape, MODELS)
         if world > 1:
             dist.barrier()
-        return MegatronEngine(PolicyHead(random_model(shape, MODELS), fused=fused), fused=fused, **given)
+        return MegatronEngine(PolicyHead(random_model(shape, MODELS), fused=fused), TrainerSettings(fused_head=fused, **own), **given)
     torch.manual_seed(0)
     with torch.device(device):
         model = causal_model(shape).eval()
-    return FsdpEngine(PolicyHead(model, fused=fused), **given)
+    return FsdpEngine(PolicyHead(model, fused=fused), TrainerSettings(**own), **given)
 
 
 def random_batch(size: tuple[int, int]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def reach(fault: dict[str, Any]) -> list[str]:
     lines = set(range(first, first + fault["old"].count("\n") + 1)) & bodies(ROOT / fault["file"])
     moves = arcs()
     files = {test for (_, to), tests in moves[fault["file"]].items() if to in lines for test in tests}
-    return sorted(files) if lines and moves else ["tests"]
+    return sorted(files) or ["tests"]
 
 
 def notice(fault: dict[str, Any]) -> str:

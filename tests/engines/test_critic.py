@@ -9,6 +9,7 @@ import torch
 from programs.data_parallel_ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from support.tiny import LENGTHS, batch_of, returns_of
+from support.trainer_engines import fsdp_engine
 
 from rlgraph.algorithms import ValueLoss
 from rlgraph.algorithms.aggregation import Totals
@@ -40,7 +41,7 @@ def make() -> Any:
     engines: list[FsdpEngine] = []
 
     def build(path: Path, **settings: Any) -> FsdpEngine:
-        engines.append(FsdpEngine(ValueHead(path), **{"optimizer": STEP, "dtype": torch.float32} | settings))
+        engines.append(fsdp_engine(ValueHead(path), **{"optimizer": STEP, "dtype": torch.float32} | settings))
         return engines[-1]
 
     yield build

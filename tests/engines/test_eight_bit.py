@@ -14,6 +14,7 @@ import torch
 from programs.lora_ranks import RANK4, run_lora
 from programs.low_bit_ranks import run_low_bit
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
+from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph.api import checked_source
@@ -36,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def engine_of(folder: Path, settings: rg.AdamW = SETTINGS, **given: Any) -> Iterator[FsdpEngine]:
-    with closing(FsdpEngine(PolicyHead(folder), optimizer=settings, dtype=torch.float32, **given)) as engine:
+    with closing(fsdp_engine(PolicyHead(folder), optimizer=settings, dtype=torch.float32, **given)) as engine:
         yield engine
 
 

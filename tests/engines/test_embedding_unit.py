@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.forked_ranks import process_group, run_ranks
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of
+from support.trainer_engines import fsdp_engine
 
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp import sharding
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.values.optimizers import AdamW
 
@@ -20,7 +20,7 @@ def be_rank(folder: Path, apart: bool, out: Path, rank: int, world: int) -> None
     if apart:
         sharding.UNIT_PARAMETERS = 1000
     with process_group(out, rank, world):
-        engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=1e-2), rank=rank, world=world, dtype=torch.float32, recompute=True)
+        engine = fsdp_engine(PolicyHead(folder), optimizer=AdamW(lr=1e-2), rank=rank, world=world, dtype=torch.float32, recompute=True)
         metrics = [engine.update(batch_of(LENGTHS), WeightedLikelihood()) for _ in range(3)]
         state = {name: local(tensor).clone() for name, tensor in engine.state().items()}
         torch.save({"metrics": metrics, "state": state, "units": [type(unit).__name__ for unit in engine._units]}, out / f"{rank}.pt")

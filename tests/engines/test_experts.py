@@ -8,11 +8,11 @@ import pytest
 import torch
 from support.families import folder_of
 from support.tiny import WeightedLikelihood, tiny_moe
+from support.trainer_engines import fsdp_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import GraphError
 from rlgraph.values.optimizers import AdamW
 
@@ -39,7 +39,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 
 def updated(folder: Path, **settings: Any) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=1e-3, grad_clip=1e9), dtype=torch.float32, **settings)
+    engine = fsdp_engine(PolicyHead(folder), optimizer=AdamW(lr=1e-3, grad_clip=1e9), dtype=torch.float32, **settings)
     with closing(engine):
         metrics = engine.update(batch(), WeightedLikelihood())
         return metrics, {name: weight.clone() for name, weight in engine.weights().items()}
@@ -105,7 +105,7 @@ def test_a_balancing_loss_that_cannot_be_is_refused(folders: dict[str, Path], tm
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "granitemoe"])
 def test_weights_are_taken_by_the_names_under_which_they_leave(name: str, folders: dict[str, Path]) -> None:
-    with closing(FsdpEngine(PolicyHead(folders[name]), optimizer=AdamW(), dtype=torch.float32)) as engine:
+    with closing(fsdp_engine(PolicyHead(folders[name]), optimizer=AdamW(), dtype=torch.float32)) as engine:
         before = engine.scores(batch())
         doubled = {shard.name: 2 * shard.tensor for shard in engine.weight_shards()}
         engine.load_weights(doubled)
@@ -138,7 +138,7 @@ def test_the_host_waits_no_more_often_for_more_layers_of_experts(recompute: bool
     waits, sums = [], []
     for layers in (2, 4):
         head = PolicyHead(tiny_moe(tmp_path / str(layers), layers=layers))
-        engine = FsdpEngine(head, optimizer=AdamW(), dtype=torch.float32, flat=True, load_balance=COEFFICIENT, recompute=recompute)
+        engine = fsdp_engine(head, optimizer=AdamW(), dtype=torch.float32, flat=True, load_balance=COEFFICIENT, recompute=recompute)
         with closing(engine):
             engine.update(batch(), WeightedLikelihood())  # some things are looked at once
             with Waits() as counted:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from support.families import COLUMNS, FAMILIES, folder_of, results
+from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph.engines.api import Sampling
 from rlgraph.engines.forward import flash, packed_attention, self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.self_test import VOCAB
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.pretrained import byte_tokenizer
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError, GraphError
@@ -54,7 +54,7 @@ def test_each_engine_gives_the_models_own_log_probs_or_is_refused(name: str, tmp
     expected = own_scores(folder, batch)
     for way, settings in WAYS.items():
         if found.get(way, found["flat"]) in ("right", *(["own prompts"] if way not in found else [])):
-            with closing(FsdpEngine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32, **settings)) as engine:  # type: ignore[arg-type]
+            with closing(fsdp_engine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32, **settings)) as engine:  # type: ignore[arg-type]
                 torch.testing.assert_close(engine.scores(batch), expected, atol=NEAR, rtol=0)
     if found["generator"] == "right":
         generator = TransformersEngine(folder, dtype=torch.float32, max_context=256)
@@ -87,7 +87,7 @@ def test_an_update_is_that_of_the_models_own_forward(name: str, settings: dict[s
         terms.append(-(table.gather(-1, tokens[-size:, None])[:, 0] * batch["advantages"][row][mask]).sum())
     (sum(terms) / int(batch["response_mask"].sum())).backward()  # type: ignore[union-attr]
     norm = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm().item()
-    engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=1.0, eps=EPS, grad_clip=1e9), dtype=torch.float32, **settings)  # type: ignore[arg-type]
+    engine = fsdp_engine(PolicyHead(folder), optimizer=AdamW(lr=1.0, eps=EPS, grad_clip=1e9), dtype=torch.float32, **settings)  # type: ignore[arg-type]
     before = {name: weight.clone() for name, weight in engine.weights().items()}
     metrics = engine.update(batch, WeightedLikelihood())
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
@@ -123,7 +123,7 @@ def rotating(name: str, folder: Path) -> Path:
 def test_rows_beside_others_have_the_rotary_factors_of_a_row_alone_or_are_refused(name: str, flat: bool, tmp_path: Path) -> None:
     folder, batch = rotating(name, tmp_path / name), self_test._batch()
     short = {column: values[2:] for column, values in batch.items()}  # of at most 54 tokens; a prompt and its responses have more
-    with closing(FsdpEngine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32, flat=flat)) as engine:
+    with closing(fsdp_engine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32, flat=flat)) as engine:
         torch.testing.assert_close(engine.scores(short), own_scores(folder, short), atol=NEAR, rtol=0)
         with pytest.raises(DataError, match=r"a row has 70 tokens, but beyond 60 the model's rotary factors depend"):
             engine.scores(batch)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from programs.data_parallel_ranks import run_ranks
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of
+from support.trainer_engines import fsdp_engine
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -37,7 +38,7 @@ def make() -> Iterator[Any]:
     engines: list[FsdpEngine] = []
 
     def build(path: Path, **settings: Any) -> FsdpEngine:
-        engines.append(FsdpEngine(PolicyHead(path), **{"optimizer": STEP, "dtype": torch.float32} | settings))
+        engines.append(fsdp_engine(PolicyHead(path), **{"optimizer": STEP, "dtype": torch.float32} | settings))
         return engines[-1]
 
     yield build
@@ -287,7 +288,7 @@ def test_training_resumes_from_a_state(make: Any, tied: Path) -> None:
 
 def test_several_ranks_need_a_process_group(tied: Path) -> None:
     with pytest.raises(GraphError, match="init_process_group"):
-        FsdpEngine(PolicyHead(tied), optimizer=AdamW(), rank=0, world=2)
+        fsdp_engine(PolicyHead(tied), optimizer=AdamW(), rank=0, world=2)
 
 
 def test_two_ranks_take_the_step_of_one(make: Any, tied: Path, tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from support.families import folder_of
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of
+from support.trainer_engines import fsdp_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlgraph.engines.forward.policy_head import PolicyHead, Scored, head_scores, sum_pi_squared, token_scores
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.backbone import LogitShape
 from rlgraph.values.optimizers import AdamW
 
@@ -106,7 +106,7 @@ def test_a_policy_with_a_fused_head_takes_the_same_steps(kind: str, tmp_path: Pa
     batch, found = batch_of(LENGTHS, holes=True), []
     batch["prompts"], batch["responses"] = batch["prompts"] % 90, batch["responses"] % 90  # the words of a small model
     for fused in (False, True):
-        with closing(FsdpEngine(PolicyHead(folder, fused=fused), optimizer=AdamW(lr=1e-2, eps=1e-3), dtype=torch.float32)) as engine:
+        with closing(fsdp_engine(PolicyHead(folder, fused=fused), optimizer=AdamW(lr=1e-2, eps=1e-3), dtype=torch.float32)) as engine:
             scores = engine.scores(batch, temperature=0.8)
             metrics = [engine.update(batch, WeightedLikelihood(entropy=0.1), temperature=0.8) for _ in range(3)]
             found.append((scores, metrics, {name: weight.clone() for name, weight in engine.weights().items()}))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of
+from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -19,7 +20,7 @@ from rlgraph.values.optimizers import AdamW
 
 def engine_of(folder: Path, *, offloaded: bool) -> FsdpEngine:
     optimizer = AdamW(lr=1e-2, weight_decay=0.1, warmup_steps=2)
-    return FsdpEngine(PolicyHead(folder), optimizer=optimizer, dtype=torch.float32, host_moments=offloaded)
+    return fsdp_engine(PolicyHead(folder), optimizer=optimizer, dtype=torch.float32, offload="moments" if offloaded else None)
 
 
 def held(engine: FsdpEngine) -> dict[str, torch.Tensor]:
@@ -80,7 +81,7 @@ def test_other_moments_than_adamws_are_not_offloaded() -> None:
 def test_moments_that_stay_are_where_they_were_while_the_engine_sleeps(stay: bool, tied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, of whose memory only the moments' is taken."""
     taken: list[bool] = []
-    with closing(FsdpEngine(PolicyHead(tied), optimizer=AdamW(), dtype=torch.float32, moments_stay=stay)) as engine:
+    with closing(fsdp_engine(PolicyHead(tied), optimizer=AdamW(), dtype=torch.float32, offload="never" if stay else None)) as engine:
         engine.update(batch_of(LENGTHS), WeightedLikelihood())
         with monkeypatch.context() as patched:
             patched.setattr(engine, "_device", torch.device("cuda"))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import WeightedLikelihood, batch_of
+from support.trainer_engines import fsdp_engine
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -12,7 +13,6 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models import backbone
 from rlgraph.plan.memory_laws import kept_by_layer
 from rlgraph.plan.model_shapes import ModelShape
@@ -66,7 +66,7 @@ def kept(layers: int, recompute: Recompute) -> tuple[int, int]:
     torch.manual_seed(0)
     head = PolicyHead(Qwen3ForCausalLM(config).eval())
     backbone.install_fused_norms(head.model)
-    engine = FsdpEngine(head, optimizer=rg.AdamW(), dtype=torch.float32, adapter=rg.LoRA(rank=1), flat=False, recompute=recompute)
+    engine = fsdp_engine(head, optimizer=rg.AdamW(), dtype=torch.float32, adapter=rg.LoRA(rank=1), flat=False, recompute=recompute)
     batch = batch_of([RESPONSE], group=1)
     tokens = int(batch["prompt_mask"].sum()) + RESPONSE - 1  # the last one predicts none
     loss = Measuring()

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.families import folder_of
 from support.peft_golden import ALPHA, GOLDEN, RANK, TARGETS, loss_of, matrices, tokens
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of
+from support.trainer_engines import fsdp_engine
 
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -161,7 +162,7 @@ def test_a_family_with_an_adapter_is_the_model_with_merged_weights(family: str, 
     from transformers import AutoModelForCausalLM
 
     folder, batch = folder_of(family, tmp_path), self_test._batch()
-    engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=1e-2), dtype=torch.float32, adapter=LoRA(rank=2))
+    engine = fsdp_engine(PolicyHead(folder), optimizer=AdamW(lr=1e-2), dtype=torch.float32, adapter=LoRA(rank=2))
     draw = torch.Generator().manual_seed(0)
     for tensor in engine.weights().values():
         tensor.copy_(0.05 * torch.randn(tensor.shape, generator=draw))
@@ -231,7 +232,7 @@ def gradients(engine: FsdpEngine, batch: Any) -> dict[str, torch.Tensor]:
 def test_a_critic_with_an_adapter_has_values_and_gradients_of_the_merged_critic(tied: Path) -> None:
     batch, draw = batch_of(LENGTHS, holes=True), torch.Generator().manual_seed(3)
     given: dict[str, Any] = {"optimizer": AdamW(lr=1e-2, grad_clip=1e9), "dtype": torch.float32}
-    engine, plain = (FsdpEngine(ValueHead(tied), adapter=lora, **given) for lora in (RANK4, None))
+    engine, plain = (fsdp_engine(ValueHead(tied), adapter=lora, **given) for lora in (RANK4, None))
     weights, whole = engine.weights(), plain.weights()
     assert "score.weight" in weights
     assert all(".lora_" in name for name in weights if name != "score.weight")
@@ -255,7 +256,7 @@ def test_a_critic_with_an_adapter_has_values_and_gradients_of_the_merged_critic(
 
 
 def test_a_critic_begins_with_a_policys_adapter(make: Any, tied: Path, peft: Path) -> None:
-    policy, critic = make(tied, adapter=LoRA.load(peft)), FsdpEngine(ValueHead(tied), optimizer=AdamW(), adapter=LoRA.load(peft))
+    policy, critic = make(tied, adapter=LoRA.load(peft)), fsdp_engine(ValueHead(tied), optimizer=AdamW(), adapter=LoRA.load(peft))
     own = {f"model.{name}": tensor for name, tensor in critic.weights().items() if name != "score.weight"}
     assert own.keys() == policy.weights().keys()
     assert all(torch.equal(policy.weights()[name], tensor) for name, tensor in own.items())

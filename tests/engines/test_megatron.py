@@ -167,9 +167,9 @@ def test_megatron_trains_as_fsdp_does_and_each_goes_on_from_the_others_state(
 def test_what_recomputes_keeps_nothing_in_the_first_pass(
     recompute: Recompute, layer: list[bool], inside: list[bool], cases: dict[str, Case]
 ) -> None:
-    from rlgraph.engines.megatron.engine import MegatronEngine
+    from support.trainer_engines import megatron_engine
 
-    engine = MegatronEngine(PolicyHead(cases["llama"].folder), optimizer=ADAMW, dtype=torch.float32, recompute=recompute)
+    engine = megatron_engine(PolicyHead(cases["llama"].folder), optimizer=ADAMW, dtype=torch.float32, recompute=recompute)
     calls: dict[str, list[bool]] = {"layer": [], "feed-forward": []}
     for module in engine._stage.decoder.layers:
         module.register_forward_hook(lambda *given: calls["layer"].append(torch.is_grad_enabled()))

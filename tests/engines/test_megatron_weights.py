@@ -44,10 +44,10 @@ class Calls(TorchDispatchMode):
 @pytest.fixture(params=["qwen2", "qwen3", "moe"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Path]]:
     """A trainer that computes in bfloat16, of a model whose queries are of two groups of heads, and its folder."""
-    from rlgraph.engines.megatron.engine import MegatronEngine
+    from support.trainer_engines import megatron_engine
 
     folder = tiny_mixture(tmp_path / "moe") if request.param == "moe" else tiny_qwen(tmp_path, request.param)
-    made = MegatronEngine(PolicyHead(folder), optimizer=AdamW())
+    made = megatron_engine(PolicyHead(folder), optimizer=AdamW())
     yield made, folder
     made.close()
 

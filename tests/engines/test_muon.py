@@ -6,6 +6,7 @@ import pytest
 import torch
 from programs.data_parallel_ranks import run_ranks
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_llama
+from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -17,7 +18,7 @@ SETTINGS = rg.Muon(lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
 def engine_of(model: Path, settings: rg.AdamW = SETTINGS) -> FsdpEngine:
-    return FsdpEngine(PolicyHead(model), optimizer=settings, dtype=torch.float32)
+    return fsdp_engine(PolicyHead(model), optimizer=settings, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, rg.Muon(lr=2e-2, eps=1e-3, nesterov=False, momentum=0.8, ns_steps=3, adjust_lr="original")])

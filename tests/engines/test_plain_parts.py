@@ -18,15 +18,16 @@ MORE = 1.3  # launches of two ranks over those of one: exchanges, and the step o
 
 def update_of(folder: str, world: int, results: Any) -> None:
     """Update on one of `world` ranks whose collectives do nothing: put how often torch was called, and what passes computed with."""
+    from support.trainer_engines import fsdp_engine
+
     from rlgraph.engines.forward.policy_head import PolicyHead
-    from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.values.optimizers import AdamW
 
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     given: dict[str, Any] = {"flat": True, "recompute": True, "micro_batch_tokens": 48, "tensor_parallel": world}
     head = PolicyHead(folder)
-    engine = FsdpEngine(head, optimizer=AdamW(), rank=0, world=world, dtype=torch.float32, **given)
+    engine = fsdp_engine(head, optimizer=AdamW(), rank=0, world=world, dtype=torch.float32, **given)
     kinds: set[type] = set()
 
     def note(module: torch.nn.Module, *_: object) -> None:

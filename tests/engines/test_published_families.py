@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from support.families import folder_of
 from support.paths import PROGRAMS, PYTHONPATH
 from support.tiny import VLLM_PROMPTS as PROMPTS
+from support.trainer_engines import fsdp_engine
 
 from rlgraph.channels.weights.shards import Assembly, WeightShard, whole
 from rlgraph.engines.forward import self_test
@@ -59,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
         at_end.callback(logging.disable, logging.NOTSET)
         for name in FAMILIES:
             folder, batch = folder_of(name, parent), self_test._batch()
-            engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=3e-2, grad_clip=1e9), dtype=torch.float32)
+            engine = fsdp_engine(PolicyHead(folder), optimizer=AdamW(lr=3e-2, grad_clip=1e9), dtype=torch.float32)
             at_end.callback(engine.close)
             batch["advantages"] = torch.randn(batch["responses"].shape, generator=torch.Generator().manual_seed(1))
             engine.update(batch, WeightedLikelihood())
@@ -101,7 +102,7 @@ def test_vllm_samples_with_what_a_trainer_published(trained: dict[str, Any], tmp
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "found.pt")
     for name, (folder, engine, _) in trained.items():
-        with closing(FsdpEngine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32)) as of_folder:
+        with closing(fsdp_engine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32)) as of_folder:
             for scorer, responses in zip((of_folder, engine), found[name]["responses"], strict=True):
                 expected = scorer.scores(batch_of([response["tokens"] for response in responses]))
                 sampled = torch.tensor([response["log_probs"] for response in responses])

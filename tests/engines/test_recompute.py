@@ -11,13 +11,13 @@ import torch
 from functorch.compile import aot_module_simplified, make_boxed_func, min_cut_rematerialization_partition
 from support.families import folder_of
 from support.tiny import WeightedLikelihood
+from support.trainer_engines import fsdp_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 import rlgraph as rg
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.recompute import Keeps
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.errors import GraphError
@@ -52,7 +52,7 @@ def updated(folder: Path, *, count: bool = True, **settings: Any) -> tuple[dict[
     """The gradients of a batch, as Adam's first moments have them, and the operations of the update."""
     batch = self_test._batch()
     batch["advantages"] = torch.randn(batch["responses"].shape, generator=torch.Generator().manual_seed(1))
-    engine = FsdpEngine(PolicyHead(folder), optimizer=rg.AdamW(lr=1e-3, grad_clip=1e9), dtype=torch.float32, **settings)
+    engine = fsdp_engine(PolicyHead(folder), optimizer=rg.AdamW(lr=1e-3, grad_clip=1e9), dtype=torch.float32, **settings)
     counted = Counted()
     with closing(engine):
         with counted if count else nullcontext():

@@ -19,6 +19,7 @@ from support.router_replay import (
     weights_of,
 )
 from support.tiny import WeightedLikelihood, other_weights, tiny_llama, tiny_moe
+from support.trainer_engines import fsdp_engine
 
 from rlgraph.engines.api import Request, Sampling
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -43,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trainer(folder: Path, **settings: Any) -> FsdpEngine:
     given = {"router_replay": True, "dtype": torch.float32, "optimizer": AdamW(lr=1e-2, eps=1e-3, grad_clip=1e9)} | settings
-    return FsdpEngine(PolicyHead(folder), **given)
+    return fsdp_engine(PolicyHead(folder), **given)
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_llama
+from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -81,7 +82,7 @@ def test_a_resumed_trainer_goes_on_with_the_same_rate_and_the_same_bits(optimize
     settings = optimizer(lr=1e-2, schedule=rg.Cosine(warmup_steps=2, steps=6, final=0.1))
 
     def engine() -> FsdpEngine:
-        return FsdpEngine(PolicyHead(model), optimizer=settings, dtype=torch.float32)
+        return fsdp_engine(PolicyHead(model), optimizer=settings, dtype=torch.float32)
 
     one, whole = engine(), []
     for step in range(6):

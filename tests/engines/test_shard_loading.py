@@ -17,11 +17,11 @@ from support.families import folder_of
 from support.forked_ranks import process_group, run_ranks
 from support.forked_workers import server
 from support.tiny import tiny_llama, tiny_qwen
+from support.trainer_engines import fsdp_engine
 from transformers import AutoModel, AutoModelForCausalLM
 
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf_models import folder_weights
 from rlgraph.engines.hf_models.backbone import skeleton
@@ -35,7 +35,7 @@ Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # by pa
 
 def load_shards(kind: str, folder: Path, rank: int, world: int) -> Held:
     """Load a model, and copy the boxes that this rank has of it."""
-    engine = FsdpEngine(HEADS[kind](folder), optimizer=AdamW(), rank=rank, world=world, dtype=torch.float32)
+    engine = fsdp_engine(HEADS[kind](folder), optimizer=AdamW(), rank=rank, world=world, dtype=torch.float32)
     boxes = {name: own_box(name, parameter) for name, parameter in engine.trained().items()}
     found = {name: (box.global_shape, box.offsets, box.tensor.clone()) for name, box in boxes.items()}
     engine.close()
@@ -186,7 +186,7 @@ def test_an_engine_trains_from_the_weights_that_it_read(folders: dict[str, Path]
 
     batch, results = batch_of(LENGTHS), []
     for head in (PolicyHead(folders["tied"]), PolicyHead(AutoModelForCausalLM.from_pretrained(folders["tied"], dtype=torch.float32))):
-        with closing(FsdpEngine(head, optimizer=AdamW(lr=1e-2), dtype=torch.float32)) as engine:
+        with closing(fsdp_engine(head, optimizer=AdamW(lr=1e-2), dtype=torch.float32)) as engine:
             metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(2)]
             results.append((metrics, {name: weight.clone() for name, weight in engine.weights().items()}))
     assert results[0][0] == results[1][0]

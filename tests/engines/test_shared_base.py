@@ -11,6 +11,7 @@ import torch
 from programs.base_holders import BIG, NUMBERS, SEGMENT, fill_tensor, hold_base
 from programs.lora_ranks import engine_of, train_adapter
 from support.forked_workers import server
+from support.trainer_engines import fsdp_engine
 
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
@@ -72,7 +73,7 @@ def test_with_a_shared_base_models_train_with_the_same_bits(
 def test_a_critic_holds_the_layers_of_a_policy_and_its_own_head(untied: Path) -> None:
     base = BaseHere()
     policy = engine_of(untied, shared_base=base)
-    critic = FsdpEngine(ValueHead(untied), optimizer=AdamW(), dtype=torch.float32, adapter=LoRA(rank=2), shared_base=base)
+    critic = fsdp_engine(ValueHead(untied), optimizer=AdamW(), dtype=torch.float32, adapter=LoRA(rank=2), shared_base=base)
     left, right = frozen(policy), frozen(critic)
     assert left.keys() - right.keys() == {"lm_head.weight"}
     assert right.keys() < left.keys()

@@ -11,6 +11,7 @@ from programs.data_parallel_ranks import run_ranks
 from support.families import folder_of
 from support.flat_kernel import flash4_on_cpu, flash_on_cpu
 from support.tiny import WeightedLikelihood, batch_of, returns_of
+from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph.algorithms import ValueLoss
@@ -37,7 +38,7 @@ def make() -> Iterator[Any]:
     engines: list[FsdpEngine] = []
 
     def build(folder: Path, head: Any = PolicyHead, **settings: Any) -> FsdpEngine:
-        engines.append(FsdpEngine(head(folder), **{"optimizer": STEP, "dtype": torch.float32, "flat": True} | settings))
+        engines.append(fsdp_engine(head(folder), **{"optimizer": STEP, "dtype": torch.float32, "flat": True} | settings))
         return engines[-1]
 
     yield build

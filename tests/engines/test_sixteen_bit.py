@@ -9,6 +9,7 @@ import pytest
 import torch
 from programs.low_bit_ranks import run_low_bit, settings_of
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of
+from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
@@ -17,6 +18,7 @@ from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.optimizers import NAMES, Positions, SixteenBitAdamW, rounded
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.errors import CheckpointError, GraphError
+from rlgraph.graph.operation import ModelTraits
 from rlgraph.plan.estimates import MOMENTS, OPTIMIZER, Workload, fully_sharded
 from rlgraph.plan.model_shapes import ModelShape
 
@@ -25,7 +27,7 @@ SETTINGS = settings_of("16bit")
 
 @contextmanager
 def engine_of(folder: Path, settings: rg.AdamW = SETTINGS, **given: Any) -> Iterator[FsdpEngine]:
-    with closing(FsdpEngine(PolicyHead(folder), optimizer=settings, dtype=torch.float32, **given)) as engine:
+    with closing(fsdp_engine(PolicyHead(folder), optimizer=settings, dtype=torch.float32, **given)) as engine:
         yield engine
 
 
@@ -81,12 +83,12 @@ def test_bits_repeat_on_device_and_host_and_from_checkpoints(
     for turn, on_host in enumerate((False, True, False)):
         if turn == 2:
             monkeypatch.setattr(optimizers, "PIECE", 640)  # and pieces of other sizes
-        with engine_of(folder, host_moments=on_host) as engine:
+        with engine_of(folder, offload="moments" if on_host else None) as engine:
             metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(2)]
             engine.save(tmp_path / str(turn), 60.0)()
             metrics.append(engine.update(batch, WeightedLikelihood()))
             found.append((metrics, held(engine)))
-        with engine_of(folder, host_moments=not on_host) as again:
+        with engine_of(folder, offload=None if on_host else "moments") as again:
             again.load(tmp_path / str(turn))
             assert again.update(batch, WeightedLikelihood()) == metrics[-1]
             assert same(held(again), found[0][1])
@@ -147,12 +149,9 @@ def test_ranks_have_the_bits_of_one(tied: Path, tmp_path: Path) -> None:
 
 def test_plans_count_four_bytes_and_muon_refuses() -> None:
     shape = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=1000)
-    needs = {
-        bits: fully_sharded(
-            Workload(shape=shape, itemsize=2, workers=2, width=1, rows=8, longest=64, usual=64, trained=True, moments=bits)
-        ).stays["optimizer"]
-        for bits in MOMENTS
-    }
+    sizes = {"itemsize": 2, "workers": 2, "width": 1, "rows": 8, "longest": 64, "usual": 64}
+    traits = {bits: ModelTraits(optimizer=rg.AdamW(moments=bits)) for bits in MOMENTS}
+    needs = {bits: fully_sharded(Workload(shape=shape, **sizes, trained=True, traits=traits[bits])).stays["optimizer"] for bits in MOMENTS}
     assert needs["32bit"] == OPTIMIZER * shape.parameters // 2
     assert needs["16bit"] == needs["32bit"] // 2
     with pytest.raises(GraphError, match=r"Muon\(moments='16bit'\): only AdamW's moments have fewer than 32 bits"):

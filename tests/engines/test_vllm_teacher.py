@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 from support import forked_workers
+from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.errors import GraphError
 
@@ -43,7 +43,7 @@ def test_a_teacher_on_vllm_gives_the_log_probs_of_one_in_the_trainer(tmp_path: P
     assert scorer.exitcode == 0
     found = torch.load(tmp_path / "out.pt")
 
-    trainer = FsdpEngine(PolicyHead(folder), optimizer=rg.AdamW(), dtype=torch.float32, micro_batch_tokens=4096)
+    trainer = fsdp_engine(PolicyHead(folder), optimizer=rg.AdamW(), dtype=torch.float32, micro_batch_tokens=4096)
     scores, ids, top = trainer.top_scores(batch, 4)
     whole = trainer.top_scores(batch, 1000)[2]
     trainer.close()

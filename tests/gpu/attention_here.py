@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from support.families import folder_of
 from support.tiny import WeightedLikelihood
+from support.trainer_engines import fsdp_engine
 
 from rlgraph.engines.forward import packed_attention, self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.values.optimizers import AdamW
 
 ROUGH = 4 if sys.argv[1] == "gpt_oss" else 1  # rounding sends some tokens to other experts
@@ -32,7 +32,7 @@ mask = batch["response_mask"]
 
 def trained(place: str, dtype: torch.dtype, **settings: Any) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
     """Give log-probs, the gradient's norm, and the step of an optimizer that only scales the gradient."""
-    engine = FsdpEngine(
+    engine = fsdp_engine(
         PolicyHead(folder), optimizer=AdamW(lr=1.0, eps=100.0, grad_clip=1e9), device=place, dtype=dtype, flat=True, **settings
     )
     before = {name: weight.cpu().clone() for name, weight in engine.weights().items()}

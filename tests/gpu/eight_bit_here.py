@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from bitsandbytes.optim import AdamW8bit
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
+from support.trainer_engines import fsdp_engine
 from transformers import AutoModelForCausalLM
 
 import rlgraph as rg
@@ -28,7 +29,7 @@ batch = batch_of(LENGTHS)
 
 
 def made(adapter: rg.LoRA | None) -> FsdpEngine:
-    return FsdpEngine(PolicyHead(folder), optimizer=SETTINGS, device=DEVICE, dtype=kind, adapter=adapter)
+    return fsdp_engine(PolicyHead(folder), optimizer=SETTINGS, device=DEVICE, dtype=kind, adapter=adapter)
 
 
 for adapter in (None, rg.LoRA(rank=64)):
@@ -74,7 +75,7 @@ model.save_pretrained("rounded")
 found, updates = [], []
 for place, base in ((folder, "nf4"), ("rounded", None)):
     lora = rg.LoRA(rank=16, base=base)  # type: ignore[arg-type]
-    engine = FsdpEngine(PolicyHead(place), optimizer=rg.AdamW(lr=1e-3), device=DEVICE, dtype=kind, adapter=lora)
+    engine = fsdp_engine(PolicyHead(place), optimizer=rg.AdamW(lr=1e-3), device=DEVICE, dtype=kind, adapter=lora)
     found.append(engine.scores(batch))
     updates.append([engine.update(batch, WeightedLikelihood()) for _ in range(3)])
     engine.close()

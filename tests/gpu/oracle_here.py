@@ -13,10 +13,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from support.digests import ITEMS
 from support.tiny import tiny_llama
+from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 
 STEPS, NEAR, TOLERANCE = 4, 0.05, 2e-3  # nats of a bfloat16 engine; a share of loss and norm
 TAKEN = "prompts prompt_mask responses response_mask rollout_log_probs weight_version rewards advantages"
@@ -58,7 +58,7 @@ with plan.launch(deadline_s=200) as job:
     steps = list(job.steps(STEPS))
 print("staleness", [done.staleness for done in steps])
 
-oracle = FsdpEngine(PolicyHead(folder), optimizer=STEP, device="cpu", dtype=torch.float32)
+oracle = fsdp_engine(PolicyHead(folder), optimizer=STEP, device="cpu", dtype=torch.float32)
 batches = [torch.load(kept / f"{index}.pt", weights_only=True) for index in range(STEPS)]
 scores = []  # of each version: what the oracle gives each batch
 for index, done in enumerate(steps):

@@ -17,11 +17,11 @@ import torch
 from support.families import folder_of
 from support.flat_kernel import flash_on_cpu
 from support.tiny import WeightedLikelihood, batch_of
+from support.trainer_engines import fsdp_engine
 
 from rlgraph.batching.packing import pack_flat, plan_micro_batches
 from rlgraph.engines.forward import flash, packed_attention
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.values.optimizers import AdamW
 
 FAMILY = sys.argv[1]
@@ -76,7 +76,7 @@ def kernel_alone(batch: dict[str, torch.Tensor]) -> None:
 def trained(place: str, dtype: torch.dtype, **settings: Any) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
     """Give log-probs, the gradient's norm, and the step of an optimizer that only scales the gradient."""
     adam = AdamW(lr=1.0, eps=100.0, grad_clip=1e9)
-    engine = FsdpEngine(PolicyHead(folder), optimizer=adam, device=place, dtype=dtype, flat=True, **settings)
+    engine = fsdp_engine(PolicyHead(folder), optimizer=adam, device=place, dtype=dtype, flat=True, **settings)
     before = {name: weight.cpu().clone() for name, weight in engine.weights().items()}
     scores = engine.scores(batch)
     norm = engine.update(batch, WeightedLikelihood())["actor/grad_norm"]

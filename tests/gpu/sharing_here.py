@@ -34,9 +34,9 @@ def measured(rank: int, world: int, sharing: dict[str, int], folder: Path, rende
         import torch
         import torch.distributed as dist
         from support.tiny import WeightedLikelihood, batch_of
+        from support.trainer_engines import fsdp_engine
 
         from rlgraph.engines.forward.policy_head import PolicyHead
-        from rlgraph.engines.fsdp.engine import FsdpEngine
         from rlgraph.engines.fsdp.sharding import backends
         from rlgraph.values.optimizers import AdamW
 
@@ -47,7 +47,7 @@ def measured(rank: int, world: int, sharing: dict[str, int], folder: Path, rende
         for dtype in (torch.float32, torch.bfloat16):
             step = AdamW(lr=1e-3, eps=1e-3)
             more: dict[str, Any] = {"device": device, "dtype": dtype, "micro_batch_tokens": 96, **sharing}
-            made: Any = partial(FsdpEngine, flat=True)
+            made: Any = partial(fsdp_engine, flat=True)
             if MEGATRON and world > 1:
                 from rlgraph.engines.megatron.engine import MegatronEngine
 

@@ -7,16 +7,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_llama
+from support.trainer_engines import fsdp_engine
 
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.values.optimizers import AdamW
 
 STEP = AdamW(lr=1e-2, eps=1e-3)
 folder, batch = tiny_llama(Path("model")), batch_of(LENGTHS, holes=True)
 found = []
 for device in ("cpu", "cuda"):
-    engine = FsdpEngine(PolicyHead(folder), optimizer=STEP, device=device, dtype=torch.float32)
+    engine = fsdp_engine(PolicyHead(folder), optimizer=STEP, device=device, dtype=torch.float32)
     before = engine.scores(batch)
     engine.update(batch, WeightedLikelihood())
     engine.sleep()

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from support.tiny import WeightedLikelihood, batch_of, tiny_llama
+from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph import notices
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import GraphError, GuardError
 from rlgraph.nodes.training.guards import Guards, Outliers, UpdateGuard
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(model: Path, guards: Guards, *batches):
     """Return the metrics of an update on each batch, and the weights after all of them."""
-    engine = FsdpEngine(PolicyHead(model), optimizer=rg.AdamW(lr=1e-3), dtype=torch.float32)
+    engine = fsdp_engine(PolicyHead(model), optimizer=rg.AdamW(lr=1e-3), dtype=torch.float32)
     guard = UpdateGuard("update", guards)
     found = []
     with closing(engine):

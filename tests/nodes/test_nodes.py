@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import rlgraph as rg
@@ -248,8 +248,9 @@ def test_columns_of_different_lengths_are_refused() -> None:
         checked_columns("mine", ("a", "b"), {"a": torch.zeros(2), "b": torch.zeros(3)})
 
 
+@example([(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)])
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 300), st.integers(0, 15)), min_size=2, max_size=40, unique=True))
-def test_each_response_of_a_run_is_sampled_with_aseed_of_of_its_own(places: list[tuple[int, int, int]]) -> None:
+def test_each_response_of_a_run_is_sampled_with_a_seed_of_its_own(places: list[tuple[int, int, int]]) -> None:
     assert len({seed_of(*place) for place in places}) == len(places)
 
 

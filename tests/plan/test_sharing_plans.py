@@ -196,8 +196,9 @@ def test_ranks_that_share_a_pass_take_its_activations_and_logits_apart() -> None
     shape = ModelShape.from_config(QWEN3_8B)
     assert shape is not None
     work = Workload(shape=shape, itemsize=2, workers=4, width=1.0, rows=64, longest=4096, usual=4096)
-    work = replace(work, trained=True, micro_batch_tokens=8192, fused_head=False)
-    alone, tensor, context = (fully_sharded(w).runs for w in (work, replace(work, tensor=2), replace(work, context=2)))
+    given = {"micro_batch_tokens": 8192, "fused_head": False}
+    traits = [ModelTraits(**given, **ranks) for ranks in ({}, {"tensor_parallel": 2}, {"context_parallel": 2})]
+    alone, tensor, context = (fully_sharded(replace(work, trained=True, traits=each)).runs for each in traits)
     gathered = shape.layers * 2 * shape.hidden * 2 * 8192  # tokens behind both norms, of which each rank keeps all
     assert tensor["activations"] == (alone["activations"] + gathered) // 2
     assert tensor["gathered layers"] == alone["gathered layers"] // 2
@@ -209,22 +210,26 @@ def test_ranks_that_share_experts_never_gather_those_of_others() -> None:
     shape = ModelShape.from_config(QWEN3_30B_A3B)
     assert shape is not None
     work = Workload(shape=shape, itemsize=2, workers=8, width=1.0, rows=64, longest=4096, usual=4096, trained=True)
-    all_experts, own = fully_sharded(work), fully_sharded(replace(work, expert=4))
+    all_experts, own = fully_sharded(work), fully_sharded(replace(work, traits=ModelTraits(expert_parallel=4)))
     of_a_layer = 128 * 3 * 768 * 2048
     gathered = [need.instants["backward of a layer"]["gathered layers"] for need in (all_experts, own)]
     assert gathered[0] - gathered[1] == 2 * 2 * of_a_layer * 3 // 4
     assert own.stays == all_experts.stays
 
 
+CUT = ModelTraits(tensor_parallel=2, pipeline_parallel=2, micro_batch_tokens=0)
+
+
 def test_groups_of_a_model_that_is_cut_alike_share_its_float32_weights_and_moments() -> None:
     shape = ModelShape.from_config(QWEN3_8B)
     assert shape is not None
-    work = Workload(shape=shape, itemsize=2, workers=8, width=1.0, rows=64, longest=4096, usual=4096, trained=True, tensor=2, pipeline=2)
+    work = Workload(shape=shape, itemsize=2, workers=8, width=1.0, rows=64, longest=4096, usual=4096, trained=True, traits=CUT)
     own, owned = shape.parameters // 4, shape.parameters // 8
     assert model_parallel(work).stays == {"weights": 2 * own + 4 * owned, "optimizer": 8 * owned, "gradients": 4 * own}
     assert model_parallel(replace(work, workers=4)).stays == {"weights": 6 * own, "optimizer": 8 * own, "gradients": 4 * own}
     assert model_parallel(replace(work, itemsize=4)).stays["weights"] == 4 * own, "passes compute with the weights themselves"
-    assert model_parallel(replace(work, context=2)) == model_parallel(work), "ranks of a row share them as groups do"
+    of_rows = replace(work, traits=replace(CUT, context_parallel=2))
+    assert model_parallel(of_rows) == model_parallel(work), "ranks of a row share them as groups do"
     assert model_parallel(replace(work, workers=64)).stays["optimizer"] == 8 * shape.vocab * shape.hidden // 2, "an embedding has one owner"
 
 

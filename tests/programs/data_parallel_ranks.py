@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from support import forked_ranks
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
+from support.trainer_engines import fsdp_engine
 from torch.distributed import distributed_c10d
 
 from rlgraph.algorithms import ValueLoss
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.values.optimizers import AdamW, Muon
 
 MICRO_BATCH_TOKENS = 16
@@ -60,7 +60,7 @@ def be_rank(kind: str, folder: Path, out: Path, rank: int, world: int) -> None:
     with forked_ranks.process_group(out, rank, world):
         batch = returns_of(batch_of(LENGTHS, holes=True))
         head, loss = (PolicyHead(folder), WeightedLikelihood(entropy=0.1)) if kind != "critic" else (ValueHead(folder), ValueLoss())
-        engine = FsdpEngine(
+        engine = fsdp_engine(
             head,
             optimizer=Muon(lr=1e-2, eps=1e-3, weight_decay=0.1) if kind == "muon" else AdamW(lr=1e-2, eps=1e-3),
             rank=rank,

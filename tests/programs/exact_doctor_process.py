@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from programs.exact_process import own_rotations, plain_attention, plain_rotation
+from support.trainer_engines import fsdp_engine
 from torch.nn.functional import linear
 
 from rlgraph.engines.exact import cpu
 from rlgraph.engines.exact.diagnosis import compared
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf_models.backbone import backbone_of
 from rlgraph.values.optimizers import AdamW
 
@@ -35,7 +35,7 @@ def main(folder: str, out: Path) -> None:
     subprocess.run(command, check=True, timeout=250)
     seen = torch.load(out / "seen.pt")
     head = PolicyHead(folder)
-    engine = FsdpEngine(head, optimizer=AdamW(), dtype=torch.float32, exact=True)
+    engine = fsdp_engine(head, optimizer=AdamW(), dtype=torch.float32, exact=True)
 
     def first() -> str | None:
         return next((operation.name for operation in compared(head, engine, seen) if not operation.equal), None)

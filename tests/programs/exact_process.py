@@ -126,14 +126,15 @@ def trainer(out: Path, folders: list[Path]) -> None:
 
 def train(folder: Path, out: Path) -> tuple[Any, list[Any]]:
     """Train exactly and not so, side by side, and keep the weights before and after."""
+    from support.trainer_engines import fsdp_engine
+
     from rlgraph.engines.forward.policy_head import PolicyHead
-    from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.values.optimizers import AdamW
 
     out.mkdir()
     settings: dict[str, Any] = {"optimizer": AdamW(lr=1e-2), "dtype": torch.float32}
-    made = FsdpEngine(PolicyHead(folder), exact=True, micro_batch_tokens=600, **settings)
-    plain = FsdpEngine(PolicyHead(folder), flat=True, micro_batch_tokens=600, **settings)
+    made = fsdp_engine(PolicyHead(folder), exact=True, micro_batch_tokens=600, **settings)
+    plain = fsdp_engine(PolicyHead(folder), flat=True, micro_batch_tokens=600, **settings)
     given, steps = batch_of([7, 2, 5, 5, 1, 12], seed=3), []
     for version in (0, 1):
         torch.save({name: tensor.clone() for name, tensor in made.weights().items()}, out / f"weights{version}.pt")

@@ -7,6 +7,7 @@ import torch
 from programs.parallel_ranks import assemble_shards, copy_shards
 from support.forked_ranks import process_group, run_ranks
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of
+from support.trainer_engines import fsdp_engine
 
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
@@ -19,7 +20,7 @@ STEP, RANK4 = AdamW(lr=1e-2, eps=1e-3), LoRA(rank=4, alpha=8.0)
 
 def engine_of(folder: Path, rank: int = 0, world: int = 1, **given: Any) -> FsdpEngine:
     given = {"optimizer": STEP, "dtype": torch.float32, "micro_batch_tokens": 32, "adapter": RANK4} | given
-    return FsdpEngine(PolicyHead(folder, fused=given.pop("fused", False)), rank=rank, world=world, **given)
+    return fsdp_engine(PolicyHead(folder, fused=given.pop("fused", False)), rank=rank, world=world, **given)
 
 
 def train_adapter(engine: FsdpEngine, stored: Path | None = None) -> dict[str, Any]:

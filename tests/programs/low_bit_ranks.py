@@ -6,11 +6,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from support.forked_ranks import process_group, run_ranks
+from support.trainer_engines import fsdp_engine
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.optimizers import EightBitAdamW, SixteenBitAdamW
 from rlgraph.engines.fsdp.sharding import full, local
 from rlgraph.values.optimizers import AdamW
@@ -50,7 +50,7 @@ def rows_match(settings: AdamW) -> list[bool]:
 def be_rank(folder: Path, moments: str, out: Path, rank: int, world: int) -> None:
     settings = settings_of(moments)
     with process_group(out, rank, world):
-        engine = FsdpEngine(PolicyHead(folder), optimizer=settings, rank=rank, world=world, dtype=torch.float32)
+        engine = fsdp_engine(PolicyHead(folder), optimizer=settings, rank=rank, world=world, dtype=torch.float32)
         engine.load(out / "one")
         state = {name: local(tensor).clone() for name, tensor in engine.state().items()}
         engine.save(out / "stored", 60.0)()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from support.forked_workers import server
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
+from support.trainer_engines import fsdp_engine, megatron_engine
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlgraph.algorithms import ValueLoss
@@ -23,7 +24,6 @@ from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.head import AT_ONCE
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf_export.folder import GrowingExport
 from rlgraph.engines.hf_export.layout import ExportLayout, planned, write_shards
@@ -62,18 +62,16 @@ class Case:
 def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False, **ranks: int) -> Any:
     head = PolicyHead(case.folder, fused=saving) if case.kind == "policy" else ValueHead(case.folder)
     if case.trainer == "megatron":
-        from rlgraph.engines.megatron.engine import MegatronEngine
-
         own: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "fused": saving}
         own["recompute"] = saving or case.recompute
-        return MegatronEngine(head, optimizer=case.optimizer, rank=rank, world=world, **own, **ranks)
+        return megatron_engine(head, optimizer=case.optimizer, rank=rank, world=world, **own, **ranks)
     given: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "flat": case.flat}
     given["load_balance"] = case.load_balance
     given["shared"] = world > 1  # ranks that share prompts are held against one process that does not
     given["recompute"] = saving or case.recompute
     if case.compiled and world > 1:
         given |= {"compiled": True, "shared": False}
-    return FsdpEngine(head, optimizer=case.optimizer, rank=rank, world=world, host_moments=saving, **given, **ranks)
+    return fsdp_engine(head, optimizer=case.optimizer, rank=rank, world=world, offload="moments" if saving else None, **given, **ranks)
 
 
 def train_steps(engine: Any, kind: str, steps: int = STEPS) -> dict[str, Any]:

@@ -97,6 +97,12 @@ def test_a_cut_has_the_rollout_ahead_by_its_depth_and_the_trained_model_not_at_a
     assert found == {"prompts": 2, "generator": 2, "score": 2, "policy": 0}
 
 
+def test_batches_open_at_a_checkpoint_use_no_version_made_after_it_and_others_any() -> None:
+    saving = Saving("", "", every=4, lookahead=2, trained=False, open=())
+    anything = float("inf")
+    assert [saving.newest_version(step) for step in range(11)] == [*[anything] * 4, 4, 4, *[anything] * 2, 8, 8, anything]
+
+
 @dataclass(frozen=True)
 class Counting(Operation):
     """A node with a state: the number of its firings goes into the rewards."""

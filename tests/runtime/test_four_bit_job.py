@@ -8,10 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
+from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import GraphError
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
@@ -88,7 +88,7 @@ def test_log_probs_are_those_of_the_librarys_own_modules(model: Path) -> None:
     from bitsandbytes.nn import Linear4bit, Params4bit
     from transformers import AutoModelForCausalLM
 
-    engine = FsdpEngine(PolicyHead(model), optimizer=rg.AdamW(), dtype=torch.float32, adapter=NF4, flat=False)
+    engine = fsdp_engine(PolicyHead(model), optimizer=rg.AdamW(), dtype=torch.float32, adapter=NF4, flat=False)
     batch = batch_of([5], group=1)
     found = engine.scores(batch)[0]
     engine.close()
@@ -106,13 +106,13 @@ def test_log_probs_are_those_of_the_librarys_own_modules(model: Path) -> None:
 
 @installed
 def test_the_matrices_are_not_kept(model: Path) -> None:
-    engine = FsdpEngine(PolicyHead(model), optimizer=rg.AdamW(), dtype=torch.float32, adapter=NF4)
+    engine = fsdp_engine(PolicyHead(model), optimizer=rg.AdamW(), dtype=torch.float32, adapter=NF4)
     engine.update(batch_of(LENGTHS), WeightedLikelihood())
     kept = [name for name, _ in engine._head.named_parameters() if "_proj.weight" in name]
     engine.close()
     assert not kept
     with pytest.raises(GraphError, match=r"world=2\): a base in 'nf4' is whole on one rank"):
-        FsdpEngine(PolicyHead(model), optimizer=rg.AdamW(), world=2, adapter=NF4)
+        fsdp_engine(PolicyHead(model), optimizer=rg.AdamW(), world=2, adapter=NF4)
 
 
 def test_a_generator_begins_with_the_adapter_of_a_folder(model: Path, tmp_path: Path) -> None:

@@ -96,13 +96,14 @@ def replayed_batch(layers: int = 2, experts: int = 8, *, unknown: float = 0.2) -
 
 def be_replaying_rank(folder: Path, out: Path, rank: int, world: int) -> None:
     """Score and train on a rank."""
+    from support.trainer_engines import fsdp_engine
+
     from rlgraph.engines.forward.policy_head import PolicyHead
-    from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.values.optimizers import AdamW
 
     with process_group(out, rank, world):
         settings: dict[str, Any] = {"rank": rank, "world": world, "dtype": torch.float32, "micro_batch_tokens": 16}
-        engine = FsdpEngine(PolicyHead(folder), optimizer=AdamW(lr=1e-2, eps=1e-3), router_replay=True, shared=False, **settings)
+        engine = fsdp_engine(PolicyHead(folder), optimizer=AdamW(lr=1e-2, eps=1e-3), router_replay=True, shared=False, **settings)
         batch = replayed_batch()
         found = {"scores": engine.scores(batch), "metrics": engine.update(batch, WeightedLikelihood()), "after": engine.scores(batch)}
         torch.save(found, out / f"{rank}.pt")

@@ -129,6 +129,11 @@ class Saving:
     gatherer: str = ""
     apart: bool = False
 
+    def newest_version(self, step: int) -> float:
+        """Bound the version that a rollout may take: a batch that is open at a checkpoint uses no version made after it."""
+        cut = step // self.every * self.every
+        return cut if cut and step < cut + self.lookahead else float("inf")
+
 
 @dataclass(frozen=True)
 class Start:

@@ -142,14 +142,6 @@ class WeightLoops:
         if weights is not None:
             self._take(loop, node, step, self.context.version, weights)
 
-    def _newest(self, step: int) -> float:
-        """Bound the version that a rollout may take: a batch that is open at a checkpoint uses no version made after it."""
-        saving = self.spec.saving
-        if saving is None:
-            return float("inf")
-        cut = step // saving.every * saving.every
-        return cut if cut and step < cut + saving.lookahead else float("inf")
-
     def load_up_to(self, loop: Loop, node: str, step: int, version: int) -> None:
         """Load the versions up to `version`, waiting for each."""
         while self.context.version < version:
@@ -165,7 +157,8 @@ class WeightLoops:
     def load_published(self, loop: Loop, node: str, step: int) -> None:
         """Load every version that has arrived, without waiting for more."""
         assert loop.reader is not None
-        while self.context.version < self._newest(step):
+        newest = self.spec.saving.newest_version(step) if self.spec.saving else float("inf")
+        while self.context.version < newest:
             try:
                 weights = loop.reader.receive(self.context.version + 1, 0.0)
             except ChannelTimeout:
