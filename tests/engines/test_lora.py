@@ -128,7 +128,7 @@ def test_state_shards_and_memory_are_those_of_the_adapter_alone(make: Any, tied:
     assert not any(p.grad is not None for p in frozen)
 
 
-@pytest.mark.parametrize("given", [{"recompute": True, "fused": True}, {"flat": True}, {"host_moments": True}], ids=str)
+@pytest.mark.parametrize("given", [{"recompute": True, "fused": True}, {"flat": True}, {"offload": "moments"}], ids=str)
 def test_ways_to_save_memory_and_time_give_the_same_step(make: Any, tied: Path, given: dict[str, bool]) -> None:
     plain, other = train_adapter(make(tied)), train_adapter(make(tied, **given))
     assert plain["metrics"][1] == pytest.approx(other["metrics"][1], rel=1e-4)

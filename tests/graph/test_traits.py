@@ -74,7 +74,8 @@ def test_the_lint_sees_what_it_forbids() -> None:
 @pytest.mark.parametrize("traits", [NodeTraits, ModelTraits])
 def test_each_trait_has_a_default_and_a_sentence(traits: type) -> None:
     assert isinstance(traits(), traits)
-    assert not [field.name for field in fields(traits) if f"`{field.name}`" not in (traits.__doc__ or "")]
+    said = " ".join(base.__doc__ or "" for base in traits.__mro__)
+    assert not [field.name for field in fields(traits) if f"`{field.name}`" not in said]
 
 
 @dataclass(frozen=True)

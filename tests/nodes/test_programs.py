@@ -357,7 +357,7 @@ def test_an_answer_that_was_complete_before_its_client_left_is_dropped(folder: P
             return super().step(prefix)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("conversing.Scripted", Shared)
+        patch.setattr("support.scripted_conversations.Scripted", Shared)
         rolled = Rolled(folder, counting, [{"prompt": ""}], agent=leaves)
     assert rolled.columns["rewards"].tolist() == [1.0]
     assert completed == ["all"]
