@@ -56,7 +56,7 @@ class Sampling:
 
         It is not checked again: that would take longer than some engines take for a step.
         """
-        turn = copy(self)
+        turn = copy(self)  # which nobody else has yet
         object.__setattr__(turn, "max_tokens", most)
         object.__setattr__(turn, "stop_token_ids", _stops(self.stop_token_ids, close))
         return turn

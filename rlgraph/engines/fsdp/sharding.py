@@ -48,6 +48,7 @@ def cut(parameter: torch.nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tor
     of_fsdp: Placement = _StridedShard(0, split_factor=ranks) if dim == 0 else Shard(0)  # rows of this rank's rows
     meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
     part = torch.nn.Parameter(own, parameter.requires_grad)
+    # On the parameter, since FSDP shards plain tensors only; `remembered` sets it on the parameters that FSDP puts in their places.
     setattr(part, NAME, DTensorSpec(mesh, (of_fsdp, of_tp), tensor_meta=meta))
     return part
 
