@@ -159,8 +159,8 @@ def vllm_lora(smoke: bool) -> dict[str, Any]:
 
     from rlgraph.engines.lora.modules import PEFT
     from rlgraph.engines.lora.peft_folder import SavedAdapter, write_config
-    from rlgraph.engines.lora.settings import TENSORS
     from rlgraph.engines.vllm.engine import VllmEngine
+    from rlgraph.values.lora import TENSORS
 
     on_gpu = torch.cuda.is_available()
     shape, rank = ("toy", 8) if smoke else ("8B", RANK)

@@ -13,6 +13,7 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # it draws the package beside it, whichever is installed
 LIBRARIES = ("torch", "transformers", "vllm", "ray")
 CELL, NAMES, HEAD, GAP = 24, 116, 96, 18  # pixels: a cell, the names at the left, the names on top, the gap before the libraries
 ALLOWED, IMPORTED, LIBRARY = "#e8eef6", "#2f6fb5", "#b8622a"

@@ -22,7 +22,7 @@ TITLE = """# Structure
 # The files that one opens to follow a thing through the code, in order: those of docs/architecture.md and those between them.
 WALKS: Mapping[str, str] = {
     "How a batch travels": """
-        nodes/base nodes/rollout/rollout nodes/rollout/decode_loop nodes/rollout/batch_admission engines/api engines/registry
+        nodes/base nodes/rollout/rollout nodes/rollout/decode_loop engines/api values/sampling engines/registry
         engines/vllm/spec engines/vllm/engine runtime/worker/executor runtime/worker/spec channels/api channels/factory
         channels/host/channel channels/host/protocol channels/host/connection channels/host/slot_memory columns nodes/training/update
         nodes/training/guards engines/fsdp/engine batching/packing batching/cutting engines/forward/head engines/forward/policy_head

@@ -33,10 +33,7 @@ from rlgraph.comparing import compare as compare
 from rlgraph.config import config as config
 from rlgraph.curriculum import run as run
 from rlgraph.diagnosis import doctor as doctor
-from rlgraph.engines.api import Sampling as Sampling
-from rlgraph.engines.drafts import PromptLookup as PromptLookup
 from rlgraph.engines.hf_models.pretrained import model_folder as model_folder
-from rlgraph.engines.lora.settings import LoRA as LoRA
 from rlgraph.engines.optim import WSD as WSD
 from rlgraph.engines.optim import AdamW as AdamW
 from rlgraph.engines.optim import Constant as Constant
@@ -126,6 +123,9 @@ from rlgraph.recording.samples import Samples as Samples
 from rlgraph.runtime.driver.job import Job as Job
 from rlgraph.runtime.driver.machine import local_cluster as local_cluster
 from rlgraph.runtime.driver.warm import warm as warm
+from rlgraph.values.drafts import PromptLookup as PromptLookup
+from rlgraph.values.lora import LoRA as LoRA
+from rlgraph.values.sampling import Sampling as Sampling
 
 __all__: list[str]
 _NAMES: dict[str, str]

@@ -11,8 +11,8 @@ from tiny import LENGTHS, WeightedLikelihood, batch_of
 
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.lora.settings import LoRA
 from rlgraph.engines.optim import AdamW
+from rlgraph.values.lora import LoRA
 
 # A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.
 STEP, RANK4 = AdamW(lr=1e-2, eps=1e-3), LoRA(rank=4, alpha=8.0)

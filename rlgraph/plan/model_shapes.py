@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Graph, Model
+from rlgraph.values.lora import ALL_LINEAR
 
 # The shape of a model by its config.json, and the parameters and bytes that follow.
 
@@ -140,7 +141,6 @@ def _shape_by(text: str) -> ModelShape | None:
 
 FLOAT32 = 4
 NF4 = 1 / 2 + 4 / 64  # bytes of a number in 4 bits, with its part of the scale of 64
-ALL_LINEAR = "all-linear"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a dense layer
 
 

@@ -15,7 +15,8 @@ from stepping import stepped
 from talking import held, talked
 from tiny import VLLM_PROMPTS, changed
 
-from rlgraph.engines.api import GenerateEngine, Request, Sampling
+from rlgraph.engines.api import GenerateEngine, Request
+from rlgraph.values.sampling import Sampling
 
 THREADS = 1
 GIVEN = {"max_num_batched_tokens": 2000}  # to vLLM, by its user

@@ -20,9 +20,9 @@ from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.lora.modules import BaseWeights, merged
 from rlgraph.engines.lora.peft_folder import SavedAdapter, peft_names, read_adapter, write_config
-from rlgraph.engines.lora.settings import CONFIG, FAMILIES, TENSORS, LoRA
 from rlgraph.engines.optim import AdamW
 from rlgraph.errors import DataError, GraphError
+from rlgraph.values.lora import CONFIG, FAMILIES, TENSORS, LoRA
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,12 +11,13 @@ from forked import server
 from replaying import PROMPTS, be_replaying_rank, plain, reference, replayed_batch, routes_of, weights_of, with_weights
 from tiny import WeightedLikelihood, changed, tiny, tiny_moe
 
-from rlgraph.engines.api import Request, Sampling
+from rlgraph.engines.api import Request
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.optim import AdamW
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError, GraphError
+from rlgraph.values.sampling import Sampling
 
 WAYS: list[dict[str, Any]] = [
     {"shared": False},

@@ -14,9 +14,9 @@ from lora_ranks import engine_of, trained
 
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.lora.settings import LoRA
 from rlgraph.engines.lora.shared_base import ALIGNMENT, BaseHere, BaseOfHost, SharedBase
 from rlgraph.engines.optim import AdamW
+from rlgraph.values.lora import LoRA
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -30,12 +30,12 @@ from rlgraph.engines.hf_models import backbone
 from rlgraph.engines.hf_models.folder_weights import folder_shapes, folder_shards
 from rlgraph.engines.hf_models.text_part import rotary_limit
 from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
-from rlgraph.engines.lora.settings import LoRA
 from rlgraph.engines.lora.shared_base import SharedBase
 from rlgraph.engines.optim import AdamW
 from rlgraph.errors import GraphError
 from rlgraph.plan.estimates import ring_ranks
 from rlgraph.settings import Recompute
+from rlgraph.values.lora import LoRA
 
 
 class FsdpEngine:

@@ -11,10 +11,9 @@ from safetensors import safe_open
 from torch.nn.functional import linear
 
 from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
-from rlgraph.engines.lora.settings import TENSORS, LoRA
 from rlgraph.engines.precision import bitsandbytes
 from rlgraph.errors import DataError
-from rlgraph.plan.model_shapes import ALL_LINEAR
+from rlgraph.values.lora import ALL_LINEAR, TENSORS, LoRA
 
 # Frozen matrices in NF4, 4 bits a number with a float32 scale for each block of 64, by bitsandbytes.
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from rlgraph.engines.lora.modules import PEFT
-from rlgraph.engines.lora.settings import CONFIG, TENSORS, LoRA
+from rlgraph.values.lora import CONFIG, TENSORS, LoRA
 
 Numbers = tuple[int, ...]
 

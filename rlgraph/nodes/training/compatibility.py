@@ -8,7 +8,6 @@ import torch
 
 from rlgraph.columns import Columns, rows_of
 from rlgraph.engines.hf_models.pretrained import ModelSummary
-from rlgraph.engines.lora.settings import FAMILIES, LoRA
 from rlgraph.engines.optim import Muon
 from rlgraph.engines.precision import INSTALL, is_installed
 from rlgraph.errors import CertificateError, DataError, GraphError
@@ -17,7 +16,8 @@ from rlgraph.graph.rules import EXACT_DTYPES
 from rlgraph.nodes.base import carried, tensor_of
 from rlgraph.nodes.examples import Examples, Stepwise
 from rlgraph.nodes.rollout.decode_loop import ROUTES, check_routes
-from rlgraph.plan.model_shapes import ALL_LINEAR, PROJECTIONS
+from rlgraph.plan.model_shapes import PROJECTIONS
+from rlgraph.values.lora import ALL_LINEAR, FAMILIES, LoRA
 
 # A policy whose log-probs are the engine's to the bit: what its settings may be, and a check of some rows in each step.
 

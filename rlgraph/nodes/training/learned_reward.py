@@ -15,7 +15,6 @@ from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.hf_export.folder import HEAD
 from rlgraph.engines.hf_models.model_files import header_shapes
-from rlgraph.engines.lora.settings import LoRA
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Graph, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
@@ -24,6 +23,7 @@ from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_taken, checked_schedule
 from rlgraph.settings import Count, Name, checked, refuse_unknown
+from rlgraph.values.lora import LoRA
 
 # Where the steps of a response end, and what a reward model says of each.
 

@@ -13,7 +13,6 @@ import torch
 
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Columns
-from rlgraph.engines.lora.settings import LoRA
 from rlgraph.engines.optim import AdamW
 from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
@@ -22,6 +21,7 @@ from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
 from rlgraph.nodes.training.policy import LogProbs, sampling_temperature
 from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_scored
 from rlgraph.settings import Count, checked, refuse_unknown
+from rlgraph.values.lora import LoRA
 
 # Scores of rows that a frozen model has seen before, kept on disk: the same row is not computed again, in this run or another one.
 

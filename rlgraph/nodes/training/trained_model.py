@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from rlgraph.engines.lora.settings import LoRA
 from rlgraph.engines.optim import AdamW, Muon
 from rlgraph.engines.registry import TRAINERS, TrainerSpec, trainer_of
 from rlgraph.errors import GraphError
@@ -24,6 +23,7 @@ from rlgraph.nodes.training.compatibility import (
     writers,
 )
 from rlgraph.settings import AtLeastZero, Count, Dtype, Named, Recompute
+from rlgraph.values.lora import LoRA
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
 TESTED = frozenset(  # by tests/engines/test_families.py

@@ -27,11 +27,11 @@ from rlgraph.engines.hf_models.model_files import revision_of
 from rlgraph.engines.hf_models.pretrained import check_model, other_tensors, parameter_shapes
 from rlgraph.engines.lora.modules import BaseWeights
 from rlgraph.engines.lora.peft_folder import SavedAdapter, peft_names, read_adapter, write_config
-from rlgraph.engines.lora.settings import TENSORS
 from rlgraph.errors import ExportError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.exports.models import TrainedEntry
+from rlgraph.values.lora import TENSORS
 
 # Export a model that trained an adapter: the adapter apart, as PEFT's folder, or merged into its base, as a whole model.
 

@@ -15,11 +15,12 @@ from rlgraph.errors import ChannelTimeout
 from rlgraph.graph.nodes import Model
 from rlgraph.nodes.base import Context
 from rlgraph.plan.events import load_event, publish_event
-from rlgraph.plan.model_shapes import ALL_LINEAR, PROJECTIONS
+from rlgraph.plan.model_shapes import PROJECTIONS
 from rlgraph.plan.plan import PlannedAdapter, PlannedLoop
 from rlgraph.runtime.worker.activity import Activity
 from rlgraph.runtime.worker.span_recorder import SpanRecorder
 from rlgraph.runtime.worker.spec import WorkerSpec
+from rlgraph.values.lora import ALL_LINEAR
 
 # The weights that an engine loads of what a feedback edge carries: all of them, or those of its folder with an adapter merged in.
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from rlgraph import settings
 from rlgraph.errors import DataError, GraphError, shown
-from rlgraph.plan.model_shapes import ALL_LINEAR
 from rlgraph.settings import Count, Name, Natural, Positive
 
+ALL_LINEAR = "all-linear"
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # the files of PEFT's folder
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "olmo2", "granite")  # by tests/engines/test_lora.py
 WITHOUT_EFFECT: tuple[

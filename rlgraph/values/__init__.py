@@ -1,0 +1,1 @@
+"""Values that all layers name: how responses are sampled, adapters, drafts."""
