@@ -486,7 +486,7 @@ def _with_copies(value: Any, copies: dict[int, Any]) -> Any:
         found = {name: _with_copies(item, copies) for name, item in value.items()}
     elif isinstance(value, Operation | Model | Output) or (is_dataclass(value) and not isinstance(value, type)):
         copies[id(value)] = value  # while its fields are looked through: one that names it again ends here
-        fields = {name: _with_copies(item, copies) for name, item in getattr(value, "__dict__", {}).items()}
+        fields = {name: _with_copies(item, copies) for name, item in (vars(value) if hasattr(value, "__dict__") else {}).items()}
         if any(item is not vars(value)[name] for name, item in fields.items()):
             found = copy(value)
             vars(found).update(fields)
