@@ -43,9 +43,10 @@ def measured(folder: str, way: str, size: tuple[int, int], host: bool, rank: int
     """Decode with one engine, in a process of `of_ranks`; put what was seen."""
     import torch
 
-    from rlgraph.engines.api import Request, Sampling
+    from rlgraph.engines.api import Request
     from rlgraph.engines.vllm import arguments
     from rlgraph.engines.vllm.engine import VllmEngine
+    from rlgraph.values.sampling import Sampling
 
     sequences, tokens = size
     graphs = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": arguments.recorded_sizes(sequences)}

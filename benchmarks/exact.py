@@ -33,8 +33,8 @@ def sample(folder: str, tokens: int, weights: list[str], out: str) -> None:
     """In the engine's process: sample from each of the weights at each temperature."""
     import torch
 
-    from rlgraph.engines.api import Sampling
     from rlgraph.engines.vllm.engine import VllmEngine
+    from rlgraph.values.sampling import Sampling
 
     engine = VllmEngine(folder, max_model_len=1024, dtype="float32", kv_cache_bytes=1 << 30, threads=1)
     found = []

@@ -60,7 +60,7 @@ class Engine:
 
     def decode(self, sequences: int, prompt: int, tokens: int, seed: int) -> float:
         """Count the tokens a second of so many responses at once."""
-        from rlgraph.engines.api import Sampling
+        from rlgraph.values.sampling import Sampling
 
         prompts, sampling = texts([prompt] * sequences, seed), Sampling(max_tokens=tokens, ignore_eos=True)
         start = time.perf_counter()
@@ -70,7 +70,7 @@ class Engine:
     def sample(self, step: int, groups: list[list[int]], tokens: int, out: str) -> None:
         import torch
 
-        from rlgraph.engines.api import Sampling
+        from rlgraph.values.sampling import Sampling
 
         if step % 4 == 3:
             self.engine.sleep()

@@ -30,8 +30,8 @@ def prompts(count: int) -> list[list[int]]:
 
 def ours(folder: str, sequences: int, tokens: int, engines: int, index: int, barrier: Any, out: Any) -> None:
     """Time one of `engines` engines that share the GPU; all begin a repeat together."""
-    from rlgraph.engines.api import Sampling
     from rlgraph.engines.vllm.engine import VllmEngine
+    from rlgraph.values.sampling import Sampling
 
     own = -(-sequences // engines)
     engine = VllmEngine(folder, max_model_len=max(64, 2 * tokens), max_sequences=own, engines=engines)

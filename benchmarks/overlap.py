@@ -78,7 +78,7 @@ def run(cfg: Config, colocated: bool) -> tuple[dict[str, Any], rg.Costs]:
     timed = steps[cfg.warm_up :]
 
     def median(name: str) -> float:
-        return statistics.median(step.metrics.get(name, 0.0) for step in timed)
+        return float(statistics.median(step.metrics.get(name, 0.0) for step in timed))
 
     found = {
         "step_s": statistics.mean(step.seconds for step in timed),

@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.api import Request, Response, Sampling
+from rlgraph.engines.api import Request, Response
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission
 from rlgraph.nodes.rollout.decode_loop import DecodeLoop, OneTurn, Task
+from rlgraph.values.sampling import BatchAdmission, Sampling
 
 RATIO, CAP, PROMPT = 10, 15, 16  # the 99th percentile and the longest response, in medians; tokens of a prompt
 WARM_UP = 3

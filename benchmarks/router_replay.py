@@ -70,8 +70,8 @@ def sample(folder: str, cuda: bool, prompts: list[list[int]], tokens: int, route
     """In a process of the engine: sample `ROUNDS` times after a first one that is not timed."""
     import torch
 
-    from rlgraph.engines.api import Sampling
     from rlgraph.engines.vllm.engine import VllmEngine
+    from rlgraph.values.sampling import Sampling
 
     where: dict[str, Any] = {"memory": 0.5} if cuda else {"threads": 1, "kv_cache_bytes": 256 << 20}
     engine = VllmEngine(folder, max_model_len=1024, dtype="bfloat16", max_sequences=len(prompts), routes=routes, **where)

@@ -24,9 +24,10 @@ from typing import Any, ClassVar
 import torch
 
 import rlgraph as rg
-from rlgraph.engines.api import GenerateEngine, Request, Response, Running
+from rlgraph.engines.api import GenerateEngine, Request, Response
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.nodes.base import Context
+from rlgraph.values.sampling import Running
 
 DECODE_S = 0.025
 LEAST_S, MOST_S = 1.0, 60.0

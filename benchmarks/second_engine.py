@@ -70,7 +70,7 @@ def prompts(count: int, salt: int) -> list[list[int]]:
 
 
 def throughput(engine: Any, given: argparse.Namespace) -> dict[str, float]:
-    from rlgraph.engines.api import Sampling
+    from rlgraph.values.sampling import Sampling
 
     found = []
     for repeat in range(REPEATS + 1):
@@ -86,7 +86,8 @@ def swap(engine: Any, given: argparse.Namespace) -> dict[str, float]:
     import torch
     from safetensors.torch import load_file
 
-    from rlgraph.engines.api import Request, Sampling
+    from rlgraph.engines.api import Request
+    from rlgraph.values.sampling import Sampling
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -118,7 +119,7 @@ def swap(engine: Any, given: argparse.Namespace) -> dict[str, float]:
 
 
 def conversations(engine: Any, given: argparse.Namespace) -> dict[str, float]:
-    from rlgraph.engines.api import Sampling
+    from rlgraph.values.sampling import Sampling
 
     most = max(1, given.tokens // given.turns - TOLD)
     sampling = Sampling(max_tokens=most, ignore_eos=True)

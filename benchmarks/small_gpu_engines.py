@@ -221,7 +221,7 @@ def speculative_best(smoke: bool) -> dict[str, Any]:
 
 def guessed(smoke: bool, *, best: bool) -> dict[str, Any]:
     """Drafts beside none, with the same seeds: how many tokens are the same ones, and how far their log-probs are."""
-    from rlgraph.engines.drafts import PromptLookup
+    from rlgraph.values.drafts import PromptLookup
 
     shape, count, most, prompt = ("toy", 2, 16, 24) if smoke else ("4B", 64, 768, 96)
     folder = random_model(shape, FOLDER, headers_only=True)

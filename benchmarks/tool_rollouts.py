@@ -30,9 +30,10 @@ import torch
 from transformers import AutoTokenizer
 
 import rlgraph as rg
-from rlgraph.engines.api import GenerateEngine, Request, Sampling
+from rlgraph.engines.api import GenerateEngine, Request
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.nodes.base import Context
+from rlgraph.values.sampling import Sampling
 
 P99 = 2.3263  # standard deviations
 DEADLINE_S = 600.0  # of a tool: none is cut off

@@ -138,7 +138,8 @@ class Decoding:
     """An engine that keeps `SEQUENCES` sequences busy, one timed step after the other."""
 
     def __init__(self, engine: Any) -> None:
-        from rlgraph.engines.api import Request, Sampling
+        from rlgraph.engines.api import Request
+        from rlgraph.values.sampling import Sampling
 
         self.engine, self.request, self.sampling = engine, Request, Sampling(max_tokens=480, ignore_eos=True)
         self.number = self.finished = 0

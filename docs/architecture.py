@@ -13,6 +13,7 @@ from pathlib import Path
 import grimp
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # it draws the package beside it, whichever is installed
 LIBRARIES = ("torch", "transformers", "vllm", "ray")
 CELL, NAMES, HEAD, GAP = 24, 116, 96, 18  # pixels: a cell, the names at the left, the names on top, the gap before the libraries
 ALLOWED, IMPORTED, LIBRARY = "#e8eef6", "#2f6fb5", "#b8622a"
@@ -41,10 +42,14 @@ def allowed() -> Pairs:
     return pairs
 
 
+def import_graph(*, types: bool = False) -> grimp.ImportGraph:
+    """Read which module imports which module or library, with `types` the imports for the type checker too."""
+    return grimp.build_graph("rlgraph", include_external_packages=True, exclude_type_checking_imports=not types, cache_dir=None)
+
+
 def imports() -> Pairs:
     """Pairs of a package and a package or library that it imports, imports inside functions included."""
-    graph = grimp.build_graph("rlgraph", include_external_packages=True, exclude_type_checking_imports=True, cache_dir=None)
-    pairs = set()
+    graph, pairs = import_graph(), set()
     for importer in graph.modules:
         for imported in graph.find_modules_directly_imported_by(importer):
             pairs.add((_package(importer), _package(imported)))

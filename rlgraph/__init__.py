@@ -26,6 +26,7 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
 
+# A module's `__getattr__` cannot say how it is pickled, nor what an import may set: only its class can, which Python lets a module change.
 sys.modules[__name__].__class__ = _Package
 if sys.excepthook is sys.__excepthook__:  # an error that ends a program shows the user's lines, not those of this package
     sys.excepthook = lambda *raised: import_module("rlgraph.errors").hook(*raised)

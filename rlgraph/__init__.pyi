@@ -33,8 +33,6 @@ from rlgraph.comparing import compare as compare
 from rlgraph.config import config as config
 from rlgraph.curriculum import run as run
 from rlgraph.diagnosis import doctor as doctor
-from rlgraph.engines.api import Sampling as Sampling
-from rlgraph.engines.drafts import PromptLookup as PromptLookup
 from rlgraph.engines.hf_models.pretrained import model_folder as model_folder
 from rlgraph.engines.registry import EngineSpec as EngineSpec
 from rlgraph.engines.registry import TrainerSpec as TrainerSpec
@@ -119,6 +117,7 @@ from rlgraph.recording.samples import Samples as Samples
 from rlgraph.runtime.driver.job import Job as Job
 from rlgraph.runtime.driver.machine import local_cluster as local_cluster
 from rlgraph.runtime.driver.warm import warm as warm
+from rlgraph.values.drafts import PromptLookup as PromptLookup
 from rlgraph.values.lora import LoRA as LoRA
 from rlgraph.values.optimizers import WSD as WSD
 from rlgraph.values.optimizers import AdamW as AdamW
@@ -126,6 +125,7 @@ from rlgraph.values.optimizers import Constant as Constant
 from rlgraph.values.optimizers import Cosine as Cosine
 from rlgraph.values.optimizers import Linear as Linear
 from rlgraph.values.optimizers import Muon as Muon
+from rlgraph.values.sampling import Sampling as Sampling
 
 __all__: list[str]
 _NAMES: dict[str, str]

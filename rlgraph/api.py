@@ -12,7 +12,7 @@ from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype
 from rlgraph.engines.hf_models import model_files
 from rlgraph.errors import DataError, PlanError, PlanWarning, shown
 from rlgraph.graph.no_signal import no_signal_warnings
-from rlgraph.graph.nodes import Graph, unreached_warnings
+from rlgraph.graph.nodes import Graph, unreached_warnings, with_models
 from rlgraph.nodes.rewards.reward_model import RewardModel
 from rlgraph.nodes.rollout.rollout import Generator
 from rlgraph.nodes.training.learned_reward import check_heads
@@ -46,16 +46,14 @@ if TYPE_CHECKING:
 # Put the folder of a model in the place of its hub id, before a graph is planned or run.
 
 
-def place_models(graph: Graph, find: Callable[[str], str | None]) -> None:
-    """Give each model of the graph that is named by a hub id the folder that `find` has for it; where it has none, the id stays.
+def with_folders(graph: Graph, find: Callable[[str], str | None]) -> Graph:
+    """Copy a graph with folders in the places of the hub ids of its models, so that its nodes and workers all read the same revision.
 
-    The models of the graph change, so that its nodes and workers all read the same revision.
+    Where `find` has no folder the id stays; a graph without hub ids is returned as it is.
     """
-    for model in dict.fromkeys(node.model for node in graph.nodes):
-        if isinstance(model, Generator | TrainedModel | RewardModel) and model_files.is_hub_id(model.path):
-            folder = find(model.path)
-            if folder is not None:
-                object.__setattr__(model, "path", folder)
+    models = [node.model for node in graph.nodes if isinstance(node.model, Generator | TrainedModel | RewardModel)]
+    found = {model: find(model.path) for model in dict.fromkeys(models) if model_files.is_hub_id(model.path)}
+    return with_models(graph, {model: replace(model, path=folder) for model, folder in found.items() if folder is not None})
 
 
 __all__ = [
@@ -100,7 +98,7 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
 
     Raises PlanError if the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
-    place_models(graph, model_files.cached)
+    graph = with_folders(graph, model_files.cached)
     plan = compile_plan(graph, cluster, costs, shapes_of(graph))
     for warning in (*plan.prediction.warnings, *no_signal_warnings(graph), *unreached_warnings(graph)):
         warnings.warn(f"compile('{graph.name}'): {warning}", PlanWarning, stacklevel=3)
@@ -135,7 +133,7 @@ def rehearse(
 
     Raises PlanError as `compile` does, and for settings without effect, such as checkpoints that cost nothing where nothing fails.
     """
-    place_models(graph, model_files.cached)
+    graph = with_folders(graph, model_files.cached)
     return rehearsed(graph, cluster, costs, shapes_of(graph), site or ClusterSite(), steps, every, seed)
 
 
@@ -313,7 +311,7 @@ def draw_ray(compiled: Any, path: str | Path) -> None:
 
 
 def checked_source(plan: Plan, to_come: Collection[str] = ()) -> Graph:
-    """The graph that a plan was compiled from, its operations checked and its functions tried.
+    """Find the graph that a plan runs: the one it was compiled from, with a folder for each model, operations checked and functions tried.
 
     The folders `to_come` stand in for those of models to be trained.
 
@@ -321,12 +319,12 @@ def checked_source(plan: Plan, to_come: Collection[str] = ()) -> Graph:
     """
     if not isinstance(plan.source, Graph):
         raise PlanError("this plan was read from JSON and has no graph to run; compile the graph instead")
-    place_models(plan.source, model_files.downloaded)
-    for node in plan.source.nodes:
+    graph = with_folders(plan.source, model_files.downloaded)
+    for node in graph.nodes:
         node.operation.check(node)
-    check_heads(plan.source, to_come)
-    try_functions(plan.source)
-    return plan.source
+    check_heads(graph, to_come)
+    try_functions(graph)
+    return graph
 
 
 def _recovery(

@@ -5,7 +5,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,9 @@ def planned_stages(graphs: Sequence[Any], steps: Sequence[int], cluster: Cluster
         graph = _made(make, takes, folders, where)
         _check_name(graph.name, [stage.name for stage in found], where)
         plan = compile(graph, cluster)
-        check_sendable(checked_source(plan, to_come=[folders[name] for name in takes]))
+        graph = checked_source(plan, to_come=[folders[name] for name in takes])
+        check_sendable(graph)
+        plan = replace(plan, source=graph)  # with the folders of models that this downloaded
         stand_in = None
         if place + 1 < len(graphs):
             stand_in = folders[graph.name] = _handed_on(graph, plan, where)

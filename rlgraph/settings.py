@@ -393,7 +393,7 @@ def check(setting: Any, error: type[RlgraphError] = GraphError) -> None:
             default = _default(cls, name) if value is None else ""
             raise error(f"{cls.__name__}({name}={shown(value)}): {name} is {kind.rule}{_fix(wrong, default)}") from None  # type: ignore[union-attr]
         if taken is not value:
-            object.__setattr__(setting, name, taken)
+            object.__setattr__(setting, name, taken)  # while it is made, by its `__post_init__`
 
 
 def refuse_unknown(cls: type[C]) -> type[C]:

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -143,22 +144,21 @@ class Several:
 
     parts: tuple[Dataset, ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ends", list(itertools.accumulate(len(part) for part in self.parts)))
+    @cached_property
+    def ends(self) -> list[int]:
+        """The number of rows up to the end of each source."""
+        return list(itertools.accumulate(len(part) for part in self.parts))
 
     def __len__(self) -> int:
-        ends: list[int] = self.ends  # type: ignore[attr-defined]
-        return ends[-1]
+        return self.ends[-1]
 
     def __getitem__(self, index: int) -> Row:
-        ends: list[int] = self.ends  # type: ignore[attr-defined]
-        part = bisect.bisect_right(ends, index)
-        return self.parts[part][index - (ends[part - 1] if part else 0)]
+        part = bisect.bisect_right(self.ends, index)
+        return self.parts[part][index - (self.ends[part - 1] if part else 0)]
 
     def place(self, index: int) -> str:
-        ends: list[int] = self.ends  # type: ignore[attr-defined]
-        part = bisect.bisect_right(ends, index)
-        return place_of(self.parts[part], index - (ends[part - 1] if part else 0))
+        part = bisect.bisect_right(self.ends, index)
+        return place_of(self.parts[part], index - (self.ends[part - 1] if part else 0))
 
     def __iter__(self) -> Iterator[Row]:
         return itertools.chain.from_iterable(in_order(part) for part in self.parts)

@@ -2,69 +2,20 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
-from rlgraph import settings
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
+from rlgraph.engines.lora.shared_base import SharedBase
 from rlgraph.errors import DataError
-from rlgraph.settings import Count, Natural, Range
+from rlgraph.values.sampling import Running, Sampling
 
 Finish: TypeAlias = Literal["stop", "length", "turns", "abort"]  # as in `columns.FINISH_REASONS`
-Running: TypeAlias = Literal["keep", "recompute"]  # what becomes of the keys and values of running requests at new weights
-
-
-@settings.refuse_unknown
-@dataclass(frozen=True)
-class Sampling:
-    """How a generator samples responses: at most `max_tokens` tokens each, at `temperature` (0 is greedy), from the `top_k` most
-    likely tokens (0: all), and of these from the most likely that together have the probability `top_p`.
-
-    A response ends with its end-of-text token or one of `stop_token_ids`, and includes it. With `ignore_eos` it goes on past the
-    end-of-text token. Raises GraphError for a value out of its range.
-
-    >>> import rlgraph as rg
-    >>> sampling = rg.Sampling(max_tokens=256, temperature=0.7, top_p=0.95)
-    >>> sampling.top_k, sampling.stop_token_ids
-    (0, ())
-    """
-
-    max_tokens: Count = 1024
-    temperature: Annotated[float, Range(least=0, rule="a number of at least 0, and 0 is greedy")] = 1.0
-    top_p: Annotated[float, Range(above=0, most=1, rule="a probability above 0 and at most 1, and 1 keeps all tokens")] = 1.0
-    top_k: Natural = 0
-    stop_token_ids: tuple[Natural, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        settings.check(self)
-
-    @property
-    def whole(self) -> bool:
-        """Whether any token of the vocabulary may be sampled, so that log-probs are those that a trainer computes."""
-        return self.top_p == 1 and self.top_k == 0 and self.temperature > 0
-
-    def of_turn(self, most: int, close: int) -> "Sampling":
-        """The same for a turn of a conversation: at most `most` tokens, and it also ends with the token `close`.
-
-        It is not checked again: that would take longer than some engines take for a step.
-        """
-        turn = copy(self)
-        object.__setattr__(turn, "max_tokens", most)
-        object.__setattr__(turn, "stop_token_ids", _stops(self.stop_token_ids, close))
-        return turn
-
-
-@lru_cache(maxsize=64)
-def _stops(given: tuple[int, ...], close: int) -> tuple[int, ...]:
-    return tuple(dict.fromkeys((*given, close)))
 
 
 @dataclass(frozen=True)
@@ -370,3 +321,48 @@ def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tupl
     for name, shape in shapes.items():
         if tuple(weights[name].shape) != shape:
             raise DataError(f"load_weights: '{name}' has shape {tuple(weights[name].shape)}, the model's is {shape}; send full tensors")
+
+
+class Place(Protocol):
+    """The place of an engine: its rank among the workers of its model, its device and cores, the number of weight versions on
+    that device, what merging adapters takes of it instead, whether a trainer computes its log-probs to the bit, and the frozen
+    weights that it holds together with other models, if there are such."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world(self) -> int: ...
+
+    @property
+    def threads(self) -> int: ...
+
+    @property
+    def rendezvous(self) -> str: ...
+
+    @property
+    def listen_fd(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def shared(self) -> bool: ...
+
+    @property
+    def copies(self) -> int: ...
+
+    @property
+    def merging_bytes(self) -> int | None: ...
+
+    @property
+    def sequences(self) -> int: ...
+
+    @property
+    def exact(self) -> bool: ...
+
+    @property
+    def shared_base(self) -> SharedBase | None: ...
+
+    @property
+    def report_progress(self) -> Callable[[int, int, str], None]: ...

@@ -12,8 +12,7 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args
 import torch
 
 from rlgraph.channels.weights.shards import WeightShard
-from rlgraph.engines.api import GenerateEngine, TrainEngine
-from rlgraph.engines.load import Place
+from rlgraph.engines.api import GenerateEngine, Place, TrainEngine
 from rlgraph.errors import GraphError, shown
 from rlgraph.plan.estimates import Estimates, fully_sharded, master_weights, moments
 from rlgraph.plan.memory_laws import Need, Workload

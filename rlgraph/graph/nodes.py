@@ -1,8 +1,9 @@
 """Declare a graph: pools, nodes, the outputs that join them, the feedback edge, and the graph found from its outputs."""
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -449,3 +450,51 @@ class Graph:
             if node.name == name:
                 return node
         raise GraphError(f"graph '{self.name}' has no node '{name}'; {choices(name, [n.name for n in self.nodes])}")
+
+
+# A graph with other models in the places of its own, as with the folders of those that are named by a hub id.
+
+
+def with_models(graph: Graph, models: Mapping[Model, Model]) -> Graph:
+    """Copy a graph with other models in the places of some of its own, in its operations too; the graph itself stays as it is.
+
+    >>> import rlgraph as rg
+    >>> generator = rg.Generator("tiny", pool=Pool("gpu"))
+    >>> graph = Graph("sampling", generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1)))
+    >>> other = with_models(graph, {generator: replace(generator, path="other")}).node("rollout")
+    >>> other.model.path, other.operation.generator is other.model, graph.node("rollout").model.path
+    ('other', True, 'tiny')
+    """
+    if not models:
+        return graph
+    nodes = (*graph.nodes, *unreached(graph))
+    edges = {edge: None for node in nodes for edge in (node.feedback, node.earlier, *node.closes) if edge is not None}
+    parts = (*nodes, *edges)  # they name each other in circles: all copies are there before their fields are
+    copies: dict[int, Any] = {id(model): other for model, other in models.items()} | {id(part): copy(part) for part in parts}
+    for part in parts:
+        vars(copies[id(part)]).update({name: _with_copies(value, copies) for name, value in vars(part).items()})
+    return Graph(graph.name, *(_with_copies(output, copies) for output in graph.outputs))
+
+
+def _with_copies(value: Any, copies: dict[int, Any]) -> Any:
+    """Put copies in the places of what they are of, in tuples, lists, mappings, operations and the like; what names none stays itself."""
+    if id(value) in copies:
+        return copies[id(value)]
+    found = value
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        items = [_with_copies(item, copies) for item in value] if any(isinstance(item, COPIED) for item in value) else value
+        found = type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    elif isinstance(value, dict) and any(isinstance(item, COPIED) for item in value.values()):
+        found = {name: _with_copies(item, copies) for name, item in value.items()}
+    elif isinstance(value, Operation | Model | Output) or (is_dataclass(value) and not isinstance(value, type)):
+        copies[id(value)] = value  # while its fields are looked through: one that names it again ends here
+        fields = {name: _with_copies(item, copies) for name, item in (vars(value) if hasattr(value, "__dict__") else {}).items()}
+        if any(item is not vars(value)[name] for name, item in fields.items()):
+            found = copy(value)
+            vars(found).update(fields)
+    if found is not value:
+        copies[id(value)] = found
+    return found
+
+
+COPIED = (Operation, Model, Node, Output, Feedback)  # what a container must hold to be copied; rows of data are not looked through

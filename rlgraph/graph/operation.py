@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, r
 from rlgraph.values.trainer import TrainerSettings
 
 if TYPE_CHECKING:
-    from rlgraph.engines.api import Running, Sampling
-    from rlgraph.engines.drafts import PromptLookup
     from rlgraph.graph.nodes import Node, Pool
-    from rlgraph.nodes.rollout.batch_admission import BatchAdmission
-    from rlgraph.plan.estimates import Estimates
+    from rlgraph.values.drafts import PromptLookup
+    from rlgraph.values.sampling import BatchAdmission, Running, Sampling
 
 Work: TypeAlias = Literal["generate", "train", "forward", "host"]
 Preferences: TypeAlias = Literal["pairs", "labels", "mismatched"]
@@ -176,6 +174,29 @@ class HasState(Protocol):
         """Collect the state for a checkpoint."""
 
 
+class EngineEstimates(Protocol):
+    """The memory and the decode time of an engine, as its model names them; `rlgraph.plan.estimates.Estimates` has the defaults."""
+
+    @property
+    def sleep_bytes(self) -> Callable[[int, int], int]: ...
+    @property
+    def loading_bytes(self) -> Callable[[int, int], int]: ...
+    @property
+    def reads_shards(self) -> bool: ...
+    @property
+    def in_each_group(self) -> bool: ...
+    @property
+    def gathers_shards(self) -> bool: ...
+    @property
+    def host_heads(self) -> tuple[int, ...]: ...
+    @property
+    def memory_estimate(self) -> Callable[[Any], Any]: ...
+    @property
+    def shares(self) -> tuple[float, float] | None: ...
+    @property
+    def decode_law(self) -> Callable[[Any, Any, float], Any]: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelTraits(TrainerSettings):
     """The attributes of a model that compiler and runtime read, besides its folder, its pool and its ranks.
@@ -225,7 +246,7 @@ class ModelTraits(TrainerSettings):
     """
 
     dtype: str | None = None
-    estimates: "Estimates | None" = None
+    estimates: "EngineEstimates | None" = None
     frees_memory: bool = False
     micro_batch_tokens: int | None = None  # type: ignore[assignment] # of a model without passes
     shared_prompts: bool = False

@@ -57,6 +57,7 @@ class Cluster:
     def __post_init__(self) -> None:
         settings.check(self, PlanError)
         if self.gpus:
+            # While it is made: GPUs say how many hosts there are at least.
             object.__setattr__(self, "hosts", max(self.hosts, -(-self.gpus // self.gpus_per_node)))
         if self.hosts > max(self.cpus, self.gpus):
             raise PlanError(f"Cluster(hosts={self.hosts}, cpus={self.cpus}): each host has at least one core; give the cores of all hosts")

@@ -139,6 +139,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         if isinstance(self.nodes, Mapping):
+            # While it is made: every reader finds numbers and functions.
             object.__setattr__(self, "nodes", {name: number_or_function(name, cost) for name, cost in self.nodes.items()})
         settings.check(self, PlanError)
         for name, cost in self.nodes.items():

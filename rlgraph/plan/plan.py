@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -13,15 +14,10 @@ from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import BUCKET_BYTES, Due, Graph, Model
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.cost_functions import Passes
-from rlgraph.plan.facade import Facade, facade
 from rlgraph.plan.model_shapes import Shapes, adapter_size
 from rlgraph.plan.schedule import Reason, Schedule
 from rlgraph.settings import Count, Natural, Seconds, checked
 from rlgraph.values.lora import ALL_LINEAR
-
-if TYPE_CHECKING:
-    from rlgraph.runtime.driver.job import Job
-    from rlgraph.runtime.local import LocalJob
 
 # The keys of a plan in JSON: those that an older version wrote, and those that mean nothing.
 
@@ -383,9 +379,9 @@ class Plan:
     source: Graph | msgspec.UnsetType = field(default=msgspec.UNSET, compare=False, repr=False)  # UNSET if it was read from JSON
 
     @property
-    def facade(self) -> Facade:
-        """What draws and launches the plan."""
-        return facade()
+    def facade(self) -> Any:
+        """What draws and launches the plan: `rlgraph.api`, which is above all and is imported when it is first asked for."""
+        return import_module("rlgraph.api")
 
     @property
     def values(self) -> "Plan":
@@ -393,10 +389,10 @@ class Plan:
         return replace(self, source=msgspec.UNSET)
 
     def __str__(self) -> str:
-        return self.facade.text(self)
+        return str(self.facade.text(self))
 
     def _repr_svg_(self) -> str:
-        return self.facade.svg(self)
+        return str(self.facade.svg(self))
 
     def draw(self, path: str | Path) -> None:
         """Write a picture: SVG, or Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
@@ -421,8 +417,8 @@ class Plan:
         transport: str | None = None,
         wait_for_hosts_s: Seconds | None = None,
         encrypt: bool = False,
-    ) -> "Job":
-        """Make the job, for a `with` block: the block starts the workers on Ray and ends them when it is left.
+    ) -> Any:
+        """Make the `rlgraph.Job`, for a `with` block: the block starts the workers on Ray and ends them when it is left.
 
         `deadline_s` bounds every wait of one worker for another; `dispatch` chooses how steps are sent to the workers:
         by a Ray Compiled Graph, or by actor calls, which several hosts need (None: whichever fits the plan).
@@ -455,8 +451,8 @@ class Plan:
             encrypt=encrypt,
         )
 
-    def run_here(self) -> "LocalJob":
-        """Make a job that runs the same plan in this one process, without Ray, for tests and debuggers."""
+    def run_here(self) -> Any:
+        """Make an `rlgraph.runtime.local.LocalJob` that runs the same plan in this one process, without Ray, for tests and debuggers."""
         return self.facade.run_here(self)
 
     def ray_dag(self, actors: Mapping[str, Any]) -> Any:

@@ -1,1 +1,1 @@
-"""Settings and values that every layer names: they import errors and settings alone."""
+"""Values that all layers name: optimizers, how a trainer computes, adapters, how responses are sampled, drafts."""

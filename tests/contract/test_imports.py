@@ -17,7 +17,6 @@ from ray import cloudpickle
 import rlgraph as rg
 from rlgraph import algorithms, api
 from rlgraph.engines.registry import ENGINES, TRAINERS
-from rlgraph.plan.facade import Facade
 
 PACKAGE = Path(rg.__file__).parent
 
@@ -64,8 +63,12 @@ def test_type_checkers_and_imports_read_the_same_public_names() -> None:
     named = {(n.module, a.name) for n in stub.body if isinstance(n, ast.ImportFrom) for a in n.names if a.asname}
     assert named == {(module, name) for name, module in rg._NAMES.items()}
     assert {*rg._NAMES} == {*rg.__all__} <= {*dir(rg)}
-    facade: Facade = api  # mypy compares what a plan calls with what there is
-    assert facade.launch is api.launch
+
+
+def test_a_plan_launches_and_draws_by_the_signatures_of_the_facade() -> None:
+    for name in ("launch", "draw", "timeline", "run_here", "ray_dag"):
+        ours, theirs = (inspect.signature(getattr(place, name)).parameters for place in (rg.Plan, api))
+        assert [str(each) for each in ours.values()][1:] == [str(each) for each in theirs.values()][1:], name
 
 
 def test_a_function_of_a_script_may_name_the_package() -> None:
@@ -105,7 +108,14 @@ def test_no_modules_import_each_other_in_a_circle(imports: nx.DiGraph) -> None:
     assert len(imports) > 150, "the graph of imports is not that of the package"
 
 
-def test_the_facade_is_above_all_and_a_plan_knows_it_by_a_protocol_alone(imports: nx.DiGraph) -> None:
+def test_imports_for_types_make_one_circle_of_nodes_their_operations_and_their_rules() -> None:
+    found = grimp.build_graph("rlgraph", cache_dir=None)
+    graph = nx.DiGraph((module, other) for module in found.modules for other in found.find_modules_directly_imported_by(module))
+    circles = [circle for circle in nx.strongly_connected_components(graph) if len(circle) > 1]
+    assert circles == [{"rlgraph.graph.nodes", "rlgraph.graph.operation", "rlgraph.graph.rules"}]
+
+
+def test_the_facade_is_above_all_and_a_plan_knows_it_by_its_name_alone(imports: nx.DiGraph) -> None:
     assert set(imports.predecessors("rlgraph.api")) == {"rlgraph.curriculum"}
     assert nx.has_path(imports, "rlgraph.api", "rlgraph.plan.plan")
     assert not any(

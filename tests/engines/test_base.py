@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 import torch
 
-from rlgraph.engines.api import Request, Sampling, check_request, check_weights
+from rlgraph.engines.api import Request, check_request, check_weights
 from rlgraph.errors import DataError, GraphError
 from rlgraph.values.optimizers import AdamW
+from rlgraph.values.sampling import Sampling
 
 
 @pytest.mark.parametrize(

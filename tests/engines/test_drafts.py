@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import rlgraph as rg
-from rlgraph.engines.drafts import PromptLookup, guesses, kept
 from rlgraph.engines.vllm.drafts import install
 from rlgraph.errors import GraphError, PlanError
+from rlgraph.values.drafts import PromptLookup, guesses, kept
 
 
 def looked_up(row: list[int], length: int, count: int, longest: int, shortest: int) -> list[int]:

@@ -10,7 +10,6 @@ from support.families import COLUMNS, FAMILIES, folder_of, results
 from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
-from rlgraph.engines.api import Sampling
 from rlgraph.engines.forward import flash, packed_attention, self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.self_test import VOCAB
@@ -18,6 +17,7 @@ from rlgraph.engines.hf_models.pretrained import byte_tokenizer
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError, GraphError
 from rlgraph.values.optimizers import AdamW
+from rlgraph.values.sampling import Sampling
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 WAYS: dict[str, dict[str, bool]] = {

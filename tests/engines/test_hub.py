@@ -77,15 +77,17 @@ import rlgraph as rg
 generator = rg.Generator(sys.argv[1], pool=rg.Pool("rollout"), engine="transformers", sampling=rg.Sampling(max_tokens=2), dtype="float32")
 graph = rg.Graph("hub", generator.rollout(rg.prompts([{"prompt": "1"}], count=1)))
 plan = rg.compile(graph, rg.Cluster(cpus=2))
-print(generator.path)
+print(plan.source.node("rollout").model.path)
+from rlgraph.api import checked_source
+from rlgraph.runtime.checkpoint.store import fingerprint
 try:
     with plan.run_here() as job:
         list(job.steps(1))
+    print(checked_source(plan).node("rollout").model.path)
+    print(fingerprint(checked_source(plan), plan).get("revisions"))
 except rg.DataError as error:
     print("DataError", error)
-print(generator.path)
-from rlgraph.runtime.checkpoint.store import fingerprint
-print(fingerprint(graph, plan).get("revisions"))
+assert generator.path == sys.argv[1]
 """
 
 

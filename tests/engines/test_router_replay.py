@@ -21,12 +21,13 @@ from support.router_replay import (
 from support.tiny import WeightedLikelihood, other_weights, tiny_llama, tiny_moe
 from support.trainer_engines import fsdp_engine
 
-from rlgraph.engines.api import Request, Sampling
+from rlgraph.engines.api import Request
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError, GraphError
 from rlgraph.values.optimizers import AdamW
+from rlgraph.values.sampling import Sampling
 
 WAYS: list[dict[str, Any]] = [
     {"shared": False},

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rlgraph.engines.api import Sampling
 from rlgraph.engines.sglang.seeded_sampler import GREEDY, sample, uniform
 from rlgraph.engines.transformers.engine import _kept
+from rlgraph.values.sampling import Sampling
 
 ROWS, VOCAB = 6, 50
 

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlgraph.engines.api import Response, Sampling
+from rlgraph.engines.api import Response
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.engines.transformers.engine import TransformersEngine, sample
 from rlgraph.errors import DataError
+from rlgraph.values.sampling import Sampling
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [5, 6, 7]]
 SEEDS = [1, 2, 3, 4]

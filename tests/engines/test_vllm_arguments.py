@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from rlgraph.engines.api import Request, Sampling
+from rlgraph.engines.api import Request
 from rlgraph.engines.vllm.arguments import arguments, environment, kv_cache_of_many, mixed_sequences, mixed_sizes
 from rlgraph.engines.vllm.engine import CoreRequests, StopTokens
+from rlgraph.values.sampling import Sampling
 
 GIB = 1 << 30
 

@@ -16,9 +16,9 @@ def sampled(drafts: bool) -> dict[str, Any]:
     from support.tiny import tiny_qwen
     from transformers import AutoModelForCausalLM
 
-    from rlgraph.engines.api import Sampling
-    from rlgraph.engines.drafts import PromptLookup
     from rlgraph.engines.vllm.engine import VllmEngine
+    from rlgraph.values.drafts import PromptLookup
+    from rlgraph.values.sampling import Sampling
 
     lookup = PromptLookup(tokens=3, longest=3, shortest=1, below=ROWS) if drafts else None
     engine = VllmEngine(

@@ -9,8 +9,8 @@ import torch
 from support.tiny import tiny_qwen
 from transformers import AutoModelForCausalLM
 
-from rlgraph.engines.api import Sampling
 from rlgraph.engines.vllm.engine import VllmEngine
+from rlgraph.values.sampling import Sampling
 
 folder = tiny_qwen(Path("model"), "qwen3", head=64)
 engine = VllmEngine(folder, max_model_len=512, kv_cache_bytes=256 << 20, max_sequences=16, shared=True, weights_dtype="fp8")

@@ -13,8 +13,9 @@ import torch
 from support.tiny import tiny_qwen
 from transformers import AutoModelForCausalLM
 
-from rlgraph.engines.api import Request, Response, Sampling
+from rlgraph.engines.api import Request, Response
 from rlgraph.engines.vllm.engine import VllmEngine
+from rlgraph.values.sampling import Sampling
 
 head = int(sys.argv[1])
 folder = tiny_qwen(Path("model"), "qwen3", head=head)  # whose log-probs are 2 apart where a prompt is lost, and 0.02 by rounding

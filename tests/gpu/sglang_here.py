@@ -13,8 +13,9 @@ import torch
 from support.tiny import tiny_qwen
 from transformers import AutoModelForCausalLM
 
-from rlgraph.engines.api import Request, Response, Sampling
+from rlgraph.engines.api import Request, Response
 from rlgraph.engines.sglang.engine import SglangEngine
+from rlgraph.values.sampling import Sampling
 
 overlap, shared = sys.argv[1] == "yes", "shared" in sys.argv
 began = time.perf_counter()

@@ -7,8 +7,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support.tiny import tiny_qwen
 
-from rlgraph.engines.api import Sampling
 from rlgraph.engines.vllm.engine import VllmEngine
+from rlgraph.values.sampling import Sampling
 
 ROWS = 512
 engine = VllmEngine(

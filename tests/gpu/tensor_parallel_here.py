@@ -90,8 +90,9 @@ def loads(kind: str) -> None:
     from rlgraph.channels.host.channel import HostReader
     from rlgraph.channels.weights.endpoints import Staging
     from rlgraph.channels.weights.shards import whole
-    from rlgraph.engines.api import Request, Sampling
+    from rlgraph.engines.api import Request
     from rlgraph.engines.vllm.engine import VllmEngine
+    from rlgraph.values.sampling import Sampling
 
     folder, sampling = model(kind), Sampling(max_tokens=12, ignore_eos=True)
     prompts, seeds = [[5, 6, 7], [8, 9], [10, 11, 12, 13]], [1, 2, 3]

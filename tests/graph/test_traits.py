@@ -18,7 +18,6 @@ from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Graph, Node, Output, Pool, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
@@ -26,6 +25,7 @@ from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.ray_dispatch import check_sendable
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.worker.spec import worker_specs
+from rlgraph.values.sampling import BatchAdmission
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(file for file in (ROOT / "rlgraph").rglob("*.py") if "engines" not in file.relative_to(ROOT).parts)

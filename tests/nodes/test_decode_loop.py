@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rlgraph as rg
-from rlgraph.engines.api import GenerateEngine, Request, Response, Running, Sampling
+from rlgraph.engines.api import GenerateEngine, Request, Response
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission
 from rlgraph.nodes.rollout.decode_loop import DecodeLoop, OneTurn, Task
+from rlgraph.values.sampling import BatchAdmission, Running, Sampling
 
 STEPS = 7
 

@@ -10,12 +10,12 @@ from support.grpo import grpo_graph, zero_reward
 
 import rlgraph as rg
 from rlgraph.engines.api import Request, Response
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission
 from rlgraph.nodes.rollout.decode_loop import DecodeLoop, OneTurn, Task
 from rlgraph.plan.calibrate import measured_costs, spread
 from rlgraph.plan.continuous import Machine, never
 from rlgraph.plan.cost_functions import Decode, NodeCost
 from rlgraph.plan.schedule import Sampled, Span
+from rlgraph.values.sampling import BatchAdmission
 
 STEPS, ROWS = 400, 32  # as many steps as a prediction draws
 LENGTHS = rg.Lengths((0.0, 0.5, 0.9, 1.0), (10.0, 20.0, 40.0, 90.0), prompt_tokens=20.0)

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from support.simulated_stages import Loop
 
 import rlgraph as rg
 from rlgraph import api
+from rlgraph.engines.hf_models import model_files
 from rlgraph.errors import PlanError
 from rlgraph.plan.calibrate import Trace
 from rlgraph.plan.compile import compile_plan
@@ -24,9 +26,9 @@ def exact(responses: list[str], answers: list[str]) -> list[float]:
     return [float(r == a) for r, a in zip(responses, answers, strict=True)]
 
 
-def grpo(rollout: rg.Pool, train: rg.Pool, depth: int = 1, buffers: int = 1, tensor_parallel: int = 1) -> rg.Graph:
-    generator = rg.Generator("m", pool=rollout, tensor_parallel=tensor_parallel)
-    policy = rg.Policy("m", pool=train)
+def grpo(rollout: rg.Pool, train: rg.Pool, depth: int = 1, buffers: int = 1, tensor_parallel: int = 1, path: str = "m") -> rg.Graph:
+    generator = rg.Generator(path, pool=rollout, tensor_parallel=tensor_parallel)
+    policy = rg.Policy(path, pool=train)
     weights = rg.feedback("weights", depth=depth, buffers=buffers)
     prompts = rg.prompts(ITEMS, count=4)
     responses = generator.rollout(prompts, weights, group_size=2)
@@ -233,6 +235,29 @@ def test_there_is_one_kind_of_plan_whoever_makes_it_and_its_graph_is_in_no_file(
             without.launch()
         with pytest.raises(rg.PlanError, match="was read from JSON and has no graph to run"):
             without.run_here()
+
+
+def test_compiling_changes_no_graph_and_its_plan_has_the_folders_of_hub_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(rg.model_folder("tiny"))
+    monkeypatch.setattr(model_files, "cached", lambda model: folder)
+    graph = grpo(rg.Pool("a"), rg.Pool("b"), path="org/tiny")
+    assert (len(graph.forward), len(graph.pools)) == (5, 2)  # what a graph computes once is computed
+
+    def state() -> tuple[object, ...]:
+        parts = [*graph.nodes, *graph.feedbacks, *(node.model for node in graph.nodes if node.model is not None)]
+        return pickle.dumps(graph), repr(vars(graph)), [dict(vars(part)) for part in parts]
+
+    before = state()
+    plans = [rg.compile(graph, cluster) for cluster in (rg.Cluster(cpus=2), rg.Cluster(cpus=2), rg.Cluster(gpus=4, cpus=8))]
+    assert state() == before
+    assert plans[0] == plans[1] != plans[2]
+    assert isinstance(plans[2].source, rg.Graph)
+    rollout, update = plans[2].source.node("rollout"), plans[2].source.node("update")
+    assert [node.model.path for node in (rollout, update) if node.model is not None] == [folder, folder]
+    assert [rollout.operation.generator, update.operation.model] == [rollout.model, update.model]  # type: ignore[attr-defined]
+    assert rollout.feedback is not None
+    assert rollout.feedback.source is not None
+    assert (rollout.feedback.source.node, update.inputs[0].node) == (update, rollout)
 
 
 def with_old_names(plan: rg.Plan) -> str:

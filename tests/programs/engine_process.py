@@ -15,7 +15,8 @@ from support.engine_steps import step_engine
 from support.generation_requests import DRAWN, FREE, SEEDS, sample_requests, sleep_and_sample
 from support.tiny import VLLM_PROMPTS, other_weights
 
-from rlgraph.engines.api import GenerateEngine, Request, Sampling
+from rlgraph.engines.api import GenerateEngine, Request
+from rlgraph.values.sampling import Sampling
 
 THREADS = 1
 GIVEN = {"max_num_batched_tokens": 2000}  # to vLLM, by its user

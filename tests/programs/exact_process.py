@@ -37,8 +37,8 @@ def engine(out: Path, folders: list[Path]) -> None:
 
 
 def sample(folder: Path, out: Path) -> None:
-    from rlgraph.engines.api import Sampling
     from rlgraph.engines.vllm.engine import VllmEngine
+    from rlgraph.values.sampling import Sampling
 
     made = VllmEngine(folder, max_model_len=256, dtype="float32", kv_cache_bytes=64 << 20, threads=1)
     found = []

@@ -7,8 +7,9 @@ import torch
 from support.router_replay import PROMPTS, weights_of
 from support.tiny import other_weights
 
-from rlgraph.engines.api import Request, Sampling
+from rlgraph.engines.api import Request
 from rlgraph.engines.vllm.engine import VllmEngine
+from rlgraph.values.sampling import Sampling
 
 SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
 

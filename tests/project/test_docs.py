@@ -97,6 +97,14 @@ def test_the_picture_of_the_packages_is_what_is_imported_today(tmp_path: Path) -
     assert drawn, "imports have changed: python docs/architecture.py docs/architecture.svg"
 
 
+def test_the_numbers_of_the_structure_are_those_of_today(tmp_path: Path) -> None:
+    """All but the sizes, which any change changes."""
+    subprocess.run([sys.executable, str(ROOT / "docs" / "structure.py"), str(tmp_path / "now.md")], check=True, timeout=250)
+    pages = (tmp_path / "now.md", ROOT / "docs" / "structure.md")
+    now, then = ([line for line in page.read_text().splitlines() if "lines |" not in line] for page in pages)
+    assert now == then, "the structure has changed: python docs/structure.py docs/structure.md"
+
+
 # How many files one opens to follow each of these through the code. A file more is one too many to keep in mind.
 WALKS = {"How a batch travels": 12, "How the weights travel": 9, "How a graph becomes a plan": 9}
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from support.tiny import other_weights
 
-from rlgraph.engines.api import GenerateEngine, Request, Response, Sampling
+from rlgraph.engines.api import GenerateEngine, Request, Response
+from rlgraph.values.sampling import Sampling
 
 PROMPTS = [[5, 6, 7], [9, 10, 11, 12, 13]]
 BETWEEN = [3, 4, 2]  # what the model reads between two of its turns

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from support.tiny import other_weights
 
-from rlgraph.engines.api import GenerateEngine, Request, Response, Running, Sampling
+from rlgraph.engines.api import GenerateEngine, Request, Response
+from rlgraph.values.sampling import Running, Sampling
 
 PROMPTS = [[5, 6, 7], list(range(1, 41)), list(range(1, 41)), [9, 10, 11, 12, 13]]  # two share a block of 32
 LATE = [list(range(1, 41)), [5, 6, 7]]

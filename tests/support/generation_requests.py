@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from support.tiny import UPDATES, VLLM_PROMPTS, other_weights
 
-from rlgraph.engines.api import GenerateEngine, Response, Sampling
+from rlgraph.engines.api import GenerateEngine, Response
 from rlgraph.errors import DataError
+from rlgraph.values.sampling import Sampling
 
 SEEDS = list(range(len(VLLM_PROMPTS)))
 FREE = Sampling(max_tokens=8, ignore_eos=True)

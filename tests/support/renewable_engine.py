@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.api import GenerateEngine
-from rlgraph.engines.load import Place
+from rlgraph.engines.api import GenerateEngine, Place
 from rlgraph.engines.registry import EngineSpec
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.engines.vllm.engine import folder_weights

@@ -10,8 +10,9 @@ import torch
 
 import rlgraph as rg
 from rlgraph.columns import concat_rows
-from rlgraph.engines.api import GenerateEngine, Request, Response, Running
+from rlgraph.engines.api import GenerateEngine, Request, Response
 from rlgraph.nodes.base import Context
+from rlgraph.values.sampling import Running
 
 Script = Callable[[str], str]
 

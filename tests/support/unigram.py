@@ -13,14 +13,14 @@ import torch
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.channels.weights.shards import WeightShard, whole
 from rlgraph.columns import Columns
-from rlgraph.engines.api import GenerateEngine, Guard, Loss, Request, Response, Running, check_request, check_weights
+from rlgraph.engines.api import GenerateEngine, Guard, Loss, Place, Request, Response, check_request, check_weights
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.hf_models.pretrained import check_model
-from rlgraph.engines.load import Place
 from rlgraph.engines.registry import EngineSpec, TrainerSpec
 from rlgraph.nodes.base import tensor_of
 from rlgraph.plan.estimates import stays_awake
 from rlgraph.plan.memory_laws import Need, Workload
+from rlgraph.values.sampling import Running
 
 CONTEXT = 128
 

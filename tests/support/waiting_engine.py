@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlgraph.engines.api import GenerateEngine, Request, Response, Running
+from rlgraph.engines.api import GenerateEngine, Request, Response
 from rlgraph.nodes.rollout.rollout import Generator
 from rlgraph.plan.cost_functions import Decode
 from rlgraph.plan.lengths import Lengths
+from rlgraph.values.sampling import Running
 
 
 class WaitingEngine(GenerateEngine):

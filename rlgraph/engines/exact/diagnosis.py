@@ -214,8 +214,8 @@ def prompts() -> list[list[int]]:
 
 def engine_side(folder: str, device: str, out: Path) -> None:
     """Sample with the engine, and keep what its operations gave."""
-    from rlgraph.engines.api import Sampling
     from rlgraph.engines.vllm.engine import VllmEngine
+    from rlgraph.values.sampling import Sampling
 
     more: dict[str, Any] = {"threads": 1, "dtype": "float32"}
     if device == "cuda":

@@ -64,7 +64,7 @@ def exchange_lone_rows(model: torch.nn.Module) -> None:
     found = need_company((module.out_features, module.in_features) for module in maps)
     for module in maps:
         if (module.out_features, module.in_features) in found:
-            module.__class__ = RowInCompany
+            module.__class__ = RowInCompany  # in place, so that parameters keep their names
 
 
 def exchange_engines_lone_rows(model: Any) -> None:

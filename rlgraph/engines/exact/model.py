@@ -29,5 +29,5 @@ def exchange(head: Any, device: str) -> list[Any]:
         object.__setattr__(layer.self_attn, "rotation", backbone.rotary_emb)  # no second parent of the module
     found = [module for module in model.modules() if type(module) is torch.nn.Linear]
     for module in found:
-        module.__class__ = ExactLinear
+        module.__class__ = ExactLinear  # in place: another module in its stead would change the names of parameters, and what holds it
     return found

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 import torch
@@ -16,14 +16,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from rlgraph.channels.weights.shards import WeightShard
+from rlgraph.engines.api import Place
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.lora.modules import LoraLinear
 from rlgraph.engines.lora.shared_base import SharedBase
 from rlgraph.errors import GraphError
 from rlgraph.plan.memory_laws import UNIT_PARAMETERS
-
-if TYPE_CHECKING:
-    from rlgraph.engines.load import Place
 
 # The whole parameters that ranks cut among them: a pass computes with plain tensors, and at rest a tensor is a box of its whole.
 #
@@ -48,6 +46,7 @@ def cut(parameter: torch.nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tor
     of_fsdp: Placement = _StridedShard(0, split_factor=ranks) if dim == 0 else Shard(0)  # rows of this rank's rows
     meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
     part = torch.nn.Parameter(own, parameter.requires_grad)
+    # On the parameter, since FSDP shards plain tensors only; `remembered` sets it on the parameters that FSDP puts in their places.
     setattr(part, NAME, DTensorSpec(mesh, (of_fsdp, of_tp), tensor_meta=meta))
     return part
 
@@ -360,7 +359,7 @@ def meet(at: str, rank: int, world: int, listen_fd: int = -1) -> None:
     dist.init_process_group(backends(), store=store, rank=rank, world_size=world)
 
 
-def meet_at(place: "Place") -> None:
+def meet_at(place: Place) -> None:
     """Join the process group of a model's ranks at its place, if it has several."""
     if place.world > 1:
         meet(place.rendezvous, place.rank, place.world, place.listen_fd)

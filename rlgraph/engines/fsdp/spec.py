@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from rlgraph.engines.api import TrainEngine
-from rlgraph.engines.load import Place, dtype_of
+from rlgraph.engines.api import Place, TrainEngine
+from rlgraph.engines.load import dtype_of
 from rlgraph.engines.registry import TRAINER_SETTINGS, SavedShard, TrainerSpec
 from rlgraph.errors import DataError
 

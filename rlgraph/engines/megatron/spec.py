@@ -3,9 +3,9 @@
 import importlib.util
 from typing import Any
 
-from rlgraph.engines.api import TrainEngine
+from rlgraph.engines.api import Place, TrainEngine
 from rlgraph.engines.fsdp.spec import saved_shards
-from rlgraph.engines.load import Place, dtype_of
+from rlgraph.engines.load import dtype_of
 from rlgraph.engines.registry import TrainerSpec
 from rlgraph.errors import GraphError
 from rlgraph.plan.estimates import model_parallel

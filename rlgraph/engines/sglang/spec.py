@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from rlgraph.engines.api import GenerateEngine
-from rlgraph.engines.load import Place, dtype_of
+from rlgraph.engines.api import GenerateEngine, Place
+from rlgraph.engines.load import dtype_of
 from rlgraph.engines.registry import EngineSpec
 from rlgraph.engines.sglang import start
 

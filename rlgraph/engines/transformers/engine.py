@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.api import GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
+from rlgraph.engines.api import GenerateEngine, Request, Response, check_request, check_weights
 from rlgraph.engines.forward.experts import TELLING, routers_of, tells
 from rlgraph.engines.forward.packed_attention import padded
 from rlgraph.engines.hf_models.backbone import load_text_model
@@ -17,6 +17,7 @@ from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import rotary_limit, text_config
 from rlgraph.engines.lora.modules import as_described
 from rlgraph.errors import DataError, GraphError
+from rlgraph.values.sampling import Running, Sampling
 
 
 class TransformersEngine(GenerateEngine):

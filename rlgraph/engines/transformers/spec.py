@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.api import GenerateEngine
-from rlgraph.engines.load import Place, dtype_of
+from rlgraph.engines.api import GenerateEngine, Place
+from rlgraph.engines.load import dtype_of
 from rlgraph.engines.registry import EngineSpec
 from rlgraph.plan.estimates import stays_awake
 

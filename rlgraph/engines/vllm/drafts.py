@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.drafts import PromptLookup, guesses, kept
 from rlgraph.engines.vllm.arguments import recorded_sizes
 from rlgraph.errors import GraphError
+from rlgraph.values.drafts import PromptLookup, guesses, kept
 
 REFUSED = "ngram/ngram_gpu speculative decoding"  # what vLLM 0.26 says that its runner V2 does not have: it has it from here
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from rlgraph.engines import copy_plan
-from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, Running, Sampling, check_request, check_weights
-from rlgraph.engines.drafts import PromptLookup
+from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, check_request, check_weights
 from rlgraph.engines.exact.rules import in_company
 from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
@@ -30,6 +29,8 @@ from rlgraph.engines.vllm import fp8_weights
 from rlgraph.engines.vllm.routes import RouteRecorder
 from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
 from rlgraph.errors import GraphError
+from rlgraph.values.drafts import PromptLookup
+from rlgraph.values.sampling import Running, Sampling
 
 # Requests as vLLM's core takes them: checked once for each way to sample, and copied for each request.
 

@@ -3,8 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
-from rlgraph.engines.api import TrainEngine
-from rlgraph.engines.load import Place, dtype_of
+from rlgraph.engines.api import Place, TrainEngine
+from rlgraph.engines.load import dtype_of
 from rlgraph.engines.registry import TrainerSpec
 from rlgraph.engines.vllm import arguments
 from rlgraph.engines.vllm.spec import import_vllm

@@ -4,8 +4,8 @@ import os
 from importlib import import_module
 from typing import Any
 
-from rlgraph.engines.api import GenerateEngine
-from rlgraph.engines.load import Place, dtype_of
+from rlgraph.engines.api import GenerateEngine, Place
+from rlgraph.engines.load import dtype_of
 from rlgraph.engines.registry import EngineSpec
 from rlgraph.engines.vllm import arguments
 from rlgraph.engines.vllm.arguments import check_arguments

@@ -77,7 +77,7 @@ class Message:
 
     def __post_init__(self) -> None:
         settings.check(self)
-        for name in ("content", "reasoning", "name", "tool_call_id"):
+        for name in ("content", "reasoning", "name", "tool_call_id"):  # while it is made: a text that can be sent and written
             object.__setattr__(self, name, whole_text(getattr(self, name)))
 
     @classmethod

@@ -63,6 +63,7 @@ class CodeTests(Scorer):
         if not self.tests.isidentifier() or self.tests == "response":
             raise GraphError(f"code(tests={shown(self.tests)}): tests is the name of a field of the data, as tests='tests'")
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("response", self.tests)]
+        # While it is made: `inspect.signature` reads the fields of the data from it, as from a function.
         object.__setattr__(self, "__signature__", inspect.Signature(parameters))
 
     @property

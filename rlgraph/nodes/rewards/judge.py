@@ -82,6 +82,7 @@ class Judge(Scorer):
             )
         if parts.username or parts.password or parts.query:
             raise GraphError("judge(url=…): the address holds a user, a password or a query; put the key into the environment variable")
+        # While it is made: `inspect.signature` reads the fields of the data from it, as from a function.
         object.__setattr__(self, "fields", _fields(self.prompt))
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in self.fields]
         object.__setattr__(self, "__signature__", inspect.Signature(parameters))

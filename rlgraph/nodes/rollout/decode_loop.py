@@ -10,9 +10,9 @@ from rlgraph.columns import FINISH_REASONS, Column, padded
 from rlgraph.engines.api import GenerateEngine, Request, Response
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission
 from rlgraph.nodes.rollout.fitting import text_config
 from rlgraph.plan.model_shapes import ModelShape
+from rlgraph.values.sampling import BatchAdmission
 
 # The routes of a rollout: the experts that its engine chose for each token, as columns, and what they can be asked of.
 

@@ -27,8 +27,7 @@ from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardColumn, 
 from rlgraph.nodes.rewards.scoring import Scoring, scoring
 from rlgraph.nodes.rollout.conversation import ConversationLoop, turn_metrics
 from rlgraph.nodes.rollout.decode_loop import Outcome, Task, TaskDecoder, columns_of_sampled
-from rlgraph.nodes.rollout.rollout import Rollout
-from rlgraph.nodes.rollout.turns import item_of
+from rlgraph.nodes.rollout.rollout import Rollout, item_of
 from rlgraph.nodes.trial import made_up
 from rlgraph.notices import renamed
 from rlgraph.settings import Range, Seconds

@@ -13,7 +13,6 @@ import torch
 from rlgraph.columns import Column, Columns, rows_of_rank, truncated
 from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset
-from rlgraph.engines.api import Sampling
 from rlgraph.engines.hf_models.chat_template import encoded_prompts
 from rlgraph.errors import DataError, GraphError, choices
 from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
@@ -29,6 +28,7 @@ from rlgraph.nodes.rollout.fitting import check_prompts, most_tokens
 from rlgraph.nodes.rollout.rollout import Generator
 from rlgraph.notices import renamed
 from rlgraph.settings import Count, Finite, Name, Seconds, checked
+from rlgraph.values.sampling import Sampling
 
 # Best, worst and majority of k answers to an item, estimated by a bootstrap over its n answers with verl's draws.
 

@@ -3,24 +3,33 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rlgraph import notices
 from rlgraph.columns import Columns
 from rlgraph.data.rows import Overlong, place_of
-from rlgraph.engines.api import Sampling
 from rlgraph.engines.hf_models.chat_template import check_conversations, encoded_prompts
+from rlgraph.engines.registry import EngineSpec
 from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.prompts import Prompts, Room, StreamedPrompts
+from rlgraph.values.sampling import Sampling
 
-if TYPE_CHECKING:
-    from rlgraph.nodes.rollout.rollout import Generator
+
+class Sampler(Protocol):
+    """What the checks of prompts read of a generator."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def max_context(self) -> int | None: ...
+    @property
+    def spec(self) -> EngineSpec: ...
 
 
 def check_prompts(
-    node: Node, generator: "Generator", sampling: Sampling, source: object, chats: Callable[[Columns], list[str]] | None = None
+    node: Node, generator: Sampler, sampling: Sampling, source: object, chats: Callable[[Columns], list[str]] | None = None
 ) -> Any:
     """Check model and prompts, and return the tokenizer. `chats` makes conversations of the prompts' columns; None: as they are.
 

@@ -1,19 +1,21 @@
 """Rollout: the generator, and its node that samples responses under the current weights."""
 
+import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 
 from rlgraph.columns import Column, Columns, repeat_rows, rows_of_rank
 from rlgraph.data.rows import Overlong
-from rlgraph.engines.api import Request, Running, Sampling
-from rlgraph.engines.drafts import PromptLookup, check_no_model
-from rlgraph.engines.hf_models.chat_template import encoded_prompts
+from rlgraph.engines.api import Request
+from rlgraph.engines.hf_models.chat_template import ChatPrompt, encoded_prompts, reads
 from rlgraph.engines.hf_models.model_files import header_shapes
+from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf_models.turns import TurnTemplate
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
 from rlgraph.errors import DataError, GraphError, shown
 from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
@@ -22,9 +24,9 @@ from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.environments.agent import Agent, Environment
 from rlgraph.nodes.environments.program import Program
 from rlgraph.nodes.environments.tools import Tools
-from rlgraph.nodes.prompts import PromptSource
-from rlgraph.nodes.rollout.batch_admission import BatchAdmission, admission_rule
-from rlgraph.nodes.rollout.conversation import ConversationLoop, chats_of, turn_metrics
+from rlgraph.nodes.prompts import Prompts, PromptSource
+from rlgraph.nodes.rollout.batch_admission import admission_rule
+from rlgraph.nodes.rollout.conversation import ConversationLoop, chats_of, check_turns, form_of, turn_metrics
 from rlgraph.nodes.rollout.decode_loop import (
     OUTPUTS,
     REWARDS,
@@ -43,11 +45,18 @@ from rlgraph.nodes.rollout.decode_loop import (
     seed_of,
 )
 from rlgraph.nodes.rollout.fitting import check_prompts, declared_context, most_tokens
-from rlgraph.nodes.rollout.turns import agent_of, check_conversations_of, check_options, item_of, session_loop, turn_loop
+from rlgraph.nodes.rollout.session_loop import SessionLoop, SessionRules
+from rlgraph.nodes.rollout.turn_loop import TurnLoop, TurnRules
 from rlgraph.settings import Count, Dtype, Named, Natural, Range, checked, refuse_unknown
+from rlgraph.values.drafts import PromptLookup, check_no_model
+from rlgraph.values.sampling import BatchAdmission, Running, Sampling
 
 if TYPE_CHECKING:
-    from rlgraph.nodes.rollout.dynamic_sampling import Refill
+
+    class Refills(Protocol):
+        """What declares a rollout that draws its own prompts, as `rg.Refill` does."""
+
+        def declare(self, name: str, rollout: "Rollout", prompts: Output, weights: Feedback | None) -> Output: ...
 
 # What the engine of a generator is made of: two generators for which this is the same text have engines that are the same.
 
@@ -197,7 +206,7 @@ class Generator(Model):
         chunks: Annotated[int, Range(least=1, rule="a whole number of chunks in which a batch leaves, at least 1")] = 1,
         interrupt: Running | None = None,
         continuous: bool = False,
-        refill: "Refill | None" = None,
+        refill: "Refills | None" = None,
         name: str = "rollout",
     ) -> Output:
         """Declare the sampling of `group_size` responses for each prompt, under the weights of the feedback edge.
@@ -413,3 +422,115 @@ class Rollout(Operation):
         """Make the task of a response to the prompt at a place of the data order."""
         seed = seed_of(self.generator.seed, place, member)
         return Task(Request(f"{self.prefix}{place}.{member}", prompt, self.sampling, seed), member, item)
+
+
+# The conversations of a rollout: the loop that samples them, and the checks of a launch.
+
+
+def template_of(path: str, tokenizer: Any) -> TurnTemplate:
+    """The chat template of a model, with the tokens at which the model ends a response."""
+    return TurnTemplate(path, tokenizer, check_model(path).eos_token_ids)
+
+
+def turn_loop(rollout: "Rollout", agent: Agent, context: Context) -> TurnLoop:
+    """Make the loop that samples the conversations of a rollout."""
+    path = rollout.generator.path
+    tokenizer = context.tokenizer(path)
+    described = rollout.tools.schemas if rollout.tools is not None else []
+    room = (rollout.generator.max_context or context.engine.context_length()) - rollout.sampling.max_tokens
+
+    def chat(item: Mapping[str, Any]) -> ChatPrompt:
+        one = {name: [value] for name, value in item.items() if name in ("prompt_texts", "prompt_messages")}
+        return ChatPrompt.from_json(chats_of(one, tokenizer, described)[0])
+
+    rules = TurnRules(
+        agent=agent,
+        reads=agent.reads(rollout.carried),
+        chat=chat,
+        form=form_of(agent, tokenizer),
+        prefix=rollout.prefix,
+        group_size=rollout.group_size,
+        max_turns=rollout.max_turns,
+        concurrency=rollout.concurrency,
+        most_prompt=rollout.overlong.limit(room),
+        cut_prompts=rollout.overlong.policy == "truncate_left",
+        rewarded=rollout.rewarded,
+    )
+    return TurnLoop(rules, template_of(path, tokenizer), context)
+
+
+def session_loop(rollout: "Rollout", program: Program, context: Context) -> SessionLoop:
+    """Make the loop that samples the sessions of a program."""
+    path = rollout.generator.path
+    tokenizer = context.tokenizer(path)
+    room = (rollout.generator.max_context or context.engine.context_length()) - rollout.sampling.max_tokens
+    rules = SessionRules(
+        program=program,
+        reads=program.reads(rollout.carried),
+        form=form_of(program, tokenizer),
+        describes=reads(tokenizer.chat_template, "tools"),
+        prefix=rollout.prefix,
+        sampling=rollout.sampling,
+        max_turns=rollout.max_turns,
+        concurrency=rollout.concurrency,
+        most_prompt=rollout.overlong.limit(room),
+    )
+    return SessionLoop(rules, template_of(path, tokenizer), context)
+
+
+def check_conversations_of(rollout: "Rollout", tokenizer: Any, source: object) -> None:
+    """Check at a launch that the model's template renders the turns of a rollout. Raises DataError or GraphError."""
+    assert rollout.agent is not None
+    first: Columns = source.columns([source.data[0]]) if isinstance(source, Prompts) else {"prompt_texts": ["Hi."]}
+    described = rollout.tools.schemas if rollout.tools is not None else []
+    template = template_of(rollout.generator.path, tokenizer)
+    template.close  # noqa: B018 (a model without a chat template is refused before its prompts are rendered)
+    if isinstance(rollout.agent, Program):  # what its conversations are is known when they are there
+        rollout.agent.check()
+        return
+    check_turns(template, ChatPrompt.from_json(chats_of(first, tokenizer, described)[0]), rollout.agent, rollout.tools)
+
+
+def item_of(columns: Columns, row: int) -> Mapping[str, Any]:
+    """Collect the prompt columns of a row, all but its place in the data order."""
+    return {name: column[row] for name, column in columns.items() if name != "prompt_ids"}
+
+
+# The options of a rollout: its agent, of whatever it was given as, and those that exclude each other.
+
+
+def agent_of(tools: Tools | None, agent: Any) -> Agent | Program | None:
+    """Make the agent of a rollout: of tools, of a class of environments, or of a program."""
+    if tools is not None:
+        return tools.agent()
+    if isinstance(agent, Agent | Program | None):
+        return agent
+    return Program(agent) if isinstance(agent, str | Sequence) or inspect.iscoroutinefunction(agent) else Agent(agent)
+
+
+def check_options(name: str, routes: bool, **options: Any) -> None:
+    """Raise GraphError for options that no rollout can have, or none of a generator with `routes`."""
+    refill = options["refill"]
+    if options["tools"] is not None and options["agent"] is not None:
+        raise GraphError(
+            f"node '{name}' has tools= and agent=; choose one: an environment gets calls of tools parsed, with rg.Agent(…, calls=…)"
+        )
+    if routes and (options["tools"] is not None or options["agent"] is not None):
+        raise GraphError(
+            f"node '{name}' samples conversations, and its generator has routes=True: routes are those of one turn; leave out routes, or "
+            "tools and agent"
+        )
+    for option in ("max_turns", "concurrency"):
+        if options[option] is not None and options["tools"] is None and options["agent"] is None:
+            raise GraphError(
+                f"node '{name}' has {option}={options[option]} but no tools and no agent, so there is one turn; pass tools= or agent=, or "
+                f"leave {option} out"
+            )
+    agent = options["agent"]
+    if isinstance(agent, Agent) and agent.warm and options["concurrency"] is None:
+        raise GraphError(
+            f"node '{name}' has Agent(warm={agent.warm}) without concurrency=, so every conversation begins at once and none waits for its "
+            "place; give concurrency=, or leave warm out"
+        )
+    if refill is not None and not hasattr(refill, "declare"):
+        raise GraphError(f"node '{name}' has refill={shown(refill)}; pass what to refill by, as refill=rg.Refill(reward=right)")

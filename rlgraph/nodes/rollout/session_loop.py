@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from rlgraph.engines.api import Finish, Request, Response, Sampling
+from rlgraph.engines.api import Finish, Request, Response
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
 from rlgraph.engines.hf_models.turns import TurnTemplate
 from rlgraph.errors import DataError
@@ -29,6 +29,7 @@ from rlgraph.nodes.environments.program import AgentClient, Ended, Program
 from rlgraph.nodes.rollout.conversation import ConversationLoop, probe_answer
 from rlgraph.nodes.rollout.decode_loop import Outcome, Task
 from rlgraph.nodes.rollout.session_tree import ModelCall, SessionTree
+from rlgraph.values.sampling import Sampling
 
 # What the model has said in a call of a program: text, thinking and calls of tools, cut where the program wants it to stop.
 

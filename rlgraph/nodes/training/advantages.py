@@ -11,7 +11,6 @@ from rlgraph.algorithms.correction import ImportanceWeights, Rejection, RolloutC
 from rlgraph.algorithms.diagnostics import diagnostics
 from rlgraph.algorithms.shaping import constant_groups
 from rlgraph.columns import Column, Columns, truncated
-from rlgraph.engines.api import Sampling
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -19,6 +18,7 @@ from rlgraph.graph.rules import SAMPLED
 from rlgraph.nodes.base import Context, Fired, FunctionOperation, Stage, carried, tensor_of
 from rlgraph.nodes.training.trained_model import TOKENS
 from rlgraph.settings import AtLeastZero, Name, checked
+from rlgraph.values.sampling import Sampling
 
 
 class Estimator(Protocol):

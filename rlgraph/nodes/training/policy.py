@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from rlgraph.algorithms.policy_loss import WholeLoss
 from rlgraph.columns import Columns
-from rlgraph.engines.api import PolicyLossFn, Sampling, chosen_at
+from rlgraph.engines.api import PolicyLossFn, chosen_at
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import Operation
@@ -16,6 +16,7 @@ from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Part, PolicyUpdate, Update, check_taken, checked_also, checked_schedule, own_name
 from rlgraph.settings import Count, Natural, checked, refuse_unknown
+from rlgraph.values.sampling import Sampling
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,6 @@ from rlgraph.runtime.worker.spec import Resume, Saving
 
 if TYPE_CHECKING:
     from rlgraph.runtime.worker.executor import Worker
-    from rlgraph.runtime.worker.progress import Progress
 
 SEEN_S = 5.0  # for what the driver wrote to be seen on another host
 PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
@@ -169,12 +168,12 @@ def _digest(folder: Path, file: Path) -> Written:
         return Written(str(file.relative_to(folder)), file.stat().st_size, hashlib.file_digest(data, "sha256").hexdigest())
 
 
-def restore(progress: "Progress", resume: Resume) -> None:
-    """Restore a loaded worker from a checkpoint, whatever ranks its nodes had then.
+def restore(worker: "Worker", resume: Resume) -> dict[int, Fired]:
+    """Restore a loaded worker from a checkpoint, whatever ranks its nodes had then, and return its last steps before the checkpoint.
 
     Raises CheckpointError for a checkpoint that does not hold its nodes, or a state that cannot be shared out anew.
     """
-    worker, folder = progress.worker, Path(resume.folder)
+    folder = Path(resume.folder)
     planned = worker.spec.worker
     shards = sorted((p for p in read_shards(folder) if set(p.nodes) == set(planned.nodes)), key=lambda p: p.rank)
     if not shards:
@@ -191,13 +190,13 @@ def restore(progress: "Progress", resume: Resume) -> None:
         stage.load_state(state)
     opened = mine["open"] if same else {step: _shared_out(worker, [h["open"][step] for h in held]) for step in mine["open"]}
     recorded = [mine] if same else held if planned.rank == 0 else []
-    progress.recent = {
-        step: Fired(averaged(rank["metrics"][step] for rank in held), chunks, _recorded(recorded, step)) for step, chunks in opened.items()
-    }
     if worker.spec.saving is not None and worker.spec.saving.trained:
         worker.context.engine.load(folder / str(planned.model))
     if same:
         set_random_states(mine["random"])
+    return {
+        step: Fired(averaged(rank["metrics"][step] for rank in held), chunks, _recorded(recorded, step)) for step, chunks in opened.items()
+    }
 
 
 def _recorded(held: Sequence[Mapping[str, Any]], step: int) -> list[SampledRows]:

@@ -21,7 +21,7 @@ from rlgraph.plan.channels import lies_in_ray
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent
 from rlgraph.runtime.driver.machine import worker_environment
-from rlgraph.runtime.driver.ray_dispatch import DISPATCHES, pickled
+from rlgraph.runtime.driver.ray_dispatch import pickled
 from rlgraph.runtime.messages import PID_BYTES, ForkOrder, send_order
 from rlgraph.runtime.worker.spec import WorkerSpec
 
@@ -431,9 +431,6 @@ def kept_as(spec: WorkerSpec) -> Hashable | None:
         return None
     place = spec.worker.threads, spec.local_gpus, spec.shared, spec.copies, spec.merging_bytes, spec.sequences, spec.exact
     return made, *place
-
-
-DISPATCHES[WARM] = ForkedProcesses
 
 
 def chosen_dispatch(plan: Plan, asked: str | None) -> str:

@@ -108,7 +108,7 @@ class Progress:
         self.worker.load()
         resume = self.worker.spec.resume
         if resume is not None:
-            restore(self, resume)
+            self.recent = restore(self.worker, resume)
             self.saved = resume.step
             since = {step: fired for step, fired in self.recent.items() if step >= resume.step}
             self.reports = {step: (fired.metrics, []) for step, fired in since.items()}
