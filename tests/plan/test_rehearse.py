@@ -5,11 +5,11 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-import daly
 import pytest
 from simulated import LONG_TAIL, Loop
 
 import rlgraph as rg
+from benchmarks.prediction import daly
 from rlgraph.channels.host.channel import PART_BYTES
 from rlgraph.errors import PlanError
 from rlgraph.plan import compile as compiling
