@@ -27,7 +27,8 @@ import one_gpu
 
 import rlgraph as rg
 from benchmarks.lib.figures import RESULTS
-from benchmarks.lib.learning_runs import Key, Results, Run, interval, machine, metrics_of, named, parser, runs_to_do
+from benchmarks.lib.learning_runs import Key, Results, Run, interval, metrics_of, named, parser, runs_to_do
+from benchmarks.lib.machine import machine
 
 FILE, OF_GPU = "adapters_learning_cpu.json", "adapters_learning_h200.json"
 RANKS, FULL_RATE = {"full": 0, "adapter": 32}, 5e-6

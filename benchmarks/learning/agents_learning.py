@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.lib.learning_runs import machine
+from benchmarks.lib.machine import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES: dict[str, tuple[str, ...]] = {  # and what each tells of its conversations

@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "recipes")]
 
 import rlgraph as rg  # noqa: E402
-from benchmarks.lib.learning_runs import machine  # noqa: E402 (scripts import one another by their bare names)
+from benchmarks.lib.machine import machine  # noqa: E402 (scripts import one another by their bare names)
 
 # The recipes in order: their settings here, and the metrics that tell what they learn.
 RECIPES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.speed.start import machine
+from benchmarks.lib.machine import machine
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "one_step_off.py"
 SETS = {"all instructions": {}, "AVX2 alone": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}}

@@ -30,7 +30,6 @@ from benchmarks.lib.learning_runs import (
     Run,
     given_settings,
     interval,
-    machine,
     metrics_of,
     named,
     parser,
@@ -38,6 +37,7 @@ from benchmarks.lib.learning_runs import (
     run_until_flat,
     runs_to_do,
 )
+from benchmarks.lib.machine import machine
 
 FILE = "exact_learning_h200.json"
 STEPS = 60

@@ -34,13 +34,13 @@ from benchmarks.lib.learning_runs import (
     given_settings,
     held_out,
     interval,
-    machine,
     named,
     parser,
     recorded_settings,
     run_until_flat,
     runs_to_do,
 )
+from benchmarks.lib.machine import machine
 
 PLAIN = Path(__file__).with_name("plain_vllm.py")
 LIMIT_S = 300.0  # of vLLM alone

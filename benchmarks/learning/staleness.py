@@ -40,13 +40,13 @@ from benchmarks.lib.learning_runs import (
     Settings,
     chosen,
     given_settings,
-    machine,
     named,
     parser,
     recorded_settings,
     run_until_flat,
     runs_to_do,
 )
+from benchmarks.lib.machine import machine
 
 ALONE = 12  # steps
 DEPTHS = (0, 1, 2, 4, 8)

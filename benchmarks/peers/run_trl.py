@@ -147,7 +147,7 @@ def write(given: argparse.Namespace, arguments: dict[str, Any], seconds: list[fl
     timed = seconds[WARM_UP:] or seconds
     print(f"TRL {given.model}: {statistics.median(timed):.2f} s a step (median of {len(timed)}, {min(timed):.2f} to {max(timed):.2f})")
     if given.json:
-        from benchmarks.speed.start import machine
+        from benchmarks.lib.machine import machine
 
         row = {
             "model": given.model,

@@ -220,7 +220,7 @@ def main() -> None:
     row = summary(given, steps, settings, work)
     print(f"verl {given.mode}: {row['wall_s']:.2f} s a step (median of {row['steps_timed']})")
     if target:
-        from benchmarks.speed.weights import machine
+        from benchmarks.lib.machine import machine
 
         target.write_text(json.dumps(row | machine(), indent=1) + "\n", encoding="utf-8")
 

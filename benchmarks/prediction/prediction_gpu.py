@@ -43,10 +43,10 @@ import yaml
 
 import rlgraph as rg
 from benchmarks.lib.accuracy import accuracy, summary
+from benchmarks.lib.machine import machine
 from benchmarks.lib.shapes import VOCAB, random_model
 from benchmarks.prediction.ways import ON_CORES, ON_GPUS, SMOLLM2, Way, ways, ways_on_four
 from benchmarks.speed.overlap import QUESTIONS, parity
-from benchmarks.speed.weights import machine
 from rlgraph.plan.calibrate import Trace, costs_of
 from rlgraph.plan.costs import written
 from rlgraph.plan.lengths import PROBABILITIES, Lengths

@@ -13,7 +13,6 @@ import argparse
 import importlib
 import json
 import os
-import platform
 import random
 import subprocess
 import sys
@@ -39,6 +38,7 @@ import placed  # noqa: E402
 import torch  # noqa: E402
 
 import rlgraph as rg  # noqa: E402
+from benchmarks.lib.machine import machine  # noqa: E402
 from benchmarks.reliability import kills  # noqa: E402
 from rlgraph.columns import Columns  # noqa: E402
 from rlgraph.engines.hf_models.pretrained import tiny_model  # noqa: E402
@@ -251,12 +251,6 @@ def made_model(folder: Path) -> str:
     for module in forked.PRELOADED:
         importlib.import_module(module)
     return str(folder / "model")
-
-
-def machine() -> dict[str, object]:
-    """Describe what the run ran on."""
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "linux": platform.release()}
-    return {"processor": platform.machine(), "cores": len(os.sched_getaffinity(0)), **versions}
 
 
 def run(given: argparse.Namespace, model: str) -> int:

@@ -10,7 +10,6 @@ begins and ends with, on both sides.
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -19,7 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 import torch
+
+from benchmarks.lib.machine import machine
 
 ORACLE = Path(__file__).parents[2] / ".venv-oracle" / "bin" / "python"
 GROUPED = ("grpo", "rloo", "opo", "gpg_advantage", "grpo_passk", "reinforce_plus_plus_baseline", "gdpo")
@@ -249,19 +252,6 @@ def compare(name: str, items: dict[str, Item], mask: torch.Tensor, verl: subproc
     return {"name": name, "rlgraph_s": mine, "verl_s": theirs, "speedup": speedup, "grouped": name in GROUPED}
 
 
-def machine() -> dict[str, Any]:
-    """Describe the machine and the versions."""
-    models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    cpu = models[0].partition(":")[2].strip() if models else platform.machine()
-    return {
-        "cpu": cpu,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "verl": "0.9.1",
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1024)
@@ -289,7 +279,8 @@ def main() -> None:
     ]
     verl = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     items = rlgraph_items(columns)
-    print(f"{options.rows} rows x {options.tokens} tokens, least (median, most) of {options.rounds} rounds in ms; {machine()}\n")
+    measured_on = {**machine(), "threads": torch.get_num_threads(), "verl": "0.9.1"}
+    print(f"{options.rows} rows x {options.tokens} tokens, least (median, most) of {options.rounds} rounds in ms; {measured_on}\n")
     print(f"{'':30} {'rlgraph':>26} {'verl 0.9.1':>26} {'speed-up':>9}")
     results = []
     for name in options.only or items:
@@ -304,7 +295,7 @@ def main() -> None:
     verl.wait(timeout=60)
     if options.json:
         shape = {"rows": options.rows, "tokens": options.tokens, "rounds": options.rounds}
-        options.json.write_text(json.dumps({"machine": machine(), **shape, "results": results}, indent=1) + "\n")
+        options.json.write_text(json.dumps({"machine": measured_on, **shape, "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

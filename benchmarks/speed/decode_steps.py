@@ -154,7 +154,7 @@ def main() -> None:
             flush=True,
         )
         if given.json:
-            from benchmarks.speed.weights import machine as measured_on
+            from benchmarks.lib.machine import machine as measured_on
 
             given.json.write_text(json.dumps(found | measured_on(), indent=1) + "\n")
 

@@ -125,7 +125,7 @@ def main() -> None:
         found[work_name] = {"exact_s": own, "plain_s": other, "ratio": statistics.median(ratios), "spread": [ratios[0], ratios[-1]]}
         print(f"{work_name}: {found[work_name]}", flush=True)
     if given.json:
-        from benchmarks.speed.start import machine
+        from benchmarks.lib.machine import machine
 
         given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
 

@@ -377,7 +377,7 @@ def main() -> None:
     found["all"] = {count: sum(model.found[count] for model in models.values()) for count in ("tokens", "different")}
     say(json.dumps(found))
     if given.json:
-        from benchmarks.speed.start import machine
+        from benchmarks.lib.machine import machine
 
         given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
 

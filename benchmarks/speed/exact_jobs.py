@@ -68,8 +68,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     names, steps = (["tiny"], 2) if given.smoke else (given.models.split(","), given.steps)
+    from benchmarks.lib.machine import machine
     from benchmarks.speed.exact_gpu import folder_of
-    from benchmarks.speed.start import machine
 
     here = machine()
     earlier = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}

@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of training")
     parser.add_argument("--smoke", action="store_true", help="tiny shapes, on a CPU")
     given = parser.parse_args()
-    from benchmarks.speed.start import machine
+    from benchmarks.lib.machine import machine
 
     found: dict[str, Any] = {"script": "benchmarks/speed/fp8_noise.py", "machine": machine(), "parts": {}}
     for part in given.parts:

@@ -133,7 +133,7 @@ def main() -> None:
         found["seconds"][name], found["spread_s"][name] = statistics.median(times), [min(times), max(times)]
         print(f"{name}: {found['seconds'][name]:.2f} s, {given.sequences * given.tokens / found['seconds'][name]:.0f} tokens/s", flush=True)
         if given.json:  # after each way, so that a run that is stopped keeps what it has
-            from benchmarks.speed.weights import machine as measured_on
+            from benchmarks.lib.machine import machine as measured_on
 
             given.json.write_text(json.dumps(found | measured_on(), indent=1) + "\n")
     best = min(value for name, value in found["seconds"].items() if name.startswith("rlgraph"))

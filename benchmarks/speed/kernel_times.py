@@ -157,7 +157,7 @@ def main() -> None:
         found[f"rms_norm, {name}"] = norm(device, liger, shape)
         print(name, json.dumps(found[f"rms_norm, {name}"], indent=1), flush=True)
     if given.json:
-        from benchmarks.speed.weights import machine
+        from benchmarks.lib.machine import machine
 
         given.json.write_text(json.dumps(found | machine() | {"liger": "0.8.5"}, indent=1) + "\n")
 

@@ -309,7 +309,7 @@ def main() -> None:
         for line in measured(asked.shape, given, gpu, count > 0, found):
             print(f"{time.perf_counter() - begun:6.1f} s  {asked.shape}: {line}", flush=True)
             if asked.json:
-                from benchmarks.speed.start import machine
+                from benchmarks.lib.machine import machine
 
                 asked.json.write_text(json.dumps(found | {"machine": machine()}, indent=1) + "\n")
 

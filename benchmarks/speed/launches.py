@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.machine import machine
 from benchmarks.speed import start
 
 KINDS = ("on Ray", "warm", "engines kept")
@@ -99,7 +100,7 @@ def main() -> None:
     result = {
         "script": "benchmarks/speed/launches.py",
         "model": given.shape or ("tiny" if given.smoke else given.model),
-        "machine": start.machine(),
+        "machine": machine(),
         "one_loss": len(losses) == 1,
         "medians": medians(runs, given.kinds),
         "runs": runs,

@@ -189,7 +189,7 @@ def main() -> None:
             flush=True,
         )
     if given.json:
-        from benchmarks.speed.start import machine
+        from benchmarks.lib.machine import machine
 
         given.json.write_text(json.dumps(found | {"machine": machine()}, indent=1) + "\n")
 

@@ -66,7 +66,7 @@ def main() -> None:
             results[shape] = {"error": traceback.format_exc()[-2000:]}
         print(shape, json.dumps(results[shape]), flush=True)
     if given.json:
-        from benchmarks.speed.start import machine
+        from benchmarks.lib.machine import machine
 
         given.json.write_text(json.dumps(results | machine(), indent=1) + "\n")
 

@@ -31,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.lib.learning_runs import machine
+from benchmarks.lib.machine import machine
 from benchmarks.lib.placed_hash import placed_hashes, shard_hashes
 from benchmarks.lib.timed_updates import PEAK, SMOKE, WARM_UP, random_batch, row, timed_updates
 

@@ -123,7 +123,7 @@ def main() -> None:
 
 def write(cfg: Config, row: dict[str, Any]) -> None:
     if cfg.json:
-        from benchmarks.speed.weights import machine
+        from benchmarks.lib.machine import machine
 
         Path(cfg.json).write_text(json.dumps(row | machine(), indent=1) + "\n")
 

@@ -199,7 +199,7 @@ def main() -> None:
         for dtype in ("bfloat16", "float32"):
             found[dtype] = scored(folder, cuda, dtype, rows)
     if given.json:
-        from benchmarks.speed.start import machine
+        from benchmarks.lib.machine import machine
 
         given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
 

@@ -33,9 +33,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.machine import machine
 from benchmarks.lib.placed_hash import added, placed_hashes, shard_hashes
 from benchmarks.lib.shapes import random_model
-from benchmarks.speed.weights import KEY, LONGEST_S, SEQUENCES, VERSIONS, WARM_UP, Decoding, fills, loaded_sums, machine, plain_copy
+from benchmarks.speed.weights import KEY, LONGEST_S, SEQUENCES, VERSIONS, WARM_UP, Decoding, fills, loaded_sums, plain_copy
 
 TRAINERS = "rows", "fsdp", "megatron", "megatron-tp"
 SMOKE = "--smoke" in sys.argv

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import rlgraph as rg
-from benchmarks.lib.learning_runs import machine
+from benchmarks.lib.machine import machine
 
 PROMPT, RESPONSES, RESPONSE, TOKENS = 1024, 16, 256, 16384
 SMALL = 24, 4, 8, 256  # of --smoke: the same four numbers

@@ -117,7 +117,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.child:
         child(given.parts[0], given.child, given.smoke)
-    from benchmarks.speed.start import machine
+    from benchmarks.lib.machine import machine
 
     here = machine()
     earlier = json.loads(given.json.read_text()) if given.json and given.json.exists() else {}

