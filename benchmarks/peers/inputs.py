@@ -9,8 +9,12 @@ so that both libraries read the same 22 tokens.
 
 import argparse
 import random
+import sys
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 ROWS, SEED = 4096, 1
@@ -58,7 +62,7 @@ def write_model(folder: Path, shape: str | None) -> None:
     if shape is None:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     else:
-        from shapes import config
+        from benchmarks.lib.shapes import config
 
         tiny: Any = config(shape)
         tiny.vocab_size, tiny.eos_token_id = len(tokenizer), tokenizer.eos_token_id

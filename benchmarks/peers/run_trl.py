@@ -18,8 +18,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent.parent)]  # benchmarks are imported by their bare names
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
 
 WARM_UP = 1  # steps that are not counted
 ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -135,7 +135,7 @@ def main() -> None:
         given.prompts, given.group_size, given.response_tokens, given.micro_batch_rows, given.steps = 2, 2, 8, 2, 2
     os.environ.update(ENVIRONMENT)
     sys.path.insert(0, str(given.site.resolve()))
-    from peer_job import model_path
+    from benchmarks.peers.peer_job import model_path
 
     folder = model_path(given.model)
     arguments = settings(given, folder)
@@ -147,7 +147,7 @@ def write(given: argparse.Namespace, arguments: dict[str, Any], seconds: list[fl
     timed = seconds[WARM_UP:] or seconds
     print(f"TRL {given.model}: {statistics.median(timed):.2f} s a step (median of {len(timed)}, {min(timed):.2f} to {max(timed):.2f})")
     if given.json:
-        from start import machine
+        from benchmarks.lib.machine import machine
 
         row = {
             "model": given.model,

@@ -22,8 +22,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))  # benchmarks are imported by their bare names
 
 WARM_UP = 2  # steps that are not counted: the first ones of an asynchronous run overlap nothing
 KEPT = ("timing_s/step", "timing_s/gen", "timing_s/generate_async", "timing_s/update_actor", "timing_s/update_weights",
@@ -195,7 +197,7 @@ def main() -> None:
     settings = overrides(given, work)
     own = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parent.parent), str(HERE.parent), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(HERE.parents[1]), os.environ.get("PYTHONPATH")])),
     }
     environment = {**os.environ, **ENVIRONMENT}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(given.site.resolve()), os.environ.get("PYTHONPATH")]))
@@ -218,7 +220,7 @@ def main() -> None:
     row = summary(given, steps, settings, work)
     print(f"verl {given.mode}: {row['wall_s']:.2f} s a step (median of {row['steps_timed']})")
     if target:
-        from weights import machine
+        from benchmarks.lib.machine import machine
 
         target.write_text(json.dumps(row | machine(), indent=1) + "\n", encoding="utf-8")
 

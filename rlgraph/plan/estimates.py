@@ -16,7 +16,8 @@ from rlgraph.plan.model_shapes import ModelShape, Shapes
 # What a device's roofline leaves out, measured on H200s: the host's time for each decode step and pass, what logits take, and the share
 # of the peak that compiled layers reach.
 #
-# `benchmarks/a_priori.py --fit` derives the numbers from the results named here, and prints the errors on the results that were held out.
+# `benchmarks/prediction/a_priori.py --fit` derives the numbers from the results named here, and prints the errors on the results that
+# were held out.
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import adapters_learning
 import pytest
+
+from benchmarks.learning import adapters_learning
 
 SCRIPT = Path(adapters_learning.__file__)
 

@@ -1,12 +1,12 @@
-"""Strange graphs are refused in few words or planned with sound numbers; `benchmarks/fuzz_plans.py` tries ten thousand of them."""
+"""Strange graphs are refused in few words or planned with sound numbers; `benchmarks/reliability/fuzz_plans.py` tries ten thousand."""
 
 import random
 from pathlib import Path
 
-import fuzz_plans
 import pytest
 
 import rlgraph as rg
+from benchmarks.reliability import fuzz_plans
 from rlgraph.graph.nodes import declare
 
 

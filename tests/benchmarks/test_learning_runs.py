@@ -11,15 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import learning_plots
-import learning_runs
 import pytest
-import staleness_tables
-from learning_runs import Flat, Results, chosen, entry, named
 from support import forked_workers
 from support.templates import model_with
 
 import rlgraph as rg
+from benchmarks.lib import learning_plots, learning_runs
+from benchmarks.lib.learning_runs import Flat, Results, chosen, entry, named
+from benchmarks.report import staleness_tables
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 
 KEYS = [{"depth": depth, "correction": name, "seed": seed} for seed in (0, 1) for depth in (0, 1) for name in ("disabled", "proximal")]
@@ -168,7 +167,7 @@ def test_the_table_by_updates_has_each_seed_and_the_largest_fall() -> None:
 
 
 AT_ONCE = """
-import learning_runs as runs
+from benchmarks.lib import learning_runs as runs
 
 given = runs.parser("", "none.json").parse_intermixed_args()
 results = runs.Results(given.json, {"length": 1})

@@ -1,10 +1,11 @@
 """The hash by which benchmarks tell whether weights arrived: parts add up to the whole, and nothing that moves goes unseen."""
 
-import placed_hash
 import pytest
 import torch
-from placed_hash import added
-from placed_hash import placed_hash as hashed
+
+from benchmarks.lib import placed_hash
+from benchmarks.lib.placed_hash import added
+from benchmarks.lib.placed_hash import placed_hash as hashed
 
 WHOLE = torch.randn(96, 33, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
 

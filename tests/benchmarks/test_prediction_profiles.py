@@ -1,15 +1,14 @@
-"""What benchmarks/prediction.py profiles has engines as wide as those that it predicts, so that no width is assumed."""
+"""What benchmarks/prediction/prediction.py profiles has engines as wide as those that it predicts, so that no width is assumed."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import prediction
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import rlgraph as rg
+from benchmarks.prediction import prediction
 from rlgraph.plan.calibrate import setting_of
 
 

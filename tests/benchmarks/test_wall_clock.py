@@ -3,8 +3,9 @@
 from typing import Any
 
 import pytest
-import wall_clock
-import wall_clock_tables as tables
+
+from benchmarks.learning import wall_clock
+from benchmarks.report import wall_clock_tables as tables
 
 
 def line(step: int, seconds: float, accuracy: float | None = None, version: int = 0) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Whatever a peer sends, a channel answers with an error: no crash, no hang, no code run. More cases: benchmarks/fuzz.py."""
+"""Whatever a peer sends, a channel answers with an error: no crash, no hang, no code run. More cases: benchmarks/reliability/fuzz.py."""
 
 import time
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import predicted_runs
 import pytest
 from support.grpo import grpo_graph
 from support.qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
+from benchmarks.prediction import predicted_runs
 from rlgraph.graph.nodes import Node
 from rlgraph.graph.operation import ModelTraits
 from rlgraph.plan import estimates
@@ -155,4 +155,4 @@ def test_compiled_updates_of_data_parallel_ranks_with_nothing_measured(recorded:
 
 def test_the_table_of_predicted_updates_is_that_of_the_present_code(recorded: Iterator[predicted_runs.PredictedRun]) -> None:
     written = json.loads((predicted_runs.RESULTS / predicted_runs.FILE).read_text(encoding="utf-8"))["runs"]
-    assert written == predicted_runs.rounded(recorded), "run python benchmarks/predicted_runs.py --json"
+    assert written == predicted_runs.rounded(recorded), "run python benchmarks/prediction/predicted_runs.py --json"

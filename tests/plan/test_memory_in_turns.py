@@ -4,13 +4,13 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import a_priori
 import pytest
-import small_gpu_jobs
-from small_gpu_jobs import ADAPTER, FULL, Size
 from support.grpo import grpo_graph
 
 import rlgraph as rg
+from benchmarks.prediction import a_priori
+from benchmarks.speed import small_gpu_jobs
+from benchmarks.speed.small_gpu_jobs import ADAPTER, FULL, Size
 from rlgraph.errors import PlanError
 from rlgraph.plan.plan import PlannedMemory
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import parallel
-from predicted_update import planned_update, predicted
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import rlgraph as rg
+from benchmarks.lib.predicted_update import planned_update, predicted
+from benchmarks.speed import parallel
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 BY_RANKS = (  # of parallel.py

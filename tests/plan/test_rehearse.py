@@ -5,12 +5,12 @@ import statistics
 from dataclasses import replace
 from typing import Any
 
-import daly
 import pytest
 from support.grpo import grpo_graph
 from support.simulated_stages import LONG_TAIL, Loop
 
 import rlgraph as rg
+from benchmarks.prediction import daly
 from rlgraph.channels.host.channel import PART_BYTES
 from rlgraph.errors import PlanError
 from rlgraph.plan import compile as compiling

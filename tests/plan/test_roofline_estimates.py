@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import a_priori
-import peer_job
 from support.grpo import grpo_graph
 
 import rlgraph as rg
+from benchmarks.peers import peer_job
+from benchmarks.prediction import a_priori
 from rlgraph.plan import estimates
 from rlgraph.plan.cost_functions import Decode, Passes, Setting
 from rlgraph.plan.model_shapes import ModelShape

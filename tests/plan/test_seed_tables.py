@@ -16,7 +16,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]
     folder = tmp_path_factory.mktemp("seed_tables")
     (folder / "doc.md").write_text((ROOT / "docs" / "seed_tables.md").read_text())
     options = "--json", str(folder / "out.json"), "--markdown", str(folder / "doc.md")
-    run = forked_programs.run(str(ROOT / "benchmarks" / "seed_tables.py"), *options, cwd=ROOT)
+    run = forked_programs.run(str(ROOT / "benchmarks" / "prediction" / "seed_tables.py"), *options, cwd=ROOT)
     assert run.returncode == 0, run.stdout + run.stderr
     return json.loads((folder / "out.json").read_text()), (folder / "doc.md").read_text()
 

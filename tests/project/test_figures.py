@@ -3,19 +3,15 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+from benchmarks.lib import figures
+from benchmarks.report import pictures, rows, table
 
-import figures  # noqa: E402 (scripts import one another by their bare names)
-import pictures  # noqa: E402
-import rows  # noqa: E402
-import table  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 DECLARED = [*rows.CHANNELS, *rows.LEARNING, *rows.STAGES, *rows.ACCURATE, *rows.RELIABLE, *rows.ON_GPUS, *rows.SHOWN]
 COUNTED = ("count", "items")  # figures that say how many, which a change of the numbers leaves alone
@@ -25,13 +21,13 @@ COUNTED = ("count", "items")  # figures that say how many, which a change of the
 def test_a_page_shows_what_the_results_hold(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
     tables, _ = rows.tables()
-    assert text == table.rendered(text, tables, rows.FIGURES), f"{page} differs from benchmarks/results: run python benchmarks/table.py"
+    assert text == table.rendered(text, tables, rows.FIGURES), f"{page} differs from benchmarks/results: run benchmarks/report/table.py"
 
 
 @pytest.mark.parametrize("picture", pictures.PICTURES)
 def test_a_picture_shows_what_its_result_holds(picture: str) -> None:
     same = pictures.drawn(picture) == (ROOT / picture).read_text(encoding="utf-8")
-    assert same, f"{picture} differs from benchmarks/results: run python benchmarks/table.py"
+    assert same, f"{picture} differs from benchmarks/results: run benchmarks/report/table.py"
 
 
 def test_the_readme_has_few_rows_with_one_number_each() -> None:

@@ -11,10 +11,11 @@ import pytest
 import rlgraph as rg
 
 ROOT = Path(__file__).parents[2]
-WHERE = ("*.md", "docs/*.md", "benchmarks/*/*.md", "recipes/*.md", "tests/*.md")
+WHERE = ("*.md", "docs/*.md", "benchmarks/*.md", "benchmarks/*/*.md", "recipes/*.md", "tests/*.md")
 PAGES = sorted(str(page.relative_to(ROOT)) for pattern in WHERE for page in ROOT.glob(pattern))
 NOW = [page for page in PAGES if page != "CHANGELOG.md"]  # whose older sections name what was there then
-FOLDERS = ("", "rlgraph", "benchmarks", "benchmarks/results", "recipes", "tests")  # where a path in a page may begin
+PARTS = sorted(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").iterdir() if path.is_dir())
+FOLDERS = ("", "rlgraph", "benchmarks", *PARTS, "recipes", "tests")  # where a path in a page may begin
 ENDINGS = "py|md|json|jsonl|lock|npz|svg|toml|txt"
 WRITTEN = {  # by a run, a user or another library, in a folder of theirs
     *("run.json", "run.html", "report.html", "timeline.json", "trace.json", "metrics.jsonl", "plan.json", "manifest.json", "config.json"),

@@ -1,4 +1,4 @@
-"""Random kills, cuts and freezes on three hosts: every step as in an undisturbed run. For longer: benchmarks/chaos.py."""
+"""Random kills, cuts and freezes on three hosts: every step as in an undisturbed run. For longer: benchmarks/reliability/chaos.py."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 pytestmark = [pytest.mark.stage("kills"), pytest.mark.namespaces]
-PROGRAM = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+PROGRAM = Path(__file__).parents[2] / "benchmarks" / "reliability" / "chaos.py"
 
 
 def outcome(*settings: str, timeout_s: float) -> dict[str, Any]:

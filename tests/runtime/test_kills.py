@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.stage("kills")
 
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "kills.py"
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "reliability" / "kills.py"
 
 
 def test_a_run_killed_at_random_times_loses_doubles_and_changes_nothing(tmp_path: Path) -> None:

@@ -1,0 +1,276 @@
+"""Step times that `rg.compile` estimates without any measurement, beside measured runs on H200s.
+
+    python benchmarks/prediction/a_priori.py [--json PATH]      # the table; runs nothing and needs no GPU
+    python benchmarks/prediction/a_priori.py --fit              # the numbers of `rlgraph/plan/estimates.py`, derived from their sources
+    python benchmarks/prediction/a_priori.py --smoke            # a few rows
+
+An estimate uses the graph, the cluster, the models' config.json and the limit on response lengths. Its times of the host and of the
+logits come from a table that was fitted to some of these runs, marked "fit"; the others were held out. If lengths have a tail, the
+estimate is given their distribution, as by a user who knows the task.
+
+The measured side is read from `benchmarks/results/`. `peer_job.py` measures other shapes, on two GPUs:
+
+    cd benchmarks && set -- engines_per_gpu=1 steps=5
+    python peer_job.py model=0.6B prompts=32 micro_batch_tokens=16384 $@ json=results/peer_job_0.6b_h200.json
+    python peer_job.py model=4B prompts=32 micro_batch_tokens=8192 $@ json=results/peer_job_4b_h200.json
+    python peer_job.py model=8B mode=colocated prompts=16 micro_batch_tokens=8192 $@ json=results/peer_job_8b_h200.json
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import numpy as np
+
+import rlgraph as rg
+from benchmarks.lib.shapes import SHAPES, VOCAB
+from benchmarks.peers import peer_job
+from benchmarks.prediction import prediction_gpu
+from benchmarks.prediction.ways import Way
+from benchmarks.speed import overlap
+from rlgraph.graph.operation import ModelTraits
+from rlgraph.plan import estimates
+from rlgraph.plan.compile import priced_for
+from rlgraph.plan.cost_functions import Passes, Setting
+from rlgraph.plan.estimates import DECODING, PREFILL
+from rlgraph.plan.lengths import PROBABILITIES
+from rlgraph.plan.model_shapes import AdapterSize, ModelShape, shapes_of
+from rlgraph.plan.roofline import DEVICES, OPTIMIZER_BYTES, TRAINING, operations
+
+RESULTS = Path(__file__).parents[1] / "results"
+H200 = DEVICES["H200"]
+SMOLLM2 = (576, 30, 9, 3, 1536, True)
+Unexplained = tuple[float, float, float]  # decode steps, sequences in them, and the seconds that the GPU's roofline does not explain
+PROMPT_TOKENS = 97.0  # of the sequences of 4,096 tokens that updates were measured with
+FITTED = ("one_step_off",)  # of peer_job_h200.json
+
+
+@dataclass(frozen=True)
+class EstimatedRun:
+    """The estimated and the measured step of a run. `held_out`: the table was not fitted to this run."""
+
+    name: str
+    estimated_s: float
+    measured_s: float
+    held_out: bool
+
+    @property
+    def ratio(self) -> float:
+        return self.estimated_s / self.measured_s
+
+
+def shape(name: str) -> dict[str, Any]:
+    """Make the config.json of a shape."""
+    hidden, layers, heads, kv_heads, intermediate, tied = SMOLLM2 if name == "smollm2" else SHAPES[name]
+    return {
+        "architectures": ["LlamaForCausalLM" if name == "smollm2" else "Qwen3ForCausalLM"],
+        "model_type": "llama" if name == "smollm2" else "qwen3",
+        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "head_dim": 64 if name == "smollm2" else 128, "intermediate_size": intermediate, "tie_word_embeddings": tied,
+        "vocab_size": 49152 if name == "smollm2" else VOCAB,
+    }  # fmt: skip
+
+
+def folder(name: str, models: Path) -> str:
+    """Make a folder with the configuration of a shape and nothing else: an estimate reads no weights."""
+    made = models / f"qwen3-{name}"
+    made.mkdir(exist_ok=True)
+    (made / "config.json").write_text(json.dumps(shape(name)))
+    return str(made)
+
+
+def cluster(gpus: int) -> rg.Cluster:
+    return rg.Cluster(gpus=gpus, cpus=16 * gpus, gpus_per_node=gpus, gpu="NVIDIA H200")
+
+
+def estimated(graph: rg.Graph, gpus: int, median_tokens: int | None = None, most_tokens: int = 0) -> float:
+    """Estimate the step of a graph; with a median, its lengths are geometric."""
+    costs = None
+    if median_tokens is not None:
+        tokens = [min(math.ceil(-math.log2(max(1 - p, 1e-12)) * median_tokens), most_tokens) for p in PROBABILITIES]
+        costs = priced_for(graph, cluster(gpus), None, shapes_of(graph))
+        assert costs.lengths is not None
+        costs = replace(costs, lengths=replace(costs.lengths, at=PROBABILITIES, tokens=tuple(map(float, tokens))))
+    return rg.compile(graph, cluster(gpus), costs).prediction.step_s
+
+
+def loaded(name: str) -> Any:
+    file = RESULTS / name
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def compared(models: Path) -> Iterator[EstimatedRun]:
+    """Yield every run of the results that an estimate can be made for."""
+    for name, run in loaded("peer_job_h200.json").items():
+        cfg = peer_job.Config(**run["settings"] | {"model": folder("smollm2", models)})
+        yield EstimatedRun(f"135M, peer job, {name}", estimated(peer_job.graph(cfg), 2), run["step_s"], name not in FITTED)
+    for name in ("0.6B", "4B", "8B"):
+        for job, run in (loaded(f"peer_job_{name.lower()}_h200.json") or {}).items():
+            cfg = peer_job.Config(**run["settings"] | {"model": folder(name, models)})
+            yield EstimatedRun(f"{name}, peer job, {job}", estimated(peer_job.graph(cfg), 2), run["step_s"], True)
+    for name, run in loaded("announced_h200.json").items():
+        if "step_s" in run:
+            cfg = peer_job.Config(**run["settings"] | {"model": folder(run["settings"]["model"], models)})
+            yield EstimatedRun(f"{name}, announced", estimated(peer_job.graph(cfg), len(run["gpus"])), run["step_s"], True)
+    for name, gpus in (("overlap_h200.json", 2), ("overlap_4b_four_gpus_h200.json", 4)):
+        run = loaded(name)
+        settings = overlap.Config(**run["settings"] | {"models": str(models)})
+        folder(settings.shape, models)
+        for mode in ("one_step_off", "colocated"):
+            if mode in run:
+                graph = overlap.graph(settings, mode == "colocated")
+                step_s = estimated(graph, gpus, settings.median_tokens, settings.max_tokens)
+                yield EstimatedRun(f"{settings.shape}, a tail, {gpus} GPUs, {mode}", step_s, run[mode]["step_s"], True)
+    for one in loaded("prediction_h200.json")["configurations"]:
+        way = Way(**one["way"])
+        folder(way.model, models)
+        graph = prediction_gpu.graph(way, prediction_gpu.Models(models, False, f"{models}/qwen3-"))
+        step_s = estimated(graph, way.gpus, way.tokens if way.tail else None, way.most_tokens)
+        yield EstimatedRun(f"{way.model}, {one['name']}", step_s, one["measured_s"], one["name"] != "twice the prompts")
+    yield from updates(models)
+
+
+def updates(models: Path) -> Iterator[EstimatedRun]:
+    """Yield the updates of packed 4k sequences, alone; `predicted_runs.py` has compiled ones."""
+    for spec, run in loaded("training_h200.json")["runs"].items():
+        name, ranks, *options = spec.split(":")
+        if options:
+            continue
+        cfg = peer_job.Config(mode="colocated", model=folder(name, models), prompts=1, response_tokens=4000)
+        graph = peer_job.graph(cfg)
+        costs = priced_for(graph, cluster(int(ranks)), None, shapes_of(graph))
+        assert costs.lengths is not None
+        lengths = replace(costs.lengths, prompt_tokens=PROMPT_TOKENS)
+        setting = Setting(int(ranks), int(ranks), 8, Passes(8192))
+        step_s = float(costs.cost_of("update").seconds(setting, lengths, 1, 8)[0])
+        yield EstimatedRun(f"{name}, an update on {ranks}", step_s, run["step_s"], True)
+
+
+def fit() -> dict[str, float]:
+    """Derive the numbers of the table from their sources."""
+    costs = loaded("prediction_h200.json")["costs"]
+    shapes = {name: ModelShape.from_config(shape(name)) for name in ("smollm2", "1.7B", "4B")}
+    smollm2, others = shapes["smollm2"], {name: shapes[name] for name in costs}
+    assert smollm2 is not None
+    read = H200.bandwidth * DECODING
+    peer, rollout = loaded("peer_job_h200.json")["one_step_off"], loaded("rollout_h200.json")
+    plain = rollout["depth 1, update 0.0 of a step"]["batch by batch"]
+
+    def left(of: ModelShape, law: Mapping[str, float], longest: float, tokens: float, rows: int, prompt: float) -> Unexplained:
+        whole = law.get("start_s", 0.0) + law.get("step_s", 0.0) * longest + law.get("sequence_s", 0.0) * tokens
+        context = prompt + tokens / rows / 2
+        gpu = (2 * of.active_parameters * longest + of.kv_bytes_per_token() * context * tokens) / read
+        return longest, tokens, whole - gpu - 2 * of.active_parameters * prompt * rows / (H200.flops * PREFILL)
+
+    jobs = []
+    for name, each in costs.items():
+        of, given = others[name], each["lengths"]
+        assert of is not None
+        mean = rg.Lengths(tuple(given["at"]), tuple(given["tokens"])).mean
+        jobs.append(left(of, each["nodes"]["rollout"]["decode"], given["tokens"][-1], 128 * mean, 128, given["prompt_tokens"]))
+    tokens = plain["tokens_per_s"] * plain["step_s"]
+    jobs.append(left(smollm2, {"start_s": plain["step_s"]}, rollout["lengths"]["longest"], tokens, rollout["lengths"]["rows"], 16.0))
+    step_s, sequence_s = least_squares(jobs)
+    settings = peer["settings"]
+    rows = settings["prompts"] * settings["group_size"] // settings["engines_per_gpu"]
+    length, kept = settings["response_tokens"], 1 / (0.25 * 0.85**-2)
+    gpu = (2 * smollm2.active_parameters + rows * smollm2.kv_bytes_per_token() * length / 2) / read * kept
+    shared = (peer["timings"]["timing_s/gen"] / length - gpu) / (step_s + rows * sequence_s)
+    update = {name: each["nodes"]["update"] for name, each in costs.items()}
+    per_token = [(shapes[name], each["token_s"]) for name, each in update.items()]
+    per_token.append((smollm2, peer["timings"]["timing_s/update_actor"] / (settings["prompts"] * settings["group_size"] * (length + 22))))
+    logits = [(s - 6 * of.active_parameters / (H200.flops * TRAINING)) / of.vocab * read for of, s in per_token if of is not None]
+    layers = {name: of.layers for name, of in others.items() if of is not None}
+    sleeps = [part["bytes"] / part[side] for each in costs.values() for part in each["sleep"].values() for side in ("sleep_s", "wake_s")]
+    return {
+        "DECODE_STEP_S": step_s,
+        "DECODE_SEQUENCE_S": sequence_s,
+        "SHARING": shared ** (1 / math.log2(settings["engines_per_gpu"])),
+        "PASS_LAYER_S": statistics.fmean(each["pass_s"] / layers[name] for name, each in update.items()),
+        "SHARDED_PASS_LAYER_S": statistics.fmean(each["sharded_pass_s"] / layers[name] for name, each in update.items()),
+        "LOGIT_BYTES": statistics.fmean(logits),
+        **compiled_updates(),
+        "COPYING": statistics.median(sleeps) / H200.host_link,
+        "MOMENTS_COPYING": moments_copying(),
+        "MERGED_BYTES": merged_bytes(),
+    }
+
+
+def compiled_updates() -> dict[str, float]:
+    """Solve for the share of the peak and the bytes of a logit that explain the seconds of two compiled updates."""
+    per_token, seconds = [], []
+    for spec, run in loaded("training_flash4_h200.json")["runs"].items():
+        of = ModelShape.from_config(shape(spec.split(":")[0]))
+        assert of is not None
+        tokens, response = run["step_s"] * run["tokens_per_s"], 4096 - PROMPT_TOKENS
+        needed = operations(ModelTraits(), of, rg.Lengths((0.0, 1.0), (response, response), PROMPT_TOKENS), trains=True)
+        per_token.append([needed / H200.flops, of.vocab / (H200.bandwidth * DECODING)])
+        seconds.append((run["step_s"] - OPTIMIZER_BYTES * of.parameters / (H200.bandwidth * DECODING)) / tokens)
+    share, logit = np.linalg.solve(np.array(per_token), np.array(seconds))
+    return {"COMPILED_TRAINING": 1 / float(share), "FUSED_LOGIT_BYTES": float(logit)}
+
+
+def moments_copying() -> float:
+    """Return the bytes of moments that come and go each second of an optimizer step, over those of the link one way."""
+    on_gpu, on_host = loaded("small_gpu_h200.json")["parts"]["moments"]["runs"].values()
+    seconds: float = on_host["update_s"] - on_gpu["update_s"]
+    return 2 * int(on_gpu["planned"]["optimizer"]) / seconds / H200.host_link
+
+
+def merged_bytes() -> float:
+    """Return the traffic of memory for each number of a matrix that an adapter is merged into."""
+    found = loaded("small_gpu_h200.json")["parts"]["lora_publish"]
+    of = ModelShape.from_config(shape(found["shape"]))
+    assert of is not None
+    seconds: float = found["merged_s"]
+    return seconds * H200.bandwidth / AdapterSize.of(of, found["rank"], "all-linear").matrices
+
+
+def least_squares(jobs: list[Unexplained]) -> tuple[float, float]:
+    """Fit the seconds of a step and of a sequence to the jobs, each job counting alike, neither of them below 0."""
+    a = np.array([[steps / whole, sequences / whole] for steps, sequences, whole in jobs])
+    step_s, sequence_s = np.linalg.lstsq(a, np.ones(len(jobs)), rcond=None)[0]
+    return max(float(step_s), 0.0), max(float(sequence_s), 0.0)
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--fit", action="store_true", help="derive the table of host times again")
+    arguments.add_argument("--smoke", action="store_true", help="the first rows only")
+    arguments.add_argument("--json", type=Path, help="write the rows here as well")
+    given = arguments.parse_args()
+    if given.fit:
+        for name, value in fit().items():
+            print(f"{name:22} {value:10.3g}   in the table {getattr(estimates, name).value:10.3g}   {getattr(estimates, name).source}")
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as models:
+        for one in compared(Path(models)):
+            rows.append(one)
+            print(f"{one.name:48} {one.estimated_s:7.2f} s, took {one.measured_s:6.2f} s, {one.ratio:5.2f}  "
+                  f"{'held out' if one.held_out else 'fit'}", flush=True)  # fmt: skip
+            if given.smoke and len(rows) == 3:
+                break
+    held_out = [max(one.ratio, 1 / one.ratio) for one in rows if one.held_out]
+    print(f"held out: median factor {statistics.median(held_out):.2f}, worst {max(held_out):.2f} of {len(held_out)}")
+    if given.json:
+        figures = {
+            "median_factor_held_out": statistics.median(held_out),
+            "worst_factor_held_out": max(held_out),
+            "held_out": len(held_out),
+            "rows": [vars(one) | {"ratio": one.ratio} for one in rows],
+        }
+        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The rows of measurements on GPUs."""
+
+from benchmarks.lib.figures import Figure, count, gigabytes, ms, percent, seconds, share
+from benchmarks.report.learning_rows import learned
+from benchmarks.report.stage_rows import rollouts, turns_on_gpu
+from benchmarks.report.table import Row
+
+
+def peer_job(what: str, at: str, script: str) -> Row:
+    """A job of which no peer was timed for five steps."""
+    return Row(f"SmolLM2-135M, 1024 responses of {what}, two H200: a step", seconds("peer_job_h200.json", at, "step_s", form="{:.1f} s"),
+               script)  # fmt: skip
+
+
+ALONE = "1.7B, one engine"
+BESIDE_TRL = Row(
+    "1.7B, 256 responses of 1,024 tokens, on policy on one H200: a step, median of {steps}",
+    seconds("announced_h200.json", ALONE, "step_s", form="{:.1f} s"),
+    f'benchmarks/prediction/announced.py run "{ALONE}"',
+    "TRL 1.16 with Liger, median of 6",
+    seconds("trl_1.7b_h200.json", "step_s", form="{:.1f} s"),
+    {"steps": count("announced_h200.json", ALONE, "steps_timed")},
+)
+PEERS = [
+    BESIDE_TRL,
+    peer_job("1024 tokens, one step off", "one_step_off", "benchmarks/peers/peer_job.py"),
+    peer_job("1024 tokens, time-shared on both", "colocated", "benchmarks/peers/peer_job.py mode=colocated"),
+    peer_job("64 tokens, one step off", "one_step_off_64_tokens", "benchmarks/peers/peer_job.py response_tokens=64"),
+]
+
+
+def generation(model: str, file: str) -> Row:
+    engines = "4 engines" if model == "SmolLM2" else "1 engine"
+    best = Figure(file, ("seconds", f"rlgraph, {engines}"), "{:.1f} s")
+    what = f"{model}, {{sequences}} responses of {{tokens}} tokens with log-probs, {engines} on one GPU"
+    return Row(f"{what} (one vLLM without log-probs: {{plain}})", best, "benchmarks/speed/generation.py",
+               "one vLLM with log-probs", seconds(file, "seconds", "vllm, with log-probs", form="{:.1f} s"),
+               {"sequences": count(file, "sequences"), "tokens": count(file, "tokens"),
+                "plain": seconds(file, "seconds", "vllm", form="{:.1f} s")})  # fmt: skip
+
+
+def weights(shape: str) -> list[Row]:
+    file, at = "weights_h200.json", ("shapes", shape)
+    return [
+        Row(f"{shape} weights, GPU to GPU into a second buffer while decoding", Figure(file, (*at, "gb_per_s"), "{:.0f} GB/s"),
+            "benchmarks/speed/weights.py", "plain copy", Figure(file, ("raw_copy_gb_per_s",), "{:.0f} GB/s")),
+        Row(f"{shape} weights on H200: decoding stopped by the swap", ms(file, *at, "median", "decode_gap_s"),
+            "benchmarks/speed/weights.py",
+            "vLLM's own NCCL transfer", ms(file, *at, "vllm_decode_gap_s", form="{:.0f} ms")),
+        Row(f"{shape} weights: trainer stalled", ms(file, *at, "median", "trainer_stall_s"), "benchmarks/speed/weights.py",
+            "vLLM's own NCCL transfer", ms(file, *at, "vllm_trainer_stall_s", form="{:.0f} ms")),
+        Row(f"{shape} weights: from publish to staged", ms(file, *at, "median", "staged_s"), "benchmarks/speed/weights.py"),
+    ]  # fmt: skip
+
+
+def training(spec: str, what: str) -> Row:
+    file = "training_h200.json"
+    return Row(f"training {what}, packed 4k sequences: MFU of {{peak}} TFLOP/s", percent(file, "runs", spec, "mfu", form="{:.0f} %"),
+               f"benchmarks/speed/training.py {spec}", "tokens/s", count(file, "runs", spec, "tokens_per_s"),
+               {"peak": Figure(file, ("peak_flop_per_s",), "{:.0f}", 1e-12)})  # fmt: skip
+
+
+def flash(spec: str, what: str) -> Row:
+    """The same by FlashAttention 4, beside 2."""
+    four, two = (f"training_flash{number}_h200.json" for number in (4, 2))
+    mfu = [percent(file, "runs", spec, "mfu", form="{:.0f} %") for file in (four, two)]
+    return Row(f"training {what} by FlashAttention 4, packed 4k sequences: MFU of 989 TFLOP/s", mfu[0],
+               f"benchmarks/speed/training.py {spec}", "by FlashAttention 2", mfu[1])  # fmt: skip
+
+
+def recomputed(file: str, shape: str) -> list[Row]:
+    """An update whose layers keep all, a part or nothing for the backward pass."""
+    ways = {"activations kept": "compiled", '`recompute="selective"`': "selective:compiled", "`recompute=True`": "recompute:compiled"}
+    return [
+        Row(f"training {shape} on one GPU, compiled, {what}: an update of 8 sequences of 4,096 tokens",
+            seconds(file, "runs", f"{shape}:1:{way}", "step_s"), f"benchmarks/speed/training.py {shape}:1:{way}",
+            "peak", gigabytes(file, "runs", f"{shape}:1:{way}", "peak_bytes"))
+        for what, way in ways.items()
+    ]  # fmt: skip
+
+
+def by_megatron(what: str, field: tuple[str, ...], peer: str = "", beside: tuple[str, ...] = ()) -> Row:
+    file, at = "megatron_h200.json", ("shapes", "0.6B", "updates")
+    return Row(what, seconds(file, *at, *field, "step_s"), "benchmarks/speed/megatron_gpu.py 0.6B", peer,
+               seconds(file, *at, *beside, "step_s") if beside else None)  # fmt: skip
+
+
+def overlap(file: str, what: str) -> list[Row]:
+    """A step one step off, over its bound, and beside the same plan time-shared."""
+    found = [Row(f"{what}, lengths whose p99 is 6.6 medians, one step off: a step over max(generate, train)",
+                 share(file, "step_over_bound"), "benchmarks/speed/overlap.py",
+                 "a step", seconds(file, "one_step_off", "step_s"))]  # fmt: skip
+    if what.startswith("0.6B on 1"):
+        found += [
+            Row(f"{what}, time-shared on both: a step", seconds(file, "colocated", "step_s"), "benchmarks/speed/overlap.py",
+                "predicted from the run one step off", seconds(file, "predicted_colocated_s")),
+            Row(f"{what}, the same one step off: a step", seconds(file, "one_step_off", "step_s"), "benchmarks/speed/overlap.py",
+                "fitted to its own nodes", seconds(file, "fitted_one_step_off_s")),
+        ]  # fmt: skip
+    return found
+
+
+ON_GPUS = [
+    *PEERS,
+    Row("SmolLM2-135M, 1024 tokens, one step off: a step", seconds("peer_job_h200.json", "one_step_off", "step_s", form="{:.1f} s"),
+        "benchmarks/peers/peer_job.py", "estimated with nothing measured",
+        seconds("peer_job_h200.json", "one_step_off", "predicted_s", form="{:.1f} s")),
+    Row("SmolLM2-135M, 1024 tokens, time-shared on both: a step", seconds("peer_job_h200.json", "colocated", "step_s", form="{:.1f} s"),
+        "benchmarks/peers/peer_job.py mode=colocated costs=…", "predicted from the run one step off",
+        seconds("peer_job_h200.json", "colocated", "predicted_s", form="{:.1f} s")),
+    Row("log-probs and their gradient, 8192 rows of 151,936 logits",
+        ms("kernels_h200.json", "log_probs", "rlgraph", "seconds"), "benchmarks/speed/kernel_times.py", "Liger, logits as float32",
+        ms("kernels_h200.json", "log_probs", "liger, float32", "seconds")),
+    Row("the same: memory", gigabytes("kernels_h200.json", "log_probs", "rlgraph", "bytes"), "benchmarks/speed/kernel_times.py",
+        "Liger, logits as float32", gigabytes("kernels_h200.json", "log_probs", "liger, float32", "bytes")),
+    Row("the same: worst error in nats", share("kernels_h200.json", "log_probs", "rlgraph", "worst_error_nats", form="{:.6f}"),
+        "benchmarks/speed/kernel_times.py",
+        "Liger, logits as bfloat16", share("kernels_h200.json", "log_probs", "liger", "worst_error_nats", form="{:.6f}")),
+    Row("RMS norm and its gradients, 8192 × 2560",
+        ms("kernels_h200.json", "rms_norm, hidden of 4B", "rlgraph (torch's kernel)", "seconds", form="{:.2f} ms"),
+        "benchmarks/speed/kernel_times.py", "Liger",
+        ms("kernels_h200.json", "rms_norm, hidden of 4B", "liger", "seconds", form="{:.2f} ms")),
+    generation("SmolLM2", "generation_h200.json"),
+    generation("4B", "generation_4b_h200.json"),
+    Row("0.6B time-shared, one GPU: from the command to the end of the first step", seconds("start_h200.json", "median_s", form="{:.0f} s"),
+        "benchmarks/speed/start.py --shape 0.6B"),
+    *(row for shape in ("8B", "0.6B") for row in weights(shape)),
+    *(
+        Row(f"{shape} into an engine over two GPUs, one of them the trainer's: decoding stopped",
+            ms("weights_two_gpus_h200.json", "shapes", shape, "median", "decode_gap_s"), "benchmarks/speed/weights.py --tensor-parallel 2")
+        for shape in ("8B", "0.6B")
+    ),
+    Row("8B from 2 sharded ranks to 2 engines", Figure("sharded_weights_h200.json", ("shapes", "8B", "2 to 2", "median", "gb_per_s"),
+        "{:.0f} GB/s"), "benchmarks/speed/sharded_weights.py", "from 1 to 1",
+        Figure("sharded_weights_h200.json", ("shapes", "8B", "1 to 1", "median", "gb_per_s"), "{:.0f} GB/s")),
+    flash("4B:1:compiled", "4B on one GPU, compiled"),
+    flash("1.7B:1:compiled", "1.7B on one GPU, compiled"),
+    training("4B:1", "4B on one GPU, eager"),
+    by_megatron("updating 0.6B on one GPU by Megatron-Core, 8 packed sequences of 4,096 tokens", ("megatron",), "by FSDP2", ("fsdp",)),
+    by_megatron("the same by FSDP2, compiled", ("fsdp compiled",)),
+    Row("the same: largest difference between Megatron-Core's and FSDP2's log-probs, both in bfloat16",
+        share("megatron_h200.json", "shapes", "0.6B", "log_probs", "megatron from fsdp", 1), "benchmarks/speed/megatron_gpu.py 0.6B",
+        "Megatron-Core's from float32", share("megatron_h200.json", "shapes", "0.6B", "log_probs", "megatron from float32", 1)),
+    Row("`recipes/mathematics.py` with random weights of 4B's shape, time-shared, one GPU: a step",
+        seconds("mathematics_h200.json", "4B", "step_s", form="{:.1f} s"), "benchmarks/speed/mathematics_shapes.py 4B",
+        "estimated with nothing measured", seconds("mathematics_h200.json", "4B", "predicted_s", form="{:.1f} s")),
+    *overlap("overlap_h200.json", "0.6B on 1 + 1 GPUs"),
+    *overlap("overlap_4b_four_gpus_h200.json", "4B on 2 + 2 GPUs"),
+    Row("steps of {count} configurations of 1.7B and 4B, fitted to profiles taken before the runs: median error",
+        percent("prediction_h200.json", "fit_median_error"), "benchmarks/prediction/prediction_gpu.py --again",
+        "worst", percent("prediction_h200.json", "fit_worst_error"), {"count": count("prediction_h200.json", "configurations_measured")}),
+    *learned("SmolLM2 learns to add, one step off", "one_step_off_h200.jsonl", "recipes/one_step_off.py"),
+    *rollouts("rollout_h200.json", "SmolLM2"),
+    *turns_on_gpu("h200"),
+    *recomputed("training_recompute_h200.json", "1.7B"),
+    Row("8B into a trainer on one GPU", seconds("loading_h200.json", "runs", "8B:1", "seconds", form="{:.1f} s"),
+        "benchmarks/speed/loading.py 8B:1",
+        "reading its files twice", seconds("loading_h200.json", "runs", "8B:1", "read_twice_s", form="{:.1f} s")),
+]  # fmt: skip

@@ -1,0 +1,13 @@
+"""The rows of `benchmarks/speed/router_replay.py`: how far log-probs of the trainer are from the engine's, with and without its routes."""
+
+from benchmarks.lib.figures import count, share
+from benchmarks.report.table import Row
+
+FILE, SCRIPT = "router_replay_cpu.json", "benchmarks/speed/router_replay.py"
+ROUTES = [
+    Row(f"random mixture of 32 experts, `router_replay=True`: {what} of {{all}} tokens' log-probs in a {dtype} trainer from those of "
+        "bfloat16 vLLM, in nats",
+        share(FILE, dtype, "replayed", field, form="{:.4f}"), SCRIPT,
+        "own routers", share(FILE, dtype, "own", field, form="{:.4f}"), {"all": count(FILE, "tokens")})
+    for dtype in ("bfloat16", "float32") for what, field in (("mean distance", "mean"), ("99th percentile of the distance", "p99"))
+]  # fmt: skip

@@ -1,0 +1,73 @@
+"""The rows of how stages overlap: pools of log-probs, slow rewards and weights, continuous rollouts, turns."""
+
+from benchmarks.lib.figures import count, percent, share, times
+from benchmarks.report.table import Row
+
+
+def pools(of: str) -> Row:
+    file, what = "log_prob_pools_cpu.json", of.replace("rollout", "with a rollout of").replace("reference", "a reference of")
+    return Row(f"a step with log-probs on their own pool, over one with them on the trainer's, stages that wait, "
+               f"{what.replace('update', 'an update of')}",
+               share(file, of, "ratio"), "benchmarks/speed/log_prob_pools.py", "predicted", share(file, of, "predicted_ratio"))  # fmt: skip
+
+
+POOLS = (
+    "depth 1, rollout 0.3 s, reference 0.15 s, update 0.15 s",
+    "depth 1, rollout 0.2 s, reference 0.2 s, update 0.2 s",
+    "depth 2, rollout 0.2 s, reference 0.2 s, update 0.2 s",
+    "depth 2, rollout 0.1 s, reference 0.2 s, update 0.3 s",
+    "depth 2, rollout 0.2 s, reference 0.3 s, update 0.1 s",
+)
+WAITING = {
+    "depth 1, update 0.0 of a step": "depth 1, an update of 0 s",
+    "depth 1, update 0.3 of a step": "depth 1, an update of 0.3 of a step",
+    "depth 2, update 0.3 of a step": "depth 2, an update of 0.3 of a step",
+}
+
+
+def rollouts(file: str, model: str) -> list[Row]:
+    """Continuous rollouts against batch by batch, with every update that was tried."""
+    ways = {"continuous": "a continuous rollout", "continuous, recompute": "a continuous rollout, interrupted for new weights"}
+    return [
+        Row(f"speed of {what}, over batch by batch, lengths whose p99 is 10 medians, {model}, {told}", times(file, at, way, "speed"),
+            "benchmarks/speed/rollout.py", "the slowest round", share(file, at, way, "speed_min"))
+        for way, what in ways.items()
+        for at, told in WAITING.items()
+    ]  # fmt: skip
+
+
+def turns(file: str, what: str) -> list[Row]:
+    return [Row(f"64 conversations of up to 4 turns, {what}: tokens/s over the same without tools", share(file, "ratio"),
+                "benchmarks/speed/tool_rollouts.py", "without tools, tokens/s", count(file, "without"))]  # fmt: skip
+
+
+def turns_on_gpu(gpu: str) -> list[Row]:
+    """Conversations with tools on a GPU: short turns, long ones, and tools with a tail."""
+    tail = f"tool_rollouts_tail_{gpu}.json"
+    return [
+        *turns(f"tool_rollouts_{gpu}.json", "SmolLM2, turns of 43 tokens, tools of 20 ms"),
+        *turns(f"tool_rollouts_long_turns_{gpu}.json", "SmolLM2, turns of 170 tokens, tools of 20 ms"),
+        Row("the same with turns of 43 tokens and tools whose 99th percentile is 10 medians: a step over its bound",
+            share(tail, "step_over_bound"), "benchmarks/speed/tool_rollouts.py --tail 10",
+            "share of it that the engine was idle while a conversation could decode", percent(tail, "engine_idle_while_any_could_decode")),
+    ]  # fmt: skip
+
+
+STAGES = [
+    *map(pools, POOLS),
+    Row("a reward of a third of generation, one step off, `chunks=1`: a step over max(generate, update)",
+        share("slow_rewards_cpu.json", "depth 1, chunks 1", "of_bound"), "benchmarks/speed/slow_rewards.py",
+        "`chunks=4`", share("slow_rewards_cpu.json", "depth 1, chunks 4", "of_bound")),
+    Row("weights that take 0.9 of a step to arrive, depth 1: a step over its bound",
+        share("slow_weights_cpu.json", "depth 1, buffers 2", "of_the_bound"), "benchmarks/speed/slow_weights.py",
+        "depth 2", share("slow_weights_cpu.json", "depth 2, buffers 2", "of_the_bound")),
+    *rollouts("rollout_cpu.json", "a tiny model"),
+    *turns("tool_rollouts_smollm2_cpu.json", "SmolLM2's shape, turns of 43 tokens"),
+    *turns("tool_rollouts_long_turns_cpu.json", "SmolLM2's shape, turns of 170 tokens"),
+    Row("1,000 conversations of up to 4 turns at once, a tiny model, sandboxes of 1 to 60 s: a step over its bound",
+        share("tool_rollouts_thousand_cpu.json", "step_over_bound", form="{:.3f}"),
+        "benchmarks/speed/tool_rollouts.py --conversations 1000",
+        "share of it that the engine was idle while a conversation could decode",
+        percent("tool_rollouts_thousand_cpu.json", "engine_idle_while_any_could_decode")),
+    *turns("tool_rollouts_cpu.json", "a tiny model, turns of 43 tokens, beside other work"),
+]  # fmt: skip
