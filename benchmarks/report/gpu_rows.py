@@ -12,17 +12,24 @@ def peer_job(what: str, at: str, script: str) -> Row:
                script)  # fmt: skip
 
 
-ALONE = "1.7B, one engine"
-BESIDE_TRL = Row(
-    "1.7B, 256 responses of 1,024 tokens, on policy on one H200: a step, median of {steps}",
-    seconds("announced_h200.json", ALONE, "step_s", form="{:.1f} s"),
-    f'benchmarks/prediction/announced.py run "{ALONE}"',
-    "TRL 1.16 with Liger, median of 6",
-    seconds("trl_1.7b_h200.json", "step_s", form="{:.1f} s"),
-    {"steps": count("announced_h200.json", ALONE, "steps_timed")},
-)
+def beside_trl(what: str, run: str, peer: str, file: str) -> Row:
+    """A step on policy on one H200, right before TRL's on the same GPU."""
+    return Row(
+        f"{what}, 256 responses of 1,024 tokens, on policy on one H200: a step, median of {{steps}}",
+        seconds("announced_h200.json", run, "step_s", form="{:.1f} s"),
+        f'benchmarks/prediction/announced.py run "{run}"',
+        f"TRL 1.16 with {peer}, median of {{peer_steps}}",
+        seconds(file, "step_s", form="{:.1f} s"),
+        {"steps": count("announced_h200.json", run, "steps_timed"), "peer_steps": count(file, "steps_timed")},
+    )
+
+
+BESIDE_TRL = [
+    beside_trl("1.7B", "1.7B, one engine", "Liger", "trl_1.7b_h200.json"),
+    beside_trl("4B by an adapter of rank 32", "4B by an adapter, one engine", "PEFT and Liger", "trl_4b_adapter_h200.json"),
+]
 PEERS = [
-    BESIDE_TRL,
+    *BESIDE_TRL,
     peer_job("1024 tokens, one step off", "one_step_off", "benchmarks/peers/peer_job.py"),
     peer_job("1024 tokens, time-shared on both", "colocated", "benchmarks/peers/peer_job.py mode=colocated"),
     peer_job("64 tokens, one step off", "one_step_off_64_tokens", "benchmarks/peers/peer_job.py response_tokens=64"),

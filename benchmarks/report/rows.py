@@ -25,7 +25,7 @@ from benchmarks.report.two_gpu_rows import ON_TWO_H200S
 # Those of README.md.
 SHOWN: list[Row] = [
     LEARNING[29],
-    BESIDE_TRL,
+    *BESIDE_TRL,
     generation("4B", "generation_4b_h200.json"),
     flash("4B:1:compiled", "4B on one H200, compiled"),
     ON_TWO_H200S[21],

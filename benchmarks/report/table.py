@@ -40,7 +40,7 @@ class Row:
 
     def cells(self) -> list[str]:
         words = {name: figure.text() for name, figure in (self.words or {}).items()}
-        return [self.what.format(**words), self.figure.text(), self._beside(), f"`{self.script}`", f"`{self.figure.where}`"]
+        return [self.what.format(**words), self.figure.text(), self._beside().format(**words), f"`{self.script}`", f"`{self.figure.where}`"]
 
     def _beside(self) -> str:
         """The peer and its figure; nothing where the peer was not measured."""
