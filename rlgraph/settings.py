@@ -11,6 +11,7 @@ import inspect
 import math
 import operator
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -414,8 +415,51 @@ def refuse_unknown(cls: type[C]) -> type[C]:
                 raise GraphError(f"{cls.__name__}({name}={shown(kwargs[name])}): there is no setting '{name}'; {said}")
         plain(self, *args, **kwargs)
 
+    init.__signature__ = _readable(inspect.signature(plain), cls)  # type: ignore[attr-defined]
     cls.__init__ = init  # type: ignore[method-assign]
+    cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}{_inherited_arguments(cls, known)}"
     return cls
+
+
+ARGUMENT = re.compile(r"^\* `(\w+)`: .*(?:\n  .*)*", re.MULTILINE)  # a field in a docstring
+
+
+def _inherited_arguments(cls: type, known: Sequence[str]) -> str:
+    """List the fields that the bases of a class document, and it does not: `help` and the pages of the API then have each."""
+    told = {found[1]: found[0] for base in cls.__mro__[1:-1] for found in ARGUMENT.finditer(inspect.cleandoc(base.__doc__ or ""))}
+    here = [text for name, text in told.items() if name in known and f"`{name}" not in (cls.__doc__ or "")]
+    return "\n\nInherited arguments:\n\n" + "\n".join(here) if here else ""
+
+
+class _Text(str):
+    """A default that a signature shows as it is written."""
+
+    __repr__ = str.__str__
+
+
+def _readable(signature: inspect.Signature, cls: Any = None) -> inspect.Signature:
+    """The signature without the rules in its annotations, and with the defaults that a dataclass makes."""
+    factories = {field.name: field.default_factory for field in dataclasses.fields(cls)} if cls else {}
+    made = {name: factory for name, factory in factories.items() if factory is not dataclasses.MISSING}
+    defaults = {name: _Text(f"{getattr(factory, '__name__', factory)}()") for name, factory in made.items()}
+    return signature.replace(
+        parameters=[
+            parameter.replace(annotation=_without_rules(parameter.annotation), default=defaults.get(name, parameter.default))
+            for name, parameter in signature.parameters.items()
+        ]
+    )
+
+
+def _without_rules(annotation: Any) -> Any:
+    """An annotation without what `Annotated` adds to its types."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _without_rules(arguments[0])
+    if origin in (Union, types.UnionType):
+        return functools.reduce(operator.or_, map(_without_rules, arguments))
+    if origin in (tuple, list, Sequence, Mapping):
+        return origin[tuple(map(_without_rules, arguments))]
+    return annotation
 
 
 def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -460,6 +504,7 @@ def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Calla
                     raise error(f"{where}{key} is {kind.rule}{_fix(wrong, left)}") from None
             return function(*bound.args, **bound.kwargs)
 
+        call.__signature__ = _readable(signature)  # type: ignore[attr-defined]
         return call
 
     return wrap

@@ -12,7 +12,7 @@ import torch
 
 from rlgraph.data.rows import LIST, Dataset, Overlong, Row, Rows, place_of, rows
 from rlgraph.errors import DataError, shown
-from rlgraph.settings import checked
+from rlgraph.settings import checked, refuse_unknown
 
 # Results of a run so far, by which a curriculum chooses: mean rewards of each data set of a mixture, and of each of its rows.
 
@@ -88,6 +88,7 @@ class Results:
 Curriculum: TypeAlias = Callable[..., Mapping[str, float]]  # of the seed and the step, or of these and the results so far
 
 
+@refuse_unknown
 @dataclass(frozen=True, eq=False)
 class Mix:
     """Data sets by name, with the weights by which prompts are drawn from them. `rg.data.mix` makes it.

@@ -37,6 +37,7 @@ class Overlong:
         return room if self.most is None else min(room, self.most)
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, eq=False)
 class Rows:
     """Rows of a data set, for `rg.prompts` and `rg.evaluate`. The functions of `rg.data` make them.

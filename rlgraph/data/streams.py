@@ -10,11 +10,12 @@ from typing import Any
 
 from rlgraph.data.rows import Convert, Fields, Overlong, Policy, Row, present_row
 from rlgraph.errors import DataError, shown
-from rlgraph.settings import Count, checked
+from rlgraph.settings import Count, checked, refuse_unknown
 
 SHUFFLES = "BufferShuffledExamplesIterable"  # of datasets: its state lacks the rows in its buffer
 
 
+@refuse_unknown
 @dataclass(frozen=True, eq=False)
 class Stream:
     """Rows that come one after another. `rg.data.stream` makes it.

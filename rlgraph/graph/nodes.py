@@ -97,6 +97,7 @@ class Pool:
         rules.check_pool(self.name, self.share, self.gpus, self.cpus)
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Model:
     """A model that lives on a pool; its methods declare nodes, all of which run in the model's own workers.

@@ -16,6 +16,7 @@ from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.rewards.calls import CallFailed, FunctionPool
 from rlgraph.nodes.trial import LIMIT_S, TooLong, copied
 from rlgraph.notices import old_attribute, renamed
+from rlgraph.settings import refuse_unknown
 
 if TYPE_CHECKING:
     from rlgraph.engines.lora.shared_base import SharedBase
@@ -35,6 +36,7 @@ class Arrivals(Protocol):
         """Wait for this version and load it, after those before it. Raises ChannelTimeout at the deadline."""
 
 
+@refuse_unknown
 @renamed(meeting="listen_fd", counted="report_progress")
 @dataclass
 class Context:

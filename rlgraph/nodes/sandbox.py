@@ -25,6 +25,7 @@ LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr
 START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from walls.{} import main; del sys.path[0]; main()"
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Limits:
     """Limits of one run: seconds, bytes of memory, bytes of output, and bytes of all its files together.

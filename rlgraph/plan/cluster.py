@@ -11,6 +11,7 @@ from rlgraph.settings import Count, Natural, OneOf, Range
 Bytes: TypeAlias = Annotated[int, Range(least=1, rule="a whole number of bytes above 0, or None where it is not known")]
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Precision:
     """The dtype that a device computes models in, "bfloat16" or "float32", and `why` in words, for the printed plan.

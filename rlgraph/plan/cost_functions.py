@@ -247,6 +247,7 @@ def _makespan(lengths: Array, slots: int) -> float:
     return max(free)
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class NodeCost:
     """Seconds of one firing: `serial_s` whatever the devices, plus device-seconds shared by them.

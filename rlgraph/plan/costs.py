@@ -108,6 +108,7 @@ LEAST_STEPS = 64
 FORWARD = 1 / 3  # of a pass forward and backward
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Costs:
     """Seconds of each node by name, and of moving weights.

@@ -398,7 +398,7 @@ class Plan:
         """Write a picture: SVG, or Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
         self.facade.draw(self, path)
 
-    def timeline(self, path: str | Path, steps: Count = 6) -> None:
+    def timeline(self, path: str | Path, steps: int = 6) -> None:
         """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
         self.facade.timeline(self, path, steps)
 

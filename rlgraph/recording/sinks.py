@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from rlgraph.analysis.samples import Sample, read_samples
 from rlgraph.errors import PlanError
-from rlgraph.settings import Name, check
+from rlgraph.settings import Name, check, refuse_unknown
 
 Ended = Literal["ended", "failed"]
 COLUMNS = ("step", "row", "prompt", "response", "reward", "advantage", "finish", "response_tokens", "version_min", "version_max", "kind")
@@ -273,6 +273,7 @@ VALUE = 500  # characters of a parameter
 BATCH = 100  # parameters of one call; it takes 1,000 metrics
 
 
+@refuse_unknown
 @dataclass
 class MLflow(Sink):
     """Log a run to MLflow: scalars, settings as parameters, the samples of each step as a table in JSON, and the report as an artifact.
@@ -426,6 +427,7 @@ def _cell(value: object) -> str:
 # The sink Weights & Biases.
 
 
+@refuse_unknown
 @dataclass
 class WandB(Sink):
     """Log a run to Weights & Biases: scalars, settings, the samples of each step as a table, and the report as an artifact.

@@ -92,6 +92,7 @@ OUTPUT_CHARACTERS = 65536
 OWN_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "RLGRAPH_SEED")
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class AgentClient:
     """The address of the model for one session: `AsyncOpenAI(base_url=client.base_url, api_key=client.key)`.

@@ -113,6 +113,7 @@ class KeptByTools(Protocol):
     async def close(self) -> None: ...
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Tool:
     """A tool that a model calls by name: an async function of keyword arguments. The model reads the `str` of its result.
@@ -142,6 +143,7 @@ async def _python(code: str, limits: Limits, accept_missing: tuple[str, ...]) ->
     return await sandbox.run(code, limits, accept_missing)
 
 
+@settings.refuse_unknown
 @dataclass(frozen=True)
 class Python(Tool):
     """Runs Python code in a process of its own, within `limits`: no network, no files but a folder of its own, no new processes.

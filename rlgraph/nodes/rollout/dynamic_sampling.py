@@ -83,6 +83,7 @@ def kept(batch: Sequence[Group], wanted: int) -> list[Group]:
     return [group for group in batch if not group.constant or id(group) in filling]
 
 
+@settings.refuse_unknown
 @renamed(at_once="concurrency")
 @dataclass(frozen=True, kw_only=True)
 class Refill:
