@@ -524,7 +524,8 @@ def types_of(cls: Any) -> Mapping[str, SettingType | None]:
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, SettingType | None]:
     """Look up the setting type of each parameter of a function, without `self` and `*inputs`; None where its annotation has no rule."""
     skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    given = {p.name: p.annotation for p in inspect.signature(function).parameters.values() if p.kind not in skipped and p.name != "self"}
+    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()  # as written: what `help` shows has no rules
+    given = {p.name: p.annotation for p in parameters if p.kind not in skipped and p.name != "self"}
     return {name: _type(_resolved(annotation, function.__module__)) for name, annotation in given.items()}
 
 

@@ -34,15 +34,17 @@ from rlgraph.settings import Finite, Fraction, Positive
 
 # Advantages from one reward per response, compared within the group of responses to one prompt.
 #
-# All tokens of a response get the same advantage; it is 0 outside of the response mask. A group of one has nothing to compare with:
-# `singleton="reward"` takes its reward as the advantage, and `singleton="zero"` gives 0. Pass@k needs groups of at least two.
+# All tokens of a response get the same advantage; it is 0 outside of the response mask. Pass@k needs groups of at least two.
 
 STD_EPSILON = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupEstimator(ABC):
-    """Base of the estimators that compare the rewards of a group. A subclass implements `scores`: the advantage `[B]` of each response."""
+    """Base of the estimators that compare the rewards of a group. A subclass implements `scores`: the advantage `[B]` of each response.
+
+    * `singleton`: the advantage of a group of one, which has nothing to compare with: "reward" is its reward, "zero" is 0.
+    """
 
     reads: ClassVar[tuple[str, ...]] = ("rewards", "response_mask", "group_ids")
     writes: ClassVar[tuple[str, ...]] = ("advantages",)

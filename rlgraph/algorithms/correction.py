@@ -87,6 +87,9 @@ class TruncatedIS(ImportanceWeights):
         tensor([[1.6487, 2.0000]])
 
     Source: Ionides, 2008; Yao et al., 2025.
+
+    * `level`: whose ratio is bounded: each "token"'s, or the "sequence"'s, one for all of its tokens.
+    * `normalize`: divides by the mean weight of the batch.
     """
 
     threshold: Positive = 2.0
@@ -160,6 +163,8 @@ class Rejection:
 
     verl's documentation gives the same bounds, but its code keeps ratios within [1 / high, 1 / low]: `Rejection.from_verl` converts
     its settings. Source: "When Speed Kills Stability", richardli.xyz/rl-collapse.
+
+    * `statistic`: what is bounded, as "token_k1" or "seq_mean_k3": of tokens, or the sum, mean or largest of a response.
     """
 
     statistic: Annotated[str, OneOf(STATISTICS)]

@@ -73,6 +73,8 @@ class DistillationLoss:
       divergence beta KL(teacher, M) + (1 - beta) KL(student, M), M = (1 - beta) student + beta teacher.
     * `teacher.top_log_probs(…, top_k=64)` says which tokens travel: the teacher's top k, where all others count as one token, or with
       `top_k=None` the whole vocabulary. With k tokens the divergence is at most the whole one, and 0 only where they agree.
+    * `aggregation`: how token losses become one number, "token-mean" or as `rg.ClippedLoss`.
+    * `horizon`: the tokens that "seq-mean-token-sum-norm" divides by.
 
     The mean is over all tokens. Metric: `actor/distillation`. Source: Agarwal et al., 2023, 2306.13649, which mixes on-policy responses
     and examples by lambda: give the examples as `also=[…]`. Oracle: TRL's `generalized_jsd_loss`, whose beta of 0 and 1 are the two KLs.

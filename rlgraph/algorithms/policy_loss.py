@@ -76,6 +76,12 @@ class PolicyLoss(ABC):
         ...         return gains, 2 * gains, {}  # the slope in the log-prob
         >>> SquaredRatio(kl_coef=0.01).reads
         ('old_log_probs', 'advantages', 'ref_log_probs')
+
+    * `aggregation`: how token losses become one number: "token-mean", "token-sum", or a sum or mean of each response first,
+      "seq-mean-token-sum", "seq-mean-token-mean" or "seq-mean-token-sum-norm".
+    * `horizon`: the fixed number of tokens that "seq-mean-token-sum-norm" divides by.
+    * `entropy_coef`: the weight of the entropy, which the loss rewards.
+    * `kl_coef`: the weight of the divergence from `ref_log_probs`, estimated as `kl_estimator` says; 0 reads none.
     """
 
     HOW: ClassVar[str] = "give a loss object such as rg.ClippedLoss()"

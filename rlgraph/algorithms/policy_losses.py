@@ -66,6 +66,8 @@ class CISPO(PolicyLoss):
         ('old_log_probs', 'advantages')
 
     Unlike in PPO, a clipped token still has a gradient. Source: MiniMax, 2025, 2506.13585.
+
+    * `clip_low`, `clip_high`: the ratio is clipped to 1 - `clip_low` and 1 + `clip_high`.
     """
 
     clip_low: Fraction = 0.2
@@ -250,6 +252,8 @@ class ClipCov(PolicyLoss):
 
     It drops at most `fraction` of the micro-batch's tokens, and at least one, drawn by a generator seeded with `seed`: the same
     micro-batch always drops the same tokens. There is no dual clip. Source: Cui et al., 2025, 2505.22617.
+
+    * `clip_low`, `clip_high`: the ratio is clipped to 1 - `clip_low` and 1 + `clip_high`.
     """
 
     clip_low: Fraction = 0.2
@@ -396,6 +400,8 @@ class ProximalLoss(ClippedLoss):
     r = p / p_prox is clipped, w = sg(p_prox / p_rollout) multiplies, and is truncated at `threshold`. `current_version` `[B]` is the
     version of the weights at the start of the update. Where every token is one version old, r is taken against the rollout
     and w is 1. With a pass, give ClippedLoss `old_log_probs` and the weights of a rollout correction instead.
+
+    * `method`: how the proximal policy is interpolated by version, in log-probs ("loglinear") or in probabilities ("linear").
 
     Source: Hilton et al., 2021, 2110.00641 (decoupled PPO); AReaL, 2505.24298 (interpolation).
     Raises DataError where a log-prob under the mask is not finite.

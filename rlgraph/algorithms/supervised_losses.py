@@ -31,6 +31,9 @@ class SFTLoss:
 
     `dft=True` weights each token by its own probability, without gradient: dynamic fine-tuning (Wu et al., 2025, 2508.05629). The metric
     `actor/nll` is the negative log-likelihood of a token either way. Oracle: TRL's `SFTTrainer`.
+
+    * `aggregation`: how token losses become one number, "token-mean" or as `rg.ClippedLoss`.
+    * `horizon`: the tokens that "seq-mean-token-sum-norm" divides by.
     """
 
     dft: bool = False
@@ -356,6 +359,9 @@ class ValueLoss:
     1/2 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2); `clip=None` leaves the second out.
 
     Source: Schulman et al., 2017, 1707.06347, as implemented for language models by TRL.
+
+    * `aggregation`: how token losses become one number, "token-mean" or as `rg.ClippedLoss`.
+    * `horizon`: the tokens that "seq-mean-token-sum-norm" divides by.
     """
 
     clip: Positive | None = 0.5

@@ -99,6 +99,9 @@ class Mix:
     [0.75, 0.25]
 
     Its rows are those of all data sets, one after another.
+
+    * `sources`: the data sets by name.
+    * `overlong`: what becomes of prompts that are too long; `rg.data.mix` says more.
     """
 
     sources: Mapping[str, Dataset]

@@ -49,6 +49,9 @@ class Rows:
     ({'prompt': '1 + 1 =', 'answer': 2}, 1)
 
     `name` is what errors call them, `convert` are the functions that each row goes through, and `picked` the rows that are left.
+
+    * `source`: the rows: a sequence of mappings, or a data set of `datasets`.
+    * `overlong`: what becomes of prompts that are too long.
     """
 
     source: Dataset

@@ -27,6 +27,8 @@ class Stream:
 
     `source` is a `datasets.IterableDataset`, or a function that gives the rows of an epoch. `convert` are the functions that each row
     goes through; one that gives None leaves the row out.
+
+    * `overlong`: what becomes of prompts that are too long.
     """
 
     source: Any

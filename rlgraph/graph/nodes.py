@@ -85,6 +85,8 @@ class Pool:
     exact count instead; `cpus` makes it a pool of host cores. On a cluster without GPUs shares divide the cores.
 
     Raises GraphError for a share or a count that is not positive, an empty name, or two of `share`, `gpus` and `cpus`.
+
+    * `name`: its name in plans, pictures and errors.
     """
 
     name: Name

@@ -62,6 +62,12 @@ class Context:
     ...     return fire
     >>> start(Context())(0, {"response_mask": torch.ones(2, 3)})
     ({}, {'responses': 2.0})
+
+    * `engine`: what the `load` of the node's model returned; None for a node without a model.
+    * `rank`: which of the `world` workers of the model this is.
+    * `threads`: the cores that this worker computes with.
+    * `version`: the version of the weights that the engine has.
+    * `cache`: values that stages of this worker share, by name.
     """
 
     engine: Any = None

@@ -31,6 +31,11 @@ class Limits:
     """Limits of one run: seconds, bytes of memory, bytes of output, and bytes of all its files together.
 
     Raises GraphError for a limit that is not above 0.
+
+    * `seconds`: the longest that a run may take.
+    * `memory_bytes`: the most memory of its process.
+    * `output_bytes`: the most that it may print; the rest is cut off.
+    * `file_bytes`: the most that its files may have together.
     """
 
     seconds: Seconds = 10.0
@@ -189,6 +194,8 @@ class Executed:
 
     >>> Executed("4\\n").failed
     ''
+
+    * `output`: what the code printed, and its error if it raised one.
     """
 
     output: str

@@ -20,6 +20,8 @@ class Precision:
 
     >>> Cluster(gpus=1, gpu_precision=Precision("float32", "a test compares bits")).gpu_precision.dtype
     'float32'
+
+    * `dtype`: "bfloat16" or "float32".
     """
 
     dtype: Annotated[str, OneOf(("bfloat16", "float32"))]
@@ -43,6 +45,8 @@ class Cluster:
 
     >>> Cluster(gpus=16, gpus_per_node=8, gpu="H100").hosts
     2
+
+    * `cpus`: the host cores, of all hosts together.
     """
 
     gpus: Natural = 0

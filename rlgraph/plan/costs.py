@@ -126,6 +126,9 @@ class Costs:
     >>> costs = Costs({"prompts": 0.0, "rollout": {1: 38.2, 2: 19.0}, "update": {1: 9.2, 2: 4.9}})
     >>> costs.mean("rollout", Setting(devices=2))
     19.0
+
+    * `nodes`: the seconds of each node, by its name.
+    * `source`: where they are from: "measured", "given" by you, or an estimate.
     """
 
     nodes: Mapping[str, float | NodeCost | Mapping[int, float]]

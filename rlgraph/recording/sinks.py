@@ -35,6 +35,8 @@ class RecordedRun:
 
     >>> RecordedRun("math", Path("runs/math"), {"rollout.group_size": "8"}, "1f3870be", finished=20, resumed=True).id
     '1f3870be'
+
+    * `settings`: the run's settings as text, by their dotted names.
     """
 
     name: str
@@ -286,6 +288,8 @@ class MLflow(Sink):
     (SQLite) with the extra's sqlalchemy, and else the folder `mlruns`. A run that was killed while it sent a step leaves no value twice.
     MLflow refuses `@` in names of metrics: `val/acc/mean@8` is `val/acc/mean_at_8` there. A run that resumed goes on in the same run.
     Needs the extra `mlflow`.
+
+    * `name`: the run's name; None: that of its folder.
     """
 
     uri: Name | None = None
@@ -438,6 +442,11 @@ class WandB(Sink):
 
     `name` is the name of the run's folder if it is not given. `mode` None is as the environment says (`WANDB_MODE`). A run that resumed
     goes on under the same id. Needs the extra `wandb`.
+
+    * `entity`: the user or team that owns the project.
+    * `group`: the group of the run, for runs that belong together.
+    * `tags`: its tags.
+    * `folder`: where wandb writes its own files; None: into the run's folder.
     """
 
     project: Name = "rlgraph"

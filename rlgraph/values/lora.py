@@ -53,6 +53,8 @@ class LoRA:
     1.0
     >>> rg.LoRA(rank=8, targets=("q_proj", "v_proj")).scale
     4.0
+
+    * `alpha`: the scale of the product, which is `alpha / rank`.
     """
 
     rank: Count

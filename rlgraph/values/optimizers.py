@@ -162,6 +162,10 @@ class AdamW:
     >>> optimizer = rg.AdamW(lr=1e-6, warmup_steps=2)
     >>> optimizer.lr_at(0), optimizer.lr_at(1), optimizer.lr_at(9)
     (5e-07, 1e-06, 1e-06)
+
+    * `betas`: how much of the first and of the second moment stays in a step.
+    * `eps`: added to the root of the second moment.
+    * `weight_decay`: the share of each weight that a step takes away, times the learning rate; decoupled, as in the source.
     """
 
     lr: Annotated[float, Range(above=0, rule="a learning rate above 0")] = 1e-6
@@ -207,6 +211,10 @@ class Muon(AdamW):
     >>> policy = rg.Policy("tiny", pool=rg.Pool("train"), optimizer=rg.Muon(lr=1e-6, schedule=rg.Constant(warmup_steps=5)))
     >>> policy.optimizer.momentum
     0.95
+
+    * `momentum`: how much of the momentum stays in a step; with `nesterov` the gradient is added to it once more.
+    * `weight_decay`: as that of AdamW.
+    * `moments`: "32bit"; the others are AdamW's alone.
     """
 
     momentum: Decay = 0.95

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,18 @@ def unknown_names(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlgraph"):
             module = importlib.import_module(node.module or "")
             yield from (f"{node.module}.{alias.name}" for alias in node.names if not hasattr(module, alias.name))
+
+
+MADE = {rg.Plan, rg.Output}  # by the library alone
+NAMED = [getattr(space, name) for space in (rg, algorithms) for name in space.__all__]
+CLASSES = sorted({each for each in NAMED if inspect.isclass(each) and is_dataclass(each)} - MADE, key=str)
+
+
+@pytest.mark.parametrize("cls", [pytest.param(each, id=each.__name__) for each in CLASSES])
+def test_help_of_a_class_names_each_argument_with_a_plain_type(cls: type) -> None:
+    said = " ".join(base.__doc__ or "" for base in cls.__mro__)
+    assert not [field.name for field in fields(cls) if field.init and not re.search(rf"\b{field.name}\b", said)]
+    assert not re.search("Annotated|<factory>", str(inspect.signature(cls)))
 
 
 def test_the_examples_of_every_page_use_names_that_there_are() -> None:

@@ -81,6 +81,7 @@ class Agent:
       "qwen3_coder", "vllm:NAME" for a parser of vLLM, or a function of the text and the tools' schemas. None: nothing is parsed.
     * `keep_thinking`: earlier turns stay as the model has written them, where its template would drop their thinking.
     * `pool`: the host cores that environments take. None: those of the generator's process.
+    * `environment`: the class of your environment; its parameters name columns of the prompts, one value each.
 
     An environment that raises, hangs or returns a wrong value ends its conversation (`finish_reasons` 3), and the run goes on.
     Raises GraphError for a class without the three async methods, or whose parameters are not names.

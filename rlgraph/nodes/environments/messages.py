@@ -43,6 +43,9 @@ class ToolCall:
 
     >>> ToolCall("add", {"a": 1, "b": 2}).arguments["b"]
     2
+
+    * `name`: the tool's name.
+    * `arguments`: its arguments by name.
     """
 
     name: str
@@ -66,6 +69,8 @@ class Message:
     `tool_call_id`. Lone surrogates become U+FFFD.
 
     Raises GraphError for a role or a content that is no text.
+
+    * `role`: "system", "user", "assistant" or "tool".
     """
 
     role: Name

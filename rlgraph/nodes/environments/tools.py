@@ -121,6 +121,9 @@ class Tool:
     `described` is the JSON schema `{"type": "function", "function": {…}}` that its chat template shows to the model; None: the schema is
     made from the function's signature and docstring. `keeps` makes what a conversation keeps for the tool: the function gets it before
     its arguments, and it is closed when the conversation ends. Tools with an equal `keeps` share one.
+
+    * `name`: the name by which the model calls it.
+    * `function`: the async function.
     """
 
     name: Name
@@ -154,6 +157,9 @@ class Python(Tool):
     `rg.LocalSandbox`: what one call has written the next one finds.
 
     Raises GraphError for a name that is no layer.
+
+    * `name`: the name by which the model calls it.
+    * `function`: what runs the code; given by the class.
     """
 
     name: Name = "python"

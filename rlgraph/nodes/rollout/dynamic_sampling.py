@@ -102,6 +102,11 @@ class Refill:
 
     Metrics: `dynamic_sampling/prompts` counts the drawn prompts, `.../filtered_groups` the groups left out. `critic/rewards/drawn_mean`
     is the mean reward of all samples; `critic/rewards/mean` is that of the trained ones. Source: Yu et al., 2025, 2503.14476.
+
+    * `concurrency`: how many calls of `reward` run at once; None: as for `rg.reward`.
+    * `deadline_s`: seconds that one call may take.
+    * `retries`: how often a call that raised is made again; None: never.
+    * `trial`: tries `reward` on a made-up response before the launch.
     """
 
     reward: RewardFunction

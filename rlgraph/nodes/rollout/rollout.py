@@ -109,6 +109,8 @@ class Generator(Model):
     * `engine_args`: arguments for the engine itself, as `{"max_num_batched_tokens": 32768}`. One that rlgraph sets is an error.
     * `dtype`: "auto" is bfloat16 if the device computes in it, else float32.
     * `self_test`: checks at the start that the engine `transformers` decodes as the model's own forward computes.
+    * `sampling`: how it samples, unless a rollout says otherwise.
+    * `seed`: the seed of its draws; a response's depends on it, on the prompt's place in the data and on its place in the group.
     """
 
     role: ClassVar[str] = "generator"
