@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,15 +87,9 @@ def main() -> None:
 
     torch.set_num_threads(1)
     folder = rg.model_folder(given.model)
-    exact, plain = (
-        FsdpEngine(
-            PolicyHead(folder),
-            TrainerSettings(optimizer=rg.AdamW(lr=1e-5), micro_batch_tokens=2048, exact=as_sampled),
-            dtype=torch.float32,
-            flat=True,
-        )
-        for as_sampled in (True, False)
-    )
+    settings = TrainerSettings(optimizer=rg.AdamW(lr=1e-5), micro_batch_tokens=2048)
+    both = (replace(settings, exact=True), settings)
+    exact, plain = (FsdpEngine(PolicyHead(folder), each, dtype=torch.float32, flat=True) for each in both)
     with tempfile.TemporaryDirectory() as work:
         weights = [f"{work}/first.pt", f"{work}/last.pt"]
         torch.save({name: tensor.clone() for name, tensor in exact.weights().items()}, weights[0])

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 
@@ -16,7 +16,7 @@ from rlgraph.engines.api import GenerateEngine, Place, TrainEngine
 from rlgraph.errors import GraphError, shown
 from rlgraph.plan.estimates import Estimates, fully_sharded, master_weights, moments
 from rlgraph.plan.memory_laws import Need, Workload
-from rlgraph.settings import Name, refuse_unknown
+from rlgraph.settings import Name, OneOf, refuse_unknown
 from rlgraph.values.trainer import setting_names
 
 S = TypeVar("S", bound="EngineSpec | TrainerSpec")
@@ -24,6 +24,7 @@ EngineSetting: TypeAlias = Literal[
     "memory", "max_sequences", "engines_per_gpu", "self_test", "engine_args", "weights_dtype", "drafts", "routes"
 ]
 TRAINER_SETTINGS = (*(name for name in setting_names() if name != "optimizer"), "self_test", "max_context")  # optional ones
+TrainerSetting: TypeAlias = Annotated[str, OneOf(TRAINER_SETTINGS)]
 
 
 @refuse_unknown
@@ -118,7 +119,7 @@ class TrainerSpec(Estimates):
 
     name: Name
     load: Callable[[Any, Place], TrainEngine]
-    settings: tuple[str, ...] = ()
+    settings: tuple[TrainerSetting, ...] = ()
     check: Callable[[Any], None] = check_plan
     only_scores: bool = False
     whole_vocabulary: bool = True
@@ -132,10 +133,6 @@ class TrainerSpec(Estimates):
     loading_bytes: Callable[[int, int], int] = master_weights
     memory_estimate: Callable[[Workload], Need] = fully_sharded
     gathers_shards: bool = True
-
-    def __post_init__(self) -> None:
-        if wrong := [name for name in self.settings if name not in TRAINER_SETTINGS]:
-            raise GraphError(f"TrainerSpec(settings=…): {wrong[0]!r} is no setting of trainers; choose of {', '.join(TRAINER_SETTINGS)}")
 
     def takes(self, setting: str) -> bool:
         """Whether the trainer takes this optional setting."""
