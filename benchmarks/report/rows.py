@@ -28,7 +28,6 @@ SHOWN: list[Row] = [
     *BESIDE_TRL,
     generation("4B", "generation_4b_h200.json"),
     flash("4B:1:compiled", "4B on one H200, compiled"),
-    ON_TWO_H200S[21],
     weights("8B")[1],
     ACCURATE[1],
     ACCURATE[10],
