@@ -4,82 +4,54 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from rlgraph.algorithms.advantages import (
-    GAE,
-    GDPO,
-    GPG,
-    GRPO,
-    OPO,
-    RLOO,
-    OptimalTokenBaseline,
-    PassK,
-    ProcessGRPO,
-    ReinforcePlusPlus,
-    ReinforcePlusPlusBaseline,
-    ReMax,
-)
+from rlgraph.algorithms import advantages, policy_losses, supervised_losses
 from rlgraph.algorithms.correction import BYPASS, DECOUPLED, RolloutCorrection
-from rlgraph.algorithms.policy_losses import (
-    CISPO,
-    DPPO,
-    DRO,
-    GMPO,
-    GSPO,
-    SAPO,
-    Bypass,
-    ClipCov,
-    ClippedLoss,
-    KlCov,
-    ProximalLoss,
-    Reinforce,
-)
-from rlgraph.algorithms.supervised_losses import DPO, IPO, KTO, ORPO, SFTLoss, SimPO
 from rlgraph.errors import GraphError
 
 ESTIMATORS: Mapping[str, Callable[..., Any]] = {
-    "gae": GAE,
-    "grpo": GRPO,
-    "dr_grpo": partial(GRPO, normalize_std=False),
-    "grpo_process": ProcessGRPO,
-    "grpo_passk": PassK,
-    "gdpo": GDPO,
-    "rloo": RLOO,
-    "opo": OPO,
-    "gpg": GPG,
-    "remax": ReMax,
-    "reinforce_plus_plus": ReinforcePlusPlus,
-    "reinforce_plus_plus_baseline": ReinforcePlusPlusBaseline,
-    "optimal_token_baseline": OptimalTokenBaseline,
-    "tir_optimal_token_baseline": partial(OptimalTokenBaseline, align="token"),
+    "gae": advantages.GAE,
+    "grpo": advantages.GRPO,
+    "dr_grpo": partial(advantages.GRPO, normalize_std=False),
+    "grpo_process": advantages.ProcessGRPO,
+    "grpo_passk": advantages.PassK,
+    "gdpo": advantages.GDPO,
+    "rloo": advantages.RLOO,
+    "opo": advantages.OPO,
+    "gpg": advantages.GPG,
+    "remax": advantages.ReMax,
+    "reinforce_plus_plus": advantages.ReinforcePlusPlus,
+    "reinforce_plus_plus_baseline": advantages.ReinforcePlusPlusBaseline,
+    "optimal_token_baseline": advantages.OptimalTokenBaseline,
+    "tir_optimal_token_baseline": partial(advantages.OptimalTokenBaseline, align="token"),
 }
 
 
-def _bypass(name: str, **options: Any) -> Bypass:
-    loss = Reinforce(**options) if name.startswith("bypass_pg") else ClippedLoss(**options)
-    return Bypass(loss, BYPASS[name])
+def _bypass(name: str, **options: Any) -> policy_losses.Bypass:
+    loss = policy_losses.Reinforce(**options) if name.startswith("bypass_pg") else policy_losses.ClippedLoss(**options)
+    return policy_losses.Bypass(loss, BYPASS[name])
 
 
 LOSSES: Mapping[str, Callable[..., Any]] = {
-    "clipped": ClippedLoss,
-    "dapo": partial(ClippedLoss, clip_low=0.2, clip_high=0.28),
-    "gspo": GSPO,
-    "cispo": CISPO,
-    "reinforce": Reinforce,
-    "gmpo": GMPO,
-    "sapo": SAPO,
-    "clip_cov": ClipCov,
-    "kl_cov": KlCov,
-    "dppo_tv": partial(DPPO, divergence="tv"),
-    "dppo_kl": partial(DPPO, divergence="kl"),
-    "dro": DRO,
-    "proximal": ProximalLoss,
-    "dpo": DPO,
-    "ipo": IPO,
-    "kto": KTO,
-    "orpo": ORPO,
-    "simpo": SimPO,
-    "sft": SFTLoss,
-    "dft": partial(SFTLoss, dft=True),
+    "clipped": policy_losses.ClippedLoss,
+    "dapo": partial(policy_losses.ClippedLoss, clip_low=0.2, clip_high=0.28),
+    "gspo": policy_losses.GSPO,
+    "cispo": policy_losses.CISPO,
+    "reinforce": policy_losses.Reinforce,
+    "gmpo": policy_losses.GMPO,
+    "sapo": policy_losses.SAPO,
+    "clip_cov": policy_losses.ClipCov,
+    "kl_cov": policy_losses.KlCov,
+    "dppo_tv": partial(policy_losses.DPPO, divergence="tv"),
+    "dppo_kl": partial(policy_losses.DPPO, divergence="kl"),
+    "dro": policy_losses.DRO,
+    "proximal": policy_losses.ProximalLoss,
+    "dpo": supervised_losses.DPO,
+    "ipo": supervised_losses.IPO,
+    "kto": supervised_losses.KTO,
+    "orpo": supervised_losses.ORPO,
+    "simpo": supervised_losses.SimPO,
+    "sft": supervised_losses.SFTLoss,
+    "dft": partial(supervised_losses.SFTLoss, dft=True),
     **{name: partial(_bypass, name) for name in BYPASS},
 }
 
