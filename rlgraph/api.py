@@ -98,7 +98,7 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
 
     Raises PlanError if the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
-    graph = with_folders(graph, model_files.cached)
+    graph = with_folders(graph, model_files.find_cached_folder)
     plan = compile_plan(graph, cluster, costs, shapes_of(graph))
     for warning in (*plan.prediction.warnings, *no_signal_warnings(graph), *unreached_warnings(graph)):
         warnings.warn(f"compile('{graph.name}'): {warning}", PlanWarning, stacklevel=3)
@@ -133,7 +133,7 @@ def rehearse(
 
     Raises PlanError as `compile` does, and for settings without effect, such as checkpoints that cost nothing where nothing fails.
     """
-    graph = with_folders(graph, model_files.cached)
+    graph = with_folders(graph, model_files.find_cached_folder)
     return rehearsed(graph, cluster, costs, shapes_of(graph), site or ClusterSite(), steps, every, seed)
 
 
@@ -319,7 +319,7 @@ def checked_source(plan: Plan, to_come: Collection[str] = ()) -> Graph:
     """
     if not isinstance(plan.source, Graph):
         raise PlanError("this plan was read from JSON and has no graph to run; compile the graph instead")
-    graph = with_folders(plan.source, model_files.downloaded)
+    graph = with_folders(plan.source, model_files.download_folder)
     for node in graph.nodes:
         node.operation.check(node)
     check_heads(graph, to_come)

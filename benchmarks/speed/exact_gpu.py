@@ -207,10 +207,10 @@ class Trainer:
         """The settings of cuBLAS that a process with that trainer alone has."""
         import torch
 
-        from rlgraph.engines.exact.gpu_products import leave_sums_whole
+        from rlgraph.engines.exact.gpu_products import forbid_split_sums
 
         if self.cuda and exact:
-            leave_sums_whole()
+            forbid_split_sums()
         elif self.cuda:
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
             torch.backends.cuda.preferred_blas_library("cublas")

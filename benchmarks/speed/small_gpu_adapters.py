@@ -39,12 +39,12 @@ def trainer(shapes: Matrices, address: str, orders: Any, results: Any) -> None:
     """Publish versions of an adapter when told to: seconds of each."""
     from rlgraph.channels.host.channel import HostWriter
     from rlgraph.channels.weights.endpoints import WeightsWriter
-    from rlgraph.channels.weights.shards import whole
+    from rlgraph.channels.weights.shards import unsharded_weights
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     weights = {name: torch.randn(shape, device=device).mul_(0.01) for name, shape in shapes.items()}
     writer = WeightsWriter(HostWriter("weights", 1, 1, KEY, address), torch.float32)
-    shards = list(whole(weights))  # a trainer gives the same ones for every version
+    shards = list(unsharded_weights(weights))  # a trainer gives the same ones for every version
     while (version := orders.get()) is not None:
         torch._foreach_mul_(list(weights.values()), 1.001)
         if device == "cuda":

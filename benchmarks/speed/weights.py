@@ -69,7 +69,7 @@ def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders:
 
     from rlgraph.channels.host.channel import HostWriter
     from rlgraph.channels.weights.endpoints import WeightsWriter
-    from rlgraph.channels.weights.shards import whole
+    from rlgraph.channels.weights.shards import unsharded_weights
     from rlgraph.engines.hf_models.pretrained import parameter_shapes
 
     torch.manual_seed(1)
@@ -94,7 +94,7 @@ def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders:
             NCCLWeightTransferEngine.trainer_send_weights(casts, {"group": group, "packed": True})
             torch.cuda.synchronize()
         else:
-            writer.publish(order, whole(weights), 60)
+            writer.publish(order, unsharded_weights(weights), 60)
         results.put((start, time.monotonic() - start, placed_hashes({n: t.to(torch.bfloat16) for n, t in weights.items()})))
     writer.writer.close()
 

@@ -9,7 +9,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rlgraph import settings
 from rlgraph.algorithms.aggregation import Totals
-from rlgraph.algorithms.inputs import masked, reasons, rowwise, tensor, tokenwise
+from rlgraph.algorithms.inputs import reasons, response_mask_of, rowwise, tensor, tokenwise
 from rlgraph.algorithms.masks import (
     EPSILON,
     Groups,
@@ -60,7 +60,7 @@ class GroupEstimator(ABC):
         Raises DataError for a column that is missing or of another shape or dtype.
         """
         where = type(self).__name__
-        mask = masked(where, batch)
+        mask = response_mask_of(where, batch)
         rewards = rowwise(where, batch, "rewards", mask)
         return {"advantages": spread(self.scores(rewards, mask, groups_of(where, batch, mask)).to(rewards.dtype), mask)}
 
@@ -234,7 +234,7 @@ class GDPO(GRPO):
 
     @torch.no_grad()
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
-        mask = masked("GDPO", batch)
+        mask = response_mask_of("GDPO", batch)
         groups = groups_of("GDPO", batch, mask)
         rewards = [rowwise("GDPO", batch, key, mask) for key in self.keys]
         weights = self.weights or (1.0,) * len(rewards)
@@ -280,7 +280,7 @@ class GAE:
     @torch.no_grad()
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Compute `advantages` and `returns` `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
-        mask = masked("GAE", batch)
+        mask = response_mask_of("GAE", batch)
         rewards, values = (tokenwise("GAE", batch, name, mask) for name in ("token_rewards", "values"))
         returns, advantages = torch.empty_like(rewards), torch.empty_like(rewards)
         cut = reasons("GAE", batch, mask) != 0 if self.bootstrap else None
@@ -321,7 +321,7 @@ class ReinforcePlusPlus:
     @torch.no_grad()
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Compute `advantages` and `returns` `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
-        mask = masked("ReinforcePlusPlus", batch)
+        mask = response_mask_of("ReinforcePlusPlus", batch)
         rewards = tokenwise("ReinforcePlusPlus", batch, "token_rewards", mask)
         returns = torch.empty_like(rewards)
         for rows in blocks(mask):
@@ -347,7 +347,7 @@ class ReMax:
     @torch.no_grad()
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Compute `advantages` and `returns` `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
-        mask = masked("ReMax", batch)
+        mask = response_mask_of("ReMax", batch)
         rewards = tokenwise("ReMax", batch, "token_rewards", mask)
         baselines = rowwise("ReMax", batch, "baseline_rewards", mask)
         returns, advantages = torch.empty_like(rewards), torch.empty_like(rewards)
@@ -402,7 +402,7 @@ class OptimalTokenBaseline:
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Compute `advantages` and `returns` `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
         where = "OptimalTokenBaseline"
-        mask = masked(where, batch)
+        mask = response_mask_of(where, batch)
         groups = groups_of(where, batch, mask)
         rewards, log_probs, squares = (tokenwise(where, batch, name, mask) for name in ("token_rewards", "old_log_probs", "sum_pi_squared"))
         scale = tokenwise(where, batch, "rollout_is_weights", mask) if self.weighted else None
@@ -470,7 +470,7 @@ class StepwiseLoss:
 
         Raises DataError for a column that is missing or of another shape.
         """
-        mask = masked("StepwiseLoss", batch, values.shape)
+        mask = response_mask_of("StepwiseLoss", batch, values.shape)
         labels = tokenwise("StepwiseLoss", batch, LABELS, mask).to(values)
         each = keep(binary_cross_entropy_with_logits(values, (labels > 0).to(values), reduction="none"), mask)
         right = keep(((values > 0) == (labels > 0)).to(values), mask)
@@ -504,7 +504,7 @@ class ProcessGRPO:
     @torch.no_grad()
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Compute the advantages `[B, T]`. Raises DataError for a column that is missing or of another shape or dtype."""
-        mask = masked("ProcessGRPO", batch)
+        mask = response_mask_of("ProcessGRPO", batch)
         rewards, ends = tokenwise("ProcessGRPO", batch, "step_rewards", mask).double(), tensor("ProcessGRPO", batch, "step_mask")
         if ends.dtype is not torch.bool or ends.shape != mask.shape:
             raise DataError(f"ProcessGRPO: column 'step_mask' is {ends.dtype} of shape {list(ends.shape)}; it is bool and [B, T]")

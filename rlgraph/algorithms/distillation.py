@@ -7,7 +7,7 @@ import torch
 
 from rlgraph import settings
 from rlgraph.algorithms.aggregation import Aggregation, Totals, aggregate, check_aggregation
-from rlgraph.algorithms.inputs import masked, tensor, tokenwise
+from rlgraph.algorithms.inputs import response_mask_of, tensor, tokenwise
 from rlgraph.algorithms.masks import keep
 from rlgraph.algorithms.policy_loss import to_floats
 from rlgraph.columns import Columns
@@ -54,7 +54,7 @@ class TeacherKL:
 
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Compute the advantages `[B, T]`. Raises DataError for a column that is missing or of another shape."""
-        mask = masked("TeacherKL", batch)
+        mask = response_mask_of("TeacherKL", batch)
         student, teacher = (tokenwise("TeacherKL", batch, f"{who}_log_probs", mask) for who in ("rollout", "teacher"))
         own = keep(self.coef * (teacher - student), mask)
         others = {} if self.of is None else self.of(batch)
@@ -104,7 +104,7 @@ class DistillationLoss:
 
         They are the column `chosen_log_probs`, which the trainer adds. Raises DataError for a column that is missing.
         """
-        mask = masked("DistillationLoss", batch, log_probs.shape)
+        mask = response_mask_of("DistillationLoss", batch, log_probs.shape)
         ids, teacher, student = (tensor("DistillationLoss", batch, name) for name in (IDS, TOP, CHOSEN))
         teacher, student = torch.where(mask[..., None], teacher, 0.0), torch.where(mask[..., None], student, 0.0)
         whole = bool((ids == torch.arange(ids.shape[-1], device=ids.device))[mask].all())

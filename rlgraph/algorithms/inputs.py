@@ -32,7 +32,7 @@ def check_choice(where: str, name: str, value: object, choices: Collection[objec
         raise GraphError(f"{where}({name}={shown(value)}): {name} is one of {list(choices)}; choose one of them")
 
 
-def masked(where: str, batch: Columns, shape: torch.Size | None = None) -> torch.Tensor:
+def response_mask_of(where: str, batch: Columns, shape: torch.Size | None = None) -> torch.Tensor:
     """Look up the response mask `[B, T]` of a batch and check it.
 
     Raises DataError if it is missing, is no bool tensor, or has another shape than the log-probs (`shape`).

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from rlgraph import settings
 from rlgraph.algorithms.aggregation import Aggregation, Totals, aggregate, check_aggregation, row_weights
-from rlgraph.algorithms.inputs import masked, tensor, tokenwise
+from rlgraph.algorithms.inputs import response_mask_of, tensor, tokenwise
 from rlgraph.algorithms.kl import CLAMP, KlEstimator, kl_of_log_ratio
 from rlgraph.algorithms.masks import count, keep
 from rlgraph.columns import Columns
@@ -164,7 +164,7 @@ class PolicyLoss(ABC):
 
     def _tokens(self, log_probs: torch.Tensor, batch: Columns, totals: Totals) -> Tokens:
         where = type(self).__name__
-        mask = masked(where, batch, log_probs.shape)
+        mask = response_mask_of(where, batch, log_probs.shape)
         old = tokenwise(where, batch, "old_log_probs", mask) if self.ratio else None
         weights = tokenwise(where, batch, "rollout_is_weights", mask) if "rollout_is_weights" in batch else None
         return Tokens(log_probs, tokenwise(where, batch, "advantages", mask), mask, totals, old, weights)

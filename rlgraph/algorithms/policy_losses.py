@@ -10,7 +10,7 @@ from rlgraph import settings
 from rlgraph.algorithms.aggregation import Aggregation, Totals
 from rlgraph.algorithms.correction import RolloutCorrection, TruncatedIS
 from rlgraph.algorithms.diagnostics import partial_diagnostics
-from rlgraph.algorithms.inputs import check_choice, masked, tensor, tokenwise
+from rlgraph.algorithms.inputs import check_choice, response_mask_of, tensor, tokenwise
 from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import count, keep, lengths, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens, with_gradient
@@ -420,7 +420,7 @@ class ProximalLoss(ClippedLoss):
     def __call__(
         self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        mask = masked("ProximalLoss", batch, log_probs.shape)
+        mask = response_mask_of("ProximalLoss", batch, log_probs.shape)
         rollout = keep(tokenwise("ProximalLoss", batch, "rollout_log_probs", mask), mask)
         versions = tensor("ProximalLoss", batch, "weight_version")
         current = tensor("ProximalLoss", batch, "current_version")
@@ -488,7 +488,7 @@ class Bypass:
         self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, dict[str, float]]:
         """Compute this micro-batch's share of the loss and of the metrics. Raises the errors of the inner loss."""
-        mask = masked("Bypass", batch, log_probs.shape)
+        mask = response_mask_of("Bypass", batch, log_probs.shape)
         rollout = tokenwise("Bypass", batch, "rollout_log_probs", mask)
         kept = self.correction.kept(log_probs.detach(), rollout, mask)
         columns: Mapping[str, torch.Tensor | list[str]] = {

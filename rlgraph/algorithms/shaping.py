@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 
 from rlgraph import settings
-from rlgraph.algorithms.inputs import masked, rowwise
+from rlgraph.algorithms.inputs import response_mask_of, rowwise
 from rlgraph.algorithms.masks import Groups, ends
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
@@ -40,7 +40,7 @@ class OverlongPenalty:
 
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Add the penalty to `rewards` `[B]`. Raises DataError for a column that is missing or of another shape or dtype."""
-        mask = masked("OverlongPenalty", batch)
+        mask = response_mask_of("OverlongPenalty", batch)
         rewards = rowwise("OverlongPenalty", batch, "rewards", mask)
         return {"rewards": rewards + self.penalties(ends(mask)).to(rewards.dtype)}
 

@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 
 from rlgraph import settings
 from rlgraph.algorithms.aggregation import Aggregation, Totals, aggregate, check_aggregation, row_weights
-from rlgraph.algorithms.inputs import masked, rowwise, tokenwise
+from rlgraph.algorithms.inputs import response_mask_of, rowwise, tokenwise
 from rlgraph.algorithms.masks import count, keep
 from rlgraph.algorithms.policy_loss import WholeLoss, to_floats, with_gradient
 from rlgraph.columns import Columns
@@ -54,7 +54,7 @@ class SFTLoss:
 
         Raises DataError for a mask that is missing, or of another shape.
         """
-        mask = masked("SFTLoss", batch, log_probs.shape)
+        mask = response_mask_of("SFTLoss", batch, log_probs.shape)
         nll = -keep(log_probs, mask)
         weighted = nll * log_probs.detach().exp() if self.dft else nll
         loss = aggregate(weighted, mask, totals, self.aggregation, self.horizon)
@@ -71,7 +71,7 @@ class Pairs:
     """
 
     def __init__(self, where: str, scores: torch.Tensor, batch: Columns, *, reference: bool) -> None:
-        mask = masked(where, batch, scores.shape)
+        mask = response_mask_of(where, batch, scores.shape)
         preferences = rowwise(where, batch, "preferences", mask)
         if len(mask) % 2 or not bool((preferences[0::2] == -preferences[1::2]).all()) or bool((preferences[0::2] < 0).any()):
             raise DataError(
@@ -240,7 +240,7 @@ class ORPO(PairLoss):
         return -self.beta * logsigmoid(log_odds), self.beta * log_p
 
     def more(self, pairs: Pairs, scores: torch.Tensor, batch: Columns) -> torch.Tensor:
-        mask = masked("ORPO", batch, scores.shape)[0::2][pairs.places]
+        mask = response_mask_of("ORPO", batch, scores.shape)[0::2][pairs.places]
         return -keep(scores[0::2][pairs.places], mask).sum() / mask.sum().clamp(min=1)
 
 
@@ -269,7 +269,7 @@ class KTO(WholeLoss):
 
     def __call__(self, scores: torch.Tensor, batch: Columns) -> tuple[torch.Tensor, dict[str, float]]:
         """Compute the mean loss of the good and the bad responses. Raises DataError if no row has a response of another prompt."""
-        mask = masked("KTO", batch, scores.shape)
+        mask = response_mask_of("KTO", batch, scores.shape)
         preferences = rowwise("KTO", batch, "preferences", mask)
         ratios = keep(scores - tokenwise("KTO", batch, "ref_log_probs", mask), mask).sum(-1)
         whole = mask.any(-1)
@@ -333,7 +333,7 @@ class BradleyTerry(WholeLoss):
         """Compute the mean loss of the pairs from the score of each response: the sum of `[B, T]`, which has one token under the mask."""
         pairs = Pairs("BradleyTerry", scores, batch, reference=False)
         chosen, rejected = pairs.chosen(pairs.log_probs), pairs.rejected(pairs.log_probs)
-        mask = masked("BradleyTerry", batch, scores.shape)
+        mask = response_mask_of("BradleyTerry", batch, scores.shape)
         margins = pairs.chosen(rowwise("BradleyTerry", batch, "margins", mask)) if "margins" in batch else 0.0
         losses = -logsigmoid(chosen - rejected - margins) + self.center * (chosen + rejected).square()
         metrics = {
@@ -384,7 +384,7 @@ class ValueLoss:
 
         Raises DataError for a column that is missing or of another shape or dtype.
         """
-        mask = masked("ValueLoss", batch, values.shape)
+        mask = response_mask_of("ValueLoss", batch, values.shape)
         tokens = max(totals.tokens, 1)
         with torch.no_grad():
             new, returns = keep(values, mask), keep(tokenwise("ValueLoss", batch, "returns", mask), mask)

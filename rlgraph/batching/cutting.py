@@ -1,7 +1,7 @@
 """Cut sequences for ranks and passes: by numbers alone, for many batches at once. Trainers run these rules, and predictions count by them.
 
 Flat passes share prompts. The responses of a group lie behind one copy of their prompt, as many as fit a pass; more of them have
-another copy. Where that leaves ranks without work, fewer responses lie behind each copy: see `cut`.
+another copy. Where that leaves ranks without work, fewer responses lie behind each copy: see `cut_batches`.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class FlatCut:
         return found
 
 
-def cut(prompts: Array, responses: Array, groups: Array, ranks: int, limit: int, *, shared: bool = True) -> list[FlatCut]:
+def cut_batches(prompts: Array, responses: Array, groups: Array, ranks: int, limit: int, *, shared: bool = True) -> list[FlatCut]:
     """Cut batches into flat passes, in each way that may be the best: `best` says which is.
 
     `prompts` and `responses` [batches, rows] count tokens, a response of 0 being none; neighbours with the same number in `groups` [rows]
@@ -85,7 +85,7 @@ def cut(prompts: Array, responses: Array, groups: Array, ranks: int, limit: int,
     tried = [most]
     while ranks > 1 and tried[-1] > 1:
         tried.append(-(-tried[-1] // 2))
-    return [_dealt(*_pieces(prompts, responses, groups, limit, most), ranks, limit) for most in tried]
+    return [_deal_piece(*_pieces(prompts, responses, groups, limit, most), ranks, limit) for most in tried]
 
 
 def best(cuts: list[FlatCut], ranks: int) -> Array:
@@ -118,7 +118,7 @@ def _pieces(prompts: Array, responses: Array, groups: Array, limit: int, most: i
     return piece, tokens[:, : max(int(last.max(initial=0)) + 1, 1)]
 
 
-def _dealt(piece: Array, tokens: Array, ranks: int, limit: int) -> FlatCut:
+def _deal_piece(piece: Array, tokens: Array, ranks: int, limit: int) -> FlatCut:
     order = np.argsort(-tokens, axis=1, kind="stable")
     rank, index = np.empty_like(order), np.empty_like(order)
     for of_all, of_sorted in zip((rank, index), micro_batches(np.take_along_axis(tokens, order, axis=1), ranks, limit), strict=True):

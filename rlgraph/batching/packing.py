@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlgraph.batching.cutting import Array, best, cut, micro_batches
+from rlgraph.batching.cutting import Array, best, cut_batches, micro_batches
 from rlgraph.columns import Columns
 
 IGNORED = -1
@@ -194,7 +194,7 @@ def _flat_sequences(batch: Columns, world: int, limit: int, *, shared: bool) -> 
     _, prompt_mask, _, response_mask = read(batch)
     prompts, lengths = prompt_mask.sum(-1).numpy(), response_lengths(response_mask).numpy()
     groups = np.cumsum(~_repeats(batch).numpy())
-    cuts = cut(prompts[None], lengths[None], groups, world, limit, shared=shared)
+    cuts = cut_batches(prompts[None], lengths[None], groups, world, limit, shared=shared)
     chosen = cuts[int(best(cuts, world)[0])]
     rows: list[list[int]] = [[] for _ in chosen.tokens[0]]
     for row in np.flatnonzero(lengths).tolist():
@@ -377,13 +377,13 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: 
         starts=torch.tensor(row.starts, dtype=torch.int32),
         prompts=None if sharing else torch.tensor(own, dtype=torch.int32),
         longest=row.longest,
-        shared=_shared(row, sharing) if sharing else None,
+        shared=_shared_prompts_of(row, sharing) if sharing else None,
         repeats=torch.cat(row.repeats),
         routes=None if told is None else torch.cat(row.routes),
     )
 
 
-def _shared(row: _FlatRow, sharing: Sequence[PackedSequence]) -> SharedPrompts:
+def _shared_prompts_of(row: _FlatRow, sharing: Sequence[PackedSequence]) -> SharedPrompts:
     prompts = [sequence.prompt for sequence in sharing]
     responses = [sequence.tokens - sequence.prompt for sequence in sharing]
     sizes = [len(prompt) + len(own) for prompt, own in row.sees]

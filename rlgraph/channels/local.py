@@ -61,7 +61,7 @@ class LocalWriter:
         if shared.used == shared.slots:
             state = f"all {shared.slots} slots are taken, and in one process nobody else could free one: take and release first"
             raise self._end.timeout(step, 0, state)
-        stored = {name: _stored(column, dtype) for name, column in columns.items()}
+        stored = {name: _copy_column(column, dtype) for name, column in columns.items()}
         message = _Message(step, stored, sum(_size(column) for column in stored.values()))
         for queue in shared.queues:
             queue.messages.append(message)
@@ -148,19 +148,19 @@ def local_channel(name: str, slots: int, readers: int) -> tuple[LocalWriter, lis
 
 
 def open_writer(transport: Transport, site: Site) -> LocalWriter:
-    return LocalWriter(_shared(site))
+    return LocalWriter(_shared_state(site))
 
 
 def open_reader(transport: Transport, site: Site) -> LocalReader:
     """Make the next reader. Raises ChannelError if all readers have been made."""
-    shared = _shared(site)
+    shared = _shared_state(site)
     if shared.opened == len(shared.queues):
         raise ChannelError(f"channel '{site.channel}' has {len(shared.queues)} readers, and all of them have been made")
     shared.opened += 1
     return LocalReader(shared, shared.queues[shared.opened - 1])
 
 
-def _shared(site: Site) -> _Shared:
+def _shared_state(site: Site) -> _Shared:
     """Look up the state that the ends at this site share in this process; the first end makes it."""
     if site.address not in site.here:
         check_channel(site.channel, site.slots, site.readers)
@@ -169,7 +169,7 @@ def _shared(site: Site) -> _Shared:
     return found
 
 
-def _stored(column: Column, dtype: torch.dtype | None) -> Column:
+def _copy_column(column: Column, dtype: torch.dtype | None) -> Column:
     if isinstance(column, torch.Tensor):
         column = column.detach()
         # A cast is a copy, whatever the dtype was: the writer of weights goes on changing its own.

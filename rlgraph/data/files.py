@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rlgraph.data.rows import Dataset, Policy, Row, Rows, in_order, made, place_of, present_row
+from rlgraph.data.rows import Dataset, Policy, Row, Rows, build_rows, in_order, place_of, present_row
 from rlgraph.errors import DataError, choices, shown
 from rlgraph.settings import Count, Name, checked
 
@@ -67,7 +67,7 @@ def _read(
     name = f"'{files[0]}'" if len(files) == 1 else f"'{files[0]}' and {len(files) - 1} more files"
     if len(source) == 0:
         raise DataError(f"{name}: no rows; a data set has at least one")
-    return made(source, name, fields, overlong, max_prompt_tokens, *convert)
+    return build_rows(source, name, fields, overlong, max_prompt_tokens, *convert)
 
 
 def files_of(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
@@ -223,10 +223,10 @@ def huggingface(
     `fields`, `overlong` and `max_prompt_tokens` are those of `rg.data.rows`. Raises DataError where it cannot be loaded, as without a
     network and without a copy in the cache.
     """
-    return made(loaded(path, split, config, revision), f"'{path}'", fields, overlong, max_prompt_tokens, present_row)
+    return build_rows(load_dataset_split(path, split, config, revision), f"'{path}'", fields, overlong, max_prompt_tokens, present_row)
 
 
-def loaded(path: str, split: str, config: str | None, revision: str | None) -> Any:
+def load_dataset_split(path: str, split: str, config: str | None, revision: str | None) -> Any:
     """Load a `datasets.Dataset`. Raises DataError."""
     try:
         import datasets

@@ -67,7 +67,7 @@ class Rows:
         if not 0 <= index < len(self):
             raise IndexError(index)
         place = index if self.picked is None else self.picked[index]
-        return self._converted(place, self.source[place])
+        return self._convert_row(place, self.source[place])
 
     def place(self, index: int) -> str:
         """Name a row as its file has it, for errors."""
@@ -78,7 +78,7 @@ class Rows:
         own = getattr(self.source, "place", None)
         return str(own(place)) if own is not None else f"{'item' if self.name == LIST else 'row'} {place} of {self.name}"
 
-    def _converted(self, place: int, row: Row) -> Row:
+    def _convert_row(self, place: int, row: Row) -> Row:
         for function in self.convert:
             try:
                 row = function(row)
@@ -89,7 +89,7 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         if self.picked is not None:
             return (self[index] for index in range(len(self)))
-        return (self._converted(place, row) for place, row in enumerate(in_order(self.source)))
+        return (self._convert_row(place, row) for place, row in enumerate(in_order(self.source)))
 
     def filter(self, keep: Callable[[Row], bool]) -> "Rows":
         """Keep the rows for which `keep` is true. It is asked once for each row, at once."""
@@ -163,7 +163,7 @@ def at(row: Row, path: str) -> Any:
         return row[path]
     found: Any = row
     for number, key in enumerate(keys := path.split(".")):
-        found = _parsed(found)
+        found = _parse_value(found)
         if isinstance(found, Mapping) and key in found:
             found = found[key]
         elif isinstance(found, list | tuple) and key.isdigit() and int(key) < len(found):
@@ -175,7 +175,7 @@ def at(row: Row, path: str) -> Any:
     return found
 
 
-def _parsed(value: Any) -> Any:
+def _parse_value(value: Any) -> Any:
     if isinstance(value, str):
         try:
             return json.loads(value)
@@ -199,7 +199,9 @@ def present_row(row: Row) -> Row:
     return {name: present(value) for name, value in row.items()}
 
 
-def made(source: Dataset, name: str, fields: Mapping[str, str], overlong: Policy, max_prompt_tokens: int | None, *convert: Convert) -> Rows:
+def build_rows(
+    source: Dataset, name: str, fields: Mapping[str, str], overlong: Policy, max_prompt_tokens: int | None, *convert: Convert
+) -> Rows:
     """Make the rows of a source: through the functions `convert`, then with the `fields` alone, if there are any."""
     for field_name, path in fields.items():
         if not isinstance(path, str) or not path:
@@ -223,11 +225,11 @@ def rows(data: Dataset, *, overlong: Policy = "error", max_prompt_tokens: Count 
     Raises DataError for what is no data set.
     """
     if isinstance(data, Rows):
-        own = made(data, data.name, fields, overlong, max_prompt_tokens)
+        own = build_rows(data, data.name, fields, overlong, max_prompt_tokens)
         return replace(data, convert=(*data.convert, *own.convert), overlong=own.overlong)
     if isinstance(data, Mapping | str | bytes) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise DataError(
             f"rows({shown(data)}): a data set has a length and rows, as a list of dicts has; read a file by rg.data.jsonl(path)"
         )
     arrow = (present_row,) if type(data).__module__.partition(".")[0] == "datasets" else ()
-    return made(data, LIST, fields, overlong, max_prompt_tokens, *arrow)
+    return build_rows(data, LIST, fields, overlong, max_prompt_tokens, *arrow)

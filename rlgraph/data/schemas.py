@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlgraph.data.files import SUFFIXES, Paths, files_of, loaded, read
+from rlgraph.data.files import SUFFIXES, Paths, files_of, load_dataset_split, read
 from rlgraph.data.rows import Overlong, Policy, Row, Rows, at, present, present_row
 from rlgraph.engines.hf_models.model_files import is_hub_id
 from rlgraph.errors import DataError, shown
@@ -101,20 +101,20 @@ def conversational_row(row: Row) -> Row:
     made = {name: _field(value) for name, value in row.items() if name not in ("prompt", "completion", "messages", "tools")}
     made |= {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
     if "prompt" in row:
-        answer = {"answer": _said(row["completion"])} if "completion" in row else {}
+        answer = {"answer": _completion_text(row["completion"])} if "completion" in row else {}
         return {"prompt": row["prompt"], **answer, **made}
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
         raise DataError(f"has the fields {shown(list(row))}; a row of TRL's formats has 'prompt', or 'messages'")
     answered = messages[-1].get("role") == "assistant"
-    return {"prompt": messages[:-1] if answered else messages, "answer": _said(messages[-1:]) if answered else "", **made}
+    return {"prompt": messages[:-1] if answered else messages, "answer": _completion_text(messages[-1:]) if answered else "", **made}
 
 
 def _field(value: Any) -> Any:
     return value if isinstance(value, str | int | float) and not isinstance(value, bool) else as_text(value)
 
 
-def _said(completion: Any) -> str:
+def _completion_text(completion: Any) -> str:
     """Take the text of a completion: text, or messages of the assistant."""
     return completion if isinstance(completion, str) else "\n".join(as_text(message.get("content")) for message in completion or ())
 
@@ -152,7 +152,7 @@ class _Gsm8k:
         if "####" not in solution:
             raise DataError(f"has answer={shown(solution)}; an answer of GSM8K ends with '#### ' and a number")
         answer = solution.rpartition("####")[2].strip().replace(",", "")
-        return {"prompt": asked(row["question"], self.instruction), "answer": answer, "data_source": "openai/gsm8k"}
+        return {"prompt": question_message(row["question"], self.instruction), "answer": answer, "data_source": "openai/gsm8k"}
 
 
 def require(row: Row, schema: str, *fields: str) -> None:
@@ -161,7 +161,7 @@ def require(row: Row, schema: str, *fields: str) -> None:
         raise DataError(f"has the fields {shown(list(row))}; a row of {schema} has {' and '.join(map(repr, fields))}, or verl's schema")
 
 
-def asked(question: str, instruction: str) -> list[dict[str, str]]:
+def question_message(question: str, instruction: str) -> list[dict[str, str]]:
     """Make the message of a question with an instruction."""
     return [{"role": "user", "content": f"{question} {instruction}".rstrip()}]
 
@@ -221,7 +221,7 @@ class _Aime:
         answer = str(lower["answer"]).strip()
         if not answer.isdigit():
             raise DataError(f"has answer={shown(answer)}; an answer of AIME is a whole number of 0 to 999")
-        return {"prompt": asked(lower["problem"], self.instruction), "answer": str(int(answer)), "data_source": "aime"}
+        return {"prompt": question_message(lower["problem"], self.instruction), "answer": str(int(answer)), "data_source": "aime"}
 
 
 def _problems(
@@ -229,16 +229,16 @@ def _problems(
 ) -> Rows:
     """Read files, or a data set of the hub, in verl's schema or, by `convert`, in the publisher's."""
     if isinstance(source, str) and is_hub_id(source):
-        rows = Rows(loaded(source, split, config, None), f"'{source}'", (present_row,), overlong=Overlong(overlong, most))
+        rows = Rows(load_dataset_split(source, split, config, None), f"'{source}'", (present_row,), overlong=Overlong(overlong, most))
     else:
-        rows = read(_of_split(source, split), overlong=overlong, max_prompt_tokens=most)
+        rows = read(_files_of_split(source, split), overlong=overlong, max_prompt_tokens=most)
     first = rows[0]
     if convert is None or "reward_model" in first:
         return rows.map(_Verl("prompt", _optional(first)))
     return rows.map(convert)
 
 
-def _of_split(source: Paths, split: str) -> Paths:
+def _files_of_split(source: Paths, split: str) -> Paths:
     """Choose the files of a split in a folder, by their names; all of them where no name has it."""
     if not isinstance(source, str | Path) or not Path(source).is_dir():
         return source

@@ -131,7 +131,7 @@ class GenerateEngine(ABC):
         Nodes that share the engine pass the `prefix` of their own ids. A node also gets its responses that finished in another node's step.
         """
         if self.unfinished():
-            self._finished |= self._tagged(self.decode())
+            self._finished |= self._tag_versions(self.decode())
         mine = {name: response for name, response in self._finished.items() if name.startswith(prefix)}
         for name in mine:
             del self._finished[name]
@@ -139,7 +139,7 @@ class GenerateEngine(ABC):
 
     def abort(self, ids: Sequence[str]) -> dict[str, Response]:
         """End these requests and return their responses so far. Unknown and finished ids are ignored."""
-        return {name: replace(response, finish="abort") for name, response in self._tagged(self.drop(ids)).items()}
+        return {name: replace(response, finish="abort") for name, response in self._tag_versions(self.drop(ids)).items()}
 
     def load_weights(self, weights: Mapping[str, torch.Tensor], *, version: int | None = None, running: Running = "recompute") -> None:
         """Load new weights: full tensors by their Hugging Face names. They sample every later token.
@@ -176,7 +176,7 @@ class GenerateEngine(ABC):
             done |= self.step(prefix)
         return [done[request_id] for request_id in ids]
 
-    def _tagged(self, responses: Mapping[str, Response]) -> dict[str, Response]:
+    def _tag_versions(self, responses: Mapping[str, Response]) -> dict[str, Response]:
         """Attach to each response the weight version that sampled each of its tokens."""
         return {name: replace(r, versions=self._versions(name, len(r.tokens))) for name, r in responses.items()}
 

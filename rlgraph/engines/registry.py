@@ -175,15 +175,15 @@ TRAINERS: SpecTable[TrainerSpec] = SpecTable(
 
 def engine_of(generator: Any) -> EngineSpec:
     """Look up the engine spec of a `Generator`. Raises GraphError for a setting that the engine does not take."""
-    return _checked(generator, "engine", ENGINES, ("tensor_parallel", *get_args(EngineSetting)))
+    return _check_choice(generator, "engine", ENGINES, ("tensor_parallel", *get_args(EngineSetting)))
 
 
 def trainer_of(model: Any) -> TrainerSpec:
     """Look up the trainer spec of a model. Raises GraphError for a setting that the trainer does not take."""
-    return _checked(model, "trainer", TRAINERS, TRAINER_SETTINGS)
+    return _check_choice(model, "trainer", TRAINERS, TRAINER_SETTINGS)
 
 
-def _checked(model: Any, choice: str, table: SpecTable[S], optional: tuple[str, ...]) -> S:
+def _check_choice(model: Any, choice: str, table: SpecTable[S], optional: tuple[str, ...]) -> S:
     asked = getattr(model, choice)
     spec = table.find(asked)
     for field in fields(model):

@@ -36,7 +36,7 @@ def reachable(outputs: "Iterable[Output]") -> "tuple[Node, ...]":
     return tuple(sorted(found, key=lambda node: node.serial))
 
 
-def unreached(graph: "Graph") -> "tuple[Node, ...]":
+def unreached_nodes(graph: "Graph") -> "tuple[Node, ...]":
     """Find the nodes that were declared with outputs or edges of a graph, and that none of its outputs depends on."""
     inside = set(graph.nodes)
     found: dict[Node, None] = {}
@@ -52,11 +52,11 @@ def unreached(graph: "Graph") -> "tuple[Node, ...]":
 
 def unreached_warnings(graph: "Graph") -> tuple[str, ...]:
     """Name the nodes that a graph leaves out."""
-    names = [node.name for node in unreached(graph)]
+    names = [node.name for node in unreached_nodes(graph)]
     return (f"no output of the graph depends on {names}, which never run: give rg.Graph their outputs, or leave them out",) if names else ()
 
 
-def followed(operation: "Operation", inputs: "Iterable[Output]", model: "Model | None") -> "Node | None":
+def upstream_rollout(operation: "Operation", inputs: "Iterable[Output]", model: "Model | None") -> "Node | None":
     """Find the rollout whose chunks a new node works on."""
     sources = [output.node for output in inputs]
     streams = {source.stream for source in sources if source.stream is not None}
@@ -383,7 +383,7 @@ def declare(
             raise GraphError(f"node '{name}' has no inputs and no rows; give rows=, how many it writes in a step, or inputs")
         rows = max(output.node.rows for output in outputs)
     rules.check_edges(name, reads, feedback, earlier)
-    follows = None if chunks > 1 or earlier is not None else followed(operation, outputs, model)
+    follows = None if chunks > 1 or earlier is not None else upstream_rollout(operation, outputs, model)
     chunks = follows.chunks if follows else chunks
     node = Node(name, operation, outputs, reads, writes, rows, model, feedback, chunks, follows, due, earlier)
     rules.check_rows(node)
@@ -470,7 +470,7 @@ def with_models(graph: Graph, models: Mapping[Model, Model]) -> Graph:
     """
     if not models:
         return graph
-    nodes = (*graph.nodes, *unreached(graph))
+    nodes = (*graph.nodes, *unreached_nodes(graph))
     edges = {edge: None for node in nodes for edge in (node.feedback, node.earlier, *node.closes) if edge is not None}
     parts = (*nodes, *edges)  # they name each other in circles: all copies are there before their fields are
     copies: dict[int, Any] = {id(model): other for model, other in models.items()} | {id(part): copy(part) for part in parts}

@@ -137,7 +137,7 @@ def lags(graph: "Graph") -> "Mapping[Node, int]":
     late: set[Node] = set()
     driven = [node for node in graph.nodes if node.feedback is not None and node.feedback.depth > 0 and node.due is None]
     for rollout in driven:
-        late.update(_after_work_elsewhere(graph, rollout))
+        late.update(_nodes_waiting_elsewhere(graph, rollout))
     most = max(1, min((node.feedback.depth for node in driven if node.feedback is not None), default=1) - 1)
     size = -1
     while late and size != len(late):
@@ -146,7 +146,7 @@ def lags(graph: "Graph") -> "Mapping[Node, int]":
     return {node: most if node in late and late.isdisjoint(driven) else 0 for node in graph.nodes}
 
 
-def _after_work_elsewhere(graph: "Graph", rollout: "Node") -> "Iterator[Node]":
+def _nodes_waiting_elsewhere(graph: "Graph", rollout: "Node") -> "Iterator[Node]":
     """Yield the nodes of the rollout's pool that wait for work on other devices, if the update that publishes its weights is among them."""
     elsewhere = [node for node in nx.descendants(graph.forward, rollout) if node.pool is not rollout.pool]
     behind = {node for other in elsewhere for node in nx.descendants(graph.forward, other) if node.pool is rollout.pool}
@@ -459,14 +459,14 @@ def chunks_have_a_reader(graph: "Graph") -> None:
     for rollout in (node for node in graph.nodes if node.stream is node):
         readers = list(graph.forward.successors(rollout))
         if not any(reader.follows is rollout for reader in readers):
-            reasons = "; ".join(f"'{reader.name}' {_why_whole(reader, rollout)}" for reader in readers)
+            reasons = "; ".join(f"'{reader.name}' {_why_full_batch(reader, rollout)}" for reader in readers)
             raise GraphError(
                 f"node '{rollout.name}' has chunks={rollout.chunks}, but no node can work on a chunk while the rest is decoded: {reasons}; "
                 "leave chunks out"
             )
 
 
-def _why_whole(reader: "Node", rollout: "Node") -> str:
+def _why_full_batch(reader: "Node", rollout: "Node") -> str:
     if reader.pool is not None and reader.pool is rollout.pool:
         return f"runs in its pool '{rollout.pool.name if rollout.pool else ''}', so only after it"
     if not reader.traits.by_group:

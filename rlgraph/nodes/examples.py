@@ -15,7 +15,7 @@ from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset, digest, place_of, rows
 from rlgraph.engines.hf_models.chat_template import prompt_tokens
 from rlgraph.engines.hf_models.pretrained import check_model
-from rlgraph.engines.hf_models.supervised import Encoded, Example, Learns, encoded
+from rlgraph.engines.hf_models.supervised import Encoded, Example, Learns, encode_example
 from rlgraph.errors import DataError, shown
 from rlgraph.graph.nodes import Model, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation, Preferences
@@ -225,7 +225,7 @@ class Examples(DrawnRows):
             raise DataError(f"{where} has no data_source, which the first item has; name it in each")
         made = []
         for example in self._of(index, row):
-            found = encoded(tokenizer, example, where, self.max_tokens)
+            found = encode_example(tokenizer, example, where, self.max_tokens)
             if found.whole > len(found.tokens) and self.overlong == "error":
                 raise DataError(
                     f"{where} has {found.whole} tokens, more than max_tokens={self.max_tokens}: leave it out, or give overlong='cut', "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from rlgraph import settings
-from rlgraph.batching.cutting import best, cut
+from rlgraph.batching.cutting import best, cut_batches
 from rlgraph.errors import PlanError, shown
 from rlgraph.graph.operation import ModelTraits
 from rlgraph.plan.lengths import Array, Lengths
@@ -65,7 +65,7 @@ class Passes:
 
     def _cut(self, lengths: Array, groups: Array, prompt_tokens: float, ranks: int) -> Array:
         """Count the tokens `[steps, passes]` of the passes of a mini-batch `[steps, rows]`, each step cut in its best way."""
-        cuts = cut(np.full_like(lengths, prompt_tokens, dtype=float), lengths, groups, ranks, self.tokens, shared=self.group > 1)
+        cuts = cut_batches(np.full_like(lengths, prompt_tokens, dtype=float), lengths, groups, ranks, self.tokens, shared=self.group > 1)
         of_cuts = [each.of_passes(ranks) for each in cuts]
         width = max(passes.shape[1] for passes in of_cuts)
         padded = np.stack([np.pad(passes, ((0, 0), (0, width - passes.shape[1]))) for passes in of_cuts])

@@ -15,7 +15,7 @@ from rlgraph.channels.factory import first_choice, open_reader, open_writer
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.hf_export.folder import Exported, check_target
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout, write_shards
-from rlgraph.engines.lora.shared_base import BaseHere
+from rlgraph.engines.lora.shared_base import ThreadBase
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.base import Context
@@ -44,7 +44,7 @@ class LocalJob:
                 raise PlanError(f"worker '{worker.name}' is one of {worker.world} ranks, which need a process each; launch the plan on Ray")
         self.plan, self._graph = plan, graph
         self._here: dict[str, Any] = {}  # what the ends of its channels share
-        self._bases: dict[str, BaseHere] = {}
+        self._bases: dict[str, ThreadBase] = {}
         self.checkpoints = checkpoints
         if checkpoints is not None:
             checkpoints.open()
@@ -104,7 +104,7 @@ class LocalJob:
                 set_aside=spec.set_aside,
                 sequences=spec.sequences,
                 exact=spec.exact,
-                shared_base=self._bases.setdefault(spec.shared_base, BaseHere()) if spec.shared_base else None,
+                shared_base=self._bases.setdefault(spec.shared_base, ThreadBase()) if spec.shared_base else None,
             ),
         )
         return Progress(worker, self.checkpoints.hear if self.checkpoints is not None else lambda news: None)

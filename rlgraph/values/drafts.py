@@ -80,14 +80,14 @@ def guesses(tokens: torch.Tensor, lengths: torch.Tensor, count: int, *, longest:
     return torch.where(best >= 0, tokens.gather(1, at.clamp(0, width - 1)), 0)
 
 
-def kept(drawn: torch.Tensor, read: torch.Tensor, begins: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def accept_draft(drawn: torch.Tensor, read: torch.Tensor, begins: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keep drawn tokens up to the first behind which another one was guessed.
 
     `drawn` are the tokens drawn at each place that was read, `read` the tokens read there: the last one of a sequence, and its guesses.
     Sequence i has the places `begins[i]` up to `begins[i + 1]`, at most `count + 1`. Returns tokens `[sequences, count + 1]`, and
     how many of them count.
 
-    >>> kept(torch.tensor([5, 6, 9, 4]), torch.tensor([3, 5, 7, 8]), torch.tensor([0, 3, 4]), 2)
+    >>> accept_draft(torch.tensor([5, 6, 9, 4]), torch.tensor([3, 5, 7, 8]), torch.tensor([0, 3, 4]), 2)
     (tensor([[5, 6, 9],
             [4, 4, 4]]), tensor([2, 1], dtype=torch.int32))
     """

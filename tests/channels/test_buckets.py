@@ -12,7 +12,7 @@ from rlgraph.channels.host import slot_memory
 from rlgraph.channels.host.protocol import More
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
-from rlgraph.channels.weights.shards import WeightShard, whole
+from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout
 
 LONG, SHORT = 120.0, 0.02
@@ -222,6 +222,6 @@ def test_a_checksum_names_the_parameter_that_arrived_with_other_bits(make_shm, b
 
 def test_checksums_within_a_process():
     writer, readers = local_channel("weights", slots=1, readers=1)
-    WeightsWriter(writer, torch.bfloat16, checksum=True).publish(1, whole(WHOLE), 1.0)
+    WeightsWriter(writer, torch.bfloat16, checksum=True).publish(1, unsharded_weights(WHOLE), 1.0)
     reader = WeightsReader(readers, buffers=1)
     assert list(reader.receive(1, 0.0)) == list(WHOLE)

@@ -89,7 +89,7 @@ def test_what_is_sent_is_on_the_wire_in_plain_only_without_encryption():
 
 def test_one_who_stands_between_with_a_certificate_of_his_own_is_refused_by_both_ends():
     def served(sock: socket.socket) -> ssl.SSLSocket:
-        return encryption._own.__wrapped__()[0].wrap_socket(sock, server_side=True)
+        return encryption._make_certificate.__wrapped__()[0].wrap_socket(sock, server_side=True)
 
     writer = HostWriter("edge", 1, 1, b"key", HERE, encrypt=True)
     between = Wire(writer.address, served, lambda sock: encryption._client().wrap_socket(sock))
@@ -138,7 +138,7 @@ def test_a_carrier_cannot_be_encrypted():
 
 
 def test_a_host_without_openssl_is_told_so(monkeypatch):
-    encryption._own.cache_clear()
+    encryption._make_certificate.cache_clear()
     monkeypatch.setenv("PATH", "")
     monkeypatch.setattr(encryption, "COMMAND", "no-such-openssl req")
     with pytest.raises(ChannelError, match=r"need the command `openssl` on every host.*no-such-openssl.*apt-get install openssl"):
@@ -148,7 +148,7 @@ def test_a_host_without_openssl_is_told_so(monkeypatch):
 def test_every_process_has_a_certificate_of_its_own():
     script = "from rlgraph.channels.host import encryption; print(encryption._own()[1].hex())"
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
-    assert other != encryption._own()[1].hex()
+    assert other != encryption._make_certificate()[1].hex()
 
 
 def pair_of_connections() -> tuple[Connection, Connection]:

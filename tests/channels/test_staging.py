@@ -6,7 +6,7 @@ import torch
 from rlgraph.channels.host.slot_memory import device_view
 from rlgraph.channels.weights import endpoints
 from rlgraph.channels.weights.endpoints import Staging
-from rlgraph.channels.weights.shards import WeightShard, whole
+from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.errors import ChannelError
 
 WHOLE = {"embed": torch.arange(12.0).view(6, 2), "norm": torch.arange(3.0), "scale": torch.tensor([7.0])}
@@ -41,9 +41,9 @@ def test_the_rows_of_any_number_of_ranks_come_together_in_order():
 
 def test_a_later_version_lands_in_the_same_memory():
     second = Staging()
-    second.fill([list(whole(WHOLE))])
+    second.fill([list(unsharded_weights(WHOLE))])
     places = {name: tensor.data_ptr() for name, tensor in second.weights.items()}
-    second.fill([list(whole({name: tensor + 1 for name, tensor in WHOLE.items()}))])
+    second.fill([list(unsharded_weights({name: tensor + 1 for name, tensor in WHOLE.items()}))])
     assert {name: tensor.data_ptr() for name, tensor in second.weights.items()} == places
     assert all(torch.equal(second.weights[name], tensor + 1) for name, tensor in WHOLE.items())
 
@@ -56,7 +56,7 @@ def test_parameters_that_change_their_shape_or_dtype_get_memory_that_fits():
         {name: tensor.double() for name, tensor in WHOLE.items()},
         {"one": torch.ones(1)},
     ):
-        second.fill([list(whole(weights))])
+        second.fill([list(unsharded_weights(weights))])
         assert values(second) == expected(weights)
 
 
@@ -64,7 +64,7 @@ def test_the_order_of_the_parameters_may_change():
     second = Staging()
     square = {"a": torch.zeros(2, 2), "b": torch.ones(2, 2)}
     for names in ("ab", "ba"):
-        second.fill([list(whole({name: square[name].clone() for name in names}))])
+        second.fill([list(unsharded_weights({name: square[name].clone() for name in names}))])
         assert values(second) == expected(square)
 
 
@@ -98,9 +98,9 @@ def test_one_memory_that_holds_whole_parameters_is_copied_as_it_is(monkeypatch):
     memory = torch.zeros(256, dtype=torch.uint8)
     places = {"a": (0, (3, 4)), "b": (64, (5,)), "c": (128, (0, 2)), "d": (192, (2, 2))}
     weights = {name: device_view(memory, torch.float32, torch.Size(shape), start) for name, (start, shape) in places.items()}
-    monkeypatch.setattr(endpoints, "_whole_memory", lambda found: memory if found and endpoints.lie_together(found) else None)
+    monkeypatch.setattr(endpoints, "_whole_memory", lambda found: memory if found and endpoints.are_contiguous(found) else None)
     second = Staging()
-    ranks = [list(whole(weights))]
+    ranks = [list(unsharded_weights(weights))]
     for version in range(1, 4):
         for weight in weights.values():
             weight.fill_(version)

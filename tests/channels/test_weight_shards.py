@@ -12,7 +12,7 @@ from support.weight_cuts import Cut, as_bfloat16, next_version, random_cut, rand
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights import endpoints
 from rlgraph.channels.weights.endpoints import SHARDS, Staging, WeightsReader, WeightsWriter
-from rlgraph.channels.weights.shards import Assembly, WeightShard, check_own, parameters, whole
+from rlgraph.channels.weights.shards import Assembly, WeightShard, check_own, parameters, unsharded_weights
 from rlgraph.errors import ChannelError
 
 LONG = 120.0
@@ -136,7 +136,7 @@ def test_a_rank_finds_its_own_mistakes_before_it_sends_anything() -> None:
 
 def test_parameters_come_in_an_order_that_keeps_that_of_each_rank() -> None:
     def named(*names: str) -> list[WeightShard]:
-        return list(whole({name: torch.zeros(2) for name in names}))
+        return list(unsharded_weights({name: torch.zeros(2) for name in names}))
 
     both = [WeightShard("0.expert.0", (2,), (2,), torch.zeros(0)), WeightShard("1.expert.0", (2,), (2,), torch.zeros(0))]
     new = named("0.expert.1", "1.expert.1")
@@ -149,7 +149,7 @@ def test_parameters_come_in_an_order_that_keeps_that_of_each_rank() -> None:
 def test_parameters_of_one_box_are_not_copied(make_shm: Any) -> None:
     ends = [make_shm() for _ in range(2)]
     reader = WeightsReader([found[0] for _, found in ends], buffers=1)
-    ranks = [[*whole({"stage.0": torch.ones(3)}), LEFT], [RIGHT, *whole({"stage.1": torch.ones(5)})]]
+    ranks = [[*unsharded_weights({"stage.0": torch.ones(3)}), LEFT], [RIGHT, *unsharded_weights({"stage.1": torch.ones(5)})]]
     for (writer, _), shards in zip(ends, ranks, strict=True):
         WeightsWriter(writer, torch.float32).publish(1, shards, LONG)
     received = reader.receive(1, LONG)

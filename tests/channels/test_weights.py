@@ -9,7 +9,7 @@ import rlgraph as rg
 from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
-from rlgraph.channels.weights.shards import WeightShard, whole
+from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.errors import ChannelTimeout
 from rlgraph.plan.channels import staged_versions
 
@@ -40,6 +40,6 @@ def test_the_last_versions_of_a_run_need_no_further_step(tmp_path: Path, depth: 
         if step > depth:
             reader.receive(step - depth, 5.0)
             reader.done()
-        writer.publish(step + 1, whole({"w": torch.ones(2)}), 5.0)
+        writer.publish(step + 1, unsharded_weights({"w": torch.ones(2)}), 5.0)
     end.close()
     reader.readers[0].close()

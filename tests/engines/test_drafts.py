@@ -10,7 +10,7 @@ import torch
 import rlgraph as rg
 from rlgraph.engines.vllm.drafts import install
 from rlgraph.errors import GraphError, PlanError
-from rlgraph.values.drafts import PromptLookup, guesses, kept
+from rlgraph.values.drafts import PromptLookup, accept_draft, guesses
 
 
 def looked_up(row: list[int], length: int, count: int, longest: int, shortest: int) -> list[int]:
@@ -61,7 +61,7 @@ def test_sequences_with_guesses_are_those_without() -> None:
         ]
         begins = torch.tensor([0, *torch.tensor([len(each) for each in read]).cumsum(0).tolist()])
         flat = (torch.tensor([token for each in rows for token in each]) for rows in (drawn, read))
-        tokens, counts = kept(*flat, begins, count)
+        tokens, counts = accept_draft(*flat, begins, count)
         for row, own, number in zip(sequences, tokens.tolist(), counts.tolist(), strict=True):
             row += own[:number]
     assert [row[:60] for row in sequences] == plain
@@ -69,7 +69,7 @@ def test_sequences_with_guesses_are_those_without() -> None:
 
 
 def test_no_guess_is_kept_that_was_not_drawn() -> None:
-    tokens, counts = kept(torch.tensor([5, 6, 7]), torch.tensor([1, 4, 6]), torch.tensor([0, 3]), 2)
+    tokens, counts = accept_draft(torch.tensor([5, 6, 7]), torch.tensor([1, 4, 6]), torch.tensor([0, 3]), 2)
     assert counts.tolist() == [1]
     assert tokens[0, 0] == 5
 

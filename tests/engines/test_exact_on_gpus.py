@@ -51,7 +51,7 @@ def test_maps_whose_lone_row_differs_compute_it_as_two_and_other_differences_are
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 5))
     states = torch.randn(1, 5)
     before = model(states)
-    gpu_products.exchange_lone_rows(model)
+    gpu_products.pad_single_rows(model)
     assert [type(module) for module in model] == [gpu_products.RowInCompany, torch.nn.Linear]
     seen: list[int] = []
     monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, rows: seen.append(len(rows)) or rows @ self.weight.t() + self.bias)
@@ -61,4 +61,4 @@ def test_maps_whose_lone_row_differs_compute_it_as_two_and_other_differences_are
     assert seen == [2, 1, 3]
     monkeypatch.setattr(gpu_products, "rows_that_differ", lambda out, into: (1, 7, 9))
     with pytest.raises(DataError, match="on a GPU products by a matrix of 3 x 5 depend on the number of rows, as with 1, 7, 9 rows"):
-        gpu_products.need_company([(3, 5)])
+        gpu_products.shapes_needing_batch([(3, 5)])

@@ -39,7 +39,7 @@ def own_scores(folder: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    return self_test.alone(model.eval(), batch)
+    return self_test.score_single_rows(model.eval(), batch)
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.stage("families")) for name in FAMILIES])
@@ -155,7 +155,7 @@ def test_the_start_finds_an_attention_that_leaves_a_setting_out(
 ) -> None:
     folder = folder_of(name, tmp_path)
     monkeypatch.setattr(self_test, "_FOUND", {})
-    for place in ("attend", "attend_padded"):
+    for place in ("attend", "attend_rows"):
         whole = getattr(packed_attention, place)
         monkeypatch.setattr(packed_attention, place, lambda *given, whole=whole, **more: whole(*given, **{**more, setting: None}))
     found = self_test.trainer_results(folder)
@@ -190,7 +190,7 @@ def test_a_process_tests_each_configuration_once(tmp_path: Path, monkeypatch: py
 
 def test_a_setting_that_attention_does_not_know_is_refused_by_name() -> None:
     x = torch.zeros(1, 1, 4, 8)
-    for attend in (packed_attention.attend, packed_attention.attend_padded):
+    for attend in (packed_attention.attend, packed_attention.attend_rows):
         with pytest.raises(DataError, match="Linear asks its attention for \\['tree_bias'\\]"):
             attend(torch.nn.Linear(1, 1), x, x, x, None, tree_bias=1, position_ids=x)
 

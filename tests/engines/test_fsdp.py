@@ -22,7 +22,7 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp import engine as engine_module
 from rlgraph.engines.fsdp import sharding
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.fsdp.optimizers import clipped
+from rlgraph.engines.fsdp.optimizers import clip_gradients
 from rlgraph.errors import GraphError
 from rlgraph.values.optimizers import AdamW
 
@@ -243,7 +243,7 @@ def test_a_rank_alone_casts_weights_and_moves_gradients_once_an_update_to_the_sa
         monkeypatch.setattr(place, name, lambda *given, _own=own, _name=name: calls.append(_name) or _own(*given))
     for kept in (True, False):
         if not kept:
-            monkeypatch.setattr(engine_module, "keep", lambda units, more: None)
+            monkeypatch.setattr(engine_module, "set_reshard", lambda units, more: None)
         engine, count = make(tied, dtype=dtype, micro_batch_tokens=16), len(calls)
         metrics = [engine.update(batch, WeightedLikelihood()) for _ in range(2)]
         runs.append((metrics, copies(engine), engine.scores(batch)))
@@ -259,7 +259,7 @@ def test_a_rank_alone_casts_weights_and_moves_gradients_once_an_update_to_the_sa
 def test_a_unit_ends_with_the_layer_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharding, "UNIT_PARAMETERS", 10)
     layers = [torch.nn.Linear(size, 1, bias=False) for size in (4, 4, 4, 10, 30, 3)]
-    assert [[layer.in_features for layer in unit] for unit in sharding.together(layers)] == [[4, 4, 4], [10], [30], [3]]
+    assert [[layer.in_features for layer in unit] for unit in sharding.layer_groups(layers)] == [[4, 4, 4], [10], [30], [3]]
 
 
 def test_bfloat16_passes_train_float32_weights(make: Any, tied: Path) -> None:
@@ -321,7 +321,7 @@ def test_gradients_over_two_dims_of_ranks_are_scaled_down_to_their_norm_and_neve
         mesh, grad = init_device_mesh("cpu", (1, 1)), torch.tensor([3.0, 4.0])
         parameter = torch.nn.Parameter(distribute_tensor(torch.zeros(2), mesh, [Replicate(), Replicate()]))
         parameter.grad = distribute_tensor(grad.clone(), mesh, [Replicate(), Replicate()])
-        assert clipped([parameter], most) == pytest.approx(5.0)
+        assert clip_gradients([parameter], most) == pytest.approx(5.0)
         torch.testing.assert_close(sharding.local(parameter.grad), scale * grad)
     finally:
         dist.destroy_process_group()

@@ -18,18 +18,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from support.tiny import tiny_llama
 
-from rlgraph.channels.weights.shards import WeightShard, whole
+from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.spec import SPEC
-from rlgraph.engines.hf_export.folder import GrowingExport, check_target, exported
-from rlgraph.engines.hf_export.layout import INDEX, ExportDtype, ExportLayout, planned, write_shards
+from rlgraph.engines.hf_export.folder import GrowingExport, check_target, export_names
+from rlgraph.engines.hf_export.layout import INDEX, ExportDtype, ExportLayout, plan_files, write_shards
 from rlgraph.errors import CheckpointError, ExportError
 
 WEIGHTS = {"a.0.w": torch.randn(5, 3), "a.10.w": torch.randn(7), "a.2.w": torch.randn(2, 3, 4), "b": torch.randn(())}
 
 
 def layout_of(weights: dict[str, torch.Tensor], dtype: ExportDtype = "float32", most_bytes: int = 10**9) -> ExportLayout:
-    return planned({name: (name, tuple(tensor.shape)) for name, tensor in weights.items()}, dtype, most_bytes)
+    return plan_files({name: (name, tuple(tensor.shape)) for name, tensor in weights.items()}, dtype, most_bytes)
 
 
 def written(folder: Path, layout: ExportLayout, *ranks: list[WeightShard]) -> dict[str, torch.Tensor]:
@@ -50,7 +50,7 @@ def cut(name: str, tensor: torch.Tensor, cuts: list[list[int]]) -> Iterator[Weig
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_export_has_the_bits_of_the_weights_rounded_once(dtype: ExportDtype, tmp_path: Path) -> None:
-    found = written(tmp_path / "out", layout_of(WEIGHTS, dtype), list(whole(WEIGHTS)))
+    found = written(tmp_path / "out", layout_of(WEIGHTS, dtype), list(unsharded_weights(WEIGHTS)))
     assert found.keys() == WEIGHTS.keys()
     for name, tensor in WEIGHTS.items():
         assert torch.equal(found[name], tensor.to(getattr(torch, dtype)))
@@ -63,7 +63,7 @@ def test_files_are_bounded_numbered_and_indexed(tmp_path: Path) -> None:
     layout = layout_of(WEIGHTS, "float32", 100)
     assert [file.name for file in layout.files] == [f"model-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
     assert [slot.name for slot in layout.slots] == ["a.0.w", "a.2.w", "a.10.w", "b"]
-    found = written(tmp_path / "out", layout, list(whole(WEIGHTS)))
+    found = written(tmp_path / "out", layout, list(unsharded_weights(WEIGHTS)))
     assert all(torch.equal(found[name], tensor) for name, tensor in WEIGHTS.items())
     index = json.loads((tmp_path / "out" / INDEX).read_text())
     assert index["metadata"]["total_size"] == sum(tensor.numel() * 4 for tensor in WEIGHTS.values())
@@ -84,8 +84,8 @@ def test_boxes_cut_in_any_dim_come_to_their_places(
 
 
 def test_what_several_ranks_hold_is_written_by_the_first(tmp_path: Path) -> None:
-    wrong = replace(next(whole({"w": torch.zeros(3)})), replica=1)
-    found = written(tmp_path / "out", layout_of({"w": torch.ones(3)}), list(whole({"w": torch.ones(3)})), [wrong])
+    wrong = replace(next(unsharded_weights({"w": torch.zeros(3)})), replica=1)
+    found = written(tmp_path / "out", layout_of({"w": torch.ones(3)}), list(unsharded_weights({"w": torch.ones(3)})), [wrong])
     assert torch.equal(found["w"], torch.ones(3))
 
 
@@ -95,7 +95,7 @@ def test_two_gloo_ranks_and_what_they_saved_give_the_bytes_of_one(tmp_path: Path
     shards = [[WeightShard(*shard) for shard in rank["shards"]] for rank in ranks]
     saved = [replace(shard.box, tensor=shard.read()) for shard in SPEC.saved_shards(tmp_path / "stored")]  # type: ignore[misc]
     assert len(saved) == sum(len(rank) for rank in shards)
-    layout = planned(exported({shard.name: shard.global_shape for shard in saved}, model, "log_probs", "export"), "bfloat16")
+    layout = plan_files(export_names({shard.name: shard.global_shape for shard in saved}, model, "log_probs", "export"), "bfloat16")
     live, stored = written(tmp_path / "live", layout, *shards), written(tmp_path / "of_state", layout, saved)
     one = {name: torch.cat([rank["weights"][name] for rank in ranks]) for name in ranks[0]["weights"]}
     assert live.keys() == one.keys()
@@ -114,18 +114,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 import torch
-from rlgraph.channels.weights.shards import whole
+from rlgraph.channels.weights.shards import unsharded_weights
 from rlgraph.engines.fsdp.spec import SPEC
 from rlgraph.engines.hf_export.folder import GrowingExport
-from rlgraph.engines.hf_export.layout import planned
+from rlgraph.engines.hf_export.layout import plan_files
 from rlgraph.engines.hf_export.layout import write_shards
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) >> 10
 
 live = {"w": torch.ones(64 << 20)} if sys.argv[2] == "live" else None
-saved = list(whole(live)) if live else list(SPEC.saved_shards(Path(sys.argv[1])))
-layout = planned({s.name: (s.name, s.global_shape) for s in (saved if live else [each.box for each in saved])}, "float32")
+saved = list(unsharded_weights(live)) if live else list(SPEC.saved_shards(Path(sys.argv[1])))
+layout = plan_files({s.name: (s.name, s.global_shape) for s in (saved if live else [each.box for each in saved])}, "float32")
 torch.ones(1 << 20).bfloat16()
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
@@ -185,13 +185,13 @@ def test_an_export_whose_name_is_taken_meanwhile_leaves_the_other_one(tmp_path: 
 STOPPED = """
 import os, sys, time
 import torch
-from rlgraph.channels.weights.shards import whole
+from rlgraph.channels.weights.shards import unsharded_weights
 from rlgraph.engines.hf_export.folder import GrowingExport
-from rlgraph.engines.hf_export.layout import planned
+from rlgraph.engines.hf_export.layout import plan_files
 from rlgraph.engines.hf_export.layout import write_shards
-layout = planned({"w": ("w", (64,))}, "float32")
+layout = plan_files({"w": ("w", (64,))}, "float32")
 with GrowingExport(sys.argv[1], layout) as growing:
-    write_shards(growing.path, layout, whole({"w": torch.zeros(64)}))
+    write_shards(growing.path, layout, unsharded_weights({"w": torch.zeros(64)}))
     print("half", flush=True)
     time.sleep(60)
 """
@@ -210,21 +210,21 @@ def test_a_killed_export_leaves_nothing_of_its_name_and_the_next_one_removes_the
     child.wait()
     child.stdout.close()
     assert [path.name for path in tmp_path.iterdir()] == growing
-    written(tmp_path / "out", layout_of(WEIGHTS), list(whole(WEIGHTS)))
+    written(tmp_path / "out", layout_of(WEIGHTS), list(unsharded_weights(WEIGHTS)))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_names_are_those_of_the_folder_and_a_tied_head_is_left_out(tmp_path: Path) -> None:
     tied, untied = tiny_llama(tmp_path), tiny_llama(tmp_path, tied=False)
     shapes = {"model.embed_tokens.weight": (288, 64), "lm_head.weight": (288, 64)}
-    known = set(exported(_all_shapes(tied) | shapes, tied, "log_probs", "export"))
+    known = set(export_names(_all_shapes(tied) | shapes, tied, "log_probs", "export"))
     assert "lm_head.weight" not in known
-    assert "lm_head.weight" in exported(_all_shapes(untied) | shapes, untied, "log_probs", "export")
+    assert "lm_head.weight" in export_names(_all_shapes(untied) | shapes, untied, "log_probs", "export")
 
 
 def test_a_critics_backbone_gets_the_prefix_of_its_folder(tmp_path: Path) -> None:
     shapes = {"embed_tokens.weight": (288, 64), "norm.weight": (64,), "score.weight": (1, 64)}
-    found = exported(shapes, tiny_llama(tmp_path), "values", "export")
+    found = export_names(shapes, tiny_llama(tmp_path), "values", "export")
     assert {name: source for name, (source, _) in found.items()} == {
         "model.embed_tokens.weight": "embed_tokens.weight",
         "model.norm.weight": "norm.weight",
@@ -240,7 +240,7 @@ def test_parameters_of_another_model_are_refused(change: dict[str, tuple[int, ..
     model = tiny_llama(tmp_path)
     shapes = {name: shape for name, shape in (_all_shapes(model) | change).items() if shape is not None}
     with pytest.raises(ExportError, match=said):
-        exported(shapes, model, "log_probs", "export")
+        export_names(shapes, model, "log_probs", "export")
 
 
 def _all_shapes(model: Path) -> dict[str, tuple[int, ...]]:

@@ -37,7 +37,7 @@ def test_large_logits_have_gradients_as_exact_as_those_of_torch(words: Vocabular
         other = logits[:, 200:].log_softmax(-1)
         entropies = -(other.exp() * other).sum(-1)
         sent = torch.stack([logits[:, 200:].amax(-1), -other.amax(-1), entropies, entropies, torch.zeros(64)])
-        monkeypatch.setattr(head, "stacked", lambda own, group: torch.stack([own, sent[: len(own)]]))
+        monkeypatch.setattr(head, "stack_ranks", lambda own, group: torch.stack([own, sent[: len(own)]]))
     found, grads = [], []
     for dtype in (torch.float32, torch.float64):
         plain = logits.detach().to(dtype, copy=True).requires_grad_()

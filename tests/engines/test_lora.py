@@ -19,7 +19,7 @@ from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.lora.modules import BaseWeights, merged
+from rlgraph.engines.lora.modules import BaseWeights, merge_adapter
 from rlgraph.engines.lora.peft_folder import SavedAdapter, peft_names, read_adapter, write_config
 from rlgraph.errors import DataError, GraphError
 from rlgraph.values.lora import CONFIG, FAMILIES, TENSORS, LoRA
@@ -167,11 +167,11 @@ def test_a_family_with_an_adapter_is_the_model_with_merged_weights(family: str, 
     for tensor in engine.weights().values():
         tensor.copy_(0.05 * torch.randn(tensor.shape, generator=draw))
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    torch.testing.assert_close(engine.base_scores(batch), self_test.alone(plain, batch), atol=1e-4, rtol=0)
+    torch.testing.assert_close(engine.base_scores(batch), self_test.score_single_rows(plain, batch), atol=1e-4, rtol=0)
     weights = BaseWeights(folder).with_adapter(engine.weights(), 16.0, torch.float32)
     assert len(weights.changed) == 7 * plain.config.num_hidden_layers
     plain.load_state_dict(dict(weights), strict=False)
-    torch.testing.assert_close(engine.scores(batch), self_test.alone(plain, batch), atol=1e-3, rtol=0)
+    torch.testing.assert_close(engine.scores(batch), self_test.score_single_rows(plain, batch), atol=1e-3, rtol=0)
     engine.close()
 
 
@@ -188,7 +188,7 @@ def test_a_merge_is_rounded_once_and_the_thousandth_has_no_drift(tied: Path) -> 
     assert torch.equal(base.with_adapter(adapters[0], 2.0, torch.bfloat16)[f"{name}.weight"], first)
     a, b = adapters[0].values()
     exact = base[f"{name}.weight"].double() + 2.0 * b.double() @ a.double()
-    assert torch.equal(first, merged(base[f"{name}.weight"], a, b, 2.0, torch.float32).to(torch.bfloat16))
+    assert torch.equal(first, merge_adapter(base[f"{name}.weight"], a, b, 2.0, torch.float32).to(torch.bfloat16))
     assert (first.double() - exact).abs().max() <= exact.abs().max() * 2**-8
     off = base.with_adapter({f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": torch.zeros(64, 4)}, 2.0, torch.float32)
     assert all(torch.equal(off[each], base[each].float()) for each in base)  # the undo is exact
@@ -200,7 +200,7 @@ def test_a_merge_has_the_bits_of_a_sum_into_new_memory_and_leaves_the_base(dtype
     drawn = torch.Generator().manual_seed(0)
     base = torch.randn(shape, generator=drawn).to(dtype)
     a, b, before = torch.randn(8, shape[1], generator=drawn), torch.randn(shape[0], 8, generator=drawn), base.clone()
-    assert torch.equal(merged(base, a, b, 0.7, dtype), torch.addmm(base.float(), b, a, alpha=0.7).to(dtype))
+    assert torch.equal(merge_adapter(base, a, b, 0.7, dtype), torch.addmm(base.float(), b, a, alpha=0.7).to(dtype))
     assert torch.equal(base, before)
 
 
@@ -241,7 +241,9 @@ def test_a_critic_with_an_adapter_has_values_and_gradients_of_the_merged_critic(
         weights[name].copy_(0.1 * torch.randn(weights[name].shape, generator=draw))
     pairs = {name.removesuffix(".lora_A.weight"): weights[name] for name in weights if name.endswith(".lora_A.weight")}
     for name, a in pairs.items():
-        whole[f"{name}.weight"].copy_(merged(whole[f"{name}.weight"], a, weights[f"{name}.lora_B.weight"], RANK4.scale, torch.float32))
+        whole[f"{name}.weight"].copy_(
+            merge_adapter(whole[f"{name}.weight"], a, weights[f"{name}.lora_B.weight"], RANK4.scale, torch.float32)
+        )
     whole["score.weight"].copy_(weights["score.weight"])
     torch.testing.assert_close(engine.scores(batch), plain.scores(batch), atol=1e-5, rtol=1e-5)
     copies = {name: tensor.clone() for name, tensor in weights.items()}

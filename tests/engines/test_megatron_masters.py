@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlgraph.engines.fsdp.sharding import join
+from rlgraph.engines.fsdp.sharding import init_distributed
 from rlgraph.engines.megatron import masters as masters_module
 from rlgraph.engines.megatron.masters import Masters, PieceTable
 
@@ -20,7 +20,7 @@ SMALL = 2.0**-10  # beside 1, bfloat16 rounds it away
 @pytest.fixture
 def alone() -> Iterator[Any]:
     """A rank that shares nothing."""
-    join(0, 1)
+    init_distributed(0, 1)
     groups = dict.fromkeys(("data_group", "expert_data_group", "tensor_group"), dist.group.WORLD)
     yield SimpleNamespace(tensor=1, data=1, pipeline=1, world=1, stage=0, tensor_rank=0, data_rank=0, **groups)
     dist.destroy_process_group()

@@ -12,15 +12,15 @@ from support.paths import PROGRAMS, PYTHONPATH
 from support.tiny import tiny_qwen
 
 from rlgraph.channels.host.slot_memory import Handle
-from rlgraph.channels.weights.endpoints import in_one_memory, lie_together
-from rlgraph.engines.vllm.tp_weight_loading import RankWeights, describe, described
+from rlgraph.channels.weights.endpoints import are_contiguous, flat_buffer
+from rlgraph.engines.vllm.tp_weight_loading import RankWeights, describe, view_weights
 
 HANDLE = Handle(4096, b"memory", 8192, 512, b"counter", 3, b"event", True)
 KINDS = {"a": (torch.Size([3, 5]), torch.bfloat16), "b": (torch.Size([7]), torch.float32), "c": (torch.Size([2, 2]), torch.bfloat16)}
 
 
 def filled(version):
-    weights = in_one_memory(KINDS, torch.device("cpu"))
+    weights = flat_buffer(KINDS, torch.device("cpu"))
     fill(weights, version)
     return weights
 
@@ -52,7 +52,7 @@ class Half:
 
 def test_a_description_gives_the_tensors_and_the_handle_back():
     weights, asked = filled(1), []
-    found = described(describe(weights, HANDLE), lambda handle: asked.append(handle) or bytes_of(weights))
+    found = view_weights(describe(weights, HANDLE), lambda handle: asked.append(handle) or bytes_of(weights))
     assert asked == [HANDLE]
     assert {name: (w.shape, w.dtype, w.data_ptr()) for name, w in found.items()} == {
         name: (w.shape, w.dtype, w.data_ptr()) for name, w in weights.items()
@@ -96,9 +96,9 @@ def test_a_rank_that_forgets_keeps_nothing_of_the_memory():
 
 def test_only_contiguous_tensors_in_one_memory_lie_together():
     weights = filled(1)
-    assert lie_together(weights)
-    assert not lie_together(weights | {"b": weights["b"].clone()})
-    assert not lie_together(weights | {"a": weights["a"][:, :2]})
+    assert are_contiguous(weights)
+    assert not are_contiguous(weights | {"b": weights["b"].clone()})
+    assert not are_contiguous(weights | {"a": weights["a"][:, :2]})
 
 
 @pytest.mark.stage("jobs")

@@ -17,7 +17,7 @@ from support.paths import PROGRAMS, PYTHONPATH
 from support.tiny import VLLM_PROMPTS as PROMPTS
 from support.trainer_engines import fsdp_engine
 
-from rlgraph.channels.weights.shards import Assembly, WeightShard, whole
+from rlgraph.channels.weights.shards import Assembly, WeightShard, unsharded_weights
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
@@ -64,7 +64,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tupl
             at_end.callback(engine.close)
             batch["advantages"] = torch.randn(batch["responses"].shape, generator=torch.Generator().manual_seed(1))
             engine.update(batch, WeightedLikelihood())
-            found[name] = folder, engine, list(whole(published(engine)))
+            found[name] = folder, engine, list(unsharded_weights(published(engine)))
         logging.disable(logging.NOTSET)
         yield found
 
@@ -86,7 +86,7 @@ def test_transformers_reads_an_export_as_the_trainer_scores(name: str, trained: 
     model, report = auto.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     batch = self_test._batch()
-    torch.testing.assert_close(self_test.alone(model.eval(), batch), engine.scores(batch), atol=NEAR, rtol=0)
+    torch.testing.assert_close(self_test.score_single_rows(model.eval(), batch), engine.scores(batch), atol=NEAR, rtol=0)
 
 
 @pytest.mark.vllm

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 import rlgraph as rg
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.recompute import Keeps
+from rlgraph.engines.fsdp.recompute import SavedActivations
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.errors import GraphError
 from rlgraph.settings import Recompute
@@ -90,7 +90,9 @@ def test_attention_and_its_products_run_once_with_selective(name: str, again: tu
 def test_the_second_matrix_of_an_adapter_is_computed_again(inner: int, outer: int, kept: bool) -> None:
     states, matrix = torch.empty(8, inner, device="meta"), torch.empty(inner, outer, device="meta")
     for again in (False, True):
-        policy = Keeps(with_output=True)(SelectiveCheckpointContext(is_recompute=again), torch.ops.aten.mm.default, states, matrix)
+        policy = SavedActivations(with_output=True)(
+            SelectiveCheckpointContext(is_recompute=again), torch.ops.aten.mm.default, states, matrix
+        )
         assert policy is (CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE)
 
 

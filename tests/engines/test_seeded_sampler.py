@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rlgraph.engines.sglang.seeded_sampler import GREEDY, sample, uniform
-from rlgraph.engines.transformers.engine import _kept
+from rlgraph.engines.transformers.engine import _filter_logits
 from rlgraph.values.sampling import Sampling
 
 ROWS, VOCAB = 6, 50
@@ -48,7 +48,7 @@ def test_a_row_does_not_depend_on_the_others(logits: torch.Tensor) -> None:
 )
 def test_log_probs_leave_out_what_top_p_and_top_k_do(logits: torch.Tensor, limits: dict[str, float]) -> None:
     sampling = Sampling(**limits)  # type: ignore[arg-type]
-    expected = _kept(logits / sampling.temperature, sampling).log_softmax(-1)
+    expected = _filter_logits(logits / sampling.temperature, sampling).log_softmax(-1)
     for seed in range(20):
         tokens, log_probs = drawn(logits, seed=seed, **limits)  # type: ignore[arg-type]
         torch.testing.assert_close(log_probs, expected.gather(-1, tokens[:, None])[:, 0])
@@ -62,7 +62,7 @@ def test_rows_of_one_batch_are_filtered_each_by_its_own_limits(logits: torch.Ten
         greedy = seeds[row] == GREEDY
         sampling = Sampling() if greedy else Sampling(top_p=float(top_ps[row]), top_k=int(top_ks[row]) % (1 << 30))
         assert not greedy or tokens[row] == logits[row].argmax()
-        torch.testing.assert_close(log_probs[row], _kept(logits[row : row + 1], sampling).log_softmax(-1)[0, tokens[row]])
+        torch.testing.assert_close(log_probs[row], _filter_logits(logits[row : row + 1], sampling).log_softmax(-1)[0, tokens[row]])
 
 
 def test_numbers_are_even_and_differ_by_seed_and_by_position() -> None:

@@ -171,7 +171,7 @@ def test_a_rank_reads_no_more_of_fused_experts_than_its_own(
     folders: dict[str, Path], sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = FolderWeights(folders["qwen3_moe"], skeleton(AutoModelForCausalLM, folders["qwen3_moe"]))
-    monkeypatch.setattr(FolderWeights, "_converted", None)
+    monkeypatch.setattr(FolderWeights, "_convert_parameter", None)
     for name in ("gate_up_proj", "down_proj"):
         whole = loaded("policy", folders["qwen3_moe"])[f"model.layers.1.mlp.experts.{name}"]
         sizes.clear()

@@ -15,7 +15,7 @@ from support.trainer_engines import fsdp_engine
 
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.lora.shared_base import ALIGNMENT, BaseHere, BaseOfHost, SharedBase
+from rlgraph.engines.lora.shared_base import ALIGNMENT, HostBase, SharedBase, ThreadBase
 from rlgraph.values.lora import LoRA
 from rlgraph.values.optimizers import AdamW
 
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def bases(kind: str, folder: Path, count: int) -> list[SharedBase]:
     """What several models of a process take their base from."""
-    here = BaseHere()
-    return [here if kind == "process" else BaseOfHost(folder / "base") for _ in range(count)]
+    here = ThreadBase()
+    return [here if kind == "process" else HostBase(folder / "base") for _ in range(count)]
 
 
 def frozen(engine: FsdpEngine) -> dict[str, torch.Tensor]:
@@ -71,7 +71,7 @@ def test_with_a_shared_base_models_train_with_the_same_bits(
 
 
 def test_a_critic_holds_the_layers_of_a_policy_and_its_own_head(untied: Path) -> None:
-    base = BaseHere()
+    base = ThreadBase()
     policy = engine_of(untied, shared_base=base)
     critic = fsdp_engine(ValueHead(untied), optimizer=AdamW(), dtype=torch.float32, adapter=LoRA(rank=2), shared_base=base)
     left, right = frozen(policy), frozen(critic)
@@ -114,10 +114,10 @@ def test_processes_hold_a_base_in_memory_once(holders: Any, tmp_path: Path) -> N
 
 
 def test_what_one_process_writes_no_other_sees(tmp_path: Path) -> None:
-    first, second = (BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, fill_tensor)["one"] for _ in range(2))
+    first, second = (HostBase(tmp_path / "base").take({"one": ((4,), torch.float32)}, fill_tensor)["one"] for _ in range(2))
     first.zero_()
     assert second.tolist() == [NUMBERS["one"]] * 4
-    assert BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, fill_tensor)["one"].tolist() == [NUMBERS["one"]] * 4
+    assert HostBase(tmp_path / "base").take({"one": ((4,), torch.float32)}, fill_tensor)["one"].tolist() == [NUMBERS["one"]] * 4
 
 
 def test_who_comes_after_the_first_has_died_loads_the_base_again(holders: Any, tmp_path: Path) -> None:
@@ -131,13 +131,13 @@ def test_who_comes_after_the_first_has_died_loads_the_base_again(holders: Any, t
 
 
 def test_a_handle_of_another_file_is_not_taken_for_the_base(tmp_path: Path) -> None:
-    first = BaseOfHost(tmp_path / "base")
+    first = HostBase(tmp_path / "base")
     first.take({"one": ((4,), torch.float32)}, fill_tensor)
     assert first._handle is not None
     with (tmp_path / "other").open("wb+") as other:
         other.truncate(1 << 16)
         os.dup2(other.fileno(), first._handle, inheritable=False)  # as if the process were another one of that number
-        assert BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, fill_tensor)["one"].tolist() == [NUMBERS["one"]] * 4
+        assert HostBase(tmp_path / "base").take({"one": ((4,), torch.float32)}, fill_tensor)["one"].tolist() == [NUMBERS["one"]] * 4
 
 
 def test_a_load_that_fails_leaves_nothing_that_others_would_take(tmp_path: Path) -> None:
@@ -146,13 +146,13 @@ def test_a_load_that_fails_leaves_nothing_that_others_would_take(tmp_path: Path)
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, breaks)
-    assert BaseOfHost(tmp_path / "base").take({"one": ((4,), torch.float32)}, fill_tensor)["one"].tolist() == [NUMBERS["one"]] * 4
+        HostBase(tmp_path / "base").take({"one": ((4,), torch.float32)}, breaks)
+    assert HostBase(tmp_path / "base").take({"one": ((4,), torch.float32)}, fill_tensor)["one"].tolist() == [NUMBERS["one"]] * 4
 
 
 def test_a_model_with_more_weights_adds_those_that_lack(tmp_path: Path) -> None:
     two = dict.fromkeys(("one", "two"), ((33,), torch.bfloat16))
-    first = BaseOfHost(tmp_path / "base")
+    first = HostBase(tmp_path / "base")
     kept = first.take({"one": two["one"]}, fill_tensor)["one"]
     asked: list[str] = []
 
@@ -160,7 +160,7 @@ def test_a_model_with_more_weights_adds_those_that_lack(tmp_path: Path) -> None:
         asked.append(name)
         fill_tensor(name, out)
 
-    found = BaseOfHost(tmp_path / "base").take(two, fill)
+    found = HostBase(tmp_path / "base").take(two, fill)
     assert asked == ["two"]
     assert kept.tolist() == found["one"].tolist() == [NUMBERS["one"]] * 33
     assert found["two"].tolist() == [NUMBERS["two"]] * 33

@@ -90,7 +90,7 @@ def test_a_family_scores_as_its_own_forward_does_on_each_sequence_alone(make: An
     whole = batch() | {"response_mask": batch_of(LENGTHS, group=4)["response_mask"]}
     rows = whole["response_mask"].any(-1)
     given = {key: whole[key][rows] for key in ("prompts", "prompt_mask", "responses", "response_mask")}
-    torch.testing.assert_close(make(folder).scores(whole)[rows], self_test.alone(model, given), **PLAIN)
+    torch.testing.assert_close(make(folder).scores(whole)[rows], self_test.score_single_rows(model, given), **PLAIN)
 
 
 def test_layers_that_are_computed_again_share_prompts(make: Any, tied: Path) -> None:
@@ -243,7 +243,7 @@ def test_two_attentions_are_merged_by_their_sums() -> None:
         (torch.einsum("hqk,khd->qhd", scores[..., own].softmax(-1), values[own]), scores[..., own].logsumexp(-1))
         for own in (slice(4), slice(4, 12))
     ]
-    out, sums = flash.merged(*halves[0], *halves[1])
+    out, sums = flash.merge_attention(*halves[0], *halves[1])
     torch.testing.assert_close(out, whole)
     torch.testing.assert_close(sums, scores.logsumexp(-1))
 
@@ -253,6 +253,6 @@ def test_a_window_counts_the_tokens_of_a_sequence_and_not_those_between() -> Non
     segments, positions = torch.tensor([[0, 0, 0, 0, 1, 1, 2, 2]]), torch.tensor([[0, 1, 2, 3, 4, 5, 4, 5]])
     same, values = torch.zeros(1, 1, 8, 8), torch.eye(8)[None, None]
     mask = packing._mask(segments)
-    out, _ = packed_attention.attend_padded(SimpleNamespace(), same, same, values, mask, shared_positions=positions, sliding_window=3)
+    out, _ = packed_attention.attend_rows(SimpleNamespace(), same, same, values, mask, shared_positions=positions, sliding_window=3)
     seen = [row.nonzero()[:, 0].tolist() for row in out[0, :, 0]]
     assert seen == [[0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5], [2, 3, 6], [3, 6, 7]]

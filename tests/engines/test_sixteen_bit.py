@@ -15,7 +15,7 @@ import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp import optimizers
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.fsdp.optimizers import NAMES, Positions, SixteenBitAdamW, rounded
+from rlgraph.engines.fsdp.optimizers import NAMES, Positions, SixteenBitAdamW, round_stochastically
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.errors import CheckpointError, GraphError
 from rlgraph.graph.operation import ModelTraits
@@ -42,7 +42,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 def stepped(moments: torch.Tensor, step: int) -> torch.Tensor:
     """Round a matrix at a step, with the noise of the first moment."""
     noise = Positions(moments, step).noise(slice(0, len(moments)))
-    return rounded(moments, noise & 0xFFFF)
+    return round_stochastically(moments, noise & 0xFFFF)
 
 
 @pytest.mark.parametrize("number", [1.001, -3e-7, 2.6e-30])
@@ -58,11 +58,13 @@ def test_the_mean_of_what_is_rounded_is_the_number(number: float) -> None:
 
 def test_numbers_that_are_none_stay_none_and_infinity_stays() -> None:
     numbers = torch.tensor([float("inf"), -float("inf"), float("nan")])
-    found = rounded(numbers, torch.full((3,), 0xFFFF, dtype=torch.int32))
+    found = round_stochastically(numbers, torch.full((3,), 0xFFFF, dtype=torch.int32))
     assert found[0] == float("inf")
     assert found[1] == -float("inf")
     assert found[2].isnan()
-    assert rounded(torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32), torch.tensor([9], dtype=torch.int32)).isnan()
+    assert round_stochastically(
+        torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32), torch.tensor([9], dtype=torch.int32)
+    ).isnan()
 
 
 def test_noise_is_that_of_the_step_and_of_the_position() -> None:

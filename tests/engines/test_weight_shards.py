@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from rlgraph.channels.weights.shards import Assembly, WeightShard
-from rlgraph.engines.fsdp.sharding import as_whole, cut, local, placed, shard
+from rlgraph.engines.fsdp.sharding import as_dtensor, cut_parameter, local, locate_box, shard
 
 WHOLE = torch.arange(7 * 6 * 4.0).view(7, 6, 4)
 PLACEMENTS: dict[str, list[Any]] = {
@@ -40,12 +40,12 @@ def shards_of(rank: int) -> dict[str, Any]:
     found["fsdp over tp"] = layer.weight.detach()
     for name, dim in CUT.items():
         plain = torch.nn.Linear(4, 16, bias=False)
-        plain.weight = cut(torch.nn.Parameter(whole), both, dim)
+        plain.weight = cut_parameter(torch.nn.Parameter(whole), both, dim)
         shard(plain, (), both["fsdp"], torch.float32)
         found[name] = plain.weight
         assert plain.weight.device_mesh.ndim == 1, "FSDP knows of no other ranks"
-        assert placed(as_whole(plain.weight, plain.weight)) == placed(plain.weight)
-    result = {name: (*placed(tensor), local(tensor.detach()).clone()) for name, tensor in found.items()}
+        assert locate_box(as_dtensor(plain.weight, plain.weight)) == locate_box(plain.weight)
+    result = {name: (*locate_box(tensor), local(tensor.detach()).clone()) for name, tensor in found.items()}
     dist.destroy_process_group()
     return result
 

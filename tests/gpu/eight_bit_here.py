@@ -19,7 +19,7 @@ import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
-from rlgraph.engines.lora.modules import rounded
+from rlgraph.engines.lora.modules import round_matrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = rg.AdamW(lr=1e-2, weight_decay=0.1, warmup_steps=2, moments="8bit")
@@ -70,7 +70,7 @@ for adapter in (None, rg.LoRA(rank=64)):
 model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE)
 for name, parameter in model.named_parameters():
     if "_proj" in name:
-        parameter.data = rounded(parameter.data, torch.float32)
+        parameter.data = round_matrix(parameter.data, torch.float32)
 model.save_pretrained("rounded")
 found, updates = [], []
 for place, base in ((folder, "nf4"), ("rounded", None)):

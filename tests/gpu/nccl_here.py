@@ -16,7 +16,7 @@ def write(addresses: Any, done: Any, kill: bool) -> None:
     from rlgraph.channels.host.channel import HostWriter
     from rlgraph.channels.remote.transfer import Nccl
     from rlgraph.channels.weights.endpoints import WeightsWriter
-    from rlgraph.channels.weights.shards import whole
+    from rlgraph.channels.weights.shards import unsharded_weights
 
     batches, weights = (HostWriter(name, 2, 1, b"key", "127.0.0.1:0", "nccl") for name in ("batches", "weights"))
     addresses.put((batches.address, weights.address))
@@ -26,7 +26,7 @@ def write(addresses: Any, done: Any, kill: bool) -> None:
     publisher = WeightsWriter(weights, torch.bfloat16)
     for version in range(1, VERSIONS + 1):
         torch.manual_seed(version)
-        publisher.publish(version, whole({"a": torch.randn(1000, 1000, device="cuda"), "b": torch.randn(7, device="cuda")}), 60)
+        publisher.publish(version, unsharded_weights({"a": torch.randn(1000, 1000, device="cuda"), "b": torch.randn(7, device="cuda")}), 60)
     done.get()
     if kill:
         Nccl.send = lambda self, memory: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment,return-value]

@@ -27,7 +27,7 @@ def write(address: str, done: Any, kill: bool) -> None:
     from rlgraph.channels.host.channel import HostWriter
     from rlgraph.channels.host.protocol import More
     from rlgraph.channels.weights.endpoints import WeightsWriter
-    from rlgraph.channels.weights.shards import whole
+    from rlgraph.channels.weights.shards import unsharded_weights
 
     class Dying(HostWriter):
         def _tell(self, token: Any, handle: int | None = None) -> None:
@@ -37,7 +37,7 @@ def write(address: str, done: Any, kill: bool) -> None:
 
     publisher = WeightsWriter(Dying("weights", 1, 1, b"key", address), torch.bfloat16, A_PARAMETER, checksum=True)
     for version in range(1, VERSIONS + 1):
-        publisher.publish(version, whole(parameters(version)), 60)
+        publisher.publish(version, unsharded_weights(parameters(version)), 60)
     done.get()
 
 

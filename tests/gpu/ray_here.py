@@ -17,7 +17,7 @@ import torch
 
 from rlgraph.channels import Site, open_reader, open_writer
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
-from rlgraph.channels.weights.shards import whole
+from rlgraph.channels.weights.shards import unsharded_weights
 
 SMOKE = "--smoke" in sys.argv
 SIZES = (10, 1_000_000, 3, 0, 1_000) if SMOKE else (10, 50_000_000, 3, 0, 1_000_000)
@@ -45,7 +45,7 @@ class End:
             self.writer.put(step, columns, 30)
         publisher = WeightsWriter(self.writer, torch.bfloat16)
         for version in range(len(SIZES), len(SIZES) + VERSIONS):
-            publisher.publish(version, whole({name: x.to(DEVICE) for name, x in weights_of(version).items()}), 30)
+            publisher.publish(version, unsharded_weights({name: x.to(DEVICE) for name, x in weights_of(version).items()}), 30)
         source = torch.ones(BYTES, dtype=torch.uint8, device=DEVICE)
         for step in range(100, 100 + HOPS):
             self.writer.put(step, {"x": source}, 30)

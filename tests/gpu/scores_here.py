@@ -19,7 +19,7 @@ def halves(logits, temperature):
         table, (own, here) = scaled.log_softmax(-1), other.own(tokens)
         entropies = -(table.exp() * table).sum(-1)
         sent = torch.stack([scaled.amax(-1), -table.amax(-1), table.gather(-1, own[:, None])[:, 0], entropies, here.float()])
-        head.stacked = lambda own, group, sent=sent: torch.stack([own, sent])
+        head.stack_ranks = lambda own, group, sent=sent: torch.stack([own, sent])
         yield VocabularyShard(None, mine * size, size, size)
 
 

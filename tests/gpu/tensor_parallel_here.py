@@ -89,7 +89,7 @@ def check(engine: Any, weights: dict[str, Any]) -> list[dict[str, int]]:
 def loads(kind: str) -> None:
     from rlgraph.channels.host.channel import HostReader
     from rlgraph.channels.weights.endpoints import Staging
-    from rlgraph.channels.weights.shards import whole
+    from rlgraph.channels.weights.shards import unsharded_weights
     from rlgraph.engines.api import Request
     from rlgraph.engines.vllm.engine import VllmEngine
     from rlgraph.values.sampling import Sampling
@@ -130,7 +130,7 @@ def loads(kind: str) -> None:
 
     staging = Staging()
     for version in (1, 2):  # one memory of this process: described once, and replayed
-        staging.fill([list(whole(known[version]))])
+        staging.fill([list(unsharded_weights(known[version]))])
         engine.load_weights(staging.weights)
         bits.append(check(engine, known[version]))
         print(f"version {version}: loaded from one memory")

@@ -349,7 +349,7 @@ def test_an_answer_that_was_complete_before_its_client_left_is_dropped(folder: P
             if self.open and not completed:  # as an evaluation on this engine, during which the client leaves
                 completed.extend(super().step("of another node"))
                 while self.open:
-                    self._finished |= self._tagged(self.decode())
+                    self._finished |= self._tag_versions(self.decode())
                 completed.append("all")
                 assert left.wait(60)
                 time.sleep(1)  # until the server has heard of it

@@ -239,7 +239,7 @@ def test_there_is_one_kind_of_plan_whoever_makes_it_and_its_graph_is_in_no_file(
 
 def test_compiling_changes_no_graph_and_its_plan_has_the_folders_of_hub_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(rg.model_folder("tiny"))
-    monkeypatch.setattr(model_files, "cached", lambda model: folder)
+    monkeypatch.setattr(model_files, "find_cached_folder", lambda model: folder)
     graph = grpo(rg.Pool("a"), rg.Pool("b"), path="org/tiny")
     assert (len(graph.forward), len(graph.pools)) == (5, 2)  # what a graph computes once is computed
 

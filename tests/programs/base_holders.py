@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.lora.shared_base import BaseOfHost
+from rlgraph.engines.lora.shared_base import HostBase
 
 BIG = 1 << 20  # numbers of the first weight
 NUMBERS = {"one": 1.5, "two": -2.0}  # that each weight is full of
@@ -41,7 +41,7 @@ def hold_base(path: Path, there: Connection) -> None:
         fill_tensor(name, out)
 
     wanted = {"one": ((BIG,), torch.float32), "two": ((7, 3), torch.float32)}
-    held = BaseOfHost(path).take(wanted, fill)
+    held = HostBase(path).take(wanted, fill)
     found: dict[str, Any] = {"sums": [float(held[name].sum()) for name in wanted], "filled": asked}
     there.send(found | mapped_bytes(os.getpid()))
     time.sleep(1000)

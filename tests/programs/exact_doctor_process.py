@@ -15,7 +15,7 @@ from support.trainer_engines import fsdp_engine
 from torch.nn.functional import linear
 
 from rlgraph.engines.exact import cpu
-from rlgraph.engines.exact.diagnosis import compared
+from rlgraph.engines.exact.diagnosis import compare_operations
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.hf_models.backbone import backbone_of
 from rlgraph.values.optimizers import AdamW
@@ -38,9 +38,9 @@ def main(folder: str, out: Path) -> None:
     engine = fsdp_engine(head, optimizer=AdamW(), dtype=torch.float32, exact=True)
 
     def first() -> str | None:
-        return next((operation.name for operation in compared(head, engine, seen) if not operation.equal), None)
+        return next((operation.name for operation in compare_operations(head, engine, seen) if not operation.equal), None)
 
-    found: dict[str, Any] = {"all": [o.name for o in compared(head, engine, seen)], "exact": first()}
+    found: dict[str, Any] = {"all": [o.name for o in compare_operations(head, engine, seen)], "exact": first()}
     last = head.layers[-1]
     own_forward = last.post_attention_layernorm.forward
     last.post_attention_layernorm.forward = MethodType(other_norm, last.post_attention_layernorm)

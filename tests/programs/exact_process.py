@@ -64,9 +64,9 @@ def batch(responses: list[tuple[list[int], list[float]]]) -> tuple[dict[str, tor
 @cache
 def own_rotations() -> tuple[Any, Any]:
     """The engine's rotation and its plain form, as they are before a test puts another in their place."""
-    from rlgraph.engines.exact.cpu import rotated, rotated_plainly
+    from rlgraph.engines.exact.cpu import rotate_heads, rotated_plainly
 
-    return rotated, rotated_plainly
+    return rotate_heads, rotated_plainly
 
 
 def plain_rotation(states: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

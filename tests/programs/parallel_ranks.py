@@ -26,7 +26,7 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf_export.folder import GrowingExport
-from rlgraph.engines.hf_export.layout import ExportLayout, planned, write_shards
+from rlgraph.engines.hf_export.layout import ExportLayout, plan_files, write_shards
 from rlgraph.engines.hf_models.folder_weights import folder_shards
 from rlgraph.settings import Recompute
 from rlgraph.values.optimizers import AdamW, Muon
@@ -236,8 +236,8 @@ def fork_ranks(module: str, pipe: Any) -> None:
 def run_exporting(cases: list[Case], folder: Path, world: int, whole: list[WeightShard], **ranks: int) -> dict[str, list[dict[str, Any]]]:
     """Run the ranks, the first case with an export of the parameters that `whole` has, and check that it holds the weights after."""
     shapes = {shard.name: (shard.name, shard.global_shape) for shard in whole}
-    with GrowingExport(folder / "exported", planned(shapes, "float32")) as growing:
-        first = replace(cases[0], export=(growing.path, planned(shapes, "float32")))
+    with GrowingExport(folder / "exported", plan_files(shapes, "float32")) as growing:
+        first = replace(cases[0], export=(growing.path, plan_files(shapes, "float32")))
         results = run_ranks([first, *cases[1:]], folder / "out", world, **ranks)
         growing.finish()
     exported = load_file(folder / "exported" / "model.safetensors")

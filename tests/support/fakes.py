@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rlgraph.channels.weights.shards import WeightShard, whole
+from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.columns import Column, Columns
 from rlgraph.graph.nodes import Feedback, Graph, Model, Output, Pool, declare, feedback
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -38,7 +38,7 @@ class Vector:
         self.vector.copy_(weights["vector"])
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        return whole({"vector": self.vector})
+        return unsharded_weights({"vector": self.vector})
 
     def save(self, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
         return self.saver.save({"vector": self.vector}, folder, deadline_s)

@@ -19,7 +19,7 @@ from rlgraph.channels import HostReader, HostWriter
 from rlgraph.channels.host import protocol, slot_memory
 from rlgraph.channels.host.connection import Connection, set_deadline
 from rlgraph.channels.host.protocol import ControlMessage, Failed, Free, Full, Goodbye, More, Staged, Welcome
-from rlgraph.channels.host.slot_memory import Mapped, new_segment
+from rlgraph.channels.host.slot_memory import MappedMemory, new_segment
 from rlgraph.errors import ChannelError, RlgraphError
 from rlgraph.runtime import messages
 
@@ -253,7 +253,7 @@ def read_layout(dice: random.Random) -> str:
     os.close(handle)
     segment[: len(head[:4096])] = head[:4096]
     try:
-        slot_memory.read(segment, min(len(head), 4096), dice.choice([4096, 100, len(head)]), Mapped())
+        slot_memory.read(segment, min(len(head), 4096), dice.choice([4096, 100, len(head)]), MappedMemory())
     except slot_memory.Malformed:
         return "rejected"
     return "taken as valid"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rlgraph.algorithms.aggregation import Totals
-from rlgraph.channels.weights.shards import WeightShard, whole
+from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.columns import Columns
 from rlgraph.engines.api import GenerateEngine, Guard, Loss, Place, Request, Response, check_request, check_weights
 from rlgraph.engines.fsdp import distributed_checkpoint
@@ -99,7 +99,7 @@ class UnigramTrainer:
         return {**metrics, "steps": float(self.steps)}
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        return whole({"table": self.table})
+        return unsharded_weights({"table": self.table})
 
     def save(self, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
         return self.saver.save(self._state(), folder, deadline_s)

@@ -25,7 +25,7 @@ from rlgraph.channels.host.acceptor import Acceptor
 from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.channels.host.encryption import check_encryption
 from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, More, Portion
-from rlgraph.channels.host.slot_memory import DeviceMemory, Handle, Mapped, map_segment, segment_of
+from rlgraph.channels.host.slot_memory import DeviceMemory, Handle, MappedMemory, map_segment, segment_of
 from rlgraph.channels.remote.inward import from_writer
 from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers
 from rlgraph.columns import Column, Columns
@@ -192,7 +192,7 @@ class HostWriter(HostEnd):
         size, slots = of.host_size + of.device_size, self._meter.slots
         if not self._local:
             return None if of.elsewhere else protocol.part_bytes(of.host_size, slots, PART_BYTES)
-        return None if wanted is None else protocol.fitting(size, slots, wanted)
+        return None if wanted is None else protocol.bytes_that_fit(size, slots, wanted)
 
     def _tell(self, message: Full | More | Portion, handle: int | None = None, *, more: bool = False) -> None:
         if isinstance(message, Portion):
@@ -234,7 +234,7 @@ class HostWriter(HostEnd):
     def _hear(self, deadline: float) -> bool:
         """Wait until a reader connects or sends, then receive all messages; return False if the deadline passes first."""
         heard = False
-        while self._stop is None and (handles := places.ready(self._acceptor.handles(), deadline)):
+        while self._stop is None and (handles := places.wait_readable(self._acceptor.handles(), deadline)):
             heard, deadline = True, 0
             with self._lock:
                 for connection in self._acceptor.news(handles) if self._stop is None else ():
@@ -280,7 +280,7 @@ class HostReader(HostEnd):
             buffers = DeviceBuffers.here(name, welcome.carrier)
         self._carried = {} if buffers is None else buffers.memories
         self._connection = connection if connection.local else from_writer(name, connection, buffers, onward, welcome.slots)
-        self._mapped = Mapped()
+        self._mapped = MappedMemory()
         self._read_views: dict[int, tuple[slot_memory.ReadView, Taken]] = {}  # for each slot, the last message read there
         self._full: deque[Full] = deque()
         self._there: dict[int, tuple[int, int]] = {}  # for each slot that is still being written: how many tensors are there, of how many
@@ -368,7 +368,7 @@ class HostReader(HostEnd):
     def _hear(self, deadline: float, one_by_one: bool) -> bool:
         """Wait until the writer sends, then receive one message or all; return False if the deadline passes first."""
         heard = False
-        while self._stop is None and not (heard and one_by_one) and places.ready([self._connection.fileno()], deadline):
+        while self._stop is None and not (heard and one_by_one) and places.wait_readable([self._connection.fileno()], deadline):
             heard, deadline = True, 0
             with self._lock:
                 if self._stop is None:
@@ -400,17 +400,17 @@ class HostReader(HostEnd):
             if full.segment:
                 self._segments[full.slot] = map_segment(self._connection.receive_handle(), full.segment)  # views keep the old memory alive
             if full.memory:
-                self._carried[full.slot] = self._map_carried(full.memory)
+                self._carried[full.slot] = self._map_memory(full.memory)
             held = {f.slot for f in self._full} | {slot for slot, _ in self._taken}
             if full.slot in held or not full.header <= full.size <= len(self._segments.get(full.slot, b"")):
                 raise ProtocolError(f"{shown(full)}, which fits no free slot")
         except (EOFError, OSError, slot_memory.Malformed) as error:
-            return protocol.disconnected(error)
+            return protocol.disconnect_message(error)
         return None
 
-    def _map_carried(self, memory: Handle | int) -> torch.Tensor:
+    def _map_memory(self, memory: Handle | int) -> torch.Tensor:
         if isinstance(memory, Handle):
-            return slot_memory.mapped(memory, self._mapped)
+            return slot_memory.map_memory(memory, self._mapped)
         return torch.frombuffer(map_segment(self._connection.receive_handle(), memory), dtype=torch.uint8)
 
     def _leave(self, last: Goodbye | Failed) -> None:

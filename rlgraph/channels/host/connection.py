@@ -24,7 +24,7 @@ from multiprocessing import AuthenticationError
 
 import msgspec
 
-from rlgraph.channels.host.encryption import EncryptedSocket, encrypted
+from rlgraph.channels.host.encryption import EncryptedSocket, encrypt_socket
 from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
 
 # Ends connections to other hosts on which bytes are under way and nothing is acknowledged. Keep-alive asks only where none are.
@@ -67,7 +67,7 @@ class LinkWatch:
     def _look(self, link: socket.socket) -> None:
         """End a link that was lost at the last look too: after a pause of this whole machine, answers come in between two looks."""
         try:
-            lost = unanswered(link)
+            lost = is_unanswered(link)
         except OSError:  # it is closed
             self._links.discard(link)
             return
@@ -81,7 +81,7 @@ class LinkWatch:
                 socket.socket.shutdown(link, socket.SHUT_RDWR)  # also of a TLS socket, whose own would read on as plain text
 
 
-def unanswered(link: socket.socket) -> bool:
+def is_unanswered(link: socket.socket) -> bool:
     """Tell whether bytes are under way and the other host has acknowledged nothing for `LOST_S`. Raises OSError if the link is closed."""
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKNOWLEDGED_AND_SILENT_MS.size)
     under_way, silent_ms = _UNACKNOWLEDGED_AND_SILENT_MS.unpack(info)
@@ -96,12 +96,12 @@ def watch(link: socket.socket) -> None:
     _watch.add(link)
 
 
-def _forked() -> None:
+def _forget_links() -> None:
     global _watch
     _watch = LinkWatch()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forget_links)
 
 
 # Addresses of connections: a path in a folder of the job on one host, `address:port` between hosts.
@@ -169,7 +169,7 @@ def _listen_at_path(channel: str, address: str, backlog: int) -> socket.socket:
 def bound(listener: socket.socket) -> str:
     """The address at which a socket listens."""
     name = listener.getsockname()
-    return name if isinstance(name, str) else _joined(*name[:2])
+    return name if isinstance(name, str) else _join_address(*name[:2])
 
 
 def close_listener(listener: socket.socket, address: str) -> None:
@@ -205,10 +205,10 @@ def dial(where: str, address: str, timeout_s: float) -> socket.socket:
     except (BlockingIOError, TimeoutError) as error:
         raise ChannelTimeout(f"{where}: waited {timeout_s:g} s, the writer at '{address}' does not answer") from error
     except OSError as error:
-        raise gone(where, address, error) from error
+        raise writer_gone_error(where, address, error) from error
 
 
-def gone(where: str, address: str, error: Exception, channel: str = "") -> ChannelBroken:
+def writer_gone_error(where: str, address: str, error: Exception, channel: str = "") -> ChannelBroken:
     """Make the error for a writer that is gone before its reader has joined it."""
     broken = ChannelBroken(f"{where}: the writer at '{address}' is gone ({error or 'end of file'})")
     broken.channel, broken.host = channel, "" if is_path(address) else _host_and_port(address)[0]
@@ -239,7 +239,7 @@ def set_deadline(sock: socket.socket, timeout_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-def ready(handles: Iterable[int], deadline: float) -> list[int]:
+def wait_readable(handles: Iterable[int], deadline: float) -> list[int]:
     """Wait until some of the handles can be read, and return these; none if the deadline passes first."""
     poll = select.poll()
     for handle in handles:
@@ -260,7 +260,7 @@ def _wait_for_path(path: str, deadline: float) -> bool:
         if libc.inotify_add_watch(watch, os.fsencode(os.path.dirname(path) or "."), _IN_MOVED_TO) < 0:
             raise OSError(ctypes.get_errno(), "cannot watch the folder of a writer's socket", path)
         while not os.path.exists(path):
-            if not ready([watch], deadline):
+            if not wait_readable([watch], deadline):
                 return False
             os.read(watch, 65536)
         return True
@@ -273,7 +273,7 @@ def _host_and_port(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _joined(host: str, port: int) -> str:
+def _join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -299,7 +299,7 @@ class Connection:
         self.sends_on = False  # whether a relay at its other end sends the bytes of messages to another host
         fingerprint = b""
         if encrypt and sock.family != socket.AF_UNIX:
-            sock, fingerprint = encrypted(sock, timeout_s, server=server)
+            sock, fingerprint = encrypt_socket(sock, timeout_s, server=server)
         tune(sock)
         self._socket: socket.socket | EncryptedSocket = EncryptedSocket(sock) if isinstance(sock, ssl.SSLSocket) else sock
         try:
@@ -467,7 +467,7 @@ def interface_of(address: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             try:
-                own, mask = (_number(_asked(asking, what, name)) for what in (ADDRESS_OF, MASK_OF))
+                own, mask = (_number(_request_answer(asking, what, name)) for what in (ADDRESS_OF, MASK_OF))
             except OSError:
                 continue  # it has no IPv4 address
             if own == wanted:
@@ -477,7 +477,7 @@ def interface_of(address: str) -> str:
     return around
 
 
-def _asked(asking: socket.socket, what: int, name: str) -> bytes:
+def _request_answer(asking: socket.socket, what: int, name: str) -> bytes:
     return fcntl.ioctl(asking, what, struct.pack("256s", name.encode()))[20:24]
 
 

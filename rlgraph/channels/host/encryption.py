@@ -48,11 +48,11 @@ class EncryptedSocket:
         """Send all of it at once, whatever the flags say. Raises BlockingIOError if the peer takes nothing in time."""
         rest = memoryview(data)
         while rest:
-            rest = rest[self._when_ready(functools.partial(self._tls.send, rest)) :]
+            rest = rest[self._retry_when_readable(functools.partial(self._tls.send, rest)) :]
 
     def recv_into(self, memory: memoryview, nbytes: int = 0, flags: int = 0) -> int:
         """Receive at most one record, of 16 KiB, whatever the flags say; 0 at the end. Raises BlockingIOError if nothing comes in time."""
-        return self._when_ready(functools.partial(self._tls.recv_into, memory))
+        return self._retry_when_readable(functools.partial(self._tls.recv_into, memory))
 
     def shutdown(self, how: int) -> None:
         """Shut the connection below TLS down: `SSLSocket.shutdown` would read what still comes as plain text."""
@@ -61,7 +61,7 @@ class EncryptedSocket:
     def close(self) -> None:
         self._tls.close()
 
-    def _when_ready(self, call: Callable[[], T]) -> T:
+    def _retry_when_readable(self, call: Callable[[], T]) -> T:
         while True:
             try:
                 with self._lock:
@@ -76,12 +76,12 @@ class EncryptedSocket:
                 raise BlockingIOError(errno.EAGAIN, "the peer of an encrypted connection is silent")
 
 
-def encrypted(sock: socket.socket, timeout_s: float, *, server: bool) -> tuple[ssl.SSLSocket, bytes]:
+def encrypt_socket(sock: socket.socket, timeout_s: float, *, server: bool) -> tuple[ssl.SSLSocket, bytes]:
     """Begin TLS on a new connection; return it, and the fingerprint of the certificate that this end has seen.
 
     Raises BlockingIOError for a peer that is silent, OSError for one that speaks no TLS. The socket is closed then.
     """
-    context, fingerprint = _own() if server else (_client(), b"")
+    context, fingerprint = _make_certificate() if server else (_client(), b"")
     sock.settimeout(timeout_s)
     try:
         tls = context.wrap_socket(sock, server_side=server)
@@ -96,11 +96,11 @@ def check_encryption(channel: str, carrier: str | None) -> None:
     """Raise ChannelError for a channel with a carrier, and if this process cannot make a certificate."""
     if carrier is not None:
         raise ChannelError(f"channel '{channel}' is to be encrypted, and its carrier '{carrier}' encrypts nothing; give it no carrier")
-    _own()
+    _make_certificate()
 
 
 @functools.cache
-def _own() -> tuple[ssl.SSLContext, bytes]:
+def _make_certificate() -> tuple[ssl.SSLContext, bytes]:
     """Make this process's certificate: the context of those who listen, and its fingerprint."""
     try:
         pem = subprocess.run(COMMAND.split(), capture_output=True, stdin=subprocess.DEVNULL, timeout=MAKE_S, check=True).stdout

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 import msgspec
 
 from rlgraph.channels.api import MAX_SLOTS, Stop
-from rlgraph.channels.host.connection import UNREADABLE, Connection, dial, gone
+from rlgraph.channels.host.connection import UNREADABLE, Connection, dial, writer_gone_error
 from rlgraph.channels.host.slot_memory import Handle, Segment
 from rlgraph.errors import ChannelError, ChannelTimeout, shown
 
@@ -127,7 +127,7 @@ DIED = Disconnected("died: its connection ended without a goodbye")
 _decoder = msgspec.msgpack.Decoder(ControlMessage)
 
 
-def fitting(size: int | float, slots: int, least: int) -> int | None:
+def bytes_that_fit(size: int | float, slots: int, least: int) -> int | None:
     """The bytes of parts, at least so many, whose messages fit into a socket's buffer with those of all slots; None if not even two do."""
     most = MAX_SLOTS // slots - 3  # beside: `Full`, the last part, and one of another device
     return max(least, math.ceil(size / most)) if most > 1 else None
@@ -139,7 +139,7 @@ def part_bytes(size: int | float, slots: int, least: int) -> int | None:
     >>> part_bytes(1 << 20, 1, 4 << 20), part_bytes(100 << 20, 1, 4 << 20), part_bytes(1 << 30, 2, 4 << 20)
     (None, 4194304, 37025581)
     """
-    return fitting(size, slots, least) if size >= 2 * least else None
+    return bytes_that_fit(size, slots, least) if size >= 2 * least else None
 
 
 def encode(message: ControlMessage) -> bytes:
@@ -192,10 +192,10 @@ def receive(connection: Connection) -> ControlMessage | Disconnected:
     except UNREADABLE as error:
         return Disconnected(f"sent an unreadable control message ({error}); the channel is of no further use")
     except (EOFError, OSError) as error:
-        return disconnected(error)
+        return disconnect_message(error)
 
 
-def disconnected(error: Exception) -> Disconnected:
+def disconnect_message(error: Exception) -> Disconnected:
     """Name the reason why a peer is lost."""
     if isinstance(error, EOFError | ConnectionError):
         return DIED
@@ -227,7 +227,7 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float, *, enc
     except AuthenticationError as error:
         raise ChannelError(f"{where}: the writer at '{address}' refused the authkey; all ends of a job use one key ({error})") from error
     except (OSError, EOFError) as error:  # as at any later time: its death, or what happened to its host, is the cause
-        raise gone(where, address, error, channel) from error
+        raise writer_gone_error(where, address, error, channel) from error
     except UNREADABLE as error:
         raise ChannelError(f"{where}: the writer at '{address}' sent no welcome ({error})") from error
 

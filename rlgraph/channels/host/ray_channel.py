@@ -32,7 +32,7 @@ from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.host.connection import Connection
 from rlgraph.channels.host.protocol import CarrierName, ControlMessage, Disconnected, Failed, Full, Goodbye, KeyValue, send
 from rlgraph.channels.host.slot_memory import new_segment
-from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers, Gloo, Nccl, PairComm, watched
+from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers, Gloo, Nccl, PairComm, run_watched
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelBroken, ChannelError
 
@@ -46,7 +46,7 @@ from rlgraph.errors import ChannelBroken, ChannelError
 
 ROOM = 1.25  # of a new buffer, over its first message
 LEAST_BYTES = 4096
-RAY_S = 30.0  # for Ray to do what nothing is left to wait for
+CLEANUP_TIMEOUT_S = 30.0  # for Ray to do what nothing is left to wait for
 
 
 def open_writer(transport: Transport, site: Site) -> "RayWriter":
@@ -84,7 +84,7 @@ class RayWriter(HostWriter):
             channel = self._make(room)
             self._channels[slot] = channel, room
         with in_words(f"channel '{self.end.channel}', the writer, step {step}"):
-            channel.write(packed, RAY_S)
+            channel.write(packed, CLEANUP_TIMEOUT_S)
         name = channel._writer_ref.binary()
         handle, segment = new_segment(self.end.channel, len(name)) if new else (None, b"")
         if isinstance(segment, mmap.mmap):
@@ -159,20 +159,20 @@ class RayBuffers:
         """Attach to the channel of that name at once, while the writer lives."""
         with self.lock:
             if slot not in self.channels or self.channels[slot][0] != name:
-                self.channels[slot] = name, attached(self.site, name)
+                self.channels[slot] = name, attach_channel(self.site, name)
 
     def take(self, full: Full) -> Any:
         with self.lock:  # else two threads read the message from Ray, which gives it once
             if full.step not in self.messages:
                 with in_words(f"channel '{self.site.channel}', a reader, step {full.step}"):
-                    self.messages[full.step] = self.channels[full.slot][1].read(RAY_S), self.readers
+                    self.messages[full.step] = self.channels[full.slot][1].read(CLEANUP_TIMEOUT_S), self.readers
             message, left = self.messages.pop(full.step)
             if left > 1:
                 self.messages[full.step] = message, left - 1
             return message
 
 
-def attached(site: Site, name: bytes) -> Any:
+def attach_channel(site: Site, name: bytes) -> Any:
     """Find the channel of Ray that has that name on this host, and keep its buffer from going with the writer."""
     found, actor, node = ray.ObjectRef(name), any_actor(site), node_id()
     of = {node: ReaderRefInfo(found, ray.ActorID.nil(), 1)}
@@ -192,7 +192,9 @@ def in_words(where: str) -> Iterator[None]:
             f"{where} does not fit into Ray's object store; start Ray with more object_store_memory, or leave transport='ray' out"
         ) from error
     except (ray.exceptions.RayError, ValueError) as error:
-        raise ChannelBroken(f"{where}: Ray's channel failed, after {RAY_S:g} s at most: {type(error).__name__}: {error}") from error
+        raise ChannelBroken(
+            f"{where}: Ray's channel failed, after {CLEANUP_TIMEOUT_S:g} s at most: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_ray(channel: str) -> None:
@@ -316,12 +318,12 @@ class RayDeviceReader(RayReader):
         if not size:
             return 0
         try:
-            self._carried[full.slot] = watched(lambda: self._received(names[self._store]), [], RAY_S)
+            self._carried[full.slot] = run_watched(lambda: self._receive_tensor(names[self._store]), [], CLEANUP_TIMEOUT_S)
         except (RuntimeError, EOFError, OSError) as error:
             raise ChannelBroken(f"{self.end.channel}, step {full.step}: Ray's accelerator channel failed: {error}") from error
         return cast(int, size)
 
-    def _received(self, name: bytes) -> torch.Tensor:
+    def _receive_tensor(self, name: bytes) -> torch.Tensor:
         try:
             return self._receive(name)
         except RayError as error:
@@ -330,8 +332,8 @@ class RayDeviceReader(RayReader):
     def _receive(self, name: bytes) -> torch.Tensor:
         if self._channel is None:
             self._pair = Pair(self._store, 1, self._kind, self._device)
-            self._channel = _channel(attached(self._ray_buffers.site, name), self._pair, self._ray_buffers.site)
-        found: torch.Tensor = self._channel.read(RAY_S)[0]
+            self._channel = _channel(attach_channel(self._ray_buffers.site, name), self._pair, self._ray_buffers.site)
+        found: torch.Tensor = self._channel.read(CLEANUP_TIMEOUT_S)[0]
         return found
 
     def _end_with(self, last: Goodbye | Failed, stop: Stop) -> None:
@@ -373,9 +375,9 @@ class Pair(Communicator):  # type: ignore[misc]
 
     def __init__(self, store: str, rank: int, kind: CarrierName, device: torch.device) -> None:
         file_store = FileStore(store, 2)
-        file_store.set_timeout(timedelta(seconds=RAY_S))
+        file_store.set_timeout(timedelta(seconds=CLEANUP_TIMEOUT_S))
         self._rank, self._device = rank, device
-        self._comm: PairComm | None = Nccl(file_store, rank, device) if kind == "nccl" else Gloo(file_store, rank, RAY_S)
+        self._comm: PairComm | None = Nccl(file_store, rank, device) if kind == "nccl" else Gloo(file_store, rank, CLEANUP_TIMEOUT_S)
 
     def send(self, value: torch.Tensor, peer_rank: int) -> None:
         assert self._comm is not None

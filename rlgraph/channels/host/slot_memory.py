@@ -100,14 +100,14 @@ class DeviceMemory:
         self.handle = handle_of(self.bytes)
 
 
-# The memories of other processes that are mapped here, by address, while their `Mapped` keeps them.
-_of_others: dict[int, tuple[weakref.ref[torch.Tensor], Handle]] = {}
+# The memories of other processes that are mapped here, by address, while their `MappedMemory` keeps them.
+_foreign_segments: dict[int, tuple[weakref.ref[torch.Tensor], Handle]] = {}
 
 
 def handle_of(tensor: torch.Tensor) -> Handle:
     """Export the GPU memory that a tensor lies in. For memory of another process this is its owner's handle."""
     storage = tensor.untyped_storage()
-    memory, handle = _of_others.get(storage.data_ptr(), (None, None))
+    memory, handle = _foreign_segments.get(storage.data_ptr(), (None, None))
     if memory is not None and handle is not None and memory() is not None:  # else the address is this process's again
         return handle
     _, exported, allocation, offset, counter, counter_offset, event, needed = storage._share_cuda_()
@@ -115,7 +115,7 @@ def handle_of(tensor: torch.Tensor) -> Handle:
 
 
 @dataclass
-class Mapped:
+class MappedMemory:
     """The device memories of a peer that this process has mapped, by handle."""
 
     memories: dict[tuple[bytes, int], torch.Tensor] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class Mapped:
                 handle.event_needed,
             )
             self.memories[key] = torch.empty(0, dtype=torch.uint8, device=f"cuda:{here}").set_(storage)[: handle.size]
-            _of_others[storage.data_ptr()] = (weakref.ref(self.memories[key]), handle)
+            _foreign_segments[storage.data_ptr()] = (weakref.ref(self.memories[key]), handle)
         return self.memories[key]
 
 
@@ -205,7 +205,7 @@ class MessageLayout:
             place = _Place(name, stored, column.shape, ends[on_device])
             self._entries.append(TensorColumn(name, str(stored).removeprefix("torch."), tuple(column.shape), place.offset, on_device))
             (self.apart if on_device else self.host).append(place)
-            ends[on_device] = _aligned(place.offset + column.numel() * stored.itemsize)
+            ends[on_device] = _align_size(place.offset + column.numel() * stored.itemsize)
             if on_device:
                 self.device = column.device
         # Columns without an element need device memory too: it tells their device.
@@ -224,7 +224,7 @@ class WriteView:
         self.layout, self.header = layout, len(header)
         self.size = size_of(layout, header)
         segment[: self.header] = header
-        start = _aligned(self.header)
+        start = _align_size(self.header)
         self._views = {p.name: _view(segment, p.dtype, p.shape, start + p.offset) for p in layout.host}
         if memory is not None:
             self._views |= {p.name: device_view(memory, p.dtype, p.shape, p.offset) for p in layout.apart}
@@ -256,7 +256,7 @@ class WriteView:
         """
         if self._buckets[0] != part_bytes:
             self._buckets = (part_bytes, _in_buckets([(place.name, self._views[place.name]) for place in self.layout.host], part_bytes))
-        begin, ends = _aligned(self.header), [place.offset + self._views[place.name].nbytes for place in self.layout.host]
+        begin, ends = _align_size(self.header), [place.offset + self._views[place.name].nbytes for place in self.layout.host]
         for bucket in self._buckets[1]:
             view, source = bucket.views[0][1], columns[bucket.views[0][0]]
             assert isinstance(source, torch.Tensor)
@@ -304,7 +304,7 @@ def _in_buckets(views: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int | N
 
 def size_of(layout: MessageLayout, header: bytes) -> int:
     """The bytes of a slot in host memory: its header and its columns there."""
-    return _aligned(len(header)) + layout.host_size
+    return _align_size(len(header)) + layout.host_size
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,7 @@ class ReadView:
         return self.segment is segment and self.carried is carried and self.size == size and self.header == header
 
 
-def read(slot: mmap.mmap, header: int, size: int, memories: Mapped, carried: torch.Tensor | None = None) -> dict[str, Column]:
+def read(slot: mmap.mmap, header: int, size: int, memories: MappedMemory, carried: torch.Tensor | None = None) -> dict[str, Column]:
     """Read the columns behind a header of `header` bytes; tensors are views of the slot, or of the `carried` memory.
 
     Raises Malformed if a column leaves the `size` bytes of the message.
@@ -331,8 +331,8 @@ def read(slot: mmap.mmap, header: int, size: int, memories: Mapped, carried: tor
         entries = _decoder.decode(memoryview(slot)[:header])
     except UNREADABLE as error:
         raise Malformed(f"its header cannot be read ({error})") from error
-    memory = next((mapped(entry, memories) for entry in entries if isinstance(entry, Handle)), carried)
-    start = _aligned(header)
+    memory = next((map_memory(entry, memories) for entry in entries if isinstance(entry, Handle)), carried)
+    start = _align_size(header)
     columns: dict[str, Column] = {}
     for entry in entries:
         if isinstance(entry, TextColumn):
@@ -349,7 +349,7 @@ def read(slot: mmap.mmap, header: int, size: int, memories: Mapped, carried: tor
     return columns
 
 
-def mapped(handle: Handle, memories: Mapped) -> torch.Tensor:
+def map_memory(handle: Handle, memories: MappedMemory) -> torch.Tensor:
     try:
         return memories.open(handle)
     except (RuntimeError, AssertionError, TypeError, ValueError, OverflowError) as error:
@@ -380,5 +380,5 @@ def _view(slot: mmap.mmap, dtype: torch.dtype, shape: torch.Size, offset: int) -
         return torch.frombuffer(slot, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def _aligned(size: int) -> int:
+def _align_size(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT

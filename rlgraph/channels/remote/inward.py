@@ -15,12 +15,12 @@ import torch
 
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.acceptor import Acceptor
-from rlgraph.channels.host.connection import Connection, ProtocolError, ready
+from rlgraph.channels.host.connection import Connection, ProtocolError, wait_readable
 from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Free, Full, Goodbye, Lost, Portion, Posted, Staged
 from rlgraph.channels.host.slot_memory import Handle, Segment, segment_of
 from rlgraph.channels.remote import relay, transfer
 from rlgraph.channels.remote.relay import Relay
-from rlgraph.channels.remote.transfer import DeviceBuffers, Finish, HungUp, PairComm, PeerFailed, watched
+from rlgraph.channels.remote.transfer import DeviceBuffers, Finish, HungUp, PairComm, PeerFailed, run_watched
 from rlgraph.errors import shown
 
 POSTED_MOST = 2  # parts, so that a sender that has ended one can begin the next
@@ -59,7 +59,7 @@ class _Inward(Relay):
 
     def wait(self, sources: Sequence[Connection], deadline: float) -> list[int]:
         bells = [] if self.onward is None else [self.onward.bell]
-        handles = ready([*bells, *(source.fileno() for source in sources)], deadline)
+        handles = wait_readable([*bells, *(source.fileno() for source in sources)], deadline)
         if self.onward is not None and self.onward.bell in handles:
             self.onward.hush()
         return handles
@@ -146,7 +146,7 @@ class _Inward(Relay):
             return
         self.remote.receive_into(memoryview(self.segments[full.slot])[: full.size])
         if full.carried:
-            self._receive_apart(full)
+            self._receive_carried(full)
         else:
             self._pass_on(full)
 
@@ -173,7 +173,7 @@ class _Inward(Relay):
             return
         end = time.monotonic() + relay.STALL_S
         while not self.onward.full:
-            handles = ready([self.onward.bell, self.near.fileno()], end)
+            handles = wait_readable([self.onward.bell, self.near.fileno()], end)
             if not handles:
                 missing = f"{self.onward.missing} of the readers that it passes messages on to did not connect within {relay.STALL_S:g} s"
                 raise PeerFailed(missing)
@@ -181,7 +181,7 @@ class _Inward(Relay):
                 raise HungUp  # before the first message a reader says nothing but that it ends
             self.onward.hush()
 
-    def _receive_apart(self, full: Full) -> None:
+    def _receive_carried(self, full: Full) -> None:
         """Receive the carried bytes: relays to other hosts hear of them with the first part, readers of this host once all are there."""
         if self.buffers is None or self.comm is None:
             raise ProtocolError(f"{shown(full)}, but the ends agreed on no carrier")
@@ -195,7 +195,7 @@ class _Inward(Relay):
             raise RuntimeError(f"other transfers to this process took {relay.STALL_S:g} s")
         try:
             memory, before = self.buffers.of_slot(full.slot, full.carried, self.comm.memory), 0
-            for there in self._arriving(full, memory, self.comm, part or full.carried):
+            for there in self._receive_parts(full, memory, self.comm, part or full.carried):
                 if before:
                     protocol.tell(beyond, Staged(full.slot, there))
                 else:
@@ -207,12 +207,12 @@ class _Inward(Relay):
         self._tell(full, [reader for reader in self.unread[full.slot] if not reader.sends_on], self.buffers.news.pop(full.slot, None))
         self._forget_handle()
 
-    def _arriving(self, full: Full, memory: torch.Tensor, comm: PairComm, part: int) -> Iterator[int]:
+    def _receive_parts(self, full: Full, memory: torch.Tensor, comm: PairComm, part: int) -> Iterator[int]:
         """Receive bytes in parts, and tell after each how many are there. The next one is posted meanwhile, if the sending host has it."""
         staged, begun = full.carried - full.awaited, 0
         posted: deque[tuple[int, Finish]] = deque()
         while begun < full.carried or posted:
-            while staged < full.carried and (not (posted or begun < staged) or ready([self.remote.fileno()], 0)):
+            while staged < full.carried and (not (posted or begun < staged) or wait_readable([self.remote.fileno()], 0)):
                 staged = self._hear_of_more(full, staged)
             while begun < staged and len(posted) < POSTED_MOST:
                 end = min(begun + part, staged)
@@ -220,12 +220,12 @@ class _Inward(Relay):
                 self.remote.send(protocol.encode(Posted(full.slot, end)))
                 begun = end
             there, arrived = posted.popleft()
-            watched(arrived, [self.near, self.remote], relay.STALL_S, comm.check)
+            run_watched(arrived, [self.near, self.remote], relay.STALL_S, comm.check)
             yield there
 
     def _hear_of_more(self, full: Full, before: int) -> int:
         """Wait until the sending host has more of the bytes."""
-        message = watched(lambda: protocol.receive(self.remote), [self.near], relay.STALL_S)
+        message = run_watched(lambda: protocol.receive(self.remote), [self.near], relay.STALL_S)
         if isinstance(message, Staged) and message.slot == full.slot and before < message.bytes <= full.carried:
             return message.bytes
         if not isinstance(message, Goodbye | Failed | Lost | Disconnected):

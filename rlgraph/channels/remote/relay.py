@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 import torch
 
 from rlgraph.channels.host import protocol
-from rlgraph.channels.host.connection import Connection, ProtocolError, ready
+from rlgraph.channels.host.connection import Connection, ProtocolError, wait_readable
 from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Full, Portion, Posted, Staged, Welcome
 from rlgraph.channels.host.slot_memory import map_segment
-from rlgraph.channels.remote.transfer import DeviceBuffers, Gloo, HungUp, LinkStore, Nccl, PairComm, PeerFailed, watched
+from rlgraph.channels.remote.transfer import DeviceBuffers, Gloo, HungUp, LinkStore, Nccl, PairComm, PeerFailed, run_watched
 from rlgraph.errors import shown
 
 STALL_S = 120.0  # a process may hold its interpreter for long; a host that is gone is found by keep-alive
 FAREWELL_S = 10.0  # for the other host to read the last bytes
-A_DAY_S = 86_400.0  # silence between two messages is no fault; the thread that waits for a message has its own deadline
+NO_DEADLINE_S = 86_400.0  # silence between two messages is no fault; the thread that waits for a message has its own deadline
 
 
 @dataclass
@@ -94,14 +94,14 @@ class Relay:
             store.end()
             return comm
 
-        self.comm = watched(meet, [self.remote], STALL_S)
+        self.comm = run_watched(meet, [self.remote], STALL_S)
 
     def _carry_next(self) -> bool:
         sources = self.sources()
         if not sources:
             return False
         both = self.remote in sources and len(sources) > 1
-        handles = self.wait(sources, time.monotonic() + (A_DAY_S if both else STALL_S))
+        handles = self.wait(sources, time.monotonic() + (NO_DEADLINE_S if both else STALL_S))
         for source in sources:
             if source.fileno() not in handles:
                 continue
@@ -114,12 +114,12 @@ class Relay:
 
     def wait(self, sources: Sequence[Connection], deadline: float) -> list[int]:
         """Wait for a message, and return the handles that have one."""
-        return ready([source.fileno() for source in sources], deadline)
+        return wait_readable([source.fileno() for source in sources], deadline)
 
     def _last_words(self) -> None:
         """Pass on the last messages of a side that ended: that it closed, or failed."""
         for source, target in ((self.near, self.remote), (self.remote, self.near)):
-            while ready([source.fileno()], 0) and not isinstance(message := protocol.receive(source), Disconnected | Full):
+            while wait_readable([source.fileno()], 0) and not isinstance(message := protocol.receive(source), Disconnected | Full):
                 if not isinstance(message, Staged):
                     self.heard(message, source)
                     protocol.send(target, message)
@@ -189,7 +189,7 @@ class _Outward(Relay):
             self.staged = message.bytes
             self.remote.send(protocol.encode(message))
         elif isinstance(message, Posted | Arrived) and source is self.remote:
-            self._send_apart(message)
+            self._send_carried(message)
         else:
             super().carry(message, source)
             if isinstance(message, Welcome):
@@ -207,7 +207,7 @@ class _Outward(Relay):
         if not full.coming:
             self.remote.send_bytes(memoryview(self.segments[full.slot])[: full.size])
 
-    def _send_apart(self, message: Posted | Arrived) -> None:
+    def _send_carried(self, message: Posted | Arrived) -> None:
         """Send device bytes of the slot, those that are requested. They arrive even if the writer has ended by now."""
         if message.slot not in self.leaving or self.comm is None or isinstance(message, Posted) is not (message.slot == self.unrequested):
             raise ProtocolError(f"{shown(message)}, but no such bytes are under way in that slot")
@@ -220,4 +220,4 @@ class _Outward(Relay):
         part, self.requested = leaving[self.requested : message.bytes], message.bytes
         if self.requested == len(leaving):
             self.unrequested = None
-        watched(self.comm.send(part), [self.remote], STALL_S, self.comm.check)
+        run_watched(self.comm.send(part), [self.remote], STALL_S, self.comm.check)

@@ -142,7 +142,7 @@ class LinkStore(Store):
         self.wait([""])
 
 
-def watched(work: Callable[[], T], connections: Sequence[Connection], timeout_s: float, check: Callable[[], None] | None = None) -> T:
+def run_watched(work: Callable[[], T], connections: Sequence[Connection], timeout_s: float, check: Callable[[], None] | None = None) -> T:
     """Run the work in its own thread and return its result. A library does not notice that its peer ended; this does.
 
     Raises HungUp when one of the connections ends first, RuntimeError when the work fails or takes too long; the thread may then go
@@ -162,21 +162,21 @@ def watched(work: Callable[[], T], connections: Sequence[Connection], timeout_s:
     threading.Thread(target=run, name="carrier", daemon=True).start()
     deadline = time.monotonic() + timeout_s
     with done:
-        while not (ended := _ended([done, *connections], min(LOOK_S, deadline - time.monotonic()))):
+        while not (ended := _wait_ended_sockets([done, *connections], min(LOOK_S, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:
                 raise RuntimeError(f"it did not end within {timeout_s:g} s")
             if check is not None:
                 check()
-        if done.fileno() not in ended and not _ended([done], HANG_UP_S):
+        if done.fileno() not in ended and not _wait_ended_sockets([done], HANG_UP_S):
             raise HungUp
-        if failed and not isinstance(failed[0], PeerFailed) and _ended(connections, HANG_UP_S):
+        if failed and not isinstance(failed[0], PeerFailed) and _wait_ended_sockets(connections, HANG_UP_S):
             raise HungUp
     if failed:
         raise failed[0]
     return found[0]
 
 
-def _ended(sockets: Sequence[socket.socket | Connection], timeout_s: float) -> set[int]:
+def _wait_ended_sockets(sockets: Sequence[socket.socket | Connection], timeout_s: float) -> set[int]:
     """Wait until at least one socket has ended, and return those that have; none after `timeout_s`."""
     poll = select.poll()
     for one in sockets:

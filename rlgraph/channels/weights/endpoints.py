@@ -15,7 +15,7 @@ import torch
 
 from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.host.slot_memory import ALIGNMENT, device_view
-from rlgraph.channels.weights.shards import Assembly, WeightShard, check_own, copy_all, described, parameters, shards_of
+from rlgraph.channels.weights.shards import Assembly, WeightShard, check_own, copy_all, encode_shards, parameters, shards_of
 from rlgraph.columns import Column
 from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
 
@@ -49,7 +49,7 @@ def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
 SHARDS = "shards of all below"  # the first column: where the others belong
 CHECKSUMS = "checksums of all above"  # the last one
 SWITCH_S = 0.0001  # after which one thread gives the interpreter to another
-A_DAY_S = 86_400.0  # the receiving thread waits without a deadline; `receive` has one
+NO_DEADLINE_S = 86_400.0  # the receiving thread waits without a deadline; `receive` has one
 
 Weights: TypeAlias = Mapping[str, torch.Tensor]
 Kinds: TypeAlias = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -84,7 +84,7 @@ class WeightsWriter:
         millisecond for an adapter of 500 matrices."""
         check_own(sent)
         tensors = (shard.tensor for shard in sent)
-        self._columns, self._sent = {SHARDS: described(sent), **dict(zip(_column_names(sent), tensors, strict=True))}, sent
+        self._columns, self._sent = {SHARDS: encode_shards(sent), **dict(zip(_column_names(sent), tensors, strict=True))}, sent
 
     def blocked_s(self) -> float:
         """The seconds that `publish` has waited for a free slot so far."""
@@ -236,7 +236,7 @@ class Staging:
 
     def _allocate(self, kinds: Kinds, device: torch.device, tensors: Weights, source: torch.Tensor | None) -> None:
         if source is None:
-            self._flat, self.weights = None, in_one_memory(kinds, device)
+            self._flat, self.weights = None, flat_buffer(kinds, device)
             return
         self._flat, self.weights = torch.empty_like(source), {}
         for name, start in _offsets(tensors).items():
@@ -275,16 +275,16 @@ class _Prefetch:
 
     def _next(self, version: int) -> None:
         """Copy each rank's shards as they are staged, once the engine has released the buffer."""
-        messages = [_tensors(reader.begin(version, A_DAY_S)) for reader in self.readers]
+        messages = [_tensors(reader.begin(version, NO_DEADLINE_S)) for reader in self.readers]
         for reader in self.readers:
-            reader.arrived(0, A_DAY_S)  # the description, which comes first
+            reader.arrived(0, NO_DEADLINE_S)  # the description, which comes first
         shards = [self._shards(_RankShards.of(rank, message)) for rank, message in enumerate(messages)]
         self.empty.acquire()
         self.staging.fill(
-            shards, lambda rank, beyond: min(self.readers[rank].arrived(beyond + 1, A_DAY_S) - 1, len(shards[rank])), self.read
+            shards, lambda rank, beyond: min(self.readers[rank].arrived(beyond + 1, NO_DEADLINE_S) - 1, len(shards[rank])), self.read
         )
         for rank, message in enumerate(messages):
-            self.readers[rank].arrived(len(message) - 1, A_DAY_S)  # what comes behind the last shard
+            self.readers[rank].arrived(len(message) - 1, NO_DEADLINE_S)  # what comes behind the last shard
             check(version, rank, shards[rank], self.staging.targets[rank], message)
         self.weights = dict(self.staging.weights)
         del messages
@@ -339,7 +339,7 @@ def _tensors(columns: Mapping[str, Column]) -> dict[str, torch.Tensor]:
     return cast(dict[str, torch.Tensor], columns)
 
 
-def in_one_memory(kinds: Kinds, device: torch.device) -> dict[str, torch.Tensor]:
+def flat_buffer(kinds: Kinds, device: torch.device) -> dict[str, torch.Tensor]:
     """Allocate tensors of these shapes and dtypes in one memory, which another process maps in one call."""
     places, end = {}, 0
     for name, (shape, dtype) in kinds.items():
@@ -349,7 +349,7 @@ def in_one_memory(kinds: Kinds, device: torch.device) -> dict[str, torch.Tensor]
     return {name: device_view(memory, dtype, shape, places[name]) for name, (shape, dtype) in kinds.items()}
 
 
-def lie_together(weights: Weights) -> bool:
+def are_contiguous(weights: Weights) -> bool:
     """Whether all weights are contiguous in one memory."""
     tensors = list(weights.values())
     return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1 and all(tensor.is_contiguous() for tensor in tensors)
@@ -362,6 +362,6 @@ def _offsets(weights: Weights) -> dict[str, int]:
 def _whole_memory(weights: Weights) -> torch.Tensor | None:
     """The one GPU memory that holds all the weights, as bytes; None if they are not in one."""
     first = next(iter(weights.values()))
-    if not first.is_cuda or not lie_together(weights):
+    if not first.is_cuda or not are_contiguous(weights):
         return None
     return torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())

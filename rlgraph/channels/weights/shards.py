@@ -56,10 +56,10 @@ class WeightShard:
         return f"[{', '.join(f'{begin}:{end}' for begin, end in self.spans)}]"
 
 
-def whole(weights: Mapping[str, torch.Tensor]) -> Iterator[WeightShard]:
+def unsharded_weights(weights: Mapping[str, torch.Tensor]) -> Iterator[WeightShard]:
     """Yield every parameter as one shard, for a trainer of one rank.
 
-    >>> [str(shard) for shard in whole({"w": torch.zeros(2, 3)})]
+    >>> [str(shard) for shard in unsharded_weights({"w": torch.zeros(2, 3)})]
     ['[0:2, 0:3]']
     """
     for name, tensor in weights.items():
@@ -85,9 +85,9 @@ def parameters(ranks: Sequence[Sequence[WeightShard]]) -> dict[str, Parameter]:
         _check(name, found)
         size, held = prod(found[0][1].global_shape), sum(shard.tensor.numel() for _, shard in found)
         if held != size:
-            some = ", ".join(_owned(*box) for box in found[:3])
+            some = ", ".join(_owner_of(*box) for box in found[:3])
             raise ChannelError(
-                f"{_titled(name, found)}: its boxes hold {held} of {size} elements ({some}{', …' if len(found) > 3 else ''}); every "
+                f"{_title_of(name, found)}: its boxes hold {held} of {size} elements ({some}{', …' if len(found) > 3 else ''}); every "
                 "element of a parameter is held by one rank: let `weight_shards` yield what is missing, with replica=0 on one rank"
             )
     return {name: Parameter(tuple(found[0][1].global_shape), found[0][1].tensor.dtype, found) for name, found in boxes.items()}
@@ -170,14 +170,14 @@ class _ShardEntry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 _decoder = msgspec.msgpack.Decoder(list[_ShardEntry])
 
 
-def described(shards: Iterable[WeightShard]) -> torch.Tensor:
+def encode_shards(shards: Iterable[WeightShard]) -> torch.Tensor:
     """Encode the names, shapes and offsets of shards as a column of bytes."""
     entries = [_ShardEntry(shard.name, tuple(shard.global_shape), tuple(shard.offsets)) for shard in shards]
     return torch.frombuffer(bytearray(msgspec.msgpack.encode(entries)), dtype=torch.uint8)
 
 
 def shards_of(description: bytes, tensors: Sequence[torch.Tensor]) -> list[WeightShard]:
-    """Decode shards that were `described`, with their tensors. Raises ChannelError if the two do not fit."""
+    """Decode shards that `encode_shards` encoded, with their tensors. Raises ChannelError if the two do not fit."""
     try:
         entries = _decoder.decode(description)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -226,8 +226,8 @@ def _check(name: str, found: list[Owned]) -> None:
     two = _overlap([(rank, shard) for rank, shard in found if shard.tensor.numel()])
     if two is not None:
         raise ChannelError(
-            f"{_titled(name, found)}: {_owned(*two[0])} overlaps {_owned(*two[1])}; every element is sent once: what several ranks hold "
-            "alike has replica=0 on one of them, and other numbers on the others"
+            f"{_title_of(name, found)}: {_owner_of(*two[0])} overlaps {_owner_of(*two[1])}; every element is sent once: "
+            "what several ranks hold alike has replica=0 on one of them, and other numbers on the others"
         )
 
 
@@ -247,11 +247,11 @@ def _overlap(boxes: list[Owned]) -> tuple[Owned, Owned] | None:
     return None
 
 
-def _titled(name: str, found: list[Owned]) -> str:
+def _title_of(name: str, found: list[Owned]) -> str:
     return f"weights: '{name}' {list(found[0][1].global_shape)}"
 
 
-def _owned(rank: int | None, shard: WeightShard) -> str:
+def _owner_of(rank: int | None, shard: WeightShard) -> str:
     return f"{shard} of {_who(rank)}"
 
 

@@ -35,7 +35,7 @@ class LateRotation(torch.nn.Module):
         return torch.cat([cos[0, :, :half], sin[0, :, :half]], dim=-1)
 
 
-def rotated(states: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+def rotate_heads(states: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate heads `[L, H, D]` at these positions `[L]`, as the engine does."""
     out = states.clone()
     kernels.rotary_embedding(positions, out.view(len(out), -1), None, states.shape[-1], table, True)
@@ -108,7 +108,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.turn, ctx.starts, ctx.scale = turn, starts, scale
         q, k, v = (x.detach()[0].transpose(0, 1).contiguous() for x in (query, key, value))
-        return scheduled(rotated(q, *turn), rotated(k, *turn), v, starts, prompts, scale)[None]
+        return attend_in_order(rotate_heads(q, *turn), rotate_heads(k, *turn), v, starts, prompts, scale)[None]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -160,7 +160,7 @@ def _order(starts: tuple[int, ...], prompts: tuple[int, ...]) -> _Order:
     return _Order(torch.tensor(slots), first, made)
 
 
-def scheduled(
+def attend_in_order(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: list[int], prompts: list[int], scale: float
 ) -> torch.Tensor:
     """Attend `[L, H, D]` in the engine's order."""
@@ -170,11 +170,11 @@ def scheduled(
     kernels.cpu_attn_reshape_and_cache(key, value, keys, values, order.slots, kind)
     out = torch.empty_like(query)
     for call in order.calls:
-        out[call.rows] = _called(query[call.rows], keys, values, call, scale, kind)
+        out[call.rows] = _call_kernel(query[call.rows], keys, values, call, scale, kind)
     return out
 
 
-def _called(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: _Call, scale: float, kind: str) -> torch.Tensor:
+def _call_kernel(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, call: _Call, scale: float, kind: str) -> torch.Tensor:
     plan = kernels.cpu_attn_get_scheduler_metadata(
         num_reqs=len(call.seen),
         num_heads=query.shape[1],

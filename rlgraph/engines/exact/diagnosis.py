@@ -71,7 +71,7 @@ class Witness:
         elif path.endswith(".norm") and not number:
             self._keep(module, "norm")
         elif path.endswith("rotary_emb") and hasattr(module, "cos_sin_cache"):
-            self._hooks.append(module.register_forward_hook(self._rotated))
+            self._hooks.append(module.register_forward_hook(self._record_rotation))
         if not below:
             return
         layer = int(number)
@@ -93,7 +93,7 @@ class Witness:
             module.register_forward_hook(lambda module, given, out: self.add(name, out[0] if isinstance(out, tuple) else out))
         )
 
-    def _rotated(self, module: torch.nn.Module, given: Any, out: Any) -> None:
+    def _record_rotation(self, module: torch.nn.Module, given: Any, out: Any) -> None:
         for name, states in zip(("query", "key"), out, strict=True):
             self.add(f"{self.layer}.{name}", states)
 
@@ -162,7 +162,7 @@ def _prompt_rows(positions: torch.Tensor, prompt: int) -> torch.Tensor:
     raise ValueError(f"no prompt of {prompt} tokens in the first pass, whose texts begin at {begins}")
 
 
-def merged(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def merge_products(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Put the parts of merged products of a trainer's pass together, as vLLM has them."""
     whole = {name: states for name, states in found.items() if "/" not in name}
     parts = sorted(name for name in found if "/" in name)
@@ -245,12 +245,14 @@ def trainer_side(folder: str, device: str, out: Path) -> None:
     torch.set_num_threads(1)
     head = PolicyHead(folder)
     engine = FsdpEngine(head, TrainerSettings(exact=True), device=device, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
-    found = compared(head, engine, torch.load(out / "seen.pt", weights_only=True))
+    found = compare_operations(head, engine, torch.load(out / "seen.pt", weights_only=True))
     (out / "found.json").write_bytes(msgspec.json.encode(found))
     engine.close()
 
 
-def compared(head: Any, engine: Any, seen: list[tuple[list[int], list[float], dict[str, torch.Tensor]]]) -> list[ComparedOperation]:
+def compare_operations(
+    head: Any, engine: Any, seen: list[tuple[list[int], list[float], dict[str, torch.Tensor]]]
+) -> list[ComparedOperation]:
     """Compare what a trainer computes of the texts with what the engine was seen to compute."""
     order = [*names(len(head.layers)), LOG_PROBS]
     found: dict[str, list[ComparedOperation]] = {}
@@ -269,7 +271,7 @@ def _seen_in_trainer(head: Any, engine: Any, batch: Columns) -> dict[str, torch.
         log_probs = engine.scores(batch)[0]
     witness.leave()
     (seen,) = witness.passes
-    return merged({name: rows.cpu() for name, rows in seen.items()}) | {LOG_PROBS: log_probs[:, None]}
+    return merge_products({name: rows.cpu() for name, rows in seen.items()}) | {LOG_PROBS: log_probs[:, None]}
 
 
 def _batch(prompt: list[int], tokens: list[int]) -> Columns:

@@ -10,7 +10,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 from vllm.vllm_flash_attn import flash_attn_varlen_func
 
 from rlgraph.engines.exact.gpu_norm import norm_forward
-from rlgraph.engines.exact.gpu_products import exchange_lone_rows, leave_sums_whole
+from rlgraph.engines.exact.gpu_products import forbid_split_sums, pad_single_rows
 from rlgraph.engines.exact.rules import check_machine, check_model, check_plain, table_of
 from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.triton_scores import TritonScores
@@ -29,7 +29,7 @@ TOLD = 128  # queries of the longest sequence, as the kernel is told for narrow 
 NARROW = 64  # numbers of a head
 
 
-def told(size: int, longest: int) -> int:
+def kernel_seqlen(size: int, longest: int) -> int:
     """The number of queries of the longest sequence that the kernel is told of, for heads of a size."""
     return max(longest, TOLD) if size <= NARROW else longest
 
@@ -73,7 +73,7 @@ class _FlashAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value, starts)
         ctx.longest, ctx.scale = longest, scale
-        return attended(query.detach(), key.detach(), value.detach(), starts, longest, scale)
+        return attend_sequences(query.detach(), key.detach(), value.detach(), starts, longest, scale)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -87,13 +87,15 @@ class _FlashAttention(torch.autograd.Function):
         return (*torch.autograd.grad(out, own, grads[0][None]), None, None, None)
 
 
-def attended(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float) -> torch.Tensor:
+def attend_sequences(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
     """Attend `[L, H, D]` within each sequence."""
     out: torch.Tensor = flash_attn_varlen_func(
         query,
         key,
         value,
-        max_seqlen_q=told(query.shape[-1], longest),
+        max_seqlen_q=kernel_seqlen(query.shape[-1], longest),
         cu_seqlens_q=starts,
         max_seqlen_k=longest,
         cu_seqlens_k=starts,
@@ -133,15 +135,15 @@ class _Rotation(torch.autograd.Function):
         ctx: Any, query: torch.Tensor, key: torch.Tensor, tables: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(tables, positions)
-        return turned(query, key, tables[0], positions)
+        return rotate_heads(query, key, tables[0], positions)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         tables, positions = ctx.saved_tensors
-        return *turned(grads[0], grads[1], tables[1], positions), None, None
+        return *rotate_heads(grads[0], grads[1], tables[1], positions), None, None
 
 
-def turned(query: torch.Tensor, key: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def rotate_heads(query: torch.Tensor, key: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate `[1, H, L, D]` queries and keys at `positions [L]`, as the engine does."""
     q, k = (x.detach()[0].transpose(0, 1).clone(memory_format=torch.contiguous_format) for x in (query, key))
     kernels.rotary_embedding(positions, q.view(len(q), -1), k.view(len(k), -1), q.shape[-1], table, True)
@@ -174,10 +176,10 @@ def exchange(head: Any) -> None:
     """Give the model of a policy's `head` the kernels. Raises DataError for a model or a machine without proof."""
     check_machine()
     check_model(head.model.config.get_text_config())
-    leave_sums_whole()
+    forbid_split_sums()
     head.exact = True
     model = head.model
-    exchange_lone_rows(model)
+    pad_single_rows(model)
     register()
     model.set_attn_implementation(NAME)
     backbone = backbone_of(model)
@@ -204,7 +206,7 @@ class _Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, temperature: float) -> torch.Tensor:
         ctx.temperature = temperature
-        return divided(logits, temperature)
+        return divide_logits(logits, temperature)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -223,7 +225,7 @@ class _Exact(torch.autograd.Function):
         return grads[0], None, None
 
 
-def divided(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def divide_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Divide logits `[N, V]` as the engine does before it samples."""
     if temperature == 1 or len(logits) == 0:
         return logits.view_as(logits)

@@ -18,7 +18,7 @@ COUNTS = (*range(1, 65), *range(72, 520, 8), 129, 255, 257, 511, 600, 777, 1024,
 ROWS = 4096  # of the product that they are compared with
 
 
-def leave_sums_whole() -> None:
+def forbid_split_sums() -> None:
     """Have this process's cuBLAS sum each number of a product in one piece, in engine and trainer."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
     torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -31,7 +31,7 @@ class RowInCompany(torch.nn.Linear):
         return in_company(super().forward, states)
 
 
-def need_company(shapes: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
+def shapes_needing_batch(shapes: Iterable[tuple[int, int]]) -> set[tuple[int, int]]:
     """The shapes `(out, into)` of matrices for which one row is summed in another order than several.
 
     Raises DataError for a shape for which more depends on the number of rows.
@@ -58,10 +58,10 @@ def rows_that_differ(out: int, into: int) -> tuple[int, ...]:
     return tuple(count for count in COUNTS if not torch.equal(linear(states[:count], weight), whole[:count]))
 
 
-def exchange_lone_rows(model: torch.nn.Module) -> None:
+def pad_single_rows(model: torch.nn.Module) -> None:
     """Have the linear maps of a trainer's model that need it compute one row as two."""
     maps = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    found = need_company((module.out_features, module.in_features) for module in maps)
+    found = shapes_needing_batch((module.out_features, module.in_features) for module in maps)
     for module in maps:
         if (module.out_features, module.in_features) in found:
             module.__class__ = RowInCompany  # in place, so that parameters keep their names
@@ -70,7 +70,7 @@ def exchange_lone_rows(model: torch.nn.Module) -> None:
 def exchange_engines_lone_rows(model: Any) -> None:
     """Have the linear maps and the head of vLLM's model that need it compute one row as two."""
     maps = [module for module in model.modules() if hasattr(module, "quant_method") and getattr(module, "weight", None) is not None]
-    found = need_company(tuple(module.weight.shape) for module in maps)
+    found = shapes_needing_batch(tuple(module.weight.shape) for module in maps)
     for module in maps:
         if tuple(module.weight.shape) in found:
             module.quant_method.apply = _in_company(module.quant_method.apply)

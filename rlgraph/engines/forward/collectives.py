@@ -82,7 +82,7 @@ def passed_on(block: torch.Tensor, group: Any) -> Callable[[], torch.Tensor]:
     return arrived
 
 
-def filled(part: torch.Tensor, group: Any) -> torch.Tensor:
+def sum_filled(part: torch.Tensor, group: Any) -> torch.Tensor:
     """Add up tensors of which each rank has filled some places, the others being 0; every rank then does the same with the whole."""
     found: torch.Tensor = _Filled.apply(part, group)
     return found
@@ -93,7 +93,7 @@ def own_rows(whole: torch.Tensor, group: Any) -> torch.Tensor:
     return whole.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)]
 
 
-def stacked(mine: torch.Tensor, group: Any) -> torch.Tensor:
+def stack_ranks(mine: torch.Tensor, group: Any) -> torch.Tensor:
     """Stack the tensors of all ranks, `[ranks, *shape]`; no gradient passes."""
     ranks = dist.get_world_size(group)
     found = mine.new_empty((ranks * mine.shape[0], *mine.shape[1:]))
@@ -140,17 +140,17 @@ class _ScatterSum(torch.autograd.Function):
 
 def _to_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
     ranks, (_, heads, tokens, width) = dist.get_world_size(group), part.shape
-    found = exchanged(part.reshape(ranks, heads // ranks, tokens, width), group)
+    found = exchange_parts(part.reshape(ranks, heads // ranks, tokens, width), group)
     return found.transpose(0, 1).reshape(1, heads // ranks, ranks * tokens, width)
 
 
 def _to_tokens(part: torch.Tensor, group: Any) -> torch.Tensor:
     ranks, (_, heads, tokens, width) = dist.get_world_size(group), part.shape
-    found = exchanged(part.reshape(heads, ranks, tokens // ranks, width).transpose(0, 1), group)
+    found = exchange_parts(part.reshape(heads, ranks, tokens // ranks, width).transpose(0, 1), group)
     return found.reshape(1, ranks * heads, tokens // ranks, width)
 
 
-def exchanged(parts: torch.Tensor, group: Any) -> torch.Tensor:
+def exchange_parts(parts: torch.Tensor, group: Any) -> torch.Tensor:
     """Send part i to rank i, and take its part for this rank; no gradient passes."""
     parts = parts.contiguous()
     found = torch.empty_like(parts)
@@ -180,7 +180,7 @@ class _Tokens(torch.autograd.Function):
         return _to_heads(grads[0], ctx.group), None
 
 
-def _sent(rows: torch.Tensor, counts: list[int], taken: list[int], group: Any) -> torch.Tensor:
+def _exchange_rows(rows: torch.Tensor, counts: list[int], taken: list[int], group: Any) -> torch.Tensor:
     found = rows.new_empty((sum(taken), *rows.shape[1:]))
     dist.all_to_all_single(found, rows.contiguous(), taken, counts, group=group)
     return found
@@ -190,11 +190,11 @@ class _SentRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, counts: list[int], taken: list[int], group: Any) -> torch.Tensor:
         ctx.counts, ctx.taken, ctx.group = counts, taken, group
-        return _sent(rows, counts, taken, group)
+        return _exchange_rows(rows, counts, taken, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _sent(grads[0], ctx.taken, ctx.counts, ctx.group), None, None, None
+        return _exchange_rows(grads[0], ctx.taken, ctx.counts, ctx.group), None, None, None
 
 
 class _Filled(torch.autograd.Function):

@@ -90,7 +90,7 @@ class Routing:
         if not self._tells:
             self._refuse(router)
             return output
-        used = output if self._routes is None else self._replayed(layer, router, output, self._routes)
+        used = output if self._routes is None else self._replay_routes(layer, router, output, self._routes)
         if self._on:
             self._logits.append(output[0])
             self._experts.append(used[2])
@@ -103,7 +103,7 @@ class Routing:
         if asked:
             raise GraphError(f"{asked}: {type(router).__name__} does not tell which experts it chose; {TELLING}: leave it out")
 
-    def _replayed(self, layer: int, router: Any, output: Any, routes: torch.Tensor) -> Any:
+    def _replay_routes(self, layer: int, router: Any, output: Any, routes: torch.Tensor) -> Any:
         logits, weights, experts = output
         if routes.shape[-1] != experts.shape[-1]:
             raise DataError(
@@ -197,26 +197,26 @@ def experts_of(model: Any) -> list[Any]:
 
 
 def install(model: Any) -> None:
-    """Have the layers of experts that `takes` names compute by `mixed`, instead of by transformers' function."""
+    """Have the layers of experts that `takes` names compute by `mix_experts`, instead of by transformers' function."""
     for module in experts_of(model):
         if takes(module):
-            module.forward = partial(mixed, module)
+            module.forward = partial(mix_experts, module)
 
 
 def takes(module: Any) -> bool:
-    """Whether `grouped` computes what this module of transformers does: gated experts without biases, whose products it groups itself."""
+    """Whether `multiply_grouped` computes what this module does: gated experts without biases, whose products it groups itself."""
     grouped_there = getattr(module.config, "_experts_implementation", None) == "grouped_mm"
     return grouped_there and module.has_gate and not module.has_bias and module.gate_up_proj.dtype == module.down_proj.dtype
 
 
-def mixed(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+def mix_experts(module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
     """Compute tokens `[N, H]`, each by `k` experts `[N, k]`, and sum their results by the weights `[N, k]` in a fixed order."""
     chosen = top_k_index.shape[-1]
-    results = grouped(module, hidden_states, top_k_index.reshape(-1), chosen) * top_k_weights.reshape(-1, 1)
+    results = multiply_grouped(module, hidden_states, top_k_index.reshape(-1), chosen) * top_k_weights.reshape(-1, 1)
     return results.view(-1, chosen, results.shape[-1]).sum(1).to(hidden_states.dtype)
 
 
-def grouped(module: Any, rows: torch.Tensor, experts: torch.Tensor, each: int = 1) -> torch.Tensor:
+def multiply_grouped(module: Any, rows: torch.Tensor, experts: torch.Tensor, each: int = 1) -> torch.Tensor:
     """Compute rows `[n, H]`, each by `each` of the module's experts `[n × each]`; equal rows and experts give equal bits."""
     experts, order = experts.sort(stable=True)
     back = inverse(order)

@@ -185,7 +185,7 @@ class FlashBehindPrompts(torch.autograd.Function):
         behind = forward(
             *(q[prompt_tokens:end], k[:prompt_tokens], v[:prompt_tokens]), responses, prompts, most_responses, most_prompt, False, scale
         )
-        both, both_sums = merged(own[0][prompt_tokens:end], own[1][:, prompt_tokens:end], behind[0], behind[1])
+        both, both_sums = merge_attention(own[0][prompt_tokens:end], own[1][:, prompt_tokens:end], behind[0], behind[1])
         row = torch.cat([own[0][:prompt_tokens], both, own[0][end:]])
         row_sums = torch.cat([own[1][:, :prompt_tokens], both_sums, own[1][:, end:]], dim=1)
         found = (row, row_sums) if sinks is None else with_sinks(row, row_sums, sinks)
@@ -208,7 +208,7 @@ class FlashBehindPrompts(torch.autograd.Function):
         return of_q, of_k, of_v, of_s, None, None, None, None, None, None, None, None, None
 
 
-def merged(out: torch.Tensor, sums: torch.Tensor, other: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_attention(out: torch.Tensor, sums: torch.Tensor, other: torch.Tensor, others: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge the attention `[L, H, D]` of the same queries over two sets of keys, by their logarithmic sums `[H, L]`; give both."""
     whole = torch.logaddexp(sums, others)
     shares = [(part - whole).exp().t()[..., None] for part in (sums, others)]

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.batching.packing import MicroBatch, response_lengths
 from rlgraph.columns import Column, Columns
-from rlgraph.engines.forward.collectives import filled, stacked
+from rlgraph.engines.forward.collectives import stack_ranks, sum_filled
 from rlgraph.engines.hf_models.backbone import layers_of
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
-from rlgraph.engines.lora.modules import Beginning, is_adapter
+from rlgraph.engines.lora.modules import InitialWeights, is_adapter
 from rlgraph.errors import DataError
 from rlgraph.plan.memory_laws import LOGITS_AT_ONCE
 
@@ -36,10 +36,10 @@ def check_lengths(batch: Columns, most: int | None) -> None:
         )
 
 
-def unpacked(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:
+def unpack_values(values: torch.Tensor, micro_batch: MicroBatch, width: int) -> torch.Tensor:
     """Put the values at their places in `[rows, T]`, with 0 elsewhere."""
     own = values.new_zeros(len(micro_batch.rows), width, *values.shape[1:]).index_put((micro_batch.row, micro_batch.column), values)
-    return own if micro_batch.group is None else filled(own, micro_batch.group)
+    return own if micro_batch.group is None else sum_filled(own, micro_batch.group)
 
 
 def rows_of(batch: Columns, rows: torch.Tensor, device: torch.device) -> Columns:
@@ -64,7 +64,7 @@ def shape_of(batch: Columns) -> tuple[int, int]:
     return rows, width
 
 
-def rows_at_once(device: torch.device, words: int) -> int:
+def rows_per_chunk(device: torch.device, words: int) -> int:
     """Count the rows whose logits are in memory at once, for a head of so many words."""
     return max(1, AT_ONCE[device.type] // words)
 
@@ -89,14 +89,14 @@ class ChosenTokens:
         Of given tokens these are the entropies `[N]` and the log-probs `[N, K]`, with gradients; the backward pass computes the logits
         again. Of the most probable ones, and of all, they are the ids and the log-probs `[N, K]`.
         """
-        size, parts = rows_at_once(head.weight.device, head.weight.shape[0]), []
+        size, parts = rows_per_chunk(head.weight.device, head.weight.shape[0]), []
         for first in range(0, max(len(states), 1), size):
             rows = slice(first, first + size)
             given = (states[rows], head.weight, head.bias, tokens[rows])
             if self.ids is None:
                 parts.append(_most(*given, self.top_k, shape, temperature))
             else:
-                parts.append(checkpoint(_chosen, *given, self.ids[rows], shape, temperature, use_reentrant=False))
+                parts.append(checkpoint(_score_tokens, *given, self.ids[rows], shape, temperature, use_reentrant=False))
         own, second, third = (torch.cat(columns) for columns in zip(*parts, strict=True))
         return own, second, third
 
@@ -105,7 +105,7 @@ def _log_probs(states: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | 
     return (shape(linear(states, weight, bias)).float() / temperature).log_softmax(-1)
 
 
-def _chosen(
+def _score_tokens(
     states: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -149,7 +149,7 @@ class Head(torch.nn.Module, ABC):
     loss_name: ClassVar[str]
     model: Any
     folder: FolderWeights | None = None
-    begins: Beginning | None = None
+    begins: InitialWeights | None = None
 
     @property
     @abstractmethod
@@ -246,7 +246,7 @@ class VocabularyShard:
         A normaliser is the largest logit and the logarithm of the sum of `exp(logit - largest)`: added up, large logits would round it.
         Return the whole normalisers, the logarithm of each rank's share `[ranks, N]`, and the other numbers `[ranks, N]` each.
         """
-        ranks = stacked(torch.stack([*normalisers, *of_shards]), self.group)
+        ranks = stack_ranks(torch.stack([*normalisers, *of_shards]), self.group)
         largest = ranks[:, 0].amax(0)
         sums = ranks[:, 1] + (ranks[:, 0] - largest)
         whole = sums.logsumexp(0)

@@ -43,7 +43,7 @@ def install(model: Any, name: str) -> None:
         model.set_attn_implementation(name)
 
 
-def padded(auto: Any, path: Any) -> str:
+def padded_implementation(auto: Any, path: Any) -> str:
     """The implementation to load a folder with, by a class like `AutoModelForCausalLM`: `PADDED`, or the model's own plain one."""
     register()
     config = text_config(path)
@@ -56,13 +56,13 @@ def register() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(PADDED, attend_padded)
+    AttentionInterface.register(PADDED, attend_rows)
     AttentionMaskInterface.register(PADDED, sdpa_mask)
     AttentionInterface.register(FLAT, attend)  # has no mask: it would be the square of all tokens of a pass
     AttentionInterface.register(FLAT_HALF, partial(attend_half, dtype=torch.bfloat16))
 
 
-def attend_padded(
+def attend_rows(
     module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -99,7 +99,7 @@ def attend_padded(
         raise DataError(f"{type(module).__name__}: rlgraph has no attention with both a position_bias and a soft cap or sinks")
     if attention_mask is None:
         attention_mask = _causal(query.shape[2], key.shape[2], None, query.device)
-    return _remembered(query, key, value, attention_mask, scaling, softcap, s_aux).transpose(1, 2), None
+    return _attend_plainly(query, key, value, attention_mask, scaling, softcap, s_aux).transpose(1, 2), None
 
 
 def attend(
@@ -127,7 +127,7 @@ def attend(
     It knows no soft cap, does not run on a CPU or in float32, and has heads of at most 256 numbers: there the sequences are attended to
     one by one. Raises DataError for a setting of the layer that it does not know.
 
-    The ranks of a `context_group` have some tokens of the row each: see `attend_apart`. With a `context_ring` they pass keys round.
+    The ranks of a `context_group` have some tokens of the row each: see `attend_by_head`. With a `context_ring` they pass keys round.
     """
     if context_group is not None:
         more: dict[str, Any] = {
@@ -140,7 +140,7 @@ def attend(
         if context_ring is not None:
             _refuse(module, others)
             return attend_in_ring(module, query, key, value, context_ring, scaling, sliding_window, softcap, s_aux), None
-        return attend_apart(module, query, key, value, context_group, **more, **others), None
+        return attend_by_head(module, query, key, value, context_group, **more, **others), None
     _refuse(module, others)
     if cu_seq_lens_q is None:
         raise DataError(f"{type(module).__name__} does not pass the starts of sequences on to its attention")
@@ -171,14 +171,14 @@ def _attend_one(
     queries, keys = query.shape[2], key.shape[2]
     plain = queries == keys and (window is None or window >= keys)
     if softcap is not None or sinks is not None:
-        return _remembered(query, key, value, _causal(queries, keys, window, query.device), scaling, softcap, sinks)
+        return _attend_plainly(query, key, value, _causal(queries, keys, window, query.device), scaling, softcap, sinks)
     mask = None if plain else _causal(queries, keys, window, query.device)
     return scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=plain, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
     )
 
 
-def attend_apart(
+def attend_by_head(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, *, s_aux: Any, **settings: Any
 ) -> torch.Tensor:
     """Attend `[1, l, H, D]` for the tokens of this rank, where the ranks of a group share a row: each attends for some heads of all tokens.
@@ -245,7 +245,7 @@ def _causal(queries: int, keys: int, window: int | None, device: torch.device) -
     return seen[None, None]
 
 
-def _remembered(*given: Any) -> torch.Tensor:
+def _attend_plainly(*given: Any) -> torch.Tensor:
     """Attend in plain PyTorch, and again in the backward pass: the scores of all layers would not fit into memory."""
     if not torch.is_grad_enabled():
         return _plain(*given)

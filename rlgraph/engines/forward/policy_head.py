@@ -21,7 +21,7 @@ from rlgraph.algorithms.aggregation import Totals
 from rlgraph.batching.packing import MicroBatch
 from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn
-from rlgraph.engines.forward.head import ChosenTokens, Head, VocabularyShard, rows_at_once
+from rlgraph.engines.forward.head import ChosenTokens, Head, VocabularyShard, rows_per_chunk
 from rlgraph.engines.hf_models.backbone import LogitShape, backbone_of, load_causal, predicting_states
 from rlgraph.engines.hf_models.folder_weights import FolderWeights
 
@@ -113,7 +113,7 @@ def head_scores(head: Any, states: torch.Tensor, tokens: torch.Tensor, scored: S
     learns = torch.is_grad_enabled() and (states.requires_grad or head.weight.requires_grad)
     weight, bias = head.weight, head.bias
     words = weight.shape[0] if scored.words is None else scored.words.most  # ranks take as many rows at a time
-    at_once, plain = rows_at_once(weight.device, words), type(head) is torch.nn.Linear
+    at_once, plain = rows_per_chunk(weight.device, words), type(head) is torch.nn.Linear
     product: Callable[[torch.Tensor], torch.Tensor] = partial(linear, weight=weight, bias=bias) if plain else head
     if len(states) <= at_once or (learns and not (fused and plain)):
         return scored(product(states), tokens)

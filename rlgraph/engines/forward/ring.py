@@ -66,12 +66,12 @@ class RingSchedule:
         lines = []
         for rank, hops in enumerate(self.visits):
             for hop, visits in enumerate(hops):
-                said = ", ".join(_shown(visit) for visit in visits) or "nothing"
+                said = ", ".join(_show_visit(visit) for visit in visits) or "nothing"
                 lines.append(f"rank {rank}, hop {hop}, keys of rank {(rank - hop) % len(self.visits)}: {said}")
         return "\n".join(lines)
 
 
-def _shown(visit: Visit) -> str:
+def _show_visit(visit: Visit) -> str:
     queries, keys = ("-".join(map(str, places)) for places in (visit.queries, visit.keys))
     return f"{queries} causal" if visit.causal else f"{queries} on {keys}"
 
@@ -98,12 +98,12 @@ def _visits(starts: Sequence[int], ranks: int, prompts: Sequence[tuple[range, ra
             moved = index * len(piece) - piece.start, place * len(keys) - keys.start
             if keys.stop <= piece.start:
                 start, end = next(span for span in pairwise(starts) if piece.start in range(*span))
-                found += _meeting([(range(start, end), range(start, end))], piece, keys, moved)
-            found += _meeting([(behind, prompt) for prompt, behind in prompts], piece, keys, moved)
+                found += _find_visits([(range(start, end), range(start, end))], piece, keys, moved)
+            found += _find_visits([(behind, prompt) for prompt, behind in prompts], piece, keys, moved)
     return tuple(found)
 
 
-def _meeting(pairs: Sequence[tuple[range, range]], piece: range, keys: range, moved: tuple[int, int]) -> list[Visit]:
+def _find_visits(pairs: Sequence[tuple[range, range]], piece: range, keys: range, moved: tuple[int, int]) -> list[Visit]:
     """Cut queries and the keys that they see to the pieces; those of several pairs lie one behind another."""
     cut = [[range(max(one.start, to.start), min(one.stop, to.stop)) for one, to in zip(pair, (piece, keys), strict=True)] for pair in pairs]
     here = [pair for pair in cut if all(pair)]
@@ -174,7 +174,7 @@ class _Ring(torch.autograd.Function):
             for placed in visits:
                 at = placed.queries
                 part, of_part, *state = _forward(q[at], block[0, placed.keys], block[1, placed.keys], placed, scale)
-                out[at], sums[:, at] = flash.merged(out[at], sums[:, at], part, of_part)
+                out[at], sums[:, at] = flash.merge_attention(out[at], sums[:, at], part, of_part)
             block = block if arriving is None else arriving()
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, sums, *(state or ()))
@@ -220,7 +220,7 @@ def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, placed: _Placed,
         return flash.forward(q, k, v, placed.of_queries, placed.of_keys, *placed.longest, placed.visit.causal, scale)
     out, sums = torch.empty_like(q, dtype=torch.float32), q.new_empty((q.shape[1], len(q)), dtype=torch.float32)
     for at, seen, mask in _spans(placed, q.shape[1]):
-        scores, values = _scores(q[at], k[seen], mask, scale), _repeated(v[seen], q)
+        scores, values = _scores(q[at], k[seen], mask, scale), _repeat_heads(v[seen], q)
         sums[:, at] = scores.logsumexp(-1)
         out[at] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
     return out, sums
@@ -234,7 +234,7 @@ def _backward(grad: torch.Tensor, given: tuple[torch.Tensor, ...], placed: _Plac
     of_q, of_k, of_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q, k, v))
     repeats = q.shape[1] // k.shape[1]
     for at, seen, mask in _spans(placed, q.shape[1]):
-        keys, values, own = _repeated(k[seen], q), _repeated(v[seen], q), grad[at].float()
+        keys, values, own = _repeat_heads(k[seen], q), _repeat_heads(v[seen], q), grad[at].float()
         shares = (_scores(q[at], k[seen], mask, scale) - sums[:, at, None]).exp()
         inner = torch.einsum("qhd,khd->hqk", own, values) - (own * out[at].float()).sum(-1).t()[..., None]
         of_scores = shares * inner * scale
@@ -264,10 +264,10 @@ def _spans(placed: _Placed, heads: int) -> list[tuple[slice, slice, torch.Tensor
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    scores = torch.einsum("qhd,khd->hqk", q.float(), _repeated(k, q)) * scale
+    scores = torch.einsum("qhd,khd->hqk", q.float(), _repeat_heads(k, q)) * scale
     return scores if mask is None else scores.masked_fill(~mask, -torch.inf)
 
 
-def _repeated(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def _repeat_heads(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     repeats = q.shape[1] // x.shape[1]
     return x.float().repeat_interleave(repeats, 1) if repeats > 1 else x.float()

@@ -53,14 +53,14 @@ def miniature(config: Any, implementation: str, seed: int = 0) -> Any:
         try:
             with quiet(), torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                return _built(config, shrink, implementation)
+                return _build_miniature(config, shrink, implementation)
         except Exception as failure:  # noqa: BLE001, a configuration that cannot be narrowed is tried in its own width
             error = error or failure
     assert error is not None
     raise error
 
 
-def _built(config: Any, shrink: Callable[[Any], dict[str, Any]], implementation: str) -> Any:
+def _build_miniature(config: Any, shrink: Callable[[Any], dict[str, Any]], implementation: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     def make() -> Any:
@@ -99,7 +99,7 @@ def _shallow(config: Any) -> dict[str, Any]:
     blocks = getattr(config, "layers_block_type", None)  # of models whose kinds follow from a period
     if isinstance(blocks, list) and len(blocks) == count:
         kinds = list(zip(kinds, blocks, strict=True))
-    keep = _covering([repr(kind) for kind in kinds])
+    keep = _count_layers([repr(kind) for kind in kinds])
     names = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
     found |= {name: keep for name in names if found.get(name) == count} | {name: value[:keep] for name, value in lists.items()}
     found |= {"vocab_size": VOCAB} | {name: None for name in TOKENS if name in found}
@@ -111,7 +111,7 @@ def _shallow(config: Any) -> dict[str, Any]:
     return found
 
 
-def _covering(kinds: list[str]) -> int:
+def _count_layers(kinds: list[str]) -> int:
     """Count the first layers that include each kind, at least 2 and at most `MOST_LAYERS`."""
     return min(max(2, *(kinds.index(kind) + 1 for kind in set(kinds))), MOST_LAYERS, len(kinds))
 
@@ -202,14 +202,14 @@ def trainer_layout(
     Raises DataError if none is correct, or for a model that transformers cannot make.
     """
     asked = (FLAT, FLAT_SHARED) if flat and shared else (FLAT,) if flat else (PADDED, SHARED)
-    found = _once(trainer_results, path, asked, device=device, dtype=dtype)
+    found = _run_cached(trainer_results, path, asked, device=device, dtype=dtype)
     if flat and found[FLAT].right:
         right = all(result.right for result in found.values())
-        note = "" if right else f"{_named(path)}: each response has its own prompt, since rlgraph cannot share prompts in flat passes"
+        note = "" if right else f"{_name_folder(path)}: each response has its own prompt, since rlgraph cannot share prompts in flat passes"
         return BatchLayout(flat=True, shared=shared and right, note=note if right else f"{note} ({found[FLAT_SHARED]})")
     if flat:
-        found = {FLAT: found[FLAT]} | _once(trainer_results, path, (PADDED, SHARED), device=device, dtype=dtype)
-    where = _named(path)
+        found = {FLAT: found[FLAT]} | _run_cached(trainer_results, path, (PADDED, SHARED), device=device, dtype=dtype)
+    where = _name_folder(path)
     if not found[PADDED].right:
         raise DataError(
             f"{where}: rlgraph does not compute what the model's own forward does: {found[PADDED]}; train a model of a family in "
@@ -220,13 +220,13 @@ def trainer_layout(
     return BatchLayout(flat=False, shared=found[SHARED].right, note=f"{note} them out {' or '.join(wrong)}" if wrong else "")
 
 
-def _named(path: str | Path) -> str:
+def _name_folder(path: str | Path) -> str:
     return f"model '{path}' ({check_model(path).model_type})"
 
 
 def check_generator(path: str | Path, *, device: str = "cpu") -> None:
     """Raise DataError for a model whose responses the engine `transformers` does not sample from the model's distribution."""
-    result = _once(generator_result, path, device=device)
+    result = _run_cached(generator_result, path, device=device)
     if not result.right:
         raise DataError(
             f"model '{path}' ({check_model(path).model_type}): the engine 'transformers' does not decode what the model's own forward "
@@ -237,7 +237,7 @@ def check_generator(path: str | Path, *, device: str = "cpu") -> None:
 _FOUND: dict[tuple[Any, ...], Any] = {}
 
 
-def _once(test: Callable[..., Found], path: str | Path, *ways: Any, **place: Any) -> Found:
+def _run_cached(test: Callable[..., Found], path: str | Path, *ways: Any, **place: Any) -> Found:
     """Run a test of a model's configuration, or take what it found in this process before: its small model has the same weights."""
     text = (Path(path) / "config.json").read_bytes()
     key = test, text, *ways, *place.values()
@@ -255,7 +255,7 @@ def trainer_results(
     Raises DataError for a model that transformers cannot make.
     """
     model, batch = small_model(path).to(device), _batch()
-    expected = alone(model, batch)
+    expected = score_single_rows(model, batch)
     found = {}
     for way in ways:
         if way != PADDED and any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
@@ -274,8 +274,8 @@ def generator_result(path: str | Path, *, device: str = "cpu") -> SelfTestResult
     Raises DataError for a model that transformers cannot make.
     """
     model, batch = small_model(path).to(device), _batch()
-    expected = alone(model, batch)
-    return _result(lambda: _decoded(model, batch), expected, batch)
+    expected = score_single_rows(model, batch)
+    return _result(lambda: _decode_rows(model, batch), expected, batch)
 
 
 def small_model(path: str | Path) -> Any:
@@ -292,7 +292,7 @@ def small_model(path: str | Path) -> Any:
 
 
 @torch.no_grad()
-def alone(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def score_single_rows(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """The log-probs `[B, T]` of the responses by the model's own forward over each row, without padding; 0 behind its end."""
     found = torch.zeros(batch["responses"].shape)
     for row, (prompt, prompt_mask, response, mask) in enumerate(zip(*batch.values(), strict=True)):
@@ -326,12 +326,12 @@ def _laid_out(model: Any, batch: dict[str, torch.Tensor], way: str, kind: str) -
     return found
 
 
-def _decoded(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    from rlgraph.engines.transformers.engine import forced
+def _decode_rows(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    from rlgraph.engines.transformers.engine import score_by_decoding
 
     packed_attention.install(model, packed_attention.PADDED)
     prompts = [prompt[mask].tolist() for prompt, mask in zip(batch["prompts"], batch["prompt_mask"], strict=True)]
-    return torch.where(batch["response_mask"], forced(model, prompts, batch["responses"]), 0)
+    return torch.where(batch["response_mask"], score_by_decoding(model, prompts, batch["responses"]), 0)
 
 
 def _batch() -> dict[str, torch.Tensor]:

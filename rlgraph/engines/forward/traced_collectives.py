@@ -12,7 +12,7 @@ from rlgraph.engines.forward import collectives
 _groups: dict[str, Any] = {}
 
 
-def known(group: Any) -> str:
+def register_group(group: Any) -> str:
     """Make a group known to the operations, and give its name; call it on each rank before a layer is compiled."""
     name: str = group.group_name
     _groups[name] = group
@@ -50,13 +50,13 @@ def _keep(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> N
     ctx.group = inputs[1]
 
 
-def _of_gathered(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+def _backward_gather(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
     return scattered_sum(grad, ctx.group), None
 
 
-def _of_scattered(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+def _backward_scatter(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
     return gathered_rows(grad, ctx.group), None
 
 
-gathered_rows.register_autograd(_of_gathered, setup_context=_keep)
-scattered_sum.register_autograd(_of_scattered, setup_context=_keep)
+gathered_rows.register_autograd(_backward_gather, setup_context=_keep)
+scattered_sum.register_autograd(_backward_scatter, setup_context=_keep)

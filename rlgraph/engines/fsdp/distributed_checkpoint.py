@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.engines.fsdp.optimizers import CODES, NAMES, HostMomentsAdamW, SixteenBitAdamW, first_moments
-from rlgraph.engines.fsdp.sharding import RankFailed, as_whole, of_all
+from rlgraph.engines.fsdp.sharding import RankFailed, all_gather_results, as_dtensor
 from rlgraph.engines.registry import SavedShard
 from rlgraph.errors import CheckpointError
 
@@ -143,9 +143,9 @@ def training_state(parameters: Iterable[tuple[str, torch.Tensor]], optimizer: to
         held = optimizer.state[parameter]
         if not held:
             held.update(first_moments(optimizer, parameter))
-        found[f"{WEIGHTS}{name}"] = as_whole(parameter.detach(), parameter)
+        found[f"{WEIGHTS}{name}"] = as_dtensor(parameter.detach(), parameter)
         for moment, value in held.items():  # of the parameter's shape, but for the count of steps and 8-bit codes, which ranks do not `cut`
-            found[moment_key(name, moment)] = as_whole(value, parameter) if value.shape == parameter.shape else value
+            found[moment_key(name, moment)] = as_dtensor(value, parameter) if value.shape == parameter.shape else value
     return found
 
 
@@ -211,11 +211,11 @@ def write(folder: Path, state: State, rank: int, group: Any) -> list[Path]:
             writer.finish(contents, [[place.restored() for place in found] for found in written])
 
     try:
-        found = of_all(group, own_pieces, list[Piece], _reason)
+        found = all_gather_results(group, own_pieces, list[Piece], _reason)
         plans, contents = planner.create_global_plan([plan(pieces) for pieces in found])  # the same on every rank
         plans = writer.prepare_global_plan(plans)
-        written = of_all(group, own_places, list[PiecePlace], _reason)
-        of_all(group, complete, type(None), _reason)
+        written = all_gather_results(group, own_places, list[PiecePlace], _reason)
+        all_gather_results(group, complete, type(None), _reason)
     except RankFailed as error:
         raise CheckpointError(f"folder '{folder}': {error}") from error
     except (OSError, ValueError, RuntimeError) as error:
@@ -240,7 +240,7 @@ def read(folder: Path, state: State) -> None:
                 f"folder '{folder}': '{name}' has shape {size}, the model's is {tuple(tensor.shape)}; it is another model"
             )
     try:
-        with _unwarned():
+        with _silence_warning():
             load(dict(state), storage_reader=reader, no_dist=True)  # a rank finds by itself what it reads
     except (OSError, RuntimeError, CheckpointException) as error:
         raise CheckpointError(f"folder '{folder}': {_reason(error)}") from error
@@ -330,7 +330,7 @@ def _host_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _unwarned() -> Iterator[None]:
+def _silence_warning() -> Iterator[None]:
     """Silence torch's warning that a rank reads alone, without the others."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")

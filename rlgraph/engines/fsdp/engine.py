@@ -18,17 +18,28 @@ from rlgraph.engines.api import Guard, Loss, check_weights, chosen_at
 from rlgraph.engines.exact.model import exchange
 from rlgraph.engines.forward import experts, packed_attention
 from rlgraph.engines.forward.experts import Routing, routers_of
-from rlgraph.engines.forward.head import ChosenTokens, Head, check_lengths, rows_of, shape_of, tensor_of, unpacked
+from rlgraph.engines.forward.head import ChosenTokens, Head, check_lengths, rows_of, shape_of, tensor_of, unpack_values
 from rlgraph.engines.forward.ring import RingPass
 from rlgraph.engines.fsdp import distributed_checkpoint
-from rlgraph.engines.fsdp.optimizers import OffloadedMoments, clipped, made
+from rlgraph.engines.fsdp.optimizers import OffloadedMoments, build_optimizer, clip_gradients
 from rlgraph.engines.fsdp.parallel import Places, check_experts, check_parallel, share_experts, share_matrices, sum_gradients
 from rlgraph.engines.fsdp.recompute import prepare_layers
-from rlgraph.engines.fsdp.sharding import Ranks, join, keep, load_shards, local, memory, own_box, shard, summed, whole_shape
+from rlgraph.engines.fsdp.sharding import (
+    Ranks,
+    init_distributed,
+    load_shards,
+    local,
+    own_box,
+    set_reshard,
+    shard,
+    storage_of,
+    sum_metrics,
+    whole_shape,
+)
 from rlgraph.engines.hf_models import backbone
 from rlgraph.engines.hf_models.folder_weights import folder_shapes, folder_shards
 from rlgraph.engines.hf_models.text_part import rotary_limit
-from rlgraph.engines.lora.modules import Beginning, LoraLinear, attach
+from rlgraph.engines.lora.modules import InitialWeights, LoraLinear, attach
 from rlgraph.engines.lora.shared_base import SharedBase
 from rlgraph.errors import GraphError
 from rlgraph.plan.estimates import ring_ranks
@@ -70,8 +81,8 @@ class FsdpEngine:
         tensor, context, exact, recompute = settings.tensor_parallel, settings.context_parallel, settings.exact, settings.recompute
         tells = not settings.compiled and tensor * context == 1  # layers tell which experts they chose
         self._routing = Routing(routers_of(head.model) if tells else [], settings.load_balance, replay=settings.router_replay)
-        self._adapters = [] if settings.adapter is None else _attached(head, settings.adapter, dtype, world)
-        self._made_group = join(rank, world)
+        self._adapters = [] if settings.adapter is None else _attach_adapter(head, settings.adapter, dtype, world)
+        self._made_group = init_distributed(rank, world)
         self._device = torch.device(device)
         ring = _ring(head, tensor, context) if ring is None else ring
         self._ranks = Ranks(device, rank, world, tensor=tensor, context=context, ring=ring, expert=settings.expert_parallel)
@@ -91,9 +102,9 @@ class FsdpEngine:
         if head.folder is not None:
             load_shards(head, self._device, shared_base)
         for projection in self._adapters:
-            projection.settle()
+            projection.finish_loading()
         self._moments_stay = settings.host_moments or settings.moments_stay
-        self._optimizer = made(settings.optimizer, head, host_moments=settings.host_moments)
+        self._optimizer = build_optimizer(settings.optimizer, head, host_moments=settings.host_moments)
         self._offloaded = OffloadedMoments(self._optimizer)
         self._on_progress = on_progress
         self._shards: list[WeightShard] = []  # of this rank, and below what they are of: FSDP moves a shard that it pads, in its first pass
@@ -191,14 +202,14 @@ class FsdpEngine:
             if len(micro_batch.rows) == 0:
                 (scores[0].sum() * 0).backward()  # collectives need every rank
                 continue
-            whole = tuple(unpacked(score, micro_batch, width) for score in scores)
+            whole = tuple(unpack_values(score, micro_batch, width) for score in scores)
             if at is not None:
                 rows, whole = {**rows, CHOSEN: whole[2]}, whole[: 1 + loss.needs_entropy]
             value, metrics = self._head.loss(loss, whole, rows, totals)
             balance, more = self._routing.loss(micro_batch.repeats, len(micro_batch.targets) / max(totals.tokens, 1))
             found.append({self._head.loss_name: value.item()} | metrics | more)  # before the backward pass, which this would wait for
             (value if balance is None else value + balance).backward()
-        metrics = {self._head.loss_name: 0.0} | summed(found, self._ranks.data, self._device, self._ranks.data_group)
+        metrics = {self._head.loss_name: 0.0} | sum_metrics(found, self._ranks.data, self._device, self._ranks.data_group)
         metrics |= self._routing.metrics(self._add_up)
         return self._step(metrics, totals.tokens > 0, guard)
 
@@ -209,7 +220,7 @@ class FsdpEngine:
     def _step(self, metrics: dict[str, float], learns: bool, guard: Guard | None) -> dict[str, float]:
         if self._ranks.matrices is not None:
             sum_gradients(self._alike, self._ranks.matrices)
-        norm = clipped(self._head.parameters(), self.optimizer_settings.grad_clip)
+        norm = clip_gradients(self._head.parameters(), self.optimizer_settings.grad_clip)
         lr = self.optimizer_settings.lr_at(self._steps)
         metrics = metrics | {f"{self._head.prefix}/grad_norm": norm, f"{self._head.prefix}/lr": lr}
         if not learns or (guard is not None and not guard(metrics)):
@@ -239,9 +250,9 @@ class FsdpEngine:
             own = (packed if ranks.context == 1 else self._shard(packed)).to(self._device)
             self._routing.begin(own.routes if self._routing.replay else None)
             if ranks.sharded.size() == 1:
-                keep(self._units, more=done + 1 < len(passes))
+                set_reshard(self._units, more=done + 1 < len(passes))
             elif ranks.experts is not None and ranks.experts["fsdp"].size() == 1:
-                keep(self._experts, more=done + 1 < len(passes), casts=False)
+                set_reshard(self._experts, more=done + 1 < len(passes), casts=False)
             yield own
         self._on_progress(len(passes), len(passes))
 
@@ -263,9 +274,9 @@ class FsdpEngine:
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """Yield this rank's box of every parameter that is trained, live, in float32, by its name in the folder; see `TrainEngine`."""
-        if not self._shards or any(memory(parameter) is not held for parameter, held in self._held):
+        if not self._shards or any(storage_of(parameter) is not held for parameter, held in self._held):
             named = self.trained()  # to find the shards takes longer than to copy those of a small model, so it is done once
-            self._held = [(parameter, memory(parameter)) for parameter in named.values()]
+            self._held = [(parameter, storage_of(parameter)) for parameter in named.values()]
             self._shards = list(folder_shards(map(own_box, named, named.values()), self._parts))
         return iter(self._shards)
 
@@ -333,8 +344,8 @@ def _ring(head: Head, tensor: int, context: int) -> int:
     return 1 if context == 1 else ring_ranks(config.num_attention_heads, tensor=tensor, context=context)
 
 
-def _attached(head: Head, adapter: LoRA, dtype: torch.dtype, world: int) -> list[LoraLinear]:
+def _attach_adapter(head: Head, adapter: LoRA, dtype: torch.dtype, world: int) -> list[LoraLinear]:
     if adapter.base is not None and world > 1:
         raise GraphError(f"FsdpEngine(world={world}): a base in '{adapter.base}' is whole on one rank; leave out base")
-    head.begins = Beginning(adapter)
+    head.begins = InitialWeights(adapter)
     return attach(head, head.layers, adapter, dtype, head.trained_whole)

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
-from rlgraph.channels.weights.endpoints import in_one_memory
+from rlgraph.channels.weights.endpoints import flat_buffer
 from rlgraph.engines.forward.head import Head
-from rlgraph.engines.fsdp.sharding import by_mesh, full, is_part, local, placed, replica
+from rlgraph.engines.fsdp.sharding import by_mesh, full, is_part, local, locate_box, replica
 from rlgraph.engines.precision import bitsandbytes
 from rlgraph.values.optimizers import AdamW, Muon
 
@@ -185,7 +185,7 @@ def pinned_like(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     if not tensors:
         return []
-    memory = in_one_memory({str(i): (tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)}, torch.device("cpu"))
+    memory = flat_buffer({str(i): (tensor.shape, tensor.dtype) for i, tensor in enumerate(tensors)}, torch.device("cpu"))
     whole = torch.empty(0, dtype=torch.uint8).set_(memory["0"].untyped_storage())
     with ThreadPoolExecutor(TOUCHING) as pool:
         list(pool.map(torch.Tensor.zero_, whole.chunk(TOUCHING)))
@@ -340,7 +340,7 @@ class SixteenBitAdamW(torch.optim.Optimizer):
             )
             noise = positions.noise(rows)
             for kept, moment, bits in zip(moments, (first, second), (noise & 0xFFFF, (noise >> 16) & 0xFFFF), strict=True):
-                kept[rows].copy_(rounded(moment, bits), non_blocking=True)
+                kept[rows].copy_(round_stochastically(moment, bits), non_blocking=True)
 
 
 def pieces(box: torch.Tensor) -> Iterator[slice]:
@@ -358,8 +358,8 @@ class Positions:
     def __init__(self, parameter: torch.Tensor, step: int) -> None:
         whole = parameter.shape
         self._strides = [whole[dim + 1 :].numel() for dim in range(len(whole))]
-        self._offsets, self._box = placed(parameter)[0], local(parameter).shape
-        self._device, self._key = local(parameter).device, _signed(_mixed(step))
+        self._offsets, self._box = locate_box(parameter)[0], local(parameter).shape
+        self._device, self._key = local(parameter).device, _as_int32(_mix_step(step))
 
     def noise(self, rows: slice) -> torch.Tensor:
         """Compute 32 random bits, int32, for each number of these rows of the box."""
@@ -369,14 +369,14 @@ class Positions:
             along = torch.arange(offset + start, offset + end, dtype=torch.int64, device=self._device) * stride
             shape = [-1 if dim == other else 1 for other in range(len(self._box))]
             own = own + _low(along).view(shape)  # modulo 2 ** 32, as the positions of larger parameters are
-        return _scrambled(own ^ self._key)
+        return _scramble_bits(own ^ self._key)
 
 
-def rounded(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+def round_stochastically(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     """Round float32 to bfloat16, up where the 16 bits that are cut off and those of `noise`, int32, make more than 16 bits.
 
     >>> one = torch.tensor([1.0 + 2**-9])  # a quarter of the way from 1 to the next bfloat16
-    >>> [rounded(one, torch.tensor([noise], dtype=torch.int32)).item() for noise in (0, 0xBFFF, 0xC000)]
+    >>> [round_stochastically(one, torch.tensor([noise], dtype=torch.int32)).item() for noise in (0, 0xBFFF, 0xC000)]
     [1.0, 1.0, 1.0078125]
     """
     summed = numbers.contiguous().view(torch.int32) + noise
@@ -384,16 +384,16 @@ def rounded(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return torch.where(numbers.isnan(), numbers.bfloat16(), halves[..., 1])  # a sum may overflow for what is no number
 
 
-def _scrambled(x: torch.Tensor) -> torch.Tensor:
+def _scramble_bits(x: torch.Tensor) -> torch.Tensor:
     """Mix 32 bits in place, by the hash "lowbias32" of C. Wellons: each bit of what comes in changes about half of what comes out."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
         x ^= (x >> shift) & ((1 << (32 - shift)) - 1)  # int32 shifts its sign in
         if factor != 1:
-            x *= _signed(factor)
+            x *= _as_int32(factor)
     return x
 
 
-def _mixed(step: int) -> int:
+def _mix_step(step: int) -> int:
     """The same of one number, the step, after a constant that keeps steps and positions apart."""
     x = (step * 0x9E3779B9 + 0x7F4A7C15) & WORD
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B), (16, 1)):
@@ -401,7 +401,7 @@ def _mixed(step: int) -> int:
     return x
 
 
-def _signed(word: int) -> int:
+def _as_int32(word: int) -> int:
     return word - (1 << 32) if word >> 31 else word
 
 
@@ -417,7 +417,7 @@ EPS = 1e-7
 MOMENTUM = "momentum_buffer"
 
 
-def made(settings: AdamW, head: Head, *, host_moments: bool = False) -> torch.optim.Optimizer:
+def build_optimizer(settings: AdamW, head: Head, *, host_moments: bool = False) -> torch.optim.Optimizer:
     """Make the optimizer of a model whose parameters are sharded; AdamW's moments may be in host memory."""
     if isinstance(settings, Muon):
         return MuonWithAdamW(head, settings)
@@ -477,7 +477,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         whole = orthogonal(full(update, matrix), settings.ns_steps)  # the same on every rank
         rows = local(matrix)
         rows.mul_(1 - lr * settings.weight_decay)
-        rows.add_(_own(whole, matrix), alpha=-lr * _factor(settings, whole.shape))
+        rows.add_(_local_box(whole, matrix), alpha=-lr * _factor(settings, whole.shape))
 
     def _step_others(self, parameters: list[torch.Tensor], lr: float) -> None:
         settings, states = self._settings, [self.state[parameter] for parameter in parameters]
@@ -499,11 +499,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         )
 
 
-def _own(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _local_box(whole: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Take this rank's box of a whole tensor."""
     if not isinstance(like, DTensor) or not dist.is_initialized():
         return whole
-    offsets, _ = placed(like)
+    offsets, _ = locate_box(like)
     for dim, (offset, length) in enumerate(zip(offsets, local(like).shape, strict=True)):
         whole = whole.narrow(dim, min(offset, whole.shape[dim] - length), length)
     return whole
@@ -537,7 +537,7 @@ def orthogonal(matrix: torch.Tensor, iterations: int) -> torch.Tensor:
 TINY = 1e-6  # added to the norm, as torch does
 
 
-def clipped(parameters: Iterable[torch.nn.Parameter], most: float) -> float:
+def clip_gradients(parameters: Iterable[torch.nn.Parameter], most: float) -> float:
     """Scale the gradients down to a norm of `most` over all ranks, and return the norm before; every rank calls it."""
     learnt = [parameter for parameter in parameters if parameter.grad is not None]
     grads = [parameter.grad for parameter in learnt if isinstance(parameter.grad, DTensor)]

@@ -13,11 +13,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import embedding, linear
 
 from rlgraph.engines.forward import collectives, traced_collectives
-from rlgraph.engines.forward.collectives import exchanged, own_part, ranks_in, sent_rows
-from rlgraph.engines.forward.experts import experts_of, grouped, inverse, spread, takes
+from rlgraph.engines.forward.collectives import exchange_parts, own_part, ranks_in, sent_rows
+from rlgraph.engines.forward.experts import experts_of, inverse, multiply_grouped, spread, takes
 from rlgraph.engines.forward.head import Head, VocabularyShard
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.fsdp.sharding import cut, local
+from rlgraph.engines.fsdp.sharding import cut_parameter, local
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import GraphError, shown
@@ -48,7 +48,7 @@ def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1
 
     Raises GraphError for a family that is not known here, heads or a vocabulary that the ranks do not divide, or windows in a ring.
     """
-    given = f"{where}({', '.join(f'{name}={size}' for name, size in _asked(tensor, context))})"
+    given = f"{where}({', '.join(f'{name}={size}' for name, size in _list_styles(tensor, context))})"
     kind = config.model_type
     if kind not in FAMILIES:
         raise GraphError(f"{given}: models of type {shown(kind)} are not shared by ranks; it is offered for {', '.join(FAMILIES)}")
@@ -102,7 +102,7 @@ def check_experts(where: str, config: Any, expert: int) -> None:
         )
 
 
-def _asked(tensor: int, context: int) -> list[tuple[str, int]]:
+def _list_styles(tensor: int, context: int) -> list[tuple[str, int]]:
     return [(name, size) for name, size in (("tensor_parallel", tensor), ("context_parallel", context)) if size > 1]
 
 
@@ -128,13 +128,13 @@ def share_matrices(head: Head, mesh: DeviceMesh) -> Places:
     sharers = _Sharers(group)
     styles = {f"model.{name}" if name else "model": style for name, style in _styles(head).items()}
     words = backbone.get_input_embeddings()
-    _cut(head, mesh, styles, (words, _output(head)))
+    _shard_parameters(head, mesh, styles, (words, _output(head)))
     places, layers = list[tuple[torch.nn.Module, str]](), set(backbone.modules())  # a head computes with its part by itself
     for name, module in head.named_modules():
         alike = _replace(module, styles.get(name), words, sharers)
         places += [(module, of) for of in alike if module in layers]
     for block in {name.rpartition(".")[0] for name, style in styles.items() if style == COLUMNS}:
-        head.get_submodule(block).register_forward_pre_hook(_gathering(sharers), with_kwargs=True)
+        head.get_submodule(block).register_forward_pre_hook(_gather_hook(sharers), with_kwargs=True)
     by_words = isinstance(head, PolicyHead)  # else each rank has all of the head, and the same gradient of the states
     backbone.norm.register_forward_hook(lambda module, given, found: collectives.gathered_rows(found, group, summed=by_words))
     if isinstance(head, PolicyHead):
@@ -149,7 +149,7 @@ class _Sharers:
     """
 
     def __init__(self, group: Any) -> None:
-        self.group, self.name = group, traced_collectives.known(group)
+        self.group, self.name = group, traced_collectives.register_group(group)
 
     def gathered_rows(self, part: torch.Tensor) -> torch.Tensor:
         """Gather the rows `[1, l, H]` of all ranks, and sum the gradients that each has of them."""
@@ -188,7 +188,7 @@ def _styles(head: Head) -> dict[str, str]:
     return {f"{inside}.{name}" if inside else name: style for name, style in found.items()}
 
 
-def _cut(head: Head, mesh: DeviceMesh, styles: dict[str, str], by_words: tuple[Any, ...]) -> None:
+def _shard_parameters(head: Head, mesh: DeviceMesh, styles: dict[str, str], by_words: tuple[Any, ...]) -> None:
     """Put this rank's part in place of each parameter; tied ones stay one."""
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for place, module in head.named_modules():
@@ -196,7 +196,7 @@ def _cut(head: Head, mesh: DeviceMesh, styles: dict[str, str], by_words: tuple[A
             if parameter not in made:
                 style = styles.get(place)
                 dim = 0 if style == COLUMNS or module in by_words else 1 if style == ROWS and name == "weight" else None
-                made[parameter] = cut(parameter, mesh, dim)
+                made[parameter] = cut_parameter(parameter, mesh, dim)
             module.register_parameter(name, made[parameter])
 
 
@@ -238,7 +238,7 @@ def _embedding(module: Any, group: Any) -> Run:
     return run
 
 
-def _gathering(sharers: _Sharers) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+def _gather_hook(sharers: _Sharers) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
     """A hook that gives a block the hidden states of all tokens: its first argument, or the one of that name."""
 
     def gather(module: torch.nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -274,7 +274,7 @@ def _share(module: Any, mesh: DeviceMesh) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         whole = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)  # each takes its own: nothing is sent
         module.register_parameter(name, torch.nn.Parameter(whole, parameter.requires_grad))
-    module.forward = _sending(module, module.forward, mesh.get_group())
+    module.forward = _dispatch_tokens(module, module.forward, mesh.get_group())
 
 
 def _shard(module: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
@@ -297,7 +297,7 @@ def _shard(module: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _sending(module: Any, forward: Callable[..., torch.Tensor], group: Any) -> Callable[..., torch.Tensor]:
+def _dispatch_tokens(module: Any, forward: Callable[..., torch.Tensor], group: Any) -> Callable[..., torch.Tensor]:
     """Compute the experts of tokens where they are; takes and gives what transformers' modules of experts do."""
 
     def run(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -306,18 +306,18 @@ def _sending(module: Any, forward: Callable[..., torch.Tensor], group: Any) -> C
         back = inverse(order)
         every = torch.arange(each * ranks_in(group) + 1, device=experts.device)
         counts = torch.searchsorted(experts, every).diff().view(-1, each)  # [ranks, experts of one]; the host waits for it once, below
-        taken = exchanged(counts, group)
+        taken = exchange_parts(counts, group)
         sent, received = torch.stack([counts.sum(1), taken.sum(1)]).tolist()
         numbers = every[:each].repeat(len(received)).repeat_interleave(taken.flatten(), output_size=sum(received))
         rows = sent_rows(spread(hidden_states, order, back, chosen), sent, received, group)
-        results = sent_rows(_computed(module, forward, rows, numbers), received, sent, group)
+        results = sent_rows(_compute_experts(module, forward, rows, numbers), received, sent, group)
         found = spread(results, back, order) * top_k_weights.reshape(-1, 1)
         return found.view(-1, chosen, found.shape[-1]).sum(1).to(hidden_states.dtype)  # as transformers': in a fixed order
 
     return run
 
 
-def _computed(module: Any, forward: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+def _compute_experts(module: Any, forward: Callable[..., torch.Tensor], rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
     """Compute rows `[n, H]`, each by one of this rank's experts `[n]`: grouped, or by the module's own forward."""
     count = len(rows)
     if not count:  # no token chose an expert of this rank, and kernels need not take none: its weights get a gradient all the same, 0
@@ -325,7 +325,7 @@ def _computed(module: Any, forward: Callable[..., torch.Tensor], rows: torch.Ten
     kept = dict(module._parameters)
     module._parameters.update({name: own_part(one) for name, one in kept.items() if one is not None})
     try:
-        found = grouped(module, rows, experts) if takes(module) else forward(rows, experts[:, None], rows.new_ones(len(rows), 1))
+        found = multiply_grouped(module, rows, experts) if takes(module) else forward(rows, experts[:, None], rows.new_ones(len(rows), 1))
         return found[:count]
     finally:
         module._parameters.update(kept)

@@ -37,7 +37,7 @@ class ChangedInPlaceError(Exception):
     """A layer changed a kept result in place, so that the backward pass would begin with the changed one."""
 
 
-class Keeps:
+class SavedActivations:
     """Which results one pass of one layer keeps: those of attention, of the products before it, and, `with_output`, of the one after it.
 
     The operations of a layer come in one order, of which this counts; the forward pass and the backward pass count by themselves.
@@ -108,18 +108,18 @@ def prepare_layers(layers: Any, *, recompute: Recompute, compiled: bool, tensor_
         if recompute:  # inside of what is compiled: outside, its operations could not be told apart
             changed = None if compiled else set[int]()  # the compiler lets nothing change in place
             contexts = {"context_fn": partial(_contexts, tensor_parallel == 1, changed)} if recompute == "selective" else {}
-            layer.forward = _remembering(layer.forward, contexts)
-            layer.forward = layer.forward if compiled else _repeated(layer.forward)
+            layer.forward = _with_cache(layer.forward, contexts)
+            layer.forward = layer.forward if compiled else _run_twice(layer.forward)
             layer.gradient_checkpointing = True  # tells the model that passes are computed again
         if compiled:
             layer.compile(dynamic=True)
 
 
 def _contexts(with_output: bool, changed: set[int] | None) -> Any:
-    return create_selective_checkpoint_contexts(Keeps(with_output=with_output, changed=changed))
+    return create_selective_checkpoint_contexts(SavedActivations(with_output=with_output, changed=changed))
 
 
-def _remembering(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
+def _with_cache(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
     @wraps(forward)
     def run(*given: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -129,7 +129,7 @@ def _remembering(forward: Callable[..., Any], contexts: dict[str, Any]) -> Calla
     return run
 
 
-def _repeated(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _run_twice(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Run a layer again for each result that its first pass finds changed in place."""
 
     @wraps(forward)

@@ -34,7 +34,7 @@ NAME = "rlgraph_whole"  # of the attribute of a parameter
 
 
 @torch.no_grad()
-def cut(parameter: torch.nn.Parameter, mesh: DeviceMesh, dim: int | None) -> torch.nn.Parameter:
+def cut_parameter(parameter: torch.nn.Parameter, mesh: DeviceMesh, dim: int | None) -> torch.nn.Parameter:
     """Take this rank's part of a parameter that the ranks of "tp" cut along `dim`, and those of "fsdp" will shard by rows.
 
     All ranks of "tp" hold it alike where `dim` is None. Nothing is sent.
@@ -46,7 +46,7 @@ def cut(parameter: torch.nn.Parameter, mesh: DeviceMesh, dim: int | None) -> tor
     of_fsdp: Placement = _StridedShard(0, split_factor=ranks) if dim == 0 else Shard(0)  # rows of this rank's rows
     meta = TensorMeta(parameter.shape, parameter.stride(), parameter.dtype)
     part = torch.nn.Parameter(own, parameter.requires_grad)
-    # On the parameter, since FSDP shards plain tensors only; `remembered` sets it on the parameters that FSDP puts in their places.
+    # On the parameter, since FSDP shards plain tensors only; `remember_modules` sets it on the parameters that FSDP puts in their places.
     setattr(part, NAME, DTensorSpec(mesh, (of_fsdp, of_tp), tensor_meta=meta))
     return part
 
@@ -58,7 +58,7 @@ def spec_of(value: torch.Tensor) -> DTensorSpec | None:
 
 
 def is_part(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is a part that `cut` made."""
+    """Whether a parameter is a part that `cut_parameter` made."""
     return hasattr(parameter, NAME)
 
 
@@ -68,8 +68,8 @@ def whole_shape(parameter: torch.Tensor) -> Numbers:
     return tuple(parameter.shape if spec is None else spec.shape)
 
 
-def as_whole(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """View a tensor that is sharded as a parameter, such as a moment, as a DTensor of the whole; without `cut` it is one already."""
+def as_dtensor(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """View a tensor that is sharded as a parameter, such as a moment, as a DTensor of the whole; an uncut one is a DTensor already."""
     if not is_part(parameter):
         return value
     own = value._local_tensor if isinstance(value, DTensor) else value
@@ -77,7 +77,7 @@ def as_whole(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def remembered(model: torch.nn.Module) -> Iterator[None]:
+def remember_modules(model: torch.nn.Module) -> Iterator[None]:
     """Let the parameters that something puts in place of a model's parts know what they are parts of."""
     places = [
         (module, name, getattr(parameter, NAME))
@@ -93,7 +93,7 @@ def remembered(model: torch.nn.Module) -> Iterator[None]:
 # Shards of a model over the ranks of a process group: FSDP2, and the tensors that a rank holds of it.
 
 
-def join(rank: int, world: int) -> bool:
+def init_distributed(rank: int, world: int) -> bool:
     """Make sure that a process group exists. Return whether this call made it, which it does for a world of one.
 
     Raises GraphError if the group has another rank or size, or if there is none for several ranks.
@@ -123,8 +123,8 @@ def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dt
     alone = mesh.size() == 1  # then gathered weights are a cast and not a transfer: once a pass is enough
     frozen = {parameter for parameter in whole.parameters() if not parameter.requires_grad} if alone else set()  # used as they are
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    units: list[list[Any]] = [*together(layers), *([[embedding]] if not alone and _apart(whole, embedding) else []), [whole]]
-    with remembered(whole):
+    units: list[list[Any]] = [*layer_groups(layers), *([[embedding]] if not alone and _is_separate(whole, embedding) else []), [whole]]
+    with remember_modules(whole):
         for unit in units:
             fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=not alone, ignored_params=frozen)
     firsts = [unit[0] for unit in units]
@@ -135,7 +135,7 @@ def shard(whole: torch.nn.Module, layers: Any, mesh: DeviceMesh, dtype: torch.dt
     return firsts
 
 
-def _apart(whole: torch.nn.Module, embedding: Any) -> bool:
+def _is_separate(whole: torch.nn.Module, embedding: Any) -> bool:
     if embedding is None:
         return False
     weight = embedding.weight
@@ -143,7 +143,7 @@ def _apart(whole: torch.nn.Module, embedding: Any) -> bool:
     return uses == 1 and weight.requires_grad and weight.numel() >= UNIT_PARAMETERS and not isinstance(weight, DTensor)
 
 
-def keep(units: Iterable[Any], more: bool, *, casts: bool = True) -> None:
+def set_reshard(units: Iterable[Any], more: bool, *, casts: bool = True) -> None:
     """Before a pass of a rank alone: if `more` passes follow, units add up gradients where they are, and keep `casts` of weights for them.
 
     The sums have the same bits. Without it a pass casts all weights, and copies all gradients twice before they are added.
@@ -154,7 +154,7 @@ def keep(units: Iterable[Any], more: bool, *, casts: bool = True) -> None:
             unit.set_reshard_after_backward(not more, recurse=False)
 
 
-def together(layers: Iterable[torch.nn.Module]) -> list[list[torch.nn.Module]]:
+def layer_groups(layers: Iterable[torch.nn.Module]) -> list[list[torch.nn.Module]]:
     """Group the layers, in order: a group ends where it has `UNIT_PARAMETERS`."""
     units: list[list[torch.nn.Module]] = []
     size = UNIT_PARAMETERS
@@ -176,12 +176,12 @@ def by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[list[torch.nn.Para
 
 
 def full(value: torch.Tensor, parameter: torch.Tensor | None = None) -> torch.Tensor:
-    """Gather the whole of a sharded tensor; a `parameter` says what it is sharded as, where ranks `cut` it."""
-    found = value if parameter is None else as_whole(value, parameter)
+    """Gather the whole of a sharded tensor; a `parameter` says what it is sharded as, where ranks cut it."""
+    found = value if parameter is None else as_dtensor(value, parameter)
     return found.full_tensor() if isinstance(found, DTensor) else found
 
 
-def placed(value: torch.Tensor) -> tuple[tuple[int, ...], int]:
+def locate_box(value: torch.Tensor) -> tuple[tuple[int, ...], int]:
     """Compute the offsets of this rank's box of a tensor, and its number among equal boxes of several ranks.
 
     A DTensor may be sharded along any dims of any mesh; of a part that `whole.cut` made it is the box of the whole. Raises GraphError for
@@ -207,14 +207,14 @@ def replica(value: torch.Tensor) -> int:
     return found
 
 
-def memory(value: torch.Tensor) -> torch.Tensor:
+def storage_of(value: torch.Tensor) -> torch.Tensor:
     """The tensor that holds this rank's shard: the same object until the shard gets other memory."""
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def own_box(name: str, parameter: torch.Tensor) -> WeightShard:
     """This rank's box of a parameter, live."""
-    offsets, number = placed(parameter)
+    offsets, number = locate_box(parameter)
     return WeightShard(name, whole_shape(parameter), offsets, local(parameter.detach()), number)
 
 
@@ -290,8 +290,8 @@ def load_shards(head: Head, device: torch.device, shared_base: SharedBase | None
 
     Frozen ones are those of a `shared_base`, where the folder has them as they are.
     """
-    with torch.no_grad(), remembered(head):
-        made = {} if shared_base is None else _shared(head, shared_base)  # tied parameters stay one
+    with torch.no_grad(), remember_modules(head):
+        made = {} if shared_base is None else _find_shared(head, shared_base)  # tied parameters stay one
         for place, module in head.named_modules():
             own = dict(module.named_parameters(recurse=False))
             for name, parameter in own.items():
@@ -302,13 +302,13 @@ def load_shards(head: Head, device: torch.device, shared_base: SharedBase | None
                 real = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
                 head.fill(f"{place}.{name}", (0,) * buffer.dim(), real)
                 module.register_buffer(name, real, persistent=name not in module._non_persistent_buffers_set)
-            if isinstance(module, LoraLinear) and module.settle():
+            if isinstance(module, LoraLinear) and module.finish_loading():
                 del made[own["weight"]]  # else the matrices of all layers would be in memory until the last is read
         head.folder = None
         head.to(device)  # lets FSDP2 find the new tensors, as after any change of them
 
 
-def _shared(head: Head, base: SharedBase) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
+def _find_shared(head: Head, base: SharedBase) -> dict[torch.nn.Parameter, torch.nn.Parameter]:
     """Find for each whole and frozen parameter the one that other models hold as well."""
     names: dict[str, tuple[str, torch.nn.Parameter]] = {}  # by the name in the folder
     for name, parameter in head.named_parameters():
@@ -326,7 +326,7 @@ def _fill(head: Head, name: str, out: torch.Tensor) -> None:
 
 def _read(head: Head, name: str, parameter: torch.nn.Parameter, device: torch.device) -> torch.nn.Parameter:
     out = torch.empty_like(local(parameter.detach()), device=device)
-    head.fill(name, placed(parameter)[0], out)
+    head.fill(name, locate_box(parameter)[0], out)
     if isinstance(parameter, DTensor):
         return torch.nn.Parameter(DTensor(out, parameter._spec, requires_grad=False), parameter.requires_grad)
     return torch.nn.Parameter(out, parameter.requires_grad)
@@ -379,7 +379,7 @@ class RankFailed(Exception):
     """The work of a rank failed; the message is its reason."""
 
 
-def gathered(mine: bytes, world: int, device: torch.device, group: Any = None) -> list[bytes]:
+def gather_bytes(mine: bytes, world: int, device: torch.device, group: Any = None) -> list[bytes]:
     """Gather the bytes of all ranks, in their order; every rank of the group calls it."""
     own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world)]
@@ -389,12 +389,12 @@ def gathered(mine: bytes, world: int, device: torch.device, group: Any = None) -
     return [bytes(row[: int(size)].cpu().numpy()) for row, size in zip(rows, sizes, strict=True)]
 
 
-def summed(metrics: list[dict[str, float]], world: int, device: torch.device, group: Any = None) -> dict[str, float]:
+def sum_metrics(metrics: list[dict[str, float]], world: int, device: torch.device, group: Any = None) -> dict[str, float]:
     """Sum the metrics of all micro-batches of all ranks of a group, in the order of the ranks: the same bits on every rank."""
     found = [metrics]
     if world > 1:
         own = msgspec.msgpack.encode([[*micro_batch.items()] for micro_batch in metrics])
-        ranks = (msgspec.msgpack.decode(rank, type=list[list[tuple[str, float]]]) for rank in gathered(own, world, device, group))
+        ranks = (msgspec.msgpack.decode(rank, type=list[list[tuple[str, float]]]) for rank in gather_bytes(own, world, device, group))
         found = [[dict(micro_batch) for micro_batch in rank] for rank in ranks]
     total: dict[str, float] = {}
     for micro_batch in (micro_batch for rank in found for micro_batch in rank):
@@ -403,7 +403,7 @@ def summed(metrics: list[dict[str, float]], world: int, device: torch.device, gr
     return total
 
 
-def of_all(group: Any, work: Callable[[], T], kind: type[T], reason: Callable[[Exception], str]) -> list[T]:
+def all_gather_results(group: Any, work: Callable[[], T], kind: type[T], reason: Callable[[Exception], str]) -> list[T]:
     """Do a rank's work, and gather what each rank's gave, a value of a type that msgspec knows. A `group` of None is a world of one.
 
     Raises RankFailed on every rank, with the first reason, where the work of one failed with an OSError, a ValueError or a RuntimeError.
@@ -415,7 +415,7 @@ def of_all(group: Any, work: Callable[[], T], kind: type[T], reason: Callable[[E
         mine = msgspec.msgpack.encode(work())
     except (OSError, ValueError, RuntimeError) as error:
         failed = reason(error)
-    told = gathered(msgspec.msgpack.encode((failed, mine)), dist.get_world_size(group), torch.device("cpu"), group)
+    told = gather_bytes(msgspec.msgpack.encode((failed, mine)), dist.get_world_size(group), torch.device("cpu"), group)
     answers = [msgspec.msgpack.decode(answer, type=tuple[str, bytes]) for answer in told]
     failures = [text for text, _ in answers if text]
     if failures:

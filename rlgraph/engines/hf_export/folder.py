@@ -75,7 +75,7 @@ class GrowingExport:
     def __enter__(self) -> "GrowingExport":
         try:
             self.path.mkdir(mode=0o700)
-            self._lock = _locked(self.path)
+            self._lock = _lock_folder(self.path)
             take_room(self.path, self._layout)
         except OSError as error:
             self.discard()
@@ -133,7 +133,7 @@ def take_room(path: Path, layout: ExportLayout) -> None:
         (path / INDEX).write_text(layout.index())
 
 
-def _locked(path: Path) -> int:
+def _lock_folder(path: Path) -> int:
     """Lock a folder while this process lives, so that no other one takes it for a dead one's; -1 where the file system has no locks."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -147,7 +147,7 @@ def _locked(path: Path) -> int:
 def _sweep(target: Path) -> None:
     """Remove what killed exports to the same place have left."""
     for left in target.parent.glob(f".{target.name}-????????{GROWING}"):
-        handle = _locked(left)
+        handle = _lock_folder(left)
         if handle >= 0:
             shutil.rmtree(left, ignore_errors=True)
             os.close(handle)
@@ -223,7 +223,7 @@ Numbers = tuple[int, ...]
 HEAD = "score.weight"  # of a critic; its folder may be a language model's, without one
 
 
-def exported(
+def export_names(
     shapes: Mapping[str, Numbers], model: str | Path, scores: Literal["log_probs", "values"], where: str
 ) -> dict[str, tuple[str, Numbers]]:
     """Name the parameters of a trainer, given with their whole shapes, as the model's folder does: (trainer's name, shape) by each name.
@@ -237,7 +237,7 @@ def exported(
     for name, shape in shapes.items():
         if is_head(name) and name not in known:  # it is the embeddings
             continue
-        own = name if name in known or (scores == "values" and name == HEAD) else _prefixed(name, known)
+        own = name if name in known or (scores == "values" and name == HEAD) else _find_prefix(name, known)
         if own is None or known.get(own, shape) != shape:
             there = f"has the shape {list(known[own])}" if own is not None else "has no such name"
             raise ExportError(
@@ -251,5 +251,5 @@ def exported(
     return found
 
 
-def _prefixed(name: str, known: Iterable[str]) -> str | None:
+def _find_prefix(name: str, known: Iterable[str]) -> str | None:
     return min((own for own in known if own.endswith(f".{name}")), key=len, default=None)

@@ -58,7 +58,7 @@ class ExportFile(msgspec.Struct, frozen=True, array_like=True):
 class ExportLayout(msgspec.Struct, frozen=True, array_like=True):
     """All files of an export and the places of its parameters, in `dtype`. It travels to the ranks that write.
 
-    >>> layout = planned({"norm.weight": ("norm.weight", (4,)), "head.weight": ("head.weight", (2, 4))}, "bfloat16")
+    >>> layout = plan_files({"norm.weight": ("norm.weight", (4,)), "head.weight": ("head.weight", (2, 4))}, "bfloat16")
     >>> [(slot.name, slot.begin - layout.slots[0].begin) for slot in layout.slots]
     [('head.weight', 0), ('norm.weight', 16)]
     """
@@ -84,7 +84,7 @@ class ExportLayout(msgspec.Struct, frozen=True, array_like=True):
         return json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n"
 
 
-def planned(
+def plan_files(
     parameters: Mapping[str, tuple[str, Numbers]], dtype: ExportDtype, most_bytes: int = MOST_FILE_BYTES, single: str = SINGLE
 ) -> ExportLayout:
     """Plan the files of parameters, given by their exported names as (trainer's name, shape): layer 2 before layer 10.

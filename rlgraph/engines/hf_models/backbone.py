@@ -14,7 +14,7 @@ from torch.nn.functional import rms_norm
 from torch.overrides import TorchFunctionMode
 
 from rlgraph.batching.packing import MicroBatch
-from rlgraph.engines.forward.packed_attention import padded
+from rlgraph.engines.forward.packed_attention import padded_implementation
 from rlgraph.engines.hf_models.folder_weights import FolderWeights, PartsByName
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
@@ -35,7 +35,7 @@ def skeleton(auto: Any, path: str | Path) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         raise DataError(f"model '{path}': config.json has a quantization_config; a trainer takes weights in bfloat16, float16 or float32")
     with _EmptyOnMeta():
-        model = auto.from_config(config, dtype=torch.float32, attn_implementation=padded(auto, path))
+        model = auto.from_config(config, dtype=torch.float32, attn_implementation=padded_implementation(auto, path))
     kept: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters stay one
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
@@ -138,7 +138,9 @@ def load_text_model(path: str | Path, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     if not check_model(path).nested:
-        plain = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=padded(AutoModelForCausalLM, path))
+        plain = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=padded_implementation(AutoModelForCausalLM, path)
+        )
         return plain.eval()
     model = load_causal(path)
     weights = FolderWeights(path, model)

@@ -54,7 +54,7 @@ class ChatPrompt:
         return text
 
 
-def render_answered(tokenizer: Any, conversation: str, response: str) -> str:
+def render_with_response(tokenizer: Any, conversation: str, response: str) -> str:
     """Render a conversation, given as JSON, with the response as its last message, by the template of another model that judges it.
 
     The template gets the tools of the conversation, and none of the arguments that were meant for the model that answered.
@@ -71,7 +71,7 @@ def check_answered(path: str | Path, tokenizer: Any, conversations: Sequence[str
     """Raise DataError naming the item whose conversation, with an answer, the template of a reward model refuses."""
     for index, conversation in enumerate(conversations if tokenizer.chat_template else ()):
         try:
-            render_answered(tokenizer, conversation, "answer")
+            render_with_response(tokenizer, conversation, "answer")
         except Exception as error:
             roles = [message.get("role") for message in ChatPrompt.from_json(conversation).messages]
             raise DataError(

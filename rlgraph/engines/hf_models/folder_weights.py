@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from rlgraph.channels.weights.shards import WeightShard, whole
+from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.engines.hf_models.model_files import header_places, header_shapes
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import in_text_model, is_text
@@ -170,7 +170,7 @@ def folder_shapes(shapes: Mapping[str, Numbers], parts: PartsByName) -> dict[str
     >>> folder_shapes({"norm": (4,)}, {"norm": (whole_part("model.norm", (4,)),)})
     {'model.norm': (4,)}
     """
-    parameters = whole({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+    parameters = unsharded_weights({name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
     return {shard.name: shard.global_shape for shard in folder_shards(parameters, parts)}
 
 
@@ -189,10 +189,10 @@ def folder_shards(shards: Iterable[WeightShard], parts: PartsByName) -> Iterator
         elif not named:
             yield shard
         else:
-            yield from _cut(shard, named)
+            yield from _cut_shard(shard, named)
 
 
-def _cut(shard: WeightShard, parts: Iterable[FolderPart]) -> Iterator[WeightShard]:
+def _cut_shard(shard: WeightShard, parts: Iterable[FolderPart]) -> Iterator[WeightShard]:
     held = shard.spans
     for part in parts:
         both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(part.spans, held, strict=True)]
@@ -238,7 +238,7 @@ class FolderWeights:
         if not out.numel():
             return
         name = self._alias.get(name, name)
-        parts = self._fused(name) if name in self._made else ()
+        parts = self._fused_parts(name) if name in self._made else ()
         if name in self._made and not parts:
             _copy(self._pieces(name, tuple(offsets), tuple(out.shape)), out)
             return
@@ -270,10 +270,10 @@ class FolderWeights:
             if name in self._plain:
                 found[parameter] = (whole_part(self._plain[name], shapes[self._plain[name]]),)
             elif name in self._made:
-                found[parameter] = self._fused(name)
+                found[parameter] = self._fused_parts(name)
         return found
 
-    def _fused(self, name: str) -> tuple[FolderPart, ...]:
+    def _fused_parts(self, name: str) -> tuple[FolderPart, ...]:
         """The tensors of the folder that a conversion makes a parameter of; none where it does not show them."""
         first, converter, sources = self._made[name]
         by_pattern: dict[str, list[str]] = {pattern: [] for pattern in converter.source_patterns}
@@ -288,7 +288,7 @@ class FolderWeights:
         if name in self._plain:
             yield from self._read(self._plain[name], offsets, shape)
         else:
-            yield slice(None), self._converted(name)[tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))]
+            yield slice(None), self._convert_parameter(name)[tuple(slice(at, at + size) for at, size in zip(offsets, shape, strict=True))]
 
     def _read(self, source: str, offsets: Numbers, shape: Numbers) -> Pieces:
         """Yield the box of a tensor of the folder in pieces of `PIECE_BYTES` along its first dim."""
@@ -333,7 +333,7 @@ class FolderWeights:
             sources[source] = (name, pattern)
             self._made |= {target: self._made[name] for target in targets if target in state}
 
-    def _converted(self, name: str) -> torch.Tensor:
+    def _convert_parameter(self, name: str) -> torch.Tensor:
         from safetensors import safe_open
 
         first, converter, sources = self._made[name]

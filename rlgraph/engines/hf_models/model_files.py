@@ -39,7 +39,7 @@ def check_loadable(path: str | Path, config: Mapping[str, Any]) -> None:
     _check_index(folder, places)
     if not shapes:
         raise DataError(f"model '{path}': its *.safetensors hold no tensor; {AGAIN}")
-    for name, wanted in _expected(config, shapes).items():
+    for name, wanted in _expected_shapes(config, shapes).items():
         if shapes[name] != wanted:
             raise DataError(
                 f"'{places[name]}': '{name}' has the shape {list(shapes[name])}, but by config.json it is {list(wanted)}: "
@@ -119,7 +119,7 @@ def _check_index(folder: Path, places: Mapping[str, Path]) -> None:
             raise DataError(f"'{index}': {lacks}; download what is missing")
 
 
-def _expected(config: Mapping[str, Any], shapes: Shapes) -> Shapes:
+def _expected_shapes(config: Mapping[str, Any], shapes: Shapes) -> Shapes:
     """The shapes by the config, of the weights in the folder."""
     vocab, hidden = config["vocab_size"], config["hidden_size"]
     known: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
@@ -232,7 +232,7 @@ def is_hub_id(path: str) -> bool:
     return HUB_ID.fullmatch(path) is not None and not path.startswith(".") and not Path(path).exists()
 
 
-def cached(model: str) -> str | None:
+def find_cached_folder(model: str) -> str | None:
     """Find the folder of a hub id in the cache, without a network; None if there is none, or half of one."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -244,7 +244,7 @@ def cached(model: str) -> str | None:
     return str(folder) if (folder / "config.json").exists() and any(folder.glob("*.safetensors")) else None
 
 
-def downloaded(model: str) -> str:
+def download_folder(model: str) -> str:
     """The folder of a hub id: that of the cache, else a download of the revision that the hub names now.
 
     Raises DataError at once where the hub cannot be reached, or has no such model.
@@ -252,7 +252,7 @@ def downloaded(model: str) -> str:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled, RepositoryNotFoundError
 
-    found = cached(model)
+    found = find_cached_folder(model)
     if found is not None:
         return found
     fix = f"give a folder that holds config.json and *.safetensors, or fetch it where there is a network: `hf download {model}`"
@@ -297,7 +297,7 @@ def no_hub() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def offline() -> Iterator[None]:
+def forbid_downloads() -> Iterator[None]:
     """Keep this process, and those that it starts meanwhile, from asking a hub while an engine loads.
 
     Afterwards the environment is as it was: a reward or a tool in the same process is a user's own, and may ask.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.hf_models.model_files import check_loadable, downloaded, header_shapes, is_hub_id
+from rlgraph.engines.hf_models.model_files import check_loadable, download_folder, header_shapes, is_hub_id
 from rlgraph.engines.hf_models.text_part import is_head, is_nested, is_text, text_entries
 from rlgraph.errors import DataError
 
@@ -133,7 +133,7 @@ def smollm2(folder: str | Path) -> Path:
 
     Raises DataError if the package or the folder cannot be used.
     """
-    return _make_once(Path(folder), _write_smollm2)
+    return _write_atomically(Path(folder), _write_smollm2)
 
 
 def _write_smollm2(folder: Path) -> None:
@@ -150,7 +150,7 @@ def _write_smollm2(folder: Path) -> None:
     from transformers import modeling_gguf_pytorch_utils as reader
 
     file = files[0]
-    with _read_once(reader):
+    with _cache_reader(reader):
         config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -165,7 +165,7 @@ def _write_smollm2(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _read_once(reader: Any) -> Iterator[None]:
+def _cache_reader(reader: Any) -> Iterator[None]:
     """Let transformers' `reader` parse a GGUF file once, not for each of config, weights and tokenizer, and draw no bar.
 
     It would also make the table of a family's names again for each module of the model.
@@ -226,7 +226,7 @@ def tiny_model(
         tokenizer.chat_template = TINY_TEMPLATE if chat else None
         tokenizer.save_pretrained(target)
 
-    return _make_once(Path(folder), write)
+    return _write_atomically(Path(folder), write)
 
 
 def byte_tokenizer() -> Any:
@@ -240,7 +240,7 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|end|>")
 
 
-def _make_once(folder: Path, write: Callable[[Path], None]) -> Path:
+def _write_atomically(folder: Path, write: Callable[[Path], None]) -> Path:
     """Write a model folder beside its place and rename it, so that no process ever finds half of one."""
     if folder.exists():
         check_model(folder)
@@ -294,6 +294,6 @@ def model_folder(name: str, folder: str | Path = ".models") -> str:
     if name in makers:
         return str(makers[name](Path(folder) / name))
     if is_hub_id(name):
-        return downloaded(name)
+        return download_folder(name)
     check_model(name)
     return name

@@ -65,7 +65,7 @@ class Encoded:
         return len(self.learnt) - self.learnt[::-1].index(True) if any(self.learnt) else len(self.tokens)
 
 
-def encoded(tokenizer: Any, example: Example, where: str, most: int | None = None) -> Encoded:
+def encode_example(tokenizer: Any, example: Example, where: str, most: int | None = None) -> Encoded:
     """Tokenise an example; of one with more than `most` tokens the first ones stay. Raises DataError, which begins with `where`."""
     made = _text(tokenizer, example) if isinstance(example.prompt, str) else _conversation(tokenizer, example, where)
     tokens, learnt = made.tokens[:most], [*made.learnt[:most]]
@@ -88,24 +88,24 @@ def _text(tokenizer: Any, example: Example) -> Encoded:
         found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     if tokenizer.eos_token_id is not None and tokens[-1:] != [tokenizer.eos_token_id]:
         tokens = [*tokens, tokenizer.eos_token_id]
-    held = _holding(found["offset_mapping"], [(len(example.prompt), len(text))])
+    held = _mark_tokens(found["offset_mapping"], [(len(example.prompt), len(text))])
     before = held.index(True) if any(held) else len(held)
     return Encoded(tokens, [place >= before for place in range(len(tokens))])
 
 
-def _holding(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
+def _mark_tokens(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[bool]:
     """Find the tokens that hold a character of one of the spans; a token may hold characters on both sides of a boundary."""
     return [any(begin < max(last, first + 1) and first < end for begin, end in spans) for first, last in offsets]
 
 
 def _conversation(tokenizer: Any, example: Example, where: str) -> Encoded:
     messages = [*example.prompt, *example.completion]
-    text = _rendered(tokenizer, example, messages, where)
+    text = _render_messages(tokenizer, example, messages, where)
     check_read(where, "the chat template", tokenizer.chat_template, ChatPrompt(messages, example.tools, example.template_kwargs))
     spans = _spans(tokenizer, example, messages, text, where)
     _check_written(messages, text, spans, where)
     found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    return Encoded(list(found["input_ids"]), _holding(found["offset_mapping"], list(spans.values())))
+    return Encoded(list(found["input_ids"]), _mark_tokens(found["offset_mapping"], list(spans.values())))
 
 
 def _spans(tokenizer: Any, example: Example, messages: Sequence[Any], whole: str, where: str) -> dict[int, tuple[int, int]]:
@@ -120,8 +120,8 @@ def _spans(tokenizer: Any, example: Example, messages: Sequence[Any], whole: str
         raise DataError(f"{where} has no message of the assistant to learn; leave it out")
     spans = {}
     for number in turns:
-        before = _rendered(tokenizer, example, messages[:number], where, answer=True)
-        after = _rendered(tokenizer, example, messages[: number + 1], where)
+        before = _render_messages(tokenizer, example, messages[:number], where, answer=True)
+        after = _render_messages(tokenizer, example, messages[: number + 1], where)
         if not (whole.startswith(before) and whole.startswith(after) and after.startswith(before)):
             raise DataError(
                 f"{where}: the chat template renders message {number} in another way once more follow, as templates do that drop earlier "
@@ -157,12 +157,12 @@ def _check_written(messages: Sequence[Mapping[str, Any]], text: str, spans: Mapp
                 )
 
 
-def _rendered(tokenizer: Any, example: Example, messages: Sequence[Any], where: str, *, answer: bool = False) -> str:
+def _render_messages(tokenizer: Any, example: Example, messages: Sequence[Any], where: str, *, answer: bool = False) -> str:
     if not tokenizer.chat_template:
         raise DataError(f"{where} is a conversation, but the model has no chat template: take the instruct model, or give text")
     chat = ChatPrompt(messages, example.tools, example.template_kwargs)
     try:
-        return chat.render(tokenizer) if answer else _whole(tokenizer, chat)
+        return chat.render(tokenizer) if answer else _render_chat(tokenizer, chat)
     except Exception as error:
         roles = [message.get("role") for message in messages]
         raise DataError(
@@ -171,7 +171,7 @@ def _rendered(tokenizer: Any, example: Example, messages: Sequence[Any], where: 
         ) from error
 
 
-def _whole(tokenizer: Any, chat: ChatPrompt) -> str:
+def _render_chat(tokenizer: Any, chat: ChatPrompt) -> str:
     text: str = tokenizer.apply_chat_template(
         list(chat.messages), tools=list(chat.tools) or None, tokenize=False, **(chat.template_kwargs or {})
     )

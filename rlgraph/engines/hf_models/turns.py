@@ -142,7 +142,7 @@ class TurnTemplate:
     def _after(self, chat: ChatPrompt, said: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]) -> str:
         """Render what follows the end of a turn. The turn itself is replaced by a mark, to be found in the text."""
         error: Exception | None = None
-        for turn in _marked(said):
+        for turn in _mark_turn(said):
             try:
                 text = self._rendered(replace(chat, messages=[*chat.messages, turn, *answers], continue_final=False))
             except Exception as refused:  # noqa: BLE001 (whatever the template raises; the next way to write the turn may do)
@@ -171,7 +171,7 @@ class TurnTemplate:
         return tokens
 
 
-def _marked(said: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _mark_turn(said: Mapping[str, Any]) -> list[dict[str, Any]]:
     """List ways to write a turn of the model with a mark in it: some templates leave out the text of a turn that calls tools."""
     calls = [{**call, "function": {**call["function"], "arguments": {}}} for call in said.get("tool_calls", ())]
     plain = {"role": "assistant", "content": MARK}

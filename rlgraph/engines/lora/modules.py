@@ -28,7 +28,7 @@ class FourBits:
 
     def __init__(self, matrix: torch.Tensor, dtype: torch.dtype) -> None:
         self._library = bitsandbytes()
-        self.codes, self.state = _quantised(self._library, matrix)
+        self.codes, self.state = _quantise_matrix(self._library, matrix)
         self.state.dtype = dtype
 
     def linear(self, states: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -37,15 +37,15 @@ class FourBits:
         return found
 
 
-def rounded(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def round_matrix(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The matrix that `FourBits` multiplies with in `dtype`."""
     library = bitsandbytes()
-    codes, state = _quantised(library, matrix)
+    codes, state = _quantise_matrix(library, matrix)
     found: torch.Tensor = library.functional.dequantize_4bit(codes, state)
     return found.to(dtype)
 
 
-def _quantised(library: Any, matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
+def _quantise_matrix(library: Any, matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
     codes, state = library.functional.quantize_4bit(matrix.detach().float().contiguous(), blocksize=BLOCK, quant_type="nf4")
     return codes, state
 
@@ -58,10 +58,10 @@ def _quantised(library: Any, matrix: torch.Tensor) -> tuple[torch.Tensor, Any]:
 A, B = ".lora_A.weight", ".lora_B.weight"  # end the names of an adapter's matrices, behind the name of their projection
 
 
-def merged(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
+def merge_adapter(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float, dtype: torch.dtype) -> torch.Tensor:
     """Compute `base + scale · b a` in float32 and round it once, to `dtype`. `a` is [rank, in], `b` is [out, rank], both float32.
 
-    >>> merged(torch.ones(2, 2), torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0], [0.0]]), 0.5, torch.float32)
+    >>> merge_adapter(torch.ones(2, 2), torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0], [0.0]]), 0.5, torch.float32)
     tensor([[1.5000, 2.0000],
             [1.0000, 1.0000]])
     """
@@ -97,7 +97,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         """A tensor that merges, on a device, where it is kept from now on: as it is in the folder, or rounded, in `dtype`."""
         if name not in self._on_device or self._on_device[name].device != device:
             tensor = self._tensors[name].to(device)
-            self._on_device[name] = rounded(tensor, dtype) if self._rounds else tensor
+            self._on_device[name] = round_matrix(tensor, dtype) if self._rounds else tensor
         return self._on_device[name]
 
     def with_adapter(self, adapter: Mapping[str, torch.Tensor], scale: float, dtype: torch.dtype) -> "MergedWeights":
@@ -134,7 +134,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         a = self._adapter.get(module + A)
         if a is None:
             return self.base[name].to(self._dtype)
-        return merged(self.base.on(a.device, name, self._dtype), a, self._adapter[module + B], self._scale, self._dtype)
+        return merge_adapter(self.base.on(a.device, name, self._dtype), a, self._adapter[module + B], self._scale, self._dtype)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.base)
@@ -143,7 +143,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         return len(self.base)
 
 
-def as_described(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def describe_weights(weights: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     """Tensors with the names and shapes of the weights, without merging any."""
     return weights.base if isinstance(weights, MergedWeights) else weights
 
@@ -166,7 +166,7 @@ class LoraLinear(torch.nn.Linear):
         self._in_four_bits = lora.base is not None
         self._four_bits: FourBits | None = None
 
-    def settle(self) -> bool:
+    def finish_loading(self) -> bool:
         """Keep the matrix, which is in memory now, in 4 bits if the settings say so; return whether this call did it."""
         if not self._in_four_bits or self._four_bits is not None:
             return False
@@ -216,7 +216,7 @@ def _linear(layers: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     return ((name, module) for name, module in layers.named_modules() if isinstance(module, torch.nn.Linear) and ".lora_" not in name)
 
 
-class Beginning:
+class InitialWeights:
     """The matrices that an adapter begins with, by name, for a model of the folder `model`.
 
     Each is drawn by a generator of its own, so any number of ranks begin with the same bits. Raises DataError for a folder's adapter

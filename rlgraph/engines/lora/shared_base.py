@@ -28,7 +28,7 @@ class SharedBase(Protocol):
         """Give the weights of these names; `fill` is called for those that no other model has loaded."""
 
 
-class BaseHere:
+class ThreadBase:
     """The base of the models of this process: the same tensors for all."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class _Segment(msgspec.Struct, frozen=True):
     begins: dict[str, int]
 
 
-class BaseOfHost:
+class HostBase:
     """The base of the models of a host, which have a process each; they meet at `path`, in a folder that only they can enter."""
 
     def __init__(self, path: str | Path) -> None:
@@ -84,7 +84,7 @@ class BaseOfHost:
     @contextlib.contextmanager
     def _segment(self) -> Iterator[tuple[int, _Segment]]:
         """Open the segment that another process has made, or else make one."""
-        found = self._opened()
+        found = self._open_segment()
         if found is not None:
             try:
                 yield found
@@ -95,7 +95,7 @@ class BaseOfHost:
         fcntl.fcntl(self._handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         yield self._handle, _Segment(os.getpid(), self._handle, os.fstat(self._handle).st_ino, 0, {})
 
-    def _opened(self) -> tuple[int, _Segment] | None:
+    def _open_segment(self) -> tuple[int, _Segment] | None:
         try:
             note = msgspec.json.decode(self._path.read_bytes(), type=_Segment)
             handle = os.open(f"/proc/{note.process}/fd/{note.handle}", os.O_RDWR | os.O_CLOEXEC)

@@ -21,9 +21,9 @@ class Attention(SelfAttention):  # type: ignore[misc]
         heads, groups = self.num_attention_heads_per_partition, self.num_query_groups_per_partition
         sizes = [count * self.hidden_size_per_attention_head for count in (heads, groups, groups)]
         query, key, value = (part.unflatten(-1, (-1, self.hidden_size_per_attention_head)) for part in mixed.split(sizes, -1))
-        return _normed(self.q_layernorm, query), _normed(self.k_layernorm, key), value
+        return _norm_heads(self.q_layernorm, query), _norm_heads(self.k_layernorm, key), value
 
 
-def _normed(norm: Any, heads: torch.Tensor) -> torch.Tensor:
+def _norm_heads(norm: Any, heads: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = heads if norm is None else norm(heads)
     return found

@@ -13,12 +13,12 @@ from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Guard, Loss, check_weights
-from rlgraph.engines.forward.head import Head, VocabularyShard, check_lengths, rows_of, shape_of, tensor_of, unpacked
+from rlgraph.engines.forward.head import Head, VocabularyShard, check_lengths, rows_of, shape_of, tensor_of, unpack_values
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.distributed_checkpoint import moment_key
 from rlgraph.engines.fsdp.optimizers import OffloadedMoments, first_moments
-from rlgraph.engines.fsdp.sharding import join, summed
+from rlgraph.engines.fsdp.sharding import init_distributed, sum_metrics
 from rlgraph.engines.hf_models.folder_weights import folder_shapes, folder_shards
 from rlgraph.engines.hf_models.text_part import rotary_limit
 from rlgraph.engines.megatron.masters import SCORE, Box, BoxedTensor, Masters, PieceTable
@@ -57,7 +57,7 @@ class MegatronEngine:
         text = head.backbone.config.get_text_config()
         cut = {how: getattr(settings, f"{how}_parallel") for how in ("tensor", "context", "pipeline", "expert")}
         check_config("MegatronEngine", text, **cut)
-        self._made_group = join(rank, world)
+        self._made_group = init_distributed(rank, world)
         with quiet():
             self._ranks = ranks = MegatronRanks(rank, world, **cut)
         self._device = torch.device(device)
@@ -141,14 +141,14 @@ class MegatronEngine:
             scores = self._stage.scores(states, micro_batch, temperature=temperature, entropy=loss.needs_entropy)
             if len(micro_batch.rows) == 0:
                 return scores[0].sum() * 0, self._no_tokens, None  # the other ranks of the pass compute it too
-            padded = tuple(unpacked(score, micro_batch, width) for score in scores)
+            padded = tuple(unpack_values(score, micro_batch, width) for score in scores)
             value, metrics = self._head.loss(loss, padded, rows_of(batch, micro_batch.rows, self._device), totals)
             if self._ranks.speaks and self._ranks.context_rank == 0:  # ranks of a row compute the same loss
                 found.append({self._head.loss_name: value.item()} | metrics)
             return value, self._no_tokens, None
 
         self._run(batch, learn, trains=True)
-        metrics = {self._head.loss_name: 0.0} | summed(found, self._ranks.world, self._device)
+        metrics = {self._head.loss_name: 0.0} | sum_metrics(found, self._ranks.world, self._device)
         return self._step(metrics, totals.tokens > 0, guard)
 
     @property

@@ -53,9 +53,9 @@ class Owned:
         self.parameters = {name: parameters[name] for name in sorted(parameters, key=lambda name: self._owner[name])}
         self.names = {name for name, owner in self._owner.items() if owner == self._rank}
         self.elements = sum(one.numel() for one in parameters.values())
-        self._parts = self._moved_together() if self._count > 1 and parameters else []
+        self._parts = self._merge_storage() if self._count > 1 and parameters else []
 
-    def _moved_together(self) -> list[torch.Tensor]:
+    def _merge_storage(self) -> list[torch.Tensor]:
         """Move the parameters to one memory, behind each other, and give the part of each owner."""
         sizes = [-(-one.numel() // ALIGNED) * ALIGNED for one in self.parameters.values()]
         kind = next(iter(self.parameters.values()))
@@ -154,7 +154,7 @@ class PieceTable:
 
     def replica(self, name: str) -> int:
         """Number this rank, an owner of a parameter, among the owners of the same boxes; the first is 0."""
-        whole = name == SCORE or sees_own(name)  # on each rank, where matrices are cut
+        whole = name == SCORE or has_partial_gradient(name)  # on each rank, where matrices are cut
         again = self.tied and name == "output.weight"  # the last stage has the embeddings once more
         return whole * self.ranks.tensor_rank + again * self.ranks.world
 
@@ -164,7 +164,7 @@ def is_expert(name: str) -> bool:
     return name.endswith(tuple(EXPERTS))
 
 
-def sees_own(name: str) -> bool:
+def has_partial_gradient(name: str) -> bool:
     """Whether each rank of those that share matrices holds all of a parameter, and the gradient of its own tokens or heads."""
     return name.endswith(("layernorm.weight", ROUTER))
 
@@ -214,7 +214,7 @@ class Masters:
         self._common.add_up(self._all[: self._common.elements])
         self._experts.add_up(self._all[self._common.elements :])
         if ranks.tensor > 1:
-            _together([g for name, g in self._gradients.items() if sees_own(name)], ranks.tensor_group)
+            _reduce_gradients([g for name, g in self._gradients.items() if has_partial_gradient(name)], ranks.tensor_group)
         if table.tied and ranks.pipeline > 1 and ranks.tied_group is not None:
             name = "embedding.weight" if ranks.is_first else "output.weight"
             if name in self._gradients:
@@ -253,7 +253,7 @@ def _into(gradient: torch.Tensor) -> Callable[[torch.Tensor], None]:
     return add
 
 
-def _together(gradients: Iterable[torch.Tensor], group: Any) -> None:
+def _reduce_gradients(gradients: Iterable[torch.Tensor], group: Any) -> None:
     """Add up some gradients over a group in one call."""
     own = list(gradients)
     if own:

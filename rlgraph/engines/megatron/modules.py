@@ -51,7 +51,7 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(torch.nn.Module):
     """Attention within each sequence of a packed row, for the heads of this rank. It rotates queries and keys itself.
 
-    Ranks that share the row exchange tokens for heads and back (`attend_apart`).
+    Ranks that share the row exchange tokens for heads and back (`attend_by_head`).
     """
 
     def __init__(self, **given: Any) -> None:
@@ -63,14 +63,14 @@ class PackedAttention(torch.nn.Module):
     ) -> torch.Tensor:
         """Attend `[l, H, D]`, for the tokens of this rank."""
         packed = packed_seq_params
-        query, key = (_rotated(x, packed.cos[:, None], packed.sin[:, None]) for x in (query, key))
+        query, key = (_rotate_states(x, packed.cos[:, None], packed.sin[:, None]) for x in (query, key))
         query, key, value = (x.transpose(0, 1)[None] for x in (query, key, value))
         row: dict[str, Any] = {"cu_seq_lens_q": packed.starts, "max_length_q": packed.longest, "context_group": packed.group}
         found, _ = attend(self, query, key, value, None, **row)
         return found[0]
 
 
-def _rotated(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate_states(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = states.chunk(2, -1)
     return states * cos + torch.cat((-second, first), -1) * sin
 
@@ -157,7 +157,7 @@ def check_config(where: str, config: Any, *, tensor: int = 1, context: int = 1, 
             f"{given}: models of type {shown(config.model_type)} are not trained by Megatron-Core here; it is offered for "
             f"{', '.join(FAMILIES)}: leave out trainer"
         )
-    unknown = _unknown(config)
+    unknown = _unsupported_features(config)
     if unknown:
         raise GraphError(f"{given}: the model has {', '.join(unknown)}, which is not offered with Megatron-Core; leave out trainer")
     experts = getattr(config, "num_experts", None) or 1
@@ -177,7 +177,7 @@ def check_config(where: str, config: Any, *, tensor: int = 1, context: int = 1, 
             )
 
 
-def _unknown(config: Any) -> list[str]:
+def _unsupported_features(config: Any) -> list[str]:
     """Name what a model of a known family has that is not offered."""
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     dense = getattr(config, "num_experts", None) and (config.mlp_only_layers or config.decoder_sparse_step != 1)
@@ -232,12 +232,12 @@ def transformer_config(config: Any, ranks: MegatronRanks, *, dtype: torch.dtype,
         apply_rope_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        **_recomputing(recompute, mixture=bool(getattr(config, "num_experts", None))),
+        **_recompute_options(recompute, mixture=bool(getattr(config, "num_experts", None))),
         **_experts(config, ranks),
     )
 
 
-def _recomputing(recompute: Recompute, *, mixture: bool) -> dict[str, Any]:
+def _recompute_options(recompute: Recompute, *, mixture: bool) -> dict[str, Any]:
     """Translate what layers compute again; Megatron-Core knows no part of attention apart, so that "selective" is the rest of a layer."""
     if recompute == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["moe" if mixture else "mlp"]}

@@ -26,14 +26,14 @@ class MegatronRanks:
 
     def __init__(self, rank: int, world: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1, expert: int = 1) -> None:
         asked = tensor, context, pipeline, expert
-        given = f"MegatronEngine(world={world}, {_named(asked)})"
+        given = f"MegatronEngine(world={world}, {_name_setting(asked)})"
         for sharing in (tensor * context * pipeline, pipeline * expert):
             if world % sharing:
                 raise GraphError(f"{given}: the ranks come in groups of {sharing}; give a multiple")
         if _made and _made[-1] != asked:
             raise GraphError(
-                f"{given}: another model in these processes has {_named(_made[-1])}, and Megatron-Core knows one way in a process; give "
-                "both the same, or processes of their own"
+                f"{given}: another model in these processes has {_name_setting(_made[-1])}, and Megatron-Core knows one way in a process; "
+                "give both the same, or processes of their own"
             )
         from megatron.core import parallel_state as groups
 
@@ -79,5 +79,5 @@ class MegatronRanks:
             parallel_state.destroy_model_parallel()
 
 
-def _named(asked: tuple[int, int, int, int]) -> str:
+def _name_setting(asked: tuple[int, int, int, int]) -> str:
     return "tensor_parallel={}, context_parallel={}, pipeline_parallel={}, expert_parallel={}".format(*asked)

@@ -180,7 +180,7 @@ class PipelineStage(torch.nn.Module):
     def forward(self, micro_batch: MicroBatch) -> torch.Tensor:
         """Compute the states `[L, 1, H]` that the next stage takes, in the last stage those `[N, H]` from which targets are predicted."""
         assert micro_batch.starts is not None
-        states = self._embedded(micro_batch.tokens) if self._ranks.is_first else None
+        states = self._embed_tokens(micro_batch.tokens) if self._ranks.is_first else None
         like = torch.empty(0, device=micro_batch.tokens.device, dtype=self.config.params_dtype)
         cos, sin = self._rotation[0](like, micro_batch.positions)
         packed = Packed(micro_batch.starts, micro_batch.longest, cos[0], sin[0], micro_batch.group)
@@ -192,7 +192,7 @@ class PipelineStage(torch.nn.Module):
             rows = gathered_rows(rows, self._ranks.tensor_group, summed=self._policy)  # else every rank has the whole head
         return rows[0, micro_batch.predicts]
 
-    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+    def _embed_tokens(self, tokens: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.embedding(tokens)
         return found if self._sequence_parallel else found.transpose(0, 1).contiguous()
 

@@ -126,14 +126,14 @@ class SglangEngine(GenerateEngine):
         plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
         scheduler.running_batch, batch = plan.running_batch, plan.batch_to_run
         if scheduler.enable_overlap:
-            self._overlapped(batch)
+            self._run_overlapping(batch)
         elif batch:
             scheduler.process_batch_result(batch, scheduler.run_batch(batch))
         scheduler.last_batch = batch
         ended, self._ended = self._ended, {}
         return ended
 
-    def _overlapped(self, batch: Any) -> None:
+    def _run_overlapping(self, batch: Any) -> None:
         """Start a step, then take the results of the one before, as SGLang's own loop does."""
         scheduler, results = self._scheduler, self._scheduler.result_queue
         if results and scheduler.is_disable_overlap_for_batch(batch, last_batch=scheduler.last_batch):
@@ -196,7 +196,7 @@ class SglangEngine(GenerateEngine):
         self._wake("weights")
         self._catch_up()
         if running == "recompute":
-            self._take_back()
+            self._retract_requests()
         if self._copies is None:
             self._copies = copy_plan.record(self._scheduler.tp_worker.model_runner.model, weights)
         else:
@@ -210,10 +210,10 @@ class SglangEngine(GenerateEngine):
         """Take the results of the step under way, which the old weights compute."""
         while self._scheduler.enable_overlap and self._scheduler.result_queue:
             self._scheduler.process_batch_result(*self._scheduler.result_queue.popleft())
-        self._finished |= self._tagged(self._ended)
+        self._finished |= self._tag_versions(self._ended)
         self._ended = {}
 
-    def _take_back(self) -> None:
+    def _retract_requests(self) -> None:
         """Free the keys and values of running requests, which wait again with their tokens so far."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 

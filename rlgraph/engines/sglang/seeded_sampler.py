@@ -55,7 +55,7 @@ def sample(
     warm = torch.where(greedy, 1.0, temperatures)[:, None]
     logits = logits.float() / warm
     if filters:
-        logits = _kept(logits, torch.where(greedy, 1.0, top_ps), torch.where(greedy, 0, top_ks))
+        logits = _filter_logits(logits, torch.where(greedy, 1.0, top_ps), torch.where(greedy, 0, top_ks))
     log_probs = logits.log_softmax(-1)
     cumulative = log_probs.double().exp().cumsum(-1)
     total = cumulative[:, -1:]
@@ -66,7 +66,7 @@ def sample(
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
 
-def _kept(logits: torch.Tensor, top_ps: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
+def _filter_logits(logits: torch.Tensor, top_ps: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
     """Set the logits of tokens that `top_k`, then `top_p` leave out to minus infinity; 0 or the vocabulary's size keeps all."""
     vocab = logits.shape[-1]
     count = torch.where((top_ks > 0) & (top_ks < vocab), top_ks, vocab).long()
@@ -86,16 +86,16 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     >>> len(set(numbers.tolist()))
     3
     """
-    mixed = _mixed(_mixed(seeds.long() * GOLDEN) + (positions.long() + 1) * GOLDEN)
-    return _shifted(mixed, 11).double() / float(1 << 53)
+    mixed = _mix_bits(_mix_bits(seeds.long() * GOLDEN) + (positions.long() + 1) * GOLDEN)
+    return _shift_right(mixed, 11).double() / float(1 << 53)
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    x = (x ^ _shifted(x, 30)) * MIX_A
-    x = (x ^ _shifted(x, 27)) * MIX_B
-    return x ^ _shifted(x, 31)
+def _mix_bits(x: torch.Tensor) -> torch.Tensor:
+    x = (x ^ _shift_right(x, 30)) * MIX_A
+    x = (x ^ _shift_right(x, 27)) * MIX_B
+    return x ^ _shift_right(x, 31)
 
 
-def _shifted(x: torch.Tensor, bits: int) -> torch.Tensor:
+def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Shift right without the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -54,7 +54,7 @@ def install() -> None:
         if _absent("flashinfer"):
             os.environ["SGLANG_IS_FLASHINFER_AVAILABLE"] = "false"
             for module, names in FLASHINFER.items():
-                _module(module, **{name: _unused(f"{module}.{name}") for name in names})
+                _module(module, **{name: _refuse_use(f"{module}.{name}") for name in names})
         return
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     _triton()
@@ -66,11 +66,11 @@ def install() -> None:
         _module("torchvision.transforms", InterpolationMode=modes)
         _module("torchvision.transforms.functional", InterpolationMode=modes)
     if _absent("sgl_kernel"):
-        kernels = {name: _unused(f"sgl_kernel.{name}") for name in UNUSED}
+        kernels = {name: _refuse_use(f"sgl_kernel.{name}") for name in UNUSED}
         _module("sgl_kernel", assign_req_to_token_pool_cpu=assign_req_to_token_pool_cpu, **kernels)
 
 
-def register_configs_twice() -> None:
+def allow_registered_configs() -> None:
     """Let SGLang register configurations that transformers has by now too."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -117,7 +117,7 @@ def _module(name: str, **names: Any) -> None:
     sys.modules[name] = module
 
 
-def _unused(name: str) -> Any:
+def _refuse_use(name: str) -> Any:
     def refuse(*args: Any, **options: Any) -> NoReturn:
         raise NotImplementedError(f"SGLang calls {name}, which is not installed here")
 
@@ -244,10 +244,10 @@ def scheduler(path: str | Path, context: int, dtype: str, seed: int, machine: Ma
     _prepare_process(path, machine.threads)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # kernels for devices that this machine lacks
-        return _started(_arguments(path, context, dtype, seed, machine))
+        return _start_scheduler(_arguments(path, context, dtype, seed, machine))
 
 
-def _started(arguments: Mapping[str, Any]) -> tuple[Any, list[Path]]:
+def _start_scheduler(arguments: Mapping[str, Any]) -> tuple[Any, list[Path]]:
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.model_loader import weight_utils
     from sglang.srt.runtime_context import publish
@@ -319,7 +319,7 @@ def _prepare_process(path: str | Path, threads: int | None) -> None:
     prepare(ENVIRONMENT | ({"SGLANG_DISABLED_MODEL_ARCHS": others} if others else {}))
     logging.getLogger("sglang").setLevel(logging.ERROR)
     install()
-    register_configs_twice()
+    allow_registered_configs()
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)
         torch.set_num_threads(threads)

@@ -9,13 +9,13 @@ import torch
 
 from rlgraph.engines.api import GenerateEngine, Request, Response, check_request, check_weights
 from rlgraph.engines.forward.experts import TELLING, routers_of, tells
-from rlgraph.engines.forward.packed_attention import padded
+from rlgraph.engines.forward.packed_attention import padded_implementation
 from rlgraph.engines.hf_models.backbone import load_text_model
-from rlgraph.engines.hf_models.chat_template import prompt_tokens, render_answered
+from rlgraph.engines.hf_models.chat_template import prompt_tokens, render_with_response
 from rlgraph.engines.hf_models.folder_weights import FolderWeights, whole_part
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import rotary_limit, text_config
-from rlgraph.engines.lora.modules import as_described
+from rlgraph.engines.lora.modules import describe_weights
 from rlgraph.errors import DataError, GraphError
 from rlgraph.values.sampling import Running, Sampling
 
@@ -58,7 +58,7 @@ class TransformersEngine(GenerateEngine):
         """Run one decode step; see `GenerateEngine`."""
         alike: dict[Sampling, list[Request]] = {}
         for request in self._waiting:
-            alike.setdefault(_drawing(request.sampling), []).append(request)
+            alike.setdefault(_drawing_fields(request.sampling), []).append(request)
         self._waiting = []
         for drawing, requests in alike.items():
             self._batches.append(_Batch(drawing, requests, self._rows(requests), self._device, self._chosen))
@@ -105,7 +105,7 @@ class TransformersEngine(GenerateEngine):
         """Copy new weights into place; see `GenerateEngine`."""
         parameters = dict(self._model.named_parameters())
         parts = {name: self._parts[name] or (whole_part(name, tuple(p.shape)),) for name, p in parameters.items()}
-        check_weights(as_described(weights), {part.name: part.shape for of in parts.values() for part in of})
+        check_weights(describe_weights(weights), {part.name: part.shape for of in parts.values() for part in of})
         for name, parameter in parameters.items():
             for part in parts[name]:
                 part.within(parameter).copy_(weights[part.name])
@@ -149,7 +149,7 @@ class _Batch:
         self._chosen, self._routes = chosen, list[torch.Tensor]()  # [B, n, layers, k] of the tokens that were read first
         self.cache: Any = None
         self._steps = 0
-        self._tokens, self._mask = _left_padded([request.prompt for request in requests], device)
+        self._tokens, self._mask = _pad_left([request.prompt for request in requests], device)
         self._width = self._tokens.shape[1]  # of the prompts
         # One number a token, drawn beforehand, so that what a prompt gets does not depend on the others.
         longest = max(row.limit for row in rows)
@@ -164,9 +164,9 @@ class _Batch:
         self._steps += 1
         self._tokens = torch.cat([self._tokens, chosen[:, None]], dim=1)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(chosen), 1)], dim=1)
-        return self._taken(chosen.tolist(), log_probs.tolist())
+        return self._append_tokens(chosen.tolist(), log_probs.tolist())
 
-    def _taken(self, chosen: list[int], log_probs: list[float]) -> dict[str, Response]:
+    def _append_tokens(self, chosen: list[int], log_probs: list[float]) -> dict[str, Response]:
         """Append each unfinished row's token, and return the responses that end with it."""
         finished = {}
         for row in self.rows:
@@ -220,9 +220,9 @@ def next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any
     return out.logits[:, -1], out.past_key_values
 
 
-def forced(model: Any, prompts: Sequence[Sequence[int]], responses: torch.Tensor) -> torch.Tensor:
+def score_by_decoding(model: Any, prompts: Sequence[Sequence[int]], responses: torch.Tensor) -> torch.Tensor:
     """Compute the log-probs `[B, T]` of given responses as in decoding: prompts padded on the left, one token at a time."""
-    tokens, mask = _left_padded(prompts, model.device)
+    tokens, mask = _pad_left(prompts, model.device)
     cache: Any = None
     found = []
     for chosen in responses.to(model.device).T:
@@ -233,7 +233,7 @@ def forced(model: Any, prompts: Sequence[Sequence[int]], responses: torch.Tensor
     return torch.stack(found, dim=1).cpu()
 
 
-def _drawing(sampling: Sampling) -> Sampling:
+def _drawing_fields(sampling: Sampling) -> Sampling:
     """Keep the fields of a sampling that say how a token is drawn, without those that end a response."""
     return Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
 
@@ -248,7 +248,7 @@ def sample(logits: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> t
         log_probs = logits.log_softmax(-1)
         tokens = log_probs.argmax(-1)
     else:
-        log_probs = _kept(logits / sampling.temperature, sampling).log_softmax(-1)
+        log_probs = _filter_logits(logits / sampling.temperature, sampling).log_softmax(-1)
         cumulative = log_probs.double().exp().cumsum(-1)
         total = cumulative[:, -1:]
         drawn = torch.minimum(numbers.double()[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
@@ -257,7 +257,7 @@ def sample(logits: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> t
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
 
-def _kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+def _filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """Set the logits of tokens that `top_k`, then `top_p` leave out to minus infinity."""
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
@@ -272,7 +272,7 @@ def _uniform(seed: int, count: int) -> torch.Tensor:
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def _left_padded(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     width = max(map(len, prompts))
     tokens = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
@@ -309,7 +309,9 @@ class ScoreEngine:
         self._context = min(context, rotary_limit(text_config(path)) or context)
         self._tokenizer = AutoTokenizer.from_pretrained(path)
         capped = getattr(AutoConfig.from_pretrained(path).get_text_config(), "attn_logit_softcapping", None) is not None
-        attention = padded(AutoModelForSequenceClassification, path) if capped else None  # transformers' own default leaves the cap out
+        attention = (
+            padded_implementation(AutoModelForSequenceClassification, path) if capped else None
+        )  # transformers' own default leaves the cap out
         self._model = AutoModelForSequenceClassification.from_pretrained(path, dtype=dtype, attn_implementation=attention)
         self._model = self._model.to(device).eval()
         labels = self._model.config.num_labels
@@ -347,7 +349,7 @@ class ScoreEngine:
         if not tokenizer.chat_template:
             return prompt_tokens(tokenizer, [prompt + response])[0]
         if conversation:
-            text = render_answered(tokenizer, conversation, response)
+            text = render_with_response(tokenizer, conversation, response)
         else:
             turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
             text = tokenizer.apply_chat_template(turns, tokenize=False)

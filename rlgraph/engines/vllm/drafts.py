@@ -11,7 +11,7 @@ import torch
 
 from rlgraph.engines.vllm.arguments import recorded_sizes
 from rlgraph.errors import GraphError
-from rlgraph.values.drafts import PromptLookup, guesses, kept
+from rlgraph.values.drafts import PromptLookup, accept_draft, guesses
 
 REFUSED = "ngram/ngram_gpu speculative decoding"  # what vLLM 0.26 says that its runner V2 does not have: it has it from here
 
@@ -43,7 +43,7 @@ def install() -> None:
     lacking, lookup = VllmConfig._get_v2_model_runner_unsupported_features, _lookup(BaseSpeculator)
     VllmConfig._get_v2_model_runner_unsupported_features = lambda config: [what for what in lacking(config) if what != REFUSED]
     model_runner.init_speculator = lambda config, device: lookup(config)
-    model_runner.RejectionSampler = _drawn(RejectionSampler)
+    model_runner.RejectionSampler = _draft_class(RejectionSampler)
 
 
 def connect(runner: Any) -> None:
@@ -77,7 +77,7 @@ def _lookup(base: type) -> Any:
     return Lookup
 
 
-def _drawn(base: type) -> Any:
+def _draft_class(base: type) -> Any:
     class Drawn(base):  # type: ignore[misc]
         """Draws at every place as the sampler does without guesses."""
 
@@ -92,7 +92,7 @@ def _drawn(base: type) -> Any:
             processed = sampler.apply_sampling_params(logits, expanded, batch.idx_mapping_np, places, read, local)
             noise = states.temperature.gpu, states.seeds.gpu
             drawn = gumbel_sample(processed, expanded, *noise, places, apply_temperature=False, use_fp64=sampler.use_fp64_gumbel)
-            tokens, count = kept(drawn, read.long(), batch.cu_num_logits, self.num_speculative_steps)
+            tokens, count = accept_draft(drawn, read.long(), batch.cu_num_logits, self.num_speculative_steps)
             log_probs = self._get_logprobs_tensors(batch, tokens, count, processed)
             prompts = sampler.req_states.prefill_len.gpu
             done = get_num_sampled_and_rejected(count, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prompts)

@@ -22,7 +22,7 @@ from rlgraph.engines.exact.rules import in_company
 from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
 from rlgraph.engines.hf_models.text_part import in_text_model, is_head
-from rlgraph.engines.lora.modules import MergedWeights, as_described
+from rlgraph.engines.lora.modules import MergedWeights, describe_weights
 from rlgraph.engines.vllm import arguments as engine_arguments
 from rlgraph.engines.vllm import drafts as vllm_drafts
 from rlgraph.engines.vllm import fp8_weights
@@ -117,7 +117,7 @@ class CoreRequests:
 LEAST_FREE = 0.25  # of the blocks, for what runs: a turn given back in vain reads half a block more
 
 
-class HeldTurns:
+class KVCacheHolds:
     """The requests of conversations that wait for their next turn, by vLLM's names; the longest waiting one first."""
 
     def __init__(self, llm: Any) -> None:
@@ -161,10 +161,10 @@ class HeldTurns:
 
     def make_room(self) -> None:
         """Give back the longest waiting ones while what runs has too few blocks or places."""
-        while self._names and self._crowded():
+        while self._names and self._is_over_budget():
             self.give_back([next(iter(self._names))])
 
-    def _crowded(self) -> bool:
+    def _is_over_budget(self) -> bool:
         scheduler = self._scheduler
         pool = scheduler.kv_cache_manager.block_pool
         if pool.get_num_free_blocks() < LEAST_FREE * pool.num_gpu_blocks:
@@ -178,7 +178,7 @@ class HeldTurns:
 # Without it a head that is tied to the embeddings keeps the old weights, and experts are read in the wrong order, without an error.
 
 
-def pack_again(model: Any, config: Any, *, tied: bool) -> None:
+def repack_weights(model: Any, config: Any, *, tied: bool) -> None:
     """Pack the embeddings of a model whose head they are (`tied`), and the experts of each layer."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -312,10 +312,10 @@ class VllmEngine(GenerateEngine):
         model = engine_arguments.of_model(path, context, dtype, seed, tensor_parallel, random_weights=random_weights)
         nested, fp8 = arguments(self._summary.nested), fp8_weights.ARGUMENTS if weights_dtype else {}
         guessing = {} if drafts is None else vllm_drafts.arguments(drafts, machine)
-        self.llm = _started({**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})})
-        self._routes = self._prepared(routes)
+        self.llm = _start_engine({**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})})
+        self._routes = self._connect_recorder(routes)
         # What an exact trainer computes follows the engine's passes over whole texts, and routes are told by request.
-        self._held = HeldTurns(self.llm) if self._on_cpu and not exact and not routes else None
+        self._held = KVCacheHolds(self.llm) if self._on_cpu and not exact and not routes else None
         self._running, self._names = dict[str, _Running](), dict[str, str]()  # by vLLM's own name of the request; that, by request id
         self._loads, self._asleep, self.decoded, self.decodings = 0, set[str](), 0, 0  # `decoded` tokens, by so many steps of a sequence
         self.copies: copy_plan.CopyPlan | None = None
@@ -325,11 +325,11 @@ class VllmEngine(GenerateEngine):
         if self._summary.nested and not random_weights:
             self.replace_weights(folder_weights(self._summary.path, self._shapes), "recompute")
 
-    def _prepared(self, routes: bool) -> RouteRecorder | None:
+    def _connect_recorder(self, routes: bool) -> RouteRecorder | None:
         """Connect what rlgraph adds to the engine's model and its runner; with `routes` give what records them."""
         if self._on_cpu:
             pair_single_rows(self.model())
-            _count_uncompiled()
+            _count_ranks_eagerly()
         if self._guesses:
             vllm_drafts.connect(self.llm.model_executor.driver_worker.worker.model_runner)
         return RouteRecorder(self.llm.model_executor.driver_worker.worker, on_cpu=self._on_cpu) if routes else None
@@ -403,7 +403,7 @@ class VllmEngine(GenerateEngine):
 
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
         """Load new weights; see `GenerateEngine`."""
-        described = as_described(weights)
+        described = describe_weights(weights)
         if not copy_plan.same_tensors(described, self._checked):
             check_weights(described, self._shapes)
             self._checked = dict(described)
@@ -413,7 +413,7 @@ class VllmEngine(GenerateEngine):
         self.catch_up()
         if self._on_cpu:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
-            pack_again(self.model(), self.llm.vllm_config, tied=not any(is_head(name) for name in self._shapes))
+            repack_weights(self.model(), self.llm.vllm_config, tied=not any(is_head(name) for name in self._shapes))
         elif self.parallel:
             self._shared.load(weights)
         elif self._fp8 is not None:
@@ -428,7 +428,7 @@ class VllmEngine(GenerateEngine):
         if running == "recompute":
             self.llm.reset_prefix_cache(reset_running_requests=True)
         else:
-            self._begin_again([row.request for row in self._running.values() if not row.tokens])
+            self._requeue_requests([row.request for row in self._running.values() if not row.tokens])
 
     def _copy(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Load by the recorded copies of the model's loader; by the loader itself the first time, or if it does more than copy.
@@ -450,7 +450,7 @@ class VllmEngine(GenerateEngine):
             return
         core.pause_scheduler("keep", clear_cache=False)
         while core.batch_queue:
-            self._finished |= self._tagged(self.decode())
+            self._finished |= self._tag_versions(self.decode())
         core.resume_scheduler()
 
     def prompt_log_probs(self, texts: Mapping[int, Sequence[int]], top_k: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -497,7 +497,7 @@ class VllmEngine(GenerateEngine):
         """The PyTorch module of vLLM, in an engine of one process."""
         return self.llm.model_executor.driver_worker.worker.get_model()
 
-    def _begin_again(self, waiting: list[Request]) -> None:
+    def _requeue_requests(self, waiting: list[Request]) -> None:
         """Queue requests without a token again, so that they see nothing of the old weights."""
         self.drop([request.id for request in waiting])
         for request in waiting:
@@ -535,18 +535,18 @@ class VllmEngine(GenerateEngine):
         self.llm.engine_core.shutdown()
 
 
-def _started(arguments: Mapping[str, Any]) -> Any:
+def _start_engine(arguments: Mapping[str, Any]) -> Any:
     """Start vLLM's engine."""
     from vllm import EngineArgs, LLMEngine
 
-    with warnings.catch_warnings(), _models_inspected_here():
+    with warnings.catch_warnings(), _inspect_models_locally():
         # vLLM looks at every attribute of every module, those included that warn when looked at.
         warnings.simplefilter("ignore", FutureWarning)
         return LLMEngine.from_engine_args(EngineArgs(**arguments))
 
 
 @contextlib.contextmanager
-def _models_inspected_here() -> Iterator[None]:
+def _inspect_models_locally() -> Iterator[None]:
     """Have vLLM look at the model's class in this process, which loads the class anyway.
 
     In a home where vLLM has not kept what it saw of a family, it would start a process for that, which imports vLLM once more: 7 s of a
@@ -562,7 +562,7 @@ def _models_inspected_here() -> Iterator[None]:
         registry._run_in_subprocess = apart
 
 
-def _count_uncompiled() -> None:
+def _count_ranks_eagerly() -> None:
     """Count the ranks of sampled tokens, which no one reads, in plain operations.
 
     vLLM compiles this one comparison at its first token, for two shapes: 1.4 s, and more where the compiler's cache is empty.

@@ -117,13 +117,13 @@ def _copies(model: Any, weights: Mapping[str, torch.Tensor]) -> list[Copy]:
     fused = {part: (whole, parts) for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
     found = []
     for name, weight in weights.items():
-        to = parameters[name].data if name in parameters else _of_fused(name, weight, weights, parameters, fused)
+        to = parameters[name].data if name in parameters else _fused_bias_rows(name, weight, weights, parameters, fused)
         if to is not None:
             found.append(Copy(to[: len(weight)], name, 0, tuple(weight.shape), weight.stride()))
     return found
 
 
-def _of_fused(
+def _fused_bias_rows(
     name: str,
     weight: torch.Tensor,
     weights: Mapping[str, torch.Tensor],

@@ -65,9 +65,9 @@ class ExactWorker(GpuWorker):
         super().init_device()
 
     def load_model(self, *args: Any, **settings: Any) -> None:
-        from rlgraph.engines.exact.gpu_products import exchange_engines_lone_rows, leave_sums_whole
+        from rlgraph.engines.exact.gpu_products import exchange_engines_lone_rows, forbid_split_sums
 
-        leave_sums_whole()
+        forbid_split_sums()
         super().load_model(*args, **settings)
         exchange_tables(self.get_model(), self.model_config.hf_text_config)
         exchange_engines_lone_rows(self.get_model())
@@ -90,13 +90,13 @@ def keep_tiles() -> None:
     """Have FlashAttention 3 take the same tiles in each step, and never split keys."""
     from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
-    from rlgraph.engines.exact.gpu import told
+    from rlgraph.engines.exact.gpu import kernel_seqlen
 
     own = FlashAttentionMetadataBuilder.build
 
     def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         longest = common_attn_metadata.max_query_len
-        common_attn_metadata.max_query_len = told(self.headdim, longest)
+        common_attn_metadata.max_query_len = kernel_seqlen(self.headdim, longest)
         self.max_num_splits, self.max_cudagraph_size = 1, EVERY
         if not self.use_full_cuda_graph:  # then schedules would be made for any number of splits
             self.aot_schedule = False
@@ -104,7 +104,7 @@ def keep_tiles() -> None:
             made = own(self, common_prefix_len, common_attn_metadata, fast_build)
         finally:
             common_attn_metadata.max_query_len = longest
-        made.max_query_len, made.max_num_splits = told(self.headdim, longest), 1
+        made.max_query_len, made.max_num_splits = kernel_seqlen(self.headdim, longest), 1
         return made
 
     FlashAttentionMetadataBuilder.build = build

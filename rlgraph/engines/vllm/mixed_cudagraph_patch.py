@@ -18,7 +18,7 @@ from rlgraph import notices
 from rlgraph.engines.vllm.arguments import mixed_sequences, mixed_sizes
 
 NOT_RECORDED = "steps that read prompts beside decoding are not recorded as CUDA graphs, which makes them slower: {}"
-TOLD = 2  # tokens of the longest prompt, as kernels are told: with more than one they keep the causal mask
+MIN_MAX_SEQLEN_Q = 2  # tokens of the longest prompt, as kernels are told: with more than one they keep the causal mask
 
 
 def record_prompts() -> None:
@@ -62,15 +62,15 @@ def record_prompts() -> None:
             read = batch.num_scheduled_tokens
             if not (for_capture or mode == full) or read.max() <= 1:
                 return super().prepare_attn(batch, mode, *rest)
-            with _unsplit(groups):
-                return super().prepare_attn(replace(batch, num_scheduled_tokens=np.minimum(read, TOLD)), mode, *rest)
+            with _forbid_key_splits(groups):
+                return super().prepare_attn(replace(batch, num_scheduled_tokens=np.minimum(read, MIN_MAX_SEQLEN_Q)), mode, *rest)
 
     model_runner.ModelCudaGraphManager = Manager
     default.DefaultModelState = State
 
 
 @contextmanager
-def _unsplit(groups: list[list[Any]]) -> Iterator[None]:
+def _forbid_key_splits(groups: list[list[Any]]) -> Iterator[None]:
     """Have schedules made in which the keys of a sequence are not split."""
     builders = [group.get_metadata_builder(0) for each in groups for group in each]
     splits = [builder.max_num_splits for builder in builders]

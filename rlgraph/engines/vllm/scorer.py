@@ -41,15 +41,15 @@ class VllmScorer:
 
     def scores(self, batch: Columns, *, temperature: float = 1.0) -> torch.Tensor:
         """Give `[B, T]` float32: 0 where `response_mask` is false. Raises GraphError for another temperature than 1."""
-        return self._scored(batch, 0, temperature)[0]
+        return self._score_batch(batch, 0, temperature)[0]
 
     def top_scores(self, batch: Columns, top_k: int | None, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Give `scores`, and of the `top_k` most probable tokens ids (int32) and log-probs `[B, T, K]`, the most probable first."""
         if top_k is None:
             raise GraphError("a teacher on vLLM gives the log-probs of some tokens, not of the whole vocabulary; give top_k, as top_k=64")
-        return self._scored(batch, min(top_k, self._vocabulary), temperature)
+        return self._score_batch(batch, min(top_k, self._vocabulary), temperature)
 
-    def _scored(self, batch: Columns, top_k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _score_batch(self, batch: Columns, top_k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if temperature != 1.0:
             raise GraphError(
                 f"a model on vLLM scores at temperature 1, but the responses were sampled at {temperature}; leave out trainer="

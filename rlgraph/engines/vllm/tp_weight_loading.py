@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import torch
 
-from rlgraph.channels.host.slot_memory import DTYPES, Handle, Mapped, device_view, handle_of
-from rlgraph.channels.weights.endpoints import in_one_memory, lie_together
+from rlgraph.channels.host.slot_memory import DTYPES, Handle, MappedMemory, device_view, handle_of
+from rlgraph.channels.weights.endpoints import are_contiguous, flat_buffer
 from rlgraph.engines import copy_plan
 from rlgraph.engines.copy_plan import same_tensors
 
@@ -43,7 +43,7 @@ def describe(weights: Weights, memory: Handle) -> bytes:
     return msgspec.msgpack.encode(Description(memory, entries))
 
 
-def described(description: bytes, mapped: Callable[[Handle], torch.Tensor]) -> dict[str, torch.Tensor]:
+def view_weights(description: bytes, mapped: Callable[[Handle], torch.Tensor]) -> dict[str, torch.Tensor]:
     """View the weights in the described memory, which `mapped` gives as bytes."""
     found = msgspec.msgpack.decode(description, type=Description)
     memory = mapped(found.memory)
@@ -63,8 +63,8 @@ class SharedWeights:
 
         Weights in one GPU memory are read from there; all others are first copied into one.
         """
-        if not same_tensors(weights, self._known) and not (_first(weights).is_cuda and lie_together(weights)):
-            weights = self._copied(weights)
+        if not same_tensors(weights, self._known) and not (_first(weights).is_cuda and are_contiguous(weights)):
+            weights = self._copy_weights(weights)
         torch.cuda.current_stream().synchronize()  # other processes are about to read
         if same_tensors(weights, self._known):
             self._call("take_weights")
@@ -84,10 +84,10 @@ class SharedWeights:
             self._call("forget_weights")
             self._known, self._own = {}, {}
 
-    def _copied(self, weights: Weights) -> dict[str, torch.Tensor]:
+    def _copy_weights(self, weights: Weights) -> dict[str, torch.Tensor]:
         kinds = {name: (w.shape, w.dtype) for name, w in weights.items()}
         if {name: (w.shape, w.dtype) for name, w in self._own.items()} != kinds:
-            self._own = in_one_memory(kinds, torch.device("cuda"))
+            self._own = flat_buffer(kinds, torch.device("cuda"))
         with torch.no_grad():
             torch._foreach_copy_([self._own[name] for name in weights], list(weights.values()))
         return self._own
@@ -107,7 +107,7 @@ class RankWeights:
 
     def map(self, description: bytes, mapped: Callable[[Handle], torch.Tensor]) -> None:
         """Use the weights at the described places from now on."""
-        self.weights = described(description, mapped)
+        self.weights = view_weights(description, mapped)
 
     def load(self) -> None:
         """Load by the recorded copies; by the model's loader the first time, or where it does more than copy."""
@@ -128,12 +128,12 @@ class Extension:
 
     get_model: Callable[[], Any]  # the worker's own
     rank_weights: RankWeights | None = None
-    _mapped_weights: Mapped | None = None  # the few memories in which versions arrive
+    _mapped_weights: MappedMemory | None = None  # the few memories in which versions arrive
 
     def take_weights(self, description: bytes | None = None) -> None:
         """Load the weights at the described places (None: those of the last call); returns when they are loaded."""
         if self.rank_weights is None or self._mapped_weights is None:
-            self.rank_weights, self._mapped_weights = RankWeights(self.get_model()), Mapped()
+            self.rank_weights, self._mapped_weights = RankWeights(self.get_model()), MappedMemory()
         if description is not None:
             self.rank_weights.map(description, self._mapped_weights.open)
         self.rank_weights.load()
@@ -143,4 +143,4 @@ class Extension:
         """Unmap all memory."""
         if self.rank_weights is not None:
             self.rank_weights.forget()
-            self._mapped_weights = Mapped()
+            self._mapped_weights = MappedMemory()

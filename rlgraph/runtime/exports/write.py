@@ -11,7 +11,7 @@ from safetensors import safe_open
 from rlgraph.analysis.run import CardFacts
 from rlgraph.analysis.words import graph_settings
 from rlgraph.channels.weights.shards import WeightShard, parameters
-from rlgraph.engines.hf_export.folder import Exported, GrowingExport, exported, take_room, write_companions
+from rlgraph.engines.hf_export.folder import Exported, GrowingExport, export_names, take_room, write_companions
 from rlgraph.engines.hf_export.layout import (
     DTYPES,
     MOST_FILE_BYTES,
@@ -20,7 +20,7 @@ from rlgraph.engines.hf_export.layout import (
     ExportLayout,
     Numbers,
     ShardBox,
-    planned,
+    plan_files,
     write_shards,
 )
 from rlgraph.engines.hf_models.model_files import revision_of
@@ -70,7 +70,7 @@ class AdapterExport:
     def write_merged(self, folder: str | Path, most_file_bytes: int) -> Exported:
         """Write the whole model with the adapter merged in: one tensor is in memory at a time, besides the adapter."""
         own, path = _layout(self.shapes, "float32"), self.path
-        layout = planned(exported(parameter_shapes(path), path, "log_probs", f"export('{folder}')"), self.dtype, most_file_bytes)
+        layout = plan_files(export_names(parameter_shapes(path), path, "log_probs", f"export('{folder}')"), self.dtype, most_file_bytes)
         with GrowingExport(folder, layout) as growing:
             apart = growing.path / APART
             try:
@@ -92,7 +92,7 @@ class AdapterExport:
 
 
 def _layout(shapes: Mapping[str, Numbers], dtype: ExportDtype) -> ExportLayout:
-    return planned(peft_names(shapes), dtype, most_bytes=1 << 62, single=TENSORS)
+    return plan_files(peft_names(shapes), dtype, most_bytes=1 << 62, single=TENSORS)
 
 
 def _merged(path: str, apart: Path, adapter: SavedAdapter, dtype: torch.dtype) -> Iterator[WeightShard]:
@@ -153,8 +153,8 @@ def write_export(
     others = other_tensors(model.path)
     if others and model.scores == "values":
         raise ExportError(f"{where}: '{model.path}' is no folder of a text model alone, so a critic of it cannot be exported")
-    names = exported(shapes, model.path, model.scores, where) | {name: (name, shape) for name, (_, shape) in others.items()}
-    layout = planned(names, dtype, most_file_bytes)
+    names = export_names(shapes, model.path, model.scores, where) | {name: (name, shape) for name, (_, shape) in others.items()}
+    layout = plan_files(names, dtype, most_file_bytes)
     with GrowingExport(folder, layout) as growing:
         try:
             write_companions(growing.path, Path(model.path), dtype, model.scores)

@@ -17,7 +17,7 @@ import torch
 
 from rlgraph.channels.api import Reader, Statistics, Writer
 from rlgraph.columns import Column, Columns, concat_rows, repeat_rows, rows_of_rank
-from rlgraph.engines.hf_models.model_files import offline
+from rlgraph.engines.hf_models.model_files import forbid_downloads
 from rlgraph.errors import GraphError, StalenessError, shown
 from rlgraph.graph.operation import HasState, Stateful
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics, fired_parts
@@ -250,7 +250,7 @@ class Worker:
     def load(self) -> None:
         """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
         if self.spec.model is not None:
-            with offline():
+            with forbid_downloads():
                 self.context.engine = self.slot.load(self.spec.model, self.context)
         self.stages = {node.name: checked_stage(node.name, node.operation.start(self.context)) for node in self.spec.nodes}
 

@@ -15,7 +15,7 @@ from rlgraph.channels.factory import Onward, open_onward, open_reader, open_writ
 from rlgraph.channels.host.connection import Connection, bound, dial, listen, talk_at
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.hf_export.layout import write_shards
-from rlgraph.engines.lora.shared_base import BaseOfHost
+from rlgraph.engines.lora.shared_base import HostBase
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout, short
 from rlgraph.nodes.base import Context
 from rlgraph.plan.plan import PlannedLoop
@@ -132,7 +132,7 @@ class Process:
             set_aside=self.spec.set_aside,
             sequences=self.spec.sequences,
             exact=self.spec.exact,
-            shared_base=BaseOfHost(self.spec.shared_base) if self.spec.shared_base else None,
+            shared_base=HostBase(self.spec.shared_base) if self.spec.shared_base else None,
             report_progress=self.status.count,
         )
         self.progress = Progress(Worker(self.spec, self.mailbox, loops, context, self.status.enter, self.slot), self._tell)
