@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import write
 from benchmarks.lib.machine import machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,7 +93,7 @@ def main() -> None:
                     flush=True,
                 )
                 held["runs"][key] = found
-                given.json.write_text(json.dumps(held, indent=1) + "\n")
+                write(given.json, held)
 
 
 if __name__ == "__main__":

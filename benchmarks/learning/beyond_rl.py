@@ -29,6 +29,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import write
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "recipes")]
@@ -193,8 +194,7 @@ def main() -> None:
         for graph, found in measured(name, given, given.work.absolute()):
             held["recipes"][graph] = found
         held["done"] = [*held.get("done", []), name]
-        if given.json:
-            given.json.write_text(json.dumps(held, indent=1) + "\n")
+        write(given.json, held)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Seconds of steps are those from the first tick on; `load` is the machine's, of w
 it has cores: what is above that ran beside it.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -21,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write
 from benchmarks.lib.machine import machine
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "one_step_off.py"
@@ -58,11 +58,9 @@ def run(steps: int, limits: dict[str, str], settings: list[str]) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="two steps of a tiny model")
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--only", choices=SETS, help="this run alone; the file keeps the other as it is")
-    parser.add_argument("--smoke", action="store_true", help="two steps of a tiny model")
     given = parser.parse_args()
     settings = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2"] if given.smoke else []
     result: dict[str, Any] = {"script": "benchmarks/learning/demo.py", "machine": machine(), "runs": {}}
@@ -73,8 +71,7 @@ def main() -> None:
             continue
         found = result["runs"][name] = run(2 if given.smoke else given.steps, limits, settings)
         print(f"{name}: 0.90 after {found['seconds_until_0.90']} s of steps, {found['median_step_s']:.1f} s a step", flush=True)
-        if given.json:
-            given.json.write_text(json.dumps(result, indent=1) + "\n")
+        write(given.json, result)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,17 @@
 A slow machine is slow for all settings of a round. The first steps of each run warm up and are left out.
 """
 
-import argparse
-import json
 import os
 import platform
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
 
 import rlgraph as rg
+from benchmarks.lib.command import command_line, write
 from rlgraph.runtime.driver.ray_cluster import start_ray
 
 STEPS, WARM_UP, ROUNDS = 10, 3, 2
@@ -44,8 +42,7 @@ class Setting:
 
 def alternate(doc: str, settings: Sequence[Setting], seconds: Mapping[str, float]) -> None:
     """Run all settings in turn, `--rounds` times; print their figures and write them to `--json`. `seconds` is what each stage waits."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser = command_line(doc)
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often each setting is run")
     given = parser.parse_args()
     machine = {"cores": rg.local_cluster().cpus, "load_before": round(os.getloadavg()[0], 1), "python": platform.python_version()}
@@ -69,5 +66,4 @@ def alternate(doc: str, settings: Sequence[Setting], seconds: Mapping[str, float
         found = figures[setting.name] = setting.figures()
         predicted, median, p10, p90, ratio = found.values()
         print(f"{setting.name:20} {predicted:8.3f} s {median:7.3f} s {p10:7.3f} s {p90:7.3f} s  {ratio:.3f}")
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write(given.json, figures)

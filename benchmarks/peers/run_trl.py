@@ -8,7 +8,6 @@ setting differs from TRL's default. `step_s` is the time between TRL's own marks
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write_measured
 
 WARM_UP = 1  # steps that are not counted
 ENVIRONMENT = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -112,7 +112,7 @@ def train(given: argparse.Namespace, folder: str, arguments: dict[str, Any], don
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="two steps without vLLM")
     parser.add_argument("model", help="a folder, or random weights of a Qwen3 shape")
     parser.add_argument("--site", type=Path, required=True, help="folder with TRL and what requirements_trl.txt names")
     parser.add_argument("--rank", type=int, default=0, help="train an adapter of this rank by PEFT; all weights without it")
@@ -124,8 +124,6 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations, as TRL does by default")
     parser.add_argument("--sleep", action="store_true", help="vLLM sleeps while the trainer works")
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--smoke", action="store_true", help="two steps without vLLM")
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
@@ -147,8 +145,6 @@ def write(given: argparse.Namespace, arguments: dict[str, Any], seconds: list[fl
     timed = seconds[WARM_UP:] or seconds
     print(f"TRL {given.model}: {statistics.median(timed):.2f} s a step (median of {len(timed)}, {min(timed):.2f} to {max(timed):.2f})")
     if given.json:
-        from benchmarks.lib.machine import machine
-
         row = {
             "model": given.model,
             "rank": given.rank,
@@ -160,7 +156,7 @@ def write(given: argparse.Namespace, arguments: dict[str, Any], seconds: list[fl
             "trl": version("trl"),
             "liger": version("liger-kernel"),
         }
-        given.json.write_text(json.dumps(row | machine(), indent=1) + "\n", encoding="utf-8")
+        write_measured(given.json, row)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ The measured side is read from `benchmarks/results/`. `peer_job.py` measures oth
     python peer_job.py model=8B mode=colocated prompts=16 micro_batch_tokens=8192 $@ json=results/peer_job_8b_h200.json
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 
 import rlgraph as rg
+from benchmarks.lib.command import command_line, write
 from benchmarks.lib.shapes import SHAPES, VOCAB
 from benchmarks.peers import peer_job
 from benchmarks.prediction import prediction_gpu
@@ -243,10 +243,8 @@ def least_squares(jobs: list[Unexplained]) -> tuple[float, float]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = command_line(__doc__, smoke="the first rows only")
     arguments.add_argument("--fit", action="store_true", help="derive the table of host times again")
-    arguments.add_argument("--smoke", action="store_true", help="the first rows only")
-    arguments.add_argument("--json", type=Path, help="write the rows here as well")
     given = arguments.parse_args()
     if given.fit:
         for name, value in fit().items():
@@ -269,7 +267,7 @@ def main() -> None:
             "held_out": len(held_out),
             "rows": [vars(one) | {"ratio": one.ratio} for one in rows],
         }
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write(given.json, figures)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ sequence is that of `rlgraph/plan/estimates.py` on an H200; on a CPU, where noth
 other settings and updates are simulated. The runs are older than this script, and it uses no other number of them.
 """
 
-import argparse
 import json
 import math
 import statistics
@@ -21,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import numpy as np
 
+from benchmarks.lib.command import command_line, write
 from benchmarks.speed import rollout
 from rlgraph.plan import estimates
 from rlgraph.plan.continuous import Machine
@@ -72,8 +72,7 @@ def compared(measured: Mapping[str, Any], ratio: float) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
+    parser = command_line(__doc__)
     arguments = parser.parse_args()
     figures: dict[str, Any] = {}
     for file, ratios in STEP_TO_SEQUENCE.items():
@@ -91,8 +90,7 @@ def main() -> None:
             print(f"{file}{kind}: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}")
             for row in rows:
                 print(f"  {row['setting']:32} {row['way']:22} {row['predicted_s']:.3f} {row['measured_s']:.3f} {row['error']:+.1%}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write(arguments.json, figures)
 
 
 if __name__ == "__main__":

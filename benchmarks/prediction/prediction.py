@@ -21,7 +21,6 @@ Two more figures: the share of each run's device-seconds that no row of `job.bub
 same work on equally many devices, the step of the one predicted fastest over the fastest step.
 """
 
-import argparse
 import json
 import os
 import statistics
@@ -42,6 +41,7 @@ from support.tiny import WeightedLikelihood
 
 import rlgraph as rg
 from benchmarks.lib.accuracy import accuracy, summary
+from benchmarks.lib.command import command_line, write
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.plan import calibrate
 from rlgraph.runtime.driver.ray_cluster import start_ray, stop_ray
@@ -319,8 +319,7 @@ def figures(found: list[Found], steps: int, load: tuple[float, float, float]) ->
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path, help="write the figures here as well")
+    arguments = command_line(__doc__)
     families = ["uniform", "long tail", REAL, "uneven", *UNEVEN]
     arguments.add_argument("--family", choices=families, help="only those whose name begins so; the file keeps the others")
     arguments.add_argument("--steps", type=int, default=100, help="of stages that wait")
@@ -337,8 +336,8 @@ def main() -> None:
         ]
         for one in measure(cases, given.steps):
             found.append(one)
-            if given.json:  # after each, so that a run that is cut short leaves what it has
-                given.json.write_text(json.dumps(figures(found, given.steps, load), indent=1) + "\n")
+            # after each, so that a run that is cut short leaves what it has
+            write(given.json, figures(found, given.steps, load))
     if ours:
         stop_ray()
     print(summary(figures(found, given.steps, load)))

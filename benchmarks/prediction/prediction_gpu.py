@@ -43,6 +43,7 @@ import yaml
 
 import rlgraph as rg
 from benchmarks.lib.accuracy import accuracy, summary
+from benchmarks.lib.command import write
 from benchmarks.lib.machine import machine
 from benchmarks.lib.shapes import VOCAB, random_model
 from benchmarks.prediction.ways import ON_CORES, ON_GPUS, SMOLLM2, Way, ways, ways_on_four
@@ -347,7 +348,7 @@ def main() -> None:
     arguments.add_argument("--tiny", action="store_true", help="a tiny model on two cores")
     given = arguments.parse_args()
     if given.again:
-        given.again.write_text(json.dumps(again(given.again), indent=1) + "\n")
+        write(given.again, again(given.again))
         return
     progress, found, costs = Progress(given.seconds), list[Found](), earlier(given.costs)
     ours = start_ray()
@@ -358,8 +359,7 @@ def main() -> None:
         bases = [known[model] for model in given.model or [*known][:1]]
         for one in measure(bases, Models(Path(folder), given.tiny), given, costs, progress):
             found.append(one)
-            if given.json:
-                given.json.write_text(json.dumps(figures(found, costs) | on, indent=1) + "\n")
+            write(given.json, figures(found, costs) | on)
     if ours:
         stop_ray()
     if not found:

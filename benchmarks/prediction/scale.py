@@ -8,7 +8,6 @@ Nothing here was measured on such a machine. Costs come from the models' shapes 
 and two H200s (docs/prediction.md). What others have published stands beside the model's own figure for the same settings.
 """
 
-import argparse
 import json
 import platform
 import statistics
@@ -24,6 +23,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import rlgraph as rg
+from benchmarks.lib.command import command_line, write
 from benchmarks.prediction import daly
 from benchmarks.prediction.scale_graphs import LINK, Case, gathers_s, shape
 from rlgraph.channels.remote.transfer import PART_BYTES
@@ -189,9 +189,7 @@ def anchors(models: Path) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the result to this file")
-    parser.add_argument("--smoke", action="store_true", help="one small case")
+    parser = command_line(__doc__, smoke="one small case")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         models = Path(folder)
@@ -215,8 +213,7 @@ def main() -> None:
             "anchors": list(anchors(models)),
         }
     print(json.dumps(values["anchors"], indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(values, indent=1) + "\n")
+    write(given.json, values)
 
 
 if __name__ == "__main__":

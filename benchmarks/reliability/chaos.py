@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write
 
 TESTS = Path(__file__).parents[2] / "tests"
 sys.path.insert(0, str(TESTS))
@@ -221,12 +222,11 @@ def compared(found: Sequence[Kept], made: rg.Graph, plan: rg.Plan) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--vector", action="store_true", help="train a vector, which loads at once, and no model")
-    parser.add_argument("--json", type=Path, help="where to write the result")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if not given.inside:
@@ -259,8 +259,7 @@ def run(given: argparse.Namespace, model: str) -> int:
     def told(outcome: Mapping[str, object]) -> None:
         found = {"machine": {**machine(), "load_before": load, "load_after": round(os.getloadavg()[0], 1)}, **outcome}
         print(json.dumps(found), flush=True)
-        if given.json:
-            given.json.write_text(json.dumps(found, indent=1) + "\n")
+        write(given.json, found)
 
     hosts.CASES["chaos"] = case
     return hosts.main(1, ["chaos"], told)

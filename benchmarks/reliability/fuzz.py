@@ -7,8 +7,6 @@ or, if the change left it valid, in data. The longest case shows whether anythin
 imported, compiled, unpickled or run.
 """
 
-import argparse
-import json
 import random
 import sys
 import time
@@ -16,10 +14,13 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from rich.progress import track
 from support import hostile_peer
+
+from benchmarks.lib.command import command_line, write
 
 SHARES = {
     "handshake": 0.2,
@@ -31,10 +32,9 @@ SHARES = {
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = command_line(__doc__)
     arguments.add_argument("--cases", type=int, default=120_000)
     arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--json", type=Path, help="write the figures here as well")
     given = arguments.parse_args()
     warnings.simplefilter("error")
     watch, figures = hostile_peer.Watch(), {}
@@ -51,8 +51,7 @@ def main() -> None:
         figures[name] = {"cases": total, "outcomes": dict(counted), "longest_s": longest, "seconds": time.monotonic() - since}
         print(f"{name}: {total} cases, {dict(counted)}, the longest {longest:.2f} s")
     print(f"{sum(f['cases'] for f in figures.values())} cases; code that ran: {watch.ran or 'none'}")
-    if given.json:
-        given.json.write_text(json.dumps({"seed": given.seed, "code that ran": watch.ran, **figures}, indent=1) + "\n")
+    write(given.json, {"seed": given.seed, "code that ran": watch.ran, **figures})
 
 
 if __name__ == "__main__":

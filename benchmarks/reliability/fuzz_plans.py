@@ -7,7 +7,6 @@ and read back, whose seconds are finite and not negative, and whose pools are bu
 and 64 GPUs takes at most 5 s. The first lines of each fault name the seed of its case: `--only SEED` runs it alone, with its traceback.
 """
 
-import argparse
 import json
 import math
 import random
@@ -22,12 +21,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from rich.progress import track
 from support.random_graphs import Nothing
 
 import rlgraph as rg
+from benchmarks.lib.command import command_line, write
 from rlgraph.graph.nodes import Graph, Model, Output, declare
 
 LIMIT_S, SMALL_NODES, SMALL_GPUS, HANG_S = 5.0, 50, 64, 300
@@ -151,11 +152,10 @@ def hung(*_: object) -> None:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = command_line(__doc__)
     arguments.add_argument("--cases", type=int, default=10_000)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--only", type=int, help="run this case alone, and let its error through")
-    arguments.add_argument("--json", type=Path, help="write the figures here as well")
     arguments.add_argument("--work", type=Path, default=Path("runs/fuzz_plans"), help="folder of drawings")
     given = arguments.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
@@ -178,7 +178,7 @@ def main() -> None:
     print(f"{given.cases} graphs: {dict(kinds)}; {len(faults)} faults; the longest took {longest[0]:.1f} s (seed {longest[1]})")
     if given.json:
         found = {"cases": given.cases, "seed": given.seed, "outcomes": kinds, "faults": faults, "longest_s": longest[0]}
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
+        write(given.json, found)
     sys.exit(bool(faults))
 
 

@@ -10,7 +10,6 @@ count from the fault in the worker to the error in the driver, after its workers
 them to the file.
 """
 
-import argparse
 import json
 import logging
 import os
@@ -24,6 +23,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import ray
@@ -31,6 +31,7 @@ import torch
 from rich.progress import track
 from support import fakes, faults, forked_workers
 
+from benchmarks.lib.command import command_line, write
 from rlgraph.errors import RlgraphError
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
@@ -109,9 +110,8 @@ def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = command_line(__doc__)
     arguments.add_argument("on", choices=["forked", "ray"])
-    arguments.add_argument("--json", type=Path, help="write the figures here as well")
     arguments.add_argument("--only", help="faults of this kind alone")
     arguments.add_argument("--part", default="1/1", help="the faults of one part, 2/4 say, added to those in the file")
     given = arguments.parse_args()
@@ -140,7 +140,7 @@ def main() -> None:
         versions = {"python": platform.python_version(), "torch": torch.__version__, "ray": ray.__version__}
         machine = {"cpus": len(os.sched_getaffinity(0)), "load average": os.getloadavg(), **versions}
         figures |= {"deadline_s": DEADLINE_S, given.on: {"machine": machine, **summary([*before, *found])}}
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write(given.json, figures)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import rlgraph as rg
+from benchmarks.lib.command import write
 from benchmarks.reliability.victims import MARK, VICTIMS, chosen, kill, processes
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.hf_models.pretrained import tiny_model
@@ -376,7 +377,7 @@ def main() -> None:
     print(json.dumps(figures, indent=1))
     if given.json:
         before = json.loads(given.json.read_text())["parts"] if given.json.exists() else []
-        given.json.write_text(json.dumps(combined([*before, figures]), indent=1) + "\n")
+        write(given.json, combined([*before, figures]))
     sys.exit(bool(figures["wrong"]))
 
 

@@ -6,18 +6,18 @@ UpdateSchedule the whole state space of each schedule at depths 0 to 3 with 1 an
 are on the host; up to four nodes also on every pool. Faults are seeded in each graph of up to four nodes.
 """
 
-import argparse
-import json
 import sys
 import time
 from collections import Counter
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from support.small_graphs import Small, name_of, small_graphs
 from support.state_explorer import faults, is_order_safe, promises, scheduled_gives, walk
 
+from benchmarks.lib.command import command_line, write
 from rlgraph.plan.events import slots
 
 HARMLESS = "nothing: turns in the pools keep the bound by themselves"
@@ -43,8 +43,7 @@ def caught(small: Small) -> dict[str, str]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path, help="write the figures here as well")
+    arguments = command_line(__doc__)
     arguments.add_argument("--nodes", type=int, default=5)
     given_ = arguments.parse_args()
     began, states, graphs = time.time(), Counter[int](), Counter[int]()
@@ -70,7 +69,7 @@ def main() -> None:
             "faults": {fault: dict(signs) for fault, signs in seeded.items()},
             "seconds": time.time() - began,
         }
-        given_.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write(given_.json, figures)
 
 
 if __name__ == "__main__":

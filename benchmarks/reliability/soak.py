@@ -7,8 +7,6 @@ the driver are sampled each hundredth step. `--forked` starts the workers withou
 run, after the warm-up, to the last.
 """
 
-import argparse
-import json
 import os
 import statistics
 import sys
@@ -16,12 +14,14 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from rich.progress import track
 from support import fakes, forked_workers
 
 import rlgraph as rg
+from benchmarks.lib.command import command_line, write
 from rlgraph.runtime.driver.job import Job
 
 DEPTH, PROMPTS = 2, 12
@@ -63,10 +63,9 @@ def quarters(values: list[float]) -> tuple[float, float]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = command_line(__doc__)
     arguments.add_argument("--steps", type=int, default=2000)
     arguments.add_argument("--forked", action="store_true", help="workers as forked processes, without Ray")
-    arguments.add_argument("--json", type=Path, help="write the figures here as well")
     given = arguments.parse_args()
     began = time.monotonic()
     graph = fakes.vector_loop(DEPTH, buffers=2, count=PROMPTS)
@@ -92,7 +91,7 @@ def main() -> None:
             "second and last quarter": growth,
             "looks": [asdict(one) for one in looks],
         }
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write(given.json, figures)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 
+from benchmarks.lib.command import command_line, write
 from benchmarks.lib.machine import machine
 
 ORACLE = Path(__file__).parents[2] / ".venv-oracle" / "bin" / "python"
@@ -253,12 +254,11 @@ def compare(name: str, items: dict[str, Item], mask: torch.Tensor, verl: subproc
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = command_line(__doc__)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--only", nargs="+")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -295,7 +295,7 @@ def main() -> None:
     verl.wait(timeout=60)
     if options.json:
         shape = {"rows": options.rows, "tokens": options.tokens, "rounds": options.rounds}
-        options.json.write_text(json.dumps({"machine": measured_on, **shape, "results": results}, indent=1) + "\n")
+        write(options.json, {"machine": measured_on, **shape, "results": results})
 
 
 if __name__ == "__main__":

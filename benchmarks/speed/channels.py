@@ -11,8 +11,6 @@ taken in turns with the hops. "rlgraph ray" is rlgraph's channel over those of R
 of rlgraph, gets views. Rows of a peer say so where it cannot carry a size.
 """
 
-import argparse
-import json
 import os
 import platform
 import shutil
@@ -35,6 +33,7 @@ from ray.dag.context import DAGContext
 from rich.console import Console
 from rich.progress import Progress
 
+from benchmarks.lib.command import command_line, write
 from benchmarks.lib.hops import KIB, MIB, WAIT_S, Row, goals, row, show
 from rlgraph.channels import Site, open_reader, open_writer
 from rlgraph.errors import ChannelTimeout
@@ -311,8 +310,7 @@ def run(sizes: dict[int, int], folder: str, console: Console) -> tuple[list[Row]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures to this file as well")
+    parser = command_line(__doc__)
     parser.add_argument("--quick", action="store_true", help="only 1 KiB, 16 MiB and 256 MiB")
     options = parser.parse_args()
     console = Console(width=150)
@@ -333,7 +331,7 @@ def main() -> None:
     if options.json:
         measured = {"hops": [asdict(r) for r in rows], "round_trips": [asdict(r) for r in trips], "waiting": waiting}
         figures = {"machine": machine, "load_average": {"before": before, "after": os.getloadavg()}, **measured}
-        options.json.write_text(json.dumps(figures, indent=1))
+        write(options.json, figures)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ as it is: CUDA graphs of the kernels that the model calls. `compiled` adds vLLM'
 each sequence. `--host` also says in which functions of the host 32 further steps spend their time.
 """
 
-import argparse
 import cProfile
 import json
 import pstats
@@ -24,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write_measured
 from benchmarks.lib.profiled_update import covered, kernels_of, profiler
 from benchmarks.lib.timed_updates import of_ranks
 from benchmarks.speed.generation import model, prompts
@@ -131,15 +131,13 @@ def must_be_read(folder: str, sequences: int, tokens: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="few and short responses of a tiny model")
     parser.add_argument("folder", help="a model folder, smollm2, or the name of a shape of shapes.py")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--models", default=".models")
-    parser.add_argument("--smoke", action="store_true", help="few and short responses of a tiny model")
     parser.add_argument("--host", action="store_true", help="print the functions of the host that a step spends its time in")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     size = (8, 32) if given.smoke else (given.sequences, given.tokens)
     folder = model(given.folder, given.models)
@@ -154,10 +152,7 @@ def main() -> None:
             f"{row['kernels']:.0f} kernels: {kinds}; started in {row['start_s']:.1f} s",
             flush=True,
         )
-        if given.json:
-            from benchmarks.lib.machine import machine as measured_on
-
-            given.json.write_text(json.dumps(found | measured_on(), indent=1) + "\n")
+        write_measured(given.json, found)
 
 
 if __name__ == "__main__":

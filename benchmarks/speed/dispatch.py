@@ -5,8 +5,6 @@
 Everything is measured in one run; medians, with the 10th and 90th percentile.
 """
 
-import argparse
-import json
 import platform
 import statistics
 import sys
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import ray
@@ -23,6 +22,7 @@ import torch
 from support import fakes
 
 import rlgraph as rg
+from benchmarks.lib.command import command_line, write
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import Operation
 from rlgraph.runtime.driver.ray_cluster import start_ray
@@ -119,8 +119,7 @@ def spread(times: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path, help="write the figures here as well")
+    arguments = command_line(__doc__)
     path = arguments.parse_args().json
     figures: dict[str, Any] = {"machine": {"cores": rg.local_cluster().cpus, "python": platform.python_version()}}
     figures["versions"] = {"ray": ray.__version__, "torch": torch.__version__}
@@ -141,8 +140,7 @@ def main() -> None:
     print(f"{'driver, waiting for 1 s stages':32} {figures['driver share of a core']:7.1%} of a core")
     if ours:
         ray.shutdown()
-    if path:
-        path.write_text(json.dumps(figures, indent=1) + "\n")
+    write(path, figures)
 
 
 if __name__ == "__main__":

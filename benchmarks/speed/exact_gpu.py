@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write_measured
 from benchmarks.lib.served import BEGAN, Served, say
 
 LOW, HIGH = 5, 200  # ids that every model has
@@ -342,7 +343,7 @@ def folder_of(name: str, work: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, smoke="a tiny model")
     parser.add_argument("--models", default="smollm2,1.7B,8B-4")
     parser.add_argument("--prices", default="1.7B,smollm2", help="models whose trainers are timed, in this order")
     parser.add_argument("--decode", default="smollm2,1.7B", help="models whose engines are timed")
@@ -350,8 +351,6 @@ def main() -> None:
     parser.add_argument("--until", type=float, default=600.0, help="seconds after which no step begins")
     parser.add_argument("--limit", type=float, default=900.0, help="seconds of the whole")
     parser.add_argument("--work", type=Path, default=Path("runs/exact_gpu"))
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.smoke:
         given.models, given.prices, given.decode, given.steps = "tiny", "tiny", "tiny", 3
@@ -378,10 +377,7 @@ def main() -> None:
     found: dict[str, Any] = {name: model.found for name, model in models.items()}
     found["all"] = {count: sum(model.found[count] for model in models.values()) for count in ("tokens", "different")}
     say(json.dumps(found))
-    if given.json:
-        from benchmarks.lib.machine import machine
-
-        given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
+    write_measured(given.json, found)
 
 
 if __name__ == "__main__":

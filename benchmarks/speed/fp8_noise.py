@@ -10,8 +10,6 @@
   random weights of the same shape.
 """
 
-import argparse
-import json
 import multiprocessing
 import sys
 import time
@@ -23,6 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+
+from benchmarks.lib.command import command_line, write
 
 BEGAN = time.monotonic()
 SHAPES = ((4096, 6144), (4096, 24576), (12288, 4096))  # numbers in and out of the projections of 8B
@@ -229,11 +229,9 @@ def engines(seconds: float, smoke: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="tiny shapes, on a CPU")
     parser.add_argument("parts", nargs="*", default=["products", "engines"], metavar="PART")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--seconds", type=float, default=20.0, help="of training")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, on a CPU")
     given = parser.parse_args()
     from benchmarks.lib.machine import machine
 
@@ -243,8 +241,7 @@ def main() -> None:
             found["parts"][part] = products(given.smoke) if part == "products" else engines(given.seconds, given.smoke)
         except Exception:  # noqa: BLE001 (the other part is still of use)
             traceback.print_exc()
-        if given.json:
-            given.json.write_text(json.dumps(found, indent=1) + "\n")
+        write(given.json, found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ each has its share of the sequences, and the time is until the last is done.
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -22,6 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write_measured
 
 REPEATS = 2  # after one of a few tokens that warms up
 WARM_UP_TOKENS = 32
@@ -94,14 +94,12 @@ def seconds(function: Callable[..., None], arguments: list[tuple[Any, ...]]) -> 
 
 
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="few and short responses of a tiny model")
     parser.add_argument("folder", help="a model folder, smollm2, or the name of a shape of shapes.py")
     parser.add_argument("--sequences", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--engines", type=int, nargs="*", default=[1, 4], help="rlgraph's engines on the GPU")
     parser.add_argument("--models", default=".models")
-    parser.add_argument("--smoke", action="store_true", help="few and short responses of a tiny model")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.smoke:
         given.sequences, given.tokens = 8, 8
@@ -132,10 +130,8 @@ def main() -> None:
         times = seconds(*way)
         found["seconds"][name], found["spread_s"][name] = statistics.median(times), [min(times), max(times)]
         print(f"{name}: {found['seconds'][name]:.2f} s, {given.sequences * given.tokens / found['seconds'][name]:.0f} tokens/s", flush=True)
-        if given.json:  # after each way, so that a run that is stopped keeps what it has
-            from benchmarks.lib.machine import machine as measured_on
-
-            given.json.write_text(json.dumps(found | measured_on(), indent=1) + "\n")
+        # after each way, so that a run that is stopped keeps what it has
+        write_measured(given.json, found)
     best = min(value for name, value in found["seconds"].items() if name.startswith("rlgraph"))
     for name in ("vllm, with log-probs", "vllm"):
         print(f"tokens/s of rlgraph, which returns log-probs, over those of {name}: {found['seconds'][name] / best:.2f}")

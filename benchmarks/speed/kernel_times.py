@@ -9,7 +9,6 @@ passes of the two sides alternate. The error is the largest against float64 over
 type of the logits, so it is also timed with logits cast to float32 first.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 from torch.nn.functional import rms_norm
 
+from benchmarks.lib.command import command_line, write
 from rlgraph.engines.forward.policy_head import Scored, head_scores, token_scores
 
 VOCAB, ROWS, CHECKED, REPEATS = 151936, 8192, 64, 15
@@ -137,9 +137,7 @@ def norm(device: str, liger: Any, shape: tuple[int, int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--json", type=Path)
+    parser = command_line(__doc__, smoke="a tiny model")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and not given.smoke else "cpu"
     liger = None
@@ -156,10 +154,9 @@ def main() -> None:
     for name, shape in NORMS.items():
         found[f"rms_norm, {name}"] = norm(device, liger, shape)
         print(name, json.dumps(found[f"rms_norm, {name}"], indent=1), flush=True)
-    if given.json:
-        from benchmarks.lib.machine import machine
+    from benchmarks.lib.machine import machine
 
-        given.json.write_text(json.dumps(found | machine() | {"liger": "0.8.5"}, indent=1) + "\n")
+    write(given.json, found | machine() | {"liger": "0.8.5"})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ activations recomputed, the head fused. The first two updates are a warm-up. "pl
 Host memory while loading is as in `loading.py`. Each part is printed, and written to the JSON, when it is done.
 """
 
-import argparse
 import json
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write
 from benchmarks.lib.timed_updates import PEAK, SMOKE, begin_rank, row, timed_updates
 from benchmarks.speed.loading import PeakSampler, counted, host_peak, memory
 from benchmarks.speed.parallel import Run, predicted_of
@@ -268,7 +268,7 @@ def measured(shape: str, given: dict[str, Any], gpu: str, on_gpus: bool, found: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="two short sequences, on a CPU")
     parser.add_argument("shape")
     parser.add_argument("--moments", default="16bit", choices=("32bit", "16bit"))
     parser.add_argument("--sequences", type=int, default=8)
@@ -277,8 +277,6 @@ def main() -> None:
     parser.add_argument("--peak", type=float, default=PEAK)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="where the weights lie while it runs")
     parser.add_argument("--plan", action="store_true", help="print what a plan counts, and end")
-    parser.add_argument("--smoke", action="store_true", help="two short sequences, on a CPU")
-    parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     if asked.smoke and asked.json:
         parser.error("--smoke measures nothing: leave out --json")
@@ -308,10 +306,9 @@ def main() -> None:
         Path(folder, "model").mkdir()
         for line in measured(asked.shape, given, gpu, count > 0, found):
             print(f"{time.perf_counter() - begun:6.1f} s  {asked.shape}: {line}", flush=True)
-            if asked.json:
-                from benchmarks.lib.machine import machine
+            from benchmarks.lib.machine import machine
 
-                asked.json.write_text(json.dumps(found | {"machine": machine()}, indent=1) + "\n")
+            write(asked.json, found | {"machine": machine()})
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write
 from benchmarks.lib.machine import machine
 from benchmarks.speed import start
 
@@ -72,14 +73,12 @@ def medians(runs: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="two launches of each kind with a tiny model")
     parser.add_argument("--model", default="smollm2", help="a folder, or a name that rg.model_folder knows")
     parser.add_argument("--shape", help="a model of this shape with random weights instead: 0.6B, 1.7B, 4B, 8B")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--launches", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="two launches of each kind with a tiny model")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
@@ -105,8 +104,7 @@ def main() -> None:
         "medians": medians(runs, given.kinds),
         "runs": runs,
     }
-    if given.json:
-        given.json.write_text(json.dumps(result, indent=1) + "\n")
+    write(given.json, result)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ once) over the base line, sampled every 5 ms; pages of files that are still mapp
 seconds stands what reading the files twice takes, in the same run and after they have been read once.
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -24,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write
 
 FOLDER = Path(tempfile.gettempdir()) / "rlgraph-shapes"
 SAMPLE_S = 0.005
@@ -174,10 +173,8 @@ def measure(spec: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="the same; for a small shape")
     parser.add_argument("specs", nargs="+", metavar="SHAPE:RANKS")
-    parser.add_argument("--smoke", action="store_true", help="the same; for a small shape")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     found: dict[str, Any] = {"script": "benchmarks/speed/loading.py", "runs": {}}
     for spec in given.specs:
@@ -188,10 +185,9 @@ def main() -> None:
             f"{row['host_counted_bytes'] / 1e9:.3f} counted{device if row['device_peak_bytes'] else ''}",
             flush=True,
         )
-    if given.json:
-        from benchmarks.lib.machine import machine
+    from benchmarks.lib.machine import machine
 
-        given.json.write_text(json.dumps(found | {"machine": machine()}, indent=1) + "\n")
+    write(given.json, found | {"machine": machine()})
 
 
 if __name__ == "__main__":

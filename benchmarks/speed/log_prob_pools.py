@@ -6,8 +6,6 @@ Rollout, reference and update wait instead of computing, so that their times are
 the costs measured in the run on the trainer's pool alone; both runs are measured in one go. `--model` adds a run of real engines.
 """
 
-import argparse
-import json
 import os
 import platform
 import statistics
@@ -19,12 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import torch
 from support import fakes
 
 import rlgraph as rg
+from benchmarks.lib.command import command_line, write
 from rlgraph.columns import Columns
 from rlgraph.graph.nodes import Output, Pool, declare
 from rlgraph.graph.operation import NodeTraits, Operation
@@ -135,9 +135,8 @@ def spread(times: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = command_line(__doc__)
     arguments.add_argument("--model", help="a model folder, or smollm2: measure real engines as well")
-    arguments.add_argument("--json", type=Path, help="write the figures here as well")
     options = arguments.parse_args()
     machine = {"cores": rg.local_cluster().cpus, "python": platform.python_version(), "load": os.getloadavg()[0]}
     figures: dict[str, Any] = {"machine": machine, "versions": {"torch": torch.__version__}}
@@ -158,8 +157,7 @@ def main() -> None:
         found = figures[name] = compare(build, steps, warm_up)
         times = " ".join(f"{found[pool]['median_s']:8.3f} s" for pool in ("train_pool", "own_pool"))
         print(f"{name:58} {times} {found['ratio']:7.3f} {found['predicted_ratio']:9.3f} {found['error']:+7.1%}", flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(figures, indent=1) + "\n")
+        write(options.json, figures)
     if ours:
         import ray
 

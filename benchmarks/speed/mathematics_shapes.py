@@ -6,7 +6,6 @@
 Weights are random and the chat template is Qwen 3's, so nothing is learned: what is shown is that the script runs at these sizes.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import rlgraph as rg
+from benchmarks.lib.command import command_line, write_measured
 from benchmarks.lib.shapes import random_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,11 +51,9 @@ def run(shape: str, work: Path, steps: int, settings: list[str]) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="a tiny model")
     parser.add_argument("shapes", nargs="+")
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     small = ["prompts=2", "group_size=2", "questions=4", "engine=transformers"] if given.smoke else ["prompts=16", "max_tokens=64"]
     results: dict[str, Any] = {}
@@ -65,10 +63,7 @@ def main() -> None:
         except Exception:  # noqa: BLE001 (the others run)
             results[shape] = {"error": traceback.format_exc()[-2000:]}
         print(shape, json.dumps(results[shape]), flush=True)
-    if given.json:
-        from benchmarks.lib.machine import machine
-
-        given.json.write_text(json.dumps(results | machine(), indent=1) + "\n")
+    write_measured(given.json, results)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ It prints as it goes, and writes the file after each part, beside the parts that
 is told, and the others go on.
 """
 
-import argparse
 import gc
 import json
 import multiprocessing
@@ -31,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write
 from benchmarks.lib.machine import machine
 from benchmarks.lib.placed_hash import placed_hashes, shard_hashes
 from benchmarks.lib.timed_updates import PEAK, SMOKE, WARM_UP, random_batch, row, timed_updates
@@ -253,12 +253,10 @@ def publishing(shape: str, folder: str, smoke: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="a tiny model and short sequences, on a CPU")
     parser.add_argument("shapes", nargs="*", default=["0.6B", "4B"])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--smoke", action="store_true", help="a tiny model and short sequences, on a CPU")
     parser.add_argument("--models", default=".models")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     from benchmarks.lib.shapes import random_model
 
@@ -276,8 +274,7 @@ def main() -> None:
                 found["shapes"].setdefault(shape, {})[part] = work[part](shape, folder, given.smoke)
             except Exception:  # noqa: BLE001 (the other parts go on)
                 traceback.print_exc()
-            if given.json:
-                given.json.write_text(json.dumps(found, indent=1) + "\n")
+            write(given.json, found)
 
 
 if __name__ == "__main__":

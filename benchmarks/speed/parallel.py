@@ -16,8 +16,6 @@ nothing measured; "from one rank" is what it predicts of the seconds that `dp1` 
 two of warm-up; each rank is a process with a GPU of its own.
 """
 
-import argparse
-import json
 import math
 import re
 import sys
@@ -27,6 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write_measured
 from benchmarks.lib.predicted_update import predicted
 from benchmarks.lib.profiled_update import profiled_update
 from benchmarks.lib.timed_updates import PEAK, SMOKE, WARM_UP, begin_rank, end_rank, made_engine, of_ranks, row, timed_updates
@@ -114,15 +113,13 @@ def measure(run: Run, size: tuple[int, int], peak: float, gpu: str, one_rank_s: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, smoke="two short sequences, on a CPU")
     parser.add_argument("specs", nargs="+")
     parser.add_argument("--sequences", type=int, default=2)
     parser.add_argument("--length", type=int, default=32768)
     parser.add_argument("--pass-tokens", type=int, default=0, help="of all ranks that share a pass; without it, a sequence")
     parser.add_argument("--peak", type=float, default=PEAK)
-    parser.add_argument("--smoke", action="store_true", help="two short sequences, on a CPU")
     parser.add_argument("--profile", action="store_true", help="one more update, profiled by rank 0")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.smoke and given.json:
         parser.error("--smoke measures nothing: leave out --json")
@@ -156,10 +153,7 @@ def main() -> None:
             f"{run['mfu']:.1%}, {run['peak_bytes'] / 2**30:.0f} GiB (predicted {run['predicted']['peak_bytes'] / 2**30:.0f})",
             flush=True,
         )
-        if given.json:
-            from benchmarks.lib.machine import machine
-
-            given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
+        write_measured(given.json, found)
     sys.exit(failed)
 
 

@@ -9,8 +9,6 @@ Random weights have more near ties between experts than trained ones. Half of th
 its tokens in the engine's cache.
 """
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import sys
@@ -21,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write_measured
 from benchmarks.lib.served import say
 from benchmarks.speed.exact_gpu import batch_of, texts
 
@@ -154,12 +153,10 @@ class _Told:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, smoke="a few tokens of two layers")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--smoke", action="store_true", help="a few tokens of two layers")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if given.smoke:
         given.layers, given.prompts, given.tokens = 2, 8, 8
@@ -200,10 +197,7 @@ def main() -> None:
         }
         for dtype in ("bfloat16", "float32"):
             found[dtype] = scored(folder, cuda, dtype, rows)
-    if given.json:
-        from benchmarks.lib.machine import machine
-
-        given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
+    write_measured(given.json, found)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write
 from benchmarks.lib.shapes import SHAPES, random_model
 
 ENGINES = ("vllm", "sglang")
@@ -196,7 +197,7 @@ def apart(name: str, model: str, folder: str, given: argparse.Namespace) -> tupl
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="few and short responses")
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--sequences", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512)
@@ -205,8 +206,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--vllm-python", default=sys.executable)
     parser.add_argument("--sglang-python", default=sys.executable)
     parser.add_argument("--limit", type=float, default=200.0, help="seconds of an engine on a model, at most")
-    parser.add_argument("--smoke", action="store_true", help="few and short responses")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--alone", choices=ENGINES, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
@@ -234,7 +233,7 @@ def main() -> None:
                 failed.append(f"{name_of_model} {name}")
             if given.json:
                 written = {"script": "benchmarks/speed/second_engine.py", "settings": settings, "models": models}
-                given.json.write_text(json.dumps(written, indent=1) + "\n")
+                write(given.json, written)
     print(json.dumps(models, indent=1))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")

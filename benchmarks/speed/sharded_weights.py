@@ -18,9 +18,7 @@ No trainer takes a step: it has no gradients and no moments, and Megatron-Core i
 what the copies into the slowest engine's buffer took.
 """
 
-import argparse
 import gc
-import json
 import multiprocessing
 import os
 import statistics
@@ -33,7 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.lib.machine import machine
+from benchmarks.lib.command import command_line, write_measured
 from benchmarks.lib.placed_hash import added, placed_hashes, shard_hashes
 from benchmarks.lib.shapes import random_model
 from benchmarks.speed.weights import KEY, LONGEST_S, SEQUENCES, VERSIONS, WARM_UP, Decoding, fills, loaded_sums, plain_copy
@@ -255,13 +253,11 @@ def say(shape: str, way: str, one: dict[str, Any], peer: float, began: float) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="a tiny model, on a CPU")
     parser.add_argument("shapes", nargs="*", default=["pair"] if SMOKE else ["8B"])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--engines", type=int, default=2)
     parser.add_argument("--trainers", nargs="+", choices=TRAINERS, default=["rows"])
-    parser.add_argument("--smoke", action="store_true", help="a tiny model, on a CPU")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--models", default=".models")
     given = parser.parse_args()
     if given.smoke and given.json:
@@ -276,8 +272,7 @@ def main() -> None:
                 way = f"{ranks} to {engines}" + (f", {trainer}" if trainer != "rows" else "")
                 say(shape, way, one, peer, began)
                 found["shapes"].setdefault(shape, {})[way] = one
-                if given.json:
-                    given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
+                write_measured(given.json, found)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import torch
 
 import rlgraph as rg
-from benchmarks.lib.machine import machine
+from benchmarks.lib.command import command_line, write_measured
 
 PROMPT, RESPONSES, RESPONSE, TOKENS = 1024, 16, 256, 16384
 SMALL = 24, 4, 8, 256  # of --smoke: the same four numbers
@@ -121,14 +121,12 @@ def measured(shape: str, given: argparse.Namespace, device: str) -> dict[str, An
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="a tiny model")
     parser.add_argument("--shapes", nargs="+", default=["0.6B", "1.7B", "4B"])
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--response-spread", type=float, default=1.0)
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--recompute", action="store_true")
-    parser.add_argument("--smoke", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the figures here as well")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() and not given.smoke else "cpu"
     if given.smoke:
@@ -141,8 +139,7 @@ def main() -> None:
         except torch.OutOfMemoryError as error:  # a smaller GPU still measures the others
             found[shape] = {"error": str(error).splitlines()[0]}
         print(shape, json.dumps(found[shape], indent=1), flush=True)
-        if given.json:
-            given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
+        write_measured(given.json, found)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ Rollout and update take 0.3 s each, so a step takes at least that; the way of a 
 Everything else is real: workers, channels, weights, dispatch. Step time over whole rounds, the median of 3 runs.
 """
 
-import argparse
-import json
 import platform
 import statistics
 import sys
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 import ray
@@ -23,6 +22,7 @@ import torch
 from support import fakes
 
 import rlgraph as rg
+from benchmarks.lib.command import command_line, write
 from rlgraph.channels.host.channel import HostReader
 from rlgraph.channels.weights.endpoints import Staging
 from rlgraph.columns import Column
@@ -72,8 +72,7 @@ def predicted_s(depth: int, buffers: int) -> float:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path, help="write the figures here as well")
+    arguments = command_line(__doc__)
     path = arguments.parse_args().json
     fakes.VectorGenerator = FarGenerator  # type: ignore[misc]
     figures: dict[str, Any] = {"machine": {"cores": rg.local_cluster().cpus, "python": platform.python_version()}}
@@ -88,8 +87,7 @@ def main() -> None:
         print(f"{depth:5} {buffers:7} {1e3 * statistics.median(runs):5.0f} ms {ratio:10.3f}     ({each})     {planned:.3f}", flush=True)
     if ours:
         ray.shutdown()
-    if path:
-        path.write_text(json.dumps(figures, indent=1) + "\n")
+    write(path, figures)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write
 
 PARTS = {  # by the module that has a function of that name
     "lora_memory": "small_gpu_training",
@@ -108,11 +109,9 @@ def run(part: str, limit_s: float, smoke: bool) -> dict[str, Any] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="tiny shapes, on a CPU")
     parser.add_argument("parts", nargs="+", choices=list(PARTS), metavar="PART")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--limit", type=float, default=200.0, help="seconds of a part, at most")
-    parser.add_argument("--smoke", action="store_true", help="tiny shapes, on a CPU")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
@@ -131,8 +130,7 @@ def main() -> None:
         if found is None:
             continue
         parts[part] = found
-        if given.json:
-            given.json.write_text(json.dumps({"script": "benchmarks/speed/small_gpu.py", "machine": here, "parts": parts}, indent=1) + "\n")
+        write(given.json, {"script": "benchmarks/speed/small_gpu.py", "machine": here, "parts": parts})
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write
 from benchmarks.lib.machine import machine
 
 SAMPLE_S = 0.02
@@ -182,13 +183,11 @@ def with_earlier(result: dict[str, Any], file: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__, smoke="one run with a tiny model")
     parser.add_argument("--model", default="smollm2", help="a folder, or a name that rg.model_folder knows")
     parser.add_argument("--shape", help="a model of this shape with random weights instead: 0.6B, 1.7B, 4B, 8B")
     parser.add_argument("--tokens", type=int, default=5, help="of a response, at most")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="one run with a tiny model")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
@@ -215,8 +214,7 @@ def main() -> None:
         "machine": machine(),
         "runs": runs,
     }
-    if given.json:
-        given.json.write_text(json.dumps(with_earlier(result, given.json), indent=1) + "\n")
+    write(given.json, with_earlier(result, given.json))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ do not slow them down; everything else is as in the other runs.
 """
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -30,6 +29,7 @@ import torch
 from support import fakes
 
 import rlgraph as rg
+from benchmarks.lib.command import command_line, write
 from benchmarks.lib.machine import machine
 from benchmarks.lib.shapes import SHAPES, random_model
 from rlgraph.columns import Columns
@@ -132,11 +132,9 @@ def measured(given: argparse.Namespace, own: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--json", type=Path, help="write the figures here as well")
+    arguments = command_line(__doc__, smoke="two steps of a tiny model")
     arguments.add_argument("--scored-by", default="vllm", help="what runs the teacher: the engine vllm, or the trainer fsdp")
     arguments.add_argument("--top-k", type=int, default=64, help="tokens a position")
-    arguments.add_argument("--smoke", action="store_true", help="two steps of a tiny model")
     arguments.add_argument("--waiting", action="store_true", help="nodes that wait instead of computing")
     for name, value in ON_GPUS.items():
         arguments.add_argument(f"--{name}", type=type(value))
@@ -154,8 +152,7 @@ def main() -> None:
     figures["ratio"] = figures["own_pool"]["measured_s"] / figures["students_pool"]["measured_s"]
     figures["predicted_ratio"] = figures["own_pool"]["predicted_s"] / figures["students_pool"]["predicted_s"]
     print(f"the step on a pool of its own is {figures['ratio']:.3f} of the other one, predicted {figures['predicted_ratio']:.3f}")
-    if given.json:
-        given.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write(given.json, figures)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ with nothing measured. `recompute` computes whole layers again, `selective` thei
 Six updates are timed after two of warm-up. Every rank is a process with a GPU of its own.
 """
 
-import argparse
-import json
 import multiprocessing
 import statistics
 import sys
@@ -26,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from benchmarks.lib.command import command_line, write_measured
 from benchmarks.lib.predicted_update import predicted
 from benchmarks.lib.timed_updates import PEAK, SMOKE, WARM_UP, begin_rank, end_rank, made_engine, of_ranks, row, timed_updates
 
@@ -75,11 +74,9 @@ def measure(spec: str, peak: float, matmul: float | None, size: tuple[int, int],
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__, smoke="two short sequences, on a CPU")
     parser.add_argument("specs", nargs="+")
     parser.add_argument("--peak", type=float, default=PEAK)
-    parser.add_argument("--smoke", action="store_true", help="two short sequences, on a CPU")
-    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     matmul: float | None = None
@@ -108,10 +105,7 @@ def main() -> None:
             f"predicted {run['predicted']['step_s']:.2f} s",
             flush=True,
         )
-        if given.json:
-            from benchmarks.lib.machine import machine
-
-            given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
+        write_measured(given.json, found)
 
 
 if __name__ == "__main__":

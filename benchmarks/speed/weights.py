@@ -11,8 +11,6 @@ With `--tensor-parallel 2` the engine spans both GPUs, one of which it shares wi
 what its own loader leaves, and vLLM's transfer is left out.
 """
 
-import argparse
-import json
 import multiprocessing
 import os
 import statistics
@@ -24,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.lib.machine import machine
+from benchmarks.lib.command import command_line, write_measured
 from benchmarks.lib.placed_hash import added, placed_hash, placed_hashes
 
 VERSIONS, WARM_UP = 6, 2
@@ -305,12 +303,11 @@ def measure(shape: str, models: str, how: tuple[int, bool], width: int) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = command_line(__doc__)
     parser.add_argument("shapes", nargs="*", default=["0.6B", "4B", "8B"])
     parser.add_argument("--bucket-mib", type=int, default=512, help="the engine begins to receive when so much is staged")
     parser.add_argument("--checksum", action="store_true", help="compare every version with what was sent")
     parser.add_argument("--tensor-parallel", type=int, default=1, choices=(1, 2), help="GPUs of the engine")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--models", default=".models")
     given = parser.parse_args()
     peer = plain_copy()
@@ -331,8 +328,7 @@ def main() -> None:
         if "vllm_decode_gap_s" in row:
             stalls = row["vllm_decode_gap_s"] * 1e3, row["vllm_trainer_stall_s"] * 1e3
             print(f"  vLLM's transfer: gap {stalls[0]:.1f} ms, trainer {stalls[1]:.1f} ms", flush=True)
-        if given.json:
-            given.json.write_text(json.dumps(found | machine(), indent=1) + "\n")
+        write_measured(given.json, found)
 
 
 if __name__ == "__main__":
