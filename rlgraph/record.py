@@ -248,7 +248,7 @@ def _summary(step: Step) -> str:
     return f"{reward}staleness {step.staleness}  {step.seconds:.2f} s"
 
 
-def _steps_before(first: int, path: Path) -> Iterator[Mapping[str, float]]:
+def _earlier_steps(first: int, path: Path) -> Iterator[Mapping[str, float]]:
     """Read the metrics of the steps before the first one of a job that resumed."""
     if first:
         with path.open() as lines:
@@ -259,7 +259,7 @@ def _steps_before(first: int, path: Path) -> Iterator[Mapping[str, float]]:
 
 def _write_results(job: "Job", done: list[Step], folder: Path, console: Console) -> None:
     """Write the files that need the whole run, and print where each one is."""
-    run = replace(job.run(), earlier=tuple(_steps_before(done[0].index, folder / "metrics.jsonl")))
+    run = replace(job.run(), earlier=tuple(_earlier_steps(done[0].index, folder / "metrics.jsonl")))
     run.save(folder)
     report.write(folder / report.FILE, run, folder)
     last = done[-1].index

@@ -99,11 +99,11 @@ class Bubbles:
 
     def of_pool(self, pool: str | None) -> tuple[Row, ...]:
         """The rows of a pool (None: the host's), largest first."""
-        return _sorted(row for row in self.pools if row.pool == pool)
+        return _sort_rows(row for row in self.pools if row.pool == pool)
 
     def of_worker(self, worker: str) -> tuple[Row, ...]:
         """The rows of one worker, largest first."""
-        return _sorted(row for row in self.workers if row.worker == worker)
+        return _sort_rows(row for row in self.workers if row.worker == worker)
 
     def share(self, rows: Iterable[Row], within: Sequence[Row]) -> float:
         """Compute the share of the seconds `within` that `rows` take."""
@@ -153,10 +153,10 @@ def by_model(rows: Iterable[Row]) -> tuple[Row, ...]:
     for row in rows:
         key = replace(row, worker=row.model or row.worker, seconds=0.0)
         total[key] = total.get(key, 0.0) + row.seconds
-    return _sorted(replace(key, seconds=seconds) for key, seconds in total.items())
+    return _sort_rows(replace(key, seconds=seconds) for key, seconds in total.items())
 
 
-def _sorted(rows: Iterable[Row]) -> tuple[Row, ...]:
+def _sort_rows(rows: Iterable[Row]) -> tuple[Row, ...]:
     return tuple(sorted(rows, key=lambda row: -row.seconds))
 
 
@@ -214,8 +214,8 @@ def attribute(spans: Sequence[Span], plan: Plan, start_s: float | None = None, e
     return Bubbles(
         start_s=start_s,
         end_s=end_s,
-        pools=_summed((row for device in devices(plan) for row in _rows(device, recorded, start_s, end_s)), plan),
-        workers=_summed((row for lane in lanes for row in _rows(lane, recorded, start_s, end_s)), plan),
+        pools=_sum_rows((row for device in devices(plan) for row in _rows(device, recorded, start_s, end_s)), plan),
+        workers=_sum_rows((row for lane in lanes for row in _rows(lane, recorded, start_s, end_s)), plan),
     )
 
 
@@ -236,7 +236,7 @@ def devices(plan: Plan) -> Iterator[SharedDevice]:
             yield SharedDevice(None, (worker.name,), 1.0)
 
 
-def _summed(rows: Iterable[Row], plan: Plan) -> tuple[Row, ...]:
+def _sum_rows(rows: Iterable[Row], plan: Plan) -> tuple[Row, ...]:
     """Add up the rows that differ in seconds only."""
     models = {worker.name: worker.model or "" for worker in plan.workers if worker.world > 1}
     total: dict[tuple[str | None, str, Use, str, str], float] = defaultdict(float)

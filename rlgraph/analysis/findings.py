@@ -36,17 +36,17 @@ def findings(run: Run) -> tuple[str, ...]:
         return ()
     found = [*_flat(run), *(line for side in _loop_balances(run) for line in _balance(run, side))]
     rules: Sequence[Callable[[Run], Iterator[str]]] = (
-        _unused,
-        _publishing,
-        _sleeping,
+        _idle_pools,
+        _slow_publishes,
+        _slow_wakes,
         _hosts,
         _driver,
         _own_work,
         _disagreement,
-        _clipping,
+        _heavy_clipping,
     )
     found += [line for rule in rules for line in rule(run)]
-    return (*run.notices, *(found or _balanced(run)))
+    return (*run.notices, *(found or _balanced_edges(run)))
 
 
 def _loop_balances(run: Run) -> Iterator[LoopBalance]:
@@ -100,15 +100,15 @@ def _balance(run: Run, side: LoopBalance) -> Iterator[str]:
             )
         else:
             even = "" if tail is None else f", and lengths are even (the longest {tail:.1f} times the mean)"
-            yield f"{head}{even}: {_split(generator, trainer, side)}"
+            yield f"{head}{even}: {_equal_split(generator, trainer, side)}"
     elif side.generator_waits > NOTICED:
         yield (
             f"'{name}' waits {side.generator_waits:.0%} of its time for '{loop.writer}' to make a version: training sets the step; "
-            f"{_split(generator, trainer, side)}"
+            f"{_equal_split(generator, trainer, side)}"
         )
 
 
-def _split(generator: PlannedPool, trainer: PlannedPool, side: LoopBalance) -> str:
+def _equal_split(generator: PlannedPool, trainer: PlannedPool, side: LoopBalance) -> str:
     """Name the split of the devices at which both sides take equally long, if a side speeds up in proportion to its devices."""
     counts = [len(pool.gpus) or pool.cpus for pool in (generator, trainer)]
     total = sum(counts)
@@ -132,7 +132,7 @@ def _tail(run: Run) -> float | None:
     return fmean(ratios) if ratios else None
 
 
-def _unused(run: Run) -> Iterator[str]:
+def _idle_pools(run: Run) -> Iterator[str]:
     """Yield each pool that works so little that its nodes could share another pool."""
     working = [pool for pool in run.plan.pools if run.steady_bubbles.of_pool(pool.name)]
     for pool in working if len(working) > 2 else ():
@@ -141,7 +141,7 @@ def _unused(run: Run) -> Iterator[str]:
             yield f"pool '{pool.name}' works {busy:.0%} of its time: its nodes could share the devices of another pool"
 
 
-def _publishing(run: Run) -> Iterator[str]:
+def _slow_publishes(run: Run) -> Iterator[str]:
     """Yield each feedback edge whose weights take a visible share of the time of their reader."""
     for loop in run.plan.loops:
         reader = run.plan.node(loop.readers[0])
@@ -154,7 +154,7 @@ def _publishing(run: Run) -> Iterator[str]:
             yield f"moving '{loop.name}' takes {share:.0%} of the time of '{reader.pool}': {way}"
 
 
-def _sleeping(run: Run) -> Iterator[str]:
+def _slow_wakes(run: Run) -> Iterator[str]:
     """Yield each pool whose engines spend too much time waking and sleeping."""
     for pool in run.plan.pools:
         rows = run.steady_bubbles.of_pool(pool.name)
@@ -227,7 +227,7 @@ def _flat(run: Run) -> Iterator[str]:
         )
 
 
-def _clipping(run: Run) -> Iterator[str]:
+def _heavy_clipping(run: Run) -> Iterator[str]:
     """Yield a line if the loss clips too many tokens."""
     values = run.values("actor/pg_clipfrac")
     if values and median(values) > CLIPPED:
@@ -236,7 +236,7 @@ def _clipping(run: Run) -> Iterator[str]:
         yield f"the loss clips {median(values):.0%} of the tokens: {reason}; lower the learning rate{' or the depth' if depth else ''}"
 
 
-def _balanced(run: Run) -> Iterator[str]:
+def _balanced_edges(run: Run) -> Iterator[str]:
     """Yield a line for each feedback edge: there is nothing to gain."""
     for side in _loop_balances(run):
         yield (

@@ -105,7 +105,7 @@ def mcp(
         raise GraphError("mcp: the package mcp is not installed: pip install 'rlgraph-dataflow[environments]'") from error
     server = McpServer(tuple(command), tuple(sorted((env or {}).items())), None if cwd is None else str(cwd), processes or 1)
     try:
-        found = _run_apart(_listed(server))
+        found = _run_in_thread(_list_tools(server))
     except (ToolError, TimeoutError) as error:
         raise GraphError(f"{where}: {error or f'no answer within {START_S:g} s'}") from None
     missing = sorted(set(only or ()) - {tool.name for tool in found})
@@ -113,8 +113,8 @@ def mcp(
         raise GraphError(f"{where} has no tools {missing}; it has {sorted(tool.name for tool in found)}")
     taken = [tool for tool in found if only is None or tool.name in only]
     if own:
-        return [Tool(tool.name, partial(_called_own, tool.name), _described(tool), OwnServer(server)) for tool in taken]
-    return [Tool(tool.name, partial(_called, server, tool.name), _described(tool)) for tool in taken]
+        return [Tool(tool.name, partial(_call_session, tool.name), _tool_schema(tool), OwnServer(server)) for tool in taken]
+    return [Tool(tool.name, partial(_call_server, server, tool.name), _tool_schema(tool)) for tool in taken]
 
 
 async def close_servers() -> None:
@@ -143,11 +143,11 @@ class OwnSession:
             await _end(session)
 
 
-async def _called_own(name: str, session: OwnSession, /, **arguments: Any) -> str:
+async def _call_session(name: str, session: OwnSession, /, **arguments: Any) -> str:
     return await session.called(name, arguments)
 
 
-async def _called(server: McpServer, name: str, /, **arguments: Any) -> str:
+async def _call_server(server: McpServer, name: str, /, **arguments: Any) -> str:
     return await _answer(_session(server), name, arguments)
 
 
@@ -186,7 +186,7 @@ def _started(server: McpServer) -> _Session:
     return session
 
 
-async def _listed(server: McpServer) -> list[Any]:
+async def _list_tools(server: McpServer) -> list[Any]:
     session = _session(server)
     try:
         client = await asyncio.wait_for(asyncio.shield(session.ready), START_S)
@@ -202,7 +202,7 @@ async def _end(session: _Session) -> None:
             await session.task
 
 
-def _described(tool: Any) -> dict[str, Any]:
+def _tool_schema(tool: Any) -> dict[str, Any]:
     function = {"name": tool.name, "description": tool.description or "", "parameters": dict(tool.input_schema)}
     return {"type": "function", "function": function}
 
@@ -214,7 +214,7 @@ def _inner(error: BaseException) -> BaseException:
     return error
 
 
-def _run_apart(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+def _run_in_thread(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
     """Run a coroutine in an event loop of a thread: the caller may have one of its own."""
     found: list[list[Any]] = []
     wrong: list[BaseException] = []

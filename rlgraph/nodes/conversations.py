@@ -59,8 +59,8 @@ class Chat:
                 "what follows: leave that message out, or give chat=rg.Chat(continue_final=True) to have it continued"
             )
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        tools = _listed(where, TOOLS, item.get(TOOLS)) or list(self.tools)
-        given = {**thinking, **self.template_kwargs, **_mapped(where, TEMPLATE_KWARGS, item.get(TEMPLATE_KWARGS))}
+        tools = _read_list(where, TOOLS, item.get(TOOLS)) or list(self.tools)
+        given = {**thinking, **self.template_kwargs, **_read_mapping(where, TEMPLATE_KWARGS, item.get(TEMPLATE_KWARGS))}
         return ChatPrompt(messages, tools, given, answers)
 
     def text(self, where: str, item: Mapping[str, Any], prompt: str) -> str:
@@ -133,7 +133,7 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if "content" in message:
         made["content"] = _content(where, message["content"], bool(message.get("tool_calls")))
     if "tool_calls" in made:
-        made["tool_calls"] = [_tool_call(where, call) for call in _listed(where, "tool_calls", made["tool_calls"])]
+        made["tool_calls"] = [_tool_call(where, call) for call in _read_list(where, "tool_calls", made["tool_calls"])]
     _checked_json(where, made)
     return made
 
@@ -154,26 +154,26 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise DataError(f"{where} has the tool call {shown(call)}; a call is {{'function': {{'name': …, 'arguments': …}}}}")
-    arguments = _mapped(where, "arguments", function.get("arguments"))
+    arguments = _read_mapping(where, "arguments", function.get("arguments"))
     kept = {key: value for key, value in call.items() if value is not None}
     return {**kept, "function": {**function, "arguments": arguments}}
 
 
-def _mapped(where: str, name: str, value: Any) -> dict[str, Any]:
-    found = _parsed(where, name, value)
+def _read_mapping(where: str, name: str, value: Any) -> dict[str, Any]:
+    found = _parse_json(where, name, value)
     if not isinstance(found, Mapping | None):
         raise DataError(f"{where} has {name}={shown(value)}; {name} are a mapping, or its JSON")
     return dict(found or {})
 
 
-def _listed(where: str, name: str, value: Any) -> list[Any]:
-    found = _parsed(where, name, value)
+def _read_list(where: str, name: str, value: Any) -> list[Any]:
+    found = _parse_json(where, name, value)
     if not isinstance(found, list | tuple | None):
         raise DataError(f"{where} has {name}={shown(value)}; {name} are a list of mappings, or its JSON")
     return list(found or ())
 
 
-def _parsed(where: str, name: str, value: Any) -> Any:
+def _parse_json(where: str, name: str, value: Any) -> Any:
     """Parse a value that may be given as JSON: an empty text is none."""
     if not isinstance(value, str):
         return _plain_list(value)

@@ -41,7 +41,7 @@ def example_of(where: str, row: Any, chat: Chat, learns: Learns) -> Example:
     if "messages" in row:
         return _conversation(where, row, "messages", row["messages"], (), chat, learns)
     if "prompt" in row and says is not None:
-        return _answered(where, row, row["prompt"], says, chat, learns)
+        return _build_example(where, row, row["prompt"], says, chat, learns)
     if isinstance(row.get("text"), str):
         return _text(where, row, chat, Example("", row["text"]))
     raise DataError(
@@ -60,7 +60,7 @@ def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, 
     if row["chosen"] == row["rejected"]:
         raise DataError(f"{where} has chosen and rejected {shown(row['chosen'])}; nothing tells equal ones apart: leave the pair out")
     if "prompt" in row:
-        first, second = (_answered(where, row, row["prompt"], name, chat, learns) for name in ("chosen", "rejected"))
+        first, second = (_build_example(where, row, row["prompt"], name, chat, learns) for name in ("chosen", "rejected"))
         return first, second
     if not is_conversation(row["chosen"]) or not is_conversation(row["rejected"]):
         raise DataError(f"{where} has no 'prompt', and 'chosen' and 'rejected' that are no conversations; give the prompt")
@@ -75,7 +75,7 @@ def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, 
     return first, second
 
 
-def _answered(where: str, row: Row, prompt: Any, says: str, chat: Chat, learns: Learns) -> Example:
+def _build_example(where: str, row: Row, prompt: Any, says: str, chat: Chat, learns: Learns) -> Example:
     said = row[says]
     if isinstance(prompt, str) and isinstance(said, str) and chat == Chat():
         return _text(where, row, chat, Example(prompt, said))
@@ -205,7 +205,7 @@ class Examples(DrawnRows):
         made = [example for place in places for example in self._encoded(context, place)]
         if self.each == "mismatched":
             made = [row for number, own in enumerate(made) for row in (own, own.answered_by(made[number - 1]))]
-        columns: dict[str, Column] = dict(zip(TOKENS, _padded(made), strict=True))
+        columns: dict[str, Column] = dict(zip(TOKENS, _pad_rows(made), strict=True))
         found = [read(self.data, place) for place in places for _ in range(len(made) // len(places))]
         if self.each == "pair":
             columns["preferences"] = torch.tensor([1.0, -1.0] * len(places))
@@ -239,7 +239,7 @@ class Examples(DrawnRows):
         return pair_of(where, row, self.chat, self.learns) if self.each == "pair" else (example_of(where, row, self.chat, self.learns),)
 
 
-def _padded(rows: Sequence[Encoded]) -> Iterator[torch.Tensor]:
+def _pad_rows(rows: Sequence[Encoded]) -> Iterator[torch.Tensor]:
     yield from padded([row.prompt for row in rows], torch.int64, left=True)
     yield padded([row.response for row in rows], torch.int64, left=False)[0]
     yield padded([row.mask for row in rows], torch.bool, left=False)[0]
@@ -295,7 +295,7 @@ def examples(
         raise DataError(f"{name}: mismatched=True is for rows with a label, and at least 2 a step; give label= and count=2 or more")
     numbers = () if label is None else ((label, "preferences"),)
     each: Each = "mismatched" if mismatched else "example"
-    return _declared(name, data, count, model, seed, chat, learns, each, numbers, max_tokens, overlong)
+    return _declare_examples(name, data, count, model, seed, chat, learns, each, numbers, max_tokens, overlong)
 
 
 @checked(DataError)
@@ -325,10 +325,10 @@ def pairs(
     better: the column `margins`. The other parameters and the errors are those of `rg.examples`.
     """
     numbers = () if margin is None else ((margin, "margins"),)
-    return _declared(name, data, count, model, seed, chat, learns, "pair", numbers, max_tokens, overlong)
+    return _declare_examples(name, data, count, model, seed, chat, learns, "pair", numbers, max_tokens, overlong)
 
 
-def _declared(
+def _declare_examples(
     name: str,
     data: Any,
     count: int,

@@ -490,7 +490,7 @@ def prompts(
     """
     check_results(name, data, results)
     if is_stream(data):
-        return _streamed(data, count, chat, seed, prompt, name)
+        return _declare_stream(data, count, chat, seed, prompt, name)
     assert not isinstance(data, Stream)
     data = rows(data) if type(data).__module__.partition(".")[0] == "datasets" else data
     first = check_data(name, data, prompt)
@@ -506,7 +506,7 @@ def is_stream(data: Any) -> bool:
     return isinstance(data, Stream) or endless or (callable(data) and not hasattr(data, "__getitem__"))
 
 
-def _streamed(data: Any, count: int, chat: Chat | None, seed: int, prompt: str, name: str) -> Output:
+def _declare_stream(data: Any, count: int, chat: Chat | None, seed: int, prompt: str, name: str) -> Output:
     """Declare the source that reads a stream."""
     if seed:
         raise DataError(f"{name}: seed={seed} has no effect on a stream, which has an order of its own; shuffle it where it is made")

@@ -82,7 +82,7 @@ async def run(code: str, limits: Limits, accept_missing: Collection[str] = ()) -
             while await child.stdout.read(65536):  # drain the pipe: wait() waits for its end, and a full buffer would never reach it
                 pass
             await child.wait()
-    return _judged(output, child.returncode, limits)
+    return _check_output(output, child.returncode, limits)
 
 
 def check(limits: Limits, accept_missing: Collection[str] = (), what: str = "the tool 'python'", maker: str = "rg.tools.python") -> None:
@@ -171,7 +171,7 @@ def signal_name(number: int) -> str:
     return known.get(number, f"signal {number}")
 
 
-def _judged(output: bytes, code: int | None, limits: Limits) -> str:
+def _check_output(output: bytes, code: int | None, limits: Limits) -> str:
     text = output[: limits.output_bytes].decode(errors="replace")
     if len(output) > limits.output_bytes:
         raise ToolError(f"{text}\n… the code printed more than {limits.output_bytes} bytes and was stopped")

@@ -43,17 +43,17 @@ def try_functions(graph: "Graph") -> None:
     function out, and so do its `retries`.
     """
     made: dict[Node, Columns] = {}
-    with _random_states_kept():
+    with _preserve_random_states():
         for node in graph.nodes:
             heights = [len(next(iter(made[output.node].values()), ())) for output in node.inputs if made[output.node]]
             widest = max((output.node.rows for output in node.inputs), default=node.rows)
             rows = max(heights, default=PROMPTS) * max(node.rows // widest, 1)
             columns = _read(node, made)
-            tried = None if columns is None else _tried(node, columns, rows)
+            tried = None if columns is None else _call_once(node, columns, rows)
             made[node] = made_up(node.writes, rows) if tried is None else tried
 
 
-def _tried(node: "Node", columns: Columns, rows: int) -> Columns | None:
+def _call_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
     """Call the node's function; None where there is none, or where a notice tells why its result is not known."""
     try:
         found: Columns | None = node.operation.trial(node, columns, rows)
@@ -118,7 +118,7 @@ def _column(name: str, rows: int) -> Column:
 
 
 @contextlib.contextmanager
-def _random_states_kept() -> Iterator[None]:
+def _preserve_random_states() -> Iterator[None]:
     """Leave the random numbers of this process as they are, so that a trial does not change a run in it."""
     python, arrays = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):

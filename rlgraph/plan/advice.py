@@ -13,7 +13,7 @@ NOTICED = 0.05  # of a step: a wait, or a loss to varying times, that is worth a
 
 def advise(plan: Plan) -> tuple[str, ...]:
     """Advise what to change, most important first; nothing where nothing stands out. Placeholder costs say nothing about times."""
-    rules: Sequence[Callable[[Plan], Iterator[str]]] = (_loop_and_shares, _lengths, _hosts, _moving, _cores)
+    rules: Sequence[Callable[[Plan], Iterator[str]]] = (_loop_and_shares, _lengths, _hosts, _advise_buffers, _cores)
     if plan.prediction.cost == "nominal":
         rules = (_cores,)
     return tuple(line for rule in rules for line in rule(plan))
@@ -68,7 +68,7 @@ def _hosts(plan: Plan) -> Iterator[str]:
             )
 
 
-def _moving(plan: Plan) -> Iterator[str]:
+def _advise_buffers(plan: Plan) -> Iterator[str]:
     for loop in plan.loops:
         if not loop.hidden and loop.buffers == 1 and loop.depth > 0:
             yield f"moving '{loop.name}' lengthens the step: buffers=2 receives them while the generator decodes"

@@ -301,16 +301,16 @@ def latencies(schedule: Schedule, spans: Sequence[Span], first_step: int, togeth
             before = [(d.before, step - d.credits) for d in waits[event.name] if d.before != event.name]
             known = not any(place in unknown or 0 <= place[1] < steps[0] or place[1] > steps[-1] for place in before)
             if not found:  # weights of a step that needs none, and events that nobody measures, count as done as soon as they could begin
-                ends[event.name, step] = {"": max((_ready(ends, d, step, "") for d in waits[event.name]), default=0.0)}
+                ends[event.name, step] = {"": max((_ready_time(ends, d, step, "") for d in waits[event.name]), default=0.0)}
                 if not known:
                     unknown.add((event.name, step))
                 continue
             starts = [d for d in waits[event.name] if not d.holds]
             ends[event.name, step] = {
-                span.worker: max([span.end_s, *(_ready(ends, d, step, span.worker) for d in waits[event.name] if d.holds)])
+                span.worker: max([span.end_s, *(_ready_time(ends, d, step, span.worker) for d in waits[event.name] if d.holds)])
                 for span in found
             }
-            began = [(span.start_s, max((_ready(ends, d, step, span.worker) for d in starts), default=0.0)) for span in found]
+            began = [(span.start_s, max((_ready_time(ends, d, step, span.worker) for d in starts), default=0.0)) for span in found]
             if event.node in together:
                 began = [(max(start_s for start_s, _ in began), max(ready_s for _, ready_s in began))]
             if step >= first_step and known:
@@ -318,7 +318,7 @@ def latencies(schedule: Schedule, spans: Sequence[Span], first_step: int, togeth
     return {name: max(mean(np.array(values)), 0.0) if values else 0.0 for name, values in late.items()}
 
 
-def _ready(ends: Ends, dependency: Dependency, step: int, worker: str) -> float:
+def _ready_time(ends: Ends, dependency: Dependency, step: int, worker: str) -> float:
     done = ends.get((dependency.before, step - dependency.credits), {})
     return done[worker] if worker in done else max(done.values(), default=0.0)
 
@@ -356,7 +356,7 @@ def costs_of(traces: Sequence[Trace]) -> Costs:
     anywhere = _spans(traces)
     within = interruptions(anywhere)
     settings = _settings(traces)
-    everything = [replace(s, step=_apart(run, s.step)) for run, trace in enumerate(traces) for s in trace.sampled]
+    everything = [replace(s, step=_global_step(run, s.step)) for run, trace in enumerate(traces) for s in trace.sampled]
     tokens = {node.name: _by_firing(s for s in everything if s.node == node.name and s.response_tokens) for node in plan.nodes}
 
     def moving(event: str) -> float:
@@ -441,7 +441,7 @@ def _spans(traces: Sequence[Trace]) -> list[Span]:
     later = {span.name for trace in traces for span in trace.spans if span.step >= _first(trace)}
     rare = {name for trace in traces for name in trace.plan.due_events()} - later
     return [
-        replace(span, step=_apart(run, span.step))
+        replace(span, step=_global_step(run, span.step))
         for run, trace in enumerate(traces)
         for span in trace.spans
         if span.step >= _first(trace) or span.name in rare
@@ -465,11 +465,11 @@ def _first(trace: Trace) -> int:
 
 def _settings(traces: Sequence[Trace]) -> Mapping[tuple[str, int], Setting]:
     """Look up the setting of each node in each step of the runs."""
-    steps = [(trace.plan, _apart(run, step)) for run, trace in enumerate(traces) for step in {span.step for span in trace.spans}]
+    steps = [(trace.plan, _global_step(run, step)) for run, trace in enumerate(traces) for step in {span.step for span in trace.spans}]
     return {(node.name, step): setting_of(plan, node) for plan, step in steps for node in plan.nodes}
 
 
-def _apart(run: int, step: int) -> int:
+def _global_step(run: int, step: int) -> int:
     """Number a step so that no other run has the same number."""
     return (run << RUN_BITS) + step
 
@@ -502,7 +502,7 @@ def _cost(
 ) -> NodeCost:
     setting = setting_of(plan, node)
     if tokens[node.name]:
-        return _generating(setting, firings, tokens[node.name], node.joins)
+        return _fit_decoding(setting, firings, tokens[node.name], node.joins)
     steps = sorted({step for _, step in firings})
     seconds = np.array([max(s for (_, at), s in firings.items() if at == step) for step in steps])
     at = [settings[node.name, step] for step in steps]
@@ -529,9 +529,9 @@ def _by_rows(setting: Setting, rows: Array, seconds: Array) -> NodeCost:
     )
 
 
-def _generating(setting: Setting, firings: Firings, tokens: Tokens, joins: PlannedJoin | None) -> NodeCost:
+def _fit_decoding(setting: Setting, firings: Firings, tokens: Tokens, joins: PlannedJoin | None) -> NodeCost:
     """Fit decoding from every engine's firings: the seconds of its steps, its active sequences and its prompts."""
-    work = _decoded(tokens, joins)
+    work = _decode_counts(tokens, joins)
     both = sorted(firings.keys() & tokens.keys(), key=lambda key: (key[1], key[0]))
     seconds = np.array([firings[key] for key in both])
     longest, total, prompts = np.array([work[key] for key in both], dtype=float).T
@@ -542,7 +542,7 @@ def _generating(setting: Setting, firings: Firings, tokens: Tokens, joins: Plann
     return NodeCost(decode=decode, spread=spread(*_by_step(both, seconds, fitted)), measured=setting)
 
 
-def _decoded(tokens: Tokens, joins: PlannedJoin | None) -> Mapping[tuple[str, int], tuple[float, float, float]]:
+def _decode_counts(tokens: Tokens, joins: PlannedJoin | None) -> Mapping[tuple[str, int], tuple[float, float, float]]:
     """Count the decode steps of each firing, the sequences summed over them, and the prompt tokens of its batch and of those that
     joined it."""
     found = {key: (float(max(s.response_tokens)), float(sum(s.response_tokens)), float(s.prompt_tokens)) for key, s in tokens.items()}

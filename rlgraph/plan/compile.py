@@ -71,7 +71,7 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, sha
 
 def best_plan(graph: Graph, cluster: Cluster, priced: Costs, shapes: Shapes) -> Plan:
     """Make the plan of the split with the least period under the costs that `priced_for` gave. Raises PlanError as `compile_plan` does."""
-    counts, warnings = _best_split(graph, cluster, priced)
+    counts, warnings = _find_best_counts(graph, cluster, priced)
     return planned(graph, cluster, priced, counts, shapes, warnings)
 
 
@@ -145,7 +145,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
     return replace(draft, prediction=replace(draft.prediction, advice=advise(draft)))
 
 
-def _best_split(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Counts, tuple[str, ...]]:
+def _find_best_counts(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Counts, tuple[str, ...]]:
     """Find the split of least period, and warnings about the choice. A split whose bound is above the best period is not tried.
 
     Raises PlanError where there is no split whose workers run on one host each.

@@ -243,11 +243,11 @@ def beside(cost: NodeCost, setting: Setting, steps: int) -> Array:
 
 def saturated(node: Node, setting: Setting, costs: Costs, rows: int) -> float:
     """Predict the mean seconds of a firing if every version arrives before it is needed; the load events count its loading."""
-    return _saturated(decoder(node, setting, costs), steps_drawn(costs, rows), rows)
+    return _saturated_seconds(decoder(node, setting, costs), steps_drawn(costs, rows), rows)
 
 
 @lru_cache(maxsize=1024)
-def _saturated(rollout: Decoder, steps: int, rows: int) -> float:
+def _saturated_seconds(rollout: Decoder, steps: int, rows: int) -> float:
     each = rollout.machines(steps, rows, 0.0, never, version=steps + ALL)
     ends = np.array([[machine.fire(step, 0.0) for machine in each] for step in range(steps)])
     return float((ends.max(axis=1) + beside(rollout.cost, rollout.setting, steps))[steps // 8 :].mean())

@@ -315,19 +315,19 @@ def warnings_of(compared: Iterable[Compared]) -> tuple[str, ...]:
         first, counts = next(iter(apart.items()))
         example = ", ".join([f"{counts[0]}: {seconds[first]:.6g}", *(f"{count}: …" for count in counts[1:3])])
         found.append(
-            f"the seconds of {_listed(map(repr, apart))} are plain numbers, and are taken to be the same on "
-            f"{_listed(map(str, sorted({count for each in apart.values() for count in each})))} devices, which are compared; give the "
+            f"the seconds of {_join_words(map(repr, apart))} are plain numbers, and are taken to be the same on "
+            f"{_join_words(map(str, sorted({count for each in apart.values() for count in each})))} devices, which are compared; give the "
             f"seconds on each count, as '{first}': {{{example}}}"
         )
     if apart := {name: counts for name, counts in by_rows.items() if len(counts) > 1}:
         found.append(
-            f"the seconds of {_listed(map(repr, apart))} are plain numbers, and are taken to be the same for "
-            f"{_listed(map(str, sorted({count for each in apart.values() for count in each})))} rows, which are compared; give it as "
+            f"the seconds of {_join_words(map(repr, apart))} are plain numbers, and are taken to be the same for "
+            f"{_join_words(map(str, sorted({count for each in apart.values() for count in each})))} rows, which are compared; give it as "
             "rg.NodeCost, or costs that rg.profile measured"
         )
     return tuple(found)
 
 
-def _listed(words: Iterable[str]) -> str:
+def _join_words(words: Iterable[str]) -> str:
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last

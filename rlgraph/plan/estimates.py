@@ -354,7 +354,7 @@ def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shap
     longer, the host's of the table is taken.
     """
     nodes = dict(costs.nodes)
-    for node, cost, measured in _elsewhere(graph, costs):
+    for node, cost, measured in _other_sharing(graph, costs):
         shape = shapes.get(node.model.path) if node.model is not None else None
         if device is None or shape is None or node.model is None:
             continue
@@ -376,11 +376,11 @@ def assumed_sharing(graph: Graph, costs: Costs) -> tuple[str, ...]:
         f"'{node.name}' was measured with tensor_parallel={measured.tensor_parallel}, context_parallel={measured.context_parallel}, "
         f"expert_parallel={measured.expert_parallel}: its exchanges of tokens are taken from the model's shape and the link between GPUs, "
         "and the host's time of a pass from a table"
-        for node, _, measured in _elsewhere(graph, costs)
+        for node, _, measured in _other_sharing(graph, costs)
     )
 
 
-def _elsewhere(graph: Graph, costs: Costs) -> Iterator[tuple[Node, NodeCost, ModelTraits]]:
+def _other_sharing(graph: Graph, costs: Costs) -> Iterator[tuple[Node, NodeCost, ModelTraits]]:
     """Find the nodes whose cost follows tokens and was measured with ranks that share a pass in another way, and that way."""
     for node in graph.nodes:
         cost = costs.nodes.get(node.name)

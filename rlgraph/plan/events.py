@@ -207,7 +207,7 @@ def schedule(
     fired = [event for node in graph.nodes for event in _firings(node, hosts[node.name], seconds[node.name])]
     events = [replace(event, lag=lag[event.node]) for event in (*fired, *_weights_events(graph, hosts, costs))]
     fired = [event for event in events if event.kind == "fire"]
-    ordered = _ordered(graph, [*events, *wake_and_sleep_events(graph, _ordered(graph, fired), sleeps)])
+    ordered = _order_events(graph, [*events, *wake_and_sleep_events(graph, _order_events(graph, fired), sleeps)])
     puts = _puts(graph, ordered, hosts, batches)
     flow = [*_data(graph, puts), *_earlier(graph), *_order(puts, ordered), *_loops(graph, puts)]
     order = [*_in_order(ordered), *(Dependency(e.name, e.name, 1, "self") for e in ordered)]
@@ -318,7 +318,7 @@ def pool_of(node: Node) -> str | None:
     return node.pool.name if node.pool else None
 
 
-def _ordered(graph: Graph, events: list[Event]) -> list[Event]:
+def _order_events(graph: Graph, events: list[Event]) -> list[Event]:
     """Order the events of a round: nodes by their place, weights loaded just before a rollout and published just after an update.
 
     Events for an older step come after all events for this one.

@@ -158,7 +158,7 @@ def needs(
     """
     lengths = costs.lengths
     found, host = [], dict[str, int]()
-    moving = [_moving(graph, feedback, workers, shapes, cluster) for feedback in graph.feedbacks]
+    moving = [_transfer_memory(graph, feedback, workers, shapes, cluster) for feedback in graph.feedbacks]
     sleeps = sleep_costs(graph, workers, settings, costs.sleep)
     by_name, bases = model_names(graph), shared_bases(graph, cluster, workers)
     shared = {by_name[name]: base_bytes(by_name[name], cluster, shapes) for base in bases for name in base.models}
@@ -322,7 +322,7 @@ class _Moving:
     bytes: int
 
 
-def _moving(graph: Graph, feedback: Feedback, workers: Sequence[PlannedWorker], shapes: Shapes, cluster: Cluster) -> _Moving:
+def _transfer_memory(graph: Graph, feedback: Feedback, workers: Sequence[PlannedWorker], shapes: Shapes, cluster: Cluster) -> _Moving:
     on_gpus = cluster.gpus > 0
     assert feedback.source is not None
     writer, reading = feedback.source.node, readers(graph, feedback) or evaluations(graph, feedback)

@@ -370,7 +370,7 @@ def best_first(divisions: Divisions, period: Callable[[Counts], float]) -> Itera
     tickets, bounds = itertools.count(), dict[tuple[int, ...], float]()
 
     def entry(box: _Box) -> Iterator[tuple[float, int, int, _Box]]:
-        most = _within(divisions, groups, box)
+        most = _most_in_box(divisions, groups, box)
         if most is not None:
             key = tuple(most.values())
             if key not in bounds:
@@ -389,7 +389,7 @@ def best_first(divisions: Divisions, period: Callable[[Counts], float]) -> Itera
                 heapq.heappush(heap, item)
 
 
-def _within(divisions: Divisions, groups: Sequence[int], box: _Box) -> Counts | None:
+def _most_in_box(divisions: Divisions, groups: Sequence[int], box: _Box) -> Counts | None:
     """Find the most devices that each pool has in a box; None for a box without a division."""
     fewest = [n * group for n, group in zip(box.least, groups, strict=True)]
     rest = sum(group for _, group in divisions.open[len(groups) :])

@@ -38,17 +38,17 @@ def with_new_names(plan: Any) -> Any:
     {'channels': [{'name': 'rollout', 'credits': 1}]}
     """
     for place, names in RENAMED.items():
-        plan = _renamed(plan, place, names)
+        plan = _rename_keys(plan, place, names)
     return plan
 
 
-def _renamed(value: Any, place: tuple[str, ...], names: Mapping[str, str]) -> Any:
+def _rename_keys(value: Any, place: tuple[str, ...], names: Mapping[str, str]) -> Any:
     if isinstance(value, list):
-        return [_renamed(item, place, names) for item in value]
+        return [_rename_keys(item, place, names) for item in value]
     if not isinstance(value, dict):
         return value
     if place:
-        return {key: _renamed(item, place[1:], names) if key == place[0] else item for key, item in value.items()}
+        return {key: _rename_keys(item, place[1:], names) if key == place[0] else item for key, item in value.items()}
     return {names.get(key, key): item for key, item in value.items()}
 
 

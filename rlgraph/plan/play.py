@@ -125,7 +125,7 @@ def _longest_cycle(schedule: Schedule, points: list[Point], links: "Sequence[_Li
             raise AssertionError(f"schedule has a cycle without a credit, so it would never start: {events}")
         if total / credits <= best.period_s:
             return best
-        best = Cycle(total / credits, _rotated(events, schedule), credits)
+        best = Cycle(total / credits, _rotate_cycle(events, schedule), credits)
 
 
 class _Link(NamedTuple):
@@ -188,7 +188,7 @@ def _cycle_above(period_s: float, points: int, links: Sequence[_Link], tolerance
     return cycle[::-1]
 
 
-def _rotated(cycle: list[str], schedule: Schedule) -> tuple[str, ...]:
+def _rotate_cycle(cycle: list[str], schedule: Schedule) -> tuple[str, ...]:
     """Begin a cycle at the event that comes first in a step, so that equal cycles print alike."""
     place = {event.name: index for index, event in enumerate(schedule.events)}
     first = min(range(len(cycle)), key=lambda i: place[cycle[i]])

@@ -127,7 +127,7 @@ def with_links(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) -> tup
         )
         return None if reading is None else (reading.name, seconds[reading])
 
-    return _carrying(found, carried), tuple(unknown)
+    return _add_transfers(found, carried), tuple(unknown)
 
 
 def _crossing_s(size: float, plan: Plan, end: PlannedChannel | PlannedLoop, site: ClusterSite) -> float:
@@ -156,10 +156,10 @@ def _with_versions(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) ->
         replace(event, seconds=max(event.seconds - costs.receive_s, 0.0)) if event.name in arrive else event
         for event in plan.schedule.events
     )
-    return _carrying(replace(plan.schedule, events=received), lambda d: (d.after, crossing[d]) if d in crossing else None)
+    return _add_transfers(replace(plan.schedule, events=received), lambda d: (d.after, crossing[d]) if d in crossing else None)
 
 
-def _carrying(schedule: Schedule, carried: Callable[[Dependency], tuple[str, float] | None]) -> Schedule:
+def _add_transfers(schedule: Schedule, carried: Callable[[Dependency], tuple[str, float] | None]) -> Schedule:
     """Put an event between the two ends of each dependency that is `carried`: by what, and for how many seconds."""
     own = {event.name: event for event in schedule.events}
     carries: dict[str, Event] = {}
@@ -250,7 +250,7 @@ def rehearsed(
 ) -> Rehearsal:
     """Compile the graph, and play so many steps of its plan at the site. Raises PlanError for settings without effect or without an end."""
     plan, course, unknown = prepared(graph, cluster, costs, shapes, site, steps, every, seed)
-    return _summed(plan, course, site, every, unknown, seed)
+    return _summarize(plan, course, site, every, unknown, seed)
 
 
 def prepared(
@@ -269,7 +269,7 @@ def prepared(
     settings = settings_on(graph, cluster, {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools})
     schedule, unknown = with_links(plan, graph, priced, site)
     drawn = drawn_times(schedule, graph, settings, priced, priced.steps_drawn(max(node.rows for node in graph.nodes)))
-    course = Course.drawn(schedule, drawn, plan.workers, _trained(graph), site, steps, every, np.random.default_rng(seed))
+    course = Course.drawn(schedule, drawn, plan.workers, _trainer_names(graph), site, steps, every, np.random.default_rng(seed))
     uneven = bursts(schedule, graph, steps + schedule.most_lag)
     seconds = {name: each * uneven[name][:, None] if name in uneven else each for name, each in course.seconds.items()}
     return plan, replace(course, seconds=seconds), unknown
@@ -289,7 +289,7 @@ def _check(plan: Plan, graph: Graph, site: ClusterSite, every: int | None) -> No
             f"rehearse(every={every}): at this site checkpoints cost nothing and nothing fails, so it changes nothing; leave it out, or "
             "give ClusterSite(checkpoint_s=…, host_mtbf_s=…)"
         )
-    if every is not None and not _trained(graph):
+    if every is not None and not _trainer_names(graph):
         raise PlanError(f"rehearse(every={every}): graph '{plan.graph}' trains nothing, so there is nothing to save; leave it out")
 
 
@@ -358,7 +358,7 @@ class Course:
         return float((self.seconds[event.name] * self.slow.get(event.name, 1.0))[: self.steps].mean(axis=1).sum())
 
 
-def _trained(graph: Graph) -> set[str]:
+def _trainer_names(graph: Graph) -> set[str]:
     return {node.name for node in graph.nodes if node.traits.work == "train"}
 
 
@@ -401,7 +401,7 @@ def with_failures(
     clock, saved, failures, redone, stuck = 0.0, 0, 0, 0, 0
     left = gaps()  # until the next failure
     while True:
-        done = _done(ends, saved, steps, step_s, left)
+        done = _step_ends_within(ends, saved, steps, step_s, left)
         if len(done) == steps - saved:
             return Walls(clock + done[-1], failures, redone)
         reached = saved + len(done)
@@ -420,7 +420,7 @@ def with_failures(
             )
 
 
-def _done(ends: Callable[[int, int], Sequence[float]], first: int, steps: int, step_s: float, left: float) -> Sequence[float]:
+def _step_ends_within(ends: Callable[[int, int], Sequence[float]], first: int, steps: int, step_s: float, left: float) -> Sequence[float]:
     """List when the steps from `first` on end, those that end within `left` seconds."""
     for factor in count(1):
         wanted = min(int(factor * (left / max(step_s, 1e-12) + 4)) + 1, steps - first) if left < float("inf") else steps - first
@@ -440,7 +440,7 @@ def failing(course: Course, calm: Sequence[float], site: ClusterSite, mtbf_s: fl
     return with_failures(ends, course.steps, calm[-1] / course.steps, every, site.restart_s, lambda: float(draw.exponential(mtbf_s)))
 
 
-def _summed(plan: Plan, course: Course, site: ClusterSite, every: int | None, unknown: tuple[str, ...], seed: int) -> Rehearsal:
+def _summarize(plan: Plan, course: Course, site: ClusterSite, every: int | None, unknown: tuple[str, ...], seed: int) -> Rehearsal:
     played = course.played()
     ends = played.step_ends()
     calm_s, warm = ends[-1], course.steps // WARM_UP

@@ -47,7 +47,7 @@ def replayed(trace: Trace, shares: Mapping[str, float] | None, depth: int | None
     recorded = _durations(plan, trace, steps[WARM_UP:])
     counts = _counts(plan, shares)
     schedule = plan.schedule if depth is None else deeper(plan, depth)
-    scaled = _scaled(plan, trace, recorded, counts, steps[WARM_UP:])
+    scaled = _scale_durations(plan, trace, recorded, counts, steps[WARM_UP:])
     ends = [max(span.end_s for span in trace.spans if span.step == step) for step in steps]
     changes = [f"depth {depth}"] if depth is not None else []
     changes += [f"{name} {count}" for name, count in counts.items()] if shares else []
@@ -87,13 +87,13 @@ def _durations(plan: Plan, trace: Trace, steps: Sequence[int]) -> Durations:
     return found
 
 
-def _scaled(plan: Plan, trace: Trace, recorded: Durations, counts: Mapping[str, int], steps: Sequence[int]) -> Durations:
+def _scale_durations(plan: Plan, trace: Trace, recorded: Durations, counts: Mapping[str, int], steps: Sequence[int]) -> Durations:
     """Scale the durations to other device counts, by the cost functions of the run and the lengths of each step."""
     costs = measured_costs(plan, trace.spans, trace.sampled)
     found = dict(recorded)
     for node in plan.nodes:
         old = setting_of(plan, node)
-        new = _resized(plan, node, old, counts)
+        new = _resize_setting(plan, node, old, counts)
         cost = costs.nodes[node.name]
         if new == old or not isinstance(cost, NodeCost):
             continue
@@ -107,7 +107,7 @@ def _scaled(plan: Plan, trace: Trace, recorded: Durations, counts: Mapping[str, 
     return found
 
 
-def _resized(plan: Plan, node: PlannedNode, old: Setting, counts: Mapping[str, int]) -> Setting:
+def _resize_setting(plan: Plan, node: PlannedNode, old: Setting, counts: Mapping[str, int]) -> Setting:
     """Work out the setting on the pool's new devices: more engines of the same width on GPUs, wider engines on cores."""
     devices = counts.get(node.pool or "", old.devices)
     engines = max(round(devices / old.width), 1) if plan.cluster.gpus else old.engines

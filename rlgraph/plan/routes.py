@@ -194,8 +194,8 @@ def routed(shape: Shape, writer: str, readers: Sequence[str], hosts: Mapping[str
     found = dict.fromkeys(there.pop(hosts[writer], ()), writer)
     start = turn * len(there) // turns if turns < len(there) else turn
     first: list[str] = []
-    for host, feeder in zip(_turned(list(there), start), feeders(shape, len(there)), strict=True):
-        passing, *others = _turned(there[host], turn)
+    for host, feeder in zip(_rotate(list(there), start), feeders(shape, len(there)), strict=True):
+        passing, *others = _rotate(there[host], turn)
         found |= {passing: first[feeder] if feeder >= 0 else writer, **dict.fromkeys(others, passing)}
         first.append(passing)
     return found
@@ -275,6 +275,6 @@ def _readers(plan: Plan, end: PlannedChannel | PlannedLoop) -> tuple[str, ...]:
     return tuple(dict.fromkeys(worker for reader in end.readers for worker in plan.node(reader).workers))
 
 
-def _turned(items: list[T], turn: int) -> list[T]:
+def _rotate(items: list[T], turn: int) -> list[T]:
     start = turn % len(items) if items else 0
     return items[start:] + items[:start]

@@ -242,8 +242,8 @@ def verdict(ranked: Sequence[Candidate], by: Objective) -> str:
         )
     return (
         f"async loses: the best plan with stale batches gives {gain:.2f} times the best synchronous one. Overlap hides the shorter of "
-        f"two sides, but splitting the devices makes both longer: {_sum(stale)} on {_split(stale)}, a step of {stale.step_s:.3g} s, "
-        f"against {_sum(sync)} on {_split(sync)}, a step of {sync.step_s:.3g} s"
+        f"two sides, but splitting the devices makes both longer: {_sum(stale)} on {_device_split(stale)}, a step of {stale.step_s:.3g} s, "
+        f"against {_sum(sync)} on {_device_split(sync)}, a step of {sync.step_s:.3g} s"
     )
 
 
@@ -258,6 +258,6 @@ def _sum(candidate: Candidate) -> str:
     return " and ".join(f"{node.name} {node.seconds:.3g} s" for node in nodes)
 
 
-def _split(candidate: Candidate) -> str:
+def _device_split(candidate: Candidate) -> str:
     pools = [p for p in candidate.plan.pools if any(n.pool == p.name for n in candidate.plan.nodes)]
     return " + ".join(f"{len(p.gpus) or p.cpus} ({p.name})" for p in pools)

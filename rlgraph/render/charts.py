@@ -210,11 +210,11 @@ def curves(run: Run) -> Iterator[str]:
         yield f"<p>The first {words.counted(len(run.earlier), 'step')} ran before the run went on from its checkpoint.</p>"
     yield '<div class="charts">'
     for chart in charts_of(steps):
-        yield from _drawn(chart, groups if chart in CHARTS else _measured(chart, groups))
+        yield from _drawn(chart, groups if chart in CHARTS else _groups_with_metrics(chart, groups))
     yield "</div>"
 
 
-def _measured(chart: Chart, groups: Sequence[Steps]) -> Sequence[Steps]:
+def _groups_with_metrics(chart: Chart, groups: Sequence[Steps]) -> Sequence[Steps]:
     """Leave out the groups that lack a chart's metrics, so that the lines of an evaluation go on from one to the next."""
     metrics = [metric for _, metric in chart[2]]
     return [group for group in groups if any(math.isfinite(step.get(metric, math.nan)) for step in group for metric in metrics)]

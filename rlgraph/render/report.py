@@ -336,7 +336,7 @@ def _predicted(run: Run) -> Iterator[str]:
         )
     yield '<table><thead><tr><th>what</th><th class="n">predicted</th><th class="n">measured (median)</th><th class="n">80 % lie in</th>'
     yield '<th class="n">measured / predicted</th><th class="n">firings</th></tr></thead><tbody>'
-    yield from (_compared(row, source == "nominal") for row in compare_events(run))
+    yield from (_comparison_row(row, source == "nominal") for row in compare_events(run))
     yield "</tbody></table>"
     for what in run.plan.prediction.left_out:
         yield f"<p>Not predicted: {escape(words.clean(what))}.</p>"
@@ -353,7 +353,7 @@ def _predicted(run: Run) -> Iterator[str]:
         yield "</tbody></table>"
 
 
-def _compared(row: EventComparison, nominal: bool) -> str:
+def _comparison_row(row: EventComparison, nominal: bool) -> str:
     ratio = f"{row.measured_s / row.predicted_s:.2f}" if row.predicted_s and not nominal else "–"
     spread = f"{words.seconds(row.p10_s)} to {words.seconds(row.p90_s)}"
     cells = (
@@ -373,10 +373,10 @@ def _certificate(run: Run) -> Iterator[str]:
     size = f"at most {words.size(proof.buffered_bytes)}" if proof.buffered_bytes is not None else "not known before the run"
     slots = run.observed.channel_slots or {}
     rows = (
-        ("staleness, in versions", *_bounded(proof.staleness_bound, int(worst))),
+        ("staleness, in versions", *_bound_row(proof.staleness_bound, int(worst))),
         ("deadlock", "none" if proof.deadlock_free else "possible", f"{words.counted(len(run.steps), 'step')} finished", "held"),
-        ("open batches", *_bounded(proof.open_batches, run.observed.open_batches or None)),
-        *((f"slots of '{channel.name}' in use", *_bounded(channel.slots, slots.get(channel.name))) for channel in plan.channels),
+        ("open batches", *_bound_row(proof.open_batches, run.observed.open_batches or None)),
+        *((f"slots of '{channel.name}' in use", *_bound_row(channel.slots, slots.get(channel.name))) for channel in plan.channels),
         ("bytes buffered in channels", size, "", "by construction"),
         ("steps in flight", f"at most {plan.window}", "", "by construction"),
         ("period, from the costs it was compiled with", words.seconds(proof.period_s, plan.prediction.cost), words.seconds(run.step_s), ""),
@@ -394,7 +394,7 @@ def _exact(run: Run) -> Iterator[tuple[str, str, str, str]]:
         yield "log-probs of rollout and trainer", "equal to the bit", f"equal in {tokens:.0f} tokens", "held"
 
 
-def _bounded(limit: int, seen: int | None) -> tuple[str, str, str]:
+def _bound_row(limit: int, seen: int | None) -> tuple[str, str, str]:
     if seen is None:
         return f"at most {limit}", "not looked at", ""
     return f"at most {limit}", f"at most {seen}", "held" if seen <= limit else "BROKEN"
@@ -432,7 +432,7 @@ def model_card(plan: Plan, facts: CardFacts) -> str:
     lines += [f"base_model: {base}"] if hub else []
     lines += ["tags:", "- reinforcement-learning", "- rlgraph", "---", "", f"# {_plain(plan.graph)}: {facts.model} after {step} steps", ""]
     lines += [
-        f"`{_plain(_shortened(base))}`, trained by rlgraph (`rlgraph-dataflow`) for {step} steps of the graph "
+        f"`{_plain(_shorten(base))}`, trained by rlgraph (`rlgraph-dataflow`) for {step} steps of the graph "
         f"below. The weights are {facts.dtype}."
     ]
     lines += ["", "## Graph", "", "```mermaid", mermaid(plan).rstrip(), "```"]
@@ -448,11 +448,11 @@ def model_card(plan: Plan, facts: CardFacts) -> str:
 
 def _rows(values: Mapping[str, str]) -> Iterator[str]:
     for key, value in values.items():
-        text = _plain(_shortened(str(value)))
+        text = _plain(_shorten(str(value)))
         yield f"| {_plain(key)} | {text if len(text) <= LONGEST else text[: LONGEST - 1] + '…'} |"
 
 
-def _shortened(value: str) -> str:
+def _shorten(value: str) -> str:
     return value if HUB_ID.fullmatch(value) or "/" not in value or " " in value else PurePath(value).name
 
 

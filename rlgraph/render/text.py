@@ -242,12 +242,12 @@ def _hops(writer: str, route: Route, hosts: Mapping[str, int]) -> str:
         fed: dict[str, list[str]] = {}
         for one, (_, feeder) in zip(shown, hops, strict=True):
             fed.setdefault(feeder, []).append(one)
-        shown = [f"{words.clean(feeder)} -> {', '.join(_shortened(ones, 'hosts'))}" for feeder, ones in fed.items()]
-        return "; ".join(_shortened(shown, "that pass it on"))
-    return " -> ".join([words.clean(writer), *_shortened(shown, "hosts")])
+        shown = [f"{words.clean(feeder)} -> {', '.join(_shorten_middle(ones, 'hosts'))}" for feeder, ones in fed.items()]
+        return "; ".join(_shorten_middle(shown, "that pass it on"))
+    return " -> ".join([words.clean(writer), *_shorten_middle(shown, "hosts")])
 
 
-def _shortened(shown: list[str], what: str) -> list[str]:
+def _shorten_middle(shown: list[str], what: str) -> list[str]:
     """Leave out all but the first and the last of many."""
     left_out = len(shown) - HOPS_MOST
     return [*shown[: HOPS_MOST - 1], f"{left_out} more {what}", shown[-1]] if left_out > 0 else shown

@@ -139,7 +139,7 @@ def _arrows(spans: Sequence[Span], process: int, tracks: Sequence[int], plan: Pl
     """Yield the start and the end of an arrow for each use of a version. Step k publishes version k + 1; nothing publishes version 0."""
     number = 0
     for loop in plan.loops:
-        published = _published(spans, loop, plan)
+        published = _publishing_spans(spans, loop, plan)
         for index in _uses(spans, loop, plan):
             version = _version_used(spans, index, loop, published)
             if version not in published:
@@ -158,7 +158,7 @@ def _events(plan: Plan, loop: PlannedLoop, kind: str) -> set[str]:
     return {event.name for event in plan.schedule.events if event.kind == kind and event.edge == loop.name}
 
 
-def _published(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> Mapping[int, int]:
+def _publishing_spans(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> Mapping[int, int]:
     """Find the span that published each version: the publish, or the update of that step if publishing has no span."""
     found: dict[int, int] = {}
     for names in ({loop.writer}, _events(plan, loop, "publish")):
@@ -233,12 +233,12 @@ def timeline(groups: Sequence[tuple[str, Window]], plan: Plan) -> Iterator[str]:
         for tick in (t for t in ticks([0.0, length]) if t < length * 0.98):
             yield f'<span style="left:{100 * tick / length:.3f}%">{words.seconds(tick)}</span>'
         yield "</div>"
-        for worker in _shown(plan):
+        for worker in _drawn_workers(plan):
             yield from _lane(worker, [s for s in window.spans if s.worker == worker.name], window.begin_s, length, plan)
     yield "</div></div>"
 
 
-def _shown(plan: Plan) -> list[PlannedWorker]:
+def _drawn_workers(plan: Plan) -> list[PlannedWorker]:
     return [worker for worker in plan.workers if worker.rank < RANKS]
 
 

@@ -157,7 +157,7 @@ def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
     >>> hermes('<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', {})
     [ToolCall(name='add', arguments={'a': 1}, error='')]
     """
-    return [_of_json(body, "arguments", HERMES) if end else _unclosed(HERMES) for body, end in BLOCK.findall(text)]
+    return [_of_json(body, "arguments", HERMES) if end else _unclosed_call(HERMES) for body, end in BLOCK.findall(text)]
 
 
 def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
@@ -171,11 +171,11 @@ def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
     for body, end in BLOCK.findall(text):
         found = FUNCTION.match(body)
         if not end or found is None:
-            calls.append(_unclosed(QWEN) if not end else ToolCall("unknown", {}, f"a call is {QWEN}"))
+            calls.append(_unclosed_call(QWEN) if not end else ToolCall("unknown", {}, f"a call is {QWEN}"))
             continue
         name, inner = found.groups()
         kinds = schemas.get(name, {}).get("properties", {})
-        calls.append(ToolCall(name, {key: _typed(value, kinds.get(key, {})) for key, value in _parameters(inner)}))
+        calls.append(ToolCall(name, {key: _convert_to_schema(value, kinds.get(key, {})) for key, value in _parameters(inner)}))
     return calls
 
 
@@ -236,12 +236,12 @@ def calls_of(text: str, form: CallFormat, schemas: Schemas) -> tuple[ToolCall, .
     Lone surrogates in a call become U+FFFD, and a call with NaN or infinity is an error.
     """
     try:
-        return tuple(_whole(call) for call in form(text, schemas))
+        return tuple(_whole_call(call) for call in form(text, schemas))
     except Exception as error:  # noqa: BLE001 (a user's format, on any text that a model may write)
         return (ToolCall("unknown", {}, f"{type(error).__name__}: {error!s:.200}"),)
 
 
-def _whole(call: ToolCall) -> ToolCall:
+def _whole_call(call: ToolCall) -> ToolCall:
     name = whole_text(call.name)
     try:
         return ToolCall(name, whole_value(call.arguments), whole_text(call.error))
@@ -261,7 +261,7 @@ def _of_json(body: str, key: str, example: str) -> ToolCall:
     return ToolCall("unknown", {}, f"a call is {example}")
 
 
-def _unclosed(example: str) -> ToolCall:
+def _unclosed_call(example: str) -> ToolCall:
     return ToolCall("unknown", {}, f"the call is not closed; a call is {example}")
 
 
@@ -271,7 +271,7 @@ def _keywords(call: ast.Call) -> dict[str, Any]:
     return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
-def _typed(value: str, schema: Mapping[str, Any]) -> Any:
+def _convert_to_schema(value: str, schema: Mapping[str, Any]) -> Any:
     """Convert a value to the type that the schema says, if it is one; else it stays text."""
     if schema.get("type") in (None, "string"):
         return value

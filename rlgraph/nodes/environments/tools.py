@@ -326,11 +326,11 @@ class ToolCalls:
     async def _called(self, tool: Tool, arguments: Mapping[str, Any]) -> object:
         if not isinstance(tool, Python):
             kept = [] if tool.keeps is None else [self._kept_for(tool.keeps)]
-            return await _within(tool.function(*kept, **arguments), self.tools.deadline_s)
+            return await _await_within_deadline(tool.function(*kept, **arguments), self.tools.deadline_s)
         async with slots(self.tools.pool):
             if tool.keep_files:
                 return await self._ran(tool, **arguments)
-            return await _within(tool.function(**arguments, **tool.settings), self.tools.deadline_s)
+            return await _await_within_deadline(tool.function(**arguments, **tool.settings), self.tools.deadline_s)
 
     def _kept_for(self, make: Callable[[], KeptByTools]) -> KeptByTools:
         if make not in self._kept:
@@ -341,7 +341,7 @@ class ToolCalls:
         """Run code in the sandbox of this conversation."""
         if self._sandbox is None:
             self._sandbox = LocalSandbox(tool.limits, tool.accept_missing)
-        done = await _within(self._sandbox.exec(code), self.tools.deadline_s)
+        done = await _await_within_deadline(self._sandbox.exec(code), self.tools.deadline_s)
         if done.failed:
             raise ToolError(f"{done.output}\n{done.failed}".strip())
         return done.output
@@ -357,7 +357,7 @@ def slots(pool: Pool) -> asyncio.Semaphore:
     return mine.setdefault(pool.name, asyncio.Semaphore(pool.cpus or 1))
 
 
-async def _within(awaited: Awaitable[T], deadline_s: float) -> T:
+async def _await_within_deadline(awaited: Awaitable[T], deadline_s: float) -> T:
     """Await something for `deadline_s` seconds. Unlike `asyncio.wait_for` it does not wait for a task that ignores its cancellation.
 
     Raises TimeoutError at the deadline.

@@ -171,7 +171,7 @@ class FunctionPool:
     abandoned: set[Attempt] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.limit = asyncio.Semaphore(self.concurrency) if inspect.iscoroutinefunction(_called(self.function)) else None
+        self.limit = asyncio.Semaphore(self.concurrency) if inspect.iscoroutinefunction(_underlying_function(self.function)) else None
 
     def run(self) -> list[object]:
         """Make all calls; the results are in the order of `arguments`. Raises CallFailed for the first call that fails for good."""
@@ -288,7 +288,7 @@ class FunctionPool:
         self.returned.put(Returned(attempt, error=error))
 
 
-def _called(function: Callable[..., object]) -> Any:
+def _underlying_function(function: Callable[..., object]) -> Any:
     """The function itself, or the method by which an object is called."""
     inner = function
     while isinstance(inner, functools.partial):

@@ -113,7 +113,7 @@ class Children:
     def _asked(self, child: "subprocess.Popen[str]", response: str, answer: str) -> tuple[bool, str] | None:
         """Have a process compare, and keep it; None if it fails, and is killed."""
         assert child.stdout is not None
-        line = child.stdout.readline() if _said(child, (response, answer), self.limit_s) else ""
+        line = child.stdout.readline() if _send_pair(child, (response, answer), self.limit_s) else ""
         if not line:
             child.kill()
             child.communicate()
@@ -139,14 +139,14 @@ def _started() -> "subprocess.Popen[str]":
     command = [sys.executable, "-P", str(Path(__file__).with_name("math_child.py"))]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert child.stdout is not None
-    if not (_said(child, ("1", "1"), START_S) and child.stdout.readline().startswith("[true")):
+    if not (_send_pair(child, ("1", "1"), START_S) and child.stdout.readline().startswith("[true")):
         child.kill()
         child.communicate()
         raise RlgraphError(f"math_verify: a process that compares 1 with 1 did not say that they are equal within {START_S:g} s")
     return child
 
 
-def _said(child: "subprocess.Popen[str]", pair: tuple[str, str], limit_s: float) -> bool:
+def _send_pair(child: "subprocess.Popen[str]", pair: tuple[str, str], limit_s: float) -> bool:
     """Send a pair, and tell whether the process answers, or ends, within the limit."""
     assert child.stdin is not None
     assert child.stdout is not None

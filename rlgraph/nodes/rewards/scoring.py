@@ -314,10 +314,10 @@ def checked_rewards(
     given = list(rewards)
     if len(given) != rows:
         raise RlgraphError(f"{where} returned {len(given)} rewards for {rows} responses; it returns one a response, in their order")
-    return [_checked(where, reward, lambda row=row: sample(row)) for row, reward in enumerate(given)]  # type: ignore[misc]
+    return [_check_score(where, reward, lambda row=row: sample(row)) for row, reward in enumerate(given)]  # type: ignore[misc]
 
 
-def _checked(where: str, reward: object, sample: Callable[[], str]) -> Score:
+def _check_score(where: str, reward: object, sample: Callable[[], str]) -> Score:
     if isinstance(reward, str | bytes):
         raise RlgraphError(f"{where} returned {shown(reward)} {sample()}; it returns one number a response, no text")
     try:

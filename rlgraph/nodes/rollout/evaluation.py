@@ -67,13 +67,13 @@ def bootstrap(values: Sequence[float], votes: Sequence[str] | None = None) -> di
         drawn = given[draws(len(given), k)]
         outcomes = {"best": drawn.max(-1), "worst": drawn.min(-1)}
         if votes is not None:
-            outcomes["maj"] = drawn[np.arange(DRAWS), _elected(votes, k)]
+            outcomes["maj"] = drawn[np.arange(DRAWS), _majority_places(votes, k)]
         for name, outcome in outcomes.items():
             found |= {f"{name}@{k}/mean": float(outcome.mean()), f"{name}@{k}/std": float(outcome.std())}
     return found
 
 
-def _elected(votes: Sequence[str], k: int) -> npt.NDArray[np.int64]:
+def _majority_places(votes: Sequence[str], k: int) -> npt.NDArray[np.int64]:
     """Find, in each draw, the place of the first answer that most of the draw agree on, [1000]."""
     numbers = {vote: number for number, vote in enumerate(dict.fromkeys(votes))}
     cast = np.array([numbers[vote] for vote in votes])[draws(len(votes), k)]

@@ -50,7 +50,7 @@ class Said:
 def read_said(template: TurnTemplate, form: CallFormat | None, asked: ChatRequest, chat: ChatPrompt, response: Response) -> Said:
     """Read the turn after a conversation. A call that is written wrongly leaves it plain text."""
     place = sum(message["role"] == "assistant" for message in chat.messages)
-    response, stopped = _stopped(template, asked, response)
+    response, stopped = _cut_at_stop(template, asked, response)
     text = template.content(response.tokens)
     if stopped:
         text = text[: _first(text, asked.stops)]
@@ -79,7 +79,7 @@ def reply_of(name: str, template: TurnTemplate, asked: ChatRequest, said: Said, 
     return Reply(name, asked, message["content"], reasoning, calls, said.finish, prompt, wrote.tokens, wrote.log_probs, texts)
 
 
-def _stopped(template: TurnTemplate, asked: ChatRequest, response: Response) -> tuple[Response, bool]:
+def _cut_at_stop(template: TurnTemplate, asked: ChatRequest, response: Response) -> tuple[Response, bool]:
     """Leave the tokens up to the one that completes a text at which the program wants the answer to stop, and say whether there is one."""
     if _first(template.content(response.tokens), asked.stops) < 0:
         return response, False

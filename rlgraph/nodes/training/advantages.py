@@ -59,12 +59,12 @@ def advantages(*inputs: Output, estimator: Estimator, name: str = "advantages") 
     convert: Callable[[Columns], Columns] = dict
     if "rewards" in reads and "rewards" not in given and "token_rewards" in given:
         reads[reads.index("rewards")] = "token_rewards"
-        convert = _summed
+        convert = _sum_token_rewards
     elif "token_rewards" in reads and "token_rewards" not in given and "rewards" in given:
         reads[reads.index("token_rewards")] = "rewards"
         if "response_mask" not in reads:
             reads.append("response_mask")
-        convert = _placed
+        convert = _place_rewards
     operation = FunctionOperation(_Estimate(estimator, convert), compares=_compares(estimator))
     return Output(declare(name, operation, inputs, reads=tuple(reads), writes=tuple(estimator.writes)))
 
@@ -84,11 +84,11 @@ class _Estimate:
         return self.estimator({**converted, "response_mask": columns["loss_mask"]} if "loss_mask" in columns else converted)
 
 
-def _summed(columns: Columns) -> Columns:
+def _sum_token_rewards(columns: Columns) -> Columns:
     return {**columns, "rewards": tensor_of(columns, "token_rewards").sum(-1)}
 
 
-def _placed(columns: Columns) -> Columns:
+def _place_rewards(columns: Columns) -> Columns:
     return {**columns, "token_rewards": on_last_token(tensor_of(columns, "rewards"), tensor_of(columns, "response_mask"))}
 
 
@@ -227,10 +227,10 @@ def filter_truncated(*inputs: Output, name: str = "filter_truncated") -> Output:
     Raises GraphError for a missing column.
     """
     reads = ("finish_reasons", *mask_columns(inputs))
-    return Output(declare(name, FunctionOperation(_without_truncated), inputs, reads=reads, writes=("loss_mask",)))
+    return Output(declare(name, FunctionOperation(_mask_truncated_rows), inputs, reads=reads, writes=("loss_mask",)))
 
 
-def _without_truncated(columns: Columns) -> Fired:
+def _mask_truncated_rows(columns: Columns) -> Fired:
     mask = tensor_of(columns, "loss_mask" if "loss_mask" in columns else "response_mask")
     cut = truncated(columns)
     return {"loss_mask": mask & ~cut[:, None]}, {"filter/truncated_fraction": cut.float().mean().item()}

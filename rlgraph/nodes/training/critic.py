@@ -80,10 +80,10 @@ class CriticUpdate(Training):
         batch = {**columns, "response_mask": columns.get("loss_mask", columns["response_mask"])}
         learnt = self.learn(context, guard, batch)
         counted = {name.replace("guards/", "guards/critic_"): value for name, value in guard.metrics().items()}
-        return {}, {**learnt, **counted, **_explained(batch)}
+        return {}, {**learnt, **counted, **_value_metrics(batch)}
 
 
-def _explained(batch: Columns) -> dict[str, float]:
+def _value_metrics(batch: Columns) -> dict[str, float]:
     """Measure mean, max and min of returns and values over the tokens, and the share of the returns' variance that the values explain."""
     mask = batch["response_mask"]
     assert isinstance(mask, torch.Tensor)

@@ -102,14 +102,14 @@ def _edge(edge: Edge, plan: Plan, picture: Layout) -> str:
         f"columns {words.elided(columns, len(columns)) or 'none'}",
         _channel_words(channel),
     )
-    line = _curved(edge.points[:-1])
+    line = _curved_path(edge.points[:-1])
     return (
         f'<g class="edge" fill="none" stroke="{colour}">{tip}<path d="{line}" stroke="transparent" stroke-width="9"/>'
         f'<path d="{line}" stroke-width="{"2.2" if red else "1.3"}"/>{_arrow(edge.points[-1], (1, 0), colour)}</g>'
     )
 
 
-def _curved(points: Sequence[Point]) -> str:
+def _curved_path(points: Sequence[Point]) -> str:
     """Build a path through points: a line between two at one height, else a curve that leaves and arrives horizontally."""
     parts = [f"M{_n(points[0][0])} {_n(points[0][1])}"]
     for (x0, y0), (x1, y1) in pairwise(points):

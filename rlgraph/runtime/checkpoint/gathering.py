@@ -272,10 +272,10 @@ def seated(spec: WorkerSpec) -> WorkerSpec:
     own = of_host / spec.worker.name
     own.mkdir(parents=True, exist_ok=True)
     spec = replace(spec, saving=replace(saving, folder=str(own), apart=True))
-    return replace(spec, resume=_fetched(spec, spec.resume, of_host)) if spec.resume else spec
+    return replace(spec, resume=_fetch_checkpoint(spec, spec.resume, of_host)) if spec.resume else spec
 
 
-def _fetched(spec: WorkerSpec, resume: Resume, of_host: Path) -> Resume:
+def _fetch_checkpoint(spec: WorkerSpec, resume: Resume, of_host: Path) -> Resume:
     """Copy what a worker reads of a checkpoint to its host. Workers of one host take turns, so that each file comes once."""
     folder = of_host / ".resumed"
     folder.mkdir(exist_ok=True)

@@ -56,12 +56,12 @@ def sweep() -> list[str]:
                     os.kill(worker[0], signal.SIGKILL)
             for session in map(Path, note.also):
                 if _is_session(session, note.owner[0]):
-                    swept += _removed(session)
-            swept += _removed(folder)
+                    swept += _remove_folder(session)
+            swept += _remove_folder(folder)
     return swept
 
 
-def _removed(folder: Path) -> list[str]:
+def _remove_folder(folder: Path) -> list[str]:
     """Remove a folder by its descriptor: a link that takes its place meanwhile is not followed."""
     with contextlib.suppress(OSError), _own(folder, private=False) as handle:
         for name in os.listdir(handle):

@@ -193,11 +193,11 @@ def awaited_hosts(plan: Plan, patience_s: float) -> FoundHosts:
                     raise PlanError(f"{error}; waited {patience_s:g} s") from None
             if now_s - told_s >= TOLD_S:
                 told_s = now_s
-                log.warning("waiting for hosts, %.0f s of %g s: %s", now_s - began_s, patience_s, _missing(plan))
+                log.warning("waiting for hosts, %.0f s of %g s: %s", now_s - began_s, patience_s, _describe_shortage(plan))
             time.sleep(1.0)  # Ray has no event for a host that joins
 
 
-def _missing(plan: Plan) -> str:
+def _describe_shortage(plan: Plan) -> str:
     """Say what a plan takes beside what Ray has."""
     there = [_gpus(node) for node in _living_nodes()]
     wanted = gpus_wanted(plan)
@@ -257,9 +257,9 @@ def start_ray(hosts: int = 1, *, stores: bool = False) -> bool:
     make_token()
     for left in reversed(range(STARTS)):
         daemons: list[subprocess.Popen[bytes]] = []
-        with _daemons_apart(daemons), _signals_left_alone(), _patient(daemons), _no_submitted_job():
+        with _separate_process_groups(daemons), _preserve_signal_handlers(), _patient(daemons), _no_submitted_job():
             try:
-                _start_here(stores=stores)
+                _start_local_ray(stores=stores)
                 break
             except _Died as died:
                 _end(daemons)
@@ -272,7 +272,7 @@ def start_ray(hosts: int = 1, *, stores: bool = False) -> bool:
     return True
 
 
-def _start_here(*, stores: bool) -> None:
+def _start_local_ray(*, stores: bool) -> None:
     """Start a Ray for this program alone."""
     # Payload does not go through the object store unless Ray `stores` it, so the smallest one does. Workers get no CPU resource, since
     # they share the cores as the plan says.
@@ -339,7 +339,7 @@ def _not_let_in(hosts: int) -> PlanError:
 
 
 @contextlib.contextmanager
-def _daemons_apart(daemons: list["subprocess.Popen[bytes]"]) -> Iterator[None]:
+def _separate_process_groups(daemons: list["subprocess.Popen[bytes]"]) -> Iterator[None]:
     """Collect the daemons that Ray starts, and let it start them in process groups of their own, so that a signal to the program's group
     is the program's to handle.
 
@@ -374,7 +374,7 @@ def _no_submitted_job() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _signals_left_alone() -> Iterator[None]:
+def _preserve_signal_handlers() -> Iterator[None]:
     """Keep Ray from taking SIGTERM while it starts: its handler exits in the middle of whatever runs, even where that holds a lock."""
     utils = ray._private.utils
     set_handler = utils.set_sigterm_handler

@@ -355,7 +355,7 @@ def check_sendable(graph: Graph) -> None:
             if sendable(value):
                 continue
             *way, culprit = _way(value, ())
-            what = f"its '{'.'.join(way)}' is {_called(culprit)}" if way else f"it is {_called(culprit)}"
+            what = f"its '{'.'.join(way)}' is {_describe_type(culprit)}" if way else f"it is {_describe_type(culprit)}"
             raise GraphError(
                 f"node '{node.name}': {_title(value)} cannot be sent to a worker: {what}, which stays in its process; "
                 "make it inside the function, at its first call"
@@ -397,6 +397,6 @@ def _title(value: Any) -> str:
     return f"function '{getattr(function, '__name__', shown(function))}'"
 
 
-def _called(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     kind = type(value).__name__
     return f"a {kind}" if type(value).__module__ in ("builtins", "_thread", "_io") else f"a {type(value).__module__}.{kind}"

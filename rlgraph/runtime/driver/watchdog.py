@@ -234,9 +234,9 @@ class Watchdog:
         """Describe what every worker does, how full the channels are, and the stacks of the workers concerned; write it to a file too."""
         table = self.table()
         everyone = self.stacks([worker.name for worker in self.plan.workers])
-        parts = [f"\n  worker '{name}', Python stacks:\n{_indented(of_interest(everyone[name]))}" for name in concerned if name in everyone]
+        parts = [f"\n  worker '{name}', Python stacks:\n{_indent(of_interest(everyone[name]))}" for name in concerned if name in everyone]
         full = "\n\n".join(f"worker '{name}'\n{text}" for name, text in everyone.items())
-        path = _written(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, graph '{self.plan.graph}'\n{table}\n\n{full}\n")
+        path = _write_private_file(f"{time.strftime('%Y-%m-%d %H:%M:%S')}, graph '{self.plan.graph}'\n{table}\n\n{full}\n")
         return f"\n{table}{''.join(parts)}\n  the stacks of all workers are in {path}"
 
     def table(self) -> str:
@@ -252,11 +252,11 @@ class Watchdog:
         return "\n".join(lines)
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
-def _written(text: str) -> str:
+def _write_private_file(text: str) -> str:
     """Write a file that only this user can read, and return its path, or why there is none."""
     try:
         handle, path = tempfile.mkstemp(prefix="rlgraph-stall-", suffix=".txt")

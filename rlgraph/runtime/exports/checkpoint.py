@@ -41,7 +41,7 @@ def export_checkpoint(
     )
     check_source(model, where)
     check_apart(model, adapter, where)
-    shards = _saved(model, found, where)
+    shards = _find_shards(model, found, where)
     known = parameter_shapes(model.path)
     parts = {} if model.adapter is not None or all(shard.box.name in known for shard in shards) else parts_of(model.path, model.scores)
     base = base_of(chosen_model.path)
@@ -76,7 +76,7 @@ def _chosen(manifest: Mapping[str, Any], policy: str | None, where: str, checkpo
     return chosen(msgspec.convert(manifest["models"], list[TrainedEntry]), policy, where)
 
 
-def _saved(model: TrainedEntry, checkpoint: Path, where: str) -> list[SavedShard]:
+def _find_shards(model: TrainedEntry, checkpoint: Path, where: str) -> list[SavedShard]:
     spec = TRAINERS.find(model.trainer) if model.trainer in TRAINERS.names() else None
     if spec is None or spec.saved_shards is None:
         why = "is not registered here" if spec is None else "gives no `saved_shards`, by which its checkpoints are read"

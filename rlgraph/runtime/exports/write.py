@@ -79,7 +79,7 @@ class AdapterExport:
                 self.write(apart, own)
                 write_companions(growing.path, Path(path), self.dtype, "log_probs")
                 self._add_files(growing.path)
-                write_shards(growing.path, layout, _merged(path, apart, self.adapter, DTYPES[self.dtype][1]))
+                write_shards(growing.path, layout, _merge_adapter(path, apart, self.adapter, DTYPES[self.dtype][1]))
                 shutil.rmtree(apart)
             except OSError as error:
                 raise growing.failed(error) from error
@@ -95,7 +95,7 @@ def _layout(shapes: Mapping[str, Numbers], dtype: ExportDtype) -> ExportLayout:
     return plan_files(peft_names(shapes), dtype, most_bytes=1 << 62, single=TENSORS)
 
 
-def _merged(path: str, apart: Path, adapter: SavedAdapter, dtype: torch.dtype) -> Iterator[WeightShard]:
+def _merge_adapter(path: str, apart: Path, adapter: SavedAdapter, dtype: torch.dtype) -> Iterator[WeightShard]:
     weights = BaseWeights(path, adapter.base).with_adapter(read_adapter(apart), adapter.scale, dtype)
     for name in weights:
         tensor = weights[name]
@@ -144,7 +144,7 @@ def write_export(
 ) -> Exported:
     """Write an export of what the ranks hold. Raises ExportError, with nothing left, if it cannot become whole."""
     where, model = f"export('{folder}')", source.model
-    whole = parameters([[_described(box) for box in rank] for rank in ranks])  # every element is held once
+    whole = parameters([[_meta_shard(box) for box in rank] for rank in ranks])  # every element is held once
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
     if model.adapter is not None:
         files = {CARD: source.card}
@@ -185,5 +185,5 @@ def _as_they_are(tensors: Mapping[str, tuple[Path, tuple[int, ...]]]) -> Iterato
             yield WeightShard(name, shape, (0,) * len(shape), opened.get_tensor(name))
 
 
-def _described(box: ShardBox) -> WeightShard:
+def _meta_shard(box: ShardBox) -> WeightShard:
     return WeightShard(box.name, box.shape, box.offsets, torch.empty(box.size, device="meta"))

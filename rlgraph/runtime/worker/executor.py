@@ -37,10 +37,10 @@ from rlgraph.runtime.worker.weight_loops import Loop, OnEnter, WeightLoops
 def reduce_metrics(chunks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine the metrics of equally large chunks into those of the batch: by the mean, `…/max` and `…/min` by the extreme."""
     names = dict.fromkeys(name for chunk in chunks for name in chunk)
-    return {name: _reduced(name, [chunk[name] for chunk in chunks if name in chunk]) for name in names}
+    return {name: _reduce_metric(name, [chunk[name] for chunk in chunks if name in chunk]) for name in names}
 
 
-def _reduced(name: str, values: Sequence[float]) -> float:
+def _reduce_metric(name: str, values: Sequence[float]) -> float:
     if name.endswith("/max"):
         return max(values)
     return min(values) if name.endswith("/min") else fmean(values)
@@ -95,7 +95,7 @@ class SampleTap:
     def _rows(self, source: SampleSource, node: NodeSpec, step: int, chunk: int, written: Columns) -> Iterator[SampledRows]:
         assert self.request is not None
         here = rows_of_firing(node, chunk, source.rows // source.repeat, self.rank, self.world)
-        columns = {name: column for name, column in written.items() if name in source.columns and _shown(name, column)}
+        columns = {name: column for name, column in written.items() if name in source.columns and _is_sampled_column(name, column)}
         if not columns or len(next(iter(columns.values()))) != len(here):
             return  # nothing was due, or another rank writes this batch
         chosen = dict.fromkeys(row // source.repeat for row in chosen_rows(self.request, source.rollout, source.rows, step))
@@ -117,7 +117,7 @@ def rows_of_firing(node: NodeSpec, chunk: int, rows: int, rank: int, world: int)
     return range(chunk * size + own.start * group, chunk * size + own.stop * group)
 
 
-def _shown(name: str, column: Column) -> bool:
+def _is_sampled_column(name: str, column: Column) -> bool:
     return not isinstance(column, torch.Tensor) or column.ndim == 1 or name in TOKENS
 
 

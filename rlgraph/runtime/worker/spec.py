@@ -231,8 +231,8 @@ def worker_specs(
             nodes=tuple(_node_spec(graph, name) for name in worker.nodes),
             firings=tuple((e.node, e.chunk) for e in plan.schedule.events if e.kind == "fire" and e.node in worker.nodes),
             model=_model(graph, plan, worker),
-            channels=tuple((c, posts) for c, posts in channels if _concerns(worker, c.writer, c.readers)),
-            loops=tuple((p, posts, _dtype(plan, p)) for p, posts in loops if _concerns(worker, p.writer, p.readers)),
+            channels=tuple((c, posts) for c, posts in channels if _touches(worker, c.writer, c.readers)),
+            loops=tuple((p, posts, _dtype(plan, p)) for p, posts in loops if _touches(worker, p.writer, p.readers)),
             folder=folder,
             authkey=authkey,
             deadline_s=deadline_s,
@@ -242,7 +242,7 @@ def worker_specs(
             time_slices=time_slices(plan.schedule.events, worker.nodes),
             copies=max((_copies(loop) for loop in plan.loops if set(loop.readers) & set(worker.nodes)), default=1),
             merging_bytes=_merging_bytes(plan, worker),
-            saving=_saving(plan, start, lookahead, worker) if start.folder else None,
+            saving=_saving_spec(plan, start, lookahead, worker) if start.folder else None,
             resume=start.resume,
             begin=begin,
             set_aside=start.set_aside,
@@ -281,7 +281,7 @@ def _merging_bytes(plan: Plan, worker: PlannedWorker) -> int | None:
     return max((size for size in found if size is not None), default=None)
 
 
-def _saving(plan: Plan, start: Start, lookahead: Mapping[str, int], worker: PlannedWorker) -> Saving:
+def _saving_spec(plan: Plan, start: Start, lookahead: Mapping[str, int], worker: PlannedWorker) -> Saving:
     trained = any(plan.node(name).work == "train" for name in worker.nodes)
     opened, back = open_nodes(plan, lookahead, worker), steps_back(plan, lookahead, worker)
     return Saving(start.folder, start.id, start.every, lookahead[worker.name], trained, opened, back, start.gatherer)
@@ -298,7 +298,7 @@ def _dtype(plan: Plan, loop: PlannedLoop) -> str:
     return (plan.dtype(plan.node(loop.readers[0]).model) if loop.adapter is None else None) or "float32"
 
 
-def _concerns(worker: PlannedWorker, writer: str, readers: tuple[str, ...]) -> bool:
+def _touches(worker: PlannedWorker, writer: str, readers: tuple[str, ...]) -> bool:
     return any(name in worker.nodes for name in (writer, *readers))
 
 
@@ -313,10 +313,10 @@ def _node_spec(graph: Graph, name: str) -> NodeSpec:
         columns[node.earlier.source.node.name] = tuple((column, column, 1) for column in node.earlier.columns)
     count = None if node.due or (node.model is not None and node.traits.work == "generate") else node.rows // node.chunks
     follows = node.follows.name if node.follows else None
-    return NodeSpec(name, node.operation, node.writes, columns, node.chunks, follows, node.due, count, _front(graph, node))
+    return NodeSpec(name, node.operation, node.writes, columns, node.chunks, follows, node.due, count, _metric_prefix(graph, node))
 
 
-def _front(graph: Graph, node: Node) -> str:
+def _metric_prefix(graph: Graph, node: Node) -> str:
     """Put the name of an update in front of its metrics where the graph trains several models of its kind."""
     roles = [n.model.role for n in graph.nodes if n.model is not None and n.traits.work == "train"]
     several = node.traits.work == "train" and node.model is not None and roles.count(node.model.role) > 1
