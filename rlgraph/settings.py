@@ -11,7 +11,6 @@ import inspect
 import math
 import operator
 import os
-import re
 import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -421,12 +420,10 @@ def refuse_unknown(cls: type[C]) -> type[C]:
     return cls
 
 
-ARGUMENT = re.compile(r"^\* `(\w+)`: .*(?:\n  .*)*", re.MULTILINE)  # a field in a docstring
-
-
 def _inherited_arguments(cls: type, known: Sequence[str]) -> str:
     """List the fields that the bases of a class document, and it does not: `help` and the pages of the API then have each."""
-    told = {found[1]: found[0] for base in cls.__mro__[1:-1] for found in ARGUMENT.finditer(inspect.cleandoc(base.__doc__ or ""))}
+    items = [item for base in cls.__mro__[1:-1] for item in f"\n{inspect.cleandoc(base.__doc__ or '')}".split("\n* `")[1:]]
+    told = {item.partition("`")[0]: f"* `{item.partition(chr(10) * 2)[0].rstrip()}" for item in items}
     here = [text for name, text in told.items() if name in known and f"`{name}" not in (cls.__doc__ or "")]
     return "\n\nInherited arguments:\n\n" + "\n".join(here) if here else ""
 
@@ -439,9 +436,9 @@ class _Text(str):
 
 def _readable(signature: inspect.Signature, cls: Any = None) -> inspect.Signature:
     """The signature without the rules in its annotations, and with the defaults that a dataclass makes."""
-    factories = {field.name: field.default_factory for field in dataclasses.fields(cls)} if cls else {}
+    factories: dict[str, Any] = {field.name: field.default_factory for field in dataclasses.fields(cls)} if cls else {}
     made = {name: factory for name, factory in factories.items() if factory is not dataclasses.MISSING}
-    defaults = {name: _Text(f"{getattr(factory, '__name__', factory)}()") for name, factory in made.items()}
+    defaults = {name: _Text(f"{factory.__name__}()") for name, factory in made.items()}
     return signature.replace(
         parameters=[
             parameter.replace(annotation=_without_rules(parameter.annotation), default=defaults.get(name, parameter.default))

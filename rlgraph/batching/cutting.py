@@ -76,9 +76,9 @@ def cut_batches(prompts: Array, responses: Array, groups: Array, ranks: int, lim
 
         >>> import numpy as np
         >>> prompts, responses, groups = np.full((1, 4), 100), np.full((1, 4), 11), np.zeros(4, dtype=int)
-        >>> [each.of_passes(1).tolist() for each in cut(prompts, responses, groups, ranks=1, limit=1000)]
+        >>> [each.of_passes(1).tolist() for each in cut_batches(prompts, responses, groups, ranks=1, limit=1000)]
         [[[140.0]]]
-        >>> [each.of_passes(4).tolist() for each in cut(prompts, responses, groups, ranks=4, limit=1000)]
+        >>> [each.of_passes(4).tolist() for each in cut_batches(prompts, responses, groups, ranks=4, limit=1000)]
         [[[140.0]], [[120.0]], [[110.0]]]
     """
     most = int(np.unique(groups, return_counts=True)[1].max(initial=1)) if shared else 1

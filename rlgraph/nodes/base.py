@@ -36,8 +36,8 @@ class Arrivals(Protocol):
         """Wait for this version and load it, after those before it. Raises ChannelTimeout at the deadline."""
 
 
-@refuse_unknown
 @renamed(meeting="listen_fd", counted="report_progress")
+@refuse_unknown
 @dataclass
 class Context:
     """The worker's side of a node: its engine, its rank, and the version of the weights that the engine holds.

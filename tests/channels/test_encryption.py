@@ -146,7 +146,7 @@ def test_a_host_without_openssl_is_told_so(monkeypatch):
 
 
 def test_every_process_has_a_certificate_of_its_own():
-    script = "from rlgraph.channels.host import encryption; print(encryption._own()[1].hex())"
+    script = "from rlgraph.channels.host import encryption; print(encryption._make_certificate()[1].hex())"
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
     assert other != encryption._make_certificate()[1].hex()
 

@@ -83,8 +83,8 @@ def kept(batch: Sequence[Group], wanted: int) -> list[Group]:
     return [group for group in batch if not group.constant or id(group) in filling]
 
 
-@settings.refuse_unknown
 @renamed(at_once="concurrency")
+@settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Refill:
     """Replace groups whose responses all have the same reward, since they teach nothing: DAPO's dynamic sampling.
