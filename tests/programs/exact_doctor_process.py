@@ -48,8 +48,8 @@ def main(folder: str, out: Path) -> None:
     last.post_attention_layernorm.forward = own_forward
     places: dict[str, tuple[Any, str, Any]] = {
         "linear": (cpu.kernels, "onednn_mm", lambda packed, rows, bias: from_the_end(rows, weight_of(head, packed), bias)),
-        "attention": (cpu, "scheduled", plain_attention),
-        "rotation": (cpu, "rotated", plain_rotation),
+        "attention": (cpu, "attend_in_order", plain_attention),
+        "rotation": (cpu, "rotate_heads", plain_rotation),
         "log-softmax": (torch.Tensor, "log_softmax", lambda scaled, dim: scaled - scaled.logsumexp(dim, keepdim=True)),
     }
     for name, (place, attribute, other) in places.items():

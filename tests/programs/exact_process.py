@@ -108,8 +108,8 @@ def rows_match(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) ->
 
 
 OWN: dict[str, tuple[Callable[[], Any], str, Any]] = {  # what is put back, and where: each must be seen
-    "own rotation": (lambda: importlib.import_module("rlgraph.engines.exact.cpu"), "rotated", plain_rotation),
-    "own attention": (lambda: importlib.import_module("rlgraph.engines.exact.cpu"), "scheduled", plain_attention),
+    "own rotation": (lambda: importlib.import_module("rlgraph.engines.exact.cpu"), "rotate_heads", plain_rotation),
+    "own attention": (lambda: importlib.import_module("rlgraph.engines.exact.cpu"), "attend_in_order", plain_attention),
     "own log-softmax": (lambda: torch.Tensor, "log_softmax", lambda scaled, dim: scaled - scaled.logsumexp(dim, keepdim=True)),
     "stale weights": (lambda: importlib.import_module("rlgraph.engines.exact.cpu").ExactLinear, "forget", lambda self: None),
 }
