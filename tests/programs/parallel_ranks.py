@@ -62,7 +62,7 @@ class Case:
 def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False, **ranks: int) -> Any:
     head = PolicyHead(case.folder, fused=saving) if case.kind == "policy" else ValueHead(case.folder)
     if case.trainer == "megatron":
-        own: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "fused": saving}
+        own: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "fused_head": saving}
         own["recompute"] = saving or case.recompute
         return megatron_engine(head, optimizer=case.optimizer, rank=rank, world=world, **own, **ranks)
     given: dict[str, Any] = {"dtype": torch.float32, "micro_batch_tokens": MICRO_BATCH_TOKENS, "flat": case.flat}
