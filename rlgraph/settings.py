@@ -404,28 +404,37 @@ def refuse_unknown(cls: type[C]) -> type[C]:
     rlgraph.errors.GraphError: Sample(sise=1): there is no setting 'sise'; did you mean 'size'? The settings are size
     """
     known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-    plain = cls.__init__
+    names, plain = frozenset(known), cls.__init__
 
     @functools.wraps(plain)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in known:
-                said = choices(name, known, "the settings are")
-                raise GraphError(f"{cls.__name__}({name}={shown(kwargs[name])}): there is no setting '{name}'; {said}")
+        if not kwargs.keys() <= names:
+            name = next(name for name in kwargs if name not in names)
+            said = choices(name, known, "the settings are")
+            raise GraphError(f"{cls.__name__}({name}={shown(kwargs[name])}): there is no setting '{name}'; {said}")
         plain(self, *args, **kwargs)
 
-    init.__signature__ = _readable(inspect.signature(plain), cls)  # type: ignore[attr-defined]
     cls.__init__ = init  # type: ignore[method-assign]
+    return document_arguments(cls)
+
+
+def document_arguments(cls: type[C]) -> type[C]:
+    """Decorate a dataclass: `help` shows plain types, and the arguments that its bases document. `refuse_unknown` does it too."""
+    known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
+    cls.__init__.__signature__ = _readable(inspect.signature(cls.__init__), cls)  # type: ignore[attr-defined]
     cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}{_inherited_arguments(cls, known)}"
     return cls
 
 
 def _inherited_arguments(cls: type, known: Sequence[str]) -> str:
     """List the fields that the bases of a class document, and it does not: `help` and the pages of the API then have each."""
-    items = [item for base in cls.__mro__[1:-1] for item in f"\n{inspect.cleandoc(base.__doc__ or '')}".split("\n* `")[1:]]
-    told = {item.partition("`")[0]: f"* `{item.partition(chr(10) * 2)[0].rstrip()}" for item in items}
-    here = [text for name, text in told.items() if name in known and f"`{name}" not in (cls.__doc__ or "")]
-    return "\n\nInherited arguments:\n\n" + "\n".join(here) if here else ""
+    inherited: dict[str, str] = {}
+    for base in reversed(cls.__mro__[1:-1]):
+        for item in f"\n{inspect.cleandoc(base.__doc__ or '')}".split("\n* `")[1:]:
+            name, text = item.partition("`")[0], item.partition("\n\n")[0].rstrip()
+            if name in known and f"`{name}" not in (cls.__doc__ or ""):
+                inherited[name] = f"* `{text}"  # the words of the nearest base stay
+    return "\n".join(["\n\nInherited arguments:\n", *inherited.values()]) if inherited else ""
 
 
 class _Text(str):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
-from rlgraph.settings import refuse_unknown
+from rlgraph.settings import document_arguments
 from rlgraph.values.trainer import TrainerSettings
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ Work: TypeAlias = Literal["generate", "train", "forward", "host"]
 Preferences: TypeAlias = Literal["pairs", "labels", "mismatched"]
 
 
-@refuse_unknown
+@document_arguments
 @dataclass(frozen=True, kw_only=True)
 class NodeTraits:
     """The attributes of an operation that compiler and runtime read, besides the columns that its node reads and writes.
@@ -199,7 +199,7 @@ class EngineEstimates(Protocol):
     def decode_law(self) -> Callable[[Any, Any, float], Any]: ...
 
 
-@refuse_unknown
+@document_arguments
 @dataclass(frozen=True, kw_only=True)
 class ModelTraits(TrainerSettings):
     """The attributes of a model that compiler and runtime read, besides its folder, its pool and its ranks.

@@ -1,19 +1,22 @@
 """How a trainer computes: the settings that a trained model, its traits, its part of a plan and its engine carry whole."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cache
+from operator import attrgetter
 from typing import Any, Literal
 
 from rlgraph.settings import AtLeastZero, Count, Recompute
 from rlgraph.values.lora import LoRA
 from rlgraph.values.optimizers import AdamW, Muon
 
+ADAMW = AdamW()  # one for all: traits are made often, and an optimizer checks its values
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
     """How a trainer computes. `rg.Policy`, `Critic` and `Reference` take each field, and a trainer lists those that it takes.
 
-    * `optimizer`: its optimizer and what the moments have of bits, `rg.AdamW(…)` or `rg.Muon(…)`.
+    * `optimizer`: `rg.AdamW(…)` or `rg.Muon(…)`, which also says how many bits a number of its moments has.
     * `micro_batch_tokens`: the most tokens in memory at once. The result does not depend on it.
     * `tensor_parallel`: the processes of a group that share the matrices of each layer, by the model's own plan.
     * `context_parallel`: the processes of a group that share the tokens of a pass; each has at most `micro_batch_tokens` of them.
@@ -39,7 +42,7 @@ class TrainerSettings:
     2
     """
 
-    optimizer: AdamW = field(default_factory=AdamW)
+    optimizer: AdamW = ADAMW
     micro_batch_tokens: Count = 16384
     tensor_parallel: Count = 1
     context_parallel: Count = 1
@@ -57,7 +60,8 @@ class TrainerSettings:
     @property
     def trainer_settings(self) -> dict[str, Any]:
         """The fields of this class by name, also of what is derived from it."""
-        return {name: getattr(self, name) for name in setting_names()}
+        names = setting_names()
+        return dict(zip(names, attrgetter(*names)(self), strict=True))
 
     @property
     def sharing(self) -> int:
