@@ -34,7 +34,7 @@ def measured(rank: int, world: int, sharing: dict[str, int], folder: Path, rende
         import torch
         import torch.distributed as dist
         from support.tiny import WeightedLikelihood, batch_of
-        from support.trainer_engines import fsdp_engine
+        from support.trainer_engines import fsdp_engine, megatron_engine
 
         from rlgraph.engines.forward.policy_head import PolicyHead
         from rlgraph.engines.fsdp.sharding import backends
@@ -49,9 +49,7 @@ def measured(rank: int, world: int, sharing: dict[str, int], folder: Path, rende
             more: dict[str, Any] = {"device": device, "dtype": dtype, "micro_batch_tokens": 96, **sharing}
             made: Any = partial(fsdp_engine, flat=True)
             if MEGATRON and world > 1:
-                from rlgraph.engines.megatron.engine import MegatronEngine
-
-                made = MegatronEngine
+                made = megatron_engine
             engine = made(PolicyHead(folder), optimizer=step, rank=rank, world=world, **more)
             before = engine.scores(batch)
             norms = [engine.update(batch, WeightedLikelihood())["actor/grad_norm"] for _ in range(UPDATES)]
