@@ -44,12 +44,18 @@ class Announced:
 
 ALONE = Config(mode="colocated", model="1.7B", prompts=32, engines_per_gpu=1, micro_batch_tokens=16384, compiled=True)
 ADAPTER = dataclasses.replace(ALONE, model="4B", rank=32, compiled=False)
+SMALL = dataclasses.replace(ALONE, model="0.6B")
 RUNS = {
     "1.7B, one engine": Announced(1, ALONE),
     "1.7B, two engines": Announced(1, dataclasses.replace(ALONE, engines_per_gpu=2), "1.7B, one engine"),
     "1.7B, 512 responses of 512 tokens": Announced(1, dataclasses.replace(ALONE, prompts=64, response_tokens=512), "1.7B, one engine"),
     "4B by an adapter, one engine": Announced(1, ADAPTER),
     "4B by an adapter, two engines": Announced(1, dataclasses.replace(ADAPTER, engines_per_gpu=2), "4B by an adapter, one engine"),
+    "0.6B, one engine": Announced(1, SMALL),
+    "0.6B, two engines": Announced(1, dataclasses.replace(SMALL, engines_per_gpu=2), "0.6B, one engine"),
+    "0.6B, 512 responses of 512 tokens": Announced(1, dataclasses.replace(SMALL, prompts=64, response_tokens=512), "0.6B, one engine"),
+    "0.6B, half the responses": Announced(1, dataclasses.replace(SMALL, prompts=16), "0.6B, one engine"),
+    "0.6B, layers recomputed": Announced(1, dataclasses.replace(SMALL, recompute=True), "0.6B, one engine"),
 }
 
 
