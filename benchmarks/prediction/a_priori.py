@@ -182,7 +182,7 @@ def fit() -> dict[str, float]:
     step_s, sequence_s = least_squares(jobs)
     settings = peer["settings"]
     rows = settings["prompts"] * settings["group_size"] // settings["engines_per_gpu"]
-    length, kept = settings["response_tokens"], 1 / (0.25 * 0.85**-2)
+    length, kept = settings["response_tokens"], settings["engines_per_gpu"]  # engines that share a GPU take turns on it
     gpu = (2 * smollm2.active_parameters + rows * smollm2.kv_bytes_per_token() * length / 2) / read * kept
     shared = (peer["timings"]["timing_s/gen"] / length - gpu) / (step_s + rows * sequence_s)
     update = {name: each["nodes"]["update"] for name, each in costs.items()}

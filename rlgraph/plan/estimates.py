@@ -33,7 +33,7 @@ DECODE_STEP_S = HostTime(1.18e-3, "prediction_h200.json: costs, 1.7B and 4B; rol
 # Of each sequence in a step: its logits, its log-prob, its place in the scheduler's lists.
 DECODE_SEQUENCE_S = HostTime(13.3e-6, "prediction_h200.json: costs, 1.7B and 4B; rollout_h200.json: batch by batch, SmolLM2")
 # Factor on both for each doubling of the engines that share a GPU.
-SHARING = HostTime(1.36, "peer_job_h200.json: one_step_off, four engines a GPU")
+SHARING = HostTime(1.26, "peer_job_h200.json: one_step_off, four engines a GPU")
 # The host's time to launch a pass forward and backward, for each layer; more if ranks gather and scatter the layer's shards.
 PASS_LAYER_S = HostTime(7.75e-3, "prediction_h200.json: costs, pass_s of 1.7B and 4B over their layers")
 SHARDED_PASS_LAYER_S = HostTime(15e-3, "prediction_h200.json: costs, sharded_pass_s of 1.7B and 4B over their layers")
