@@ -19,6 +19,8 @@ from typing import Any
 
 MOST_CHARACTERS = 80  # of a value in a message
 MOST_ITEMS = 3
+LEAST_CHARACTERS = 12  # of an item; deeper lists are not printed
+NOT_JSON = (ValueError, RecursionError)  # what json.loads raises for a text of outside: a deep list is a RecursionError
 
 
 def choices(name: str, known: Iterable[str], they: str = "there are", most: int = 40) -> str:
@@ -67,7 +69,9 @@ def _text(value: str | bytes | bytearray, most: int) -> str:
 
 def _items(value: Any, most: int) -> str:
     left, right = "[]" if isinstance(value, list) else "()" if isinstance(value, tuple) else "{}"
-    each = max(most // 2, 12)
+    if most < LEAST_CHARACTERS and value:
+        return f"{left}…{right}"
+    each = max(most // 2, LEAST_CHARACTERS) if most > LEAST_CHARACTERS else LEAST_CHARACTERS - 1
     parts: list[str] = []
     for item in itertools.islice(value.items() if isinstance(value, dict) else value, MOST_ITEMS):
         part = f"{shown(item[0], each)}: {shown(item[1], each)}" if isinstance(value, dict) else shown(item, each)

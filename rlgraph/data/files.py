@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rlgraph.data.rows import Dataset, Policy, Row, Rows, build_rows, in_order, place_of, present_row
-from rlgraph.errors import DataError, choices, shown
+from rlgraph.errors import NOT_JSON, DataError, choices, shown
 from rlgraph.settings import Count, Name, checked
 
 Paths: TypeAlias = str | Path | Sequence[str | Path]
@@ -129,7 +129,7 @@ class Lines:
         number, text = self.lines[index]
         try:
             row = json.loads(text)
-        except ValueError as error:
+        except NOT_JSON as error:
             raise DataError(
                 f"line {number} of '{self.file}' is no JSON ({error!s:.120}): {shown(text)}; write a row a line, or a list of rows"
             ) from None
@@ -189,7 +189,7 @@ def _lines(file: Path) -> Dataset:
     if text.lstrip()[:1] == b"[":
         try:
             rows = json.loads(text)
-        except ValueError as error:
+        except NOT_JSON as error:
             raise DataError(f"'{file}' is no JSON: {error!s:.120}") from None
         return list(rows)
     return Lines(str(file), [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()])

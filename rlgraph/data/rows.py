@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 from rlgraph import settings
-from rlgraph.errors import DataError, choices, shown
+from rlgraph.errors import NOT_JSON, DataError, choices, shown
 from rlgraph.settings import Count
 
 LIST = "the data set"  # what errors call rows that are of no file
@@ -179,7 +179,7 @@ def _parse_value(value: Any) -> Any:
     if isinstance(value, str):
         try:
             return json.loads(value)
-        except ValueError:
+        except NOT_JSON:
             return value
     return value
 

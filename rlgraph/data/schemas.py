@@ -8,7 +8,7 @@ from typing import Any
 from rlgraph.data.files import SUFFIXES, Paths, files_of, load_dataset_split, read
 from rlgraph.data.rows import Overlong, Policy, Row, Rows, at, present, present_row
 from rlgraph.engines.hf_models.model_files import is_hub_id
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import NOT_JSON, DataError, shown
 from rlgraph.settings import Count, Name, checked
 
 STEPS = 'Let\'s think step by step and output the final answer after "####".'
@@ -61,7 +61,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     if isinstance(value, str):
         try:
             value = json.loads(value)
-        except ValueError:
+        except NOT_JSON:
             return {}
     return value if isinstance(value, Mapping) else {}
 

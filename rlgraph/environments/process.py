@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlgraph import settings
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import NOT_JSON, GraphError, shown
 from rlgraph.nodes.environments.leases import Lease, held
 from rlgraph.nodes.environments.messages import Message, Turn
 from rlgraph.settings import Count, Name
@@ -155,7 +155,7 @@ class _Child:
 
     async def _read(self) -> None:
         assert self.process.stdout is not None
-        with contextlib.suppress(ValueError, OSError):  # a line that is too long, or none of ours
+        with contextlib.suppress(*NOT_JSON, TypeError, OSError):  # a line that is too long, or none of ours
             while line := await self.process.stdout.readline():
                 number, error, value = json.loads(line)
                 answer = self.waiting.get(number)

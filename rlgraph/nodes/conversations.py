@@ -2,17 +2,18 @@
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlgraph import settings
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import NOT_JSON, DataError, shown
 from rlgraph.settings import Name
 
 TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"  # fields of a row that its conversation takes, as TRL names them
 SYSTEM = ("system", "developer")
+DEEPEST = 100  # lists and mappings inside one another, which templates and workers descend into
 
 
 @settings.refuse_unknown
@@ -45,7 +46,7 @@ class Chat:
         if self.enable_thinking is not None and "enable_thinking" in self.template_kwargs:
             raise DataError("Chat: enable_thinking is given twice, by name and in template_kwargs; leave out one of them")
         for name, value in (("template_kwargs", self.template_kwargs), ("tools", self.tools)):
-            _checked_json(f"Chat({name}={shown(value)}): {name}", value)
+            check_json(f"Chat({name}={shown(value)}): {name}", value)
 
     def conversation(self, where: str, item: Mapping[str, Any], prompt: str) -> ChatPrompt:
         """Make the conversation of a row. Raises DataError, which begins with `where`, for messages that are none."""
@@ -94,7 +95,7 @@ def check_prompt(where: str, name: str, text: str) -> None:
     check_text(where, name, text)
     if not text.lstrip().startswith("[") or '"role"' not in text:
         return
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(*NOT_JSON):
         found = json.loads(text)
         if is_conversation(found) and all("role" in message for message in found):
             raise DataError(f"{where} has {name}={shown(text)}, a conversation written as JSON; give its messages: json.loads reads them")
@@ -134,7 +135,7 @@ def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
         made["content"] = _content(where, message["content"], bool(message.get("tool_calls")))
     if "tool_calls" in made:
         made["tool_calls"] = [_tool_call(where, call) for call in _read_list(where, "tool_calls", made["tool_calls"])]
-    _checked_json(where, made)
+    check_json(where, made)
     return made
 
 
@@ -175,16 +176,28 @@ def _read_list(where: str, name: str, value: Any) -> list[Any]:
 
 def _parse_json(where: str, name: str, value: Any) -> Any:
     """Parse a value that may be given as JSON: an empty text is none."""
-    if not isinstance(value, str):
-        return _plain_list(value)
+    found = _plain_list(value)
     try:
-        return json.loads(value) if value.strip() else None
-    except ValueError as error:
+        if isinstance(value, str):
+            found = json.loads(value) if value.strip() else None
+    except NOT_JSON as error:
         raise DataError(f"{where} has {name}={shown(value)}, which is not JSON ({error}): give a list or a mapping, or its JSON") from None
+    check_json(f"{where}: {name}", found)
+    return found
 
 
-def _checked_json(where: str, value: Any) -> None:
+def check_json(where: str, value: Any) -> None:
+    """Raise DataError for a value that JSON does not hold, and for one that is deeper than `DEEPEST`."""
+    layer, depth = [value], 0
+    while layer := [item for each in layer if isinstance(each, Mapping | list | tuple) for item in _values(each)]:
+        depth += 1
+        if depth > DEEPEST:
+            raise DataError(f"{where} holds more than {DEEPEST} lists and mappings inside one another; give flatter values")
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # which refuses lone surrogates
     except (TypeError, ValueError) as error:
         raise DataError(f"{where} holds what JSON cannot ({error}); give text, numbers, lists and mappings of these") from None
+
+
+def _values(value: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value

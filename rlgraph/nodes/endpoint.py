@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import resource
 import secrets
 import threading
 import time
@@ -14,8 +15,8 @@ from typing import Any
 import msgspec
 
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
-from rlgraph.errors import DataError, shown
-from rlgraph.nodes.conversations import checked_messages
+from rlgraph.errors import NOT_JSON, DataError, shown
+from rlgraph.nodes.conversations import check_json, checked_messages
 
 # Requests of chat completions: what of OpenAI's protocol is answered, checked, and errors in its shape.
 
@@ -97,12 +98,13 @@ def read_chat(body: bytes) -> ChatAsked:
     """Read a request. Raises ApiError for one that is none, or that asks for what is not there."""
     try:
         request = msgspec.json.decode(body, type=ChatRequest)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except NOT_JSON as error:  # UnicodeDecodeError too
         raise ApiError(400, f"the request is no chat completion: {error!s:.300}", "invalid_request") from None
     _check_supported(request)
     try:
         messages = checked_messages("the request", "messages", request.messages)
         tools = [_tool(tool) for tool in request.tools or ()] if request.tool_choice != "none" else []
+        check_json("the request", [tools, request.chat_template_kwargs])
     except DataError as error:
         raise ApiError(400, str(error), "invalid_request") from None
     for message in messages:
@@ -221,6 +223,8 @@ PATHS = "POST /v1/chat/completions and GET /v1/models"
 START_S = 180.0
 LAST_TURNS = 8  # of the event loop, in which connections that were closed let go of their sockets
 log = logging.getLogger("rlgraph.agents")
+http_log = logging.getLogger("rlgraph.agents.http")  # of aiohttp: a traceback for whatever anybody of this host sends
+http_log.setLevel(logging.CRITICAL)
 
 
 class Pending:
@@ -256,6 +260,7 @@ class Endpoint:
     def __init__(self, deliver: Callable[[Pending], None], most_bytes: int) -> None:
         self.deliver, self.most_bytes, self.port = deliver, most_bytes, 0
         self._sessions: dict[str, Any] = {}
+        self._strangers: dict[Any, None] = {}  # connections that have shown no key, the oldest first
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="chat completions", daemon=True)
         self._thread.start()
@@ -287,6 +292,7 @@ class Endpoint:
         self._loop.close()
 
     async def _stopped(self) -> None:
+        self._listener.close()
         await self._runner.cleanup()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
@@ -303,12 +309,22 @@ class Endpoint:
         app.router.add_post("/v1/chat/completions", self._answering(self._complete))
         app.router.add_get("/v1/models", self._answering(self._models))
         app.router.add_route("*", "/{path:.*}", self._answering(self._unknown))
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=http_log, shutdown_timeout=1.0)
         await runner.setup()
-        site = web.TCPSite(runner, HOST, 0)
-        await site.start()
-        self.port = runner.addresses[0][1]
+        server = runner.server
+        assert server is not None
+        self._listener = await self._loop.create_server(lambda: self._admitted(server()), HOST, 0, backlog=128)
+        self.port = self._listener.sockets[0].getsockname()[1]
         return runner
+
+    def _admitted(self, connection: Any) -> Any:
+        """Count a new connection as a stranger's, and close the oldest of them where they hold a quarter of this process's descriptors."""
+        self._strangers[connection] = None
+        if len(self._strangers) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            self._loop.call_soon(oldest.force_close)  # once it is made: many come at once
+        return connection
 
     def _answering(self, handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
         """Wrap a handler: check the key, and answer errors in OpenAI's shape."""
@@ -319,12 +335,16 @@ class Endpoint:
                 key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
                 if key not in self._sessions:
                     raise ApiError(401, "this is no key of an open session", "invalid_api_key", "authentication_error")
+                self._strangers.pop(request.protocol, None)
                 return await handler(request, self._sessions[key])
             except ApiError as error:
                 return web.json_response(error.body(), status=error.status)
             except web.HTTPRequestEntityTooLarge:
                 large = ApiError(413, f"a request has at most {self.most_bytes} bytes", "request_too_large")
                 return web.json_response(large.body(), status=413)
+            except web.RequestPayloadError as error:  # as compressed bytes that are none
+                broken = ApiError(400, f"the body cannot be read: {error!s:.300}", "invalid_request")
+                return web.json_response(broken.body(), status=400)
 
         return answered
 

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,7 @@ HUGE: dict[str, tuple[Any, str]] = {
     "a mapping": (dict.fromkeys(range(1000), "x" * 1000), "… 1000 items"),
     "a tensor": (torch.zeros(1000, 1000), "a Tensor [1000, 1000] of torch.float32"),
     "bytes": (b"x" * 10**6, "1000000 bytes"),
+    "deep": (reduce(lambda inner, _: [inner], range(5000), 1), "[[[[[…]]]]]"),
     "nested": ([[["x" * 1000] * 1000] * 1000] * 1000, "… 1000 items"),
     "a dataclass": (rg.Sampling(stop_token_ids=tuple(range(10**5))), "Sampling(stop_token_ids=(0, 1, 2, … 100000 items))"),
 }

@@ -228,6 +228,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no rows": (lambda folder: rg.data.jsonl(write(folder / "a.jsonl", [])), "no rows"),
     "no parquet": (lambda folder: rg.data.parquet(write(folder / "a.json", [{}])), "cannot be read as parquet"),
     "no JSON": (lambda folder: rg.data.jsonl(broken(folder))[1], r"line 3 of '.*broken.jsonl' is no JSON"),
+    "deep JSON": (lambda folder: rg.data.jsonl(deep(folder)), r"deep.json' is no JSON: maximum recursion depth"),
     "a line that is no row": (
         lambda folder: rg.data.jsonl(write(folder / "a.jsonl", [1]))[0],
         "line 1 of '.*' is 1; each line is a mapping",
@@ -260,6 +261,12 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a policy that is none": (lambda folder: rg.data.rows([{"prompt": "a"}], overlong="cut"), "overlong"),  # type: ignore[arg-type]
     "a path as rows": (lambda folder: rg.data.rows("train.jsonl"), r"read a file by rg.data.jsonl"),  # type: ignore[arg-type]
 }
+
+
+def deep(folder: Path) -> Path:
+    file = folder / "deep.json"
+    file.write_text("[" * 5000 + "]" * 5000)
+    return file
 
 
 def broken(folder: Path) -> Path:

@@ -113,6 +113,11 @@ UNFIT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+def test_a_prompt_of_brackets_is_text() -> None:
+    node = rg.prompts([{"prompt": "[" * 5000 + '"role"'}], count=1).node
+    node.operation.check(node)
+
+
 @pytest.mark.parametrize("name", UNFIT)
 def test_a_value_that_no_column_holds_is_named_before_anything_starts(name: str) -> None:
     first, second, words = UNFIT[name]

@@ -1,6 +1,9 @@
 """Agent programs through the endpoint: what a client sends and gets, and the sequences that its calls become."""
 
 import asyncio
+import contextlib
+import json
+import socket
 import threading
 import time
 from pathlib import Path
@@ -15,6 +18,7 @@ from support.templates import model_with
 import rlgraph as rg
 from rlgraph.algorithms.advantages import ReinforcePlusPlus
 from rlgraph.engines.api import Response
+from rlgraph.nodes.endpoint import HOST, Endpoint
 
 CALL = '<tool_call>{"name": "double", "arguments": {"number": %d}}</tool_call>'
 NUMBER = {"type": "object", "properties": {"number": {"type": "integer"}}}
@@ -234,6 +238,16 @@ REFUSED: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str]] = {
     "a huge request": ({"messages": [user("x" * 2_000_000)]}, openai.APIStatusError, "a request has at most"),
 }
 
+DEEP = "[" * 100_000 + "]" * 100_000
+BODIES: dict[str, tuple[bytes, str]] = {
+    "no JSON": (b"{'messages'", "the request is no chat completion"),
+    "no text": (b'{"messages": [{"role": "user", "content": "\xff"}]}', "'utf-8' codec can't decode"),
+    "a deep list": (b'{"messages": ' + DEEP.encode() + b"}", "the request is no chat completion"),
+    "a deep list in a text": (json.dumps({"messages": [user("a") | {"tool_calls": DEEP}]}).encode(), "which is not JSON"),
+    "a list too deep for templates": (json.dumps({"messages": [user("a") | {"x": json.loads(DEEP[99_800:100_200])}]}).encode(), "flatter"),
+    "a template": (json.dumps({"messages": [user("a")], "chat_template_kwargs": {"chat_template": "x"}}).encode(), "chat_template"),
+}
+
 
 def test_requests_that_cannot_be_answered_are_refused_in_openais_shape_and_the_session_goes_on(folder: Path) -> None:
     found: dict[str, openai.APIStatusError] = {}
@@ -251,8 +265,11 @@ def test_requests_that_cannot_be_answered_are_refused_in_openais_shape_and_the_s
             assert [one.id async for one in model.models.list()] == ["policy"]
             await model.chat.completions.create(model="policy", messages=[user("a")], temperature=0.2)
         async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {client.key}"}) as plain:
-            answer = await plain.post(f"{client.base_url}/chat/completions", content=b"{'messages'")
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+            for name, (body, said) in BODIES.items():
+                answer = await plain.post(f"{client.base_url}/chat/completions", content=body)
+                assert (answer.status_code, said in answer.json()["error"]["message"]) == (400, True), (name, answer.text)
+            answer = await plain.post(f"{client.base_url}/chat/completions", content=b"garbage", headers={"Content-Encoding": "gzip"})
+            assert (answer.status_code, "cannot be read" in answer.json()["error"]["message"]) == (400, True)
         assert client.base_url.startswith("http://127.0.0.1:")
         return 1.0
 
@@ -264,6 +281,21 @@ def test_requests_that_cannot_be_answered_are_refused_in_openais_shape_and_the_s
     assert rolled.metrics["agent/overlong_prompts"] == 1
     assert rolled.metrics["agent/overridden_sampling"] == 1
     assert len(rolled.engine.asked) == 1
+
+
+def test_connections_that_show_no_key_hold_a_part_of_the_descriptors_and_leave_those_with_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (20, 20))
+    endpoint = Endpoint(lambda pending: None, 1000)
+    with contextlib.closing(endpoint), contextlib.ExitStack() as held:
+        head = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {endpoint.open(None)}\r\n\r\n".encode()
+        known = held.enter_context(socket.create_connection((HOST, endpoint.port), timeout=10))
+        known.sendall(head)
+        assert b"200 OK" in known.recv(1000)
+        strangers = [held.enter_context(socket.create_connection((HOST, endpoint.port), timeout=10)) for _ in range(9)]
+        assert [one.recv(1) for one in strangers[:4]] == [b""] * 4, "the oldest are closed"
+        for one in (known, strangers[-1]):
+            one.sendall(head)
+            assert b"200 OK" in one.recv(1000)
 
 
 def test_limits_of_turns_and_tokens_refuse_further_calls_and_are_counted(folder: Path) -> None:

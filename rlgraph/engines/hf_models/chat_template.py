@@ -49,6 +49,7 @@ class ChatPrompt:
             add_generation_prompt=not self.continue_final and not self.closed,
             continue_final_message=self.continue_final,
             tokenize=False,
+            chat_template=None,  # the model's own, whatever the arguments of the conversation say
             **(self.template_kwargs or {}),
         )
         return text

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from rlgraph import settings
-from rlgraph.errors import DataError, GraphError, RlgraphError, shown
+from rlgraph.errors import NOT_JSON, DataError, GraphError, RlgraphError, shown
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.rewards.calls import Scorer
 from rlgraph.nodes.sandbox import Limits, ToolError
@@ -162,7 +162,7 @@ def cases_of(tests: Any) -> list[Case]:
     """Read the tests of an item. Raises DataError for anything but a list of at least one test."""
     try:
         found = _cases(json.loads(tests) if isinstance(tests, str) else tests)
-    except (ValueError, LookupError, TypeError) as error:
+    except (*NOT_JSON, LookupError, TypeError) as error:
         reason = f": {type(error).__name__}: {error}"
         found = []
     else:

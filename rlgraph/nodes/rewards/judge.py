@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from rlgraph import settings
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import NOT_JSON, DataError, GraphError, shown
 from rlgraph.nodes.rewards.calls import CONCURRENCY, Busy, Retry, Scorer
 from rlgraph.settings import AtLeastZero, Count, Finite, Name, Natural, Range, Seconds, checked
 
@@ -193,7 +193,7 @@ def _content(text: str) -> str:
     """Take the judge's text out of the server's answer. Raises ValueError for an answer of another form."""
     try:
         content = json.loads(text)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError):
+    except (*NOT_JSON, LookupError, TypeError):
         raise ValueError(f"the judge's answer is no chat completion: {text[:EXCERPT]!r}") from None
     if not isinstance(content, str):
         raise ValueError(f"the judge's answer has no text: {text[:EXCERPT]!r}")
