@@ -94,7 +94,7 @@ def check(limits: Limits, accept_missing: Collection[str] = (), what: str = "the
         raise GraphError(f"{what} needs Linux 5.13 or newer, which keeps its code from files and network; leave it out")
     try:
         asyncio.run(run("", limits, accept_missing))
-    except ToolError as error:
+    except (ToolError, OSError) as error:  # a system without room for a process raises OSError
         missing = next((layer for layer in LAYERS if f"lacks the layer '{layer}'" in str(error)), None)
         advice = f", or accept that with {maker}(accept_missing=('{missing}',))" if missing else ", or raise its limits"
         raise GraphError(f"{what} cannot be run here: {error}; leave it out{advice}") from None

@@ -1,6 +1,7 @@
 """A model's code in its sandbox: whatever it does, the caller gets a text, and nothing else is hurt."""
 
 import asyncio
+import errno
 import signal
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from support.paths import PROGRAMS
 
 import rlgraph as rg
 from rlgraph.errors import GraphError
-from rlgraph.nodes.sandbox import LAYERS, Limits, ToolError, run
+from rlgraph.nodes.sandbox import LAYERS, RUN, Limits, ToolError, check, run
+from rlgraph.nodes.walls import session
 
 pytestmark = pytest.mark.sandbox
 
@@ -184,6 +186,25 @@ def test_a_machine_that_lacks_a_layer_is_refused_with_its_name_unless_that_is_ac
     assert f"rg.tools.python(accept_missing=('{layer}',))" in refused
     assert written == "'written'"
     assert "Error" in of_another  # the layers that are left keep it
+
+
+def test_root_that_is_the_only_user_of_its_container_has_the_sandbox_too(tmp_path: Path) -> None:
+    script = tmp_path / "checks.py"
+    script.write_text("from rlgraph.nodes.sandbox import Limits, check\ncheck(Limits())\n")
+    done = subprocess.run(["unshare", "-Ur", sys.executable, "-c", BARE, script], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_system_without_room_for_a_process_is_named_and_a_sandbox_keeps_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", full)
+    with pytest.raises(GraphError, match=r"the tool 'python' cannot be run here: .*temporarily unavailable"):
+        check(QUICK)
+    monkeypatch.setattr(session.os, "fork", full)
+    status, said = session._run(RUN, b"", 1.0, 100, lambda: None)
+    assert (status > 0, b"no process can be started" in said) == (True, True)
 
 
 def test_a_layer_that_there_is_not_cannot_be_accepted_to_be_missing() -> None:

@@ -74,7 +74,7 @@ def die_with_parent() -> None:
 
 def _fork_into_namespaces(seconds: int) -> None:
     """Fork twice and go on in the second process of the new namespaces. The first one and this one wait for it and exit as it does."""
-    first = os.fork()
+    first = fork()
     if first:
         status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
         if status < 0 or status >= SIGNALLED:
@@ -88,11 +88,20 @@ def _fork_into_namespaces(seconds: int) -> None:
     die_with_parent()
     signal.signal(signal.SIGALRM, lambda *_: os._exit(SIGNALLED + signal.SIGKILL))  # stops the code even if the parent is gone
     signal.alarm(seconds + GRACE_S)
-    second = os.fork()
+    second = fork()
     if second:
         status = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
         os._exit(SIGNALLED - status if status < 0 else min(status, SIGNALLED - 1))
     die_with_parent()
+
+
+def fork() -> int:
+    """Fork. Where the system starts no further process, this one says so and ends."""
+    try:
+        return os.fork()
+    except OSError as error:
+        print(f"no process can be started ({error})", flush=True)
+        os._exit(NOT_WALLED)
 
 
 def limit(seconds: int, memory: int, folder_bytes: int, *, count_threads: bool) -> None:

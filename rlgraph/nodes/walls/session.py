@@ -37,7 +37,7 @@ def main() -> None:
     if enclosed:
         os.environ["HOME"] = spaces.FOLDER
         child.die_with_parent()  # again: a change of user clears it
-        first = os.fork()
+        first = child.fork()
         if first:
             os.close(0)
             os.close(1)
@@ -64,7 +64,12 @@ def main() -> None:
 def _run(operation: bytes, body: bytes, seconds: float, most: int, enter: "Callable[[], None]") -> tuple[int, bytes]:
     """Do one operation in a process of its own; kill it at its deadline, and where it prints too much."""
     out, into = os.pipe()
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError as error:  # the next operation may have room
+        os.close(out)
+        os.close(into)
+        return child.NOT_WALLED, f"no process can be started ({error})".encode()
     if not pid:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(into, 1)

@@ -30,20 +30,33 @@ def enclose(readable: "Sequence[str]", folder_bytes: int) -> None:
     Raises OSError naming the call that the kernel refuses.
     """
     user, group = os.geteuid(), os.getegid()
-    as_root = user == 0 and libc.unshare(SPACES) == 0
+    as_root = user == 0 and _is_mapped(NOBODY) and libc.unshare(SPACES) == 0
     if not as_root:
         checked(libc.unshare(NEW_USER | SPACES), "unshare of user, mount, process, network and IPC namespaces")
         for what, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-            with open(f"/proc/self/{what}", "w") as file:
-                file.write(text)
+            try:
+                with open(f"/proc/self/{what}", "w") as file:
+                    file.write(text)
+            except OSError as error:  # as of root without CAP_SETFCAP
+                raise OSError(error.errno, f"'{text}' in the {what} of a user namespace: {error.strerror}") from None
     mount(None, "/", None, SLAVE | RECURSIVE)  # so that changes to mounts in here do not reach the host
     checked(libc.sethostname(b"sandbox", 7), "sethostname")
     _rebuild(readable, folder_bytes)
     if as_root:
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
+        checked(libc.setgroups(0, None), "setgroups")
+        checked(libc.setresgid(NOBODY, NOBODY, NOBODY), "setresgid to nobody")
+        checked(libc.setresuid(NOBODY, NOBODY, NOBODY), "setresuid to nobody")
         libc.unshare(NEW_USER)  # if allowed: limits counted by user then do not mix with those of nobody's other processes
+
+
+def _is_mapped(user: int) -> bool:
+    """Whether a user is there in this user namespace: the root of a container may be its only one."""
+    try:
+        with open("/proc/self/uid_map") as file:
+            ranges = [[int(word) for word in line.split()] for line in file]
+    except OSError:
+        return True
+    return any(first <= user < first + count for first, _, count in ranges)
 
 
 def _rebuild(readable: "Sequence[str]", folder_bytes: int) -> None:
