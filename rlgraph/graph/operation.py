@@ -65,6 +65,9 @@ class NodeTraits:
     `compares` names the estimator that compares the responses to one prompt with each other; empty if none does.
 
     `given` are the functions and objects that the user gave it, which must be picklable; None means the whole operation.
+
+    `trial` says that the launch may start it and call its stage once on a made-up batch, before anything starts. A node with a model is
+    not tried. Set it to False for an operation with side effects, or one that loads a model or needs a network.
     """
 
     work: Work = "host"
@@ -83,6 +86,7 @@ class NodeTraits:
     preferences: Preferences | None = None
     compares: str = ""
     given: tuple[Any, ...] | None = None
+    trial: bool = True
 
     @property
     def interrupt(self) -> "Running | None":
@@ -137,9 +141,10 @@ class Operation(ABC):
     def trial(self, node: "Node", columns: Any, rows: int) -> Any:
         """Call the user's function on made-up `columns` at the launch, and return those it writes; None where there is nothing to try.
 
-        The node has `rows` rows. Raises RlgraphError as the run would.
+        The node has `rows` rows. Raises RlgraphError as the run would. NotImplemented, the default, starts a copy of the operation and
+        calls its stage once.
         """
-        return None
+        return NotImplemented
 
     def cursor(self, step: int) -> Mapping[str, Any] | None:
         """Give the position of a data source after `step` steps, with the settings of its order, as plain values; None for other nodes.

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias
 import torch
 
 from rlgraph.columns import COLUMNS, Column, Columns
-from rlgraph.errors import GraphError, RlgraphError, shown
-from rlgraph.graph.nodes import Node, Output, declare
+from rlgraph.errors import GraphError, shown
+from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.nodes.rewards.calls import CallFailed, FunctionPool
-from rlgraph.nodes.trial import LIMIT_S, TooLong, copied
 from rlgraph.notices import old_attribute, renamed
 from rlgraph.settings import refuse_unknown
 
@@ -113,36 +111,22 @@ class FunctionOperation(Operation):
 
     @property
     def traits(self) -> NodeTraits:
-        return NodeTraits(by_group=self.by_group, compares=self.compares, given=(self.function,))
+        return NodeTraits(by_group=self.by_group, compares=self.compares, given=(self.function,), trial=self.tried)
 
     def start(self, context: Context) -> Stage:
-        return lambda step, columns: self.function(_Read(columns))
-
-    def trial(self, node: Node, columns: Columns, rows: int) -> Columns | None:
-        if not self.tried:
-            return None
-        function = copied(self.function)
-        try:
-            (fired,) = FunctionPool(lambda read: function(_Read(read)), [{"read": columns}], 1, LIMIT_S).run()
-        except CallFailed as failure:
-            if failure.late:
-                raise TooLong(f"the function {failure.what}") from None
-            cause = failure.__cause__
-            raise GraphError(str(cause) if isinstance(cause, RlgraphError) else f"the function {failure.what}") from cause
-        written, metrics = fired_parts(fired)
-        checked_metrics(node.name, metrics)
-        checked_columns(node.name, node.writes, written)
-        if all(len(column) == node.rows for column in written.values()):
-            return None  # it counts on the rows of a step
-        checked_columns(node.name, node.writes, written, rows)
-        return written
+        return lambda step, columns: self.function(ReadColumns(columns))
 
 
-class _Read(dict[str, Column]):
-    """The columns that a function reads; any other is an error that says how to read it."""
+class ReadColumns(dict[str, Column]):
+    """The columns that a node reads; any other is an error that says how to read it."""
 
     def __missing__(self, name: str) -> Column:
         raise GraphError(f"the function reads column {shown(name)}, but its node reads {list(self)}: add the column to reads=")
+
+
+def custom(value: Any) -> bool:
+    """Tell whether a function or an object is of the user's own making, not of rlgraph."""
+    return not str(getattr(value, "__module__", "")).startswith("rlgraph.")
 
 
 class FunctionNode:

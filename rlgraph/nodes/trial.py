@@ -3,15 +3,18 @@
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 
 from rlgraph import notices
 from rlgraph.columns import COLUMNS, Column, Columns, repeat_rows
-from rlgraph.errors import RlgraphError
+from rlgraph.errors import GraphError, RlgraphError
+from rlgraph.nodes.base import Context, ReadColumns, checked_columns, checked_metrics, fired_parts
+from rlgraph.nodes.rewards.calls import CallFailed, FunctionPool
 
 if TYPE_CHECKING:
     from rlgraph.graph.nodes import Graph, Node
@@ -23,6 +26,8 @@ SIZES = {"P": 3, "T": 5, "L": 1, "E": 1, "K": 2}  # of the dimensions of made-up
 PROMPT_TOKEN, RESPONSE_TOKEN = 1, 2
 PROMPT = "What is 2 + 2?"
 RESPONSES = ("2 + 2 = 4, so the answer is 4.", "I do not know.")
+
+Given = TypeVar("Given")
 
 
 class TooLong(RlgraphError):
@@ -37,17 +42,17 @@ class MadeUpTokenizer:
 
 
 def try_functions(graph: "Graph") -> None:
-    """Call each function of the user on a made-up batch of 2 prompts. Raises RlgraphError naming the node whose function goes wrong.
+    """Call each function, estimator and operation of the user on a made-up batch of 2 prompts.
 
-    A notice tells of one that has not returned within 5 seconds, or that raised what may come of made-up texts. `trial=False` leaves a
-    function out, and so do its `retries`.
+    A notice names one that has not returned within 5 seconds, or that raised what made-up columns may cause. `trial=False` leaves a
+    function out, and so do its `retries`. Raises RlgraphError naming the node that goes wrong.
     """
     made: dict[Node, Columns] = {}
     with _preserve_random_states():
         for node in graph.nodes:
             heights = [len(next(iter(made[output.node].values()), ())) for output in node.inputs if made[output.node]]
             widest = max((output.node.rows for output in node.inputs), default=node.rows)
-            rows = max(heights, default=PROMPTS) * max(node.rows // widest, 1)
+            rows = max(max(heights, default=PROMPTS) * node.rows // widest, 1)
             columns = _read(node, made)
             tried = None if columns is None else _call_once(node, columns, rows)
             made[node] = made_up(node.writes, rows) if tried is None else tried
@@ -55,22 +60,72 @@ def try_functions(graph: "Graph") -> None:
 
 def _call_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
     """Call the node's function; None where there is none, or where a notice tells why its result is not known."""
+    leaves_out = "trial=False" if node.traits.given is not None else "traits = rg.NodeTraits(trial=False)"
     try:
-        found: Columns | None = node.operation.trial(node, columns, rows)
-        return found
+        found: Any = node.operation.trial(node, columns, rows) if node.traits.trial else None
+        checked: Columns | None = _fire_once(node, columns, rows) if found is NotImplemented else found
+        return checked
     except TooLong as late:
-        notices.here.say(f"node '{node.name}': {late}, so it is not tried before the launch; trial=False does not wait for it")
+        notices.here.say(f"node '{node.name}': {late}, so it is not tried before the launch; {leaves_out} does not wait for it")
     except RlgraphError as error:
         cause = error.__cause__
         if cause is None or isinstance(cause, (RlgraphError, *MISTAKES)):
             where = "" if str(error).startswith(f"node '{node.name}'") else f"node '{node.name}': "
-            raise type(error)(f"{where}{error} (found on a made-up batch; trial=False leaves that out)") from cause
+            raise type(error)(f"{where}{error} (found on a made-up batch; {leaves_out} leaves that out)") from cause
         said = str(cause).partition("\n")[0]
         notices.here.say(
             f"node '{node.name}': its function raised {type(cause).__name__}: {said:.100} on a made-up batch; "
-            "if it does on a real one, the run ends at its first step; trial=False leaves the trial out"
+            f"if it does on a real one, the run ends at its first step; {leaves_out} leaves the trial out"
         )
     return None
+
+
+def _fire_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
+    """Start a copy of the node's operation and call its stage as the first step would. Raises RlgraphError for what a run refuses."""
+    many = node.chunks > 1 and node.follows is None  # it makes the chunks of a batch
+    if node.model is not None or many or node.traits.given == () or any(output.prefix for output in node.inputs):
+        return None
+    written, rewards = _written(node, columns), columns.get("rewards")
+    if _not_finite(columns, written) and isinstance(rewards, torch.Tensor):  # made-up texts may all score the same, as few batches do
+        written = _written(node, {**columns, "rewards": (torch.arange(len(rewards)) % 2).to(rewards) / 2 + 0.25})
+    if name := _not_finite(columns, written):
+        raise GraphError(
+            f"node '{node.name}' returned {name} with NaN or an infinity; its numbers must be finite: look for a division by 0, e.g. by a "
+            "standard deviation"
+        )
+    due = rows if node.inputs else node.rows
+    count, read = (max((len(column) for column in batch.values()), default=0) for batch in (written, columns))
+    if count == node.rows != due:
+        return None  # it counts on the rows of a step
+    checked_columns(node.name, node.writes, written, read if rows < read == count else due)  # one that chooses rows may find few
+    return {name: column[:rows] for name, column in written.items()}
+
+
+def _written(node: "Node", columns: Columns) -> Columns:
+    operation, read = copied(node.operation), columns if node.earlier is not None else ReadColumns(columns)
+    what = "the function" if node.traits.given is not None else f"its operation '{type(operation).__name__}'"
+    try:
+        (fired,) = FunctionPool(lambda: operation.start(Context())(0, read), [{}], 1, LIMIT_S).run()
+    except CallFailed as failure:
+        if failure.late:
+            raise TooLong(f"{what} {failure.what}") from None
+        cause = failure.__cause__
+        raise GraphError(str(cause) if isinstance(cause, RlgraphError) else f"{what} {failure.what}") from cause
+    written, metrics = fired_parts(fired)
+    checked_metrics(node.name, metrics)
+    checked_columns(node.name, node.writes, written)
+    return written
+
+
+def _not_finite(columns: Columns, written: Columns) -> str:
+    """Name a written column of rlgraph's own that has a number of a trained token, or of a response, that is NaN or infinite."""
+    mask = columns.get("loss_mask", columns.get("response_mask"))
+    for name, column in written.items():
+        if name in COLUMNS and isinstance(column, torch.Tensor) and column.is_floating_point():
+            used = mask if isinstance(mask, torch.Tensor) and mask.shape == column.shape else torch.ones_like(column, dtype=torch.bool)
+            if not column[used].isfinite().all():
+                return name
+    return ""
 
 
 def made_up(writes: Sequence[str], rows: int) -> dict[str, Column]:
@@ -78,8 +133,8 @@ def made_up(writes: Sequence[str], rows: int) -> dict[str, Column]:
     return {name: _column(name, rows) for name in writes if name in COLUMNS}
 
 
-def copied(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy an object that is called, so that a trial does not change its state; a function is itself."""
+def copied(function: Given) -> Given:
+    """Copy an object of the user's, so that a trial does not change its state; a function is itself."""
     try:
         return copy.deepcopy(function)
     except Exception:  # noqa: BLE001 (whatever its state says to a copy)
@@ -112,9 +167,13 @@ def _column(name: str, rows: int) -> Column:
         return torch.arange(rows)
     if name == "response_mask":  # every second response is one token shorter
         return torch.arange(shape[1]) < torch.tensor([[shape[1] - row % 2] for row in range(rows)])
-    value = {"prompts": PROMPT_TOKEN, "responses": RESPONSE_TOKEN}.get(name, -1 if name.endswith("log_probs") else 0)
-    column = torch.full(shape, spec.dtype == torch.bool or value, dtype=spec.dtype)
-    return column + torch.arange(rows).remainder(2).to(spec.dtype) if spec.dims == ("B",) and spec.dtype == torch.float32 else column
+    if spec.dtype != torch.float32 or name == "step_labels":
+        value = {"prompts": PROMPT_TOKEN, "responses": RESPONSE_TOKEN}.get(name, 0)
+        return torch.full(shape, spec.dtype == torch.bool or value, dtype=spec.dtype)
+    if spec.dims == ("B",):
+        return torch.arange(rows).remainder(2).float()
+    varied = (torch.arange(prod(shape)) + list(COLUMNS).index(name)).remainder(7).reshape(shape) / 8 + 0.125  # equal numbers deviate by 0
+    return varied.log() if name.endswith("log_probs") else varied
 
 
 @contextlib.contextmanager

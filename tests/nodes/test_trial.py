@@ -115,3 +115,103 @@ def test_functions_are_tried_before_a_job_is_made() -> None:
     for start in (plan.run_here, plan.launch):
         with pytest.raises(RlgraphError, match=r"node 'mine' returned None.*found on a made-up batch"):
             start()
+
+
+class Own:
+    """An estimator of the user."""
+
+    reads, writes = ("rewards", "response_mask"), ("advantages",)
+
+    def __init__(self, function: Callable[[Columns], Any]) -> None:
+        self.function = function
+
+    def __call__(self, batch: Columns) -> Any:
+        return self.function(batch)
+
+
+class Stage(rg.Operation):
+    """An operation of the user."""
+
+    def __init__(self, function: Callable[[Columns], Any], trial: bool = True) -> None:
+        self.function, self.trial_allowed = function, trial
+
+    @property
+    def traits(self) -> rg.NodeTraits:
+        return rg.NodeTraits(trial=self.trial_allowed)
+
+    def start(self, context: Any) -> Any:
+        return lambda step, columns: self.function(columns)
+
+
+def spread_out(batch: Any) -> torch.Tensor:
+    return batch["rewards"][:, None].expand(batch["response_mask"].shape)  # type: ignore[no-any-return]
+
+
+def standardised(batch: Any) -> Columns:
+    """Divide by the deviation of each group of two, which is 0 where both score the same."""
+    groups = spread_out(batch).reshape(2, 2, -1)
+    return {"advantages": ((groups - groups.mean(1, keepdim=True)) / groups.std(1, keepdim=True)).reshape(4, -1)}
+
+
+ADVANTAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "nothing": (lambda batch: None, "node 'mine' returned None; it returns its columns by name"),
+    "a wrong count": (lambda batch: {"advantages": spread_out(batch)[:3]}, "returned 3 rows where 4 are due"),
+    "text": (lambda batch: {"advantages": "high"}, "node 'mine' returned advantages='high'; a column is a tensor"),
+    "NaN": (lambda batch: {"advantages": spread_out(batch) / 0}, "node 'mine' returned advantages with NaN or an infinity"),
+    "a mask": (
+        lambda batch: {"advantages": batch["response_mask"]},
+        "as a tensor [4, 5] of bool; this column is a tensor [B, T] of float32",
+    ),
+    "an undeclared column": (lambda batch: {"advantages": batch["values"]}, "reads column 'values', but its node reads ['rewards', "),
+}
+
+
+def advantaged(function: Callable[[Columns], Any], kind: str, trial: bool = True) -> rg.Graph:
+    rollout = rg.Generator("m", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 ="}], 3), group_size=2)
+    rewards = rg.reward(lambda response: 0.0, rollout, trial=False)
+    if kind == "estimator":
+        return rg.Graph("g", rg.advantages(rollout, rewards, estimator=Own(function), name="mine", trial=trial))
+    return rg.Graph("g", rg.declare("mine", Stage(function, trial), [rollout, rewards], reads=Own.reads, writes=Own.writes).batch)
+
+
+@pytest.mark.parametrize("kind", ["estimator", "operation"])
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_an_estimator_and_an_operation_that_go_wrong_are_found_before_the_launch(name: str, kind: str) -> None:
+    function, words = ADVANTAGES[name]
+    with pytest.raises(RlgraphError) as caught:
+        try_functions(advantaged(function, kind))
+    assert words in str(caught.value)
+    assert ("trial=False" if kind == "estimator" else "traits = rg.NodeTraits(trial=False)") in str(caught.value)
+    try_functions(advantaged(function, kind, trial=False))
+    try_functions(advantaged(standardised, kind))
+
+
+def test_what_works_in_a_run_passes_the_trial() -> None:
+    """Also what divides by the spread of the rewards where all made-up texts score the same, and what chooses a fixed number of rows."""
+    generator = rg.Generator("m", pool=rg.Pool("rollout"))
+    rollout = generator.rollout(rg.prompts([{"prompt": "1 ="}] * 9, 6), group_size=2)
+    rewards = rg.reward(lambda response: 1.0, rollout)
+    reads = ("rewards", "response_mask")
+    estimated = rg.declare("own", Stage(standardised), [rollout, rewards], reads=reads, writes=("advantages",)).batch
+    chosen = rg.declare(
+        "best", Stage(lambda batch: {"rewards": batch["rewards"][:6]}), [rewards], reads=("rewards",), writes=("rewards",), rows=6
+    )
+    source = rg.declare("source", Stage(lambda batch: {"marks": torch.zeros(6)}), [], reads=(), writes=("marks",), rows=6)
+    counted = rg.declare("counted", Stage(lambda batch: {"seen": batch["marks"]}), [source.batch], reads=("marks",), writes=("seen",))
+    try_functions(rg.Graph("g", estimated, chosen.batch, counted.batch))
+    wrong = rg.declare("source", Stage(lambda batch: {"marks": torch.zeros(5)}), [], reads=(), writes=("marks",), rows=6)
+    with pytest.raises(RlgraphError, match="node 'source' returned 5 rows where 6 are due"):
+        try_functions(rg.Graph("g", wrong.batch))
+
+
+def test_weights_and_changes_of_rewards_of_the_user_are_tried_too() -> None:
+    rollout = rg.Generator("m", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 ="}], 3), group_size=2)
+    policy, rewards = rg.Policy("m", pool=rg.Pool("train")), rg.reward(lambda response: 1.0, rollout)
+    weighed = rg.rollout_correction(rollout, policy.log_probs(rollout), weights=lambda old, engine, mask: mask)
+    shaped = rg.shaped_rewards(rollout, rewards, by=Own(lambda batch: {"rewards": batch["rewards"][:1]}))
+    for output, words in (
+        (weighed, "node 'correction' returned rollout_is_weights as a tensor [4, 5] of bool"),
+        (shaped, "1 rows where 4"),
+    ):
+        with pytest.raises(RlgraphError, match=words.replace("[", r"\[")):
+            try_functions(rg.Graph("g", output))

@@ -12,7 +12,7 @@ from rlgraph.columns import COLUMNS, Columns
 from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.nodes.base import Context, Fired, FunctionOperation, Stage, carried, tensor_of
+from rlgraph.nodes.base import Context, Fired, FunctionOperation, ReadColumns, Stage, carried, checked_columns, custom, tensor_of
 from rlgraph.nodes.rewards.calls import Calls, Retry
 from rlgraph.nodes.rewards.scoring import Scoring, scoring, tokenizer_of
 from rlgraph.nodes.training.advantages import on_last_token
@@ -208,7 +208,7 @@ class Shaping(Protocol):
 
 
 @checked()
-def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", name: str = "shaped") -> Output:
+def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", trial: bool = True, name: str = "shaped") -> Output:
     """Declare `rewards` [B]: those of the column `of`, changed by an object such as `rg.algorithms.OverlongPenalty`.
 
     >>> import rlgraph as rg
@@ -219,6 +219,7 @@ def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", name: str 
 
     Pass the result to later nodes in place of the plain rewards. Metrics: `critic/NAME/mean`, the mean change,
     `critic/NAME/fraction`, the share of responses changed, and `critic/rewards/...` if the plain rewards have another name.
+    The launch tries an object of your own on a made-up batch; `trial=False` leaves that out.
 
     Raises GraphError for an object that does not change rewards, a missing column, or a penalty that begins beyond the longest response.
     """
@@ -230,7 +231,8 @@ def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", name: str 
         _check_reached(name, inputs, by)
     function: Callable[[Columns], Fired] = _Change(by, of, name)
     reads = tuple(of if column == "rewards" else column for column in by.reads)
-    return Output(declare(name, FunctionOperation(function), inputs, reads=reads, writes=("rewards",)))
+    operation = FunctionOperation(function, tried=trial and custom(by))
+    return Output(declare(name, operation, inputs, reads=reads, writes=("rewards",)))
 
 
 def _check_reached(name: str, inputs: Sequence[Output], by: OverlongPenalty) -> None:
@@ -253,7 +255,8 @@ class _Change:
 
     def __call__(self, columns: Columns) -> Fired:
         plain = tensor_of(columns, self.of)
-        shaped = self.by({**columns, "rewards": plain})["rewards"]
+        shaped = self.by(ReadColumns({**columns, "rewards": plain}))["rewards"]
+        checked_columns(self.name, ("rewards",), {"rewards": shaped}, len(plain))
         change = shaped - plain
         metrics = {f"critic/{self.name}/mean": change.mean(), f"critic/{self.name}/fraction": (change != 0).float().mean()}
         if self.of != "rewards":

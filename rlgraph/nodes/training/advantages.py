@@ -15,7 +15,7 @@ from rlgraph.errors import GraphError, shown
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.graph.rules import SAMPLED
-from rlgraph.nodes.base import Context, Fired, FunctionOperation, Stage, carried, tensor_of
+from rlgraph.nodes.base import Context, Fired, FunctionOperation, ReadColumns, Stage, carried, custom, tensor_of
 from rlgraph.nodes.training.trained_model import TOKENS
 from rlgraph.settings import AtLeastZero, Name, checked
 from rlgraph.values.sampling import Sampling
@@ -34,12 +34,15 @@ class Estimator(Protocol):
 
 
 @checked()
-def advantages(*inputs: Output, estimator: Estimator, name: str = "advantages") -> Output:
+def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: str = "advantages") -> Output:
     """Declare the advantage of each response token, by an estimator such as `rg.GRPO()` or `rg.GAE(lam=0.95)`.
 
     If the estimator reads token rewards and the inputs carry one reward a response, that reward goes on the last response token. If it
     reads one reward a response and the inputs carry token rewards, these are summed. A `loss_mask` among the inputs, from a rollout
     correction or a filter, replaces `response_mask`.
+
+    The launch tries an estimator of your own on a made-up batch of two prompts with their groups, before anything starts; `trial=False`
+    leaves that out.
 
     Raises GraphError for a column that the estimator reads and no input carries.
 
@@ -65,7 +68,7 @@ def advantages(*inputs: Output, estimator: Estimator, name: str = "advantages") 
         if "response_mask" not in reads:
             reads.append("response_mask")
         convert = _place_rewards
-    operation = FunctionOperation(_Estimate(estimator, convert), compares=_compares(estimator))
+    operation = FunctionOperation(_Estimate(estimator, convert), compares=_compares(estimator), tried=trial and custom(estimator))
     return Output(declare(name, operation, inputs, reads=tuple(reads), writes=tuple(estimator.writes)))
 
 
@@ -81,7 +84,8 @@ class _Estimate:
     def __call__(self, columns: Columns) -> Columns:
         # Rewards are placed by `response_mask`, before rejection: with a rejected last token its reward is lost and moves to no other.
         converted = self.convert(columns)
-        return self.estimator({**converted, "response_mask": columns["loss_mask"]} if "loss_mask" in columns else converted)
+        masks = {"response_mask": columns["loss_mask"]} if "loss_mask" in columns else {}
+        return self.estimator(ReadColumns({**converted, **masks}))
 
 
 def _sum_token_rewards(columns: Columns) -> Columns:
@@ -110,6 +114,7 @@ def rollout_correction(
     weights: ImportanceWeights | RolloutCorrection | Weigh | None = None,
     rejections: Sequence[Rejection] = (),
     denominator: Literal["kept", "all"] = "kept",
+    trial: bool = True,
     name: str = "correction",
 ) -> Output:
     """Declare the correction of a batch for log-probs on which trainer and engine disagree. Updates and, as in verl, advantages read it.
@@ -119,6 +124,8 @@ def rollout_correction(
 
     With `denominator="kept"` rejections give `loss_mask` [B, T]: the loss's means do not count rejected tokens, as in verl. With "all"
     rejected tokens have weight 0 and still count, so that rejecting does not scale up the others, as in AReaL.
+
+    The launch tries a function of your own, given as `weights`, on a made-up batch; `trial=False` leaves that out.
 
     Reads `old_log_probs`, `rollout_log_probs`, `response_mask`, and `loss_mask` where an input carries it.
     Metrics: `rollout_corr/...`, see `rlgraph.algorithms.diagnostics`.
@@ -139,7 +146,8 @@ def rollout_correction(
     weighs = not masks or (isinstance(correction, RolloutCorrection) and correction.weights is not None)
     writes = (*(("rollout_is_weights",) if weighs else ()), *(("loss_mask",) if masks else ()))
     reads = ("old_log_probs", "rollout_log_probs", *mask_columns(inputs))
-    return Output(declare(name, FunctionOperation(_Correct(correction, writes)), inputs, reads=reads, writes=writes))
+    operation = FunctionOperation(_Correct(correction, writes), tried=trial and custom(correction))
+    return Output(declare(name, operation, inputs, reads=reads, writes=writes))
 
 
 def _correction(name: str, weights: Any, rejections: Sequence[Rejection]) -> RolloutCorrection | Weigh:
