@@ -103,6 +103,7 @@ class Everything(Operation):
             preferences="pairs",
             compares="Mine",
             given=(),
+            trial=False,
         )
 
     def start(self, context: Context) -> Any:

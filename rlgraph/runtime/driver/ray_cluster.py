@@ -8,11 +8,14 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +24,7 @@ from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlgraph import notices
-from rlgraph.errors import ChannelTimeout, DispatchError, PlanError
+from rlgraph.errors import ChannelTimeout, DispatchError, PlanError, RlgraphError
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts
 from rlgraph.runtime.driver.orphan_cleanup import began
@@ -121,6 +124,10 @@ def within(otherwise: str, work: Callable[[], T]) -> T:
 RAY_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
 ANSWER_S = 30  # of a host, which may have to start a process for it
 SESSION = re.compile(r"/[^=,\s]*/session_[0-9][^/,\s]*")
+AGENT = re.compile(r"Ray agent failed, agent_name = (\w+)")  # in the log of its raylet
+END = 4096  # bytes of a log that are read
+LOOK_S = 0.1  # between two looks at a start
+LAST_S = 60.0  # for the thread of a Ray that died, to take note of it
 STARTS = 3  # of Ray, where one of its processes ends as it starts
 START_S = 180  # of each of Ray's own processes: on a busy machine more than the 30 s that Ray gives them
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's own name
@@ -241,35 +248,115 @@ def _sign_of_life() -> bool:
     return True
 
 
-def start_ray(hosts: int = 1, *, stores: bool = False) -> bool:
+def start_ray(hosts: int = 1, *, stores: bool = False, stopped: Callable[[], bool] = lambda: False) -> bool:
     """Start Ray on this machine unless the user has; return whether it is ours to shut down.
 
-    Raises PlanError where several hosts are needed and no Ray spans them, and DispatchError where Ray's own processes end as they start.
+    A start ends early once `stopped` returns True. Raises PlanError where several hosts are needed and no Ray spans them, and DispatchError
+    where Ray cannot start, or its own processes end as they start: nothing of it is left then.
     """
     if ray.is_initialized():
         return False
     if hosts > 1:
         _connect(hosts)
         return True
+    check_loopback()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     for process in ("gcs_server_port", "raylet_start"):
         os.environ.setdefault(f"RAY_{process}_wait_time_s", str(START_S))
     make_token()
     for left in reversed(range(STARTS)):
-        daemons: list[subprocess.Popen[bytes]] = []
-        with _separate_process_groups(daemons), _preserve_signal_handlers(), _patient(daemons), _no_submitted_job():
-            try:
-                _start_local_ray(stores=stores)
-                break
-            except _Died as died:
-                _end(daemons)
-                if not left:
-                    raise DispatchError(
-                        f"{died}; {STARTS} starts ended so, at a load of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores; launch "
-                        "again when the machine has less to do"
-                    ) from None
-                log.warning("%s; starting Ray again", died)
+        try:
+            OWN[:] = [LocalRay(stores=stores, stopped=stopped)]
+            break
+        except _Died as died:
+            if not left:
+                raise DispatchError(
+                    f"{died}; {STARTS} starts ended so, at a load of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores; launch "
+                    "again when the machine has less to do"
+                ) from None
+            log.warning("%s; starting Ray again", died)
     return True
+
+
+def check_loopback() -> None:
+    """Raise DispatchError unless this machine reaches itself, as Ray's processes do: Ray would wait for hours."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname(), timeout=5.0):
+            pass
+    except OSError as error:
+        raise DispatchError(
+            f"Ray cannot start: this machine does not reach itself at 127.0.0.1 ({error.strerror or error}). Its network interface lo is "
+            "down, or a firewall blocks it; bring lo up with `ip link set lo up`"
+        ) from None
+
+
+class LocalRay:
+    """The Ray of this program alone, whose daemons are `daemons`.
+
+    Its own thread starts it, so that nothing waits for Ray without a deadline, and lives as long as it does: the kernel ends the daemons
+    when the thread that started them ends.
+    """
+
+    def __init__(self, *, stores: bool = False, stopped: Callable[[], bool] = lambda: False) -> None:
+        self.daemons: list[subprocess.Popen[bytes]] = []
+        self._over, self._started = threading.Event(), Future[None]()
+        self._thread = threading.Thread(target=self._run, args=(stores,), name="Ray", daemon=True)
+        self._thread.start()
+        end = time.monotonic() + START_S
+        try:
+            while not self._started.done():
+                self._check()
+                if stopped():
+                    raise DispatchError("a signal has stopped the start of Ray")
+                if time.monotonic() > end:
+                    raise DispatchError(f"Ray has not started within {START_S:g} s{self._logs()}")
+                wait([self._started], timeout=LOOK_S)
+            self._started.result()
+        except BaseException as error:
+            died = death_of(self.daemons)
+            self.end()
+            if died:
+                self._thread.join(LAST_S)
+                raise (DispatchError if self._thread.is_alive() else _Died)(f"{died}, while Ray started") from None
+            if isinstance(error, RlgraphError | ray.exceptions.RayError) or not isinstance(error, Exception):
+                raise
+            raise DispatchError(f"Ray did not start: {type(error).__name__}: {error}{self._logs()}") from error
+
+    def _check(self) -> None:
+        if died := death_of(self.daemons):
+            raise _Died(died)
+
+    def end(self) -> None:
+        """End the daemons that are left, agents that a daemon started included."""
+        self._over.set()
+        for daemon in self.daemons:
+            with contextlib.suppress(ProcessLookupError):  # its group is gone, or it was the program's
+                os.killpg(daemon.pid, signal.SIGKILL)
+            daemon.kill()
+            daemon.wait()
+
+    def _run(self, stores: bool) -> None:
+        try:
+            with _separate_process_groups(self._start_daemon), _preserve_signal_handlers(), _patient(self._check), _no_submitted_job():
+                _start_local_ray(stores=stores)
+        except BaseException as error:  # noqa: BLE001 (raised again where it is waited for)
+            self._started.set_exception(error)
+        else:
+            self._started.set_result(None)
+            self._over.wait()
+
+    def _start_daemon(self, start: "Callable[..., subprocess.Popen[bytes]]", *arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
+        if self._over.is_set():
+            raise _Died("Ray is ended while it starts")
+        self.daemons.append(start(*arguments, **options))
+        return self.daemons[-1]
+
+    def _logs(self) -> str:
+        folder = next((found[0] for daemon in self.daemons if (found := SESSION.search(_command(daemon)))), "")
+        return f"; its logs are in {folder}/logs" if folder else ""
+
+
+OWN: list[LocalRay] = []  # the one that runs
 
 
 def _start_local_ray(*, stores: bool) -> None:
@@ -299,30 +386,44 @@ class _Died(Exception):
     """A daemon of Ray ended while Ray started: on a busy machine its raylet gives an agent of its own 15 s, which is no setting."""
 
 
-def _check_alive(daemons: Sequence["subprocess.Popen[bytes]"]) -> None:
+def death_of(daemons: Sequence["subprocess.Popen[bytes]"]) -> str:
+    """Name the process of Ray that ended though Ray needs it, with its log; empty if none did. The raylet ends when an agent of it does."""
     for daemon in daemons:
-        command = [str(part) for part in daemon.args] if isinstance(daemon.args, list | tuple) else []
-        name = Path(command[0]).name if command else ""
-        if name in ("raylet", "gcs_server") and daemon.poll() is not None:
-            folder = SESSION.search(" ".join(command))
-            log_file = f"; it says why in {folder[0]}/logs/{name}.err" if folder else ""
-            raise _Died(f"Ray's {name} ended while it started, with status {daemon.returncode}{log_file}")
+        command = _command(daemon)
+        name, folder = Path(command.partition(" ")[0]).name, SESSION.search(command)
+        if name not in ("raylet", "gcs_server") or folder is None:
+            continue
+        logs = Path(folder[0]) / "logs"
+        if agent := AGENT.search(_last_lines(logs / f"{name}.err", END)):
+            return f"Ray's {agent[1]} on this host ended{_ends(logs / f'{agent[1]}.log')}"
+        if daemon.poll() is not None:
+            return f"Ray's {name} on this host ended with status {daemon.returncode}{_ends(logs / f'{name}.err')}"
+    return ""
 
 
-def _end(daemons: Sequence["subprocess.Popen[bytes]"]) -> None:
-    """End what a start of Ray that failed has left, agents that a daemon started included."""
-    for daemon in daemons:
-        with contextlib.suppress(ProcessLookupError):  # its group is gone, or it was the program's
-            os.killpg(daemon.pid, signal.SIGKILL)
-        daemon.kill()
-        daemon.wait()
+def _ends(log_file: Path) -> str:
+    """Quote the end of a log."""
+    lines = [line for line in _last_lines(log_file, END).splitlines() if line.strip()]
+    return f"; its log {log_file} " + (f"ends: {lines[-1].strip():.200}" if lines else "is empty")
+
+
+def _last_lines(log_file: Path, size: int) -> str:
+    with contextlib.suppress(OSError), log_file.open("rb") as file:
+        file.seek(max(os.fstat(file.fileno()).st_size - size, 0))
+        return file.read(size).decode(errors="replace")
+    return ""
+
+
+def _command(daemon: "subprocess.Popen[bytes]") -> str:
+    return " ".join(map(str, daemon.args)) if isinstance(daemon.args, list | tuple) else ""
 
 
 def _connect(hosts: int) -> None:
     """Connect to the Ray that spans the hosts. Raises PlanError where none runs, or where it asks for another token."""
     refused = getattr(ray.exceptions, "AuthenticationError", ())  # older ones know no tokens
     try:
-        ray.init(address="auto", logging_level=logging.ERROR)
+        with _preserve_signal_handlers():
+            within("Ray did not let this program in", lambda: ray.init(address="auto", logging_level=logging.ERROR))
     except refused as error:
         raise _not_let_in(hosts) from error
     except ConnectionError as error:
@@ -339,9 +440,9 @@ def _not_let_in(hosts: int) -> PlanError:
 
 
 @contextlib.contextmanager
-def _separate_process_groups(daemons: list["subprocess.Popen[bytes]"]) -> Iterator[None]:
-    """Collect the daemons that Ray starts, and let it start them in process groups of their own, so that a signal to the program's group
-    is the program's to handle.
+def _separate_process_groups(start_daemon: Callable[..., Any]) -> Iterator[None]:
+    """Have Ray start its daemons through a function, and in process groups of their own, so that a signal to the program's group is the
+    program's to handle.
 
     A SIGTERM of `timeout` or of a job scheduler goes to the whole group. It would end Ray under the steps in flight, and the
     end of the job would then wait for a Ray that is gone. The daemons still die with the driver, because the kernel ends them;
@@ -351,11 +452,7 @@ def _separate_process_groups(daemons: list["subprocess.Popen[bytes]"]) -> Iterat
     popen = services.ConsolePopen
     apart = {"process_group": 0} if ray._private.utils.detect_fate_sharing_support_linux() else {}
 
-    def start(*arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
-        daemons.append(popen(*arguments, **apart, **options))
-        return daemons[-1]
-
-    services.ConsolePopen = start
+    services.ConsolePopen = partial(start_daemon, popen, **apart)
     try:
         yield
     finally:
@@ -386,10 +483,10 @@ def _preserve_signal_handlers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _patient(daemons: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
+def _patient(check: Callable[[], None]) -> Iterator[None]:
     """Give Ray's node `START_S` to come up: Ray's own 30 s are no setting, and end before its processes are loaded on a busy machine.
 
-    Raises _Died once one of the daemons has ended.
+    Raises what `check` raises, e.g. once a daemon has ended.
     """
     services = ray._private.services
     get_node = services.get_node
@@ -400,7 +497,7 @@ def _patient(daemons: Sequence["subprocess.Popen[bytes]"]) -> Iterator[None]:
             try:
                 return get_node(*which)
             except RuntimeError:  # it has not registered yet
-                _check_alive(daemons)
+                check()
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.1)
@@ -421,6 +518,8 @@ def session_folder() -> str:
 def stop_ray() -> None:
     """End the Ray that `start_ray` started, and what it leaves in shared memory when a worker of a Compiled Graph was killed."""
     bounded("the end of Ray", ray.shutdown, RAY_S)
+    while OWN:
+        OWN.pop().end()
     for path in Path("/dev/shm").glob("sem.*"):
         made_by = RAY_SEMAPHORE.fullmatch(path.name)
         if made_by and began(int(made_by[1])) < 0:  # of a living process it is in use, perhaps another job's

@@ -166,8 +166,8 @@ class Actors:
 
     @said_by_ray()
     def begin(self, hosts: int, *, stores: bool = False) -> None:
-        with held("waiting until Ray has started, to end all of it"):
-            self._owns_ray = start_ray(hosts, stores=stores)
+        with held("ending the start of Ray") as stopped:
+            self._owns_ray = start_ray(hosts, stores=stores, stopped=stopped)
             self._started_ray = self._owns_ray and hosts == 1  # a Ray of several hosts is only connected to
 
     @said_by_ray()

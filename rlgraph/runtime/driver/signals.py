@@ -15,13 +15,14 @@ _holding: list[str] = []  # what the signals are held back for
 
 
 @contextlib.contextmanager
-def held(doing: str) -> Iterator[None]:
+def held(doing: str) -> Iterator[Callable[[], bool]]:
     """Hold both signals back during work that must not be interrupted; the first signal is raised again after it.
 
-    `doing` tells the user what the program does meanwhile. The work must end by itself within seconds.
+    `doing` tells the user what the program does meanwhile. The work must end by itself within seconds, or ask the function that the
+    context returns whether a signal has come. Signals that the program ignores stay ignored.
     """
     if _holding or threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: False
         return
     came: list[int] = []
 
@@ -30,10 +31,11 @@ def held(doing: str) -> Iterator[None]:
             print(f"\n{signal.Signals(number).name}: {doing} first", file=sys.stderr, flush=True)
         came.append(number)
 
-    before: dict[int, Any] = {int(number): signal.signal(number, note) for number in HANDLED}
+    heeded = [number for number in HANDLED if signal.getsignal(number) is not signal.SIG_IGN]
+    before: dict[int, Any] = {int(number): signal.signal(number, note) for number in heeded}
     _holding.append(doing)
     try:
-        yield
+        yield lambda: bool(came)
     finally:
         _holding.clear()
         for number, handler in before.items():
