@@ -24,8 +24,8 @@ FOREIGN = {  # the text of others that a module reads with regular expressions
     "render/report.py": "names of models on a hub",
     "recording/sinks.py": "names of metrics, by the letters that a sink refuses",
     "nodes/environments/messages.py": "what a model has written",
-    "runtime/driver/ray_cluster.py": "names of semaphores that Ray leaves",
-    "runtime/driver/orphan_cleanup.py": "names of folders that Ray leaves",
+    "runtime/driver/ray_cluster.py": "commands and logs of Ray",
+    "runtime/driver/orphan_cleanup.py": "names of folders and semaphores that Ray leaves",
 }
 
 

@@ -76,6 +76,13 @@ def held(command: Sequence[str]) -> tuple[list[str], Lease]:
     return [*HELD, str(path), *command], Lease(path)
 
 
+def hold(pid: int) -> Lease:
+    """Have a process that runs already, and its process group, end with this process. End the lease when it has ended."""
+    path = _folder().next("process")
+    path.write_text(Path(f"/proc/{pid}/stat").read_text())
+    return Lease(path)
+
+
 def sweep() -> list[str]:
     """Free what processes of this user held that are gone. Returns the names of their folders."""
     found = []
@@ -125,8 +132,12 @@ def _free_one(path: Path) -> None:
         subprocess.run(command, timeout=RELEASE_S, check=False, cwd="/", stdin=quiet, stdout=quiet, stderr=quiet)
         return
     pid, birth = _birth_of(path.read_text())
-    if began(pid) == birth or os.getpgid(pid) == pid:  # the leader may have ended before its group
-        os.killpg(pid, signal.SIGKILL) if os.getpgid(pid) == pid else os.kill(pid, signal.SIGKILL)
+    if began(pid) not in (birth, -1):
+        return  # another process has its id
+    try:
+        os.killpg(pid, signal.SIGKILL)  # also where its leader has ended: no other process gets the id of a group
+    except ProcessLookupError:
+        os.kill(pid, signal.SIGKILL)
 
 
 def _folder() -> _Folder:

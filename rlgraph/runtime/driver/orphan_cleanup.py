@@ -1,4 +1,7 @@
-"""Sweep what a killed driver left behind. The next start finds it by the note that the driver kept; other jobs are left alone."""
+"""Sweep what a killed driver left behind, found by the note that it kept: its processes at once, its folders at the next start.
+
+Other jobs are left alone.
+"""
 
 import contextlib
 import os
@@ -6,6 +9,7 @@ import re
 import shutil
 import signal
 import stat
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +20,7 @@ import msgspec
 PREFIX = "rlgraph-job-"  # only job folders have it, so no model's code writes into a folder of such a name
 NOTE = "owner.json"
 MOST_BYTES = 1 << 20  # of a note
+SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")  # of a Compiled Graph, in /dev/shm, with the process id of the raylet
 SESSION = r"session_[0-9_-]+_{pid}"  # Ray's name for the folder of a Ray that process `pid` started, within a folder `ray`
 
 
@@ -39,8 +44,14 @@ def claim(folder: Path, processes: Iterable[int], also: Iterable[str]) -> None:
     temporary.rename(folder / NOTE)
 
 
-def sweep() -> list[str]:
-    """End the workers and remove the folders of drivers that are gone; return what was removed.
+def sweep_command() -> list[str]:
+    """Make the command that sweeps when this process is gone. Ray's logs stay until the next start."""
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import sweep; sweep(folders=False)"
+    return [sys.executable, "-c", code]
+
+
+def sweep(*, folders: bool = True) -> list[str]:
+    """End the workers, free the semaphores and remove the folders of drivers that are gone; return which folders were removed.
 
     A note is believed in a folder that this library made: of this user, for this user alone, and no link. What is removed is that
     folder, and the session of a Ray that the dead driver itself had started; no other path, whatever the note says.
@@ -54,11 +65,23 @@ def sweep() -> list[str]:
             for worker in note.workers:
                 if _lives(worker):
                     os.kill(worker[0], signal.SIGKILL)
+            if not folders:
+                continue
             for session in map(Path, note.also):
                 if _is_session(session, note.owner[0]):
                     swept += _remove_folder(session)
             swept += _remove_folder(folder)
+    free_semaphores()
     return swept
+
+
+def free_semaphores() -> None:
+    """Remove the semaphores that a Compiled Graph leaves whose worker was killed; those of a living Ray are in use."""
+    for path in Path("/dev/shm").glob("sem.*"):
+        made_by = SEMAPHORE.fullmatch(path.name)
+        if made_by and began(int(made_by[1])) < 0:
+            with contextlib.suppress(OSError):  # another user's
+                path.unlink(missing_ok=True)
 
 
 def _remove_folder(folder: Path) -> list[str]:

@@ -13,8 +13,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,9 +26,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlgraph import notices
 from rlgraph.errors import ChannelTimeout, DispatchError, PlanError, RlgraphError
+from rlgraph.nodes.environments.leases import hold, lease
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts
-from rlgraph.runtime.driver.orphan_cleanup import began
+from rlgraph.runtime.driver.orphan_cleanup import free_semaphores, sweep_command
 
 # Ray's token: in which mode Ray asks for one, and where it lies. Whoever knows it can run code on every host of the cluster.
 
@@ -121,11 +123,11 @@ def within(otherwise: str, work: Callable[[], T]) -> T:
     return done[0]
 
 
-RAY_SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")
 ANSWER_S = 30  # of a host, which may have to start a process for it
 SESSION = re.compile(r"/[^=,\s]*/session_[0-9][^/,\s]*")
 AGENT = re.compile(r"Ray agent failed, agent_name = (\w+)")  # in the log of its raylet
 END = 4096  # bytes of a log that are read
+LIST_S = 3.0  # for Ray's list of hosts
 LOOK_S = 0.1  # between two looks at a start
 LAST_S = 60.0  # for the thread of a Ray that died, to take note of it
 STARTS = 3  # of Ray, where one of its processes ends as it starts
@@ -294,11 +296,12 @@ class LocalRay:
     """The Ray of this program alone, whose daemons are `daemons`.
 
     Its own thread starts it, so that nothing waits for Ray without a deadline, and lives as long as it does: the kernel ends the daemons
-    when the thread that started them ends.
+    when the thread that started them ends. Leases end the agents of the raylet, which stay for a minute when only the raylet is killed.
     """
 
     def __init__(self, *, stores: bool = False, stopped: Callable[[], bool] = lambda: False) -> None:
-        self.daemons: list[subprocess.Popen[bytes]] = []
+        self.daemons: list[Daemon] = []
+        self._leases = [lease(sweep_command())]
         self._over, self._started = threading.Event(), Future[None]()
         self._thread = threading.Thread(target=self._run, args=(stores,), name="Ray", daemon=True)
         self._thread.start()
@@ -313,7 +316,7 @@ class LocalRay:
                 wait([self._started], timeout=LOOK_S)
             self._started.result()
         except BaseException as error:
-            died = death_of(self.daemons)
+            died = self.death()
             self.end()
             if died:
                 self._thread.join(LAST_S)
@@ -322,18 +325,24 @@ class LocalRay:
                 raise
             raise DispatchError(f"Ray did not start: {type(error).__name__}: {error}{self._logs()}") from error
 
+    def death(self) -> str:
+        """Name a process of this Ray that ended though Ray needs it, with its log; empty if none did."""
+        return next(filter(None, (daemon.death() for daemon in self.daemons)), "")
+
     def _check(self) -> None:
-        if died := death_of(self.daemons):
+        if died := self.death():
             raise _Died(died)
 
     def end(self) -> None:
         """End the daemons that are left, agents that a daemon started included."""
         self._over.set()
-        for daemon in self.daemons:
+        for process in (daemon.process for daemon in self.daemons):
             with contextlib.suppress(ProcessLookupError):  # its group is gone, or it was the program's
-                os.killpg(daemon.pid, signal.SIGKILL)
-            daemon.kill()
-            daemon.wait()
+                os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
+        for held in self._leases:
+            held.end()
 
     def _run(self, stores: bool) -> None:
         try:
@@ -348,12 +357,13 @@ class LocalRay:
     def _start_daemon(self, start: "Callable[..., subprocess.Popen[bytes]]", *arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
         if self._over.is_set():
             raise _Died("Ray is ended while it starts")
-        self.daemons.append(start(*arguments, **options))
-        return self.daemons[-1]
+        process = start(*arguments, **options)
+        self.daemons.append(Daemon.of(process))
+        self._leases.append(hold(process.pid))
+        return process
 
     def _logs(self) -> str:
-        folder = next((found[0] for daemon in self.daemons if (found := SESSION.search(_command(daemon)))), "")
-        return f"; its logs are in {folder}/logs" if folder else ""
+        return f"; its logs are in {self.daemons[0].logs}" if self.daemons else ""
 
 
 OWN: list[LocalRay] = []  # the one that runs
@@ -386,36 +396,56 @@ class _Died(Exception):
     """A daemon of Ray ended while Ray started: on a busy machine its raylet gives an agent of its own 15 s, which is no setting."""
 
 
-def death_of(daemons: Sequence["subprocess.Popen[bytes]"]) -> str:
-    """Name the process of Ray that ended though Ray needs it, with its log; empty if none did. The raylet ends when an agent of it does."""
-    for daemon in daemons:
-        command = _command(daemon)
-        name, folder = Path(command.partition(" ")[0]).name, SESSION.search(command)
-        if name not in ("raylet", "gcs_server") or folder is None:
-            continue
-        logs = Path(folder[0]) / "logs"
-        if agent := AGENT.search(_last_lines(logs / f"{name}.err", END)):
-            return f"Ray's {agent[1]} on this host ended{_ends(logs / f'{agent[1]}.log')}"
-        if daemon.poll() is not None:
-            return f"Ray's {name} on this host ended with status {daemon.returncode}{_ends(logs / f'{name}.err')}"
-    return ""
+@dataclass(frozen=True)
+class Daemon:
+    """A process that Ray started on this host: its program, and the folder of its logs."""
+
+    process: "subprocess.Popen[bytes]"
+    name: str
+    logs: Path
+
+    @staticmethod
+    def of(process: "subprocess.Popen[bytes]") -> "Daemon":
+        """Read name and logs from the command."""
+        words = [str(word) for word in process.args] if isinstance(process.args, list | tuple) else []
+        folder = SESSION.search(" ".join(words))
+        return Daemon(process, Path(*words[:1]).name, Path(folder[0] if folder else "") / "logs")
+
+    def death(self) -> str:
+        """Say that it ended though Ray needs it, or an agent of it, with which it ends; empty for others."""
+        if self.name not in ("raylet", "gcs_server"):
+            return ""
+        if agent := AGENT.search(_last_lines(self.logs / f"{self.name}.err")):
+            return f"Ray's {agent[1]} on this host ended{_ends(self.logs / f'{agent[1]}.log')}"
+        if self.process.poll() is None:
+            return ""
+        return f"Ray's {self.name} on this host ended with status {self.process.returncode}{_ends(self.logs / f'{self.name}.err')}"
 
 
 def _ends(log_file: Path) -> str:
-    """Quote the end of a log."""
-    lines = [line for line in _last_lines(log_file, END).splitlines() if line.strip()]
-    return f"; its log {log_file} " + (f"ends: {lines[-1].strip():.200}" if lines else "is empty")
+    """Quote the last line of a log; that of errors may be empty, where the other one is long."""
+    lines = [line for line in _last_lines(log_file).splitlines() if line.strip()]
+    return f"; its log {log_file} ends: {lines[-1].strip():.200}" if lines else f"; its log is {log_file.with_suffix('.out')}"
 
 
-def _last_lines(log_file: Path, size: int) -> str:
+def _last_lines(log_file: Path) -> str:
     with contextlib.suppress(OSError), log_file.open("rb") as file:
-        file.seek(max(os.fstat(file.fileno()).st_size - size, 0))
-        return file.read(size).decode(errors="replace")
+        file.seek(max(os.fstat(file.fileno()).st_size - END, 0))
+        return file.read(END).decode(errors="replace")
     return ""
 
 
-def _command(daemon: "subprocess.Popen[bytes]") -> str:
-    return " ".join(map(str, daemon.args)) if isinstance(daemon.args, list | tuple) else ""
+def deaths_of(nodes: Collection[str]) -> str:
+    """Say why Ray ended on hosts, by their ids; empty where it runs, or Ray does not say."""
+    known: list[dict[str, Any]] = []
+    bounded("Ray's list of hosts", lambda: known.extend(ray.nodes()), LIST_S)
+    ended = {node["NodeManagerAddress"]: node.get("DeathReasonMessage") for node in known if node["NodeID"] in nodes and not node["Alive"]}
+    told = [
+        f"Ray ended on {address}: {why.rstrip('.')}; its logs are in /tmp/ray/session_latest/logs there"
+        for address, why in ended.items()
+        if why
+    ]
+    return "; ".join(told)
 
 
 def _connect(hosts: int) -> None:
@@ -520,10 +550,7 @@ def stop_ray() -> None:
     bounded("the end of Ray", ray.shutdown, RAY_S)
     while OWN:
         OWN.pop().end()
-    for path in Path("/dev/shm").glob("sem.*"):
-        made_by = RAY_SEMAPHORE.fullmatch(path.name)
-        if made_by and began(int(made_by[1])) < 0:  # of a living process it is in use, perhaps another job's
-            path.unlink(missing_ok=True)
+    free_semaphores()
 
 
 def on_host(host: str) -> NodeAffinitySchedulingStrategy:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import ray
@@ -19,9 +19,11 @@ from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import Ask, FoundHosts, HostAgent, LocalHostAgent, RemoteHostAgent
 from rlgraph.runtime.driver.machine import worker_environment
 from rlgraph.runtime.driver.ray_cluster import (
+    OWN,
     RAY_S,
     awaited_hosts,
     bounded,
+    deaths_of,
     gpus_wanted,
     on_host,
     ray_hosts,
@@ -123,6 +125,9 @@ class Dispatch(Protocol):
         Raises PlanError if there are fewer hosts, or others hold its GPUs, also after waiting `patience_s`.
         """
 
+    def death(self, hosts: Collection[int]) -> str:
+        """Say which process of Ray ended that the job needs, with its log; empty if none did. It asks Ray itself for these `hosts` only."""
+
     def folders(self) -> Sequence[str]:
         """List the folders of what `begin` started: those that a killed driver leaves behind."""
 
@@ -163,6 +168,7 @@ class Actors:
         self._preparing: dict[Any, str] = {}
         self._owns_ray = self._started_ray = False
         self._reserved: Reservation | None = None
+        self._nodes: Sequence[str] = ()  # the ids of its hosts
 
     @said_by_ray()
     def begin(self, hosts: int, *, stores: bool = False) -> None:
@@ -173,10 +179,17 @@ class Actors:
     @said_by_ray()
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
         if plan.cluster.hosts == 1:
+            self._nodes = [ray.get_runtime_context().get_node_id()]
             return FoundHosts()
         found = awaited_hosts(plan, patience_s) if patience_s else ray_hosts(plan)
         self._reserved = Reservation(plan, found.hosts[: plan.cluster.hosts], patience_s)
+        self._nodes = [node for node, _ in found.hosts]
         return found
+
+    def death(self, hosts: Collection[int]) -> str:
+        if self._started_ray:
+            return OWN[0].death() if OWN else ""
+        return deaths_of([self._nodes[host] for host in hosts if host < len(self._nodes)]) if hosts else ""
 
     @said_by_ray()
     def host_agent(self, host: str, folder: str) -> HostAgent:

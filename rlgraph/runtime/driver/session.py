@@ -110,7 +110,7 @@ class Session:
         self._graph, self._deadline_s = graph, deadline_s
         self.dispatch = (ray_dispatch.DISPATCHES | {WARM: ForkedProcesses})[dispatch_name]()
         self._actors: list[Any] = []
-        self.group = WorkerGroup(plan, deadline_s)
+        self.group = WorkerGroup(plan, deadline_s, self.dispatch.death)
         self._hosts: Hosts | None = None
         self._gatherer: Gatherer | None = None
         self.folder = ""

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -341,6 +341,9 @@ class WithoutTicks:
 
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
         return FoundHosts()
+
+    def death(self, hosts: Collection[int]) -> str:
+        return ""
 
     def folders(self) -> Sequence[str]:
         return []

@@ -16,7 +16,7 @@ from typing import TypeVar
 import msgspec
 
 from rlgraph.channels.host.connection import Connection
-from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, NodeError, RlgraphError, WorkerDied, shown
+from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, DispatchError, NodeError, RlgraphError, WorkerDied, shown
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.runtime import messages
 from rlgraph.runtime.driver.hosts import Hosts
@@ -35,8 +35,8 @@ HANDSHAKE_S = 10.0  # after this long a process that connects and stays silent i
 class WorkerGroup:
     """All workers of a job, as the driver sees them. It sleeps until a message comes, and looks at the workers if none comes for long."""
 
-    def __init__(self, plan: Plan, deadline_s: float) -> None:
-        self.plan, self.deadline_s = plan, deadline_s
+    def __init__(self, plan: Plan, deadline_s: float, ray_death: Callable[[Collection[int]], str] = lambda hosts: "") -> None:
+        self.plan, self.deadline_s, self._ray_death = plan, deadline_s, ray_death
         self.start_s = max(deadline_s, START_LEAST_S)
         self.pids: dict[str, int] = {}
         self.connections: dict[str, Connection] = {}
@@ -117,6 +117,7 @@ class WorkerGroup:
         Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, whichever explains best what happened.
         """
         since_s = time.monotonic()
+        self._check_ray()
         while missing := self._names - self._reports.get(step, {}).keys():
             self._listen(missing, since_s, self.deadline_s)
         found = self._reports.pop(step)
@@ -179,11 +180,17 @@ class WorkerGroup:
         """Take the next message, or look at who is missing; True if there was a message."""
         heard = self._hear(LOOK_S)
         if not heard:
+            self._check_ray()
             self.watchdog.look(missing, since_s, deadline_s)
             self._look_for_lost_hosts()
         if self._failures or self._dead:
             raise self.explanation() or self._consequence()
         return heard
+
+    def _check_ray(self) -> None:
+        """Raise DispatchError if a process of this job's own Ray has ended: without it the workers end soon, or never hear of it."""
+        if died := self._ray_death(()):
+            raise _ray_died(died)
 
     def _hear(self, timeout_s: float) -> bool:
         """Read the workers' messages; True if any came within the time."""
@@ -241,7 +248,9 @@ class WorkerGroup:
         return self._hosts.clock_slack_s if self._hosts else 0.0
 
     def did(self) -> Heartbeat | None:
-        """Find what the failed or dead worker did at that moment, if that is known."""
+        """Find what the failed or dead worker did at that moment, if that is known. Nobody is to blame for the end of Ray."""
+        if self._ray_death(()):
+            return None
         failed, perhaps = ([failure.worker for failure in self._failed(of_peers=peers)] for peers in (False, True))
         states = self.states() if failed or perhaps or self._dead else {}
         return next((states.get(name) for name in (*failed, *self._died(), *perhaps)), None)
@@ -253,7 +262,8 @@ class WorkerGroup:
         """
         lost = self._hosts.asked() if self._hosts and not self._failed(of_peers=False) else frozenset()
         if lost and self._hosts:
-            return host_lost(self.plan, self._hosts, lost, self._told())
+            died = self._ray_death(lost)
+            return host_lost(self.plan, self._hosts, lost, (f"\n  {died}" if died else "") + self._told())
         stalled = any(failure.error == "ChannelTimeout" for failure in self._failures)  # then nobody has more to tell
         end = time.monotonic() + (0 if stalled else SETTLE_S)
         while not self._cause() and (left := end - time.monotonic()) > 0:
@@ -300,6 +310,8 @@ class WorkerGroup:
             return self._node_error(failure)
         died = self._died()
         states = self.states() if died else {}
+        if died and (ray_died := self._ray_death({self._hosts.of[name] for name in died} if self._hosts else ())):
+            return _ray_died(ray_died)
         for name in died:
             last = states.get(name)
             unknown = "at work" if name in self._ready else "before its first step"
@@ -343,3 +355,9 @@ class WorkerGroup:
     def stacks(self, workers: Collection[str]) -> Mapping[str, str]:
         """The Python stacks of the workers."""
         return self._hosts.stacks({worker: self.pids[worker] for worker in workers if worker in self.pids}) if self._hosts else {}
+
+
+def _ray_died(said: str) -> DispatchError:
+    return DispatchError(
+        f"{said}\n  Ray ends its workers there with it; it was killed or it crashed: look at this log and at memory, and launch again"
+    )
