@@ -1,35 +1,47 @@
-"""What rlgraph does with each family of models is what docs/models.md says, and no engine gives other log-probs without a word."""
+"""What rlgraph does with each family of models is what docs/families.md says, and no engine gives other log-probs without a word."""
 
+import re
 from contextlib import closing
+from copy import deepcopy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.families import COLUMNS, FAMILIES, folder_of, results
+from support.families import folder_of, is_listed_by_its_text_model, names, outcome, row, tiny_folder
+from support.tiny import WeightedLikelihood
 from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
+from rlgraph.batching.packing import response_lengths
 from rlgraph.engines.forward import flash, packed_attention, self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.self_test import VOCAB
+from rlgraph.engines.fsdp.engine import FsdpEngine
+from rlgraph.engines.fsdp.sharding import local
 from rlgraph.engines.hf_models.pretrained import byte_tokenizer
+from rlgraph.engines.hf_models.text_part import in_text_model
+from rlgraph.engines.lora.modules import A, B
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError, GraphError
+from rlgraph.settings import Recompute
+from rlgraph.values.lora import FAMILIES as ADAPTED
 from rlgraph.values.optimizers import AdamW
 from rlgraph.values.sampling import Sampling
 
-TABLE = Path(__file__).parents[2] / "docs" / "models.md"
-WAYS: dict[str, dict[str, bool]] = {
-    "padded": {"shared": False},
-    "shared": {"shared": True},
-    "flat": {"flat": True},
-    "flat with own prompts": {"flat": True, "shared": False},
+ROWS = dict(re.findall(r"^(?=\| (.+?) \|)(.+)$", (Path(__file__).parents[2] / "docs" / "families.md").read_text(), re.MULTILINE)[1:])
+WAYS: dict[str, tuple[str, str, dict[str, bool]]] = {  # the column of a layout, what is in it where the layout is used, and its settings
+    "padded": ("padded", "right", {"flat": False, "shared": False}),
+    "shared": ("shared", "right", {"flat": False}),
+    "flat": ("flat", "right", {"flat": True}),
+    "flat with own prompts": ("flat", "right|own prompts", {"flat": True, "shared": False}),
 }
 FAR = ["mistral", "gemma2", "gpt_oss", "qwen3_moe"]  # a window, soft caps with it, sinks, and experts
-QUICK = {*FAR, "llama", "bloom"}
-NEAR = 1e-3
-EPS = 100.0  # so large that Adam's first step is the gradient, by a factor
+QUICK = {"gemma2", "gpt_oss", "bloom"}
+NEAR, CLOSE = 1e-3, 1e-4
+RECOMPUTE: tuple[Recompute, ...] = (False, True, "selective")
+LORA = rg.LoRA(rank=2, alpha=4)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,61 +54,89 @@ def own_scores(folder: Path, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return self_test.score_single_rows(model.eval(), batch)
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.stage("families")) for name in FAMILIES])
-def test_each_engine_gives_the_models_own_log_probs_or_is_refused(name: str, tmp_path: Path) -> None:
-    folder = folder_of(name, tmp_path)
-    found = results(folder)
-    row = f"| {name} | " + " | ".join(found[column] for column in COLUMNS) + " |"
-    assert row in TABLE.read_text().splitlines(), f"docs/models.md is of another library; write its table with support/families.py: {row}"
-    if "right" not in found.values():
+def ragged_batch() -> dict[str, torch.Tensor]:
+    """Make rows on both sides of a window of 24, with gaps in their masks, and one without a response."""
+    draw, shape = torch.Generator().manual_seed(3), ((30, (40, 12, 25)), (9, (1, 7)), (12, (14,)), (3, (0, 30)))
+    sizes = [(group, prompt, size) for group, (prompt, responses) in enumerate(shape) for size in responses]
+    lengths = torch.tensor([size for *_, size in sizes])
+    prompts = torch.randint(1, VOCAB, (len(shape), 30), generator=draw)[[group for group, *_ in sizes]]
+    prompt_mask = torch.arange(30)[None] >= 30 - torch.tensor([prompt for _, prompt, _ in sizes])[:, None]
+    mask = torch.arange(40)[None] < lengths[:, None]
+    responses = torch.randint(1, VOCAB, mask.shape, generator=draw) * mask
+    mask[0, 5:9] = mask[2, :3] = mask[4, 2] = False
+    batch = {"prompts": prompts * prompt_mask, "prompt_mask": prompt_mask, "responses": responses, "response_mask": mask}
+    return batch | {"advantages": torch.randn(mask.shape, generator=draw)}
+
+
+def own_update(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute log-probs and gradients of `WeightedLikelihood` by a model's own forward over each row alone."""
+    mask, found, loss = batch["response_mask"], torch.zeros(batch["responses"].shape), torch.zeros(())
+    for row, size in enumerate(response_lengths(mask).tolist()):
+        tokens = torch.cat([batch["prompts"][row][batch["prompt_mask"][row]], batch["responses"][row, :size]])
+        table = model(input_ids=tokens[None], use_cache=False).logits[0].float().log_softmax(-1)
+        scores = table[len(tokens) - size - 1 : -1].gather(-1, tokens[len(tokens) - size :, None])[:, 0]
+        found[row, :size] = scores.detach()
+        loss = loss - (scores * batch["advantages"][row, :size] * mask[row, :size]).sum() / mask.sum()
+    model.zero_grad()
+    loss.backward()
+    return found * mask, {in_text_model(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check_update(engine: FsdpEngine, batch: dict[str, torch.Tensor], scores: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
+    found: dict[str, torch.Tensor] = {}
+
+    def take(metrics: dict[str, float]) -> bool:
+        found.update({name: local(p.grad).clone() for name, p in engine.trained().items() if p.grad is not None})
+        return False
+
+    torch.testing.assert_close(engine.scores(batch), scores, atol=CLOSE, rtol=0)
+    engine.update(batch, WeightedLikelihood(), guard=take)
+    norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    for name in {*found, *gradients}:
+        zero = torch.zeros(())
+        assert (found.get(name, zero) - gradients.get(name, zero)).norm() <= CLOSE * norm, name
+
+
+def adapted(model: Any, engine: FsdpEngine, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Compute what `own_update` does with the adapters of an engine: merged into the matrices, whose gradients give those of the factors."""
+    merged, factors, found = deepcopy(model), engine.weights(), {}
+    for name in (name.removesuffix(A) for name in factors if name.endswith(A)):
+        merged.get_submodule(name).weight.data += LORA.scale * factors[name + B] @ factors[name + A]
+    scores, gradients = own_update(merged, batch)
+    for name in (name.removesuffix(A) for name in factors if name.endswith(A)):
+        gradient = LORA.scale * gradients[f"{name}.weight"]
+        found |= {name + A: factors[name + B].T @ gradient, name + B: gradient @ factors[name + A].T}
+    return scores, found
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.stage("families")) for name in ROWS])
+def test_log_probs_and_gradients_of_a_family_are_its_own_or_it_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    words, why = outcome(name, tmp_path)
+    assert ROWS[name] == row(name, words, why), "docs/families.md is of another library: python tests/support/families.py docs/families.md"
+    if "right" not in words.values() or is_listed_by_its_text_model(name):
         return
-    batch = self_test._batch()
-    expected = own_scores(folder, batch)
-    for way, settings in WAYS.items():
-        if found.get(way, found["flat"]) in ("right", *(["own prompts"] if way not in found else [])):
-            with closing(fsdp_engine(PolicyHead(folder), optimizer=AdamW(), dtype=torch.float32, **settings)) as engine:  # type: ignore[arg-type]
-                torch.testing.assert_close(engine.scores(batch), expected, atol=NEAR, rtol=0)
-    if found["generator"] == "right":
+    (folder, model), batch = tiny_folder(name, tmp_path), ragged_batch()
+    own = own_update(model, batch)
+    for column, used, settings in WAYS.values():
+        if re.fullmatch(used, words[column]):
+            for recompute, adapter in product(RECOMPUTE, (None, LORA) if name in ADAPTED else (None,)):
+                more = {"optimizer": AdamW(grad_clip=1e9), "dtype": torch.float32, "recompute": recompute, "adapter": adapter}
+                with closing(fsdp_engine(PolicyHead(folder), **more, **settings)) as engine:
+                    for factor in engine.weights().values() if adapter else ():
+                        factor.normal_(0, 0.1, generator=torch.Generator().manual_seed(0))
+                    check_update(engine, batch, *(adapted(model, engine, batch) if adapter else own))
+    if words["generator"] == "right":
         generator = TransformersEngine(folder, dtype=torch.float32, max_context=256)
         prompts = [prompt[mask].tolist() for prompt, mask in zip(batch["prompts"], batch["prompt_mask"], strict=True)]
         responses = generator.generate(prompts, Sampling(max_tokens=16, ignore_eos=True), list(range(len(prompts))))
         written = {"responses": torch.tensor([r.tokens for r in responses]), "response_mask": torch.ones(len(prompts), 16).bool()}
+        asked = {"prompts": batch["prompts"], "prompt_mask": batch["prompt_mask"], **written}
         sampled = torch.tensor([r.log_probs for r in responses])
-        torch.testing.assert_close(sampled, own_scores(folder, batch | written), atol=NEAR, rtol=0)
+        torch.testing.assert_close(sampled, self_test.score_single_rows(model, asked), atol=NEAR, rtol=0)
 
 
-def test_the_table_has_at_least_twenty_families_that_are_right_on_every_path() -> None:
-    rows = [line for line in TABLE.read_text().splitlines() if line.count("|") == len(COLUMNS) + 2]
-    assert len([row for row in rows if row.count(" right ") == len(COLUMNS)]) >= 20
-
-
-@pytest.mark.parametrize("name", FAR)
-@pytest.mark.parametrize("settings", [{}, {"flat": True}, {"recompute": True}], ids=str)
-def test_an_update_is_that_of_the_models_own_forward(name: str, settings: dict[str, bool], tmp_path: Path) -> None:
-    from support.tiny import WeightedLikelihood
-    from transformers import AutoModelForCausalLM
-
-    folder, batch = folder_of(name, tmp_path), self_test._batch()
-    batch["advantages"] = torch.randn(batch["responses"].shape, generator=torch.Generator().manual_seed(1))
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    terms = []
-    for row in range(len(batch["responses"])):
-        mask = batch["response_mask"][row]
-        tokens, size = torch.cat([batch["prompts"][row][batch["prompt_mask"][row]], batch["responses"][row][mask]]), int(mask.sum())
-        table = plain(input_ids=tokens[None], use_cache=False).logits[0].log_softmax(-1)[-size - 1 : -1]
-        terms.append(-(table.gather(-1, tokens[-size:, None])[:, 0] * batch["advantages"][row][mask]).sum())
-    (sum(terms) / int(batch["response_mask"].sum())).backward()  # type: ignore[union-attr]
-    norm = torch.stack([p.grad.norm() for p in plain.parameters() if p.grad is not None]).norm().item()
-    engine = fsdp_engine(PolicyHead(folder), optimizer=AdamW(lr=1.0, eps=EPS, grad_clip=1e9), dtype=torch.float32, **settings)  # type: ignore[arg-type]
-    before = {name: weight.clone() for name, weight in engine.weights().items()}
-    metrics = engine.update(batch, WeightedLikelihood())
-    assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-4)
-    parameters = dict(plain.named_parameters())
-    for name, weight in engine.weights().items():
-        step, grad = (before[name] - weight) * EPS, parameters[name].grad
-        if grad is not None:
-            assert (step - grad).norm() <= 0.02 * grad.norm() + 1e-6 * norm, name
-    engine.close()
+def test_the_table_has_all_causal_types_of_transformers() -> None:
+    assert list(ROWS) == names()
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}

@@ -26,10 +26,10 @@ from rlgraph.errors import DataError
 #
 # Windows, blocks and soft caps come down with the length of a test's sequences and the size of its scores, so that leaving one out is seen.
 
-VOCAB, WINDOW, CAP, EXPERTS, WIDTH, CHUNK = 96, 11, 2.0, 8, 64, 16
+VOCAB, WINDOW, CAP, EXPERTS, WIDTH, CHUNK = 96, 12, 2.0, 8, 64, 16
 MOST_LAYERS, MOST_PARAMETERS = 16, 100_000_000
 # The lengths beyond which layers compute something else.
-LENGTHS = re.compile("sliding_window|window_size$|^attention_chunk_size$|^block_size$|^index_topk$")
+LENGTHS = re.compile("sliding_window|window_size$|^attention_chunk_size$|^block_size$|^index_topk$|^indexer_budget$|^floor_scale$|^local_attention$")
 GAIN = 1.5  # of random matrices over those that keep the size of what they multiply: attention that looks somewhere
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -99,10 +99,17 @@ def _shallow(config: Any) -> dict[str, Any]:
     blocks = getattr(config, "layers_block_type", None)  # of models whose kinds follow from a period
     if isinstance(blocks, list) and len(blocks) == count:
         kinds = list(zip(kinds, blocks, strict=True))
-    keep = _count_layers([repr(kind) for kind in kinds])
+    picks = _pick_layers([repr(kind) for kind in kinds], found.get("num_kv_shared_layers") or 0)
     names = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
-    found |= {name: keep for name in names if found.get(name) == count} | {name: value[:keep] for name, value in lists.items()}
-    found |= {"vocab_size": VOCAB} | {name: None for name in TOKENS if name in found}
+    found |= {name: len(picks) for name in names if found.get(name) == count}
+    found |= {name: [value[layer] for layer in picks] for name, value in lists.items()}
+    if "num_kv_shared_layers" in found:
+        found["num_kv_shared_layers"] = sum(layer >= count - (found["num_kv_shared_layers"] or 0) for layer in picks)
+    if found.get("per_layer_config"):  # settings of single layers, by their numbers
+        by_layer = {int(layer): value for layer, value in found["per_layer_config"].items()}
+        found["per_layer_config"] = {place: by_layer[layer] for place, layer in enumerate(picks) if layer in by_layer}
+    found |= {name: VOCAB for name in ("vocab_size", "vocab_size_per_layer_input") if name in found}
+    found |= {name: 0 for name in TOKENS if name in found}  # no config takes an id outside, some none
     for name, value in found.items():
         if isinstance(value, int) and not isinstance(value, bool) and value > 0 and LENGTHS.search(name):
             found[name] = min(value, WINDOW)
@@ -111,9 +118,15 @@ def _shallow(config: Any) -> dict[str, Any]:
     return found
 
 
-def _count_layers(kinds: list[str]) -> int:
-    """Count the first layers that include each kind, at least 2 and at most `MOST_LAYERS`."""
-    return min(max(2, *(kinds.index(kind) + 1 for kind in set(kinds))), MOST_LAYERS, len(kinds))
+def _pick_layers(kinds: list[str], sharing: int) -> list[int]:
+    """Pick the first layers that include each kind, at least 2 and at most `MOST_LAYERS`.
+
+    If the last ones are `sharing` keys and values of earlier ones, pick one layer of each kind: a prefix would reach too deep.
+    """
+    if sharing:
+        kinds = [f"{kind} {layer < len(kinds) - sharing}" for layer, kind in enumerate(kinds)]
+        return [kinds.index(kind) for kind in dict.fromkeys(kinds)]
+    return [*range(min(max(2, *(kinds.index(kind) + 1 for kind in set(kinds))), MOST_LAYERS, len(kinds)))]
 
 
 def _narrow(config: Any) -> dict[str, Any]:
@@ -129,6 +142,7 @@ def _narrow(config: Any) -> dict[str, Any]:
     most = dict.fromkeys(WIDTHS, WIDTH) | dict.fromkeys(EXPERT_COUNTS, EXPERTS) | dict.fromkeys(CHUNKS, CHUNK)
     most |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
     found |= {name: min(found[name], limit) for name, limit in most.items() if isinstance(found.get(name), int)}
+    found |= {name: [min(size, WIDTH) for size in found[name]] for name in WIDTHS if isinstance(found.get(name), list)}
     found |= _narrow_mamba(found)
     return found
 
@@ -254,8 +268,7 @@ def trainer_results(
 
     Raises DataError for a model that transformers cannot make.
     """
-    model, batch = small_model(path).to(device), _batch()
-    expected = score_single_rows(model, batch)
+    model, batch, expected = _score_small_model(path, device)
     found = {}
     for way in ways:
         if way != PADDED and any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
@@ -273,8 +286,7 @@ def generator_result(path: str | Path, *, device: str = "cpu") -> SelfTestResult
 
     Raises DataError for a model that transformers cannot make.
     """
-    model, batch = small_model(path).to(device), _batch()
-    expected = score_single_rows(model, batch)
+    model, batch, expected = _score_small_model(path, device)
     return _result(lambda: _decode_rows(model, batch), expected, batch)
 
 
@@ -288,6 +300,18 @@ def small_model(path: str | Path) -> Any:
         raise DataError(
             f"model '{path}' ({kind}): no small model can be made of its configuration to test it with ({_reason(error)}); rlgraph takes "
             "decoder-only text models of transformers; without the test: self_test=False"
+        ) from error
+
+
+def _score_small_model(path: str | Path, device: str) -> tuple[Any, dict[str, torch.Tensor], torch.Tensor]:
+    """Build the small model of a folder's configuration, a batch, and the log-probs that its own forward gives."""
+    model, batch = small_model(path).to(device), _batch()
+    try:
+        return model, batch, score_single_rows(model, batch)
+    except Exception as error:  # whatever the code of a model raises
+        raise DataError(
+            f"{_name_folder(path)}: transformers' own forward over a sequence fails ({_reason(error)}); rlgraph takes decoder-only text "
+            "models of transformers"
         ) from error
 
 
@@ -318,11 +342,17 @@ def _result(
 def _laid_out(model: Any, batch: dict[str, torch.Tensor], way: str, kind: str) -> torch.Tensor:
     packed_attention.install(model, kind)
     head = PolicyHead(model)
+    assert len(head.layers)  # by which a trainer shards a model; it raises DataError
     found = torch.zeros(batch["responses"].shape)
     flat = way in (FLAT, FLAT_SHARED)
     for sequences in plan_micro_batches(batch, 1, 1 << 20, flat=flat, shared=way in (SHARED, FLAT_SHARED))[0]:
         micro_batch = (pack_flat if flat else pack)(batch, sequences)
-        found[micro_batch.rows[micro_batch.row], micro_batch.column] = head(micro_batch.to(model.device))[0].cpu()
+        with torch.set_grad_enabled(way == PADDED):
+            scores = head(micro_batch.to(model.device))[0]
+            if way == PADDED:  # a model may refuse to be trained, as Reformer does outside of its training mode
+                scores.sum().backward()
+        found[micro_batch.rows[micro_batch.row], micro_batch.column] = scores.detach().cpu()
+    model.zero_grad()
     return found
 
 
