@@ -25,10 +25,10 @@ def ppo() -> rg.Graph:
     rollout = generator.rollout(prompts, weights)
     rewards = rg.reward(exact, prompts, rollout)
     old, ref, values = policy.log_probs(rollout), reference.log_probs(rollout), critic.values(rollout)
-    shaped = rg.kl_shaped_rewards(rollout, rewards, old, ref, coef=0.05)
+    shaped = rg.stages.kl_shaped_rewards(rollout, rewards, old, ref, coef=0.05)
     targets = rg.advantages(rollout, shaped, values, estimator=rg.GAE(gamma=1.0, lam=0.95))
     actor_step = policy.update(rollout, old, targets, loss=rg.ClippedLoss())
-    critic_step = critic.update(rollout, values, targets, loss=rg.ValueLoss(clip=0.5))
+    critic_step = critic.update(rollout, values, targets, loss=rg.losses.ValueLoss(clip=0.5))
     weights.close(actor_step.weights)
     return rg.Graph("ppo", actor_step.metrics, critic_step.metrics)
 

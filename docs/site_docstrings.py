@@ -11,7 +11,7 @@ import griffe
 import rlgraph as rg
 from rlgraph import algorithms
 
-PUBLIC = {*rg.__all__, *algorithms.__all__}
+PUBLIC = {*rg.__all__, *algorithms.__all__, *(name for subject in rg._SUBJECTS for name in vars(getattr(rg, subject)))}
 BLOCK = re.compile(r"(?m)^(?P<indent> *)>>> .*(?:\n(?! *$).*)*")
 
 

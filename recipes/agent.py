@@ -30,7 +30,7 @@ class Config:
     out: str = "runs/agent"
 
 
-async def solve(client: rg.AgentClient, prompt: str, answer: str) -> float:
+async def solve(client: rg.agents.AgentClient, prompt: str, answer: str) -> float:
     """Run the program for a question, and reward the right number with 1."""
     async with AsyncOpenAI(base_url=client.base_url, api_key=client.key) as llm:
         return float(await add(llm, prompt) == answer)

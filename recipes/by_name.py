@@ -60,7 +60,7 @@ def graph(cfg: Config) -> rg.Graph:
         trained += [old] if "old_log_probs" in minimised.reads else []
         scored += [old] if "old_log_probs" in chosen.reads else []
     if cfg.correction:
-        corrected = rg.rollout_correction(rollout, old, weights=correction(cfg.correction))
+        corrected = rg.stages.rollout_correction(rollout, old, weights=correction(cfg.correction))
         trained.append(corrected)
         scored += [corrected] if {"loss_mask", *chosen.reads} & set(corrected.columns) else []
     if "values" in chosen.reads:
@@ -73,7 +73,7 @@ def graph(cfg: Config) -> rg.Graph:
     weights.close(step.weights)
     metrics = [step.metrics]
     if "values" in chosen.reads:
-        metrics.append(critic.update(rollout, scored[-1], targets, loss=rg.ValueLoss()).metrics)
+        metrics.append(critic.update(rollout, scored[-1], targets, loss=rg.losses.ValueLoss()).metrics)
     return rg.Graph("by_name", *metrics)
 
 

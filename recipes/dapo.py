@@ -63,10 +63,10 @@ def graph(cfg: Config) -> rg.Graph:
     if cfg.train:  # copies of a prompt become one row
         data = rg.data.dapo_math(cfg.train, overlong="drop", max_prompt_tokens=cfg.max_prompt_tokens)
     prompts = rg.prompts(data, count=cfg.prompts, seed=cfg.seed)
-    refill = rg.Refill(reward=reward, writes="accuracy", rounds=cfg.rounds)
+    refill = rg.options.Refill(reward=reward, writes="accuracy", rounds=cfg.rounds)
     rollout = generator.rollout(prompts, weights, group_size=cfg.group_size, continuous=cfg.continuous, refill=refill)
     overlong = OverlongPenalty(max_tokens=cfg.max_tokens, buffer_tokens=cfg.buffer_tokens, factor=cfg.penalty)
-    rewards = rg.shaped_rewards(rollout, of="accuracy", by=overlong, name="overlong")
+    rewards = rg.stages.shaped_rewards(rollout, of="accuracy", by=overlong, name="overlong")
     advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
     loss = rg.ClippedLoss(clip_low=cfg.clip_low, clip_high=cfg.clip_high, aggregation="token-mean")
     step = policy.update(rollout, advantages, loss=loss, mini_batches=cfg.mini_batches)

@@ -43,7 +43,7 @@ def graph(cfg: Config) -> rg.Graph:
     prompts = rg.prompts(sums(cfg.seed), count=cfg.prompts, seed=cfg.seed)
     rollout = generator.rollout(prompts, weights, group_size=cfg.group_size)
     old = policy.log_probs(rollout)
-    correction = rg.rollout_correction(rollout, old, weights=rg.TruncatedIS(level=cfg.level, threshold=cfg.threshold))
+    correction = rg.stages.rollout_correction(rollout, old, weights=rg.estimators.TruncatedIS(level=cfg.level, threshold=cfg.threshold))
     rewards = rg.reward(right_number, prompts, rollout)
     advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
     loss = rg.ClippedLoss(clip_low=0.2, clip_high=0.28)

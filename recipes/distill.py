@@ -32,7 +32,9 @@ class Config:
 
 def graph(cfg: Config) -> rg.Graph:
     if not cfg.top_k and cfg.divergence != "reverse_kl":
-        raise rg.GraphError(f"top_k=0 compares the sampled token by reverse_kl; leave divergence={cfg.divergence} out, or give top_k=64")
+        raise rg.errors.GraphError(
+            f"top_k=0 compares the sampled token by reverse_kl; leave divergence={cfg.divergence} out, or give top_k=64"
+        )
     model = rg.model_folder(cfg.model)
     sampling = rg.Sampling(max_tokens=cfg.max_tokens)
     generator = rg.Generator(model, pool=rg.Pool("rollout"), sampling=sampling, engine=cfg.engine, max_context=64, seed=cfg.seed)
@@ -43,9 +45,9 @@ def graph(cfg: Config) -> rg.Graph:
     rollout = generator.rollout(rg.prompts(sums(cfg.seed), count=cfg.prompts, seed=cfg.seed), weights)
     if cfg.top_k:
         scored = teacher.top_log_probs(rollout, top_k=cfg.top_k)
-        step = policy.update(rollout, scored, loss=rg.DistillationLoss(divergence=cfg.divergence))  # type: ignore[arg-type]
+        step = policy.update(rollout, scored, loss=rg.losses.DistillationLoss(divergence=cfg.divergence))  # type: ignore[arg-type]
     else:
-        advantages = rg.advantages(rollout, teacher.log_probs(rollout), estimator=rg.TeacherKL())
+        advantages = rg.advantages(rollout, teacher.log_probs(rollout), estimator=rg.estimators.TeacherKL())
         step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
     weights.close(step.weights)
     return rg.Graph("distill", step.metrics)

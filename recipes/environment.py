@@ -37,13 +37,13 @@ def said_of(guess: int, number: int) -> str:
     return "Higher." if number > guess else "Lower."
 
 
-def shown() -> list[rg.Message]:
+def shown() -> list[rg.agents.Message]:
     """Give the games that were played before, in earlier turns."""
-    messages = [rg.Message("system", RULES)]
+    messages = [rg.agents.Message("system", RULES)]
     for number, guesses in SHOWN.items():
-        messages += [rg.Message("user", "Guess."), rg.Message("assistant", guesses[0])]
+        messages += [rg.agents.Message("user", "Guess."), rg.agents.Message("assistant", guesses[0])]
         for before, guess in pairwise(guesses):
-            messages += [rg.Message("user", said_of(int(before), number)), rg.Message("assistant", guess)]
+            messages += [rg.agents.Message("user", said_of(int(before), number)), rg.agents.Message("assistant", guess)]
     return messages
 
 
@@ -53,16 +53,16 @@ class Guess:
     def __init__(self, answer: int) -> None:
         self.number = answer
 
-    async def reset(self) -> list[rg.Message]:
-        return [*shown(), rg.Message("user", "Guess.")]
+    async def reset(self) -> list[rg.agents.Message]:
+        return [*shown(), rg.agents.Message("user", "Guess.")]
 
-    async def step(self, said: rg.Message) -> rg.Turn:
+    async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
         if not re.fullmatch("[1-9]", said.content.strip()):
-            return rg.Turn(done=True, info={"no_guess": 1.0})
+            return rg.agents.Turn(done=True, info={"no_guess": 1.0})
         guess = int(said.content)
         if guess == self.number:
-            return rg.Turn(reward=1.0, done=True)
-        return rg.Turn([rg.Message("user", said_of(guess, self.number))])
+            return rg.agents.Turn(reward=1.0, done=True)
+        return rg.agents.Turn([rg.agents.Message("user", said_of(guess, self.number))])
 
     async def close(self) -> None:
         """Do nothing: a game holds no resources."""

@@ -33,7 +33,7 @@ def graph(cfg: Config) -> rg.Graph:
     ]
     examples = rg.examples(rows, cfg.examples, policy, label="good", mismatched=True, seed=cfg.seed)
     reference = rg.Reference(model, pool=rg.Pool("reference")).log_probs(examples)
-    step = policy.update(examples, reference, loss=rg.KTO(beta=cfg.beta))
+    step = policy.update(examples, reference, loss=rg.losses.KTO(beta=cfg.beta))
     return rg.Graph("kto", step.metrics)
 
 

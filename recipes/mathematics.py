@@ -65,7 +65,7 @@ def data(cfg: Config) -> tuple[Any, Any]:
 
 def graph(cfg: Config) -> rg.Graph:
     train, held_out = data(cfg)
-    chat = rg.Chat(system=cfg.system or None, enable_thinking=cfg.thinking)
+    chat = rg.options.Chat(system=cfg.system or None, enable_thinking=cfg.thinking)
     right = rg.scorers.math_verify()
     model = rg.model_folder(cfg.model)
     sampling = rg.Sampling(max_tokens=cfg.max_tokens)
@@ -96,7 +96,7 @@ def graph(cfg: Config) -> rg.Graph:
     trained = [rollout]
     if cfg.correction:
         old = policy.log_probs(rollout)
-        trained += [old, rg.rollout_correction(rollout, old, weights=rg.algorithms.correction(cfg.correction))]
+        trained += [old, rg.stages.rollout_correction(rollout, old, weights=rg.algorithms.correction(cfg.correction))]
     rewards = rg.reward(right, prompts, rollout)
     advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
     loss = rg.algorithms.loss(cfg.loss, clip_low=cfg.clip_low, clip_high=cfg.clip_high)

@@ -42,7 +42,7 @@ def graph(cfg: Config) -> rg.Graph:
         seed=cfg.seed,
         memory=cfg.memory,
         weights_dtype="fp8" if cfg.fp8 else None,
-        drafts=rg.PromptLookup(tokens=cfg.guesses) if cfg.guesses else None,
+        drafts=rg.options.PromptLookup(tokens=cfg.guesses) if cfg.guesses else None,
     )
     adapter = rg.LoRA(rank=cfg.rank) if cfg.rank else None
     policy = rg.Policy(model, pool=pool, optimizer=rg.AdamW(lr=cfg.lr), adapter=adapter, recompute=True)
@@ -54,7 +54,7 @@ def graph(cfg: Config) -> rg.Graph:
     given = [rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO())]
     if cfg.fp8:  # the engine's distribution then differs from the trainer's
         old = policy.log_probs(rollout)
-        given += [old, rg.rollout_correction(rollout, old, weights=rg.TruncatedIS(level="token"))]
+        given += [old, rg.stages.rollout_correction(rollout, old, weights=rg.estimators.TruncatedIS(level="token"))]
     step = policy.update(*given, loss=rg.ClippedLoss(clip_low=0.2, clip_high=0.28))
     weights.close(step.weights)
     return rg.Graph("one_gpu", step.metrics)

@@ -50,12 +50,14 @@ def graph(cfg: Config) -> rg.Graph:
     rewards = rg.reward(right_number, prompts, rollout)
     ref = policy.base_log_probs(rollout) if adapter else rg.Reference(model, pool=rg.Pool("score")).log_probs(rollout)
     old, values = policy.log_probs(rollout), critic.values(rollout)
-    shaped = rg.kl_shaped_rewards(rollout, rewards, old, ref, coef=cfg.kl_coef)
+    shaped = rg.stages.kl_shaped_rewards(rollout, rewards, old, ref, coef=cfg.kl_coef)
     targets = rg.advantages(rollout, shaped, values, estimator=rg.GAE(gamma=cfg.gamma, lam=cfg.lam))
     step = policy.update(
         rollout, old, targets, loss=rg.ClippedLoss(), epochs=cfg.epochs, mini_batches=cfg.mini_batches, critic_warmup=cfg.critic_warmup
     )
-    critic_step = critic.update(rollout, values, targets, loss=rg.ValueLoss(clip=0.5), epochs=cfg.epochs, mini_batches=cfg.mini_batches)
+    critic_step = critic.update(
+        rollout, values, targets, loss=rg.losses.ValueLoss(clip=0.5), epochs=cfg.epochs, mini_batches=cfg.mini_batches
+    )
     weights.close(step.weights)
     return rg.Graph("ppo", step.metrics, critic_step.metrics)
 

@@ -39,7 +39,7 @@ def graphs(cfg: Config) -> tuple[list[Callable[..., rg.Graph]], list[int]]:
     def learnt() -> rg.Graph:
         judge = rg.LearnedReward(rg.model_folder(cfg.model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.judge_lr))
         source = rg.stepwise(rows, cfg.solutions, judge, seed=cfg.seed)
-        return rg.Graph("judge", judge.update(source, loss=rg.algorithms.StepwiseLoss()).metrics)
+        return rg.Graph("judge", judge.update(source, loss=rg.losses.StepwiseLoss()).metrics)
 
     def rewarded(judge: str) -> rg.Graph:  # the folder of the weights that the graph 'judge' left
         model, sampling = rg.model_folder(cfg.model), rg.Sampling(max_tokens=cfg.max_tokens)
@@ -49,7 +49,7 @@ def graphs(cfg: Config) -> tuple[list[Callable[..., rg.Graph]], list[int]]:
         prompts = rg.prompts([{"prompt": row["prompt"]} for row in rows], count=cfg.prompts, seed=cfg.seed)
         rollout = generator.rollout(prompts, weights, group_size=cfg.group_size)
         steps = rg.LearnedReward(judge, pool=rg.Pool("judge")).step_rewards(rollout)
-        advantages = rg.advantages(rollout, steps, estimator=rg.algorithms.ProcessGRPO())
+        advantages = rg.advantages(rollout, steps, estimator=rg.estimators.ProcessGRPO())
         step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
         weights.close(step.weights)
         return rg.Graph("policy", step.metrics)

@@ -59,7 +59,7 @@ def engines(cfg: Config, model: str, pool: rg.Pool) -> rg.Generator:
 def fine_tuning(cfg: Config) -> rg.Graph:
     held_out, solved, _ = data(cfg)
     model = rg.model_folder(cfg.model)
-    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.sft_lr, schedule=rg.Constant(warmup_steps=5)))
+    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.sft_lr, schedule=rg.optim.Constant(warmup_steps=5)))
     step = policy.update(rg.examples(solved, cfg.examples, policy), loss=rg.SFTLoss())
 
     weights = rg.feedback("weights", depth=0)

@@ -30,7 +30,7 @@ class Config:
 def graph(cfg: Config) -> rg.Graph:
     judge = rg.LearnedReward(rg.model_folder(cfg.model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))
     pairs = rg.pairs(wrong_and_right(cfg.seed, apart=FAR), cfg.pairs, judge, seed=cfg.seed)
-    step = judge.update(pairs, loss=rg.BradleyTerry(center=0.01))
+    step = judge.update(pairs, loss=rg.losses.BradleyTerry(center=0.01))
     return rg.Graph("reward_model", step.metrics)
 
 

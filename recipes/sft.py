@@ -31,7 +31,7 @@ class Config:
 def graph(cfg: Config) -> rg.Graph:
     model = rg.model_folder(cfg.model)
     rows = [{"prompt": row["prompt"], "completion": f" {row['answer']}"} for row in sums(cfg.seed)]
-    optimizer = rg.AdamW(lr=cfg.lr, schedule=rg.Constant(warmup_steps=cfg.warmup))
+    optimizer = rg.AdamW(lr=cfg.lr, schedule=rg.optim.Constant(warmup_steps=cfg.warmup))
     policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=optimizer)
     step = policy.update(rg.examples(rows, cfg.examples, policy, seed=cfg.seed), loss=rg.SFTLoss())
 

@@ -33,7 +33,7 @@ class Config:
 
 
 def teacher(cfg: Config, name: str, rows: Sequence[dict[str, str]]) -> rg.Graph:
-    optimizer = rg.AdamW(lr=2e-5, schedule=rg.Constant(warmup_steps=3))
+    optimizer = rg.AdamW(lr=2e-5, schedule=rg.optim.Constant(warmup_steps=3))
     policy = rg.Policy(rg.model_folder(cfg.model), pool=rg.Pool("train"), optimizer=optimizer)
     said = [{"prompt": row["prompt"], "completion": f" {row['answer']}"} for row in rows]
     return rg.Graph(name, policy.update(rg.examples(said, cfg.examples, policy, seed=cfg.seed), loss=rg.SFTLoss()).metrics)
@@ -52,8 +52,8 @@ def graphs(cfg: Config) -> tuple[list[Callable[..., rg.Graph]], list[int]]:
         rows = [{**row, "data_source": name} for name, task in tasks.items() for row in task]
         prompts = rg.prompts(rows, count=cfg.prompts, seed=cfg.seed)
         rollout = generator.rollout(prompts, weights)
-        scored = rg.by_source(prompts, rollout, teachers=teachers, top_k=cfg.top_k)
-        step = policy.update(rollout, scored, loss=rg.DistillationLoss(divergence="reverse_kl"))
+        scored = rg.options.by_source(prompts, rollout, teachers=teachers, top_k=cfg.top_k)
+        step = policy.update(rollout, scored, loss=rg.losses.DistillationLoss(divergence="reverse_kl"))
         weights.close(step.weights)
         return rg.Graph("student", step.metrics, rg.reward(right_number, prompts, rollout, writes="right"))
 

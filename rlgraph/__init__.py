@@ -4,6 +4,7 @@ A public name is imported when it is first asked for: `import rlgraph` takes mil
 """
 
 import sys
+import warnings
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
 _NAMES = {line.split()[-1]: line.split()[1] for line in _STUB.splitlines() if line.startswith("from rlgraph")}
 __all__ = [*_NAMES]
+# Modules that hold names by subject. Those were names of the package itself, and are found there still, with a warning.
+_SUBJECTS = [name for name, module in _NAMES.items() if module == __name__ and Path(__file__).with_name(f"{name}.py").is_file()]
 
 
 class _Package(ModuleType):
@@ -40,9 +43,26 @@ def __getattr__(name: str) -> Any:
     elif not name.startswith("_") and find_spec(f"{__name__}.{name}"):
         value = import_module(f"{__name__}.{name}")
     else:
-        raise AttributeError(f"module 'rlgraph' has no attribute '{name}'")
+        return _by_old_spelling(name)
     globals()[name] = value
     return value
+
+
+def spelling(name: str) -> str:
+    """Spell a public name as users do: `Graph`, `losses.KTO`. Nothing is imported: the file of a subject lists or defines its names."""
+    for subject in _SUBJECTS if name not in _NAMES else ():
+        lines = Path(__file__).with_name(f"{subject}.py").read_text(encoding="utf-8").splitlines()
+        if any(line.endswith(f" import {name} as {name}") or line.startswith(f"class {name}(") for line in lines):
+            return f"{subject}.{name}"
+    return name
+
+
+def _by_old_spelling(name: str) -> Any:
+    subject, _, found = spelling(name).rpartition(".")
+    if not subject:
+        raise AttributeError(f"module 'rlgraph' has no attribute '{name}'")
+    warnings.warn(f"rlgraph.{name} is rlgraph.{subject}.{name} now; the old spelling ends with 0.4", DeprecationWarning, stacklevel=3)
+    return getattr(import_module(f"{__name__}.{subject}"), found)
 
 
 def __dir__() -> list[str]:

@@ -87,7 +87,7 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     ... def brevity(batch):
     ...     return {"rewards": torch.tensor([-float(len(text)) for text in batch["prompt_texts"]])}
     >>> graph = rg.Graph("lengths", brevity(rg.prompts([{"prompt": "1 + 1 ="}], count=8)))
-    >>> rg.compile(graph, rg.Cluster(cpus=2), rg.Costs({"prompts": 0.25, "brevity": 0.5})).prediction.step_s
+    >>> rg.compile(graph, rg.Cluster(cpus=2), rg.planning.Costs({"prompts": 0.25, "brevity": 0.5})).prediction.step_s
     0.75
 
     Pure: no Ray, no GPU, no clock. It takes milliseconds. Without `costs`, costs are estimated from the models' config.json and the
@@ -122,8 +122,9 @@ def rehearse(
     >>> policy = rg.Policy("tiny", pool=rg.Pool("train"))
     >>> batch = rg.examples([{"prompt": "1 + 1 =", "completion": " 2"}], 4, policy)
     >>> graph = rg.Graph("sft", policy.update(batch, loss=rg.SFTLoss()).metrics)
-    >>> site = rg.ClusterSite(host_mtbf_s=20_000, restart_s=60, checkpoint_s=10)
-    >>> found = rg.rehearse(graph, rg.Cluster(cpus=2), rg.Costs({"examples": 0.0, "update": 5.0}), site=site, steps=10_000, every=100)
+    >>> site = rg.planning.ClusterSite(host_mtbf_s=20_000, restart_s=60, checkpoint_s=10)
+    >>> costs = rg.planning.Costs({"examples": 0.0, "update": 5.0})
+    >>> found = rg.planning.rehearse(graph, rg.Cluster(cpus=2), costs, site=site, steps=10_000, every=100)
     >>> print(found.failures, round(found.lost_to["checkpoints"], 3))
     1 0.019
 
@@ -187,12 +188,12 @@ def report(run: Run | str | Path, path: str | Path | None = None) -> Path:
 def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, rule="a port, or 0 for any that is free")] = 0) -> "Watch":
     """Serve the report of a run's folder on 127.0.0.1 only; the page updates itself while the run goes on.
 
-        with rg.watch("runs/math") as view:
+        with rg.runs.watch("runs/math") as view:
             print(view.url)
             view.wait()  # until Ctrl-C
 
     >>> import tempfile, rlgraph as rg
-    >>> with rg.watch(tempfile.mkdtemp()) as view:
+    >>> with rg.runs.watch(tempfile.mkdtemp()) as view:
     ...     print(view.state()["said"])
     not known to run
 
@@ -259,9 +260,9 @@ def export(
     """Write a model of a checkpoint as a Hugging Face folder, as `Job.export` does for a running job.
 
     >>> import rlgraph as rg
-    >>> rg.export("runs/grpo/checkpoints", "model")  # doctest: +SKIP
+    >>> rg.runs.export("runs/grpo/checkpoints", "model")  # doctest: +SKIP
     Exported(folder=PosixPath('model'), step=740, dtype='bfloat16', parameters=134515008, bytes=269060344)
-    >>> rg.export("no/checkpoints", "model", dtype="float32")  # doctest: +ELLIPSIS
+    >>> rg.runs.export("no/checkpoints", "model", dtype="float32")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     rlgraph.errors.CheckpointError: 'no/checkpoints' does not exist; give a folder as `step-00000100`, or ...
 
@@ -346,7 +347,7 @@ def _recovery(
 def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: Count = 3) -> Costs:
     """Run a few steps of a graph on Ray and measure the costs of its nodes, for `compile` and `tune`.
 
-        costs = rg.profile(graph, rg.local_cluster(), steps=3)
+        costs = rg.planning.profile(graph, rg.local_cluster(), steps=3)
         print(rg.tune(build, rg.Cluster(gpus=8, cpus=64), costs, depth=range(3)))
 
     It runs one more step than `steps`, because the first one warms up. A long tail of response lengths needs more steps: costs know only
@@ -359,7 +360,7 @@ def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: Count = 3) 
     Raises PlanError for fewer than 1 step, no graph, or graphs whose nodes differ; and the errors of `launch` and of the steps.
 
     >>> import rlgraph as rg
-    >>> rg.profile([], rg.Cluster(cpus=2))  # doctest: +ELLIPSIS
+    >>> rg.planning.profile([], rg.Cluster(cpus=2))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     rlgraph.errors.PlanError: profile([]): graphs profiled together are at least one, with the same nodes; they ...
     """

@@ -1,4 +1,4 @@
-"""`rlgraph.compare`: recorded runs side by side, with the settings in which they differ. Nothing starts."""
+"""`rlgraph.runs.compare`: recorded runs side by side, with the settings in which they differ. Nothing starts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class RunComparison:
 def compare(*folders: str | Path, metrics: Sequence[str] = ()) -> RunComparison:
     """Compare recorded runs: step time, reward, staleness, tokens a second, validation, and the settings that differ.
 
-        print(rg.compare("runs/sync", "runs/one_step_off", metrics=["actor/entropy"]))
+        print(rg.runs.compare("runs/sync", "runs/one_step_off", metrics=["actor/entropy"]))
 
     Each folder is one that `rlgraph.record` wrote. Times leave out the first steps, which compile and allocate. `metrics` adds the mean of
     each named metric over the last steps.
@@ -62,7 +62,7 @@ def compare(*folders: str | Path, metrics: Sequence[str] = ()) -> RunComparison:
     Raises PlanError for fewer than two runs or a metric that no run has, DataError for a folder without a run.
 
     >>> import rlgraph as rg
-    >>> rg.compare("runs/one")
+    >>> rg.runs.compare("runs/one")
     Traceback (most recent call last):
     rlgraph.errors.PlanError: compare('runs/one'): it takes the folders of two runs or more
     """

@@ -123,7 +123,7 @@ def _handed_on(graph: Graph, plan: Plan, where: str) -> str:
     if len(policies) > 1 or (not policies and len(trained) > 1):
         raise PlanError(
             f"run(), {where}, '{graph.name}' trains {[model.name for model in trained]}, and the weights of one model are handed on: put "
-            "it last, or run it by itself and export each, as rg.export(checkpoint, folder, policy=…)"
+            "it last, or run it by itself and export each, as rg.runs.export(checkpoint, folder, policy=…)"
         )
     return chosen(trained, None, f"run(), {where}, '{graph.name}', hands on its weights").path
 
@@ -221,7 +221,7 @@ PROFILED = "profile.yaml"
 class Finished:
     """A graph of a curriculum that is done: its name, its folder of records, and the folder of its final weights.
 
-    `metrics` are those of its last step. `model` is None for the last graph of a curriculum, whose weights `rg.export` takes home.
+    `metrics` are those of its last step. `model` is None for the last graph of a curriculum, whose weights `rg.runs.export` takes home.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`rlgraph.doctor`: check the versions, devices and system of this machine."""
+"""`rlgraph.runs.doctor`: check the versions, devices and system of this machine."""
 
 import os
 import resource
@@ -350,18 +350,18 @@ def _extra_checks(requirements: list[tuple[str, Requirement]]) -> Iterator[Check
         yield Check("extras", "ok", f"not installed, or in part: {', '.join(lacking)}; pip install '{DISTRIBUTION}[{lacking[0]}]' adds one")
 
 
-# `rlgraph.doctor`: check what this machine can run.
+# `rlgraph.runs.doctor`: check what this machine can run.
 
 
 def doctor() -> Diagnosis:
     """Check this machine: versions, GPUs and their links, dtypes, memory, limits, the sandbox, Ray's port. Nothing is changed.
 
-        print(rg.doctor())
+        print(rg.runs.doctor())
 
     It takes a few seconds: it imports torch, and starts three empty runs of the sandbox.
 
     >>> import rlgraph as rg
-    >>> [check.state for check in rg.doctor().checks if check.name == "Python"]
+    >>> [check.state for check in rg.runs.doctor().checks if check.name == "Python"]
     ['ok']
     """
     return Diagnosis((*version_checks(), *device_checks(), *system_checks()))

@@ -71,13 +71,14 @@ def record(
     `reward.svg`, and picture and prediction use the measured seconds of each node if there are enough steps.
 
     `samples/` gets some of each step's prompts and responses, with rewards, advantages and versions: `samples=0.1` records a tenth of
-    them, `1.0` all, `0` none. `rg.Samples` has more settings. The report shows them.
+    them, `1.0` all, `0` none. `rg.runs.Samples` has more settings. The report shows them.
 
-    `to=[rg.sinks.TensorBoard(), rg.sinks.WandB(project="math")]` sends metrics, samples and the report to these loggers too, beside the
-    run. The failure of a logger is reported once and never stops the run. A job that resumed goes on in the same run of each logger.
+    `to=[rg.runs.sinks.TensorBoard(), rg.runs.sinks.WandB(project="math")]` sends metrics, samples and the report to these loggers too,
+    beside the run. The failure of a logger is reported once and never stops the run. A job that resumed goes on in the same run of each
+    logger.
 
-    `profile=rg.Profile(steps=(3, 5), workers="policy")` writes traces of torch.profiler and CUDA's memory snapshots to `profiles/`.
-    `rlgraph run RECIPE.py --profile 3-5 --worker policy` asks for the same, whatever the recipe says.
+    `profile=rg.planning.Profile(steps=(3, 5), workers="policy")` writes traces of torch.profiler and CUDA's memory snapshots to
+    `profiles/`. `rlgraph run RECIPE.py --profile 3-5 --worker policy` asks for the same, whatever the recipe says.
 
     Files of an earlier run in the folder are replaced. A job that resumed from a checkpoint continues `metrics.jsonl`, with one line for
     each step, and its report draws them all. `quiet` prints nothing.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin
 
+import rlgraph
 from rlgraph.errors import GraphError, RlgraphError, choices, shown
 
 # Types of settings: the rule of each in words, and the conversion of accepted values to the type.
@@ -352,7 +353,7 @@ def _article(name: str) -> str:
 
 
 def _spelt(cls: type) -> str:
-    return f"rg.algorithms.{cls.__name__}" if cls.__module__.startswith("rlgraph.algorithms") else f"rg.{cls.__name__}"
+    return f"rg.{rlgraph.spelling(cls.__name__)}"
 
 
 C = TypeVar("C")

@@ -1,4 +1,4 @@
-"""`rlgraph.tune` and `rlgraph.replay`: predict a graph under other settings, and a recorded run under another plan. Nothing starts."""
+"""`rlgraph.tune` and `rlgraph.planning.replay`: predict a graph, or a recorded run, under other settings. Nothing starts."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -110,7 +110,7 @@ class Tuning:
 def replay(trace: "Job | str | Path", *, shares: Mapping[str, Positive] | None = None, depth: Natural | None = None) -> Replayed:
     """Play a recorded run again with other shares of the devices or another depth, and predict its step time; prints as a line.
 
-        print(rg.replay("runs/grpo", shares={"rollout": 3, "train": 1}))
+        print(rg.planning.replay("runs/grpo", shares={"rollout": 3, "train": 1}))
 
     `trace` is a job, the folder that `rlgraph.record` wrote, or a trace file. `shares` divide the devices of the named pools. Each
     recorded firing is played again; on another number of devices its seconds are scaled by the cost functions fitted to the run.
@@ -118,7 +118,7 @@ def replay(trace: "Job | str | Path", *, shares: Mapping[str, Positive] | None =
     Raises PlanError if the record is missing or too short, or the plan does not allow the change.
 
     >>> import rlgraph as rg
-    >>> rg.replay("no/such/run", depth=1)
+    >>> rg.planning.replay("no/such/run", depth=1)
     Traceback (most recent call last):
     rlgraph.errors.PlanError: replay('no/such/run'): there is no such trace; rg.record writes trace.json into its folder
     """

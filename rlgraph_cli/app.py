@@ -126,7 +126,7 @@ def plan(
     found = read(recipe)
     cfg = found.configured(settings or [])
     cluster = _cluster(found, cfg, gpus, gpu, gpus_per_host, cpus, hosts)
-    plans = found.plans(cfg, cluster, rg.Costs.from_file(costs) if costs else None)
+    plans = found.plans(cfg, cluster, rg.planning.Costs.from_file(costs) if costs else None)
     for made in plans:
         own = f".{made.graph}" if len(plans) > 1 else ""  # of several graphs each has files of its own: plan.svg is plan.GRAPH.svg
         if draw:
@@ -182,7 +182,7 @@ def tune(
     def build(**chosen: str) -> "rg.Graph":
         return found.graph(found.configured([*fixed, *(f"{key}={value}" for key, value in chosen.items())]))
 
-    measured = rg.Costs.from_file(costs) if costs else None
+    measured = rg.planning.Costs.from_file(costs) if costs else None
     typer.echo(str(rg.tune(build, cluster, measured, by=by.value, max_staleness=max_staleness, **choices)))
 
 
@@ -197,7 +197,7 @@ def export(
     """Write a checkpoint's model as a Hugging Face folder."""
     import rlgraph as rg
 
-    made = rg.export(checkpoint, out, dtype.value, policy, adapter.value)
+    made = rg.runs.export(checkpoint, out, dtype.value, policy, adapter.value)
     typer.echo(f"{made.folder}: after step {made.step}, {made.parameters:,} parameters in {made.dtype}, {made.bytes:,} bytes")
 
 
@@ -218,7 +218,7 @@ def report(
     if not watch:
         typer.echo(str(rg.report(run, out)))
         return
-    with rg.watch(run, port) as view:
+    with rg.runs.watch(run, port) as view:
         typer.echo(view.url)
         view.wait()
 
@@ -231,7 +231,7 @@ def compare(
     """Print runs side by side: step time, reward, staleness, validation, and the settings that differ."""
     import rlgraph as rg
 
-    typer.echo(str(rg.compare(*runs, metrics=metric or [])))
+    typer.echo(str(rg.runs.compare(*runs, metrics=metric or [])))
 
 
 def _cluster(recipe: "Recipe", cfg: Any, gpus: Any, gpu: Any, gpus_per_host: Any, cpus: Any, hosts: Any) -> "rg.Cluster":

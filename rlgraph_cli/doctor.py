@@ -16,7 +16,7 @@ def doctor(context: typer.Context, json: Json = False) -> None:
         return
     import rlgraph as rg
 
-    found = rg.doctor()
+    found = rg.runs.doctor()
     typer.echo(found.to_json() if json else str(found))
     raise typer.Exit(1 if found.problems else 0)
 

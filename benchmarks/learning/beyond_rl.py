@@ -102,7 +102,7 @@ def measured(name: str, given: argparse.Namespace, folder: Path) -> Iterator[tup
 def of_graph(name: str, graph: Callable[[], rg.Graph], cfg: Any, count: int, out: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Profile a graph, predict its step, run it, keep its weights, and give what it learnt."""
     cluster, before, began_s = rg.local_cluster(), os.getloadavg()[0], time.monotonic()
-    costs = rg.profile(graph(), cluster, given.profiled) if given.profiled else None
+    costs = rg.planning.profile(graph(), cluster, given.profiled) if given.profiled else None
     profiled_s = time.monotonic() - began_s
     plan = rg.compile(graph(), cluster, costs)
     predicted_s = plan.prediction.step_s if costs is not None else None

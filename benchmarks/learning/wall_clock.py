@@ -171,7 +171,7 @@ def main() -> None:
     keys: list[Key] = [{"mode": mode, "seed": seed} for same in TOGETHER for seed in given.seeds for mode in same]
     results = Results(given.json, {name: value for name, value in vars(cfg).items() if name not in VARIED} | {"begin": given.begin})
     model = given.work / "model"
-    with rg.warm(engines=not given.smoke):
+    with rg.runs.warm(engines=not given.smoke):
         if not model.is_dir():
             results.keep("fine_tuning", fine_tuned(cfg, model, given.begin), "before")
         for key in chosen(keys, given.only):

@@ -71,7 +71,7 @@ def profiled(seconds: float, size: tuple[int, int]) -> Any:
     measured = Setting(rows=sequences, passes=Passes(length))
     update = NodeCost(token_s=seconds / (sequences * length), measured=measured)
     nodes: dict[str, Any] = {"prompts": 0.0, "rollout": 1.0, "reward": 0.0, "advantages": 0.0, "update": update}
-    return rg.Costs(nodes, lengths=Lengths((0.0, 1.0), (tokens, tokens), float(prompt - 1)))
+    return rg.planning.Costs(nodes, lengths=Lengths((0.0, 1.0), (tokens, tokens), float(prompt - 1)))
 
 
 def constant(responses: list[str]) -> list[float]:

@@ -94,7 +94,7 @@ def graph(cfg: Config) -> rg.Graph:
 
 def run(cfg: Config) -> None:
     """Run the job, print what it took and was predicted to take, and write the files that are asked for."""
-    plan = rg.compile(graph(cfg), rg.local_cluster(), rg.Costs.from_file(cfg.costs) if cfg.costs else None)
+    plan = rg.compile(graph(cfg), rg.local_cluster(), rg.planning.Costs.from_file(cfg.costs) if cfg.costs else None)
     print(plan, flush=True)
     steps = []
     with plan.launch() as job:

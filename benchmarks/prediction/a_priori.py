@@ -175,7 +175,7 @@ def fit() -> dict[str, float]:
     for name, each in costs.items():
         of, given = others[name], each["lengths"]
         assert of is not None
-        mean = rg.Lengths(tuple(given["at"]), tuple(given["tokens"])).mean
+        mean = rg.planning.Lengths(tuple(given["at"]), tuple(given["tokens"])).mean
         jobs.append(left(of, each["nodes"]["rollout"]["decode"], given["tokens"][-1], 128 * mean, 128, given["prompt_tokens"]))
     tokens = plain["tokens_per_s"] * plain["step_s"]
     jobs.append(left(smollm2, {"start_s": plain["step_s"]}, rollout["lengths"]["longest"], tokens, rollout["lengths"]["rows"], 16.0))
@@ -212,7 +212,7 @@ def compiled_updates() -> dict[str, float]:
         of = ModelShape.from_config(shape(spec.split(":")[0]))
         assert of is not None
         tokens, response = run["step_s"] * run["tokens_per_s"], 4096 - PROMPT_TOKENS
-        needed = operations(ModelTraits(), of, rg.Lengths((0.0, 1.0), (response, response), PROMPT_TOKENS), trains=True)
+        needed = operations(ModelTraits(), of, rg.planning.Lengths((0.0, 1.0), (response, response), PROMPT_TOKENS), trains=True)
         per_token.append([needed / H200.flops, of.vocab / (H200.bandwidth * DECODING)])
         seconds.append((run["step_s"] - OPTIMIZER_BYTES * of.parameters / (H200.bandwidth * DECODING)) / tokens)
     share, logit = np.linalg.solve(np.array(per_token), np.array(seconds))

@@ -74,7 +74,7 @@ def predict_one(run: Announced, models: Path) -> dict[str, Any]:
     graph, cluster = peer_job.graph(cfg), a_priori.cluster(run.gpus)
     said: dict[str, Any] = {"from_nothing_s": rg.compile(graph, cluster).prediction.step_s}
     if run.after and costs_of(run.after).is_file():
-        costs = rg.Costs.from_file(costs_of(run.after))
+        costs = rg.planning.Costs.from_file(costs_of(run.after))
         said["from_costs_s"] = rg.compile(graph, cluster, costs).prediction.step_s
         said["costs_of"] = run.after
     return said

@@ -141,7 +141,7 @@ def uneven() -> Iterator[Case]:
             yield Case(family, name, loop.graph, loop.devices, loop.depth > 0)
 
 
-def lengths_of(family: str) -> rg.Lengths:
+def lengths_of(family: str) -> rg.planning.Lengths:
     return LONG_TAIL if "long tail" in family else UNIFORM
 
 
@@ -203,13 +203,13 @@ def real(folder: str) -> Iterator[Case]:
         yield Case(REAL, name, loop.graph, 1 if loop.shared else 2, loop.depth > 0, profiled)
 
 
-def costs_for(case: Case, costs: rg.Costs) -> rg.Costs:
+def costs_for(case: Case, costs: rg.planning.Costs) -> rg.planning.Costs:
     """Pick the profile's costs of the nodes that this graph has."""
     names = {node.name for node in case.graph().nodes}
     return replace(costs, nodes={name: cost for name, cost in costs.nodes.items() if name in names})
 
 
-def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
+def measured(case: Case, costs: rg.planning.Costs, steps: int) -> Found:
     graph = case.graph()
     plan = rg.compile(graph, rg.Cluster(cpus=case.cores), costs_for(case, costs))
     with plan.launch() as job:
@@ -236,11 +236,11 @@ def measured(case: Case, costs: rg.Costs, steps: int) -> Found:
     )
 
 
-def profile(case: Case) -> rg.Costs:
+def profile(case: Case) -> rg.planning.Costs:
     if case.profiled:
-        return rg.profile([graph() for graph in case.profiled], rg.Cluster(cpus=2), PROFILED[case.family])
+        return rg.planning.profile([graph() for graph in case.profiled], rg.Cluster(cpus=2), PROFILED[case.family])
     loop = profiled_loop(case.family)
-    return rg.profile(loop.graph(), cores_for(loop), PROFILED[case.family.split(",")[0]])
+    return rg.planning.profile(loop.graph(), cores_for(loop), PROFILED[case.family.split(",")[0]])
 
 
 def cores_for(loop: Loop) -> rg.Cluster:
@@ -249,7 +249,7 @@ def cores_for(loop: Loop) -> rg.Cluster:
 
 
 def measure(cases: list[Case], steps: int) -> Iterator[Found]:
-    profiles = dict[str, rg.Costs]()
+    profiles = dict[str, rg.planning.Costs]()
     print(f"{'family':22} {'configuration':33} {'predicted':>9} {'measured':>9} {'±':>6} {'error':>7}  load")
     for case in cases:
         if case.profiled:

@@ -123,7 +123,7 @@ def graph(way: Way, models: Models) -> rg.Graph:
     return rg.Graph("prediction", step.metrics)
 
 
-def lengths(way: Way, profiled: Way, costs: rg.Costs) -> Lengths:
+def lengths(way: Way, profiled: Way, costs: rg.planning.Costs) -> Lengths:
     """Choose the lengths to expect: those measured, or where others are asked for the distribution that the sampling gives."""
     assert costs.lengths is not None
     if (way.tokens, way.most_tokens) == (profiled.tokens, profiled.most_tokens):
@@ -203,8 +203,8 @@ def run(label: str, plan: rg.Plan, count: int, progress: Progress) -> Ran:
     return Ran(taken, record, residual, launch, at[-1] - at[0])
 
 
-def profiled(base: Way, models: Models, progress: Progress) -> rg.Costs:
-    """Measure the costs of two sizes of batch, as `rg.profile` does, but for the steps of the warm-up, and those of sleeping."""
+def profiled(base: Way, models: Models, progress: Progress) -> rg.planning.Costs:
+    """Measure the costs of two sizes of batch, as `rg.planning.profile` does, but for the steps of the warm-up, and those of sleeping."""
     records = []
     for name, way in (("profile", base), ("profile of twice the size", base.double), ("profile in turns", base.turns)):
         plan = rg.compile(graph(way, models), models.cluster(way))
@@ -242,7 +242,9 @@ def measured(name: str, way: Way, plan: rg.Plan, models: Models, progress: Progr
     )
 
 
-def measure(bases: list[Way], models: Models, given: argparse.Namespace, costs: dict[str, rg.Costs], progress: Progress) -> Iterator[Found]:
+def measure(
+    bases: list[Way], models: Models, given: argparse.Namespace, costs: dict[str, rg.planning.Costs], progress: Progress
+) -> Iterator[Found]:
     """Profile each base into `costs`, predict and run; alternate the models, so that a run that is cut short has results of both."""
     queues = [list((ways_on_four if given.gpus == 4 else ways)(base).items()) for base in bases]
     for index in range(max(map(len, queues))):
@@ -280,7 +282,7 @@ def works(found: list[Found]) -> dict[str, list[Found]]:
     return groups
 
 
-def figures(found: list[Found], costs: dict[str, rg.Costs]) -> dict[str, Any]:
+def figures(found: list[Found], costs: dict[str, rg.planning.Costs]) -> dict[str, Any]:
     """Read the results in the file."""
     return {
         "kind": "prediction",
@@ -324,14 +326,14 @@ def again(file: Path) -> dict[str, Any]:
     return fits | {name: told[name] for name in ("gpus", "cpus", "python", "versions")}
 
 
-def earlier(file: Path | None) -> dict[str, rg.Costs]:
+def earlier(file: Path | None) -> dict[str, rg.planning.Costs]:
     """Read the costs from the JSON of an earlier run, by model."""
     found = {}
     for model, each in (json.loads(file.read_text())["costs"] if file else {}).items():
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as copy:
             yaml.safe_dump(each, copy)
             copy.flush()
-            found[model] = rg.Costs.from_file(copy.name)
+            found[model] = rg.planning.Costs.from_file(copy.name)
     return found
 
 

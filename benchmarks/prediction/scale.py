@@ -35,7 +35,7 @@ from rlgraph.plan.routes import crossing_s, soonest, ways
 # 419 unexpected interruptions in 54 days on 16,384 H100s (The Llama 3 Herd of Models, 2024, section 3.3.4), whatever failed.
 GPU_MTBF_S = 16_384 * 54 * 86_400 / 419
 RESTART_S, CHECKPOINT_S = 600.0, 30.0  # assumed
-SITE = rg.ClusterSite(bandwidth=8 * LINK, gpu_mtbf_s=GPU_MTBF_S, restart_s=RESTART_S, checkpoint_s=CHECKPOINT_S)
+SITE = rg.planning.ClusterSite(bandwidth=8 * LINK, gpu_mtbf_s=GPU_MTBF_S, restart_s=RESTART_S, checkpoint_s=CHECKPOINT_S)
 STRAGGLING = replace(SITE, stragglers=1e-4, slow_down=1.5)  # one host in 10,000 at each step; assumed
 STEPS, EVERY, SEEDS = 1000, 10, 3
 INTERVALS = (1, 2, 5, 10, 20, 50, 100, 200)
@@ -100,7 +100,7 @@ def large(case: Case, models: Path) -> dict[str, Any]:
     compiled_s = time.perf_counter() - began
     graph = fixed.graph(models)
     site = replace(STRAGGLING, bandwidth=case.link)
-    runs = [rg.rehearse(graph, case.cluster, costs, site=site, steps=STEPS, every=EVERY, seed=seed) for seed in range(SEEDS)]
+    runs = [rg.planning.rehearse(graph, case.cluster, costs, site=site, steps=STEPS, every=EVERY, seed=seed) for seed in range(SEEDS)]
     tokens = case.rows * (case.mean_tokens + case.prompt_tokens)
     passes = -(-tokens * case.sharing // (split["train"] * case.micro_batch_tokens))
     lost = {name: statistics.fmean(run.lost_to[name] for run in runs) for name in runs[0].lost_to}
@@ -148,7 +148,7 @@ def intervals(row: Mapping[str, Any], models: Path) -> dict[str, Any]:
 
 def ways_of_a_version(size: float, ranks: int, trainer_hosts: int, generators: float, generator_hosts: int) -> dict[str, Any]:
     """Compute the seconds of a version by two ways: from host to host, as rlgraph sends it, and from its ranks to each generator."""
-    site = rg.ClusterSite(bandwidth=8 * LINK)
+    site = rg.planning.ClusterSite(bandwidth=8 * LINK)
     writers = dict.fromkeys(range(trainer_hosts), ranks / trainer_hosts)
     each = generators / generator_hosts
     readers = {trainer_hosts + host: each for host in range(generator_hosts)}

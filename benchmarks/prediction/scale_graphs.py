@@ -82,7 +82,7 @@ class Case:
         """Say what of the plan does not fit the memory of its GPUs; empty if all fits. Rehearsals go on without this check."""
         try:
             rg.compile(graph, replace(self.cluster, gpu_memory_bytes=DEVICES[self.gpu].memory_bytes), self.costs(graph))
-        except rg.PlanError as error:
+        except rg.errors.PlanError as error:
             return str(error)
         return ""
 
@@ -111,13 +111,13 @@ class Case:
         weights.close(step.weights)
         return rg.Graph(self.model, step.metrics)
 
-    def costs(self, graph: rg.Graph) -> rg.Costs:
+    def costs(self, graph: rg.Graph) -> rg.planning.Costs:
         """Estimate the costs from the shape, with lengths of the case's mean: geometric, cut off at the most. A version reaches an engine
         by the links of its GPUs."""
         priced = priced_for(graph, self.cluster, None, shapes_of(graph))
         tokens = lengths(self.mean_tokens, self.most_tokens)
         received_s = (priced.publish_bytes or 0) / (LINK * self.width)
-        return replace(priced, lengths=rg.Lengths(PROBABILITIES, tokens, self.prompt_tokens), receive_s=received_s)
+        return replace(priced, lengths=rg.planning.Lengths(PROBABILITIES, tokens, self.prompt_tokens), receive_s=received_s)
 
 
 def _pool(name: str, gpus: int | None) -> rg.Pool:

@@ -125,7 +125,7 @@ def predicted(row: Published, gap_s: float = 0.0) -> rg.Plan:
     seconds = {"rollout": row.generation, "old_log_probs": row.old, "ref_log_probs": row.ref, "update": row.update}
     declared = graph(row)
     nodes = {node.name: seconds.get(node.name) or 0.0 for node in declared.nodes}
-    return rg.compile(declared, rg.Cluster(gpus=row.gpus, cpus=8 * row.gpus), rg.Costs(nodes, publish_s=gap_s, swap_s=gap_s))
+    return rg.compile(declared, rg.Cluster(gpus=row.gpus, cpus=8 * row.gpus), rg.planning.Costs(nodes, publish_s=gap_s, swap_s=gap_s))
 
 
 @dataclass(frozen=True)
@@ -224,7 +224,7 @@ def needed() -> Iterator[Needed]:
             declared = proposal_graph(split, own_reference)
             nodes = {node.name: side if node.name in ("rollout", "update") else 0.0 for node in declared.nodes}
             devices = 16 if not (own_reference and split) else 24  # thirds, of which two are the halves above
-            plans.append(rg.compile(declared, rg.Cluster(gpus=devices, cpus=128), rg.Costs(nodes)))
+            plans.append(rg.compile(declared, rg.Cluster(gpus=devices, cpus=128), rg.planning.Costs(nodes)))
         yield Needed(
             row=name,
             sync_s=sync_s,

@@ -42,7 +42,7 @@ class Mix:
     train_token_s: float
     score_token_s: float
 
-    def costs(self) -> rg.Costs:
+    def costs(self) -> rg.planning.Costs:
         decode = NodeCost(decode=Decode(self.step_s, self.sequence_s, prefill_s=1e-5), measured=ONE)
         nodes: dict[str, float | NodeCost] = {
             "prompts": 0.001,
@@ -54,7 +54,7 @@ class Mix:
             "advantages": 0.01,
             "update": NodeCost(token_s=self.train_token_s, measured=ONE),
         }
-        return rg.Costs(nodes, publish_s=0.1, receive_s=0.2, swap_s=0.1, lengths=self.lengths)
+        return rg.planning.Costs(nodes, publish_s=0.1, receive_s=0.2, swap_s=0.1, lengths=self.lengths)
 
 
 MIXES = [
@@ -84,7 +84,7 @@ def graph(depth: int, buffers: int, tensor_parallel: int, score: str, gpus: dict
     rollout = generator.rollout(prompts, weights, group_size=8)
     rewards = rg.reward(no_reward, rollout)
     old, ref = policy.log_probs(rollout), reference.log_probs(rollout)
-    shaped = rg.kl_shaped_rewards(rollout, rewards, old, ref, coef=0.05)
+    shaped = rg.stages.kl_shaped_rewards(rollout, rewards, old, ref, coef=0.05)
     targets = rg.advantages(rollout, shaped, estimator=ReinforcePlusPlus())
     step = policy.update(rollout, old, targets, loss=rg.ClippedLoss())
     weights.close(step.weights)
@@ -100,7 +100,7 @@ def divisions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def exhaustive(gpus: int, costs: rg.Costs) -> tuple[float, int]:
+def exhaustive(gpus: int, costs: rg.planning.Costs) -> tuple[float, int]:
     """Find the least predicted step over every setting and every division of the GPUs, and how many plans there were."""
     times = []
     for depth, buffers, width, score in product(DEPTHS, BUFFERS, WIDTHS, HOMES):

@@ -41,7 +41,9 @@ def plain_or_strange(chance: random.Random, plain: Callable[[], Any], strange: t
     return chance.choice(strange) if chance.random() < rate else plain()
 
 
-def drawn(chance: random.Random) -> tuple[Callable[[], Graph], Callable[[], rg.Cluster], Callable[[Graph], rg.Costs | None], int, int]:
+def drawn(
+    chance: random.Random,
+) -> tuple[Callable[[], Graph], Callable[[], rg.Cluster], Callable[[Graph], rg.planning.Costs | None], int, int]:
     """Draw how to make a graph, its cluster and its costs, and the count of nodes and GPUs that it has."""
     odd_names, odd_counts, odd_costs = (chance.choice([0.0, 0.0, 0.03, 0.2]) for _ in range(3))  # how many are strange
     count = chance.choice([1, 3, 6, 12, 40, 40, 200, 500]) if chance.random() < 0.3 else chance.randint(1, 12)
@@ -89,14 +91,14 @@ def drawn(chance: random.Random) -> tuple[Callable[[], Graph], Callable[[], rg.C
             return rg.Cluster(cpus=number(lambda: chance.choice([1, 2, 8, 128])), hosts=number(lambda: chance.choice([1, 1, 2])))
         return rg.Cluster(gpus=number(lambda: gpus), cpus=number(lambda: 16 * gpus), gpus_per_node=number(lambda: chance.choice([1, 4, 8])))
 
-    def costs(of: Graph) -> rg.Costs | None:
+    def costs(of: Graph) -> rg.planning.Costs | None:
         if chance.random() < 0.1:
             return None
         scale = chance.choice([1.0, 1.0, 1e-6, 1e6, 1e12])
         nodes = {node.name: seconds(lambda: chance.choice([0.0, chance.random() * scale])) for node in of.nodes}
         if chance.random() < odd_costs:
             nodes.pop(next(iter(nodes)))
-        return rg.Costs(nodes, publish_s=seconds(chance.random), receive_s=seconds(chance.random), swap_s=seconds(chance.random))
+        return rg.planning.Costs(nodes, publish_s=seconds(chance.random), receive_s=seconds(chance.random), swap_s=seconds(chance.random))
 
     return graph, cluster, costs, count, gpus
 

@@ -50,9 +50,9 @@ def small_step(what: str, file: str, command: str) -> Row:
 def launched_again(what: str, field: str) -> list[Row]:
     """The row of a job in turns that a program launches again, with its engine and without."""
     kept, warm = (seconds("launches_h100.json", "medians", f"{kind}, later", field, form="{:.1f} s") for kind in ("engines kept", "warm"))
-    return [Row(f"0.6B in turns, launched again inside of `rg.warm(engines=True)`: {what}", kept,
+    return [Row(f"0.6B in turns, launched again inside of `rg.runs.warm(engines=True)`: {what}", kept,
                 "benchmarks/speed/launches.py --shape 0.6B",
-                "`rg.warm()`", warm)]  # fmt: skip
+                "`rg.runs.warm()`", warm)]  # fmt: skip
 
 
 def replayed(what: str, field: str) -> Row:

@@ -44,7 +44,9 @@ def stale(what: str, file: str, script: str) -> list[Row]:
 def again(what: str, field: str, form: str) -> list[Row]:
     """The row of a plan that a program launches again, warm and on Ray."""
     warm, ray = (seconds("launches_cpu.json", "medians", kind, field, form=form) for kind in ("warm, later", "on Ray, later"))
-    return [Row(f"SmolLM2, launched again by a program inside of `rg.warm()`: {what}", warm, "benchmarks/speed/launches.py", "on Ray", ray)]
+    return [
+        Row(f"SmolLM2, launched again by a program inside of `rg.runs.warm()`: {what}", warm, "benchmarks/speed/launches.py", "on Ray", ray)
+    ]
 
 
 LEARNING = [

@@ -1,4 +1,4 @@
-"""Seconds of a program's launches one after the other: each on Ray, all inside of `rg.warm()`, and all with engines kept.
+"""Seconds of a program's launches one after the other: each on Ray, all inside of `rg.runs.warm()`, and all with engines kept.
 
     python benchmarks/speed/launches.py [--model FOLDER] [--shape 0.6B] [--launches 3] [--repeats 3] [--json PATH]
     python benchmarks/speed/launches.py --smoke                 # a tiny model
@@ -48,7 +48,7 @@ def child(kind: str, model: str, launches: int) -> None:
 
     cluster = rg.local_cluster()
     plan = rg.compile(start.graph(rg.model_folder(model), 5, in_turns=cluster.gpus == 1), cluster)
-    with contextlib.nullcontext() if kind == "on Ray" else rg.warm(engines=kind == "engines kept"):
+    with contextlib.nullcontext() if kind == "on Ray" else rg.runs.warm(engines=kind == "engines kept"):
         found = [launched(plan) for _ in range(launches)]
     print(json.dumps({"kind": kind, "load": os.getloadavg()[0], "launches": found}))
 

@@ -106,7 +106,7 @@ def real(model: str, own: bool) -> rg.Graph:
     return rg.Graph("pools", step.metrics)
 
 
-def measure(graph: rg.Graph, steps: int, warm_up: int) -> tuple[list[float], rg.Costs]:
+def measure(graph: rg.Graph, steps: int, warm_up: int) -> tuple[list[float], rg.planning.Costs]:
     """Measure the seconds of steps after the pipeline has filled, and the costs of the nodes.
 
     Where the loop sets the pace, the batches that are open end close to one another and then there is a gap: so a time is the mean over

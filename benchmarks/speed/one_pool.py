@@ -34,7 +34,7 @@ def slow_score(batch: Columns) -> Any:
 def plan(depth: int) -> rg.Plan:
     pool = rg.Pool("shared")
     graph = fakes.vector_loop(depth, pools=(pool, pool), generate_s=GENERATE_S, train_s=UPDATE_S, middle=slow_score)
-    return rg.compile(graph, rg.Cluster(cpus=1), rg.Costs(SECONDS))
+    return rg.compile(graph, rg.Cluster(cpus=1), rg.planning.Costs(SECONDS))
 
 
 def setting(depth: int) -> Setting:

@@ -67,7 +67,7 @@ def graph(cfg: Config, colocated: bool) -> rg.Graph:
     return rg.Graph("colocated" if colocated else "one_step_off", step.metrics)
 
 
-def run(cfg: Config, colocated: bool) -> tuple[dict[str, Any], rg.Costs]:
+def run(cfg: Config, colocated: bool) -> tuple[dict[str, Any], rg.planning.Costs]:
     plan = rg.compile(graph(cfg, colocated), rg.local_cluster())
     steps = []
     with plan.launch() as job:

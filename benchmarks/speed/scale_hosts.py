@@ -41,7 +41,7 @@ from rlgraph.runtime.driver.job import Job  # noqa: E402
 
 RATE_MBIT = 100
 PAYLOAD, PACKET = 1448, 1514  # bytes of TCP in a full Ethernet packet, and of the packet as tc counts it
-SITE = rg.ClusterSite(bandwidth=RATE_MBIT * 1e6 / 8 * PAYLOAD / PACKET)
+SITE = rg.planning.ClusterSite(bandwidth=RATE_MBIT * 1e6 / 8 * PAYLOAD / PACKET)
 GENERATE_S, TRAIN_S = 0.4, 0.3
 ROWS, TOKENS, NUMBERS = 64, 4096, 1 << 20  # of a batch, of a response, of a version: 2.4 and 4.2 megabytes
 EVERY, STEPS = 4, 12
@@ -130,7 +130,7 @@ def cluster(point: Point) -> rg.Cluster:
 def course(point: Point) -> Course:
     made = graph(point)
     seconds = {node.name: {"rollout": GENERATE_S, "update": TRAIN_S}.get(node.name, 0.0) for node in made.nodes}
-    costs = rg.Costs(seconds, publish_bytes=4 * NUMBERS)
+    costs = rg.planning.Costs(seconds, publish_bytes=4 * NUMBERS)
     return prepared(made, cluster(point), costs, {}, SITE, point.steps, None, 0)[1]
 
 

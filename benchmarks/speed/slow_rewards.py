@@ -33,7 +33,7 @@ def slow_score(batch: Columns) -> Any:
 
 def plan(depth: int, chunks: int) -> rg.Plan:
     graph = fakes.vector_loop(depth, generate_s=GENERATE_S, train_s=UPDATE_S, middle=slow_score, count=COUNT, chunks=chunks)
-    costs = rg.Costs({"prompts": 0.0, "rollout": GENERATE_S, "slow_score": REWARD_S, "update": UPDATE_S})
+    costs = rg.planning.Costs({"prompts": 0.0, "rollout": GENERATE_S, "slow_score": REWARD_S, "update": UPDATE_S})
     return rg.compile(graph, rg.Cluster(cpus=2), costs)
 
 

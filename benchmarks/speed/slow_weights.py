@@ -67,7 +67,7 @@ def measured_s(depth: int, buffers: int) -> float:
 
 
 def predicted_s(depth: int, buffers: int) -> float:
-    costs = rg.Costs({"prompts": 0.0, "rollout": STAGE_S, "score": 0.0, "update": STAGE_S}, receive_s=TRANSFER_S)
+    costs = rg.planning.Costs({"prompts": 0.0, "rollout": STAGE_S, "score": 0.0, "update": STAGE_S}, receive_s=TRANSFER_S)
     return rg.compile(fakes.vector_loop(depth, buffers=buffers), rg.Cluster(cpus=4), costs).prediction.period_s
 
 

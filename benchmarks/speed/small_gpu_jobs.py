@@ -230,7 +230,7 @@ def learns(folder: str, fp8: bool, corrected: bool, seed: int, *, gpu: bool) -> 
     rollout = generator.rollout(prompts, weights, group_size=8 if gpu else 2)
     rewards = rg.reward(right_number, prompts, rollout)
     old = policy.log_probs(rollout)
-    more = (rg.rollout_correction(rollout, old, weights=rg.TruncatedIS(level="token")),) if corrected else ()
+    more = (rg.stages.rollout_correction(rollout, old, weights=rg.estimators.TruncatedIS(level="token")),) if corrected else ()
     advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())
     step = policy.update(rollout, advantages, old, *more, loss=rg.ClippedLoss(clip_low=0.2, clip_high=0.28))
     weights.close(step.weights)
@@ -238,7 +238,7 @@ def learns(folder: str, fp8: bool, corrected: bool, seed: int, *, gpu: bool) -> 
 
 
 def fp8_learning(smoke: bool) -> dict[str, Any]:
-    with rg.warm(engines=True):
+    with rg.runs.warm(engines=True):
         return fp8_learning_in_block(smoke)
 
 

@@ -156,7 +156,7 @@ def learnt(seed: int, bits: str, hidden: int, layers: int, size: tuple[int, int]
     torch.manual_seed(seed)
     config = Qwen3Config(vocab_size=256, hidden_size=hidden, num_hidden_layers=layers, intermediate_size=3 * hidden, **heads)
     head = PolicyHead(Qwen3ForCausalLM(config).eval())
-    schedule = rg.Cosine(warmup_steps=10, steps=max(steps, 11))
+    schedule = rg.optim.Cosine(warmup_steps=10, steps=max(steps, 11))
     adam = rg.AdamW(lr=2e-3, betas=(0.9, 0.95), schedule=schedule, moments="8bit" if bits == "8bit" else "32bit")
     dtype = torch.bfloat16 if device() == "cuda" else torch.float32
     engine = FsdpEngine(head, TrainerSettings(optimizer=adam), device=device(), dtype=dtype)

@@ -89,7 +89,7 @@ def graph(given: argparse.Namespace, own: bool) -> rg.Graph:
     weights = rg.feedback("weights", depth=int(own))
     rollout = generator.rollout(rg.prompts(QUESTIONS, count=given.prompts), weights)
     scored = teacher.top_log_probs(rollout, top_k=given.top_k, name=SCORED)
-    step = policy.update(rollout, scored, loss=rg.DistillationLoss(divergence="reverse_kl"))
+    step = policy.update(rollout, scored, loss=rg.losses.DistillationLoss(divergence="reverse_kl"))
     weights.close(step.weights)
     return rg.Graph("distillation", step.metrics)
 
@@ -111,7 +111,7 @@ def overlap(spans: Sequence[Span], steps: int) -> float:
 def measured(given: argparse.Namespace, own: bool) -> dict[str, Any]:
     """Predict the step of a placement from a profile, then run it and measure its step."""
     cluster, made, before, place = rg.local_cluster(), graph(given, own), os.getloadavg()[0], "own pool" if own else "student's pool"
-    plan = rg.compile(made, cluster, rg.profile(made, cluster, given.profiled))
+    plan = rg.compile(made, cluster, rg.planning.profile(made, cluster, given.profiled))
     predicted_s = plan.prediction.step_s
     print(f"{place}: a step is predicted to take {predicted_s:.2f} s", flush=True)
     with plan.launch() as job:

@@ -55,12 +55,12 @@ class Slow:
     async def reset(self) -> None:
         Slow.waited[self.number] = 0.0
 
-    async def step(self, said: rg.Message) -> rg.Turn:
+    async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
         drawn = self.draws.gauss(0, 1)
         wait_s = self.seconds * math.exp(self.sigma * (min(max(drawn, -P99), P99) if self.clipped else drawn))
         Slow.waited[self.number] += wait_s
         await asyncio.sleep(wait_s)
-        return rg.Turn([rg.Message("user", "and")])
+        return rg.agents.Turn([rg.agents.Message("user", "and")])
 
     async def close(self) -> None: ...
 

@@ -1,8 +1,8 @@
-"""A sandbox on another machine: `rg.Sandbox` over HTTP, and a server of such sandboxes.
+"""A sandbox on another machine: `rg.agents.Sandbox` over HTTP, and a server of such sandboxes.
 
     python recipes/tasks/http_sandbox.py   # serves this machine, and prints its address and key
 
-Each sandbox is an `rg.LocalSandbox` of the server's machine. A server of containers answers the same four requests.
+Each sandbox is an `rg.agents.LocalSandbox` of the server's machine. A server of containers answers the same four requests.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ class HttpSandbox:
         self.url, self.seconds, self.name = url, seconds, secrets.token_hex(8)
         self.headers = {"Authorization": f"Bearer {key}"}
 
-    async def exec(self, code: str) -> rg.Executed:
-        return rg.Executed(**await self._asked("exec", code=code))
+    async def exec(self, code: str) -> rg.agents.Executed:
+        return rg.agents.Executed(**await self._asked("exec", code=code))
 
     async def read(self, path: str) -> bytes:
         return b64decode((await self._asked("read", path=path))["data"])
@@ -46,13 +46,13 @@ class HttpSandbox:
             ):
                 said = await answer.json()
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise rg.ToolError(f"the sandbox does not answer: {error}") from None
+            raise rg.agents.ToolError(f"the sandbox does not answer: {error}") from None
         if answer.status != 200:
-            raise rg.ToolError(said["error"])
+            raise rg.agents.ToolError(said["error"])
         return said
 
 
-def server(key: str, sandboxes: dict[str, rg.LocalSandbox]) -> web.Application:
+def server(key: str, sandboxes: dict[str, rg.agents.LocalSandbox]) -> web.Application:
     """Serve sandboxes to whoever has the key."""
 
     async def answered(request: web.Request) -> web.Response:
@@ -62,7 +62,7 @@ def server(key: str, sandboxes: dict[str, rg.LocalSandbox]) -> web.Application:
         name, what, body = request.match_info["name"], request.match_info["what"], await request.json()
         try:
             return web.json_response(await done(name, what, body))
-        except (rg.ToolError, KeyError, ValueError) as error:
+        except (rg.agents.ToolError, KeyError, ValueError) as error:
             return web.json_response({"error": str(error)}, status=400)
 
     async def done(name: str, what: str, body: dict[str, str]) -> dict[str, str]:
@@ -70,7 +70,7 @@ def server(key: str, sandboxes: dict[str, rg.LocalSandbox]) -> web.Application:
             if name in sandboxes:
                 await sandboxes.pop(name).close()
             return {}
-        sandbox = sandboxes.setdefault(name, rg.LocalSandbox())
+        sandbox = sandboxes.setdefault(name, rg.agents.LocalSandbox())
         if what == "exec":
             return dict(vars(await sandbox.exec(body["code"])))
         if what == "read":
@@ -84,7 +84,7 @@ def server(key: str, sandboxes: dict[str, rg.LocalSandbox]) -> web.Application:
 
 
 async def serve(key: str) -> None:
-    sandboxes: dict[str, rg.LocalSandbox] = {}
+    sandboxes: dict[str, rg.agents.LocalSandbox] = {}
     runner = web.AppRunner(server(key, sandboxes))
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()

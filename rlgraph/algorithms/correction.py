@@ -37,7 +37,7 @@ class ImportanceWeights(ABC):
     Source: "When Speed Kills Stability", richardli.xyz/rl-collapse; Yao et al., 2025, fengyao.notion.site/off-policy-rl.
     """
 
-    HOW: ClassVar[str] = "give an object such as rg.TruncatedIS()"
+    HOW: ClassVar[str] = "give an object such as rg.estimators.TruncatedIS()"
     level: Literal["token", "sequence"] = "token"
     normalize: bool = False
 

@@ -38,9 +38,9 @@ class EngineSpec(Estimates):
     returns those that need a GPU, with the reason. It also takes `tensor_parallel` if it `spans_devices`. Any other setting is an error. It
     `shares_steps` if responses that join later are decoded in the same step as those under way, and `merges_adapters` if it may follow a
     policy with `adapter=`: each new version is then made of the base and the adapter. It `samples_exactly` if a policy with `exact=True`
-    computes its log-probs to the bit. `prepare()` imports what `load` needs, where that changes the process for others: `rg.warm` then
+    computes its log-probs to the bit. `prepare()` imports what `load` needs, where that changes the process for others: `rg.runs.warm` then
     keeps a process of its own for it, from which workers are forked. It has `fixed_rotation` if rotary factors that depend on the length
-    of a text are chosen once for all texts, by `max_context`. An engine that `renews` may be kept by `rg.warm(engines=True)` from
+    of a text are chosen once for all texts, by `max_context`. An engine that `renews` may be kept by `rg.runs.warm(engines=True)` from
     one job to the next, between its methods `forget` and `renew`. See `Estimates` for the other fields.
 
     Example:
@@ -105,7 +105,7 @@ class TrainerSpec(Estimates):
     do not divide the heads. One that `shares_prompts` computes the prompt of several
     responses once on a GPU, by which passes are counted. One that `shares_base` takes the frozen weights beside an adapter from
     `place.shared_base`, where that is not None. `prepare` is as that of an `EngineSpec`.
-    `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.export`; without it only a running job
+    `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.runs.export`; without it only a running job
     exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks, which gather them in
     each pass; the moments go to host memory in `sleep`. While it loads, a rank is taken to hold the whole float32 weights, unless it
     `reads_shards`.

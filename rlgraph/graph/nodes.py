@@ -371,7 +371,7 @@ def declare(
     unless it also needs the whole batch, or waits for the rollout's own pool.
 
     Raises GraphError for a column that no input carries, or that two carry, for an input of which nothing is read, and for an
-    operation that is no `rlgraph.Operation`.
+    operation that is no `rlgraph.extend.Operation`.
     """
     outputs = tuple(inputs)
     for given in outputs:

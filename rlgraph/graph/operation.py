@@ -110,7 +110,7 @@ class NodeTraits:
 
 
 class Operation(ABC):
-    """The work of a node, as a picklable value. Derive from it for a node of your own, and declare the node by `rg.declare`.
+    """The work of a node, as a picklable value. Derive from it for a node of your own, and declare the node by `rg.extend.declare`.
 
     >>> class Count(Operation):
     ...     traits = NodeTraits(by_group=True)
@@ -119,7 +119,7 @@ class Operation(ABC):
     ...         return lambda step, columns: {"rows": columns["responses"]}
     """
 
-    HOW: ClassVar[str] = "derive from rlgraph.Operation, or make the node of a function by @rg.node"
+    HOW: ClassVar[str] = "derive from rlgraph.extend.Operation, or make the node of a function by @rg.node"
 
     @property
     def traits(self) -> NodeTraits:

@@ -19,10 +19,10 @@ DEEPEST = 100  # lists and mappings inside one another, which templates and work
 @settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """How prompts become conversations, for `rg.prompts(data, count, chat=rg.Chat(…))`. The model's own chat template renders them.
+    """How prompts become conversations, for `rg.prompts(data, count, chat=rg.options.Chat(…))`. The model's own chat template renders them.
 
     >>> import rlgraph as rg
-    >>> chat = rg.Chat(system="Reason step by step.", enable_thinking=False)
+    >>> chat = rg.options.Chat(system="Reason step by step.", enable_thinking=False)
     >>> rg.prompts([{"prompt": "1 + 1 ="}], count=1, chat=chat)
     the batch of 'prompts'
 
@@ -57,7 +57,7 @@ class Chat:
         if answers and not self.continue_final:
             raise DataError(
                 f"{where} has a conversation that ends with the assistant's message {shown(messages[-1]['content'])}; the model writes "
-                "what follows: leave that message out, or give chat=rg.Chat(continue_final=True) to have it continued"
+                "what follows: leave that message out, or give chat=rg.options.Chat(continue_final=True) to have it continued"
             )
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         tools = _read_list(where, TOOLS, item.get(TOOLS)) or list(self.tools)

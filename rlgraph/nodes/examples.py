@@ -282,8 +282,9 @@ def examples(
     `text` all, and of both the token that ends a text. `chat` adds a system prompt, tools and arguments of the template, and makes
     messages of text.
 
-    `label` names a field that says whether a row is good (True, or a number above 0.5) or bad: the column `preferences`, for `rg.KTO`.
-    With `mismatched` a second row follows each, its prompt with the response of the step's row before, and the preference 0.
+    `label` names a field that says whether a row is good (True, or a number above 0.5) or bad: the column `preferences`, for
+    `rg.losses.KTO`. With `mismatched` a second row follows each, its prompt with the response of the step's row before, and the
+    preference 0.
 
     A `data_source` becomes `data_sources`. Rows of more than `max_tokens` tokens are an error, or are cut at their end.
 
@@ -456,7 +457,7 @@ def stepwise(
     >>> solutions = rg.stepwise(rows, 8, judge, separator="\n")
     >>> solutions.columns
     ('prompts', 'prompt_mask', 'responses', 'response_mask', 'step_labels')
-    >>> step = judge.update(solutions, loss=rg.algorithms.StepwiseLoss())
+    >>> step = judge.update(solutions, loss=rg.losses.StepwiseLoss())
 
     Rows are in TRL's stepwise format: `prompt`, the steps as `completions`, and `labels`, True for a good one. `separator` follows each
     step; give the same one to `judge.step_rewards(rollout, separator=…)`. The launch reads every row. Raises DataError for another form.

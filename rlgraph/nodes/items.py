@@ -166,7 +166,7 @@ def _as_text(prompt: str, value: Any) -> str:
     if isinstance(value, bytes):
         return ": decode it, as item['prompt'].decode()"
     if is_conversation(value):
-        return ", and these are messages, where the first item has text: give chat=rg.Chat(), which makes messages of all"
+        return ", and these are messages, where the first item has text: give chat=rg.options.Chat(), which makes messages of all"
     if isinstance(value, list):
         return ", or a list of messages {'role': …, 'content': …}"
     return f": leave the item out, by {left_out(prompt)}" if value is None else ""

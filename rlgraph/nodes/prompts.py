@@ -448,7 +448,7 @@ class Prompts(PromptSource):
             started += self.chat is not None and self.chat.system is not None and starts_with_system(item[self.prompt_field])
         if started == len(self.data):
             raise DataError(
-                f"node '{node.name}': every item has a system message of its own, so rg.Chat(system=…) has no effect: leave it out"
+                f"node '{node.name}': every item has a system message of its own, so rg.options.Chat(system=…) has no effect: leave it out"
             )
 
 
@@ -478,8 +478,8 @@ def prompts(
 
     A prompt is text or a list of messages. The model reads text exactly as given; special tokens that it begins with are not added
     again. Messages are rendered by the chat template of the rollout's model, with the item's own `tools` and `chat_template_kwargs`
-    if it has these fields. `chat=rg.Chat(…)` adds a system prompt, tools and arguments of the template; text is then a message of the
-    user. `prompt_texts` holds the last message of the user, `prompt_messages` the conversation as JSON.
+    if it has these fields. `chat=rg.options.Chat(…)` adds a system prompt, tools and arguments of the template; text is then a message of
+    the user. `prompt_texts` holds the last message of the user, `prompt_messages` the conversation as JSON.
 
     `results=rg.feedback("results", depth=1, columns="rewards")` is for a mixture with a curriculum of `(seed, step, results)`. Close
     it with the rewards of the responses: step k then knows those of the steps before max(0, k - depth). `depth` is usually that of

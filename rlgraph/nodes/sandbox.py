@@ -206,7 +206,7 @@ class Executed:
 
 
 class Sandbox(Protocol):
-    """A place where a model's code runs, whose files stay until it is closed. `rg.LocalSandbox` is one; write a class for another.
+    """A place where a model's code runs, whose files stay until it is closed. `rg.agents.LocalSandbox` is one; write a class for another.
 
     >>> class Echo:
     ...     async def exec(self, code):
@@ -219,7 +219,7 @@ class Sandbox(Protocol):
     '1 + 1'
 
     Failing code is no error of the sandbox: `exec` returns the output and the reason. `read` and `write` raise
-    `rg.ToolError` for a file that cannot be read or written, and all raise it where the sandbox itself is gone.
+    `rg.agents.ToolError` for a file that cannot be read or written, and all raise it where the sandbox itself is gone.
     """
 
     async def exec(self, code: str) -> Executed:

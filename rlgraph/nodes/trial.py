@@ -60,7 +60,7 @@ def try_functions(graph: "Graph") -> None:
 
 def _call_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
     """Call the node's function; None where there is none, or where a notice tells why its result is not known."""
-    leaves_out = "trial=False" if node.traits.given is not None else "traits = rg.NodeTraits(trial=False)"
+    leaves_out = "trial=False" if node.traits.given is not None else "traits = rg.extend.NodeTraits(trial=False)"
     try:
         found: Any = node.operation.trial(node, columns, rows) if node.traits.trial else None
         checked: Columns | None = _fire_once(node, columns, rows) if found is NotImplemented else found

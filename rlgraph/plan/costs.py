@@ -25,7 +25,7 @@ from rlgraph.settings import AtLeastZero, Natural
 C = TypeVar("C")
 NOTHING_AGAIN = "recompute", False  # is known, where the default is not
 HEAD = """\
-# What each node of a graph costs, in seconds: rlgraph.Costs.from_file reads it. A node's cost is a number of seconds, or the
+# What each node of a graph costs, in seconds: rlgraph.planning.Costs.from_file reads it. A node's cost is a number of seconds, or the
 # seconds by count of devices, as {1: 38.2, 2: 19.0}, or
 #   serial_s + (parallel_s + token_s * tokens) / devices, where a pass of training on a GPU takes at least pass_s, or sharded_pass_s
 #   where ranks share the model; and for a generator `decode`: start_s + prefill_s * prompt tokens + step_s * (longest response)
@@ -150,7 +150,7 @@ class Costs:
             if self.lengths is None and isinstance(cost, NodeCost) and cost.by_length:
                 raise PlanError(
                     f"the cost of '{name}' follows the tokens of a batch, but these costs have no lengths; give "
-                    "lengths=rg.Lengths(at=(0, 0.5, 1), tokens=(10, 200, 4096)), or the node's seconds as a number"
+                    "lengths=rg.planning.Lengths(at=(0, 0.5, 1), tokens=(10, 200, 4096)), or the node's seconds as a number"
                 )
 
     def cost_of(self, node: str) -> NodeCost:
@@ -267,7 +267,7 @@ def walks_of(node: Node) -> float:
     >>> import rlgraph as rg
     >>> policy = rg.Policy("tiny", pool=rg.Pool("train"))
     >>> pairs = rg.pairs([{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}], 8, policy)
-    >>> round(walks_of(policy.update(pairs, loss=rg.SimPO()).metrics.node), 3)
+    >>> round(walks_of(policy.update(pairs, loss=rg.losses.SimPO()).metrics.node), 3)
     1.333
     """
     return node.traits.epochs * (1.0 + node.traits.scored * FORWARD)
@@ -323,7 +323,7 @@ def warnings_of(compared: Iterable[Compared]) -> tuple[str, ...]:
         found.append(
             f"the seconds of {_join_words(map(repr, apart))} are plain numbers, and are taken to be the same for "
             f"{_join_words(map(str, sorted({count for each in apart.values() for count in each})))} rows, which are compared; give it as "
-            "rg.NodeCost, or costs that rg.profile measured"
+            "rg.planning.NodeCost, or costs that rg.planning.profile measured"
         )
     return tuple(found)
 

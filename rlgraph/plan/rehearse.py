@@ -147,7 +147,7 @@ def _with_versions(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) ->
             if costs.publish_bytes is None:
                 raise PlanError(
                     f"rehearse(site=ClusterSite(bandwidth={site.bandwidth:g})): the weights of '{writer}' go to another host, "
-                    "and the costs do not say how large a version is; give rg.Costs(…, publish_bytes=…)"
+                    "and the costs do not say how large a version is; give rg.planning.Costs(…, publish_bytes=…)"
                 )
             loop = next(loop for loop in plan.loops if loop.writer == writer and reader in loop.readers)
             crossing[d] = _crossing_s(costs.publish_bytes, plan, loop, site)

@@ -20,7 +20,7 @@ class Profile:
     """Choose the steps and workers that `rg.record(…, profile=)` profiles by torch.profiler: steps `first` to `last`, both included.
 
     >>> import rlgraph as rg
-    >>> rg.Profile(steps=(3, 5), workers="policy")  # for rg.record(job, 100, "runs/math", profile=…)
+    >>> rg.planning.Profile(steps=(3, 5), workers="policy")  # for rg.record(job, 100, "runs/math", profile=…)
     Profile(steps=(3, 5), workers='policy', memory=None, stacks=False, shapes=False)
 
     `workers` are names of workers, models or nodes; all workers without it. The files go to `profiles/` of the run's folder, named by

@@ -267,7 +267,7 @@ class Samples:
     """The samples that `rg.record` writes: a `share` of each step's responses, at most `most`, drawn by `seed`.
 
     >>> import rlgraph as rg
-    >>> rg.Samples(share=0.1, most=64)
+    >>> rg.runs.Samples(share=0.1, most=64)
     Samples(share=0.1, most=64, seed=0, format="jsonl", file_bytes=67108864)
 
     They go to files of about `file_bytes` in `samples/` of the run's folder, as JSON lines, or as parquet files (which need pyarrow:

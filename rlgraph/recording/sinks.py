@@ -281,7 +281,7 @@ class MLflow(Sink):
     """Log a run to MLflow: scalars, settings as parameters, the samples of each step as a table in JSON, and the report as an artifact.
 
     >>> import rlgraph as rg
-    >>> rg.sinks.MLflow(uri="http://127.0.0.1:5000", experiment="math").experiment
+    >>> rg.runs.sinks.MLflow(uri="http://127.0.0.1:5000", experiment="math").experiment
     'math'
 
     `uri` is the server's address or a local store; without it `MLFLOW_TRACKING_URI`, else a store beside the run's folder: `mlflow.db`
@@ -385,7 +385,7 @@ class TensorBoard(Sink):
     """Write event files for TensorBoard: scalars, and the samples of a step as a text table.
 
     >>> import rlgraph as rg
-    >>> rg.sinks.TensorBoard()  # for rg.record(job, 100, "runs/math", to=[…]); look with: tensorboard --logdir runs/math
+    >>> rg.runs.sinks.TensorBoard()  # for rg.record(job, 100, "runs/math", to=[…]); look with: tensorboard --logdir runs/math
     TensorBoard(folder=None)
 
     `folder` is `tensorboard/` in the run's folder if it is not given. After a resume, TensorBoard drops what an earlier part of the run
@@ -437,7 +437,7 @@ class WandB(Sink):
     """Log a run to Weights & Biases: scalars, settings, the samples of each step as a table, and the report as an artifact.
 
     >>> import rlgraph as rg
-    >>> rg.sinks.WandB(project="math", mode="offline").mode  # upload later by `wandb sync`
+    >>> rg.runs.sinks.WandB(project="math", mode="offline").mode  # upload later by `wandb sync`
     'offline'
 
     `name` is the name of the run's folder if it is not given. `mode` None is as the environment says (`WANDB_MODE`). A run that resumed

@@ -100,10 +100,10 @@ WAITING = """<!DOCTYPE html>
 
 
 class Watch:
-    """The live view of a run: serves until it is closed. A context manager; `rg.watch` makes it.
+    """The live view of a run: serves until it is closed. A context manager; `rg.runs.watch` makes it.
 
     >>> import tempfile, rlgraph as rg
-    >>> with rg.watch(tempfile.mkdtemp()) as view:
+    >>> with rg.runs.watch(tempfile.mkdtemp()) as view:
     ...     view.url.startswith("http://127.0.0.1:")
     True
     """

@@ -39,7 +39,7 @@ class Constant(RateSchedule):
     """A constant rate after the warm-up; transformers' `constant_with_warmup`.
 
     >>> import rlgraph as rg
-    >>> [rg.Constant(warmup_steps=2)(step) for step in range(4)]
+    >>> [rg.optim.Constant(warmup_steps=2)(step) for step in range(4)]
     [0.0, 0.5, 1.0, 1.0]
     """
 
@@ -77,7 +77,7 @@ class Linear(_Ending):
     """A rate that falls linearly after the warm-up to its share `final` at optimizer step `steps`; transformers' `linear`.
 
     >>> import rlgraph as rg
-    >>> [rg.Linear(steps=5, final=0.5, warmup_steps=1)(step) for step in range(7)]
+    >>> [rg.optim.Linear(steps=5, final=0.5, warmup_steps=1)(step) for step in range(7)]
     [0.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.5]
     """
 
@@ -91,7 +91,7 @@ class Cosine(_Ending):
     """A rate that falls by half a cosine after the warm-up to its share `final` at optimizer step `steps`; transformers' `cosine`.
 
     >>> import rlgraph as rg
-    >>> [round(rg.Cosine(steps=4)(step), 3) for step in range(6)]
+    >>> [round(rg.optim.Cosine(steps=4)(step), 3) for step in range(6)]
     [1.0, 0.854, 0.5, 0.146, 0.0, 0.0]
     """
 
@@ -108,7 +108,7 @@ class WSD(_Ending):
     Raises GraphError for a warm-up and a decay that take more than `steps`.
 
     >>> import rlgraph as rg
-    >>> [rg.WSD(steps=6, warmup_steps=2, decay_steps=2, decay="linear")(step) for step in range(7)]
+    >>> [rg.optim.WSD(steps=6, warmup_steps=2, decay_steps=2, decay="linear")(step) for step in range(7)]
     [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
 
@@ -145,7 +145,7 @@ Decay: TypeAlias = Annotated[float, Range(least=0, below=1, rule="a decay of at 
 class AdamW:
     """AdamW that clips the norm of the gradients to `grad_clip`.
 
-    The learning rate follows `schedule`, as `rg.Cosine(warmup_steps=10, steps=1000)`. Without one it is constant after `warmup_steps`
+    The learning rate follows `schedule`, as `rg.optim.Cosine(warmup_steps=10, steps=1000)`. Without one it is constant after `warmup_steps`
     optimizer steps, over which it rises linearly, to `lr / warmup_steps` in the first.
 
     `moments="16bit"` keeps both moments in bfloat16, 4 bytes a parameter instead of 8. A step computes in float32 and rounds up or down at
@@ -183,7 +183,7 @@ class AdamW:
             own, kind = type(self).__name__, type(self.schedule).__name__
             raise GraphError(
                 f"{own}(warmup_steps={self.warmup_steps}, schedule={kind}(…)): a schedule has its own warm-up; write "
-                f"schedule=rg.{kind}(warmup_steps={self.warmup_steps}, …)"
+                f"schedule=rg.optim.{kind}(warmup_steps={self.warmup_steps}, …)"
             )
 
     def lr_at(self, step: int) -> float:
@@ -208,7 +208,7 @@ class Muon(AdamW):
     Raises GraphError as `rg.AdamW` does. Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 
     >>> import rlgraph as rg
-    >>> policy = rg.Policy("tiny", pool=rg.Pool("train"), optimizer=rg.Muon(lr=1e-6, schedule=rg.Constant(warmup_steps=5)))
+    >>> policy = rg.Policy("tiny", pool=rg.Pool("train"), optimizer=rg.optim.Muon(lr=1e-6, schedule=rg.optim.Constant(warmup_steps=5)))
     >>> policy.optimizer.momentum
     0.95
 

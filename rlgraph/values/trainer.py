@@ -16,7 +16,7 @@ ADAMW = AdamW()  # one for all: traits are made often, and an optimizer checks i
 class TrainerSettings:
     """How a trainer computes. `rg.Policy`, `Critic` and `Reference` take each field, and a trainer lists those that it takes.
 
-    * `optimizer`: `rg.AdamW(…)` or `rg.Muon(…)`, which also says how many bits a number of its moments has.
+    * `optimizer`: `rg.AdamW(…)` or `rg.optim.Muon(…)`, which also says how many bits a number of its moments has.
     * `micro_batch_tokens`: the most tokens in memory at once. The result does not depend on it.
     * `tensor_parallel`: the processes of a group that share the matrices of each layer, by the model's own plan.
     * `context_parallel`: the processes of a group that share the tokens of a pass; each has at most `micro_batch_tokens` of them.

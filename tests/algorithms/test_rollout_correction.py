@@ -238,7 +238,7 @@ def test_a_rollout_without_log_probs_cannot_be_interpolated() -> None:
         (lambda: alg.Rejection("token_k1", -1.0), "above 0"),
         (lambda: alg.Rejection("token_k2", 1.0, low=0.5), "only k1 has a lower bound"),
         (lambda: alg.Rejection("token_k1", 0.5, low=0.9), "swap them"),
-        (lambda: alg.RolloutCorrection(alg.TruncatedIS), "write weights=rg.algorithms.TruncatedIS"),
+        (lambda: alg.RolloutCorrection(alg.TruncatedIS), "write weights=rg.estimators.TruncatedIS"),
         (lambda: alg.RolloutCorrection(None, alg.Rejection("token_k2", 1.0)), "a tuple"),
         (lambda: alg.RolloutCorrection(None, (alg.Rejection("token_k2", 1.0),) * 2), "twice"),
     ],

@@ -15,12 +15,14 @@ from rlgraph.plan.plan import Plan
 
 def plan(depth: int, generate_s: float, train_s: float, score_s: float = 0.001, moving_s: float = 0.0, cpus: int = 8) -> Plan:
     nodes = {"prompts": 0.001, "rollout": generate_s, "score": score_s, "update": train_s}
-    return rg.compile(fakes.vector_loop(depth), rg.Cluster(cpus=cpus), rg.Costs(nodes, publish_s=moving_s, swap_s=moving_s))
+    return rg.compile(fakes.vector_loop(depth), rg.Cluster(cpus=cpus), rg.planning.Costs(nodes, publish_s=moving_s, swap_s=moving_s))
 
 
 def time_shared(sleep_s: float) -> Plan:
     graph = fakes.vector_loop(0, pools=(pool := rg.Pool("both"), pool))
-    costs = rg.Costs({"prompts": 0.001, "rollout": 2.0, "score": 0.001, "update": 2.0}, sleep={"policy": SleepCost(sleep_s, sleep_s)})
+    costs = rg.planning.Costs(
+        {"prompts": 0.001, "rollout": 2.0, "score": 0.001, "update": 2.0}, sleep={"policy": SleepCost(sleep_s, sleep_s)}
+    )
     return rg.compile(graph, rg.Cluster(gpus=1), costs)
 
 

@@ -20,7 +20,7 @@ def played(plan: rg.Plan, schedule: Schedule | None = None) -> list[list[Span]]:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_a_run_that_keeps_the_plan_passes_and_reaches_its_bound(depth: int) -> None:
-    costs = rg.Costs({"prompts": 0.0, "rollout": 0.1, "reward": 0.0, "update": 1.0})
+    costs = rg.planning.Costs({"prompts": 0.0, "rollout": 0.1, "reward": 0.0, "update": 1.0})
     plan = rg.compile(Loop(depth=depth).graph(), rg.Cluster(cpus=2), costs)
     monitor = InvariantMonitor(plan)
     for step, spans in enumerate(played(plan)):
@@ -30,7 +30,7 @@ def test_a_run_that_keeps_the_plan_passes_and_reaches_its_bound(depth: int) -> N
 
 
 def test_a_wait_for_the_rollout_channel_does_not_count_as_a_rollout() -> None:
-    costs = rg.Costs({"prompts": 0.0, "rollout": 1.0, "reward": 0.0, "update": 0.1})
+    costs = rg.planning.Costs({"prompts": 0.0, "rollout": 1.0, "reward": 0.0, "update": 0.1})
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2), costs)
     monitor = InvariantMonitor(plan)
     for step, spans in enumerate(played(plan)):
@@ -39,7 +39,7 @@ def test_a_wait_for_the_rollout_channel_does_not_count_as_a_rollout() -> None:
 
 
 def test_a_batch_admitted_too_early_is_an_error() -> None:
-    costs = rg.Costs({"prompts": 0.0, "rollout": 0.1, "reward": 0.0, "update": 1.0})
+    costs = rg.planning.Costs({"prompts": 0.0, "rollout": 0.1, "reward": 0.0, "update": 1.0})
     plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2), costs)
     early = tuple(
         replace(d, credits=d.credits + 1) if d.reason in ("loop", "slots") and d.credits else d for d in plan.schedule.dependencies
@@ -55,7 +55,9 @@ def test_a_batch_admitted_too_early_is_an_error() -> None:
 
 
 def test_clocks_that_differ_by_less_than_the_slack_break_no_bound() -> None:
-    plan = rg.compile(Loop(depth=1).graph(), rg.Cluster(cpus=2), rg.Costs({"prompts": 0.0, "rollout": 0.1, "reward": 0.0, "update": 1.0}))
+    plan = rg.compile(
+        Loop(depth=1).graph(), rg.Cluster(cpus=2), rg.planning.Costs({"prompts": 0.0, "rollout": 0.1, "reward": 0.0, "update": 1.0})
+    )
 
     def run(slack_s: float) -> None:
         monitor = InvariantMonitor(plan)

@@ -25,7 +25,7 @@ def test_strange_graphs_are_refused_or_planned(tmp_path: Path) -> None:
     [
         (lambda: rg.Pool("\ud83d"), "half of a surrogate pair"),
         (lambda: rg.feedback("weights", depth=10**5000), "more than 64 bits"),
-        (lambda: rg.Costs({"update": 10**400}), "a cost is a number of seconds"),
+        (lambda: rg.planning.Costs({"update": 10**400}), "a cost is a number of seconds"),
         (lambda: declare("node", fuzz_plans.Nothing(), (), reads=(), writes=("a",)), "no inputs and no rows"),
     ],
 )

@@ -234,7 +234,7 @@ def test_the_graphs_of_a_recipe_are_planned_and_drawn_each(name: str, tmp_path: 
 
 
 def test_what_is_for_one_graph_refuses_a_recipe_of_several(recipe: Path) -> None:
-    rg.Costs({"prompts": 0.1}).to_file(recipe.parent / "costs.yaml")
+    rg.planning.Costs({"prompts": 0.1}).to_file(recipe.parent / "costs.yaml")
     one = RECIPE.partition("if __name__")[0].replace("def graph(cfg)", "def one(cfg)")
     recipe.write_text(f"{one}\ndef graphs(cfg):\n    return [one(cfg)], [2]\n")
     ended = rlgraph("plan", "lengths.py", cwd=recipe.parent)
@@ -272,7 +272,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_compare_shows_measures_and_only_the_settings_that_differ(runs: Path) -> None:
-    found = rg.compare(runs / "a", runs / "b", metrics=["actor/entropy"])
+    found = rg.runs.compare(runs / "a", runs / "b", metrics=["actor/entropy"])
     measures = {row.name: row.values for row in found.measures}
     faster, slower = measures["step, median s"]
     assert faster is not None
@@ -281,8 +281,8 @@ def test_compare_shows_measures_and_only_the_settings_that_differ(runs: Path) ->
     assert measures["actor/entropy, last 4 steps"][0] == pytest.approx(1.2 - 0.5 * 10 / 60, abs=0.05)
     differing = [(row.where, row.setting, row.values) for row in found.differences]
     assert differing == [("generator of rollout", "engine", ("vllm", "other")), ("node judge", "is there", ("no", "yes"))]
-    with pytest.raises(rg.PlanError, match="no run has the metric 'actor/nothing'; did you mean 'actor/entropy'"):
-        rg.compare(runs / "a", runs / "b", metrics=["actor/nothing"])
+    with pytest.raises(rg.errors.PlanError, match="no run has the metric 'actor/nothing'; did you mean 'actor/entropy'"):
+        rg.runs.compare(runs / "a", runs / "b", metrics=["actor/nothing"])
 
 
 def test_report_and_compare_read_recorded_runs(runs: Path) -> None:
@@ -292,7 +292,8 @@ def test_report_and_compare_read_recorded_runs(runs: Path) -> None:
     assert (runs / "page.html").read_text().startswith("<!DOCTYPE html>")
     ended = rlgraph("compare", "a", "b", cwd=runs)
     assert (
-        ended.stdout == f"{rg.compare(runs / 'a', runs / 'b')}\n".replace(f"{runs}/", "") or "generator of rollout: engine" in ended.stdout
+        ended.stdout == f"{rg.runs.compare(runs / 'a', runs / 'b')}\n".replace(f"{runs}/", "")
+        or "generator of rollout: engine" in ended.stdout
     )
 
 
@@ -325,7 +326,7 @@ def test_export_writes_the_newest_checkpoint(tmp_path: Path) -> None:
     ended = rlgraph("export", "checkpoints", "model", "--dtype", "float32", cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert "model: after step 1, 92,480 parameters in float32, " in ended.stdout
-    rg.export(tmp_path / "checkpoints", tmp_path / "again", "float32")
+    rg.runs.export(tmp_path / "checkpoints", tmp_path / "again", "float32")
     written = {path.name: path.read_bytes() for path in (tmp_path / "again").glob("*.safetensors")}
     assert written
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").glob("*.safetensors")} == written

@@ -31,7 +31,7 @@ SPELLINGS: dict[str, tuple[Callable[..., Any], str, str, Any]] = {
     "feedback": (lambda **given: rg.feedback("w", depth=1, **given).latest, "freshest", "latest", True),
     "reward": (reward, "at_once", "concurrency", 3),
     "evaluate": (evaluation, "at_once", "concurrency", 3),
-    "Refill": (lambda **given: rg.Refill(reward=right, **given).concurrency, "at_once", "concurrency", 3),
+    "Refill": (lambda **given: rg.options.Refill(reward=right, **given).concurrency, "at_once", "concurrency", 3),
 }
 
 

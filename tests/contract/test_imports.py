@@ -15,8 +15,9 @@ import pytest
 from ray import cloudpickle
 
 import rlgraph as rg
-from rlgraph import algorithms, api
+from rlgraph import api
 from rlgraph.engines.registry import ENGINES, TRAINERS
+from tests.support.public import BY_SUBJECT, PUBLIC
 
 PACKAGE = Path(rg.__file__).parent
 
@@ -29,7 +30,10 @@ def printed(code: str) -> str:
 def test_import_brings_no_library_and_no_module_before_a_name_is_asked_for() -> None:
     libraries = "numpy", "torch", "transformers", "ray", "vllm", "networkx", "pyarrow", "datasets", "omegaconf", "rich"
     loaded = f"[m for m in sys.modules if m in {libraries} or m.startswith('rlgraph.')]"
-    assert printed(f"import sys, rlgraph; dir(rlgraph); print({loaded}); rlgraph.ConfigError; print({loaded})") == "[]\n['rlgraph.errors']"
+    assert (
+        printed(f"import sys, rlgraph; dir(rlgraph); print({loaded}); rlgraph.errors.ConfigError; print({loaded})")
+        == "[]\n['rlgraph.errors']"
+    )
 
 
 def test_what_declares_and_compiles_loads_no_engine() -> None:
@@ -44,11 +48,11 @@ def test_a_worker_loads_no_trainer_before_it_needs_one() -> None:
 
 def test_a_public_name_stays_what_it_is_when_its_module_is_imported() -> None:
     code = "import rlgraph.config, rlgraph.record, rlgraph.diagnosis, rlgraph as rg"
-    assert printed(f"{code}; print(*map(callable, (rg.config, rg.record, rg.doctor)))") == "True True True"
+    assert printed(f"{code}; print(*map(callable, (rg.config, rg.record, rg.runs.doctor)))") == "True True True"
 
 
 def test_modules_of_the_package_are_there_without_an_import_of_their_own() -> None:
-    code = "import rlgraph as rg; print(rg.algorithms.__name__, rg.data.__name__, rg.sinks.__name__, hasattr(rg, 'no_such'))"
+    code = "import rlgraph as rg; print(rg.algorithms.__name__, rg.data.__name__, rg.runs.sinks.__name__, hasattr(rg, 'no_such'))"
     assert printed(code) == "rlgraph.algorithms rlgraph.data rlgraph.recording.sinks False"
 
 
@@ -73,24 +77,31 @@ def test_a_plan_launches_and_draws_by_the_signatures_of_the_facade() -> None:
 
 def test_a_function_of_a_script_may_name_the_package() -> None:
     scope: dict[str, Any] = {"__name__": "__main__", "rg": rg}
-    exec("def function():\n    return rg.Message('user', 'hello')", scope)
-    assert pickle.loads(cloudpickle.dumps(scope["function"]))() == rg.Message("user", "hello")
+    exec("def function():\n    return rg.agents.Message('user', 'hello')", scope)
+    assert pickle.loads(cloudpickle.dumps(scope["function"]))() == rg.agents.Message("user", "hello")
 
 
 def test_public_names_are_pickled_by_their_own_modules() -> None:
-    values = [value for value in (getattr(rg, name) for name in rg._NAMES) if not inspect.ismodule(value)]
+    values = [value for value in PUBLIC.values() if inspect.isclass(value) or inspect.isfunction(value)]
     assert [value for value in values if pickle.loads(pickle.dumps(value)) != value] == []
 
 
+def test_every_name_of_a_subject_is_found_by_its_old_spelling_with_a_warning() -> None:
+    assert len(rg.__all__) - len(rg._SUBJECTS) <= 50
+    for spelling, value in BY_SUBJECT.items():
+        subject, name = spelling.split(".")
+        if name not in rg.__all__:
+            with pytest.warns(DeprecationWarning, match=rf"rlgraph\.{name} is rlgraph\.{subject}\.{name} now"):
+                assert getattr(rg, name) is value
+
+
 def test_every_public_name_has_a_docstring() -> None:
-    for name in rg.__all__:
-        value = getattr(rg, name)
+    for name, value in PUBLIC.items():
         assert callable(value) is False or value.__doc__ or name == "Columns", name
 
 
 def test_every_public_name_that_a_user_calls_has_an_example() -> None:
-    public = {name: getattr(place, name) for place in (rg, algorithms) for name in place.__all__}
-    called = {name: value for name, value in public.items() if inspect.isclass(value) or inspect.isfunction(value)}
+    called = {name: value for name, value in PUBLIC.items() if inspect.isclass(value) or inspect.isfunction(value)}
     raised = {name for name, value in called.items() if inspect.isclass(value) and issubclass(value, Exception)}
     assert {name for name, value in called.items() if ">>>" not in (value.__doc__ or "")} - raised == set()
 
@@ -116,7 +127,7 @@ def test_imports_for_types_make_one_circle_of_nodes_their_operations_and_their_r
 
 
 def test_the_facade_is_above_all_and_a_plan_knows_it_by_its_name_alone(imports: nx.DiGraph) -> None:
-    assert set(imports.predecessors("rlgraph.api")) == {"rlgraph.curriculum"}
+    assert set(imports.predecessors("rlgraph.api")) == {"rlgraph.curriculum", "rlgraph.planning", "rlgraph.runs"}
     assert nx.has_path(imports, "rlgraph.api", "rlgraph.plan.plan")
     assert not any(
         name.startswith(("rlgraph.render", "rlgraph.analysis", "rlgraph.runtime")) for name in nx.descendants(imports, "rlgraph.plan.plan")

@@ -27,6 +27,7 @@ from rlgraph.plan.plan import Plan
 from rlgraph.plan.replay import deeper
 from rlgraph.runtime.checkpoint.store import difference
 from rlgraph.runtime.local import LocalJob
+from tests.support.public import PUBLIC, unique_values
 
 LONG = "x" * 10**5
 POOL = rg.Pool("p")
@@ -37,7 +38,7 @@ async def search(query: str) -> str:
     return query
 
 
-async def asks(client: rg.AgentClient) -> float:
+async def asks(client: rg.agents.AgentClient) -> float:
     return 0.0
 
 
@@ -48,15 +49,15 @@ def right(responses: list[str]) -> list[float]:
 class Answers:
     async def reset(self) -> None: ...
 
-    async def step(self, said: rg.Message) -> rg.Turn:
-        return rg.Turn(done=True)
+    async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
+        return rg.agents.Turn(done=True)
 
     async def close(self) -> None: ...
 
 
 NEEDED: dict[type, dict[str, Any]] = {  # the fields without a default
     rg.Pool: {"name": "p"},
-    rg.Model: {"path": "m", "pool": POOL},
+    rg.extend.Model: {"path": "m", "pool": POOL},
     rg.Generator: {"path": "m", "pool": POOL},
     rg.Policy: {"path": "m", "pool": POOL},
     rg.Critic: {"path": "m", "pool": POOL},
@@ -65,36 +66,39 @@ NEEDED: dict[type, dict[str, Any]] = {  # the fields without a default
     rg.Teacher: {"path": "m", "pool": POOL},
     rg.LearnedReward: {"path": "m", "pool": POOL},
     rg.LoRA: {"rank": 4},
-    rg.EngineSpec: {"name": "mine", "load": right},
-    rg.TrainerSpec: {"name": "mine", "load": right},
-    rg.Refill: {"reward": right},
+    rg.extend.EngineSpec: {"name": "mine", "load": right},
+    rg.extend.TrainerSpec: {"name": "mine", "load": right},
+    rg.options.Refill: {"reward": right},
     rg.Tools: {"tools": (search,)},
     rg.Agent: {"environment": Answers},
     rg.Program: {"run": asks},
-    rg.AgentClient: {"base_url": "http://127.0.0.1/v1", "key": "k"},
-    rg.Executed: {"output": ""},
-    rg.Message: {"role": "user", "content": ""},
-    rg.ToolCall: {"name": "search"},
-    rg.Costs: {"nodes": {"rollout": 1.0}},
-    rg.Linear: {"steps": 9},
-    rg.Cosine: {"steps": 9},
-    rg.WSD: {"steps": 9, "decay_steps": 2},
+    rg.agents.AgentClient: {"base_url": "http://127.0.0.1/v1", "key": "k"},
+    rg.agents.Executed: {"output": ""},
+    rg.agents.Message: {"role": "user", "content": ""},
+    rg.agents.ToolCall: {"name": "search"},
+    rg.planning.Costs: {"nodes": {"rollout": 1.0}},
+    rg.optim.Linear: {"steps": 9},
+    rg.optim.Cosine: {"steps": 9},
+    rg.optim.WSD: {"steps": 9, "decay_steps": 2},
     algorithms.DRO: {"beta": 0.1},
     algorithms.OverlongPenalty: {"max_tokens": 8, "buffer_tokens": 2},
     algorithms.Rejection: {"statistic": "token_k1", "high": 2.0},
-    rg.Profile: {"steps": 1},
-    rg.Precision: {"dtype": "float32", "why": ""},
+    rg.planning.Profile: {"steps": 1},
+    rg.planning.Precision: {"dtype": "float32", "why": ""},
     Due: {"every": 1},
     Tool: {"name": "search", "function": search},
     Lengths: {"at": (0, 1), "tokens": (1, 2)},
 }
 BEHIND = (Due, UpdateSchedule, Limits, Python, Tool, Decode, NodeCost, Setting, SleepCost, Lengths)  # what public ones are made of
-RESULTS = (Plan, algorithms.Totals, rg.Context, rg.Output)  # made by the library
-TRAITS = (rg.NodeTraits, rg.ModelTraits)  # of operations and models of a developer: objects of any kind, which a type checker holds
+RESULTS = (Plan, algorithms.Totals, rg.extend.Context, rg.Output)  # made by the library
+TRAITS = (
+    rg.extend.NodeTraits,
+    rg.extend.ModelTraits,
+)  # of operations and models of a developer: objects of any kind, which a type checker holds
 
 
 def public_dataclasses() -> list[type]:
-    exported = [getattr(module, name) for module in (rg, algorithms) for name in module.__all__]
+    exported = unique_values()
     found = [
         value for value in exported if isinstance(value, type) and dataclasses.is_dataclass(value) and value not in (*RESULTS, *TRAITS)
     ]
@@ -107,14 +111,16 @@ FIELDS = [(cls, f.name) for cls in public_dataclasses() for f in dataclasses.fie
 @pytest.mark.parametrize(("cls", "name"), FIELDS, ids=[f"{cls.__name__}.{name}" for cls, name in FIELDS])
 def test_every_field_of_every_public_dataclass_refuses_what_it_cannot_be(cls: type, name: str) -> None:
     where = re.escape(f"{cls.__name__}({name}=")
-    if cls is rg.Costs and name == "nodes":
+    if cls is rg.planning.Costs and name == "nodes":
         where = r"the cost of 'nodes'|Costs\(nodes="
     with pytest.raises(RlgraphError, match=where):
         cls(**{**NEEDED.get(cls, {}), name: object()})
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: value for name, value in vars(rg).items() if name in rg.__all__ and inspect.isfunction(value)},
+    **{
+        name.rpartition(".")[2]: value for name, value in PUBLIC.items() if inspect.isfunction(value) and not name.startswith("algorithms.")
+    },
     **{f"data.{name}": value for name, value in vars(rg.data).items() if name in rg.data.__all__ and inspect.isfunction(value)},
     "Graph": rg.Graph.__init__,
     "Generator.rollout": rg.Generator.rollout,

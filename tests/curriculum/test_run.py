@@ -88,7 +88,7 @@ def test_a_reward_model_that_learns_margins_rewards_the_policy_of_the_next_graph
 
     def learnt() -> rg.Graph:
         judge = rg.LearnedReward(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
-        return rg.Graph("judge", judge.update(rg.pairs(pairs, 4, judge, margin="by"), loss=rg.BradleyTerry()).metrics)
+        return rg.Graph("judge", judge.update(rg.pairs(pairs, 4, judge, margin="by"), loss=rg.losses.BradleyTerry()).metrics)
 
     def rewarded(judge: str) -> rg.Graph:
         sampling, weights = rg.Sampling(max_tokens=4), rg.feedback("weights", depth=0)

@@ -26,7 +26,7 @@ def launched(folder: Path, data: Any, *, context: int = 12, refill: bool = False
     """Declare a rollout with room for 8 tokens of a prompt, and check it as a launch does."""
     generator = rg.Generator(str(folder), pool=rg.Pool("rollout"), max_context=context, sampling=rg.Sampling(max_tokens=4))
     prompts = rg.prompts(data, **{"count": 2, **options})
-    refilled = rg.Refill(reward=right) if refill else None
+    refilled = rg.options.Refill(reward=right) if refill else None
     rollout = generator.rollout(prompts, group_size=2 if refill else 1, refill=refilled)
     for node in [rollout.node] if refill else [prompts.node, rollout.node]:
         node.operation.check(node)

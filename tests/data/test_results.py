@@ -148,7 +148,7 @@ def test_the_rewards_of_a_group_count_as_one_mean() -> None:
 
 def test_the_plan_shows_the_edge_and_predicts_what_it_costs() -> None:
     late, fresh = (graph(by_results(behind), 1, behind=behind) for behind in (1, 0))
-    costs = rg.Costs({"prompts": 0.0, "rollout": 0.4, "score": 0.3, "update": 0.2})
+    costs = rg.planning.Costs({"prompts": 0.0, "rollout": 0.4, "score": 0.3, "update": 0.2})
     plans = [rg.compile(made, Cluster(cpus=4), costs) for made in (late, fresh)]
     assert [plan.prediction.step_s for plan in plans] == [pytest.approx(0.45), pytest.approx(0.7)]  # fresh results wait for the reward
     assert all(plan.certificate.deadlock_free and plan.certificate.staleness_bound == 1 for plan in plans)

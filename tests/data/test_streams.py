@@ -181,7 +181,7 @@ def test_conversations_of_a_stream_are_checked_against_the_template_at_the_launc
     assert texts(stage, 2) == ["0", "1"]
     with pytest.raises(DataError, match=r"item 2 .* gives 'x' to the chat template"):
         stage(2, {})
-    wrong = rg.prompts(talks, count=1, chat=rg.Chat(enable_thinking=True))
+    wrong = rg.prompts(talks, count=1, chat=rg.options.Chat(enable_thinking=True))
     rollout = generator.rollout(wrong, name="other").node
     with pytest.raises(DataError, match=r"item 0 .* gives 'enable_thinking'"):
         rollout.operation.check(rollout)
@@ -193,7 +193,7 @@ def test_what_a_stream_cannot_do_is_an_error_that_says_so(folder: Path) -> None:
     with pytest.raises(GraphError, match="read a stream into"):
         generator.rollout(prompts, weights, continuous=True)
     with pytest.raises(GraphError, match=r"or of a stream; pass rg.prompts"):
-        generator.rollout(prompts, weights, group_size=2, refill=rg.Refill(reward=lambda response: 0.0))
+        generator.rollout(prompts, weights, group_size=2, refill=rg.options.Refill(reward=lambda response: 0.0))
     with pytest.raises(DataError, match="evaluates on a stream"):
         rg.evaluate(generator, sums, weights, reward=lambda response: 0.0, every=1)
     with pytest.raises(DataError, match="seed=3 has no effect on a stream"):

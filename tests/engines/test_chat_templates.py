@@ -47,7 +47,7 @@ def generator_of(folder: Path) -> Generator:
     return rg.Generator(str(folder), pool=rg.Pool("rollout"), max_context=4096, sampling=rg.Sampling(max_tokens=4))
 
 
-def sent(folder: Path, data: list[dict[str, Any]], chat: rg.Chat | None = None) -> list[list[int]]:
+def sent(folder: Path, data: list[dict[str, Any]], chat: rg.options.Chat | None = None) -> list[list[int]]:
     """The token ids that a rollout sends to its engine, in the order of the data."""
     prompts = rg.prompts(data, count=len(data), chat=chat)
     rollout = generator_of(folder).rollout(prompts).node
@@ -58,7 +58,7 @@ def sent(folder: Path, data: list[dict[str, Any]], chat: rg.Chat | None = None) 
     return [list(request.prompt) for _, request in sorted(zip(order, requests, strict=True), key=lambda pair: pair[0])]
 
 
-def check(folder: Path, data: list[dict[str, Any]], chat: rg.Chat | None = None) -> None:
+def check(folder: Path, data: list[dict[str, Any]], chat: rg.options.Chat | None = None) -> None:
     """The checks of a launch."""
     prompts = rg.prompts(data, count=1, chat=chat)
     node = generator_of(folder).rollout(prompts).node
@@ -101,7 +101,7 @@ def test_tools_and_their_calls_are_rendered_with_arguments_as_mappings(models: d
     wanted = tokenizer.apply_chat_template(wire, tools=[TOOL], add_generation_prompt=True, return_dict=False)
     row = {"prompt": CALLED, "tools": json.dumps([TOOL]) if as_json else [TOOL]}
     assert sent(models[name], [row]) == [wanted]
-    assert sent(models[name], [{"prompt": CALLED}], rg.Chat(tools=(TOOL,))) == [wanted]
+    assert sent(models[name], [{"prompt": CALLED}], rg.options.Chat(tools=(TOOL,))) == [wanted]
     text = tokenizer.decode(wanted)
     assert '{"name": "add", "arguments": {"b": 1, "a": "ü"}}' in text, "the order of keys and the letters stay"
     assert "<tool_response>\n2\n</tool_response>" in text
@@ -109,26 +109,26 @@ def test_tools_and_their_calls_are_rendered_with_arguments_as_mappings(models: d
 
 def test_thinking_is_switched_by_the_argument_of_the_template(models: dict[str, Path]) -> None:
     tokenizer = tokenizer_of(models["qwen3"])
-    [on], [off] = (sent(models["qwen3"], [{"prompt": "1 + 1 ="}], rg.Chat(enable_thinking=flag)) for flag in (True, False))
+    [on], [off] = (sent(models["qwen3"], [{"prompt": "1 + 1 ="}], rg.options.Chat(enable_thinking=flag)) for flag in (True, False))
     assert tokenizer.decode(on) == TEXTS["qwen3"]
     assert tokenizer.decode(off) == TEXTS["qwen3"] + "<think>\n\n</think>\n\n"
     rows = [{"prompt": [USER], "chat_template_kwargs": {"enable_thinking": False}}]
-    assert sent(models["qwen3"], rows, rg.Chat(enable_thinking=True)) == [off], "a row's own argument replaces the chat's"
+    assert sent(models["qwen3"], rows, rg.options.Chat(enable_thinking=True)) == [off], "a row's own argument replaces the chat's"
 
 
 def test_text_becomes_a_message_only_with_a_chat_and_the_system_prompt_goes_before_it(models: dict[str, Path]) -> None:
     tokenizer = tokenizer_of(models["llama3"])
     [plain] = sent(models["llama3"], [{"prompt": "1 + 1 ="}])
     assert plain == tokenizer("1 + 1 =")["input_ids"]
-    [chat] = sent(models["llama3"], [{"prompt": "1 + 1 ="}], rg.Chat(system="Be brief."))
+    [chat] = sent(models["llama3"], [{"prompt": "1 + 1 ="}], rg.options.Chat(system="Be brief."))
     assert chat == tokenizer.apply_chat_template([SYSTEM, USER], add_generation_prompt=True, return_dict=False)
-    own = sent(models["llama3"], [{"prompt": [SYSTEM, USER]}], rg.Chat(system="Think."))
+    own = sent(models["llama3"], [{"prompt": [SYSTEM, USER]}], rg.options.Chat(system="Think."))
     assert own == [chat], "a row's own system message stays"
 
 
 def test_a_last_message_of_the_assistant_is_continued_where_that_is_asked_for(models: dict[str, Path]) -> None:
     begun = [USER, {"role": "assistant", "content": "The sum is"}]
-    [tokens] = sent(models["qwen3"], [{"prompt": begun}], rg.Chat(continue_final=True))
+    [tokens] = sent(models["qwen3"], [{"prompt": begun}], rg.options.Chat(continue_final=True))
     assert tokenizer_of(models["qwen3"]).decode(tokens).endswith("The sum is")
     with pytest.raises(DataError, match=r"item 1 .* ends with the assistant's message 'The sum is'; .*continue_final=True"):
         check(models["qwen3"], [{"prompt": [USER]}, {"prompt": begun}])
@@ -159,7 +159,7 @@ def test_every_way_to_sample_sends_the_same_conversation(models: dict[str, Path]
 
     prompts, weights = rg.prompts(data, count=1), rg.feedback("weights", depth=1)
     assert prompts.columns == ("prompt_texts", "prompt_messages", "prompt_ids", "answers")
-    refilled = generator_of(folder).rollout(prompts, weights, group_size=2, refill=rg.Refill(reward=length), name="refilled").node
+    refilled = generator_of(folder).rollout(prompts, weights, group_size=2, refill=rg.options.Refill(reward=length), name="refilled").node
     sampler = refilled.operation.start(Context(engine=Engine()))
     sampler.newest = 0
     sampler._draw(0)
@@ -179,7 +179,7 @@ def of_messages(response: str, prompt_message: str) -> float:
     return float(len(json.loads(prompt_message)["messages"]))
 
 
-WRONG: dict[str, tuple[str, list[dict[str, Any]], rg.Chat | None, str]] = {
+WRONG: dict[str, tuple[str, list[dict[str, Any]], rg.options.Chat | None, str]] = {
     "a role that the template refuses": (
         "gemma",
         [{"prompt": [USER]}, {"prompt": [SYSTEM, USER]}],
@@ -190,15 +190,15 @@ WRONG: dict[str, tuple[str, list[dict[str, Any]], rg.Chat | None, str]] = {
     "thinking where there is none": (
         "qwen2_5",
         [{"prompt": [USER]}],
-        rg.Chat(enable_thinking=True),
+        rg.options.Chat(enable_thinking=True),
         r"item 0 .* gives 'enable_thinking' to the chat template of '.*', which does not read it",
     ),
     "tools where there are none": ("smollm2", [{"prompt": [USER], "tools": [TOOL]}], None, "gives 'tools' .* does not read it"),
-    "a misspelt argument": ("qwen3", [{"prompt": [USER]}], rg.Chat(template_kwargs={"enable_thinkin": True}), "'enable_thinkin'"),
+    "a misspelt argument": ("qwen3", [{"prompt": [USER]}], rg.options.Chat(template_kwargs={"enable_thinkin": True}), "'enable_thinkin'"),
     "a system prompt that no row needs": (
         "qwen3",
         [{"prompt": [SYSTEM, USER]}] * 2,
-        rg.Chat(system="Think."),
+        rg.options.Chat(system="Think."),
         "every item has a system message of its own",
     ),
 }
@@ -215,7 +215,7 @@ def test_a_template_that_writes_todays_date_is_told_once(tmp_path: Path, caplog:
     folder = model_with(tmp_path / "dated", "qwen3")
     dated = "{% set day = date_string if date_string is defined else strftime_now('%d %b %Y') %}{{ day }}: {{ messages[0].content }}"
     (folder / "chat_template.jinja").write_text(dated)
-    fixed = rg.Chat(template_kwargs={"date_string": "1 Jan 2025"})
+    fixed = rg.options.Chat(template_kwargs={"date_string": "1 Jan 2025"})
     check(folder, [{"prompt": [USER]}] * 3, fixed)
     assert not [message for message in caplog.messages if "today's date" in message]
     check(folder, [{"prompt": [USER]}] * 3)

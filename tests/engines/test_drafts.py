@@ -98,7 +98,7 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_engines_that_cannot_guess_are_refused_before_anything_starts(given: dict[str, Any], cluster: rg.Cluster, says: str) -> None:
-    generator = rg.Generator("tiny", pool=rg.Pool("rollout"), drafts=rg.PromptLookup(), **given)
+    generator = rg.Generator("tiny", pool=rg.Pool("rollout"), drafts=rg.options.PromptLookup(), **given)
     rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=4))
     with pytest.raises(PlanError, match=says):
         rg.compile(rg.Graph("planned", rg.reward(length, rollout)), cluster)
@@ -111,11 +111,11 @@ def length(responses: list[str]) -> list[float]:
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers"])
 @pytest.mark.parametrize("draft", ["Qwen/Qwen3-0.6B", Path("models/small")])
 def test_a_draft_model_is_refused_and_the_error_says_why(engine: str, draft: Any) -> None:
-    says = rf"drafts='{draft}'\): a draft model is not offered: the runner of vLLM 0.26 .* no 'draft_model'.*rg.PromptLookup"
+    says = rf"drafts='{draft}'\): a draft model is not offered: the runner of vLLM 0.26 .* no 'draft_model'.*rg.options.PromptLookup"
     with pytest.raises(GraphError, match=says):
         rg.Generator("tiny", pool=rg.Pool("rollout"), engine=engine, drafts=draft)
 
 
 def test_an_engine_without_guesses_has_no_such_setting() -> None:
     with pytest.raises(GraphError, match="'transformers' has no such setting"):
-        rg.Generator("tiny", pool=rg.Pool("rollout"), engine="transformers", drafts=rg.PromptLookup())
+        rg.Generator("tiny", pool=rg.Pool("rollout"), engine="transformers", drafts=rg.options.PromptLookup())

@@ -69,7 +69,7 @@ def test_every_rollout_and_evaluation_sends_its_prompts_with_one_start(folder: P
     tasks = rollout.operation.tasks(Context(), prompts.node.operation.batch(0))
     asked = [task.request.prompt for part in tasks for task in part]
     engine = Asked()
-    refilled = generator.rollout(prompts, weights, group_size=2, refill=rg.Refill(reward=length), name="refilled").node
+    refilled = generator.rollout(prompts, weights, group_size=2, refill=rg.options.Refill(reward=length), name="refilled").node
     sampler = refilled.operation.start(Context(engine=engine))
     sampler.newest = 0
     sampler._draw(0)

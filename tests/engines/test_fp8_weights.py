@@ -185,7 +185,7 @@ def test_what_has_no_fp8_weights_is_refused_before_anything_starts(
 
 
 def test_other_engines_have_no_such_setting() -> None:
-    with pytest.raises(rg.GraphError, match=r"weights_dtype='fp8'.*'transformers' has no such setting"):
+    with pytest.raises(rg.errors.GraphError, match=r"weights_dtype='fp8'.*'transformers' has no such setting"):
         rg.Generator("tiny", pool=rg.Pool("rollout"), engine="transformers", weights_dtype="fp8")
 
 

@@ -74,7 +74,7 @@ def test_a_step_brings_the_moments_of_one_parameter_and_takes_them_back(monkeypa
 
 def test_other_moments_than_adamws_are_not_offloaded() -> None:
     with pytest.raises(GraphError, match="only AdamW's moments can be in host memory; leave out one"):
-        rg.Policy("tiny", pool=rg.Pool("train"), optimizer=rg.Muon(), offload="moments")
+        rg.Policy("tiny", pool=rg.Pool("train"), optimizer=rg.optim.Muon(), offload="moments")
 
 
 @pytest.mark.parametrize("stay", [False, True])

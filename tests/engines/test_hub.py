@@ -85,7 +85,7 @@ try:
         list(job.steps(1))
     print(checked_source(plan).node("rollout").model.path)
     print(fingerprint(checked_source(plan), plan).get("revisions"))
-except rg.DataError as error:
+except rg.errors.DataError as error:
     print("DataError", error)
 assert generator.path == sys.argv[1]
 """
@@ -150,10 +150,10 @@ def test_an_engine_loads_offline_and_a_reward_in_its_process_finds_what_the_user
         note("reward")
         return [float(number) for number, _ in enumerate(responses)]
 
-    engine = rg.EngineSpec(name="noted", load=load)
+    engine = rg.extend.EngineSpec(name="noted", load=load)
     generator = rg.Generator(str(tiny_llama(tmp_path)), pool=rg.Pool("rollout"), engine=engine, sampling=rg.Sampling(max_tokens=2))
     prompts = rg.prompts([{"prompt": "1"}], count=1)
-    rollout = generator.rollout(prompts, group_size=2, refill=rg.Refill(reward=reward))
+    rollout = generator.rollout(prompts, group_size=2, refill=rg.options.Refill(reward=reward))
     with rg.compile(rg.Graph("own", rollout), rg.Cluster(cpus=2)).run_here() as job:
         assert len(list(job.steps(1))) == 1
     assert {*seen} == {("engine", "1", True), ("reward", given, given == "1")}

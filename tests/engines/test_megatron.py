@@ -227,7 +227,7 @@ def test_a_model_that_is_not_offered_is_refused(
 @pytest.mark.parametrize(
     ("optimizer", "said"),
     [
-        (rg.Muon(), r"Policy\(trainer='megatron', optimizer=rg.Muon\(\)\): it trains with AdamW's moments in float32"),
+        (rg.optim.Muon(), r"Policy\(trainer='megatron', optimizer=rg.optim.Muon\(\)\): it trains with AdamW's moments in float32"),
         (rg.AdamW(moments="8bit"), r"optimizer=rg.AdamW\(moments='8bit'\)\): it trains with AdamW's moments in float32"),
     ],
 )

@@ -14,16 +14,18 @@ from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.optimizers import MuonWithAdamW
 from rlgraph.errors import CheckpointError
 
-SETTINGS = rg.Muon(lr=1e-2, eps=1e-3, weight_decay=0.1)
+SETTINGS = rg.optim.Muon(lr=1e-2, eps=1e-3, weight_decay=0.1)
 
 
 def engine_of(model: Path, settings: rg.AdamW = SETTINGS) -> FsdpEngine:
     return fsdp_engine(PolicyHead(model), optimizer=settings, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, rg.Muon(lr=2e-2, eps=1e-3, nesterov=False, momentum=0.8, ns_steps=3, adjust_lr="original")])
+@pytest.mark.parametrize(
+    "settings", [SETTINGS, rg.optim.Muon(lr=2e-2, eps=1e-3, nesterov=False, momentum=0.8, ns_steps=3, adjust_lr="original")]
+)
 def test_a_step_is_torchs_muon_for_matrices_of_layers_and_adamw_for_the_rest(
-    settings: rg.Muon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: rg.optim.Muon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.clone)  # torch's iterations in float32, as ours are on a CPU
     from transformers import AutoModelForCausalLM
@@ -95,5 +97,5 @@ def test_the_plan_counts_one_moment_for_the_matrices_of_layers(tmp_path: Path) -
 
     shapes = {name: tensor.shape for name, tensor in PolicyHead(tiny_llama(tmp_path)).named_parameters()}
     matrices = sum(shape.numel() for name, shape in shapes.items() if ".layers." in name and len(shape) == 2)
-    both, one = moments(rg.AdamW()), moments(rg.Muon())
+    both, one = moments(rg.AdamW()), moments(rg.optim.Muon())
     assert both - one == pytest.approx(4 * matrices, rel=0.05)

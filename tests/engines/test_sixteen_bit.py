@@ -157,4 +157,4 @@ def test_plans_count_four_bytes_and_muon_refuses() -> None:
     assert needs["32bit"] == OPTIMIZER * shape.parameters // 2
     assert needs["16bit"] == needs["32bit"] // 2
     with pytest.raises(GraphError, match=r"Muon\(moments='16bit'\): only AdamW's moments have fewer than 32 bits"):
-        rg.Muon(moments="16bit")
+        rg.optim.Muon(moments="16bit")

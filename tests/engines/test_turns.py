@@ -130,8 +130,8 @@ def test_the_launch_refuses_a_format_in_which_the_template_writes_no_calls(model
 class Says:
     async def reset(self) -> None: ...
 
-    async def step(self, said: rg.Message) -> rg.Turn:
-        return rg.Turn(done=True)
+    async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
+        return rg.agents.Turn(done=True)
 
     async def close(self) -> None: ...
 

@@ -36,7 +36,7 @@ def test_what_rlgraph_gives_to_vllm_is_either_free_or_refused_by_name(on_cpu: bo
         ({"max_model_len": 64}, r"Generator\(engine_args={'max_model_len': 64}\): .* set Generator\(max_context=\)$"),
         ({"quantization": "fp8"}, "must be the model's$"),
         ({"pipeline_parallel_size": 2}, "the plan gives each engine its devices"),
-        ({"speculative_config": {"method": "ngram"}}, "set Generator\\(drafts=rg.PromptLookup"),
+        ({"speculative_config": {"method": "ngram"}}, "set Generator\\(drafts=rg.options.PromptLookup"),
         ({"enforce_eager": "yes"}, "'enforce_eager' of vLLM is True or False$"),
         ({"max_num_batched_tokens": 0.5}, "'max_num_batched_tokens' of vLLM is a whole number or None$"),
         ({"additional_config": {"a": {1, 2}}}, "the value is data"),

@@ -65,7 +65,7 @@ def distilled(folders: tuple[str, str], trainer: str, **settings: Any) -> rg.Gra
     teacher = rg.Teacher(taught, pool=rg.Pool("teacher"), trainer=trainer, dtype="float32", **settings)
     weights = rg.feedback("weights", depth=1)
     answers = generator.rollout(rg.prompts([{"prompt": f"{n} + 1 ="} for n in range(4)], count=4), weights)
-    step = policy.update(answers, teacher.top_log_probs(answers, top_k=8), loss=rg.DistillationLoss(divergence="reverse_kl"))
+    step = policy.update(answers, teacher.top_log_probs(answers, top_k=8), loss=rg.losses.DistillationLoss(divergence="reverse_kl"))
     weights.close(step.weights)
     return rg.Graph("distilled", step.metrics)
 

@@ -81,11 +81,15 @@ def test_tools_of_a_server_of_mcp_are_described_and_called() -> None:
     assert described["parameters"]["properties"]["a"]["type"] == "integer"
     made = ToolCalls(rg.Tools(list(tools.values())))
 
-    async def conversation() -> tuple[rg.Turn, list[int], rg.Turn]:
-        calls = tuple(rg.ToolCall(*call) for call in (("add", {"a": 2, "b": 3}), ("fail", {"why": "no reason"}), ("add", {"a": "x"})))
-        first = await made.step(rg.Message("assistant", "", tool_calls=calls))
+    async def conversation() -> tuple[rg.agents.Turn, list[int], rg.agents.Turn]:
+        calls = tuple(
+            rg.agents.ToolCall(*call) for call in (("add", {"a": 2, "b": 3}), ("fail", {"why": "no reason"}), ("add", {"a": "x"}))
+        )
+        first = await made.step(rg.agents.Message("assistant", "", tool_calls=calls))
         pids = [int(await tools["process"].function()) for _ in range(2)]
-        dead = await made.step(rg.Message("assistant", "", tool_calls=(rg.ToolCall("die"), rg.ToolCall("add", {"a": 1, "b": 1}))))
+        dead = await made.step(
+            rg.agents.Message("assistant", "", tool_calls=(rg.agents.ToolCall("die"), rg.agents.ToolCall("add", {"a": 1, "b": 1})))
+        )
         pids.append(int(await tools["process"].function()))
         await close_servers()
         return first, pids, dead
@@ -106,8 +110,8 @@ def test_a_conversation_with_a_server_of_mcp_of_its_own_keeps_its_state_to_itsel
     tools = rg.Tools(server(own=True))
 
     async def said(made: ToolCalls, *calls: tuple[str, dict[str, object]]) -> list[str]:
-        asked = tuple(rg.ToolCall(*call) for call in calls)
-        return [message.content for message in (await made.step(rg.Message("assistant", "", tool_calls=asked))).messages]
+        asked = tuple(rg.agents.ToolCall(*call) for call in calls)
+        return [message.content for message in (await made.step(rg.agents.Message("assistant", "", tool_calls=asked))).messages]
 
     async def conversations() -> tuple[list[str], list[str], list[str], list[int]]:
         one, two = ToolCalls(tools), ToolCalls(tools)
@@ -147,9 +151,9 @@ def test_a_rollout_ends_the_servers_of_its_conversations(folder: Path) -> None:
 
 
 def test_a_server_that_is_none_is_refused_where_it_is_named() -> None:
-    with pytest.raises(rg.GraphError, match=r"mcp\('false'\).*does not start"):
+    with pytest.raises(rg.errors.GraphError, match=r"mcp\('false'\).*does not start"):
         rg.environments.mcp("false")
-    with pytest.raises(rg.GraphError, match=r"no tools .'subtract'.; it has"):
+    with pytest.raises(rg.errors.GraphError, match=r"no tools .'subtract'.; it has"):
         rg.environments.mcp(sys.executable, str(PROGRAMS / "mcp_server.py"), only=["subtract"])
 
 
@@ -194,5 +198,5 @@ def test_conversations_share_processes_and_one_that_dies_takes_only_its_own() ->
     ],
 )
 def test_what_cannot_be_is_refused_where_it_is_written(make: object, said: str) -> None:
-    with pytest.raises(rg.GraphError, match=said):
+    with pytest.raises(rg.errors.GraphError, match=said):
         make()  # type: ignore[operator]

@@ -26,7 +26,7 @@ def url() -> Iterator[str]:
         server.kill()
 
 
-def number_in(said: rg.Message) -> dict[str, object]:
+def number_in(said: rg.agents.Message) -> dict[str, object]:
     if not said.content.lstrip("-").isdigit():
         raise ValueError("Say a number.")
     return {"number": int(said.content)}

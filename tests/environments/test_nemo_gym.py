@@ -66,8 +66,8 @@ def url() -> Any:
     server.server_close()
 
 
-def calls(*numbers: int | None) -> rg.Message:
-    return rg.Message("assistant", "", tool_calls=tuple(rg.ToolCall("add", {} if n is None else {"n": n}) for n in numbers))
+def calls(*numbers: int | None) -> rg.agents.Message:
+    return rg.agents.Message("assistant", "", tool_calls=tuple(rg.agents.ToolCall("add", {} if n is None else {"n": n}) for n in numbers))
 
 
 def test_rows_become_prompts_with_their_tools(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_rows_become_prompts_with_their_tools(tmp_path: Path) -> None:
     assert json.loads(str(row["task"])) == ROW
     assert "tasks" in rg.prompts([row], count=1).columns
     path.write_text('{"question": "?"}\n')
-    with pytest.raises(rg.DataError, match="line 1 has no responses_create_params"):
+    with pytest.raises(rg.errors.DataError, match="line 1 has no responses_create_params"):
         rg.environments.nemo_gym_rows(path)
 
 

@@ -36,10 +36,10 @@ def launched() -> tuple[list[dict[str, float]], int]:
         return [clockless_metrics(step) for step in job.steps(3)], job.pids["generator"]
 
 
-with rg.warm(engines=True):
+with rg.runs.warm(engines=True):
     first, pid = launched()
     others = [launched() for _ in range(2)]
-with rg.warm():
+with rg.runs.warm():
     new, other = launched()
 assert [pid for _, pid in others] == [pid, pid]
 assert other != pid

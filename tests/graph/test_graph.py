@@ -51,7 +51,7 @@ def test_without_old_log_probs_ratios_are_taken_against_the_engine() -> None:
     parts = Parts()
     assert "rollout_log_probs" in parts.policy.update(parts.rollout, parts.advantages, loss=rg.ClippedLoss()).metrics.node.reads
     old = parts.policy.log_probs(parts.rollout)
-    unmeasured = rg.Guards(warn_mismatch=None)
+    unmeasured = rg.options.Guards(warn_mismatch=None)
     step = parts.policy.update(parts.rollout, old, parts.advantages, loss=rg.ClippedLoss(), guards=unmeasured, name="with_old")
     reads = step.metrics.node.reads
     assert "old_log_probs" in reads
@@ -112,7 +112,7 @@ def read_from(sampling: rg.Sampling, read: Callable[[rg.Policy, rg.Output, rg.Ou
 
 
 def corrected(policy: rg.Policy, rollout: rg.Output, advantages: rg.Output) -> object:
-    return rg.rollout_correction(rollout, policy.log_probs(rollout), weights=rg.TruncatedIS(level="token"))
+    return rg.stages.rollout_correction(rollout, policy.log_probs(rollout), weights=rg.estimators.TruncatedIS(level="token"))
 
 
 def bypassed(policy: rg.Policy, rollout: rg.Output, advantages: rg.Output) -> object:
@@ -203,7 +203,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "weights that are none": (lambda: Parts().generator.rollout(Parts().prompts, 3), GraphError, "pass what rlgraph.feedback"),  # type: ignore[arg-type]
     "an unknown engine": (lambda: rg.Generator("m", pool=rg.Pool("p"), engine="llama"), GraphError, "'vllm', 'transformers'"),  # type: ignore[arg-type]
     "a negative KL": (
-        lambda: rg.kl_shaped_rewards(Parts().rollout, Parts().rewards, coef=-1.0),
+        lambda: rg.stages.kl_shaped_rewards(Parts().rollout, Parts().rewards, coef=-1.0),
         GraphError,
         "coef=-1.0; coef is a number of at least 0",
     ),
@@ -257,6 +257,6 @@ def test_what_no_output_of_a_graph_depends_on_is_named_in_a_warning() -> None:
     rg.evaluate(parts.generator, ITEMS, parts.weights, reward=exact, every=1)
     parts.weights.close(step.weights)
     del dropped
-    costs = rg.Costs(dict.fromkeys(("prompts", "rollout", "reward", "advantages", "update"), 1.0))
+    costs = rg.planning.Costs(dict.fromkeys(("prompts", "rollout", "reward", "advantages", "update"), 1.0))
     with pytest.warns(rg.errors.PlanWarning, match=r"depends on \['first', 'evaluate', 'evaluate rewards'\], which never run"):
         rg.compile(rg.Graph("g", step.metrics), rg.Cluster(gpus=2, cpus=4), costs)

@@ -198,7 +198,7 @@ class Nothing(Operation):
 )
 def test_a_stage_that_cannot_run_or_go_on_is_refused_before_the_first_step(operation: Operation, message: str) -> None:
     def mine(rollout: Output) -> Output:
-        return rg.declare("mine", operation, [rollout], reads=("values",), writes=("rewards",)).batch
+        return rg.extend.declare("mine", operation, [rollout], reads=("values",), writes=("rewards",)).batch
 
     graph = fakes.vector_loop(1, middle=mine)
     job = LocalJob(graph, compile_plan(graph, Cluster(cpus=2)))
@@ -226,7 +226,7 @@ def test_an_unpicklable_operation_is_named_before_anything_starts() -> None:
 
 def test_declare_refuses_an_object_that_is_no_operation() -> None:
     with pytest.raises(GraphError, match=r"node 'mine' has operation=.*derive from rlgraph\.Operation"):
-        rg.declare("mine", lambda step, columns: columns, (), reads=(), writes=("rewards",), rows=1)  # type: ignore[arg-type]
+        rg.extend.declare("mine", lambda step, columns: columns, (), reads=(), writes=("rewards",), rows=1)  # type: ignore[arg-type]
 
 
 def test_the_page_on_nodes_shows_what_runs(tmp_path: Path) -> None:

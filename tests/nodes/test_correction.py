@@ -39,7 +39,7 @@ def nodes() -> tuple[rg.Output, rg.Output, rg.Output]:
 
 def corrected(**settings: Any) -> rg.Output:
     rollout, _, old = nodes()
-    return rg.rollout_correction(rollout, old, **settings)
+    return rg.stages.rollout_correction(rollout, old, **settings)
 
 
 def fire(output: rg.Output, columns: Columns) -> tuple[dict[str, Any], dict[str, float]]:
@@ -75,12 +75,12 @@ def test_a_preset_writes_what_it_has() -> None:
 
 def test_responses_that_were_cut_off_may_be_left_out() -> None:
     rollout, _, _ = nodes()
-    output = rg.filter_truncated(rollout)
+    output = rg.stages.filter_truncated(rollout)
     reasons = torch.tensor([0, 1], dtype=torch.int8)
     columns, metrics = fire(output, {"finish_reasons": reasons, "response_mask": BATCH["response_mask"]})
     assert columns["loss_mask"].tolist() == [[True, True, True], [False, False, False]]
     assert metrics == {"filter/truncated_fraction": 0.5}
-    assert rg.filter_truncated(rollout, output, name="again").node.reads == ("finish_reasons", "loss_mask")
+    assert rg.stages.filter_truncated(rollout, output, name="again").node.reads == ("finish_reasons", "loss_mask")
 
 
 def test_weights_of_the_users_own_get_the_diagnostics_of_the_policies() -> None:
@@ -117,7 +117,7 @@ def test_weights_that_are_all_zero_show_in_the_metrics() -> None:
 
 def filtered(**settings: Any) -> rg.Output:
     rollout, rewards, _ = nodes()
-    return rg.filter_groups(rollout, rewards, **settings)
+    return rg.stages.filter_groups(rollout, rewards, **settings)
 
 
 def test_a_filter_leaves_out_groups_of_one_reward_but_for_groups_of_one() -> None:
@@ -135,8 +135,8 @@ def test_a_filter_leaves_out_groups_of_one_reward_but_for_groups_of_one() -> Non
 
 def test_a_correction_behind_a_filter_keeps_what_both_keep() -> None:
     rollout, rewards, old = nodes()
-    mask = rg.filter_groups(rollout, rewards)
-    output = rg.rollout_correction(rollout, old, mask, rejections=[K3])
+    mask = rg.stages.filter_groups(rollout, rewards)
+    output = rg.stages.rollout_correction(rollout, old, mask, rejections=[K3])
     assert output.node.source_of("loss_mask") is mask.node
     columns, _ = fire(output, {**BATCH, "loss_mask": torch.tensor([[False, True, True], [True, True, False]])})
     assert columns["loss_mask"].tolist() == [[False, False, True], [False, False, False]]
@@ -144,7 +144,7 @@ def test_a_correction_behind_a_filter_keeps_what_both_keep() -> None:
 
 def test_advantages_leave_out_what_is_rejected_and_lose_a_reward_that_lies_there() -> None:
     rollout, rewards, old = nodes()
-    mask = rg.rollout_correction(rollout, old, rejections=[K3])
+    mask = rg.stages.rollout_correction(rollout, old, rejections=[K3])
     output = rg.advantages(rollout, rewards, mask, estimator=ReinforcePlusPlus())
     columns = {
         "rewards": torch.tensor([1.0, 1.0]),
@@ -158,7 +158,7 @@ def test_advantages_leave_out_what_is_rejected_and_lose_a_reward_that_lies_there
 
 def test_the_update_reads_the_mask_and_every_loss_gets_it_as_its_response_mask() -> None:
     rollout, rewards, old = nodes()
-    mask = rg.rollout_correction(rollout, old, rejections=[K3])
+    mask = rg.stages.rollout_correction(rollout, old, rejections=[K3])
     step = rg.Policy("m", pool=rg.Pool("t")).update(
         rollout, old, mask, rg.advantages(rollout, rewards, estimator=GRPO()), loss=ClippedLoss()
     )
@@ -189,6 +189,6 @@ class Recorder:
 def test_a_token_baseline_may_weigh_by_the_correction() -> None:
     rollout, rewards, _ = nodes()
     old = rg.Policy("m", pool=rg.Pool("t")).log_probs(rollout, sum_pi_squared=True)
-    weights = rg.rollout_correction(rollout, old, weights=TruncatedIS())
+    weights = rg.stages.rollout_correction(rollout, old, weights=TruncatedIS())
     output = rg.advantages(rollout, rewards, old, weights, estimator=OptimalTokenBaseline(weighted=True))
     assert {"sum_pi_squared", "rollout_is_weights"} <= set(output.node.reads)

@@ -176,7 +176,7 @@ def test_prompts_that_a_rollout_draws_are_not_read_by_others_too() -> None:
     drawn = generator.rollout(prompts, group_size=2, refill=Refill(reward=last_letter))
     plain = generator.rollout(prompts, sampling=rg.Sampling(temperature=0), name="greedy")
     baseline = rg.reward(last_letter, plain, writes="baseline_rewards", name="baseline")
-    both = rg.advantages(drawn, baseline, estimator=rg.algorithms.ReMax())
+    both = rg.advantages(drawn, baseline, estimator=rg.estimators.ReMax())
     with pytest.raises(GraphError, match="node 'greedy' reads from 'prompts', but 'rollout' draws these prompts by itself"):
         rg.Graph("g", both)
 
@@ -188,5 +188,5 @@ def test_two_rollouts_do_not_draw_from_one_source() -> None:
     )
     with pytest.raises(GraphError, match="draw from one source of prompts"):
         rg.Graph(
-            "g", rg.advantages(first, estimator=GRPO()), rg.advantages(second, estimator=rg.algorithms.GDPO(keys=("other",)), name="a2")
+            "g", rg.advantages(first, estimator=GRPO()), rg.advantages(second, estimator=rg.estimators.GDPO(keys=("other",)), name="a2")
         )

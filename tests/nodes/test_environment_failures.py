@@ -33,14 +33,14 @@ class Sound:
         Sound.made += 1
 
     async def reset(self) -> Any:
-        return [rg.Message("user", "Well?")]
+        return [rg.agents.Message("user", "Well?")]
 
-    async def step(self, said: rg.Message) -> Any:
+    async def step(self, said: rg.agents.Message) -> Any:
         self.turns += 1
         return await self.wrong() if self.answer == "wrong" and self.turns == 2 else self.right()
 
-    def right(self) -> rg.Turn:
-        return rg.Turn([rg.Message("user", "Yes.")], reward=1.0, done=self.turns == 2)
+    def right(self) -> rg.agents.Turn:
+        return rg.agents.Turn([rg.agents.Message("user", "Yes.")], reward=1.0, done=self.turns == 2)
 
     async def wrong(self) -> Any:
         return self.right()
@@ -92,19 +92,19 @@ async def says_text(self: Sound) -> Any:
 
 
 async def says_nothing(self: Sound) -> Any:
-    return rg.Turn()
+    return rg.agents.Turn()
 
 
 async def says_much(self: Sound) -> Any:
-    return rg.Turn([rg.Message("user", "Yes.")] * 100)
+    return rg.agents.Turn([rg.agents.Message("user", "Yes.")] * 100)
 
 
 async def gives_nan(self: Sound) -> Any:
-    return rg.Turn([rg.Message("user", "Yes.")], reward=float("nan"))
+    return rg.agents.Turn([rg.agents.Message("user", "Yes.")], reward=float("nan"))
 
 
 async def of_no_role(self: Sound) -> Any:
-    return rg.Turn([rg.Message("", "Yes.")])
+    return rg.agents.Turn([rg.agents.Message("", "Yes.")])
 
 
 WRONG: dict[str, tuple[Callable[..., Any], str]] = {
@@ -156,7 +156,7 @@ class NeverBegins(Sound):
 
 class BeginsAsAssistant(Sound):
     async def reset(self) -> Any:
-        return (await super().reset()) if self.answer == "right" else [rg.Message("assistant", "I")]
+        return (await super().reset()) if self.answer == "right" else [rg.agents.Message("assistant", "I")]
 
 
 @pytest.mark.parametrize("environment", [NeverMade, NeverBegins, BeginsAsAssistant])
@@ -202,8 +202,8 @@ def test_a_call_that_blocks_the_event_loop_costs_the_calls_in_it_and_not_the_run
 
 def test_a_long_answer_is_cut_and_counted(folder: Path) -> None:
     class Floods(Sound):
-        def right(self) -> rg.Turn:
-            return rg.Turn([rg.Message("user", "y" * 10_000_000)], done=self.turns == 2)
+        def right(self) -> rg.agents.Turn:
+            return rg.agents.Turn([rg.agents.Message("user", "y" * 10_000_000)], done=self.turns == 2)
 
     made = rolled(folder, Floods, output_characters=20)
     assert made.metrics["agent/cut_messages"] == 3
@@ -212,9 +212,9 @@ def test_a_long_answer_is_cut_and_counted(folder: Path) -> None:
 
 def test_a_conversation_ends_at_its_seconds(folder: Path) -> None:
     class Slow(Sound):
-        async def step(self, said: rg.Message) -> rg.Turn:
+        async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
             await asyncio.sleep(0.05)
-            return rg.Turn([rg.Message("user", "Go on.")])
+            return rg.agents.Turn([rg.agents.Message("user", "Go on.")])
 
     made = Rolled(
         folder, lambda text: "hm", [{"prompt": "", "answer": ""}], max_tokens=2500, max_turns=60, agent=rg.Agent(Slow, conversation_s=0.3)
@@ -226,7 +226,7 @@ def test_a_conversation_ends_at_its_seconds(folder: Path) -> None:
 def test_a_prompt_that_does_not_fit_ends_its_conversation(folder: Path) -> None:
     class Long(Sound):
         async def reset(self) -> Any:
-            return [rg.Message("user", "x" * (3000 if self.answer == "wrong" else 30))]
+            return [rg.agents.Message("user", "x" * (3000 if self.answer == "wrong" else 30))]
 
     made = rolled(folder, Long)
     assert made.metrics["agent/overlong_prompts"] == 1
@@ -240,7 +240,7 @@ def test_a_close_that_fails_is_counted_and_a_run_that_fails_closes_all(folder: P
             raise OSError("gone")
 
     class Stops(Sound):
-        async def step(self, said: rg.Message) -> Any:
+        async def step(self, said: rg.agents.Message) -> Any:
             await asyncio.sleep(5)
 
     def script(text: str) -> str:
@@ -269,11 +269,11 @@ def test_one_environment_is_shared_by_a_group_where_that_is_asked_for(folder: Pa
             Board.made += 1
 
         async def reset(self, member: int) -> Any:
-            return [rg.Message("user", f"You are player {member}.")]
+            return [rg.agents.Message("user", f"You are player {member}.")]
 
-        async def step(self, said: rg.Message, member: int) -> rg.Turn:
+        async def step(self, said: rg.agents.Message, member: int) -> rg.agents.Turn:
             members.append(member)
-            return rg.Turn(done=True, reward=float(member))
+            return rg.agents.Turn(done=True, reward=float(member))
 
         async def close(self) -> None:
             assert len(members) >= 3, "the last member has ended"
@@ -289,8 +289,8 @@ def test_one_environment_is_shared_by_a_group_where_that_is_asked_for(folder: Pa
 class Paid(Sound):
     """Costs 0.4 a turn, and never ends."""
 
-    async def step(self, said: rg.Message) -> rg.Turn:
-        return rg.Turn([rg.Message("user", "More.")], cost=0.4)
+    async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
+        return rg.agents.Turn([rg.agents.Message("user", "More.")], cost=0.4)
 
 
 def test_a_conversation_ends_where_its_cost_has_reached_the_limit(folder: Path) -> None:
@@ -311,10 +311,10 @@ def test_warm_environments_are_reset_before_their_conversation_has_a_place(folde
             open_now.append(1)
             return await super().reset()
 
-        async def step(self, said: rg.Message) -> rg.Turn:
+        async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
             await asyncio.sleep(0.05)
             seen.append(len(open_now))
-            return rg.Turn(done=True, reward=1.0)
+            return rg.agents.Turn(done=True, reward=1.0)
 
         async def close(self) -> None:
             open_now.pop()
@@ -342,5 +342,5 @@ def test_warm_environments_are_closed_where_the_rollout_fails(folder: Path) -> N
 
 
 def test_warm_without_concurrency_has_no_effect_and_is_refused(folder: Path) -> None:
-    with pytest.raises(rg.GraphError, match="warm=2"):
+    with pytest.raises(rg.errors.GraphError, match="warm=2"):
         Rolled(folder, lambda text: "Yes.", [{"prompt": "", "answer": "x"}], agent=rg.Agent(Sound, warm=2))

@@ -38,7 +38,9 @@ class Parts:
 
 
 def plan(graph: rg.Graph, **seconds: float) -> rg.Plan:
-    return rg.compile(graph, rg.Cluster(gpus=3, cpus=8), rg.Costs({node.name: seconds.get(node.name, 0.0) for node in graph.nodes}))
+    return rg.compile(
+        graph, rg.Cluster(gpus=3, cpus=8), rg.planning.Costs({node.name: seconds.get(node.name, 0.0) for node in graph.nodes})
+    )
 
 
 def test_it_is_due_every_so_many_steps_at_the_last_and_at_the_first_if_asked() -> None:
@@ -59,7 +61,7 @@ def test_training_is_ahead_of_an_evaluation_apart_by_the_steps_between_two_of_th
     """Two versions to publish, one to load, and an evaluation take 2.0 s: more than a step of 1.5 s, which overlaps them."""
     graph = Parts(depth=2).apart(every=1)
     seconds = {**{node.name: 0.0 for node in graph.nodes}, "rollout": 0.1, "update": 0.5, "evaluate": 0.1}
-    found = rg.compile(graph, rg.Cluster(gpus=3, cpus=8), rg.Costs(seconds, publish_s=0.5, receive_s=0.9))
+    found = rg.compile(graph, rg.Cluster(gpus=3, cpus=8), rg.planning.Costs(seconds, publish_s=0.5, receive_s=0.9))
     assert found.prediction.period_s == pytest.approx(1.5)
 
 
@@ -70,8 +72,8 @@ def test_an_evaluation_in_turns_comes_at_once_and_its_step_waits_for_what_nothin
     whole, undisturbed = plan(Parts(depth).in_turns(), **seconds).prediction, 0.5 if depth == 0 else 0.3
     assert whole.step_s == pytest.approx(undisturbed + late_s / 10)
     assert plan(Parts(depth).apart(), **seconds).prediction.step_s == pytest.approx(undisturbed)
-    costs = rg.Costs({"prompts": 0.0, "reward": 0.0, "advantages": 0.0, "evaluate rewards": 0.0, **seconds})
-    rehearsed = rg.rehearse(Parts(depth).in_turns(), rg.Cluster(gpus=3, cpus=8), costs, site=rg.ClusterSite(), steps=200)
+    costs = rg.planning.Costs({"prompts": 0.0, "reward": 0.0, "advantages": 0.0, "evaluate rewards": 0.0, **seconds})
+    rehearsed = rg.planning.rehearse(Parts(depth).in_turns(), rg.Cluster(gpus=3, cpus=8), costs, site=rg.planning.ClusterSite(), steps=200)
     assert rehearsed.wall_s / 200 == pytest.approx(whole.step_s, rel=0.02)
 
 

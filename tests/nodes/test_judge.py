@@ -154,7 +154,7 @@ def scored(judge: Any, **settings: Any) -> tuple[list[float], dict[str, float]]:
 
 
 def made(server: Server, **settings: Any) -> Any:
-    settings = {"retries": rg.Retry(times=1, backoff_s=0.0), "prompt": PROMPT, **settings}
+    settings = {"retries": rg.options.Retry(times=1, backoff_s=0.0), "prompt": PROMPT, **settings}
     return rg.scorers.judge(server.url, "grader", **settings)
 
 
@@ -181,7 +181,7 @@ def test_what_goes_wrong_once_is_asked_again_and_what_stays_wrong_gets_the_defau
     assert scored(made(once, **limit))[0] == [0.1, 0.2, 0.3, 0.4]
     assert once.calls["ccc"] == 2
     always = serve(how)
-    rewards, metrics = scored(made(always, retries=rg.Retry(times=1, backoff_s=0.0, default=-1.0), **limit))
+    rewards, metrics = scored(made(always, retries=rg.options.Retry(times=1, backoff_s=0.0, default=-1.0), **limit))
     assert rewards == [0.1, 0.2, -1.0, 0.4]
     assert (metrics["critic/rewards/retries"], metrics["critic/rewards/defaults"]) == (0.25, 0.25)
 
@@ -190,7 +190,7 @@ def test_what_goes_wrong_once_is_asked_again_and_what_stays_wrong_gets_the_defau
 def test_a_wrong_key_address_or_model_ends_the_run_whatever_the_default(serve: Any, how: str) -> None:
     server = serve(how)
     with pytest.raises(RlgraphError, match=f"refuses with {how}: .*check url, model and the variable OPENAI_API_KEY.* for response 2"):
-        scored(made(server, retries=rg.Retry(times=5, backoff_s=0.0, default=0.0)))
+        scored(made(server, retries=rg.options.Retry(times=5, backoff_s=0.0, default=0.0)))
     assert server.calls["ccc"] == 1
 
 
@@ -211,7 +211,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
 def test_the_key_is_sent_and_nowhere_else(serve: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("JUDGE_KEY", KEY)
     server = serve("500")
-    judge = made(server, key="JUDGE_KEY", retries=rg.Retry(times=0, default=0.0))
+    judge = made(server, key="JUDGE_KEY", retries=rg.options.Retry(times=0, default=0.0))
     assert KEY.encode() not in pickle.dumps(operation(judge))
     assert KEY not in repr(judge)
     scored(judge)
@@ -256,7 +256,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no response": ({"prompt": "Is {prompt} nice?"}, r"its fields are \['prompt'\]; name columns, {response} among them"),
     "an open brace": ({"prompt": "{response} {"}, "write a brace of the text as two"),
     "a field of no name": ({"prompt": "{response} {}"}, "its fields are"),
-    "two defaults": ({"retries": rg.Retry(), "default": 0.0}, "give the default in the Retry"),
+    "two defaults": ({"retries": rg.options.Retry(), "default": 0.0}, "give the default in the Retry"),
     "no concurrency": ({"concurrency": 0}, "concurrency is a whole number of at least 1"),
 }
 
@@ -276,7 +276,7 @@ def test_a_field_that_no_column_has_is_named_when_the_graph_is_declared() -> Non
 
 def test_retries_are_given_once() -> None:
     with pytest.raises(GraphError, match="brings its own; set them there"):
-        operation(rg.scorers.judge("http://127.0.0.1/v1", "m", prompt="{response}"), retries=rg.Retry())
+        operation(rg.scorers.judge("http://127.0.0.1/v1", "m", prompt="{response}"), retries=rg.options.Retry())
 
 
 def test_a_score_beyond_a_float_is_no_score() -> None:

@@ -146,14 +146,14 @@ class Guess:
         self.answer, self.turns = answer, 0
         Guess.open += 1
 
-    async def reset(self) -> list[rg.Message]:
-        return [rg.Message("user", "Guess my number between 1 and 9.")]
+    async def reset(self) -> list[rg.agents.Message]:
+        return [rg.agents.Message("user", "Guess my number between 1 and 9.")]
 
-    async def step(self, said: rg.Message) -> rg.Turn:
+    async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
         self.turns += 1
         right = said.content.strip() == self.answer
         reward = 1.0 / self.turns if right else -0.25
-        return rg.Turn([rg.Message("user", "Right." if right else "No.")], reward=reward, done=right, info={"guesses": 1})
+        return rg.agents.Turn([rg.agents.Message("user", "Right." if right else "No.")], reward=reward, done=right, info={"guesses": 1})
 
     async def close(self) -> None:
         Guess.closed += 1
@@ -183,11 +183,13 @@ def test_an_environment_begins_the_conversation_answers_its_turns_and_rewards_th
 
 def test_a_system_message_of_the_prompt_stays_in_front_unless_the_environment_gives_one(folder: Path) -> None:
     class Told(Guess):
-        async def reset(self) -> list[rg.Message]:
-            return [rg.Message("system", "Guess."), *await super().reset()]
+        async def reset(self) -> list[rg.agents.Message]:
+            return [rg.agents.Message("system", "Guess."), *await super().reset()]
 
     for environment, system in ((Guess, "Say a digit."), (Told, "Guess.")):
-        rolled = Rolled(folder, counting, [{"prompt": "unread", "answer": "1"}], agent=environment, chat=rg.Chat(system="Say a digit."))
+        rolled = Rolled(
+            folder, counting, [{"prompt": "unread", "answer": "1"}], agent=environment, chat=rg.options.Chat(system="Say a digit.")
+        )
         prompt = rolled.tokenizer.decode(rolled.engine.asked[0].prompt)
         assert prompt.startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nGuess my number"), prompt
 
@@ -200,7 +202,7 @@ def test_the_distribution_of_turns_is_of_numbers_that_occurred(folder: Path) -> 
 
 def test_credit_goes_to_the_turn_that_earned_it(folder: Path) -> None:
     rolled = Rolled(folder, counting, [{"prompt": "", "answer": "2"}], agent=Guess, group_size=2)
-    returns = rg.algorithms.ReinforcePlusPlus(gamma=1.0)(rolled.columns)["returns"][0]
+    returns = rg.estimators.ReinforcePlusPlus(gamma=1.0)(rolled.columns)["returns"][0]
     mask = rolled.columns["response_mask"][0]
     assert returns[mask].tolist() == pytest.approx([0.25, 0.25, 0.5, 0.5]), "-0.25 + 0.5 from the first turn on, 0.5 from the second"
     rows = rg.RLOO()(rolled.columns)["advantages"]
@@ -219,9 +221,9 @@ class Judged(Guess):
 
     cut: ClassVar[list[str]] = []
 
-    async def truncated(self, said: rg.Message) -> rg.Turn:
+    async def truncated(self, said: rg.agents.Message) -> rg.agents.Turn:
         Judged.cut.append(said.content)
-        return rg.Turn(reward=0.75)
+        return rg.agents.Turn(reward=0.75)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +259,7 @@ def test_a_launch_says_that_an_environment_does_not_score_what_is_cut_off(caplog
 class Late(Guess):
     """Answers after a random time."""
 
-    async def step(self, said: rg.Message) -> rg.Turn:
+    async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
         await asyncio.sleep(random.random() * 0.02)
         return await super().step(said)
 
@@ -294,9 +296,9 @@ def test_hundreds_of_environments_wait_at_once(folder: Path) -> None:
     gate = Gate(320)
 
     class Waits(Guess):
-        async def step(self, said: rg.Message) -> rg.Turn:
+        async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
             await gate.wait()
-            return rg.Turn(done=True, reward=1.0)
+            return rg.agents.Turn(done=True, reward=1.0)
 
     rolled = Rolled(folder, lambda text: "1", [{"prompt": "", "answer": "1"}] * 40, agent=Waits, group_size=8)
     assert rolled.columns["rewards"].sum() == 320

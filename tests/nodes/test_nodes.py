@@ -211,7 +211,7 @@ def rollout_and_rewards() -> tuple[object, object]:
 def test_kl_shaped_rewards_subtract_the_kl_of_each_token() -> None:
     rollout, rewards = rollout_and_rewards()
     policy, reference = rg.Policy("m", pool=rg.Pool("t")), rg.Reference("m", pool=rg.Pool("r"))
-    shaped = rg.kl_shaped_rewards(rollout, rewards, policy.log_probs(rollout), reference.log_probs(rollout), coef=0.5)  # type: ignore[arg-type]
+    shaped = rg.stages.kl_shaped_rewards(rollout, rewards, policy.log_probs(rollout), reference.log_probs(rollout), coef=0.5)  # type: ignore[arg-type]
     columns = {
         "rewards": torch.tensor([1.0]),
         "response_mask": torch.tensor([[True, True, False]]),
@@ -224,7 +224,7 @@ def test_kl_shaped_rewards_subtract_the_kl_of_each_token() -> None:
 def test_an_estimator_of_whole_responses_takes_token_rewards_by_their_sum() -> None:
     rollout, rewards = rollout_and_rewards()
     policy, reference = rg.Policy("m", pool=rg.Pool("t")), rg.Reference("m", pool=rg.Pool("r"))
-    shaped = rg.kl_shaped_rewards(rollout, rewards, policy.log_probs(rollout), reference.log_probs(rollout), coef=0.5)  # type: ignore[arg-type]
+    shaped = rg.stages.kl_shaped_rewards(rollout, rewards, policy.log_probs(rollout), reference.log_probs(rollout), coef=0.5)  # type: ignore[arg-type]
     output = rg.advantages(rollout, shaped, estimator=rg.RLOO())  # type: ignore[arg-type]
     assert "token_rewards" in output.node.reads
     mask = torch.ones(2, 2, dtype=torch.bool)

@@ -28,25 +28,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_with(tmp_path_factory.mktemp("models") / "qwen2_5", "qwen2_5")
 
 
-async def ask(client: rg.AgentClient) -> Any:
+async def ask(client: rg.agents.AgentClient) -> Any:
     async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.key) as model:
         return await model.chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
 
 
-async def raises(client: rg.AgentClient) -> float:
+async def raises(client: rg.agents.AgentClient) -> float:
     raise ValueError("no disk")
 
 
-async def exits(client: rg.AgentClient) -> float:
+async def exits(client: rg.agents.AgentClient) -> float:
     sys.exit(3)
 
 
-async def hangs(client: rg.AgentClient) -> float:
+async def hangs(client: rg.agents.AgentClient) -> float:
     await asyncio.Event().wait()
     return 1.0
 
 
-async def holds_on(client: rg.AgentClient) -> float:
+async def holds_on(client: rg.agents.AgentClient) -> float:
     while True:
         try:
             await asyncio.sleep(0.05)
@@ -54,7 +54,7 @@ async def holds_on(client: rg.AgentClient) -> float:
             continue
 
 
-async def floods(client: rg.AgentClient) -> float:
+async def floods(client: rg.agents.AgentClient) -> float:
     from aiohttp import ClientSession
 
     body = {"messages": [{"role": "user", "content": "x " * 4000}]}
@@ -66,11 +66,11 @@ async def floods(client: rg.AgentClient) -> float:
                     await asyncio.Event().wait()
 
 
-async def gives_text(client: rg.AgentClient) -> Any:
+async def gives_text(client: rg.agents.AgentClient) -> Any:
     return "well done"
 
 
-async def gives_nan(client: rg.AgentClient) -> float:
+async def gives_nan(client: rg.agents.AgentClient) -> float:
     return float("nan")
 
 
@@ -91,7 +91,7 @@ def test_a_program_that_fails_ends_its_own_session_and_is_counted(folder: Path, 
 
     short = counted == "limit_seconds"
 
-    async def program(client: rg.AgentClient, prompt: str) -> Any:
+    async def program(client: rg.agents.AgentClient, prompt: str) -> Any:
         if not short:  # else how much of it is done at the deadline depends on the machine
             await ask(client)
         return await wrong(client) if prompt == "wrong" else 1.0
@@ -108,7 +108,7 @@ def test_a_program_that_fails_ends_its_own_session_and_is_counted(folder: Path, 
 
 
 def test_a_program_that_makes_no_call_is_a_row_without_tokens(folder: Path) -> None:
-    async def silent(client: rg.AgentClient) -> float:
+    async def silent(client: rg.agents.AgentClient) -> float:
         return 2.0
 
     rolled = Rolled(folder, lambda text: "hm", [{"prompt": ""}], agent=silent)
@@ -118,9 +118,9 @@ def test_a_program_that_makes_no_call_is_a_row_without_tokens(folder: Path) -> N
 
 
 def test_the_key_of_a_session_that_has_ended_is_refused(folder: Path) -> None:
-    keys: list[rg.AgentClient] = []
+    keys: list[rg.agents.AgentClient] = []
 
-    async def program(client: rg.AgentClient) -> float:
+    async def program(client: rg.agents.AgentClient) -> float:
         keys.append(client)
         if len(keys) == 1:
             await ask(client)
@@ -137,7 +137,7 @@ def test_the_key_of_a_session_that_has_ended_is_refused(folder: Path) -> None:
 def test_a_run_that_fails_ends_its_programs(folder: Path) -> None:
     ended: list[str] = []
 
-    async def program(client: rg.AgentClient) -> float:
+    async def program(client: rg.agents.AgentClient) -> float:
         try:
             await ask(client)
             await asyncio.Event().wait()
@@ -250,7 +250,7 @@ def test_a_command_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     wait_until(lambda: not commands_with(mark))
 
 
-def not_async(client: rg.AgentClient) -> float:
+def not_async(client: rg.agents.AgentClient) -> float:
     return 0.0
 
 
@@ -258,7 +258,7 @@ async def without_client(prompt: str) -> float:
     return 0.0
 
 
-async def with_rest(client: rg.AgentClient, **fields: str) -> float:
+async def with_rest(client: rg.agents.AgentClient, **fields: str) -> float:
     return 0.0
 
 
@@ -295,7 +295,9 @@ def test_a_program_that_is_not_there_is_refused_at_the_launch(folder: Path) -> N
     with pytest.raises(GraphError, match="node 'rollout' reads column 'colours'"):
         generator.rollout(prompts, agent=["echo", "{colour}"])
     with pytest.raises(GraphError, match="a group of one is never constant"):
-        generator.rollout(prompts, agent=rg.Program(ask, sequences=2), refill=rg.Refill(reward=lambda reward: reward, writes="kept"))
+        generator.rollout(
+            prompts, agent=rg.Program(ask, sequences=2), refill=rg.options.Refill(reward=lambda reward: reward, writes="kept")
+        )
 
 
 def test_calls_that_begin_together_do_not_look_like_one_that_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,7 +338,7 @@ def test_time_is_not_asserted_but_a_program_waits_for_nobody(folder: Path) -> No
     """Twenty sessions that each wait for all others to have begun end: none waits for another's answer."""
     begun: list[int] = []
 
-    async def program(client: rg.AgentClient) -> float:
+    async def program(client: rg.agents.AgentClient) -> float:
         begun.append(1)
         end = time.monotonic() + 30
         while len(begun) < 20:

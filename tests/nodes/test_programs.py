@@ -34,7 +34,7 @@ def user(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def llm(client: rg.AgentClient, **options: Any) -> openai.AsyncOpenAI:
+def llm(client: rg.agents.AgentClient, **options: Any) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=client.base_url, api_key=client.key, **options)
 
 
@@ -43,7 +43,7 @@ def counting(text: str) -> str:
     return f"answer {text.count('<|im_start|>assistant')}"
 
 
-async def talk(client: rg.AgentClient, prompt: str) -> float:
+async def talk(client: rg.agents.AgentClient, prompt: str) -> float:
     async with llm(client) as model:
         messages = [user(prompt)]
         for _ in range(3):
@@ -63,7 +63,7 @@ def test_a_program_that_talks_is_one_sequence_with_its_sampled_tokens(folder: Pa
 
 
 def test_a_reward_node_reads_what_a_program_returned(folder: Path) -> None:
-    async def solve(client: rg.AgentClient, prompt: str) -> dict[str, int]:
+    async def solve(client: rg.agents.AgentClient, prompt: str) -> dict[str, int]:
         return {"found": len(prompt)}
 
     program = rg.Program(solve, rewarded=False)
@@ -75,7 +75,7 @@ def test_a_reward_node_reads_what_a_program_returned(folder: Path) -> None:
     assert "outputs" in rg.reward(lambda output: float("3" in output), prompts, rollout).node.reads
 
 
-async def ask_tools(client: rg.AgentClient) -> float:
+async def ask_tools(client: rg.agents.AgentClient) -> float:
     async with llm(client) as model:
         first = await model.chat.completions.create(model="policy", messages=[user("2 x 7?")], tools=[DOUBLE], tool_choice="required")
         [choice] = first.choices
@@ -105,7 +105,7 @@ def test_calls_of_tools_are_parsed_and_answers_read_as_the_template_writes_them(
     assert rolled.engine.ended == [rolled.engine.asked[0].conversation] == [rolled.engine.asked[1].conversation]
 
 
-async def edits(client: rg.AgentClient) -> float:
+async def edits(client: rg.agents.AgentClient) -> float:
     """Talk twice, then put other words in the place of the second question, then begin anew."""
     async with llm(client) as model:
 
@@ -138,7 +138,7 @@ def test_an_edited_history_is_a_branch_and_no_token_is_trained_twice(folder: Pat
 
 
 def test_rows_of_sessions_are_as_many_as_declared_whatever_their_branches(folder: Path) -> None:
-    async def fork(client: rg.AgentClient, prompt: str) -> float:
+    async def fork(client: rg.agents.AgentClient, prompt: str) -> float:
         async with llm(client) as model:
             for n in range(1 if prompt == "one" else 3):
                 await model.chat.completions.create(model="policy", messages=[user(f"{prompt} {n}")])
@@ -159,19 +159,19 @@ def test_rows_of_sessions_are_as_many_as_declared_whatever_their_branches(folder
 
 
 def test_sessions_are_drawn_again_where_all_rewards_of_a_group_are_equal(folder: Path) -> None:
-    async def fork(client: rg.AgentClient, prompt: str) -> float:
+    async def fork(client: rg.agents.AgentClient, prompt: str) -> float:
         async with llm(client) as model:
             await model.chat.completions.create(model="policy", messages=[user(prompt)])
         return float(client.seed // 2 % 2) if prompt == "vary" else 1.0  # rows 0 and 2 of a group have seeds that differ by 2
 
     data = [{"prompt": "same"}, {"prompt": "vary"}] * 4
-    kept = rg.Refill(reward=lambda reward: reward, writes="kept")
+    kept = rg.options.Refill(reward=lambda reward: reward, writes="kept")
     rolled = Rolled(folder, counting, data, agent=rg.Program(fork, sequences=2), group_size=2, refill=kept)
     assert rolled.columns["prompt_texts"] == ["vary"] * 32
     assert rolled.columns["kept"].reshape(-1, 4).sum(-1).tolist() == [2.0] * 8
 
 
-async def stream(client: rg.AgentClient) -> float:
+async def stream(client: rg.agents.AgentClient) -> float:
     async with llm(client) as model:
         options: Any = {"stream": True, "stream_options": {"include_usage": True}, "logprobs": True}
         parts = [
@@ -208,7 +208,7 @@ def test_an_answer_is_streamed_with_its_token_ids_and_log_probs(folder: Path) ->
 
 
 def test_an_answer_ends_at_the_texts_that_a_program_gives(folder: Path) -> None:
-    async def stops(client: rg.AgentClient) -> float:
+    async def stops(client: rg.agents.AgentClient) -> float:
         async with llm(client) as model:
             said = (await model.chat.completions.create(model="policy", messages=[user("a")], stop=["Observation:", "never"])).choices[0]
             assert (said.message.content, said.finish_reason) == ("Think. ", "stop")
@@ -252,8 +252,8 @@ BODIES: dict[str, tuple[bytes, str]] = {
 def test_requests_that_cannot_be_answered_are_refused_in_openais_shape_and_the_session_goes_on(folder: Path) -> None:
     found: dict[str, openai.APIStatusError] = {}
 
-    async def wrong(client: rg.AgentClient) -> float:
-        async with llm(client) as model, llm(rg.AgentClient(client.base_url, "other")) as stranger:
+    async def wrong(client: rg.agents.AgentClient) -> float:
+        async with llm(client) as model, llm(rg.agents.AgentClient(client.base_url, "other")) as stranger:
             for name, (options, kind, _) in REFUSED.items():
                 with pytest.raises(kind) as refused:
                     await model.chat.completions.create(**{"model": "policy", "messages": [user("a")], **options})
@@ -301,7 +301,7 @@ def test_connections_that_show_no_key_hold_a_part_of_the_descriptors_and_leave_t
 def test_limits_of_turns_and_tokens_refuse_further_calls_and_are_counted(folder: Path) -> None:
     codes: list[str] = []
 
-    async def on_and_on(client: rg.AgentClient, prompt: str) -> float:
+    async def on_and_on(client: rg.agents.AgentClient, prompt: str) -> float:
         messages = [user("a")]
         async with llm(client) as model:
             try:
@@ -321,7 +321,7 @@ def test_limits_of_turns_and_tokens_refuse_further_calls_and_are_counted(folder:
 
 
 def test_the_order_in_which_calls_come_changes_nothing(folder: Path) -> None:
-    async def both(client: rg.AgentClient, prompt: str) -> float:
+    async def both(client: rg.agents.AgentClient, prompt: str) -> float:
         async def later(seconds: float, text: str) -> None:
             await asyncio.sleep(seconds)
             await model.chat.completions.create(model="policy", messages=[user(text)])
@@ -349,7 +349,7 @@ def test_an_answer_that_nobody_waits_for_is_not_trained(folder: Path) -> None:
             time.sleep(1)  # until the server has heard of it
         return counting(text)
 
-    async def gives_up(client: rg.AgentClient) -> float:
+    async def gives_up(client: rg.agents.AgentClient) -> float:
         async with llm(client, max_retries=0) as model:
             with pytest.raises(openai.APITimeoutError):
                 await model.chat.completions.create(model="policy", messages=[user("a")], timeout=0.2)
@@ -366,7 +366,7 @@ def test_an_answer_that_was_complete_before_its_client_left_is_dropped(folder: P
     """Another node's step may complete a request; the engine holds it, and an abort of it does nothing."""
     left = threading.Event()
 
-    async def leaves(client: rg.AgentClient) -> float:
+    async def leaves(client: rg.agents.AgentClient) -> float:
         async with llm(client, max_retries=0) as model:
             with pytest.raises(openai.APITimeoutError):
                 await model.chat.completions.create(model="policy", messages=[user("a")], timeout=0.5)

@@ -24,7 +24,7 @@ COLUMNS: Columns = {
 Scored = tuple[list[float], dict[str, float]]
 
 
-def scored(function: Callable[..., Any], retries: rg.Retry | None, **settings: Any) -> Scored:
+def scored(function: Callable[..., Any], retries: rg.options.Retry | None, **settings: Any) -> Scored:
     @rg.node(reads="prompt_texts", writes="responses group_ids")
     def rollout(batch: Columns) -> Columns:
         raise AssertionError("never run")
@@ -36,8 +36,8 @@ def scored(function: Callable[..., Any], retries: rg.Retry | None, **settings: A
     return columns["rewards"].tolist(), dict(metrics)  # type: ignore[union-attr, arg-type]
 
 
-def soon(**settings: Any) -> rg.Retry:
-    return rg.Retry(backoff_s=0.0, **settings)
+def soon(**settings: Any) -> rg.options.Retry:
+    return rg.options.Retry(backoff_s=0.0, **settings)
 
 
 class Flaky:
@@ -124,8 +124,8 @@ def test_an_error_that_no_call_can_mend_ends_the_run_at_once(kind: str) -> None:
     assert flaky.calls["ccc"] == 1
 
 
-@pytest.mark.parametrize("settings", [None, rg.Retry(times=0)])
-def test_without_retries_all_is_as_it_was(settings: rg.Retry | None) -> None:
+@pytest.mark.parametrize("settings", [None, rg.options.Retry(times=0)])
+def test_without_retries_all_is_as_it_was(settings: rg.options.Retry | None) -> None:
     flaky = Flaky(1, raises)
     with pytest.raises(RlgraphError, match="raised ConnectionError: the line is dead, for response 2"):
         scored(flaky.plain, settings)
@@ -184,22 +184,22 @@ def test_a_call_that_returns_after_its_deadline_is_not_taken_for_another() -> No
 
 
 def test_pauses_double_up_to_the_most_with_jitter_that_the_seed_decides() -> None:
-    retry = rg.Retry(backoff_s=1.0, most_s=8.0, jitter=0.5, seed=3)
+    retry = rg.options.Retry(backoff_s=1.0, most_s=8.0, jitter=0.5, seed=3)
     pauses = [[retry.delay(place, attempt) for attempt in range(6)] for place in range(50)]
     for of_call in pauses:
         for pause, base in zip(of_call, (1, 2, 4, 8, 8, 8), strict=True):
             assert base <= pause < 1.5 * base
     assert len({of_call[0] for of_call in pauses}) == 50
     assert pauses == [[retry.delay(place, attempt) for attempt in range(6)] for place in range(50)]
-    assert pauses[0] != [rg.Retry(backoff_s=1.0, most_s=8.0, seed=4).delay(0, attempt) for attempt in range(6)]
+    assert pauses[0] != [rg.options.Retry(backoff_s=1.0, most_s=8.0, seed=4).delay(0, attempt) for attempt in range(6)]
     assert retry.delay(0, 0, at_least_s=30.0) >= 30.0
 
 
 def test_a_service_that_asks_for_time_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[float] = []
-    delay = rg.Retry.delay
+    delay = rg.options.Retry.delay
     monkeypatch.setattr(
-        rg.Retry, "delay", lambda self, place, attempt, at_least_s=0.0: asked.append(at_least_s) or delay(self, place, attempt)
+        rg.options.Retry, "delay", lambda self, place, attempt, at_least_s=0.0: asked.append(at_least_s) or delay(self, place, attempt)
     )
 
     def busy() -> float:
@@ -221,6 +221,6 @@ def test_an_object_with_an_async_call_is_an_async_function() -> None:
 
 def test_wrong_settings_are_named() -> None:
     with pytest.raises(GraphError, match=r"Retry\(times=-1\)"):
-        rg.Retry(times=-1)
+        rg.options.Retry(times=-1)
     with pytest.raises(GraphError, match=r"node 'reward' has retries=3; retries is a Retry"):
         scored(lambda response: 1.0, 3)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ def rollout_and_rewards() -> tuple[rg.Output, rg.Output]:
 def kl_stage(**settings: Any) -> Any:
     rollout, rewards = rollout_and_rewards()
     old, ref = rg.Policy("m", pool=rg.Pool("t")).log_probs(rollout), rg.Reference("m", pool=rg.Pool("r")).log_probs(rollout)
-    return rg.kl_shaped_rewards(rollout, rewards, old, ref, **settings).node.operation.start(Context())
+    return rg.stages.kl_shaped_rewards(rollout, rewards, old, ref, **settings).node.operation.start(Context())
 
 
 def test_the_coefficient_follows_the_kl_and_a_batch_has_the_one_from_before_it() -> None:
@@ -76,7 +76,7 @@ def test_wrong_settings_are_refused_when_declared(settings: dict[str, Any], mess
 
 def test_responses_that_run_into_the_buffer_lose_reward_and_the_metrics_say_how_much() -> None:
     rollout, rewards = rollout_and_rewards()
-    output = rg.shaped_rewards(rollout, rewards, by=OverlongPenalty(max_tokens=4, buffer_tokens=2), name="overlong")
+    output = rg.stages.shaped_rewards(rollout, rewards, by=OverlongPenalty(max_tokens=4, buffer_tokens=2), name="overlong")
     mask = torch.arange(4)[None] < torch.tensor([[1], [3], [4]])
     columns, metrics = output.node.operation.start(Context())(0, {"rewards": torch.ones(3), "response_mask": mask})
     assert columns["rewards"].tolist() == [1.0, 0.5, 0.0]
@@ -86,15 +86,15 @@ def test_responses_that_run_into_the_buffer_lose_reward_and_the_metrics_say_how_
 def test_a_penalty_that_no_response_is_long_enough_for_is_refused() -> None:
     rollout, rewards = rollout_and_rewards()
     most = rollout.node.operation.sampling.max_tokens
-    rg.shaped_rewards(rollout, rewards, by=OverlongPenalty(max_tokens=most + 4, buffer_tokens=5))
+    rg.stages.shaped_rewards(rollout, rewards, by=OverlongPenalty(max_tokens=most + 4, buffer_tokens=5))
     with pytest.raises(GraphError, match=rf"more than {most} tokens, but 'rollout' writes at most {most}.*max_tokens={most}"):
-        rg.shaped_rewards(rollout, rewards, by=OverlongPenalty(max_tokens=most + 4, buffer_tokens=4), name="late")
+        rg.stages.shaped_rewards(rollout, rewards, by=OverlongPenalty(max_tokens=most + 4, buffer_tokens=4), name="late")
 
 
 def test_what_is_shaped_may_lie_in_another_column() -> None:
     rollout, _ = rollout_and_rewards()
     accuracy = rg.reward(lambda response_mask: [0.0], rollout, writes="accuracy")
-    output = rg.shaped_rewards(rollout, accuracy, of="accuracy", by=OverlongPenalty(max_tokens=4, buffer_tokens=2))
+    output = rg.stages.shaped_rewards(rollout, accuracy, of="accuracy", by=OverlongPenalty(max_tokens=4, buffer_tokens=2))
     assert output.node.reads == ("accuracy", "response_mask")
     columns, _ = output.node.operation.start(Context())(0, {"accuracy": torch.ones(1), "response_mask": torch.ones(1, 4, dtype=torch.bool)})
     assert columns["rewards"].tolist() == [0.0]
@@ -103,4 +103,4 @@ def test_what_is_shaped_may_lie_in_another_column() -> None:
 @pytest.mark.parametrize("by", [OverlongPenalty, None, rg.GRPO])
 def test_what_does_not_shape_rewards_is_refused(by: Any) -> None:
     with pytest.raises(GraphError, match="pass an object that reads and gives rewards"):
-        rg.shaped_rewards(*rollout_and_rewards(), by=by)
+        rg.stages.shaped_rewards(*rollout_and_rewards(), by=by)

@@ -273,11 +273,11 @@ def test_math_verify_compares_as_many_at_a_time_as_there_are_cores_unless_scorer
 ) -> None:
     pytest.importorskip("math_verify")
     monkeypatch.setattr(scorers.os, "sched_getaffinity", lambda pid: set(range(5)))
-    none, own, retry = Calls(None, 1.0, None), Calls(3, 1.0, None), Calls(None, 1.0, rg.Retry(times=2))
+    none, own, retry = Calls(None, 1.0, None), Calls(3, 1.0, None), Calls(None, 1.0, rg.options.Retry(times=2))
     assert none.of("node 'reward'", rg.scorers.math_verify()) == (5, 1.0, None)
     assert none.of("node 'reward'", rg.scorers.math_verify(concurrency=7)) == (7, 1.0, None)
     assert own.of("node 'reward'", rg.scorers.math_verify(concurrency=7)) == (3, 1.0, None)
-    assert retry.of("node 'reward'", rg.scorers.math_verify()) == (5, 1.0, rg.Retry(times=2))
+    assert retry.of("node 'reward'", rg.scorers.math_verify()) == (5, 1.0, rg.options.Retry(times=2))
 
 
 @pytest.mark.parametrize("wrong", [{"limit_s": 0}, {"limit_s": float("nan")}, {"concurrency": 0}, {"concurrency": 1.5}])

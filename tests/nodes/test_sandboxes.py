@@ -22,7 +22,7 @@ pytestmark = pytest.mark.sandbox
 QUICK = Limits(seconds=20, memory_bytes=512 << 20, output_bytes=2000, file_bytes=1 << 20)
 EXAMPLE = Path(__file__).parents[2] / "recipes" / "tasks" / "http_sandbox.py"
 LISTED = "import os; sorted(os.listdir('.'))"
-Make = Callable[[], rg.Sandbox]
+Make = Callable[[], rg.agents.Sandbox]
 
 
 def using(make: Make, work: Callable[[Any], Awaitable[Any]]) -> Any:
@@ -39,7 +39,7 @@ def using(make: Make, work: Callable[[Any], Awaitable[Any]]) -> Any:
 @pytest.fixture(scope="module", params=["local", "http"])
 def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     if request.param == "local":
-        yield lambda: rg.LocalSandbox(QUICK)
+        yield lambda: rg.agents.LocalSandbox(QUICK)
         return
     spec = importlib.util.spec_from_file_location("http_sandbox", EXAMPLE)
     example: Any = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
@@ -48,20 +48,20 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
     assert server.stdout is not None
     url, key = server.stdout.readline().split()
     yield lambda: example.HttpSandbox(url, key)
-    with pytest.raises(rg.ToolError, match="the key is wrong"):
+    with pytest.raises(rg.agents.ToolError, match="the key is wrong"):
         asyncio.run(example.HttpSandbox(url, "other").exec("1"))
     server.terminate()
     server.wait(20)
     server.stdout.close()
-    with pytest.raises(rg.ToolError, match="does not answer"):
+    with pytest.raises(rg.agents.ToolError, match="does not answer"):
         asyncio.run(example.HttpSandbox(url, key).exec("1"))
 
 
 def test_files_stay_between_runs_and_variables_do_not(make: Make) -> None:
-    async def work(sandbox: rg.Sandbox) -> None:
+    async def work(sandbox: rg.agents.Sandbox) -> None:
         await sandbox.write("data/numbers.txt", b"1 2 3")
         first = await sandbox.exec("x = sum(map(int, open('data/numbers.txt').read().split()))\nopen('sum', 'w').write(str(x))\nx")
-        assert first == rg.Executed("6\n")
+        assert first == rg.agents.Executed("6\n")
         assert await sandbox.read("sum") == b"6"
         assert (await sandbox.exec("x")).output == "NameError: name 'x' is not defined\n"
         await sandbox.write("bytes", bytes(range(256)) * 1000)
@@ -71,22 +71,22 @@ def test_files_stay_between_runs_and_variables_do_not(make: Make) -> None:
 
 
 def test_what_cannot_be_read_or_written_is_said_and_two_sandboxes_share_nothing(make: Make) -> None:
-    async def work(sandbox: rg.Sandbox) -> None:
+    async def work(sandbox: rg.agents.Sandbox) -> None:
         await sandbox.exec("import os; os.symlink('/etc/passwd', 'link'); os.symlink('/', 'root')")
         for path in ("missing", "link", "root/etc/passwd", "/etc/passwd", "../etc/passwd"):
-            with pytest.raises(rg.ToolError):
+            with pytest.raises(rg.agents.ToolError):
                 await sandbox.read(path)
         for path in ("link", "root/x", "/x", "/usr/lib/x"):
-            with pytest.raises(rg.ToolError):
+            with pytest.raises(rg.agents.ToolError):
                 await sandbox.write(path, b"x")
         for path in ("", "a\0b"):
-            with pytest.raises(rg.ToolError):
+            with pytest.raises(rg.agents.ToolError):
                 await sandbox.read(path)
         other = make()
         assert await other.exec(LISTED) == fresh
         await other.close()
 
-    async def listed(sandbox: rg.Sandbox) -> rg.Executed:
+    async def listed(sandbox: rg.agents.Sandbox) -> rg.agents.Executed:
         return await sandbox.exec(LISTED)
 
     fresh = using(make, listed)  # empty, but for the folder of a Python that lies below /tmp
@@ -97,11 +97,11 @@ def test_what_cannot_be_read_or_written_is_said_and_two_sandboxes_share_nothing(
 def test_a_run_that_fills_the_memory_says_so_in_a_word() -> None:
     fill = "x = []\nwhile True: x.append(bytearray(1 << 20))"
 
-    async def work(sandbox: rg.Sandbox) -> None:
+    async def work(sandbox: rg.agents.Sandbox) -> None:
         for code in (fill, "def f():\n    " + fill.replace("\n", "\n    ") + "\nf()"):
-            assert await sandbox.exec(code) == rg.Executed("MemoryError\n")
+            assert await sandbox.exec(code) == rg.agents.Executed("MemoryError\n")
 
-    using(lambda: rg.LocalSandbox(QUICK), work)
+    using(lambda: rg.agents.LocalSandbox(QUICK), work)
 
 
 STOPPED = {
@@ -120,7 +120,7 @@ KILLED = {
 
 
 def test_a_run_that_is_killed_costs_its_own_work_alone() -> None:
-    async def work(sandbox: rg.Sandbox) -> None:
+    async def work(sandbox: rg.agents.Sandbox) -> None:
         await sandbox.write("kept", b"it stays")
         for name, (code, failed) in KILLED.items():
             done = await sandbox.exec(code)
@@ -130,14 +130,14 @@ def test_a_run_that_is_killed_costs_its_own_work_alone() -> None:
             assert await sandbox.read("kept") == b"it stays", name
             assert (await sandbox.exec("40 + 2")).output == "42\n", name
 
-    using(lambda: rg.LocalSandbox(QUICK), work)
+    using(lambda: rg.agents.LocalSandbox(QUICK), work)
 
 
 def test_a_run_that_never_ends_is_stopped_and_its_sandbox_stays() -> None:
     limits = Limits(seconds=3, memory_bytes=512 << 20, output_bytes=2000, file_bytes=1 << 20)
 
     async def stopped(name: str) -> None:
-        sandbox = rg.LocalSandbox(limits)
+        sandbox = rg.agents.LocalSandbox(limits)
         try:
             await sandbox.write("kept", b"it stays")
             assert "more than 3 s" in (await sandbox.exec(STOPPED[name])).failed, name
@@ -154,16 +154,16 @@ def test_a_run_that_never_ends_is_stopped_and_its_sandbox_stays() -> None:
 
 def test_a_run_inherits_nothing_but_its_output() -> None:
     code = "import os\nfound = []\nfor h in range(1024):\n    try: os.fstat(h); found.append(h)\n    except OSError: pass\nfound"
-    found = using(lambda: rg.LocalSandbox(QUICK), lambda sandbox: sandbox.exec(code))
+    found = using(lambda: rg.agents.LocalSandbox(QUICK), lambda sandbox: sandbox.exec(code))
     assert found.output == "[0, 1, 2]\n"
 
 
 def test_code_imports_the_packages_that_are_given(tmp_path: Path) -> None:
     (tmp_path / "answers.py").write_text("answer = 42")
     tmp_path.chmod(0o755)
-    given = rg.LocalSandbox(QUICK, packages=(str(tmp_path),))
+    given = rg.agents.LocalSandbox(QUICK, packages=(str(tmp_path),))
     assert using(lambda: given, lambda sandbox: sandbox.exec("import answers; answers.answer")).output == "42\n"
-    assert "ModuleNotFoundError" in using(lambda: rg.LocalSandbox(QUICK), lambda sandbox: sandbox.exec("import answers")).output
+    assert "ModuleNotFoundError" in using(lambda: rg.agents.LocalSandbox(QUICK), lambda sandbox: sandbox.exec("import answers")).output
 
 
 def holders(mark: str) -> int:
@@ -179,18 +179,18 @@ def holders(mark: str) -> int:
 
 def test_a_sandbox_ends_when_it_is_closed_and_with_the_process_that_made_it(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    made = rg.LocalSandbox(QUICK, packages=(str(tmp_path),))
+    made = rg.agents.LocalSandbox(QUICK, packages=(str(tmp_path),))
 
-    async def work(sandbox: rg.Sandbox) -> int:
+    async def work(sandbox: rg.agents.Sandbox) -> int:
         await sandbox.exec("1")
         return holders(str(tmp_path))
 
     assert using(lambda: made, work) >= 1
     wait_until(lambda: holders(str(tmp_path)) == 0)
-    with pytest.raises(rg.ToolError, match="the sandbox is closed"):
+    with pytest.raises(rg.agents.ToolError, match="the sandbox is closed"):
         asyncio.run(made.exec("1"))
     code = (
-        "import asyncio, sys, rlgraph as rg\nasync def main():\n    await rg.LocalSandbox(packages=(sys.argv[1],)).exec('1')\n"
+        "import asyncio, sys, rlgraph as rg\nasync def main():\n    await rg.agents.LocalSandbox(packages=(sys.argv[1],)).exec('1')\n"
         "    print('up', flush=True)\n    await asyncio.sleep(300)\nasyncio.run(main())"
     )
     worker = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
@@ -204,12 +204,12 @@ def test_a_sandbox_ends_when_it_is_closed_and_with_the_process_that_made_it(tmp_
 
 def test_a_wrong_sandbox_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GraphError, match="names layers that this machine may lack"):
-        rg.LocalSandbox(accept_missing=("walls",))
+        rg.agents.LocalSandbox(accept_missing=("walls",))
     for path, message in ((tmp_path / "missing", "is no folder"), (tmp_path, "that everyone may read")):
         tmp_path.chmod(0o700)
         with pytest.raises(GraphError, match=message):
-            rg.LocalSandbox(packages=(str(path),))
-    done = using(lambda: rg.LocalSandbox(QUICK, accept_missing=("namespaces",)), lambda sandbox: sandbox.exec("6 * 7"))
+            rg.agents.LocalSandbox(packages=(str(path),))
+    done = using(lambda: rg.agents.LocalSandbox(QUICK, accept_missing=("namespaces",)), lambda sandbox: sandbox.exec("6 * 7"))
     assert done.output == "42\n"
 
 

@@ -29,9 +29,9 @@ async def leaves(query: str) -> str:
     raise SystemExit(query)
 
 
-def reply(text: str, **settings: object) -> tuple[rg.Turn, list[str]]:
+def reply(text: str, **settings: object) -> tuple[rg.agents.Turn, list[str]]:
     given = rg.Tools([rg.tools.python, rg.tools.calculator, search, broken, leaves], pool=POOL, **settings)  # type: ignore[arg-type]
-    turn = asyncio.run(ToolCalls(given).step(rg.Message("assistant", text, tool_calls=calls_of(text, hermes, {}))))
+    turn = asyncio.run(ToolCalls(given).step(rg.agents.Message("assistant", text, tool_calls=calls_of(text, hermes, {}))))
     return turn, [message.content for message in turn.messages]
 
 
@@ -40,7 +40,7 @@ def call(name: str, **arguments: str) -> str:
 
 
 def test_a_turn_without_a_call_ends_the_conversation() -> None:
-    assert reply("the answer is 4")[0] == rg.Turn(done=True)
+    assert reply("the answer is 4")[0] == rg.agents.Turn(done=True)
 
 
 def test_each_call_of_a_turn_is_answered_in_order() -> None:
@@ -87,7 +87,7 @@ def test_a_tool_that_exits_has_failed_and_its_calls_go_on() -> None:
     calls, ended = EnvironmentCalls(), []
     tools = ToolCalls(rg.Tools([leaves, search], pool=POOL))
     for text in (call("leaves", query="bye"), call("search", query="x")):
-        said = rg.Message("assistant", text, tool_calls=calls_of(text, hermes, {}))
+        said = rg.agents.Message("assistant", text, tool_calls=calls_of(text, hermes, {}))
         calls.begin(Call(None, "step"), partial(tools.step, said), 10.0)
         while len(calls):
             ended += calls.ended(1.0)
@@ -98,7 +98,7 @@ def test_lone_surrogates_of_calls_and_messages_are_replaced() -> None:
     text = json.dumps({"name": "search", "arguments": {"query": "no \ud800", "more": ["\ud800"]}})
     [said] = calls_of(f"<tool_call>{text}</tool_call>", hermes, {})
     assert said.arguments == {"query": "no \ufffd", "more": ["\ufffd"]}
-    assert rg.Message("tool", "a\ud83d", name="\ud800") == rg.Message("tool", "a\ufffd", name="\ufffd")
+    assert rg.agents.Message("tool", "a\ud83d", name="\ud800") == rg.agents.Message("tool", "a\ufffd", name="\ufffd")
 
 
 @pytest.mark.sandbox
@@ -139,8 +139,8 @@ class NoStep:
 class Anything(NoStep):
     def __init__(self, **columns: object) -> None: ...
 
-    async def step(self, said: rg.Message) -> rg.Turn:
-        return rg.Turn(done=True)
+    async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
+        return rg.agents.Turn(done=True)
 
 
 class Needs(Anything):
@@ -179,10 +179,10 @@ def test_as_many_calls_of_python_run_at_once_as_the_pool_has_cores_and_other_too
         await counted("look")
 
     given = rg.Tools([replace(rg.tools.python, function=run), look], pool=rg.Pool("two cores", cpus=2))
-    calls = [rg.ToolCall("python", {"code": "1"}), rg.ToolCall("look", {})] * 6
+    calls = [rg.agents.ToolCall("python", {"code": "1"}), rg.agents.ToolCall("look", {})] * 6
 
-    async def all_at_once() -> list[rg.Turn]:
-        return await asyncio.gather(*(ToolCalls(given).step(rg.Message("assistant", "", tool_calls=(call,))) for call in calls))
+    async def all_at_once() -> list[rg.agents.Turn]:
+        return await asyncio.gather(*(ToolCalls(given).step(rg.agents.Message("assistant", "", tool_calls=(call,))) for call in calls))
 
     turns = asyncio.run(all_at_once())
     assert [turn.info["failures"] for turn in turns] == [0] * 12

@@ -41,7 +41,7 @@ def test_weights_of_a_critic_close_no_feedback() -> None:
     _, critic, rollout, _ = graph_parts()
     values = critic.values(rollout)
     targets = rg.advantages(rollout, rg.reward(length, rollout), values, estimator=rg.GAE())
-    step = critic.update(rollout, values, targets, loss=rg.ValueLoss())
+    step = critic.update(rollout, values, targets, loss=rg.losses.ValueLoss())
     with pytest.raises(GraphError, match="closed with the weights of 'critic_update', a critic"):
         rg.feedback("weights", depth=0).close(step.weights)
 

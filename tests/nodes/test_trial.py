@@ -129,15 +129,15 @@ class Own:
         return self.function(batch)
 
 
-class Stage(rg.Operation):
+class Stage(rg.extend.Operation):
     """An operation of the user."""
 
     def __init__(self, function: Callable[[Columns], Any], trial: bool = True) -> None:
         self.function, self.trial_allowed = function, trial
 
     @property
-    def traits(self) -> rg.NodeTraits:
-        return rg.NodeTraits(trial=self.trial_allowed)
+    def traits(self) -> rg.extend.NodeTraits:
+        return rg.extend.NodeTraits(trial=self.trial_allowed)
 
     def start(self, context: Any) -> Any:
         return lambda step, columns: self.function(columns)
@@ -171,7 +171,7 @@ def advantaged(function: Callable[[Columns], Any], kind: str, trial: bool = True
     rewards = rg.reward(lambda response: 0.0, rollout, trial=False)
     if kind == "estimator":
         return rg.Graph("g", rg.advantages(rollout, rewards, estimator=Own(function), name="mine", trial=trial))
-    return rg.Graph("g", rg.declare("mine", Stage(function, trial), [rollout, rewards], reads=Own.reads, writes=Own.writes).batch)
+    return rg.Graph("g", rg.extend.declare("mine", Stage(function, trial), [rollout, rewards], reads=Own.reads, writes=Own.writes).batch)
 
 
 @pytest.mark.parametrize("kind", ["estimator", "operation"])
@@ -181,7 +181,7 @@ def test_an_estimator_and_an_operation_that_go_wrong_are_found_before_the_launch
     with pytest.raises(RlgraphError) as caught:
         try_functions(advantaged(function, kind))
     assert words in str(caught.value)
-    assert ("trial=False" if kind == "estimator" else "traits = rg.NodeTraits(trial=False)") in str(caught.value)
+    assert ("trial=False" if kind == "estimator" else "traits = rg.extend.NodeTraits(trial=False)") in str(caught.value)
     try_functions(advantaged(function, kind, trial=False))
     try_functions(advantaged(standardised, kind))
 
@@ -192,14 +192,16 @@ def test_what_works_in_a_run_passes_the_trial() -> None:
     rollout = generator.rollout(rg.prompts([{"prompt": "1 ="}] * 9, 6), group_size=2)
     rewards = rg.reward(lambda response: 1.0, rollout)
     reads = ("rewards", "response_mask")
-    estimated = rg.declare("own", Stage(standardised), [rollout, rewards], reads=reads, writes=("advantages",)).batch
-    chosen = rg.declare(
+    estimated = rg.extend.declare("own", Stage(standardised), [rollout, rewards], reads=reads, writes=("advantages",)).batch
+    chosen = rg.extend.declare(
         "best", Stage(lambda batch: {"rewards": batch["rewards"][:6]}), [rewards], reads=("rewards",), writes=("rewards",), rows=6
     )
-    source = rg.declare("source", Stage(lambda batch: {"marks": torch.zeros(6)}), [], reads=(), writes=("marks",), rows=6)
-    counted = rg.declare("counted", Stage(lambda batch: {"seen": batch["marks"]}), [source.batch], reads=("marks",), writes=("seen",))
+    source = rg.extend.declare("source", Stage(lambda batch: {"marks": torch.zeros(6)}), [], reads=(), writes=("marks",), rows=6)
+    counted = rg.extend.declare(
+        "counted", Stage(lambda batch: {"seen": batch["marks"]}), [source.batch], reads=("marks",), writes=("seen",)
+    )
     try_functions(rg.Graph("g", estimated, chosen.batch, counted.batch))
-    wrong = rg.declare("source", Stage(lambda batch: {"marks": torch.zeros(5)}), [], reads=(), writes=("marks",), rows=6)
+    wrong = rg.extend.declare("source", Stage(lambda batch: {"marks": torch.zeros(5)}), [], reads=(), writes=("marks",), rows=6)
     with pytest.raises(RlgraphError, match="node 'source' returned 5 rows where 6 are due"):
         try_functions(rg.Graph("g", wrong.batch))
 
@@ -207,8 +209,8 @@ def test_what_works_in_a_run_passes_the_trial() -> None:
 def test_weights_and_changes_of_rewards_of_the_user_are_tried_too() -> None:
     rollout = rg.Generator("m", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 ="}], 3), group_size=2)
     policy, rewards = rg.Policy("m", pool=rg.Pool("train")), rg.reward(lambda response: 1.0, rollout)
-    weighed = rg.rollout_correction(rollout, policy.log_probs(rollout), weights=lambda old, engine, mask: mask)
-    shaped = rg.shaped_rewards(rollout, rewards, by=Own(lambda batch: {"rewards": batch["rewards"][:1]}))
+    weighed = rg.stages.rollout_correction(rollout, policy.log_probs(rollout), weights=lambda old, engine, mask: mask)
+    shaped = rg.stages.shaped_rewards(rollout, rewards, by=Own(lambda batch: {"rewards": batch["rewards"][:1]}))
     for output, words in (
         (weighed, "node 'correction' returned rollout_is_weights as a tensor [4, 5] of bool"),
         (shaped, "1 rows where 4"),

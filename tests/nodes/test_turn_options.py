@@ -19,13 +19,13 @@ class Sum:
     def __init__(self, answer: str) -> None:
         self.answer, self.turns = answer, 0
 
-    async def reset(self) -> list[rg.Message]:
-        return [rg.Message("user", f"Say {self.answer}.")]
+    async def reset(self) -> list[rg.agents.Message]:
+        return [rg.agents.Message("user", f"Say {self.answer}.")]
 
-    async def step(self, said: rg.Message) -> rg.Turn:
+    async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
         self.turns += 1
         await asyncio.sleep(random.random() * 0.01)
-        return rg.Turn([rg.Message("user", "Again.")], reward=float(said.content == self.answer), done=self.turns == 2)
+        return rg.agents.Turn([rg.agents.Message("user", "Again.")], reward=float(said.content == self.answer), done=self.turns == 2)
 
     async def close(self) -> None: ...
 
@@ -83,7 +83,7 @@ def test_every_token_of_a_conversation_keeps_the_bound(folder: Path, options: di
 
 @pytest.mark.parametrize("options", [{}, {"continuous": True}])
 def test_a_refill_replaces_groups_of_conversations_by_a_reward_of_their_own(folder: Path, options: dict[str, Any]) -> None:
-    refill = rg.Refill(reward=twice, writes="kept", rounds=2)
+    refill = rg.options.Refill(reward=twice, writes="kept", rounds=2)
     seen: list[int] = []
     for node, columns, metrics in batches(folder, 3, 1, refill=refill, **options):
         assert set(columns) == set(node.writes)

@@ -35,5 +35,5 @@ def test_a_parser_of_vllm_finds_the_call_that_ours_finds_and_a_malformed_one_is_
 
 
 def test_a_parser_that_does_not_load_is_refused_by_name(tokenizer: object) -> None:
-    with pytest.raises(rg.GraphError, match="vllm:no_such"):
+    with pytest.raises(rg.errors.GraphError, match="vllm:no_such"):
         form_of(rg.Agent(lambda: None, calls="vllm:no_such"), tokenizer)  # type: ignore[arg-type, return-value]

@@ -139,7 +139,7 @@ def test_costs_are_scaled_to_other_rows_and_devices_and_say_so() -> None:
     assert "(scaled to this plan: prompts, rollout, reward, update)" in " ".join(str(larger).split())
 
 
-def rollout_on(cores: int, costs: rg.Costs) -> rg.Plan:
+def rollout_on(cores: int, costs: rg.planning.Costs) -> rg.Plan:
     """A plan in which the one engine of the rollout has so many cores."""
     return rg.compile(Loop(depth=1, lengths=UNIFORM, rollout_share=cores).graph(), rg.Cluster(cpus=1 + cores), costs)
 

@@ -43,7 +43,7 @@ class Parts:
 
 
 def plan(graph: rg.Graph, **seconds: float) -> rg.Plan:
-    costs = rg.Costs({node.name: seconds.get(node.name, 0.0) for node in graph.nodes}) if seconds else None
+    costs = rg.planning.Costs({node.name: seconds.get(node.name, 0.0) for node in graph.nodes}) if seconds else None
     return rg.compile(graph, rg.Cluster(gpus=2, cpus=8), costs)
 
 

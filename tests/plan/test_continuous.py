@@ -18,7 +18,7 @@ from rlgraph.plan.schedule import Sampled, Span
 from rlgraph.values.sampling import BatchAdmission
 
 STEPS, ROWS = 400, 32  # as many steps as a prediction draws
-LENGTHS = rg.Lengths((0.0, 0.5, 0.9, 1.0), (10.0, 20.0, 40.0, 90.0), prompt_tokens=20.0)
+LENGTHS = rg.planning.Lengths((0.0, 0.5, 0.9, 1.0), (10.0, 20.0, 40.0, 90.0), prompt_tokens=20.0)
 # No sum of these equals another one, so that no version comes just as a decode step ends.
 DECODE = Decode(step_s=1.01234567e-2, sequence_s=1.2345678e-4, prefill_s=1.0987654e-4, start_s=0.0312345)
 LOAD_S, PUBLISH_S = 0.05, 0.02
@@ -109,7 +109,7 @@ def compiled(rows: int, depth: int, engines: int, update_s: float, engine: Any =
     graph = grpo_graph(generator, policy, name="joining", count=rows // 2, **more, depth=depth)
     seconds: dict[str, float | NodeCost] = {node.name: 0.0 for node in graph.nodes}
     seconds |= {"rollout": NodeCost(decode=decode), "update": NodeCost(parallel_s=update_s)}
-    return rg.compile(graph, rg.Cluster(gpus=engines + 1), rg.Costs(seconds, publish_s=PUBLISH_S, swap_s=LOAD_S, lengths=LENGTHS))
+    return rg.compile(graph, rg.Cluster(gpus=engines + 1), rg.planning.Costs(seconds, publish_s=PUBLISH_S, swap_s=LOAD_S, lengths=LENGTHS))
 
 
 def period(ends: list[float]) -> float:
@@ -160,7 +160,7 @@ def test_what_a_rollout_with_refill_decodes_is_not_counted_and_marked() -> None:
     generator, policy = rg.Generator("m", pool=rg.Pool("rollout")), rg.Policy("m", pool=rg.Pool("train"))
     weights = rg.feedback("weights", depth=2)
     source = rg.prompts([{"prompt": "1"}], count=4)
-    rollout = generator.rollout(source, weights, group_size=2, interrupt="keep", refill=rg.Refill(reward=zero_reward))
+    rollout = generator.rollout(source, weights, group_size=2, interrupt="keep", refill=rg.options.Refill(reward=zero_reward))
     step = policy.update(rollout, rg.advantages(rollout, rollout, estimator=rg.GRPO()), loss=rg.ClippedLoss())
     weights.close(step.weights)
     (said,) = rg.compile(rg.Graph("refill", step.metrics), rg.Cluster(gpus=2)).prediction.left_out

@@ -15,7 +15,7 @@ TAIL = Lengths((0.0, 0.5, 0.9, 1.0), (5.0, 20.0, 60.0, 400.0), prompt_tokens=8.0
 
 
 def mean(cost: NodeCost, setting: Setting, lengths: Lengths | None = FIXED) -> float:
-    return rg.Costs({"node": cost}, lengths=lengths).mean("node", setting)
+    return rg.planning.Costs({"node": cost}, lengths=lengths).mean("node", setting)
 
 
 def test_parallel_seconds_are_shared_by_devices_and_serial_ones_are_not() -> None:
@@ -51,7 +51,7 @@ def test_a_wider_engine_is_faster_by_less_than_its_devices() -> None:
 def test_costs_measured_at_other_rows_are_scaled_by_rows() -> None:
     cost = NodeCost(parallel_s=2.0, measured=Setting(rows=4))
     assert mean(cost, Setting(rows=12)) == pytest.approx(6.0)
-    costs = rg.Costs({"node": cost}, source="measured")
+    costs = rg.planning.Costs({"node": cost}, source="measured")
     assert [costs.source_at("node", Setting(rows=rows)) for rows in (4, 12)] == ["measured", "scaled"]
 
 
@@ -70,7 +70,7 @@ def test_lengths_measured_from_responses_give_their_quantiles_back() -> None:
 
 
 def test_the_spread_of_firings_is_kept_and_does_not_move_the_mean() -> None:
-    costs = rg.Costs({"node": NodeCost(parallel_s=2.0, spread=(0.5, 1.0, 1.5))})
+    costs = rg.planning.Costs({"node": NodeCost(parallel_s=2.0, spread=(0.5, 1.0, 1.5))})
     drawn = costs.seconds("node", Setting(), 300)
     assert drawn.mean() == pytest.approx(2.0)
     assert sorted(set(drawn.round(6))) == [1.0, 2.0, 3.0]
@@ -82,18 +82,18 @@ def test_costs_come_back_from_their_file_equal(tmp_path: Path) -> None:
         "update": NodeCost(serial_s=0.25, token_s=1e-4, measured=Setting(2, 2, 16)),
         "reward": 0.5,
     }
-    costs = rg.Costs(nodes, publish_s=0.01, publish_bytes=1 << 20, source="measured", lengths=TAIL, on="2 cores")
+    costs = rg.planning.Costs(nodes, publish_s=0.01, publish_bytes=1 << 20, source="measured", lengths=TAIL, on="2 cores")
     costs.to_file(tmp_path / "costs.yaml")
-    assert rg.Costs.from_file(tmp_path / "costs.yaml") == costs
+    assert rg.planning.Costs.from_file(tmp_path / "costs.yaml") == costs
 
 
 def test_a_costs_file_that_an_older_version_wrote_is_read(tmp_path: Path) -> None:
-    costs = rg.Costs({"update": NodeCost(serial_s=1.0, measured=Setting(2, 2, 16, Passes(8192, mini_batches=4)))})
+    costs = rg.planning.Costs({"update": NodeCost(serial_s=1.0, measured=Setting(2, 2, 16, Passes(8192, mini_batches=4)))})
     costs.to_file(tmp_path / "costs.yaml")
     text = (tmp_path / "costs.yaml").read_text()
     (tmp_path / "old.yaml").write_text(text.replace("mini_batches: 4", "parts: 4"))
     assert "parts: 4" in (tmp_path / "old.yaml").read_text()
-    assert rg.Costs.from_file(tmp_path / "old.yaml") == costs
+    assert rg.planning.Costs.from_file(tmp_path / "old.yaml") == costs
 
 
 BAD_FILES = {
@@ -114,16 +114,16 @@ def test_a_bad_costs_file_is_refused_with_the_place(name: str, tmp_path: Path) -
     if text is not None:
         path.write_text(text)
     with pytest.raises(PlanError, match=message):
-        rg.Costs.from_file(path)
+        rg.planning.Costs.from_file(path)
 
 
 @pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), True, "1", {}, {"1": 2.0}, {0: 2.0}, {1: -2.0}])
 def test_a_cost_that_is_no_time_is_refused(wrong: object) -> None:
     with pytest.raises(PlanError, match="the cost of 'node'"):
-        rg.Costs({"node": wrong}, lengths=FIXED)  # type: ignore[dict-item]
+        rg.planning.Costs({"node": wrong}, lengths=FIXED)  # type: ignore[dict-item]
 
 
 def test_the_old_name_of_a_costs_function_works_and_warns() -> None:
-    costs = rg.Costs({"update": 2.0})
+    costs = rg.planning.Costs({"update": 2.0})
     with pytest.warns(DeprecationWarning, match=r"is now Costs\.cost_of"):
         assert costs.law("update") == costs.cost_of("update")

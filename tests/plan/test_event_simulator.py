@@ -66,7 +66,7 @@ def with_critic(depth: int, *, critic_on_its_own: bool = False, aside: int = 0) 
 @pytest.mark.parametrize(("depth", "apart", "period_s"), [(0, False, 1.0), (0, True, 1.0), (1, False, 0.8), (1, True, 0.8)])
 def test_a_rollout_decodes_beside_the_critics_update_of_the_batch_before(depth: int, apart: bool, period_s: float) -> None:
     seconds = {"prompts": 0.0, "rollout": 0.8, "update": 0.2, "critic update": 0.6}
-    plan = rg.compile(with_critic(depth, critic_on_its_own=apart), rg.Cluster(cpus=8), rg.Costs(seconds))
+    plan = rg.compile(with_critic(depth, critic_on_its_own=apart), rg.Cluster(cpus=8), rg.planning.Costs(seconds))
     assert plan.prediction.period_s == pytest.approx(period_s)
     assert plan.prediction.simulated_s == pytest.approx(period_s)
     assert Simulator(plan, 60).period(30) == pytest.approx(period_s)
@@ -75,7 +75,7 @@ def test_a_rollout_decodes_beside_the_critics_update_of_the_batch_before(depth: 
 
 def test_a_critic_that_takes_longest_holds_up_the_put_of_the_rollout_and_not_its_start() -> None:
     seconds = {"prompts": 0.0, "rollout": 0.8, "update": 0.2, "critic update": 2.0}
-    plan = rg.compile(with_critic(0, critic_on_its_own=True), rg.Cluster(cpus=8), rg.Costs(seconds))
+    plan = rg.compile(with_critic(0, critic_on_its_own=True), rg.Cluster(cpus=8), rg.planning.Costs(seconds))
     assert plan.prediction.period_s == pytest.approx(2.0)
     waits = {(wait.who, wait.on, wait.reason): wait.seconds for wait in plan.prediction.waits}
     assert waits["rollout", "rollout", "slots"] == pytest.approx(1.0), "decoded at 1.0 s, and the one slot is free at 2.0 s"
@@ -85,7 +85,7 @@ def test_a_critic_that_takes_longest_holds_up_the_put_of_the_rollout_and_not_its
 def test_enough_steps_are_in_flight_that_stages_beside_the_loop_never_hold_it_up(depth: int) -> None:
     names = [f"aside {index}" for index in range(8)]
     seconds = {"prompts": 0.0, "rollout": 0.5, "update": 0.5, "critic update": 0.1, **dict.fromkeys(names, 1.0)}
-    plan = rg.compile(with_critic(depth, aside=8), rg.Cluster(cpus=16), rg.Costs(seconds))
+    plan = rg.compile(with_critic(depth, aside=8), rg.Cluster(cpus=16), rg.planning.Costs(seconds))
     assert Simulator(plan, 120).period(60) == pytest.approx(1.0)
     assert Simulator(plan, 120, window=4).period(60) > 1.2
 

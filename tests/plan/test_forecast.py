@@ -15,7 +15,7 @@ PLAIN = {"prompts": 0.0, "rollout": 1.0, "reward": 0.25, "update": 2.0}
 
 
 def plan(loop: Loop, **seconds: float | NodeCost) -> rg.Plan:
-    costs = rg.Costs({**PLAIN, **seconds}, lengths=LONG_TAIL)
+    costs = rg.planning.Costs({**PLAIN, **seconds}, lengths=LONG_TAIL)
     return rg.compile(loop.graph(), rg.Cluster(cpus=loop.devices), costs)
 
 

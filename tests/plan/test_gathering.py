@@ -87,7 +87,7 @@ def test_seconds_are_those_of_measured_ranks_and_what_others_gather_more_or_less
     shards = (Shards(whole_s=0.1, own_s=0.2, sent_s=0.2),)
     cost = NodeCost(token_s=0.001, measured=Setting(measured, measured, 2, Passes(1000)), shards=shards)
     setting = Setting(predicted, predicted, 2, Passes(1000))
-    found = cost.seconds(setting, rg.Lengths((0.0, 1.0), (991.0, 991.0), 10.0), 1, 2).item()
+    found = cost.seconds(setting, rg.planning.Lengths((0.0, 1.0), (991.0, 991.0), 10.0), 1, 2).item()
     assert found == pytest.approx(2 * 1000 * 0.001 / predicted + passes * 0.3, rel=2e-3), (
         "two passes, which one rank has, or each of two has one"
     )
@@ -97,11 +97,13 @@ def test_a_plan_from_the_costs_of_one_rank_counts_gathering_and_says_so(tmp_path
     model = folder(tmp_path / "m", QWEN3_8B)
     graph = loop(model)
     names = [each.name for each in graph.nodes]
-    lengths = rg.Lengths((0.0, 1.0), (PASS - 1.0, PASS - 1.0), 1.0)
+    lengths = rg.planning.Lengths((0.0, 1.0), (PASS - 1.0, PASS - 1.0), 1.0)
     seconds = {}
     for ranks in (1, 2):
         update = NodeCost(token_s=1e-4, measured=Setting(ranks, ranks, 32, Passes(PASS)))
-        plan = rg.compile(graph, CLUSTER, rg.Costs(dict.fromkeys(names, 0.1) | {"update": update}, source="measured", lengths=lengths))
+        plan = rg.compile(
+            graph, CLUSTER, rg.planning.Costs(dict.fromkeys(names, 0.1) | {"update": update}, source="measured", lengths=lengths)
+        )
         seconds[ranks] = plan.node("update").seconds
         assert any("gathering shards" in said for said in plan.prediction.assumed) == (ranks == 1)
     parameters = shape_of(QWEN3_8B).parameters

@@ -34,7 +34,7 @@ def loop(
     buffers: int = 1,
     depth: int = 1,
     pools: tuple[rg.Pool, rg.Pool] | None = None,
-    trainer: str | rg.TrainerSpec = "fsdp",
+    trainer: str | rg.extend.TrainerSpec = "fsdp",
     adapter: rg.LoRA | None = None,
 ) -> rg.Graph:
     together = rg.Pool("shared")
@@ -202,7 +202,7 @@ def test_a_teacher_on_vllm_takes_its_weights_once_and_makes_room_for_those_it_ta
         policy = rg.Policy(student, pool=train)
         teacher = rg.Teacher(large, pool=train if shared else rg.Pool("teacher"), trainer=trainer, dtype="bfloat16")
         rows = rg.examples([{"prompt": "1 + 1 =", "completion": " 2"}], 4, policy)
-        step = policy.update(rows, teacher.top_log_probs(rows, top_k=64), loss=rg.DistillationLoss())
+        step = policy.update(rows, teacher.top_log_probs(rows, top_k=64), loss=rg.losses.DistillationLoss())
         return rg.compile(rg.Graph("distil", step.metrics), cluster)
 
     plan = planned("vllm")
@@ -273,7 +273,7 @@ def test_a_trainers_rank_loads_its_share_alone(tmp_path: Path) -> None:
 
 def test_a_trainer_that_reads_the_whole_model_needs_room_for_it_on_each_rank(tmp_path: Path) -> None:
     model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
-    spec = rg.TrainerSpec(name="mine", load=no_trainer, settings=("micro_batch_tokens", "recompute"))
+    spec = rg.extend.TrainerSpec(name="mine", load=no_trainer, settings=("micro_batch_tokens", "recompute"))
     graph = loop(model, pools=(rg.Pool("rollout", gpus=8), rg.Pool("train", gpus=16)), micro_batch_tokens=2048, trainer=spec)
     roomy = rg.compile(graph, rg.Cluster(gpus=24, gpus_per_node=24, gpu_memory_bytes=40 * GIB))
     assert parts(roomy, "a GPU of 'train' while models load") == {"whole weights of policy": 4 * count}

@@ -65,7 +65,9 @@ def test_ranks_without_work_get_responses_behind_another_copy_of_the_prompt() ->
 def test_an_update_whose_passes_cost_no_launch_counts_shared_prompts_once() -> None:
     cost = NodeCost(token_s=0.1)
     own, shared = (
-        rg.Costs({"node": cost}, lengths=Lengths((0.0, 1.0), (11.0, 11.0), 20.0)).mean("node", Setting(1, 1, 4, Passes(1000, group=group)))
+        rg.planning.Costs({"node": cost}, lengths=Lengths((0.0, 1.0), (11.0, 11.0), 20.0)).mean(
+            "node", Setting(1, 1, 4, Passes(1000, group=group))
+        )
         for group in (1, 4)
     )
     assert (own, shared) == (pytest.approx(0.1 * 4 * 31), pytest.approx(0.1 * (20 + 4 * 10)))
@@ -81,7 +83,7 @@ def test_each_mini_batch_is_cut_by_itself() -> None:
 
 
 def seconds(cost: NodeCost, setting: Setting, tokens: float) -> float:
-    return rg.Costs({"node": cost}, lengths=Lengths((0.0, 1.0), (tokens, tokens))).mean("node", setting)
+    return rg.planning.Costs({"node": cost}, lengths=Lengths((0.0, 1.0), (tokens, tokens))).mean("node", setting)
 
 
 def test_a_pass_takes_as_long_as_its_tokens_but_no_less_than_its_launch() -> None:

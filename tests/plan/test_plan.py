@@ -96,7 +96,7 @@ def test_the_compiler_chooses_the_split_of_least_period() -> None:
     def best(generate_s: float, train_s: float) -> dict[str, int]:
         graph = grpo(rg.Pool("a", share=None), rg.Pool("b", share=None))
         nodes = {"rollout": NodeCost(parallel_s=generate_s), "update": NodeCost(parallel_s=train_s)}
-        costs = rg.Costs({"prompts": 0.0, "reward": 0.0, "advantages": 0.0, **nodes})
+        costs = rg.planning.Costs({"prompts": 0.0, "reward": 0.0, "advantages": 0.0, **nodes})
         return gpus(rg.compile(graph, rg.Cluster(gpus=8), costs))
 
     assert best(10, 10) == {"a": 4, "b": 4}
@@ -141,7 +141,7 @@ def test_columns_that_nobody_reads_are_not_sent() -> None:
 
 
 def test_overlap_predicts_the_slower_side_and_no_overlap_the_sum() -> None:
-    costs = rg.Costs({"prompts": 0.0, "reward": 0.0, "advantages": 0.0, "rollout": 3.0, "update": 2.0})
+    costs = rg.planning.Costs({"prompts": 0.0, "reward": 0.0, "advantages": 0.0, "rollout": 3.0, "update": 2.0})
     periods = [rg.compile(grpo(rg.Pool("a"), rg.Pool("b"), depth=d), rg.Cluster(cpus=2), costs).prediction.period_s for d in (0, 1, 2)]
     assert periods == pytest.approx([5.0, 3.0, 3.0])
 
@@ -150,7 +150,7 @@ def test_a_long_tail_raises_the_expected_step_above_the_critical_cycle() -> None
     tail = Lengths((0.0, 0.5, 0.9, 1.0), (5.0, 20.0, 60.0, 400.0))
     decode = NodeCost(decode=Decode(step_s=0.01))
     nodes = {"prompts": 0.0, "reward": 0.0, "advantages": 0.0, "rollout": decode, "update": NodeCost(token_s=0.004)}
-    costs = rg.Costs(nodes, lengths=tail)
+    costs = rg.planning.Costs(nodes, lengths=tail)
     expected = rg.compile(grpo(rg.Pool("a"), rg.Pool("b"), depth=1), rg.Cluster(cpus=2), costs).prediction
     assert expected.step_s > expected.period_s * 1.02
     flat = replace(costs, lengths=Lengths((0.0, 1.0), (40.0, 40.0)))
@@ -159,7 +159,7 @@ def test_a_long_tail_raises_the_expected_step_above_the_critical_cycle() -> None
 
 
 def test_a_second_buffer_hides_the_time_that_weights_take() -> None:
-    costs = rg.Costs({"prompts": 0.0, "reward": 0.0, "advantages": 0.0, "rollout": 1.0, "update": 0.5}, receive_s=0.5)
+    costs = rg.planning.Costs({"prompts": 0.0, "reward": 0.0, "advantages": 0.0, "rollout": 1.0, "update": 0.5}, receive_s=0.5)
     one, two = (rg.compile(grpo(rg.Pool("a"), rg.Pool("b"), 2, buffers), rg.Cluster(cpus=2), costs) for buffers in (1, 2))
     assert (one.prediction.period_s, one.loops[0].hidden) == (pytest.approx(1.5), False)
     assert (two.prediction.period_s, two.loops[0].hidden) == (pytest.approx(1.0), True)
@@ -193,14 +193,14 @@ WRONG = {
         "needs at least 5 GPUs",
     ),
     "costs of an unknown node": (
-        lambda: rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(), rg.Costs({"rolout": 1.0})),
+        lambda: rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(), rg.planning.Costs({"rolout": 1.0})),
         "costs name a node 'rolout' that graph 'grpo' lacks",
     ),
     "missing costs": (
-        lambda: rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(), rg.Costs({"rollout": 1.0})),
+        lambda: rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(), rg.planning.Costs({"rollout": 1.0})),
         "costs lack node 'prompts'",
     ),
-    "a negative cost": (lambda: rg.Costs({"rollout": -1.0}), "the cost of 'rollout' is -1.0"),
+    "a negative cost": (lambda: rg.planning.Costs({"rollout": -1.0}), "the cost of 'rollout' is -1.0"),
     "a negative cluster": (lambda: rg.Cluster(gpus=-1), "gpus is a whole number of at least 0"),
     "no graph": (lambda: rg.compile("graph", rg.Cluster()), "pass a graph, as rg.Graph"),  # type: ignore[arg-type]
 }
@@ -231,9 +231,9 @@ def test_there_is_one_kind_of_plan_whoever_makes_it_and_its_graph_is_in_no_file(
     Trace(plan, (), ()).to_file(tmp_path / "trace.json")
     assert Trace.from_file(tmp_path / "trace.json").plan == plan
     for without in (read, plan.values):
-        with pytest.raises(rg.PlanError, match="was read from JSON and has no graph to run"):
+        with pytest.raises(rg.errors.PlanError, match="was read from JSON and has no graph to run"):
             without.launch()
-        with pytest.raises(rg.PlanError, match="was read from JSON and has no graph to run"):
+        with pytest.raises(rg.errors.PlanError, match="was read from JSON and has no graph to run"):
             without.run_here()
 
 

@@ -6,8 +6,8 @@ from support.grpo import zero_reward
 import rlgraph as rg
 from rlgraph.runtime.worker.spec import worker_specs
 
-CPU_BF16 = rg.Precision("bfloat16", "the CPU has AMX")
-OLD_GPU = rg.Precision("float32", "the GPU has compute capability 7.5; bfloat16 begins at 8.0")
+CPU_BF16 = rg.planning.Precision("bfloat16", "the CPU has AMX")
+OLD_GPU = rg.planning.Precision("float32", "the GPU has compute capability 7.5; bfloat16 begins at 8.0")
 
 
 def graph(policy: str = "auto", *, reference_on_host: bool = False) -> rg.Graph:

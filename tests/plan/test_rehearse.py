@@ -20,19 +20,19 @@ from rlgraph.plan.rehearse import Rehearsal, with_failures
 from rlgraph.plan.routes import crossing_s, ends_on_hosts, shape_of
 
 PLAIN = {"prompts": 0.0, "rollout": 4.0, "reward": 0.25, "update": 5.0}
-CALM = rg.ClusterSite()
+CALM = rg.planning.ClusterSite()
 LOOP = Loop()
-ROUGH = rg.ClusterSite(host_mtbf_s=20_000, restart_s=120, checkpoint_s=10)
+ROUGH = rg.planning.ClusterSite(host_mtbf_s=20_000, restart_s=120, checkpoint_s=10)
 
 
-def costs(**more: Any) -> rg.Costs:
-    return rg.Costs({**PLAIN, **more.pop("nodes", {})}, lengths=LONG_TAIL, **more)
+def costs(**more: Any) -> rg.planning.Costs:
+    return rg.planning.Costs({**PLAIN, **more.pop("nodes", {})}, lengths=LONG_TAIL, **more)
 
 
-def run(site: rg.ClusterSite = CALM, every: int | None = None, loop: Loop = LOOP, **more: Any) -> Rehearsal:
+def run(site: rg.planning.ClusterSite = CALM, every: int | None = None, loop: Loop = LOOP, **more: Any) -> Rehearsal:
     hosts = more.pop("hosts", 1)
     priced = more.pop("costs", costs())
-    return rg.rehearse(loop.graph(), rg.Cluster(cpus=loop.devices, hosts=hosts), priced, site=site, every=every, **more)
+    return rg.planning.rehearse(loop.graph(), rg.Cluster(cpus=loop.devices, hosts=hosts), priced, site=site, every=every, **more)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another() -> None:
     assert run(ROUGH, 50, steps=3000, seed=3).wall_s != run(ROUGH, 50, steps=3000, seed=4).wall_s
 
 
-def mean_wall_s(site: rg.ClusterSite, every: int, steps: int = 4000, seeds: int = 3) -> float:
+def mean_wall_s(site: rg.planning.ClusterSite, every: int, steps: int = 4000, seeds: int = 3) -> float:
     return statistics.fmean(run(site, every, steps=steps, seed=seed).wall_s for seed in range(seeds))
 
 
@@ -130,14 +130,14 @@ def test_a_run_without_headway_is_refused() -> None:
 
 
 def test_checkpoints_cost_their_seconds_where_training_sets_the_step() -> None:
-    found = run(rg.ClusterSite(checkpoint_s=10), 10, steps=400)
+    found = run(rg.planning.ClusterSite(checkpoint_s=10), 10, steps=400)
     assert found.calm_s * found.lost_to["checkpoints"] == pytest.approx(400.0)
     assert found.lost_to["failures"] == 0
 
 
 def test_stragglers_slow_the_step_that_waits_for_them() -> None:
     loop = Loop(depth=1, generators=7, trainers=1)
-    site = rg.ClusterSite(stragglers=0.1, slow_down=3.0)
+    site = rg.planning.ClusterSite(stragglers=0.1, slow_down=3.0)
     found = run(site, loop=loop, hosts=8, steps=4000, costs=costs(nodes={"rollout": 5.0, "reward": 0.0}))
     none_slow = 0.9**8
     assert found.lost_to["stragglers"] == pytest.approx(1 - 5.0 / (5.0 * none_slow + 15.0 * (1 - none_slow)), rel=0.1)
@@ -145,7 +145,7 @@ def test_stragglers_slow_the_step_that_waits_for_them() -> None:
 
 
 def test_what_crosses_a_link_takes_the_time_of_its_bytes() -> None:
-    site = rg.ClusterSite(bandwidth=1e6, latency_s=0.5)
+    site = rg.planning.ClusterSite(bandwidth=1e6, latency_s=0.5)
     moving = costs(publish_bytes=3_000_000)
     apart = run(site, hosts=2, loop=Loop(depth=0), costs=moving, steps=100)
     together = run(site, hosts=1, loop=Loop(depth=0), costs=moving, steps=100)
@@ -157,17 +157,17 @@ def test_what_crosses_a_link_takes_the_time_of_its_bytes() -> None:
 
 
 def test_a_version_that_crosses_a_link_takes_the_place_of_its_receiving_and_not_of_a_wake() -> None:
-    site, loop = rg.ClusterSite(bandwidth=1e6, latency_s=0.5), Loop(depth=0, shared=True, generators=2, trainers=2)
+    site, loop = rg.planning.ClusterSite(bandwidth=1e6, latency_s=0.5), Loop(depth=0, shared=True, generators=2, trainers=2)
     cluster, sleep = rg.Cluster(gpus=2, cpus=4, gpus_per_node=1), {"generator": SleepCost(wake_s=1.0, sleep_s=0.5)}
     found = []
     for receive_s in (0.0, 0.8):
         priced = costs(publish_bytes=3_000_000, receive_s=receive_s, sleep=sleep)
-        found.append(rg.rehearse(loop.graph(), cluster, priced, site=site, steps=50).step_s)
+        found.append(rg.planning.rehearse(loop.graph(), cluster, priced, site=site, steps=50).step_s)
     assert found[0] == found[1] == pytest.approx(10.75 + 2.0 + 2 * 0.5, abs=0.1), "half a version, and two small batches, cross"
 
 
 def test_a_version_takes_the_seconds_of_the_shape_that_its_plan_chose() -> None:
-    site, loop, size = rg.ClusterSite(bandwidth=1e6, latency_s=0.1), Loop(depth=0, generators=6), 2_000_000
+    site, loop, size = rg.planning.ClusterSite(bandwidth=1e6, latency_s=0.1), Loop(depth=0, generators=6), 2_000_000
     found = run(site, loop=loop, hosts=7, costs=costs(publish_bytes=size), steps=100)
     [weights] = found.plan.loops
     writers, readers = ends_on_hosts(found.plan, weights)
@@ -178,7 +178,7 @@ def test_a_version_takes_the_seconds_of_the_shape_that_its_plan_chose() -> None:
 
 
 def test_a_version_comes_into_each_host_once() -> None:
-    site, far = rg.ClusterSite(bandwidth=50e9), dict.fromkeys(range(2, 10), 8)
+    site, far = rg.planning.ClusterSite(bandwidth=50e9), dict.fromkeys(range(2, 10), 8)
     trainers = {0: 8, 1: 8}
     assert crossing_s(16e9, site, trainers, far) == pytest.approx(16 / 50), "however many generators a host has"
     assert crossing_s(16e9, site, trainers, far, least=None) == pytest.approx(16 / 50), "16 ranks keep eight links busy"
@@ -190,7 +190,7 @@ def test_a_version_comes_into_each_host_once() -> None:
 
 
 def test_a_message_is_passed_on_in_parts_if_it_has_several() -> None:
-    site, two = rg.ClusterSite(bandwidth=1e9), {1: 1, 2: 1}
+    site, two = rg.planning.ClusterSite(bandwidth=1e9), {1: 1, 2: 1}
     assert crossing_s(1e6, site, {0: 1}, two) == pytest.approx(2e-3), "a small one once it is there"
     assert crossing_s(2e8, site, {0: 1}, two) == pytest.approx(0.2 + PART_BYTES / 1e9)
     assert crossing_s(1e9, site, {0: 1}, {1: 1}) == pytest.approx(1)
@@ -209,12 +209,15 @@ def test_of_many_engines_some_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> 
 WRONG = {
     "no checkpoints where something fails": (lambda: run(ROUGH), r"every=None\): .* begins anew each time; give every=10"),
     "checkpoints without effect": (lambda: run(every=10), r"every=10\): .* changes nothing; leave it out"),
-    "seconds of no checkpoint": (lambda: run(rg.ClusterSite(checkpoint_s=5)), r"checkpoint_s=5\) changes nothing without checkpoints"),
-    "a restart of nothing": (lambda: rg.ClusterSite(restart_s=5), "give gpu_mtbf_s or host_mtbf_s, or leave it out"),
-    "stragglers that keep up": (lambda: rg.ClusterSite(stragglers=0.1), "give slow_down above 1"),
-    "a slow-down of nobody": (lambda: rg.ClusterSite(slow_down=2.0), "give stragglers, a share above 0"),
-    "a link without bandwidth": (lambda: rg.ClusterSite(latency_s=0.1), "give bandwidth, or leave it out"),
-    "faster stragglers": (lambda: rg.ClusterSite(stragglers=0.1, slow_down=0.5), "slow_down is a finite number of at least 1"),
+    "seconds of no checkpoint": (
+        lambda: run(rg.planning.ClusterSite(checkpoint_s=5)),
+        r"checkpoint_s=5\) changes nothing without checkpoints",
+    ),
+    "a restart of nothing": (lambda: rg.planning.ClusterSite(restart_s=5), "give gpu_mtbf_s or host_mtbf_s, or leave it out"),
+    "stragglers that keep up": (lambda: rg.planning.ClusterSite(stragglers=0.1), "give slow_down above 1"),
+    "a slow-down of nobody": (lambda: rg.planning.ClusterSite(slow_down=2.0), "give stragglers, a share above 0"),
+    "a link without bandwidth": (lambda: rg.planning.ClusterSite(latency_s=0.1), "give bandwidth, or leave it out"),
+    "faster stragglers": (lambda: rg.planning.ClusterSite(stragglers=0.1, slow_down=0.5), "slow_down is a finite number of at least 1"),
     "no steps": (lambda: run(steps=0), r"rehearse\(steps=0\): steps is a whole number of at least 1"),
 }
 
@@ -229,12 +232,12 @@ def test_a_wrong_setting_is_an_error_with_the_fix(name: str) -> None:
 def test_a_graph_in_which_batches_join_is_refused() -> None:
     generator, policy = rg.Generator("m", pool=rg.Pool("rollout")), rg.Policy("m", pool=rg.Pool("train"))
     graph = grpo_graph(generator, policy, depth=2, continuous=True)
-    priced = rg.Costs(
+    priced = rg.planning.Costs(
         {"prompts": 0.0, "rollout": NodeCost(decode=Decode(step_s=0.01)), "reward": 0.1, "advantages": 0.0, "update": 1.0},
         lengths=LONG_TAIL,
     )
     with pytest.raises(PlanError, match="batches or versions join while 'rollout' decodes"):
-        rg.rehearse(graph, rg.Cluster(gpus=2), priced)
+        rg.planning.rehearse(graph, rg.Cluster(gpus=2), priced)
 
 
 def test_it_prints_what_each_cause_costs() -> None:

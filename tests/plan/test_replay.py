@@ -61,7 +61,7 @@ def test_another_split_scales_each_firing_by_the_cost_functions_of_the_run() -> 
 
 def test_a_trace_comes_back_from_its_folder(trace: Trace, tmp_path: Path) -> None:
     trace.to_file(tmp_path / "trace.json")
-    again = rg.replay(tmp_path, depth=2)
+    again = rg.planning.replay(tmp_path, depth=2)
     assert isinstance(again, Replayed)
     assert again == replayed(trace, None, 2)
     assert str(again).startswith("depth 2: ")
@@ -79,7 +79,7 @@ def test_a_change_that_the_plan_does_not_allow_is_refused(name: str, trace: Trac
     changes, message = WRONG[name]
     trace.to_file(tmp_path / "trace.json")
     with pytest.raises(PlanError, match=message):
-        rg.replay(tmp_path, **changes)  # type: ignore[arg-type]
+        rg.planning.replay(tmp_path, **changes)  # type: ignore[arg-type]
 
 
 def test_a_colocated_run_cannot_be_replayed_at_a_depth() -> None:
@@ -89,10 +89,10 @@ def test_a_colocated_run_cannot_be_replayed_at_a_depth() -> None:
 
 def test_a_missing_trace_and_a_short_one_are_refused(trace: Trace, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"there is no such trace; rg.record writes trace.json"):
-        rg.replay(tmp_path)
+        rg.planning.replay(tmp_path)
     (tmp_path / "trace.json").write_text("{}")
     with pytest.raises(PlanError, match=r"give the trace.json that rg.record writes"):
-        rg.replay(tmp_path)
+        rg.planning.replay(tmp_path)
     short = Trace(trace.plan, tuple(s for s in trace.spans if s.step < 2), trace.sampled)
     with pytest.raises(PlanError, match="has 2 steps; at least 4 are needed"):
         replayed(short, None, 1)

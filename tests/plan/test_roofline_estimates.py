@@ -60,7 +60,7 @@ def test_costs_of_one_length_and_batch_size_are_those_of_another_plan_in_the_pro
 ) -> None:
     model = a_priori.folder("1.7B", tmp_path)
     job = {"mode": "colocated", "model": model, "prompts": 32, "micro_batch_tokens": 16384, "compiled": True}
-    costs = rg.Costs.from_file(a_priori.RESULTS.parent / "announced_costs/1.7b_one_engine.yaml")
+    costs = rg.planning.Costs.from_file(a_priori.RESULTS.parent / "announced_costs/1.7b_one_engine.yaml")
     measured, other = (peer_job.graph(peer_job.Config(**job | {"engines_per_gpu": 1} | more)) for more in ({}, changed))
     plans = [rg.compile(graph, a_priori.cluster(1), given) for given in (costs, None) for graph in (measured, other)]
     (there, here), (estimated_there, estimated_here) = ([p.node("rollout").seconds for p in pair] for pair in (plans[:2], plans[2:]))
@@ -77,9 +77,9 @@ def test_measured_lengths_end_where_the_graph_cuts_responses_off(tmp_path: Path,
     """Half of the responses were cut off at the longest."""
     generator = rg.Generator(a_priori.folder("1.7B", tmp_path), pool=rg.Pool("rollout", gpus=1), sampling=rg.Sampling(max_tokens=most))
     graph = rg.Graph("generate", generator.rollout(rg.prompts([{"prompt": "1"}], count=2)))
-    lengths = rg.Lengths((0.0, 0.5, 1.0), (10.0, longest, longest), 5.0)
-    costs = rg.Costs(
-        {"prompts": 0.1, "rollout": rg.NodeCost(decode=Decode(step_s=0.01), measured=Setting(1, 1, 2))},
+    lengths = rg.planning.Lengths((0.0, 0.5, 1.0), (10.0, longest, longest), 5.0)
+    costs = rg.planning.Costs(
+        {"prompts": 0.1, "rollout": rg.planning.NodeCost(decode=Decode(step_s=0.01), measured=Setting(1, 1, 2))},
         source="measured",
         lengths=lengths,
     )
@@ -92,8 +92,10 @@ def test_measured_lengths_end_where_the_graph_cuts_responses_off(tmp_path: Path,
 def test_costs_of_empty_responses_are_left_as_they_are(tmp_path: Path) -> None:
     generator = rg.Generator(a_priori.folder("1.7B", tmp_path), pool=rg.Pool("rollout", gpus=1), sampling=rg.Sampling(max_tokens=8))
     graph = rg.Graph("generate", generator.rollout(rg.prompts([{"prompt": "1"}], count=2)))
-    rollout = rg.NodeCost(decode=Decode(start_s=2.0), measured=Setting(1, 1, 2))
-    costs = rg.Costs({"prompts": 0.1, "rollout": rollout}, source="measured", lengths=rg.Lengths((0.0, 1.0), (0.0, 0.0), 0.0))
+    rollout = rg.planning.NodeCost(decode=Decode(start_s=2.0), measured=Setting(1, 1, 2))
+    costs = rg.planning.Costs(
+        {"prompts": 0.1, "rollout": rollout}, source="measured", lengths=rg.planning.Lengths((0.0, 1.0), (0.0, 0.0), 0.0)
+    )
     assert rg.compile(graph, a_priori.cluster(1), costs).node("rollout").seconds == pytest.approx(2.0)
 
 

@@ -62,7 +62,7 @@ def test_a_generator_that_is_used_again_after_the_reward_cannot_go_first() -> No
         )
         return Output(judge)
 
-    with pytest.raises(rg.GraphError, match=r"nothing can overlap.*no model that it has to wait for generates"):
+    with pytest.raises(rg.errors.GraphError, match=r"nothing can overlap.*no model that it has to wait for generates"):
         fakes.vector_loop(1, pools=(pool, pool), middle=again)
 
 
@@ -70,7 +70,7 @@ def test_a_generator_that_is_used_again_after_the_reward_cannot_go_first() -> No
 @pytest.mark.parametrize("reward_s", [0.5, 4.0])
 def test_a_step_in_one_pool_takes_the_sum_of_its_nodes_or_its_reward(gpus: int, reward_s: float) -> None:
     """The sum of all at depth 0; at depth 1 the pool's own work and moving the weights; at depth 2 the pool's own work and loading."""
-    costs = rg.Costs({**SECONDS, "reward": reward_s}, **MOVED, sleep=SLEEP if gpus else {})
+    costs = rg.planning.Costs({**SECONDS, "reward": reward_s}, **MOVED, sleep=SLEEP if gpus else {})
     cluster = rg.Cluster(gpus=gpus, cpus=2)
     plans = [rg.compile(one_pool(depth), cluster, costs) for depth in range(4)]
     pool_s = 1.0 + 0.75 + 0.25 + (1.0 if gpus else 0.0)
@@ -84,15 +84,15 @@ def test_a_step_in_one_pool_takes_the_sum_of_its_nodes_or_its_reward(gpus: int, 
 
 
 def test_tuning_finds_that_a_stale_batch_hides_a_slow_reward_in_one_pool() -> None:
-    found = rg.tune(one_pool, rg.Cluster(cpus=1), rg.Costs(SECONDS), depth=(0, 1))
+    found = rg.tune(one_pool, rg.Cluster(cpus=1), rg.planning.Costs(SECONDS), depth=(0, 1))
     assert [candidate.settings["depth"] for candidate in found] == [1, 0]
     assert [candidate.step_s for candidate in found] == [pytest.approx(1.75), pytest.approx(2.25)]
-    quick = rg.tune(one_pool, rg.Cluster(cpus=1), rg.Costs({**SECONDS, "reward": 0.0}), depth=(0, 1))
+    quick = rg.tune(one_pool, rg.Cluster(cpus=1), rg.planning.Costs({**SECONDS, "reward": 0.0}), depth=(0, 1))
     assert quick[0].settings["depth"] == 0, "as good and less stale comes first"
 
 
 def test_a_late_update_is_written_and_read_again_with_its_plan() -> None:
-    plan = rg.compile(one_pool(1), rg.Cluster(cpus=1), rg.Costs(SECONDS))
+    plan = rg.compile(one_pool(1), rg.Cluster(cpus=1), rg.planning.Costs(SECONDS))
     assert rg.Plan.from_json(plan.to_json()).schedule == plan.schedule
     order = next(channel for channel in plan.channels if channel.kind == "order")
     assert (order.writer, order.readers, order.credits) == ("rollout", ("update",), -1)

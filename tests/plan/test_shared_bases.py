@@ -65,7 +65,7 @@ def test_a_base_is_not_shared_where_it_is_another_one(model: str, tmp_path: Path
     assert on(duel(model, second={"adapter": None}), cores) == []
     assert on(duel(model, second={"data_parallel": 2}), cores) == []
     assert on(duel(model, adapter=rg.LoRA(rank=4, base="nf4"), data_parallel=None), cores) == []
-    mine = rg.TrainerSpec(name="mine", load=lambda model, place: None, settings=("adapter",))  # type: ignore[arg-type, return-value]
+    mine = rg.extend.TrainerSpec(name="mine", load=lambda model, place: None, settings=("adapter",))  # type: ignore[arg-type, return-value]
     assert on(duel(model, second={"trainer": mine}), cores) == []
     assert on(duel(model), rg.Cluster(gpus=2)) == []
 

@@ -248,8 +248,8 @@ def test_measured_costs_are_taken_to_shared_passes_by_the_links_of_the_gpus(of_a
     plans = {ranks: rg.compile(graph, cluster) for ranks, graph in graphs.items()}  # by the roofline
     names = [node.name for node in plans[1].nodes]
     measured = NodeCost(token_s=1e-4, pass_s=1e-9, measured=Setting(2, 2, 32, Passes(of_a_pass)))
-    lengths = rg.Lengths((0.0, 1.0), (100.0, 100.0))
-    costs = rg.Costs(dict.fromkeys(names, 0.1) | {"update": measured}, source="measured", lengths=lengths)
+    lengths = rg.planning.Lengths((0.0, 1.0), (100.0, 100.0))
+    costs = rg.planning.Costs(dict.fromkeys(names, 0.1) | {"update": measured}, source="measured", lengths=lengths)
     seconds = {ranks: rg.compile(graph, cluster, costs).node("update").seconds for ranks, graph in graphs.items()}
     tokens = 32 * 100
     exchanged = 2 * 36 * 4 * 4096 * 2 / 2 / (450e9 * 0.7)  # forward and backward, four times a layer, half of the numbers, two bytes each
@@ -265,8 +265,10 @@ def test_measured_costs_are_taken_to_shared_experts_by_the_links_of_the_gpus(tmp
     given = {"micro_batch_tokens": 1 << 14, "recompute": True, "offload": "moments"}
     graphs = {ranks: loop(rg.Pool("train", gpus=2), model, expert_parallel=ranks, **given) for ranks in (1, 2)}
     measured = NodeCost(token_s=1e-4, measured=Setting(2, 2, 32, Passes(1 << 14)))
-    lengths = rg.Lengths((0.0, 1.0), (100.0, 100.0))
-    costs = rg.Costs(dict.fromkeys([node.name for node in graphs[1].nodes], 0.1) | {"update": measured}, source="measured", lengths=lengths)
+    lengths = rg.planning.Lengths((0.0, 1.0), (100.0, 100.0))
+    costs = rg.planning.Costs(
+        dict.fromkeys([node.name for node in graphs[1].nodes], 0.1) | {"update": measured}, source="measured", lengths=lengths
+    )
     seconds = {}
     for ranks, graph in graphs.items():
         seconds[ranks] = rg.compile(graph, cluster, costs).node("update").seconds
@@ -277,7 +279,7 @@ def test_measured_costs_are_taken_to_shared_experts_by_the_links_of_the_gpus(tmp
 
 def test_ranks_that_share_matrices_alone_gather_no_shards_and_launch_a_pass_as_one_rank_does() -> None:
     cost = NodeCost(token_s=1e-6, pass_s=1.0, sharded_pass_s=3.0)
-    lengths = rg.Lengths((0.0, 1.0), (100.0, 100.0), 10.0)
+    lengths = rg.planning.Lengths((0.0, 1.0), (100.0, 100.0), 10.0)
 
     def seconds(ranks: int, **sharing: int) -> float:
         return float(cost.seconds(Setting(ranks, ranks, 4, Passes(1000, **sharing)), lengths, 1, 4)[0])
@@ -288,13 +290,13 @@ def test_ranks_that_share_matrices_alone_gather_no_shards_and_launch_a_pass_as_o
 
 def test_measured_costs_that_are_taken_to_shared_passes_count_the_hosts_time_to_launch_them(tmp_path: Path) -> None:
     model, cluster = folder(tmp_path / "m"), rg.Cluster(gpus=4, gpu="H100")
-    lengths = rg.Lengths((0.0, 1.0), (1000.0, 1000.0))
+    lengths = rg.planning.Lengths((0.0, 1.0), (1000.0, 1000.0))
 
     def seconds(ranks: int, pass_s: float = 0.0) -> float:
         graph = loop(rg.Pool("train", gpus=2), model, tensor_parallel=ranks, micro_batch_tokens=1000, recompute=True)
         names = [node.name for node in rg.compile(graph, cluster).nodes]
         measured = NodeCost(token_s=1e-6, pass_s=pass_s, measured=Setting(2, 2, 32, Passes(1000)))
-        costs = rg.Costs(dict.fromkeys(names, 0.1) | {"update": measured}, source="measured", lengths=lengths)
+        costs = rg.planning.Costs(dict.fromkeys(names, 0.1) | {"update": measured}, source="measured", lengths=lengths)
         return rg.compile(graph, cluster, costs).node("update").seconds
 
     assert seconds(1) == pytest.approx(16 * 1e-3), "a GPU that sets the pace shows no time of its host"

@@ -17,13 +17,13 @@ from rlgraph.plan.schedule import Event, Span
 STEPS = 12
 SECONDS = {"prompts": 0.0, "rollout": 3.0, "reward": 0.25, "update": 2.0}
 SLEEP = {"generator": SleepCost(sleep_s=0.5, wake_s=0.125), "policy": SleepCost(sleep_s=0.0625, wake_s=1.0)}
-COSTS = rg.Costs(SECONDS, publish_s=0.25, receive_s=0.125, swap_s=0.125, sleep=SLEEP)
+COSTS = rg.planning.Costs(SECONDS, publish_s=0.25, receive_s=0.125, swap_s=0.125, sleep=SLEEP)
 WHOLE_S = 3.0 + 0.25 + 2.0 + 0.25 + 0.125 + 0.125 + 0.5 + 0.125 + 0.0625 + 1.0  # all events of a time-shared step, one after another
 IN_TURNS = Loop(depth=0, shared=True)
 H200, GB = rg.Cluster(gpus=1, gpu="H200"), 10**9
 
 
-def compiled(loop: Loop, costs: rg.Costs = COSTS, gpus: int = 1, gpu: str | None = None) -> rg.Plan:
+def compiled(loop: Loop, costs: rg.planning.Costs = COSTS, gpus: int = 1, gpu: str | None = None) -> rg.Plan:
     return rg.compile(loop.graph(), rg.Cluster(gpus=gpus, gpu=gpu), costs)
 
 
@@ -151,9 +151,9 @@ def test_sleep_costs_come_back_from_a_costs_file_and_are_estimated_where_it_has_
     plan, spans = run_of(IN_TURNS, 1, TAKEN)
     costs = measured_costs(plan, spans, [])
     costs.to_file(tmp_path / "costs.yaml")
-    assert rg.Costs.from_file(tmp_path / "costs.yaml") == costs
+    assert rg.planning.Costs.from_file(tmp_path / "costs.yaml") == costs
     (tmp_path / "old.yaml").write_text("nodes: {prompts: 0.0, rollout: 3.0, reward: 0.25, update: 2.0}\npublish_bytes: 4000000000\n")
-    old = rg.Costs.from_file(tmp_path / "old.yaml")
+    old = rg.planning.Costs.from_file(tmp_path / "old.yaml")
     assert old.sleep == {}
     assert {s.cost for s in compiled(IN_TURNS, old, gpu="H200").sleeps} == {"estimated"}
 
@@ -168,7 +168,7 @@ def test_sleep_costs_come_back_from_a_costs_file_and_are_estimated_where_it_has_
 def test_bad_sleep_costs_in_a_file_are_refused_with_the_place(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "costs.yaml").write_text(text)
     with pytest.raises(PlanError, match=message):
-        rg.Costs.from_file(tmp_path / "costs.yaml")
+        rg.planning.Costs.from_file(tmp_path / "costs.yaml")
 
 
 def test_sleep_costs_of_a_model_that_the_graph_lacks_are_refused() -> None:
@@ -183,7 +183,7 @@ def test_tune_counts_sleep_costs() -> None:
     free, costly = ({name: SleepCost(cost, cost) for name in SLEEP} for cost in (0.0, 2.0))
     seconds = {**SECONDS, "rollout": {1: 3.0, 2: 3.0}, "update": {1: 3.0, 2: 3.0}}
     best = {
-        name: rg.tune(build, rg.Cluster(gpus=2), rg.Costs(seconds, sleep=sleep), depth=(0, 1))
+        name: rg.tune(build, rg.Cluster(gpus=2), rg.planning.Costs(seconds, sleep=sleep), depth=(0, 1))
         for name, sleep in (("free", free), ("costly", costly))
     }
     time_shared = {name: next(t for t in found if t.settings["depth"] == 0).step_s for name, found in best.items()}
@@ -191,7 +191,7 @@ def test_tune_counts_sleep_costs() -> None:
 
 
 def test_consecutive_firings_of_one_model_are_one_time_slice() -> None:
-    plan = compiled(replace(IN_TURNS, reference="train", chunks=4), rg.Costs({**SECONDS, "ref_log_probs": 0.5}))
+    plan = compiled(replace(IN_TURNS, reference="train", chunks=4), rg.planning.Costs({**SECONDS, "ref_log_probs": 0.5}))
     names = [event.name for event in plan.schedule.events if event.kind in ("wake", "sleep")]
     assert names == [
         "wake for rollout 1/4",

@@ -80,7 +80,10 @@ WRONG = {
     "one value": (lambda: rg.tune(build, rg.Cluster(gpus=4), None, depth=1), r"as depth=\(1, 2\)"),  # type: ignore[arg-type]
     "an objective that is none": (lambda: rg.tune(build, rg.Cluster(gpus=4), by="speed"), "'tokens_per_s', 'gpu_s"),  # type: ignore[arg-type]
     "a cluster too small": (lambda: rg.tune(build, rg.Cluster(gpus=1), None), "tune found no plan: graph 'grpo' needs at least 2 GPUs"),
-    "costs that lack a node": (lambda: rg.tune(build, rg.Cluster(gpus=4), rg.Costs({"rollout": 1.0})), "costs lack node 'prompts'"),
+    "costs that lack a node": (
+        lambda: rg.tune(build, rg.Cluster(gpus=4), rg.planning.Costs({"rollout": 1.0})),
+        "costs lack node 'prompts'",
+    ),
 }
 
 

@@ -29,10 +29,10 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def measured(recompute: Recompute | None, token_s: float = 1e-4, pass_s: float = 0.0) -> rg.Costs:
+def measured(recompute: Recompute | None, token_s: float = 1e-4, pass_s: float = 0.0) -> rg.planning.Costs:
     update = NodeCost(token_s=token_s, pass_s=pass_s, measured=Setting(2, 2, 64, Passes(8192, recompute=recompute)))
     nodes = dict.fromkeys(["prompts", "rollout", "reward", "advantages"], 0.1) | {"update": update}
-    return rg.Costs(nodes, source="measured", lengths=rg.Lengths((0.0, 1.0), (1024.0, 1024.0), 8.0))
+    return rg.planning.Costs(nodes, source="measured", lengths=rg.planning.Lengths((0.0, 1.0), (1024.0, 1024.0), 8.0))
 
 
 @pytest.mark.parametrize(("tokens", "least"), [(4096, False), (16384, "selective"), (65536, True)])
@@ -54,7 +54,7 @@ def test_recomputing_is_chosen_where_the_long_passes_that_it_makes_room_for_take
 
 
 def test_costs_of_a_run_are_scaled_to_what_a_graph_computes_again(model: str) -> None:
-    def seconds(costs: rg.Costs, recompute: Recompute) -> float:
+    def seconds(costs: rg.planning.Costs, recompute: Recompute) -> float:
         return rg.compile(loop(model, recompute=recompute, micro_batch_tokens=4096), CLUSTER, costs).node("update").seconds
 
     without = [seconds(measured(False), recompute) for recompute in RECOMPUTE]
@@ -71,7 +71,7 @@ def test_a_plan_says_that_costs_were_measured_with_another_recompute(model: str,
     assert not any("recompute" in said for said in plans[False].prediction.assumed)
     assert plans[True].node("update").cost == "scaled"
     measured(False).to_file(tmp_path / "costs.yaml")
-    kept = rg.Costs.from_file(tmp_path / "costs.yaml").cost_of("update").measured
+    kept = rg.planning.Costs.from_file(tmp_path / "costs.yaml").cost_of("update").measured
     assert kept is not None
     assert kept.passes is not None
     assert kept.passes.recompute is False

@@ -18,7 +18,7 @@ found = warm.ForkedProcesses._wanted
 warm.ForkedProcesses._wanted = lambda self, spec: replace(found(self, spec), opens_gpus=alone)  # type: ignore[method-assign]
 generator = rg.Generator(model, pool=rg.Pool("rollout"), engine=ENGINE, sampling=rg.Sampling(max_tokens=4), dtype="float32")
 rollout = generator.rollout(rg.prompts(ITEMS, count=2, seed=3))
-with rg.warm(engines=True):
+with rg.runs.warm(engines=True):
     with rg.compile(rg.Graph("samples", rollout), rg.Cluster(cpus=2)).launch() as job:
         pid = job.pids["generator"]
         list(job.steps(1))

@@ -66,7 +66,7 @@ def job(
     *,
     encrypt: bool = False,
     hosts: int = HOSTS,
-    costs: rg.Costs | None = None,
+    costs: rg.planning.Costs | None = None,
 ) -> Job:
     plan = compile_plan(made, Cluster(cpus=2 * HOSTS, hosts=hosts), costs)
     return Job(made, plan, dispatch_name="placed", deadline_s=deadline_s, recovery=recovery, links=Links(encrypt=encrypt))
@@ -211,7 +211,7 @@ def encrypted(control: Control) -> Mapping[str, object]:
     return {**outcome, "same": losses[0] == losses[1]}
 
 
-def passed_on(control: Control, mib: int = 16, hosts: int = HOSTS, costs: rg.Costs | None = None) -> Mapping[str, object]:
+def passed_on(control: Control, mib: int = 16, hosts: int = HOSTS, costs: rg.planning.Costs | None = None) -> Mapping[str, object]:
     """Send versions to four generators; tell what came of them, the shape, and the bytes of a version on each host's link."""
     steps, before, outcome = 24, {}, {}
     with job(wide_weights.graph(mib), hosts=hosts, costs=costs) as running:
@@ -230,7 +230,7 @@ def passed_on(control: Control, mib: int = 16, hosts: int = HOSTS, costs: rg.Cos
 def through_a_tree(control: Control) -> Mapping[str, object]:
     """Send versions of 7 MiB, too small for parts, from two hosts to four others."""
     seconds = dict.fromkeys(("prompts", "rollout", "update"), 0.0)
-    return passed_on(control, 7, WIDER[THROUGH_A_TREE], rg.Costs(seconds, publish_bytes=7 << 20))
+    return passed_on(control, 7, WIDER[THROUGH_A_TREE], rg.planning.Costs(seconds, publish_bytes=7 << 20))
 
 
 def lost_within_a_version(control: Control, fault: Fault, heal: Fault | None = None) -> Mapping[str, object]:

@@ -15,7 +15,7 @@ def run(folder: Path, steps: int, depth: int, format: str) -> Iterator[int]:
     """Record steps, or those that are left, with small files of samples."""
     graph = fakes.vector_loop(depth, generate_s=0.01, train_s=0.01)
     recovery = Recovery(folder / "checkpoints", 4, 2)
-    samples = rg.Samples(share=0.5, format=format, file_bytes=1500)  # type: ignore[arg-type]
+    samples = rg.runs.Samples(share=0.5, format=format, file_bytes=1500)  # type: ignore[arg-type]
     with Job(graph, rg.compile(graph, rg.Cluster(cpus=2)), dispatch_name="forked", deadline_s=60.0, recovery=recovery) as job:
         for step in rg.record(job, steps, folder, samples=samples, quiet=True):
             yield step.index

@@ -1,4 +1,4 @@
-"""A program that launches inside of `rg.warm()`, for tests that end it: `python warm_program.py STEPS SECONDS` says its processes."""
+"""A program that launches inside of `rg.runs.warm()`, for tests that end it: `python warm_program.py STEPS SECONDS` says its processes."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ from rlgraph.errors import RlgraphError
 
 steps, train_s = int(sys.argv[1]), float(sys.argv[2])
 plan = rg.compile(fakes.vector_loop(1, generate_s=0.1, train_s=train_s), rg.Cluster(cpus=2))
-with rg.warm() as warm:
+with rg.runs.warm() as warm:
     late = plan.launch()
     with plan.launch() as job:
         print("has", *warm.pids, *job.pids.values(), flush=True)

@@ -69,8 +69,9 @@ def missing_paths(page: str) -> Iterator[str]:
 
 def missing_names(page: str) -> Iterator[str]:
     """Names of the public module, in prose and in code, and dotted names of the library."""
-    for name in sorted(set(re.findall(r"\brg\.([a-zA-Z_]\w*)", (ROOT / page).read_text()))):
-        if not hasattr(rg, name):
+    subjects = "|".join(rg._SUBJECTS)
+    for name in sorted(set(re.findall(rf"\brg\.((?:(?:{subjects})\.)?[a-zA-Z_]\w*)", (ROOT / page).read_text()))):
+        if not resolves(["rlgraph", *name.split(".")]):
             yield f"rg.{name}"
     for dotted in sorted(set(re.findall(r"\brlgraph(?:\.\w+)+", (ROOT / page).read_text()))):
         if not resolves(dotted.split(".")):

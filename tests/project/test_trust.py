@@ -18,7 +18,7 @@ ALLOWED = {
         "pickle",
         "Unpickler",
     },  # reads a checkpoint's table of contents with the few classes that it is made of
-    "runtime/worker/warm_worker.py": {"pickle"},  # what its own driver sends a worker of `rg.warm()`, in a file without a name
+    "runtime/worker/warm_worker.py": {"pickle"},  # what its own driver sends a worker of `rg.runs.warm()`, in a file without a name
     "runtime/driver/ray_dispatch.py": {"cloudpickle"},  # tries what Ray will send, and reads nothing back
 }
 

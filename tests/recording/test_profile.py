@@ -22,7 +22,7 @@ def plan() -> Plan:
     return rg.compile(fakes.vector_loop(1), rg.Cluster(cpus=2))
 
 
-def recorded(plan: Plan, folder: Path, profile: rg.Profile | None) -> Job:
+def recorded(plan: Plan, folder: Path, profile: rg.planning.Profile | None) -> Job:
     assert isinstance(plan.source, rg.Graph)
     with Job(plan.source, plan, dispatch_name="forked", deadline_s=60.0) as job:
         assert len(list(rg.record(job, 6, folder, profile=profile, quiet=True))) == 6
@@ -35,7 +35,7 @@ def calls(path: Path, name: str) -> int:
 
 
 def test_a_worker_is_profiled_at_the_steps_asked_for_and_the_report_links_its_files(plan: Plan, tmp_path: Path) -> None:
-    recorded(plan, tmp_path, rg.Profile(steps=(2, 4), workers="policy"))
+    recorded(plan, tmp_path, rg.planning.Profile(steps=(2, 4), workers="policy"))
     names = sorted(path.name for path in (tmp_path / "profiles").iterdir())
     assert names == [f"policy-steps-2-4{OPERATORS}", f"policy-steps-2-4{TRACE}"]
     page = (tmp_path / "run.html").read_text()
@@ -45,7 +45,7 @@ def test_a_worker_is_profiled_at_the_steps_asked_for_and_the_report_links_its_fi
 
 
 def test_the_command_line_asks_for_the_profile_of_the_first_run_that_is_recorded(plan: Plan, tmp_path: Path) -> None:
-    profiles.ask(rg.Profile((1, 2), "policy"))
+    profiles.ask(rg.planning.Profile((1, 2), "policy"))
     recorded(plan, tmp_path / "a", None)
     recorded(plan, tmp_path / "b", None)
     assert sorted(path.name for path in (tmp_path / "a" / "profiles").iterdir()) == [f"policy-steps-1-2{end}" for end in (OPERATORS, TRACE)]
@@ -53,14 +53,14 @@ def test_the_command_line_asks_for_the_profile_of_the_first_run_that_is_recorded
 
 
 def test_one_step_of_all_workers(plan: Plan, tmp_path: Path) -> None:
-    recorded(plan, tmp_path, rg.Profile(steps=5))
+    recorded(plan, tmp_path, rg.planning.Profile(steps=5))
     found = {path.name for path in (tmp_path / "profiles").glob(f"*{TRACE}")}
     assert found == {f"{worker.name}-steps-5-5{TRACE}" for worker in plan.workers}
 
 
 def test_a_profile_that_cannot_be_written_is_said_and_the_run_goes_on(plan: Plan, tmp_path: Path) -> None:
     (tmp_path / "profiles").write_text("a file where the folder should be")
-    job = recorded(plan, tmp_path, rg.Profile(steps=1, workers="update"))
+    job = recorded(plan, tmp_path, rg.planning.Profile(steps=1, workers="update"))
     assert [re.sub(r":.*", "", text) for text in job.notices] == ["worker 'policy' could not be profiled"]
 
 
@@ -75,4 +75,4 @@ def test_a_profile_that_cannot_be_written_is_said_and_the_run_goes_on(plan: Plan
 )
 def test_a_profile_without_effect_is_an_error(plan: Plan, profile: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=said):
-        rg.Profile(**profile).request(plan, 6, tmp_path)
+        rg.planning.Profile(**profile).request(plan, 6, tmp_path)

@@ -132,7 +132,7 @@ def test_samples_do_not_depend_on_the_chunks_of_a_rollout(everything: list[Any],
 
 
 def test_a_share_is_drawn_by_the_seed_and_is_part_of_all(everything: list[Any], model: str, tmp_path: Path) -> None:
-    few = recorded(tiny_graph(model, 1), tmp_path / "few", 3, rg.Samples(share=0.25, seed=1))
+    few = recorded(tiny_graph(model, 1), tmp_path / "few", 3, rg.runs.Samples(share=0.25, seed=1))
     assert Counter(sample["step"] for sample in few) == {0: 4, 1: 4, 2: 4}
     assert all(sample in everything for sample in few)
     rows = [sample["row"] for sample in few]
@@ -221,6 +221,6 @@ def test_a_file_that_was_cut_off_loses_its_last_line_alone(tmp_path: Path) -> No
 
 def test_a_bad_share_and_a_bad_format_are_errors() -> None:
     with pytest.raises(PlanError, match=r"Samples\(share=2\)"):
-        rg.Samples(share=2)
+        rg.runs.Samples(share=2)
     with pytest.raises(PlanError, match="format"):
-        rg.Samples(format="csv")  # type: ignore[arg-type]
+        rg.runs.Samples(format="csv")  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ def loss_of(folder: Path) -> dict[int, float]:
 def test_tensorboard_reads_each_step_once_after_a_resume(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    twice(tmp_path, rg.sinks.TensorBoard)
+    twice(tmp_path, rg.runs.sinks.TensorBoard)
     found = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"tensors": 0, "scalars": 0}).Reload()
     losses = [(event.step, event.value) for event in found.Scalars("loss")]
     assert losses == [(step, pytest.approx(value, rel=1e-6)) for step, value in loss_of(tmp_path).items()]
@@ -108,7 +108,7 @@ def wandb_records(folder: Path) -> tuple[set[str], list[tuple[int, dict[str, Any
 
 @pytest.mark.filterwarnings("ignore")
 def test_wandb_offline_goes_on_with_the_same_run_and_no_step_comes_twice(tmp_path: Path) -> None:
-    twice(tmp_path, lambda: rg.sinks.WandB(project="test", mode="offline"))
+    twice(tmp_path, lambda: rg.runs.sinks.WandB(project="test", mode="offline"))
     ids, history, settings = wandb_records(tmp_path / "run")
     assert len(ids) == 1
     steps = [step for step, values in history if "loss" in values]
@@ -125,7 +125,7 @@ def test_mlflow_goes_on_with_the_same_run_and_no_step_comes_twice(tmp_path: Path
     from mlflow import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    twice(tmp_path, lambda: rg.sinks.MLflow(experiment="test"))
+    twice(tmp_path, lambda: rg.runs.sinks.MLflow(experiment="test"))
     client = MlflowClient(
         (tmp_path / "mlruns").as_uri() if not importlib.util.find_spec("sqlalchemy") else f"sqlite:///{tmp_path}/mlflow.db"
     )
@@ -151,12 +151,12 @@ def test_a_step_that_mlflow_had_in_part_when_the_run_was_killed_is_completed_and
     from mlflow.entities import Metric
 
     uri = (tmp_path / "store").as_uri() if store == "file" else f"sqlite:///{tmp_path}/store.db"
-    first = rg.sinks.MLflow(uri=uri)
+    first = rg.runs.sinks.MLflow(uri=uri)
     known = first.start(RecordedRun("run", tmp_path, {}, "id"))
     first.scalars(0, {"loss": 0.5, "reward": 1.0})
     client = MlflowClient(uri)
     client.log_batch(known, metrics=[Metric("loss", 0.25, 1, 1)])  # killed in the middle of step 1
-    again = rg.sinks.MLflow(uri=uri)
+    again = rg.runs.sinks.MLflow(uri=uri)
     assert again.start(RecordedRun("run", tmp_path, {}, known, finished=1, resumed=True)) == known
     for step in (1, 2):
         again.scalars(step, {"loss": 0.25, "reward": float(step), "new": 3.0})
@@ -189,7 +189,7 @@ def test_a_step_counts_as_logged_once_its_samples_are(tmp_path: Path) -> None:
 def test_names_that_mlflow_refuses_are_mapped_and_numbers_that_are_none_left_out(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
-    sink = rg.sinks.MLflow(uri=(tmp_path / "store").as_uri())
+    sink = rg.runs.sinks.MLflow(uri=(tmp_path / "store").as_uri())
     id = sink.start(RecordedRun("run", tmp_path, {"a@b": "x" * 1000}, "0"))
     sink.scalars(0, {"val/acc/mean@8": 0.5, "what?": 1.0, "what!": 2.0, "loss": float("nan")})
     data = MlflowClient((tmp_path / "store").as_uri()).get_run(id).data
@@ -200,7 +200,7 @@ def test_names_that_mlflow_refuses_are_mapped_and_numbers_that_are_none_left_out
 def test_a_metric_whose_name_is_a_folder_of_another_is_kept_in_a_store_of_files(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
-    sink = rg.sinks.MLflow(uri=str(tmp_path / "store"))
+    sink = rg.runs.sinks.MLflow(uri=str(tmp_path / "store"))
     id = sink.start(RecordedRun("run", tmp_path, {}, "0"))
     for step in range(2):
         sink.scalars(step, {"turns": 3.0, "turns/p90": 5.0, "loss/mean": 0.5, "loss": 0.25})
@@ -218,7 +218,7 @@ def test_a_step_that_tensorboard_had_in_part_when_the_run_was_killed_is_there_on
         "".join(json.dumps({"step": step, "staleness": 1, **values}) + "\n" for step, values in losses.items())
     )
     for finished, steps in ((0, (0, 1)), (2, (2,))):
-        feeds = sinks.SinkFeeds([rg.sinks.TensorBoard()], RecordedRun("run", tmp_path, {}, "id", finished=finished), print)
+        feeds = sinks.SinkFeeds([rg.runs.sinks.TensorBoard()], RecordedRun("run", tmp_path, {}, "id", finished=finished), print)
         for step in steps:
             feeds.step(step, losses[step])
         feeds.close("ended", [])
@@ -233,7 +233,7 @@ def test_a_step_that_tensorboard_had_in_part_when_the_run_was_killed_is_there_on
 def test_texts_of_samples_stay_in_their_cell_of_a_table_of_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    sink = rg.sinks.TensorBoard(folder=tmp_path)
+    sink = rg.runs.sinks.TensorBoard(folder=tmp_path)
     sink.start(RecordedRun("run", tmp_path, {}, "0"))
     sink.samples(0, [sample(0, 0, response=f"a | b\n{HOSTILE}")])
     sink.close("ended")
@@ -328,12 +328,12 @@ def test_steps_that_a_killed_run_had_queued_come_from_its_files(tmp_path: Path) 
 def test_a_missing_package_is_an_error_with_the_command(sink: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlgraph.recording.sinks.find_spec", lambda name: None)
     with pytest.raises(PlanError, match=rf"pip install 'rlgraph-dataflow\[{extra}\]'"):
-        getattr(rg.sinks, sink)()
+        getattr(rg.runs.sinks, sink)()
 
 
 def test_importing_and_declaring_sinks_imports_no_logger() -> None:
     code = (
-        "import sys, rlgraph as rg; rg.sinks.TensorBoard(), rg.sinks.WandB(), rg.sinks.MLflow();"
+        "import sys, rlgraph as rg; rg.runs.sinks.TensorBoard(), rg.runs.sinks.WandB(), rg.runs.sinks.MLflow();"
         "print([m for m in ('wandb', 'mlflow', 'tensorboardX', 'pyarrow') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)

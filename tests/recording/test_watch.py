@@ -46,7 +46,7 @@ def test_a_browser_sees_steps_come_in_and_keeps_what_was_chosen(job: Job, tmp_pa
     monkeypatch.setattr(watch, "PART", 1e9)
     folder = tmp_path / "run"
     folder.mkdir()
-    with rg.watch(folder) as view, Browser(tmp_path) as browser:
+    with rg.runs.watch(folder) as view, Browser(tmp_path) as browser:
         browser.open(view.url)
         browser.until("document.getElementById('state')?.textContent === 'No step of this run is done yet.'")
         steps = rg.record(job, 12, folder, samples=1.0, quiet=True)
@@ -78,7 +78,7 @@ def test_it_listens_on_loopback_alone_and_refuses_other_names_and_files(tmp_path
     (tmp_path / "secret.txt").write_text("secret")
     (tmp_path / PROFILES).mkdir()
     (tmp_path / PROFILES / "policy-0.trace.json").write_text("{}")
-    with rg.watch(tmp_path) as view:
+    with rg.runs.watch(tmp_path) as view:
         assert view._server.server_address[0] == "127.0.0.1"
         assert answer(view, "/")[0] == 200
         assert json.loads(answer(view, "/state")[1])["said"] == "not known to run"
@@ -116,12 +116,12 @@ def test_a_run_that_fails_and_one_that_is_left_say_so(job: Job, tmp_path: Path) 
 
 def test_a_folder_that_is_not_there_and_a_port_in_use_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such folder; give the one that"):
-        rg.watch(tmp_path / "none")
-    with rg.watch(tmp_path) as view, pytest.raises(DataError, match="Address already in use; give a port that is free"):
-        rg.watch(tmp_path, int(view.url.rstrip("/").rpartition(":")[2]))
+        rg.runs.watch(tmp_path / "none")
+    with rg.runs.watch(tmp_path) as view, pytest.raises(DataError, match="Address already in use; give a port that is free"):
+        rg.runs.watch(tmp_path, int(view.url.rstrip("/").rpartition(":")[2]))
 
 
 def test_recording_into_a_file_is_an_error_of_rlgraph(job: Job, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(rg.PlanError, match="it is a file; give a folder"):
+    with pytest.raises(rg.errors.PlanError, match="it is a file; give a folder"):
         next(rg.record(job, 1, tmp_path / "run"))

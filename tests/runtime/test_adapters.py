@@ -117,8 +117,8 @@ def test_both_exports_and_those_of_a_checkpoint_are_the_trained_adapter(run: dic
     assert merged.keys() == set(expected)
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
     assert run["merged"].parameters == sum(tensor.numel() for tensor in merged.values())
-    rg.export(run["folder"] / "whole", tmp_path / "apart", "float32", adapter="apart")
-    rg.export(run["folder"] / "whole", tmp_path / "merged", "float32")
+    rg.runs.export(run["folder"] / "whole", tmp_path / "apart", "float32", adapter="apart")
+    rg.runs.export(run["folder"] / "whole", tmp_path / "merged", "float32")
     for form, file in (("apart", "adapter_model.safetensors"), ("merged", "model.safetensors"), ("apart", "adapter_config.json")):
         assert (tmp_path / form / file).read_bytes() == (run["folder"] / form / file).read_bytes()
     assert json.loads((tmp_path / "apart" / "adapter_config.json").read_text())["base_model_name_or_path"] == model
@@ -178,7 +178,7 @@ def test_the_size_of_an_adapter_is_that_of_its_matrices(run: dict[str, Any], mod
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "shared matrices": (lambda m: loop(m, tensor_parallel=2), "ranks that share matrices"),
-    "muon": (lambda m: rg.Policy(m, pool=rg.Pool("p"), adapter=LORA, optimizer=rg.Muon()), "whole matrices"),
+    "muon": (lambda m: rg.Policy(m, pool=rg.Pool("p"), adapter=LORA, optimizer=rg.optim.Muon()), "whole matrices"),
     "load balance": (lambda m: loop(m, load_balance=0.1), "routers of experts are frozen"),
     "another folder": (lambda m: loop(m, other="elsewhere"), "give the same path"),
     "an engine without tests": (lambda m: loop(m, engine="sglang"), "its engine is not tested with adapters"),
@@ -240,10 +240,10 @@ def with_a_critic(model: str) -> rg.Graph:
     weights = rg.feedback("weights", depth=1)
     rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}, {"prompt": "2 + 3 ="}], count=4), weights)
     old, ref, values = policy.log_probs(rollout), policy.base_log_probs(rollout), critic.values(rollout)
-    shaped = rg.kl_shaped_rewards(rollout, small_tokens(rollout), old, ref, coef=0.1)
+    shaped = rg.stages.kl_shaped_rewards(rollout, small_tokens(rollout), old, ref, coef=0.1)
     targets = rg.advantages(rollout, shaped, values, estimator=rg.GAE())
     step = policy.update(rollout, old, targets, loss=rg.ClippedLoss())
-    critic_step = critic.update(rollout, values, targets, loss=rg.ValueLoss())
+    critic_step = critic.update(rollout, values, targets, loss=rg.losses.ValueLoss())
     weights.close(step.weights)
     return rg.Graph("critic", step.metrics, critic_step.metrics)
 

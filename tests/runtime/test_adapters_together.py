@@ -141,7 +141,7 @@ def test_adapters_of_one_pool_go_on_from_a_checkpoint_with_the_same_bits(
         check({**found[name], "learnt": learnt(first + second, name)}, alone[name])
     for name in NAMES:  # the checkpoint of the run that was never stopped holds them as well
         policy = worker_of(job, f"{name} update")
-        rg.export(folder / "together", tmp_path / name, "float32", policy=policy, adapter="apart")
+        rg.runs.export(folder / "together", tmp_path / name, "float32", policy=policy, adapter="apart")
         assert equal(read_adapter(tmp_path / name), alone[name]["apart"])
 
 

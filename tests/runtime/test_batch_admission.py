@@ -100,7 +100,7 @@ def test_a_continuous_rollout_shares_its_pool_with_no_other_model(model: Path) -
     policy = rg.Policy(str(model), pool=rg.Pool("train"))
     weights = rg.feedback("weights", depth=1)
     rollout = generator.rollout(rg.prompts(ITEMS, count=4), weights, continuous=True)
-    rewards = rg.kl_shaped_rewards(rollout, odd_tokens(rollout), policy.log_probs(rollout), reference.log_probs(rollout), coef=0.1)
+    rewards = rg.stages.kl_shaped_rewards(rollout, odd_tokens(rollout), policy.log_probs(rollout), reference.log_probs(rollout), coef=0.1)
     step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.GRPO()), loss=rg.ClippedLoss())
     weights.close(step.weights)
     with pytest.raises(rg.RlgraphError, match=r"node 'rollout' has continuous=True.*run in the same pool 'rollout'"):

@@ -60,7 +60,7 @@ def test_pairs_in_any_number_of_passes_take_the_gradient_of_the_pairs(model: str
 def test_an_update_on_two_batches_takes_the_weighted_sum_of_their_gradients(model: str) -> None:
     trained, reference = policy(model, micro_batch_tokens=64), rg.Reference(model, pool=rg.Pool("ref"), dtype="float32")
     sums, two = rg.examples(SUMS, 5, trained), rg.pairs(PAIRS, 2, trained)
-    also = [([two, reference.log_probs(two)], rg.IPO(beta=0.5), 0.25)]
+    also = [([two, reference.log_probs(two)], rg.losses.IPO(beta=0.5), 0.25)]
     (metrics,) = run(trained.update(sums, loss=rg.SFTLoss(), also=also).metrics)
     net, of_pairs = forward_log_probs(model, read_first_batch(two))
     columns = read_first_batch(sums)

@@ -43,7 +43,7 @@ def loop(model: str, depth: int, **options: Any) -> rg.Graph:
     policy = DigestPolicy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=2e-3), dtype="float32")
     weights = rg.feedback("weights", depth=depth, buffers=2)
     prompts = rg.prompts(ITEMS, count=GROUPS, seed=3)
-    rollout = generator.rollout(prompts, weights, group_size=2, refill=rg.Refill(reward=often_constant), **options)
+    rollout = generator.rollout(prompts, weights, group_size=2, refill=rg.options.Refill(reward=often_constant), **options)
     advantages = rg.advantages(rollout, estimator=rg.GRPO())
     step = policy.update(rollout, advantages, loss=rg.ClippedLoss(clip_high=0.28, aggregation="token-mean"))
     weights.close(step.weights)

@@ -23,9 +23,9 @@ def student_and_teachers(model: str, **update: Any) -> rg.Graph:
     teachers = {name: rg.Teacher(update.pop(name, model), pool=rg.Pool(name), dtype="float32") for name in ("maths", "code")}
     prompts = rg.prompts([{"prompt": "1 + 1 =", "data_source": "maths"}, {"prompt": "def f", "data_source": "code"}], count=2)
     rollout = generator.rollout(prompts, weights, group_size=2)
-    scored = rg.by_source(prompts, rollout, teachers=teachers, top_k=update.pop("top_k"))
+    scored = rg.options.by_source(prompts, rollout, teachers=teachers, top_k=update.pop("top_k"))
     if "loss" not in update:
-        scored = rg.advantages(rollout, scored, estimator=rg.TeacherKL())
+        scored = rg.advantages(rollout, scored, estimator=rg.estimators.TeacherKL())
     step = trained.update(rollout, scored, loss=update.get("loss", rg.ClippedLoss()))
     weights.close(step.weights)
     return rg.Graph("distill", step.metrics)
@@ -33,7 +33,7 @@ def student_and_teachers(model: str, **update: Any) -> rg.Graph:
 
 @pytest.mark.parametrize("top_k", [8, None])
 def test_a_teacher_with_the_students_weights_teaches_nothing_and_another_one_does(model: str, top_k: int | None, tmp_path: Path) -> None:
-    loss = {} if top_k is None else {"loss": rg.DistillationLoss(divergence="reverse_kl")}
+    loss = {} if top_k is None else {"loss": rg.losses.DistillationLoss(divergence="reverse_kl")}
     with rg.compile(student_and_teachers(model, top_k=top_k, **loss), rg.Cluster(cpus=2)).run_here() as job:
         (same,) = job.steps(1)
     assert same.metrics["actor/grad_norm"] < 1e-3
@@ -51,8 +51,8 @@ def test_a_teacher_without_a_row_of_its_source_scores_nothing(model: str, top_k:
         teachers = {name: rg.Teacher(model, pool=rg.Pool(name), dtype="float32") for name in ("a", "a.b")}
         trained = policy(model)
         source = rg.examples([{**row, "data_source": own} for row in SUMS], 4, trained)
-        scored = rg.by_source(source, teachers=teachers, top_k=top_k)
-        (metrics,) = run(trained.update(source, scored, loss=rg.DistillationLoss()).metrics)
+        scored = rg.options.by_source(source, teachers=teachers, top_k=top_k)
+        (metrics,) = run(trained.update(source, scored, loss=rg.losses.DistillationLoss()).metrics)
         assert metrics["actor/distillation"] == pytest.approx(0.0, abs=1e-5)
         assert [metrics[f"teachers/{name}"] for name in teachers] == [4.0 * (name == own) for name in teachers]
 
@@ -69,7 +69,7 @@ def test_each_row_is_scored_by_the_teacher_of_its_source(model: str, tmp_path: P
         seen.update(batch)
         return {"rewards": torch.zeros(len(batch["data_sources"]))}
 
-    run(look(source, rg.by_source(source, teachers=teachers, top_k=top_k)))
+    run(look(source, rg.options.by_source(source, teachers=teachers, top_k=top_k)))
     of_each = {name: forward_log_probs(folder, read_first_batch(source))[1].detach() for name, folder in folders.items()}
     assert not torch.allclose(*of_each.values(), atol=1e-2)
     assert set(seen["data_sources"]) == set(folders)
@@ -83,7 +83,7 @@ def test_whole_distributions_reach_the_loss_as_the_models_own_forward_gives_them
     other = str(tiny_model(tmp_path / "other", vocab=288, tied=False))
     trained, teacher = policy(model, micro_batch_tokens=40), rg.Teacher(other, pool=rg.Pool("teacher"), dtype="float32")
     source = rg.examples(SUMS, 4, trained)
-    step = trained.update(source, teacher.top_log_probs(source, top_k=None), loss=rg.DistillationLoss())
+    step = trained.update(source, teacher.top_log_probs(source, top_k=None), loss=rg.losses.DistillationLoss())
     (metrics,) = run(step.metrics)
     columns = read_first_batch(source)
     nets = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (model, other)]

@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
     "another dtype": (lambda m, o: loop(m, policy={"dtype": "bfloat16"}), r"dtype='bfloat16', and has .* use .*dtype='bfloat16'\)"),
     "an engine on several GPUs": (lambda m, o: loop(m, generator={"tensor_parallel": 2}), "spans 2 GPUs, which add up in another order"),
     "fp8 weights": (lambda m, o: loop(m, generator={"weights_dtype": "fp8"}), "its engine has weights_dtype="),
-    "guessed tokens": (lambda m, o: loop(m, generator={"drafts": rg.PromptLookup()}), "its engine has drafts="),
+    "guessed tokens": (lambda m, o: loop(m, generator={"drafts": rg.options.PromptLookup()}), "its engine has drafts="),
     "top_p": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, top_p=0.9)}), "top_p=0.9, .* use top_p=1"),
     "top_k": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, top_k=9)}), "top_k=9 .* use top_p=1, top_k=0"),
     "greedy": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, temperature=0)}), "a temperature above 0"),

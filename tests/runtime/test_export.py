@@ -45,7 +45,7 @@ def graph_of(model: Path, depth: int = 1, *, ranks: int | None = None, critic: P
         judge = rg.Critic(str(critic), pool=rg.Pool("critic"), optimizer=rg.AdamW(lr=1e-3), dtype="float32")
         values = judge.values(rollout)
         advantages = rg.advantages(rollout, rewards, values, estimator=rg.GAE())
-        outputs.append(judge.update(rollout, advantages, values, loss=rg.ValueLoss()).metrics)
+        outputs.append(judge.update(rollout, advantages, values, loss=rg.losses.ValueLoss()).metrics)
     step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
     weights.close(step.weights)
     return rg.Graph("tiny", step.metrics, *outputs)
@@ -114,9 +114,9 @@ def test_plain_vllm_answers_from_an_export_as_transformers_does(trained: tuple[P
 
 def test_a_checkpoint_exports_the_same_files_as_the_job(trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
     folder, _ = trained
-    told = rg.export(folder / "checkpoints", tmp_path / "newest")
+    told = rg.runs.export(folder / "checkpoints", tmp_path / "newest")
     assert told.step == 2
-    rg.export(folder / "checkpoints" / "step-00000002", tmp_path / "named", dtype="float32")
+    rg.runs.export(folder / "checkpoints" / "step-00000002", tmp_path / "named", dtype="float32")
     for found, live in (("newest", "live"), ("named", "live32")):
         ours, theirs = bytes_in(tmp_path / found), bytes_in(folder / live)
         assert ours.keys() == theirs.keys()
@@ -150,7 +150,7 @@ def test_the_card_has_graph_settings_and_figures_and_no_folder_of_this_machine(
     trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path
 ) -> None:
     folder, _ = trained
-    rg.export(folder / "checkpoints", tmp_path / "out")
+    rg.runs.export(folder / "checkpoints", tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     for said in ("# tiny: policy after 2 steps", "```mermaid", "| actor/pg_loss |", "### policy of update", "| optimizer.lr | 0.001 |"):
@@ -178,7 +178,7 @@ def test_a_checkpoint_exports_from_another_folder_than_that_of_its_run(tmp_path:
         list(job.steps(1))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert rg.export(tmp_path / "checkpoints", "out").step == 1
+    assert rg.runs.export(tmp_path / "checkpoints", "out").step == 1
 
 
 def test_a_critic_is_exported_by_its_name_and_is_a_critic_again(model: Path, tmp_path: Path) -> None:
@@ -189,9 +189,9 @@ def test_a_critic_is_exported_by_its_name_and_is_a_critic_again(model: Path, tmp
         job.export(tmp_path / "policy")
         job.export(tmp_path / "critic", policy="critic", dtype="float32")
         live = live_weights(job, "critic")
-        with pytest.raises(rg.ExportError, match=r"the trained models are \['policy', 'critic'\]|\['critic', 'policy'\]"):
+        with pytest.raises(rg.errors.ExportError, match=r"the trained models are \['policy', 'critic'\]|\['critic', 'policy'\]"):
             job.export(tmp_path / "other", policy="actor")
-    rg.export(tmp_path / "checkpoints", tmp_path / "again", "float32", "critic")
+    rg.runs.export(tmp_path / "checkpoints", tmp_path / "again", "float32", "critic")
     assert weights_in(tmp_path / "again").keys() == weights_in(tmp_path / "critic").keys()
     loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "critic")
     assert torch.equal(loaded.score.weight, live["score.weight"])
@@ -203,36 +203,36 @@ def test_what_cannot_be_exported_is_one_error_before_anything_is_written(
     trained: tuple[Path, dict[str, torch.Tensor]], model: Path, tmp_path: Path
 ) -> None:
     folder, _ = trained
-    with pytest.raises(rg.CheckpointError, match="does not exist"):
-        rg.export(tmp_path / "none", tmp_path / "out")
-    with pytest.raises(rg.CheckpointError, match="holds none"):
-        rg.export(tmp_path, tmp_path / "out")
-    with pytest.raises(rg.ExportError, match="replaces nothing"):
-        rg.export(folder / "checkpoints", tmp_path)
-    with pytest.raises(rg.PlanError, match="dtype is one of"):
-        rg.export(folder / "checkpoints", tmp_path / "out", dtype="float16")  # type: ignore[arg-type]
+    with pytest.raises(rg.errors.CheckpointError, match="does not exist"):
+        rg.runs.export(tmp_path / "none", tmp_path / "out")
+    with pytest.raises(rg.errors.CheckpointError, match="holds none"):
+        rg.runs.export(tmp_path, tmp_path / "out")
+    with pytest.raises(rg.errors.ExportError, match="replaces nothing"):
+        rg.runs.export(folder / "checkpoints", tmp_path)
+    with pytest.raises(rg.errors.PlanError, match="dtype is one of"):
+        rg.runs.export(folder / "checkpoints", tmp_path / "out", dtype="float16")  # type: ignore[arg-type]
     broken = tmp_path / "broken"
     shutil.copytree(folder / "checkpoints" / "step-00000002", broken)
     shard = next((broken / "policy").glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    with pytest.raises(rg.CheckpointError, match="is not what was written"):
-        rg.export(broken, tmp_path / "out")
-    with local_job(fakes.vector_loop(0), None) as job, pytest.raises(rg.ExportError, match="nothing to export"):
+    with pytest.raises(rg.errors.CheckpointError, match="is not what was written"):
+        rg.runs.export(broken, tmp_path / "out")
+    with local_job(fakes.vector_loop(0), None) as job, pytest.raises(rg.errors.ExportError, match="nothing to export"):
         job.export(tmp_path / "out")
     gone = tmp_path / "gone"
     shutil.copytree(model, gone)
     with local_job(graph_of(gone), tmp_path / "checkpoints") as job:
         list(job.steps(1))
         shutil.rmtree(gone)
-        with pytest.raises(rg.ExportError, match="which cannot be used"):
+        with pytest.raises(rg.errors.ExportError, match="which cannot be used"):
             job.export(tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_exports_every_few_steps_need_a_folder_of_checkpoints_and_one_policy(model: Path) -> None:
-    with pytest.raises(rg.PlanError, match="say where"):
+    with pytest.raises(rg.errors.PlanError, match="say where"):
         rg.compile(graph_of(model), rg.Cluster(cpus=2)).launch(export_every=2)
-    with pytest.raises(rg.ExportError, match="nothing to export"):
+    with pytest.raises(rg.errors.ExportError, match="nothing to export"):
         rg.compile(fakes.vector_loop(0), rg.Cluster(cpus=2)).launch(checkpoint="never made", export_every=2)
 
 
@@ -246,11 +246,11 @@ def test_two_ranks_export_between_steps_what_their_checkpoint_holds(model: Path,
             assert exports == [f"step-{done:08d}" for done in (2, 4) if done <= step.index + 1]
             if step.index == 2:
                 assert 3 <= job.export(tmp_path / "between").step <= 4
-                with pytest.raises(rg.ExportError, match="replaces nothing"):
+                with pytest.raises(rg.errors.ExportError, match="replaces nothing"):
                     job.export(tmp_path / "between")
         job.export(tmp_path / "last")
-    rg.export(tmp_path / "checkpoints", tmp_path / "last again")
-    rg.export(tmp_path / "checkpoints" / "step-00000004", tmp_path / "4 again")
+    rg.runs.export(tmp_path / "checkpoints", tmp_path / "last again")
+    rg.runs.export(tmp_path / "checkpoints" / "step-00000004", tmp_path / "4 again")
     for live, stored in ((tmp_path / "last", "last again"), (tmp_path / "checkpoints" / "exports" / "step-00000004", "4 again")):
         assert (live / "model.safetensors").read_bytes() == (tmp_path / stored / "model.safetensors").read_bytes()
     with rg.compile(graph_of(model), rg.Cluster(cpus=2)).run_here() as here:

@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_leaving_the_block_ends_what_is_kept(model: Path) -> None:
-    with rg.warm(engines=True):
+    with rg.runs.warm(engines=True):
         _, pid = run_job(renewable_loop(model))
         assert forked_workers.alive(pid)
     assert wait_until_gone(pid)
@@ -46,7 +46,7 @@ def test_a_process_that_opens_gpus_as_it_imports_is_a_worker_itself(model: Path,
         return replace(found, opens_gpus=found.engine is not None)
 
     monkeypatch.setattr(ForkedProcesses, "_wanted", alone)
-    with rg.warm(engines=True) as warm:
+    with rg.runs.warm(engines=True) as warm:
         first, pid = run_job(renewable_loop(model))
         assert first == run_here(renewable_loop(model), 3)
         assert pid in warm.pids
@@ -114,14 +114,14 @@ def test_what_an_engine_said_as_it_loaded_is_said_in_each_job_and_nothing_else()
 @pytest.mark.vllm
 def test_an_engine_of_vllm_is_kept_and_its_jobs_are_those_of_engines_started_anew(model: Path, tmp_path: Path) -> None:
     mine, other = shutil.copytree(model, tmp_path / "mine"), tiny_model(tmp_path / "other", seed=5)
-    with rg.warm(engines=True):
+    with rg.runs.warm(engines=True):
         first, pid = run_job(renewable_loop(mine, "vllm"))
         longer, same = run_job(renewable_loop(mine, "vllm", depth=0, max_tokens=9), 2)
         assert run_job(renewable_loop(mine, "vllm")) == (first, pid)
         shutil.copy(other / "model.safetensors", mine / "model.safetensors")
         changed = run_job(renewable_loop(mine, "vllm"))
         assert same == changed[1] == pid
-    with rg.warm():
+    with rg.runs.warm():
         assert run_job(renewable_loop(mine, "vllm"))[0] == changed[0] != first
         shutil.copy(model / "model.safetensors", mine / "model.safetensors")
         assert run_job(renewable_loop(mine, "vllm", depth=0, max_tokens=9), 2)[0] == longer

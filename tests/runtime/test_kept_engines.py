@@ -1,4 +1,4 @@
-"""Engines that stay loaded from one launch to the next inside of `rg.warm(engines=True)`: a job cannot tell one from a new engine."""
+"""Engines that stay loaded from one launch to the next inside of `rg.runs.warm(engines=True)`: a job cannot tell one from a new engine."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.stage("jobs")
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> Iterator[None]:
-    with rg.warm(engines=True):
+    with rg.runs.warm(engines=True):
         yield
 
 
@@ -98,7 +98,7 @@ def test_a_job_resumes_from_a_checkpoint_with_a_kept_engine(model: Path, tmp_pat
 
 def test_an_engine_that_cannot_be_kept_is_said_to_start_anew(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, pid = run_job(renewable_loop(model, "transformers"), 1)
-    assert "rg.warm(engines=True) does not keep the engine of 'generator', which each launch starts anew" in caplog.text
+    assert "rg.runs.warm(engines=True) does not keep the engine of 'generator', which each launch starts anew" in caplog.text
     assert wait_until_gone(pid)
 
 
@@ -109,12 +109,12 @@ class Tells:
     def __init__(self, answer: str) -> None:
         self.answer = answer
 
-    async def reset(self) -> list[rg.Message]:
+    async def reset(self) -> list[rg.agents.Message]:
         print("said by an agent", flush=True)
-        return [rg.Message("user", self.answer)]
+        return [rg.agents.Message("user", self.answer)]
 
-    async def step(self, said: rg.Message) -> rg.Turn:
-        return rg.Turn([], reward=WORTH, done=True)
+    async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
+        return rg.agents.Turn([], reward=WORTH, done=True)
 
     async def close(self) -> None:
         pass

@@ -56,11 +56,11 @@ def ppo(
     prompts = rg.prompts(ITEMS, count=8, seed=3)
     rollout = writer.rollout(prompts, weights, group_size=2, chunks=chunks)
     old, ref, values = trained.log_probs(rollout), reference.log_probs(rollout), critic.values(rollout)
-    shaped = rg.kl_shaped_rewards(rollout, odd_tokens(rollout), old, ref, coef=0.01)
+    shaped = rg.stages.kl_shaped_rewards(rollout, odd_tokens(rollout), old, ref, coef=0.01)
     targets = rg.advantages(rollout, shaped, values, estimator=rg.GAE(gamma=1.0, lam=0.95))
     walks = {"epochs": epochs, "mini_batches": mini_batches}
     step = trained.update(rollout, old, targets, loss=rg.ClippedLoss(), critic_warmup=critic_warmup, **walks)
-    critic_step = critic.update(rollout, values, targets, loss=rg.ValueLoss(), **walks)
+    critic_step = critic.update(rollout, values, targets, loss=rg.losses.ValueLoss(), **walks)
     weights.close(step.weights)
     return rg.Graph("ppo", step.metrics, critic_step.metrics)
 

@@ -68,7 +68,7 @@ def rows(batch: Columns) -> tuple[rg.Columns, dict[str, float]]:
 def talking(notes: Path | None, kill: bool = False) -> Any:
     """Make a program of three turns by the official client. With `kill` it kills its process once, in the middle of a step."""
 
-    async def talk(client: rg.AgentClient, prompt: str) -> float:
+    async def talk(client: rg.agents.AgentClient, prompt: str) -> float:
         from openai import AsyncOpenAI
 
         messages: list[Any] = [{"role": "user", "content": prompt}]

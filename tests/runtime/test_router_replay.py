@@ -20,7 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_moe(tmp_path_factory.mktemp("model")))
 
 
-async def asks(client: rg.AgentClient) -> float:
+async def asks(client: rg.agents.AgentClient) -> float:
     return 0.0
 
 

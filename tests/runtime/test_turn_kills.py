@@ -51,19 +51,19 @@ def loop(model: Path, notes: Path, kill: bool) -> rg.Graph:
         def __init__(self, answer: str) -> None:
             self.answer, self.turns = answer, 0
 
-        async def reset(self) -> list[rg.Message]:
+        async def reset(self) -> list[rg.agents.Message]:
             self.lease = rg.environments.lease(["/bin/sh", "-c", f"echo {self.answer} >> {notes}/freed"])
             with (notes / "begun").open("a") as file:
                 file.write(f"{self.answer}\n")
-            return [rg.Message("user", self.answer)]
+            return [rg.agents.Message("user", self.answer)]
 
-        async def step(self, said: rg.Message) -> rg.Turn:
+        async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
             self.turns += 1
             begun = len((notes / "begun").read_text().splitlines())
             if kill and self.turns == 2 and begun > 40 and not (notes / "killed").exists():
                 (notes / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
-            return rg.Turn([rg.Message("user", "more")], reward=float(len(said.content)), done=self.turns == 3)
+            return rg.agents.Turn([rg.agents.Message("user", "more")], reward=float(len(said.content)), done=self.turns == 3)
 
         async def close(self) -> None:
             self.lease.end()

@@ -21,13 +21,13 @@ class Again:
     def __init__(self) -> None:
         self.turns = 0
 
-    async def reset(self) -> list[rg.Message]:
-        return [rg.Message("user", "Letters, please.")]
+    async def reset(self) -> list[rg.agents.Message]:
+        return [rg.agents.Message("user", "Letters, please.")]
 
-    async def step(self, said: rg.Message) -> rg.Turn:
+    async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
         self.turns += 1
         letters = sum(letter.isalpha() and letter.isascii() for letter in said.content)
-        return rg.Turn([rg.Message("user", "more")], reward=letters / 24, done=self.turns == 3)
+        return rg.agents.Turn([rg.agents.Message("user", "more")], reward=letters / 24, done=self.turns == 3)
 
     async def close(self) -> None: ...
 

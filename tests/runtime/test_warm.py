@@ -1,4 +1,4 @@
-"""Jobs launched inside of `rg.warm()`: each worker is forked from a process that has imported what it needs, and begins as a new one."""
+"""Jobs launched inside of `rg.runs.warm()`: each worker is forked from a process with its imports, and begins as a new one."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ GONE_S = 30.0
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Warm]:
-    with rg.warm() as found:
+    with rg.runs.warm() as found:
         yield found
 
 
@@ -197,13 +197,13 @@ def test_the_processes_that_are_kept_are_few(warm: Warm, monkeypatch: pytest.Mon
 def test_what_warm_processes_cannot_serve_is_refused_before_anything_starts() -> None:
     graph = fakes.vector_loop(1)
     plan = rg.compile(graph, rg.Cluster(cpus=2))
-    with pytest.raises(PlanError, match=r"launch\(dispatch='calls'\) inside of rg.warm\(\)"):
+    with pytest.raises(PlanError, match=r"launch\(dispatch='calls'\) inside of rg.runs.warm\(\)"):
         plan.launch(dispatch="calls")
-    with pytest.raises(PlanError, match=r"a transport that needs Ray inside of rg.warm\(\)"):
+    with pytest.raises(PlanError, match=r"a transport that needs Ray inside of rg.runs.warm\(\)"):
         plan.launch(transport="ray")
-    with pytest.raises(PlanError, match=r"a plan of 2 hosts inside of rg.warm\(\)"):
+    with pytest.raises(PlanError, match=r"a plan of 2 hosts inside of rg.runs.warm\(\)"):
         rg.compile(graph, rg.Cluster(cpus=4, hosts=2)).launch()
-    with pytest.raises(RlgraphError, match=r"rg.warm\(\) inside of rg.warm\(\)"), rg.warm():
+    with pytest.raises(RlgraphError, match=r"rg.runs.warm\(\) inside of rg.runs.warm\(\)"), rg.runs.warm():
         pass
 
 
@@ -215,7 +215,7 @@ def test_leaving_the_block_ends_its_processes_and_a_job_cannot_be_entered_later(
     with program(tmp_path, steps=2, train_s=0.1) as running:
         said = running.end()
     has, last = said.stdout.splitlines()
-    assert "cannot be started: the block of rg.warm() has been left" in last, said.stderr
+    assert "cannot be started: the block of rg.runs.warm() has been left" in last, said.stderr
     pids = [int(pid) for pid in has.split()[1:]]
     assert len(pids) >= 5
     assert not any(map(forked_workers.alive, pids))

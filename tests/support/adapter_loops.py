@@ -39,7 +39,7 @@ def loops(model: str, names: Sequence[str] = NAMES, *, depth: int = 1, rollouts:
             judge = rg.Critic(model, adapter=LORAS[name], **given)
             values = judge.values(rollout, name=f"{name} values")
             advantages = rg.advantages(rollout, rewards, values, estimator=rg.GAE(), name=f"{name} advantages")
-            metrics.append(judge.update(rollout, values, advantages, loss=rg.ValueLoss(), name=f"{name} critic").metrics)
+            metrics.append(judge.update(rollout, values, advantages, loss=rg.losses.ValueLoss(), name=f"{name} critic").metrics)
         else:
             advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO(), name=f"{name} advantages")
         step = policy.update(rollout, advantages, ref, loss=rg.ClippedLoss(kl_coef=0.1), name=f"{name} update")

@@ -1,4 +1,4 @@
-"""Jobs with an engine that `rg.warm(engines=True)` keeps, and what tests ask of it."""
+"""Jobs with an engine that `rg.runs.warm(engines=True)` keeps, and what tests ask of it."""
 
 import time
 from pathlib import Path

@@ -41,7 +41,7 @@ def launch_mistake(words: str, metrics: Callable[[Path], Any], error: type[Excep
 
 def train_on_pairs(model: Path, rows: list[dict[str, Any]]) -> Any:
     own = policy(model)
-    return own.update(rg.pairs(rows, 2, own), loss=rg.SimPO()).metrics
+    return own.update(rg.pairs(rows, 2, own), loss=rg.losses.SimPO()).metrics
 
 
 def other_vocabulary(model: Path) -> str:
@@ -62,7 +62,7 @@ def distillation_graph(model: Path, prompts: Any, scored: Callable[[Any], Any]) 
     generator = rg.Generator(str(model), pool=rg.Pool("rollout"), engine="transformers", sampling=rg.Sampling(max_tokens=4))
     weights = rg.feedback("weights", depth=0)
     rollout = generator.rollout(prompts, weights, group_size=2)
-    step = policy(model).update(rollout, scored(rollout), loss=rg.DistillationLoss())
+    step = policy(model).update(rollout, scored(rollout), loss=rg.losses.DistillationLoss())
     weights.close(step.weights)
     return step.metrics
 
@@ -75,7 +75,7 @@ def distil_other_vocabulary(model: Path) -> Any:
 def distil_unknown_source(model: Path) -> Any:
     teachers = {name: rg.Teacher(str(model), pool=rg.Pool(name)) for name in ("maths", "code")}
     prompts = rg.prompts([{"prompt": "1 =", "data_source": name} for name in ("maths", "history")], count=2)
-    return distillation_graph(model, prompts, lambda rollout: rg.by_source(prompts, rollout, teachers=teachers, top_k=4))
+    return distillation_graph(model, prompts, lambda rollout: rg.options.by_source(prompts, rollout, teachers=teachers, top_k=4))
 
 
 def score_by_untrained_judge(model: Path) -> Any:
@@ -91,7 +91,7 @@ def cache_in_file(model: Path) -> Any:
 def train_two_policies(model: Path) -> Any:
     def first() -> rg.Graph:
         each = [(own, rg.pairs(PAIRS, 2, own, name=f"{n} pairs")) for n, own in enumerate((policy(model), policy(model)))]
-        return rg.Graph("first", *(own.update(s, loss=rg.SimPO(), name=f"{n} update").metrics for n, (own, s) in enumerate(each)))
+        return rg.Graph("first", *(own.update(s, loss=rg.losses.SimPO(), name=f"{n} update").metrics for n, (own, s) in enumerate(each)))
 
     return rg.run([first, lambda first: first], model.parent / "run", steps=[1, 1], cluster=rg.Cluster(cpus=2))
 
@@ -113,29 +113,31 @@ MISTAKES = {
         "a finite number in each row", lambda: rg.pairs([{**PAIRS[0], "by": float("nan")}], 1, policy(), margin="by"), DataError
     ),
     "a step with its separator": call_mistake("would end a step", lambda: rg.stepwise([SPLIT], 1, judge()), DataError),
-    "a loss of pairs for labels": call_mistake("'examples' gives single rows", lambda: policy().update(labels(), loss=rg.SimPO())),
-    "KTO for pairs": call_mistake("'pairs' gives pairs", lambda: update_by_reference(pairs(), loss=rg.KTO())),
-    "KTO without mismatched rows": call_mistake("mismatched=True", lambda: update_by_reference(labels(), loss=rg.KTO())),
+    "a loss of pairs for labels": call_mistake("'examples' gives single rows", lambda: policy().update(labels(), loss=rg.losses.SimPO())),
+    "KTO for pairs": call_mistake("'pairs' gives pairs", lambda: update_by_reference(pairs(), loss=rg.losses.KTO())),
+    "KTO without mismatched rows": call_mistake("mismatched=True", lambda: update_by_reference(labels(), loss=rg.losses.KTO())),
     "mini-batches that part pairs": call_mistake(
-        "choose a divisor of 2", lambda: policy().update(pairs(), loss=rg.SimPO(), mini_batches=4)
+        "choose a divisor of 2", lambda: policy().update(pairs(), loss=rg.losses.SimPO(), mini_batches=4)
     ),
     "a further loss of pairs for labels": call_mistake(
         "'examples' gives single rows",
-        lambda: policy().update(pairs(), loss=rg.SimPO(), also=[(labels(), rg.SimPO(), 1.0)]),
+        lambda: policy().update(pairs(), loss=rg.losses.SimPO(), also=[(labels(), rg.losses.SimPO(), 1.0)]),
     ),
-    "a policy's loss for a reward model": call_mistake("the log-probs of a policy", lambda: judge().update(pairs(), loss=rg.SimPO())),
-    "a reward model's loss for a policy": call_mistake("rg.DPO()", lambda: policy().update(pairs(), loss=rg.BradleyTerry())),
+    "a policy's loss for a reward model": call_mistake(
+        "the log-probs of a policy", lambda: judge().update(pairs(), loss=rg.losses.SimPO())
+    ),
+    "a reward model's loss for a policy": call_mistake("rg.DPO()", lambda: policy().update(pairs(), loss=rg.losses.BradleyTerry())),
     "a loss of steps for a policy": call_mistake(
         "the rewards of a rg.LearnedReward",
-        lambda: policy().update(rg.stepwise([SOLUTION], 1, judge()), loss=rg.algorithms.StepwiseLoss()),
+        lambda: policy().update(rg.stepwise([SOLUTION], 1, judge()), loss=rg.losses.StepwiseLoss()),
     ),
     "a negative weight of a further batch": call_mistake(
-        "a finite number above 0", lambda: policy().update(pairs(), loss=rg.SimPO(), also=[(pairs(), rg.SimPO(), -0.1)])
+        "a finite number above 0", lambda: policy().update(pairs(), loss=rg.losses.SimPO(), also=[(pairs(), rg.losses.SimPO(), -0.1)])
     ),
     "a teacher of another vocabulary": launch_mistake("give models of one vocabulary", distil_other_vocabulary),
     "examples in the tokens of another model": launch_mistake(
         "give models of one vocabulary",
-        lambda m: policy(other_vocabulary(m)).update(rg.pairs(PAIRS, 2, policy(m)), loss=rg.SimPO()).metrics,
+        lambda m: policy(other_vocabulary(m)).update(rg.pairs(PAIRS, 2, policy(m)), loss=rg.losses.SimPO()).metrics,
     ),
     "a source without a teacher": launch_mistake("item 1 of 'prompts' has the data_source 'history'", distil_unknown_source, GraphError),
     "rewards by a model that learnt none": launch_mistake("all rewards would be 0", score_by_untrained_judge),

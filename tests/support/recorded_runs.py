@@ -30,7 +30,7 @@ def record_run(
     return plan, spans, sampled
 
 
-def cost_of(costs: rg.Costs, node: str) -> NodeCost:
+def cost_of(costs: rg.planning.Costs, node: str) -> NodeCost:
     found = costs.nodes[node]
     assert isinstance(found, NodeCost)
     return found

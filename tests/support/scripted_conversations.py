@@ -88,7 +88,7 @@ class Rolled:
         max_tokens: int = 600,
         max_context: int = 3000,
         close: str = "<|im_end|>",
-        chat: rg.Chat | None = None,
+        chat: rg.options.Chat | None = None,
         **options: Any,
     ) -> None:
         from transformers import AutoTokenizer

@@ -28,7 +28,7 @@ def build(depth: int = 1, buffers: int = 1, tensor_parallel: int = 1, colocated:
     return rg.Graph("grpo", step.metrics)
 
 
-def costs(train_s: float, step_s: float = 0.01, start_s: float = 0.0) -> rg.Costs:
+def costs(train_s: float, step_s: float = 0.01, start_s: float = 0.0) -> rg.planning.Costs:
     decode = NodeCost(decode=Decode(step_s, 1e-4, start_s=start_s), measured=ONE)
     nodes = {"prompts": 0.0, "reward": 0.0, "advantages": 0.0, "rollout": decode, "update": NodeCost(parallel_s=train_s, measured=ONE)}
-    return rg.Costs(nodes, lengths=TAIL, swap_s=0.5, publish_s=0.1)
+    return rg.planning.Costs(nodes, lengths=TAIL, swap_s=0.5, publish_s=0.1)

@@ -253,7 +253,7 @@ NODES = {
     "the loss's class": graph_mistake("the class ClippedLoss; pass a loss object", loss=rg.ClippedLoss),
     "no epochs": graph_mistake("epochs is a whole number of at least 1", update={"epochs": 0}),
     "mini-batches that do not divide": graph_mistake("equally large", update={"mini_batches": 3}),
-    "guards as text": graph_mistake("write guards=rg.Guards(…)", update={"guards": "stop"}),
+    "guards as text": graph_mistake("write guards=rg.options.Guards(…)", update={"guards": "stop"}),
     "a warm-up without a critic": graph_mistake("no critic's values lead to it", update={"critic_warmup": 2}),
     "an unknown argument": graph_mistake("unexpected keyword argument 'groups'", TypeError, rollout={"groups": 4}),
     "a graph of nothing": call_mistake("has no outputs", lambda: rg.Graph("g")),
@@ -266,9 +266,9 @@ NODES = {
     "a misspelt aggregation": call_mistake("write aggregation='token-mean'", lambda: rg.ClippedLoss(aggregation="token_mean")),
     "an unknown estimator": call_mistake("there is no estimator 'grop'", lambda: alg.estimator("grop")),
     "a KL of -1": call_mistake("at least 0", lambda: rg.ClippedLoss(kl_coef=-1)),
-    "a weight's class": call_mistake("that is the class: write weights=", lambda: alg.RolloutCorrection(rg.TruncatedIS)),  # type: ignore[arg-type]
-    "guards that shrug": call_mistake("['skip', 'stop']", lambda: rg.Guards(nonfinite="ignore")),  # type: ignore[arg-type]
-    "no patience": call_mistake("skipped steps, at least 1", lambda: rg.Guards(patience=0)),
+    "a weight's class": call_mistake("that is the class: write weights=", lambda: alg.RolloutCorrection(rg.estimators.TruncatedIS)),  # type: ignore[arg-type]
+    "guards that shrug": call_mistake("['skip', 'stop']", lambda: rg.options.Guards(nonfinite="ignore")),  # type: ignore[arg-type]
+    "no patience": call_mistake("skipped steps, at least 1", lambda: rg.options.Guards(patience=0)),
     "no tool": call_mistake("has no tool", lambda: rg.Tools([])),
     "a tool that is not async": call_mistake("an async function", lambda: rg.Tools([right])),  # type: ignore[list-item]
     "no time for a tool": call_mistake("a number of seconds above 0", lambda: rg.Tools([rg.tools.calculator], deadline_s=0)),
@@ -328,19 +328,23 @@ REWARDS = {
 PLANS = {
     "a cluster by count": compile_mistake("cluster is a Cluster", lambda: rg.compile(graph(), 2)),  # type: ignore[arg-type]
     "no graph": compile_mistake("pass a graph", lambda: rg.compile("g", rg.Cluster())),  # type: ignore[arg-type]
-    "costs as a dict": compile_mistake("write costs=rg.Costs(rollout=…)", lambda: rg.compile(graph(), rg.Cluster(), {"rollout": 1.0})),  # type: ignore[arg-type]
-    "costs of another node": compile_mistake("", lambda: rg.compile(graph(), rg.Cluster(), rg.Costs({"roll": 1.0}))),
+    "costs as a dict": compile_mistake(
+        "write costs=rg.planning.Costs(rollout=…)", lambda: rg.compile(graph(), rg.Cluster(), {"rollout": 1.0})
+    ),  # type: ignore[arg-type]
+    "costs of another node": compile_mistake("", lambda: rg.compile(graph(), rg.Cluster(), rg.planning.Costs({"roll": 1.0}))),
     "GPUs as text": compile_mistake("write gpus=8, without quotes", lambda: rg.Cluster(gpus="8")),  # type: ignore[arg-type]
     "no cores": compile_mistake("cpus is a whole number of at least 1", lambda: rg.Cluster(cpus=0)),
-    "a negative cost": compile_mistake("the cost of 'rollout' is -1.0", lambda: rg.Costs({"rollout": -1.0})),
-    "a cost as text": compile_mistake("the cost of 'rollout' is '1'", lambda: rg.Costs({"rollout": "1"})),  # type: ignore[dict-item]
+    "a negative cost": compile_mistake("the cost of 'rollout' is -1.0", lambda: rg.planning.Costs({"rollout": -1.0})),
+    "a cost as text": compile_mistake("the cost of 'rollout' is '1'", lambda: rg.planning.Costs({"rollout": "1"})),  # type: ignore[dict-item]
     "groups of one": compile_mistake(
-        "(group_size=1), which leaves no baseline", lambda: rg.compile(graph(rollout={"group_size": 1}), rg.Cluster()), rg.PlanWarning
+        "(group_size=1), which leaves no baseline",
+        lambda: rg.compile(graph(rollout={"group_size": 1}), rg.Cluster()),
+        rg.errors.PlanWarning,
     ),
     "greedy groups": compile_mistake(
         "temperature=0, so that all responses of a group are the same",
         lambda: rg.compile(graph(sampling=rg.Sampling(max_tokens=4, temperature=0), loss=alg.Reinforce()), rg.Cluster()),
-        rg.PlanWarning,
+        rg.errors.PlanWarning,
     ),
     "an unknown key of a plan": compile_mistake(
         "plan.speed means nothing here", plan_json(lambda text: text.replace("{", '{"speed": 1,', 1))
@@ -407,15 +411,15 @@ CHATS = {
         "leave that message out", DataError, data=conversation_items(ASKED, {"role": "assistant", "content": "hello"})
     ),
     "no messages": graph_mistake(
-        "a prompt is text, or a list of messages", DataError, data=conversation_items(), prompts={"chat": rg.Chat()}
+        "a prompt is text, or a list of messages", DataError, data=conversation_items(), prompts={"chat": rg.options.Chat()}
     ),
     "thinking given twice": call_mistake(
-        "given twice", lambda: rg.Chat(enable_thinking=True, template_kwargs={"enable_thinking": False}), DataError
+        "given twice", lambda: rg.options.Chat(enable_thinking=True, template_kwargs={"enable_thinking": False}), DataError
     ),
-    "a tool that is a function": call_mistake("tools", lambda: rg.Chat(tools=(print,)), DataError),  # type: ignore[arg-type]
-    "an argument of a template that is no JSON": call_mistake("JSON", lambda: rg.Chat(template_kwargs={"day": print}), DataError),
+    "a tool that is a function": call_mistake("tools", lambda: rg.options.Chat(tools=(print,)), DataError),  # type: ignore[arg-type]
+    "an argument of a template that is no JSON": call_mistake("JSON", lambda: rg.options.Chat(template_kwargs={"day": print}), DataError),
     "a conversation for a model without a template": launch_mistake("has no chat template", data=conversation_items(ASKED)),
-    "text for a model without a template": launch_mistake("has no chat template", prompts={"chat": rg.Chat(system="Be brief.")}),
+    "text for a model without a template": launch_mistake("has no chat template", prompts={"chat": rg.options.Chat(system="Be brief.")}),
 }
 MISTAKES: dict[str, Mistake] = {
     **MODELS,

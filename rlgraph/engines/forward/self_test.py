@@ -29,7 +29,9 @@ from rlgraph.errors import DataError
 VOCAB, WINDOW, CAP, EXPERTS, WIDTH, CHUNK = 96, 12, 2.0, 8, 64, 16
 MOST_LAYERS, MOST_PARAMETERS = 16, 100_000_000
 # The lengths beyond which layers compute something else.
-LENGTHS = re.compile("sliding_window|window_size$|^attention_chunk_size$|^block_size$|^index_topk$|^indexer_budget$|^floor_scale$|^local_attention$")
+LENGTHS = re.compile(
+    "sliding_window|window_size$|^attention_chunk_size$|^block_size$|^index_topk$|^indexer_budget$|^floor_scale$|^local_attention$"
+)
 GAIN = 1.5  # of random matrices over those that keep the size of what they multiply: attention that looks somewhere
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -108,7 +108,7 @@ def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequenc
         if reads(template, "strftime_now") and "date_string" not in (conversation.template_kwargs or {}):
             notices.here.say(
                 f"the chat template of '{path}' writes today's date, so that a run of another day has other prompts: give a fixed one, as "
-                "rg.Chat(template_kwargs={'date_string': '1 Jan 2025'}), if it reads that name"
+                "rg.options.Chat(template_kwargs={'date_string': '1 Jan 2025'}), if it reads that name"
             )
         check_read(f"item {index} of the data set", f"the chat template of '{path}'", template, conversation)
         try:

@@ -163,7 +163,7 @@ WEIGHTS = "published versions are written into the engine's own tensors, so thes
 DEVICES = "the plan gives each engine its devices; set the pool's gpus and Generator(tensor_parallel=)"
 MODEL = "the engine and the trainer read one folder; change its files"
 SAMPLING = "rg.Sampling alone says how tokens are drawn, and the log-probs of a rollout are those of it"
-DRAFTS = "set Generator(drafts=rg.PromptLookup()): of vLLM's own a CPU was seen to accept tokens of probability 0"
+DRAFTS = "set Generator(drafts=rg.options.PromptLookup()): of vLLM's own a CPU was seen to accept tokens of probability 0"
 OWN = "rlgraph drives the engine itself and sets it"
 
 # What the user sets elsewhere, and what rlgraph relies on: by the argument's name, or the beginning of its name.

@@ -60,10 +60,10 @@ class Agent:
     ...     def __init__(self, answer: str) -> None:
     ...         self.answer = answer
     ...     async def reset(self):
-    ...         return [rg.Message("user", "Guess my number.")]
+    ...         return [rg.agents.Message("user", "Guess my number.")]
     ...     async def step(self, said):
     ...         right = said.content == self.answer
-    ...         return rg.Turn([rg.Message("user", "No.")], reward=float(right), done=right)
+    ...         return rg.agents.Turn([rg.agents.Message("user", "No.")], reward=float(right), done=right)
     ...     async def close(self): ...
     >>> prompts = rg.prompts([{"prompt": "", "answer": "4"}], count=1)
     >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(prompts, agent=rg.Agent(Guess, deadline_s=5), group_size=4)
@@ -151,7 +151,7 @@ def _check_environment(where: str, environment: Callable[..., Any]) -> None:
         if not inspect.iscoroutinefunction(inspect.getattr_static(environment, name, None)):
             raise GraphError(f"{where}: an environment is a class with `async def reset(self)`, `step(self, said)` and `close(self)`")
     if not inspect.iscoroutinefunction(inspect.getattr_static(environment, "truncated", _none)):
-        raise GraphError(f"{where}: truncated is a method `async def truncated(self, said)` that returns an rg.Turn")
+        raise GraphError(f"{where}: truncated is a method `async def truncated(self, said)` that returns an rg.agents.Turn")
     kinds = {p.kind for p in inspect.signature(environment).parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
         raise GraphError(f"{where}: its parameters name the fields of a prompt that it is made with, as (self, answer)")

@@ -125,7 +125,7 @@ class Program:
     """An agent program that calls the model itself, for `generator.rollout(prompts, agent=rg.Program(solve))`.
 
     >>> import rlgraph as rg
-    >>> async def solve(client: rg.AgentClient, prompt: str, answer: str) -> float:
+    >>> async def solve(client: rg.agents.AgentClient, prompt: str, answer: str) -> float:
     ...     from openai import AsyncOpenAI
     ...     llm = AsyncOpenAI(base_url=client.base_url, api_key=client.key)
     ...     said = await llm.chat.completions.create(model="policy", messages=[{"role": "user", "content": prompt}])
@@ -135,8 +135,8 @@ class Program:
     >>> rollout.columns[-3:], rollout.node.rows
     (('rewards', 'token_rewards', 'outputs'), 8)
 
-    `run` is an async function, or a command as text or a list. The function gets an `rg.AgentClient` as `client`; its other parameters
-    name fields of the prompt. A command gets fields in braces, `["python", "agent.py", "{prompt}"]`, and `OPENAI_BASE_URL` and
+    `run` is an async function, or a command as text or a list. The function gets an `rg.agents.AgentClient` as `client`; its other
+    parameters name fields of the prompt. A command gets fields in braces, `["python", "agent.py", "{prompt}"]`, and `OPENAI_BASE_URL` and
     `OPENAI_API_KEY` in its environment. It runs in a process of its own, and the processes that it starts end with it.
 
     * `sequences`: the rows of a session. Where the program edits its history, a session has several branches, and those in which the

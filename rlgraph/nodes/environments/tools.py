@@ -154,7 +154,7 @@ class Python(Tool):
     The launch fails if this machine lacks a layer of the sandbox, `namespaces`, `landlock` or `seccomp`, unless `accept_missing` names
     it. `rg.tools.python` has the default limits. Call it for a tool with others:
     `rg.tools.python(accept_missing=("namespaces",), limits=Limits(seconds=5))`. With `keep_files` the calls of a conversation share an
-    `rg.LocalSandbox`: what one call has written the next one finds.
+    `rg.agents.LocalSandbox`: what one call has written the next one finds.
 
     Raises GraphError for a name that is no layer.
 
@@ -215,8 +215,8 @@ class Tools:
     that raises, takes longer than `deadline_s` or was written wrongly. The first turn without a call is the last.
 
     * `calls`: the format of calls: "hermes" (Qwen 2.5 and 3), "llama3_json", "pythonic", "qwen3_coder", "vllm:NAME" for a parser of
-      vLLM, or a function of a turn's text and the tools' schemas that returns `rg.ToolCall`s. The launch refuses a format in which the
-      model's template does not write calls.
+      vLLM, or a function of a turn's text and the tools' schemas that returns `rg.agents.ToolCall`s. The launch refuses a format in which
+      the model's template does not write calls.
     * `output_characters`: characters of a result. Longer text is cut off.
     * `keep_thinking`: earlier turns stay as the model has written them, where its template would drop their thinking.
 

@@ -35,7 +35,7 @@ class Retry:
     """Call a reward again if it fails: raises, misses its deadline, or returns no finite number. For calls over a network.
 
     >>> import rlgraph as rg
-    >>> retry = rg.Retry(times=2, backoff_s=1.0, default=0.0)  # for rg.reward(judge, rollout, retries=retry)
+    >>> retry = rg.options.Retry(times=2, backoff_s=1.0, default=0.0)  # for rg.reward(judge, rollout, retries=retry)
     >>> 1.0 <= retry.delay(place=0, attempt=0) < 1.5, 2.0 <= retry.delay(place=0, attempt=1) < 3.0
     (True, True)
 

@@ -161,7 +161,7 @@ def judge(
       without a key needs none.
     * `limit_s`: seconds for one answer. `body`: further entries of the request, as {"top_p": 0.9}.
     * `concurrency` calls run at a time. `retries` repeats a call that fails (an answer of 429 or 5xx, one without a score, none in time),
-      no sooner than the server's `Retry-After`; give an `rg.Retry` for other pauses. `default` is the score if all fail.
+      no sooner than the server's `Retry-After`; give an `rg.options.Retry` for other pauses. `default` is the score if all fail.
 
     A wrong address, key or model (401, 403, 404) ends the run at once. Raises GraphError for a url or a prompt that cannot be used, and
     DataError if the package `httpx2` is missing.

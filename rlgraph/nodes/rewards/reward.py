@@ -98,7 +98,7 @@ def reward(
 
     `responses` and `prompts` are texts, or token ids if the parameter is annotated `torch.Tensor`. `answers` is the field `answer` of
     the data set, repeated for each response. `writes` names the column of the rewards: `baseline_rewards` for those of greedy
-    responses, or a name of your own for an estimator of several rewards, as `rg.algorithms.GDPO(keys=("right", "brief"))`.
+    responses, or a name of your own for an estimator of several rewards, as `rg.estimators.GDPO(keys=("right", "brief"))`.
 
     In a rollout with `chunks` the function gets each chunk as it arrives; a chunk holds whole groups. Give `by_group=False` for a
     function that compares responses to different prompts: it then gets the whole batch.
@@ -106,8 +106,8 @@ def reward(
     A reward farther than `outliers` standard deviations from the mean of the earlier ones gives a warning and counts in
     `guards/reward_outliers`. It is used as it is. None looks for no outliers.
 
-    `retries=rg.Retry(times=3, default=0.0)` repeats calls that fail. Metrics: `critic/rewards/retries`, repeated calls a response, and
-    `critic/rewards/defaults`, the share of responses that got the default.
+    `retries=rg.options.Retry(times=3, default=0.0)` repeats calls that fail. Metrics: `critic/rewards/retries`, repeated calls a response,
+    and `critic/rewards/defaults`, the share of responses that got the default.
 
     Without `retries`, or if all calls fail and there is no default, a call that raises, takes longer than `deadline_s` or returns no
     finite number ends the run with an error that names the response and its prompt.
@@ -149,10 +149,10 @@ def kl_shaped_rewards(
     >>> rollout = rg.Generator("tiny", pool=pool).rollout(prompts)
     >>> reward = rg.reward(lambda response, answer: float(answer in response), rollout, prompts)
     >>> old, reference = rg.Policy("tiny", pool=pool).log_probs(rollout), rg.Reference("tiny", pool=pool).log_probs(rollout)
-    >>> rg.kl_shaped_rewards(rollout, reward, old, reference, coef=0.001).columns
+    >>> rg.stages.kl_shaped_rewards(rollout, reward, old, reference, coef=0.001).columns
     ('token_rewards',)
 
-    `coef` is a number or a controller. `rg.algorithms.AdaptiveKL(coef, target, horizon)` adapts the coefficient to the KL after each
+    `coef` is a number or a controller. `rg.estimators.AdaptiveKL(coef, target, horizon)` adapts the coefficient to the KL after each
     batch. Reads `rewards`, `response_mask`, `old_log_probs` and `ref_log_probs`.
     Metrics: `actor/reward_kl_penalty`, the KL, and `actor/reward_kl_penalty_coeff`.
     Source: Ouyang et al., 2022 (InstructGPT), equation 2; Ziegler et al., 2019, 1909.08593 (the controller).
@@ -199,7 +199,7 @@ class _Shaper:
 
 
 class Shaping(Protocol):
-    """A change of rewards: `rg.algorithms.OverlongPenalty`, or an object of your own that reads and gives `rewards`."""
+    """A change of rewards: `rg.estimators.OverlongPenalty`, or an object of your own that reads and gives `rewards`."""
 
     @property
     def reads(self) -> tuple[str, ...]: ...
@@ -209,12 +209,12 @@ class Shaping(Protocol):
 
 @checked()
 def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", trial: bool = True, name: str = "shaped") -> Output:
-    """Declare `rewards` [B]: those of the column `of`, changed by an object such as `rg.algorithms.OverlongPenalty`.
+    """Declare `rewards` [B]: those of the column `of`, changed by an object such as `rg.estimators.OverlongPenalty`.
 
     >>> import rlgraph as rg
     >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))
     >>> plain = rg.reward(lambda response: float("2" in response), rollout)
-    >>> rg.shaped_rewards(rollout, plain, by=rg.algorithms.OverlongPenalty(max_tokens=1024, buffer_tokens=256)).columns
+    >>> rg.stages.shaped_rewards(rollout, plain, by=rg.estimators.OverlongPenalty(max_tokens=1024, buffer_tokens=256)).columns
     ('rewards',)
 
     Pass the result to later nodes in place of the plain rewards. Metrics: `critic/NAME/mean`, the mean change,
@@ -225,7 +225,7 @@ def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", trial: boo
     """
     if not callable(by) or isinstance(by, type) or "rewards" not in getattr(by, "reads", ()):
         raise GraphError(
-            f"node '{name}' has by={shown(by)}; pass an object that reads and gives rewards, as by=rg.algorithms.OverlongPenalty(...)"
+            f"node '{name}' has by={shown(by)}; pass an object that reads and gives rewards, as by=rg.estimators.OverlongPenalty(...)"
         )
     if isinstance(by, OverlongPenalty):
         _check_reached(name, inputs, by)

@@ -91,7 +91,7 @@ class Refill:
 
     >>> import rlgraph as rg
     >>> prompts, generator = rg.prompts([{"prompt": "1 + 1 =", "answer": "2"}], 1), rg.Generator("tiny", pool=rg.Pool("rollout"))
-    >>> refill = rg.Refill(reward=lambda response, answer: float(answer in response))
+    >>> refill = rg.options.Refill(reward=lambda response, answer: float(answer in response))
     >>> generator.rollout(prompts, group_size=4, refill=refill).columns[-3:]
     ('prompt_texts', 'answers', 'rewards')
 

@@ -54,7 +54,7 @@ from rlgraph.values.sampling import BatchAdmission, Running, Sampling
 if TYPE_CHECKING:
 
     class Refills(Protocol):
-        """What declares a rollout that draws its own prompts, as `rg.Refill` does."""
+        """What declares a rollout that draws its own prompts, as `rg.options.Refill` does."""
 
         def declare(self, name: str, rollout: "Rollout", prompts: Output, weights: Feedback | None) -> Output: ...
 
@@ -103,7 +103,7 @@ class Generator(Model):
     * `engines_per_gpu`: the engines that share each GPU and its memory. More than one pays for small models, whose decode steps are
       shorter than the engine's own work between two of them.
     * `weights_dtype`: "fp8" keeps the matrices of the layers in fp8, quantised from each version as it is loaded. None: as `dtype`.
-    * `drafts`: `rg.PromptLookup(…)` guesses tokens ahead. None: each step decodes one token of a sequence.
+    * `drafts`: `rg.options.PromptLookup(…)` guesses tokens ahead. None: each step decodes one token of a sequence.
     * `routes`: writes which experts of a mixture the engine chose for each token, as `prompt_routes` [B, P, L, E] and `routes`
       [B, T, L, E], for a policy with `router_replay=True`. It is for rollouts without tools and agents, and engines of one GPU.
     * `engine_args`: arguments for the engine itself, as `{"max_num_batched_tokens": 32768}`. One that rlgraph sets is an error.
@@ -230,8 +230,8 @@ class Generator(Model):
         * `tools` or an `agent` (an `rg.Agent` or its class, an `rg.Program` or its function or command) make a response a conversation of
           up to `max_turns` turns (8; 64 calls of a program), `concurrency` of them open at once (None: all): docs/agents.md. An agent's
           rewards become `rewards` and `token_rewards`. `response_mask` is 0 on what the model has not written; `max_tokens` bounds all.
-        * `refill=rg.Refill(reward=right)` is DAPO's dynamic sampling. The rollout then draws its own prompts and carries their fields
-          (`answers`) and the `rewards` as columns: pass it to later nodes in place of `prompts`.
+        * `refill=rg.options.Refill(reward=right)` is DAPO's dynamic sampling. The rollout then draws its own prompts and carries their
+          fields (`answers`) and the `rewards` as columns: pass it to later nodes in place of `prompts`.
 
         Raises GraphError for `max_turns` or `concurrency` without tools and agent, chunks that do not divide the prompts of a step,
         `interrupt` or `continuous` at depth 0, and options that exclude each other.
@@ -535,4 +535,4 @@ def check_options(name: str, routes: bool, **options: Any) -> None:
             "place; give concurrency=, or leave warm out"
         )
     if refill is not None and not hasattr(refill, "declare"):
-        raise GraphError(f"node '{name}' has refill={shown(refill)}; pass what to refill by, as refill=rg.Refill(reward=right)")
+        raise GraphError(f"node '{name}' has refill={shown(refill)}; pass what to refill by, as refill=rg.options.Refill(reward=right)")

@@ -270,7 +270,7 @@ class TurnLoop(ConversationLoop):
     def _answered(self, conversation: Conversation, turn: object, last: bool = False) -> None:
         """Submit the next turn, after what the environment has answered; none after the `last`."""
         if not isinstance(turn, Turn):
-            raise _CannotGoOn("errors", f"{'truncated' if last else 'step'} returned a {type(turn).__name__}; it returns an rg.Turn")
+            raise _CannotGoOn("errors", f"{'truncated' if last else 'step'} returned a {type(turn).__name__}; it returns an rg.agents.Turn")
         conversation.rewarded(turn.reward)
         for name, value in turn.info.items():
             conversation.counts[f"info/{name}"] += value
@@ -312,7 +312,7 @@ class TurnLoop(ConversationLoop):
 
     def _checked_messages(self, what: str, messages: object) -> Sequence[Message]:
         if not isinstance(messages, list | tuple) or not all(isinstance(message, Message) for message in messages):
-            raise _CannotGoOn("errors", f"{what} returned a {type(messages).__name__} where a list of rg.Message is due")
+            raise _CannotGoOn("errors", f"{what} returned a {type(messages).__name__} where a list of rg.agents.Message is due")
         if not messages or len(messages) > MOST_MESSAGES:
             raise _CannotGoOn("errors", f"{what} returned {len(messages)} messages; a conversation goes on with 1 to {MOST_MESSAGES}")
         return messages

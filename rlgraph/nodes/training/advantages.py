@@ -119,8 +119,8 @@ def rollout_correction(
 ) -> Output:
     """Declare the correction of a batch for log-probs on which trainer and engine disagree. Updates and, as in verl, advantages read it.
 
-    `weights`, such as `rg.TruncatedIS(level="token")`, give `rollout_is_weights` [B, T], which multiply the loss. `rejections` leave
-    tokens or responses out. A preset given as `weights`, such as `rg.algorithms.correction("decoupled_k3_rs_seq_tis")`, has both.
+    `weights`, such as `rg.estimators.TruncatedIS(level="token")`, give `rollout_is_weights` [B, T], which multiply the loss. `rejections`
+    leave tokens or responses out. A preset given as `weights`, such as `rg.algorithms.correction("decoupled_k3_rs_seq_tis")`, has both.
 
     With `denominator="kept"` rejections give `loss_mask` [B, T]: the loss's means do not count rejected tokens, as in verl. With "all"
     rejected tokens have weight 0 and still count, so that rejecting does not scale up the others, as in AReaL.
@@ -135,7 +135,7 @@ def rollout_correction(
     >>> data = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
     >>> answers = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(data)
     >>> policy = rg.Policy("tiny", pool=rg.Pool("train"))
-    >>> rg.rollout_correction(answers, policy.log_probs(answers), weights=rg.TruncatedIS(level="token")).columns
+    >>> rg.stages.rollout_correction(answers, policy.log_probs(answers), weights=rg.estimators.TruncatedIS(level="token")).columns
     ('rollout_is_weights',)
     """
     correction = _correction(name, weights, rejections)
@@ -153,14 +153,16 @@ def rollout_correction(
 def _correction(name: str, weights: Any, rejections: Sequence[Rejection]) -> RolloutCorrection | Weigh:
     """Combine weights and rejections into one object; pass a function of the user's own through."""
     if isinstance(weights, type) or not (weights is None or callable(weights)):
-        raise GraphError(f"node '{name}' has weights={shown(weights)}; pass a weights object, as weights=rg.TruncatedIS(level='token')")
+        raise GraphError(
+            f"node '{name}' has weights={shown(weights)}; pass a weights object, as weights=rg.estimators.TruncatedIS(level='token')"
+        )
     if weights is None and not rejections:
         raise GraphError(f"node '{name}' has neither weights nor rejections, and so nothing to do; give one of them")
     if weights is None or isinstance(weights, ImportanceWeights):
         return RolloutCorrection(weights, tuple(rejections))
     if rejections:
         raise GraphError(
-            f"node '{name}' has weights={shown(weights)} and rejections; put both into one rg.algorithms.RolloutCorrection(...)"
+            f"node '{name}' has weights={shown(weights)} and rejections; put both into one rg.estimators.RolloutCorrection(...)"
         )
     correction: RolloutCorrection | Weigh = weights
     return correction
@@ -191,7 +193,7 @@ def filter_groups(*inputs: Output, metric: Name = "rewards", name: str = "filter
     """Declare `loss_mask` [B, T] without the groups whose responses all have the same `metric`: they teach nothing.
 
     The update neither computes nor counts these groups, so a mean over tokens covers the other groups alone. A group of one stays.
-    `rg.Refill` replaces such groups instead. Metric: `filter/groups_fraction`, the share of groups left out.
+    `rg.options.Refill` replaces such groups instead. Metric: `filter/groups_fraction`, the share of groups left out.
     Source: Yu et al., 2025, 2503.14476 (DAPO).
 
     Raises GraphError for a missing column.
@@ -200,7 +202,7 @@ def filter_groups(*inputs: Output, metric: Name = "rewards", name: str = "filter
     >>> data = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
     >>> answers = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(data, group_size=8)
     >>> rewards = rg.reward(lambda responses: [float(len(text)) for text in responses], answers)
-    >>> rg.filter_groups(answers, rewards).columns
+    >>> rg.stages.filter_groups(answers, rewards).columns
     ('loss_mask',)
     """
     reads = (metric, "group_ids", *mask_columns(inputs))
@@ -229,7 +231,7 @@ def filter_truncated(*inputs: Output, name: str = "filter_truncated") -> Output:
         >>> import rlgraph as rg
         >>> generator = rg.Generator("tiny", pool=rg.Pool("rollout"))
         >>> rollout = generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=8), rg.feedback("weights", depth=1))
-        >>> rg.filter_truncated(rollout).columns  # for policy.update(rollout, advantages, mask, …)
+        >>> rg.stages.filter_truncated(rollout).columns  # for policy.update(rollout, advantages, mask, …)
         ('loss_mask',)
 
     Raises GraphError for a missing column.

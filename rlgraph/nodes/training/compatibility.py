@@ -122,7 +122,7 @@ def check_adapter(model: Any) -> None:
     """Raise GraphError for settings that an adapter does not work with."""
     where = f"{type(model).__name__}(adapter=LoRA(rank={model.adapter.rank})"
     if isinstance(model.optimizer, Muon):
-        raise GraphError(f"{where}, optimizer=rg.Muon()): its step is one of whole matrices, not of their factors; use rg.AdamW(…)")
+        raise GraphError(f"{where}, optimizer=rg.optim.Muon()): its step is one of whole matrices, not of their factors; use rg.AdamW(…)")
     if model.tensor_parallel > 1:
         raise GraphError(
             f"{where}, tensor_parallel={model.tensor_parallel}): ranks that share matrices would have to share the adapter's too, which is "

@@ -24,7 +24,7 @@ class Guards:
     """The batches and optimizer steps that an update refuses.
 
     >>> import rlgraph as rg
-    >>> guards = rg.Guards(nonfinite="stop", stop_kl=0.5)  # for policy.update(..., guards=guards)
+    >>> guards = rg.options.Guards(nonfinite="stop", stop_kl=0.5)  # for policy.update(..., guards=guards)
     >>> guards.stop_kl, guards.empty, guards.patience
     (0.5, 'skip', 5)
 

@@ -95,7 +95,7 @@ class LearnedReward(TrainedModel):
     >>> import rlgraph as rg
     >>> judge = rg.LearnedReward("tiny", pool=rg.Pool("train"))
     >>> pairs = rg.pairs([{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}], 8, judge)
-    >>> judge.update(pairs, loss=rg.BradleyTerry()).metrics
+    >>> judge.update(pairs, loss=rg.losses.BradleyTerry()).metrics
     the metrics of 'reward_update'
 
     The reward is a linear map of the last token's state. The map is the folder's `score.weight` if it has one, else it begins at 0. An
@@ -118,7 +118,7 @@ class LearnedReward(TrainedModel):
     def step_rewards(self, *inputs: Output, separator: Name = "\n", writes: str = "step_rewards", name: str = "step_rewards") -> Output:
         """Declare `step_rewards` [B, T], the probability that a step is good at its last token, and `step_mask`, which flags these tokens.
 
-        A step of a response ends with `separator`, the last one with the response. `rg.algorithms.ProcessGRPO` reads both columns. With
+        A step of a response ends with `separator`, the last one with the response. `rg.estimators.ProcessGRPO` reads both columns. With
         `writes="token_rewards"` they are rewards of tokens, for `rg.GAE` and others. Metrics: the mean of all steps, and `…/steps`, the
         steps of a response.
         """

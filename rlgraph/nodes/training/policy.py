@@ -76,7 +76,7 @@ class Policy(TrainedModel):
         """Declare `old_log_probs` [B, T]: the trainer's log-probs of the responses before the update.
 
         `sum_pi_squared=True` adds the column of that name [B, T] from the same pass: at each token the sum of the squared
-        probabilities of the whole vocabulary. `rg.algorithms.OptimalTokenBaseline` reads it. With `exact=True` they are those of the
+        probabilities of the whole vocabulary. `rg.estimators.OptimalTokenBaseline` reads it. With `exact=True` they are those of the
         rollout, without a pass.
         """
         if self.exact and not sum_pi_squared:

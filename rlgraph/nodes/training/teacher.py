@@ -83,14 +83,14 @@ class Teacher(Reference):
     def log_probs(  # type: ignore[override]  # those of a student's own responses are not kept
         self, *inputs: Output, only: Name | None = None, name: str = "teacher_log_probs"
     ) -> Output:
-        """Declare `teacher_log_probs` [B, T], for `rg.algorithms.TeacherKL`. `only` scores the rows of this `data_source` alone."""
+        """Declare `teacher_log_probs` [B, T], for `rg.estimators.TeacherKL`. `only` scores the rows of this `data_source` alone."""
         return self._declared(name, inputs, OWN, top=False, top_k=None, only=only)
 
     @checked()
     def top_log_probs(
         self, *inputs: Output, top_k: Count | None = 64, only: Name | None = None, name: str = "teacher_top_log_probs"
     ) -> Output:
-        """Declare `teacher_top_ids` and `teacher_top_log_probs` [B, T, K] beside `teacher_log_probs`, for `rg.DistillationLoss`.
+        """Declare `teacher_top_ids` and `teacher_top_log_probs` [B, T, K] beside `teacher_log_probs`, for `rg.losses.DistillationLoss`.
 
         They are the teacher's `top_k` most probable tokens at each position; 64 are 512 bytes a token. With None they are the whole
         vocabulary, which is for small ones, or few tokens. `only` scores the rows of this `data_source` alone.
@@ -156,7 +156,7 @@ def by_source(*inputs: Output, teachers: Mapping[str, Teacher], top_k: Count | N
     >>> prompts = rg.prompts([{"prompt": "1 + 1 =", "data_source": "maths"}, {"prompt": "def", "data_source": "code"}], count=4)
     >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(prompts)
     >>> maths, code = (rg.Teacher(name, pool=rg.Pool(name)) for name in ("maths", "code"))
-    >>> rg.by_source(prompts, rollout, teachers={"maths": maths, "code": code}, top_k=64).columns
+    >>> rg.options.by_source(prompts, rollout, teachers={"maths": maths, "code": code}, top_k=64).columns
     ('teacher_log_probs', 'teacher_top_ids', 'teacher_top_log_probs')
 
     Without `top_k` only the sampled tokens are scored. Metrics: `teachers/NAME`, the rows of each. Raises GraphError for inputs without

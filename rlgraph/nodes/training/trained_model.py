@@ -74,7 +74,8 @@ class TrainedModel(Model, TrainerSettings):
         super().__post_init__()
         if self.offload == "moments" and isinstance(self.optimizer, Muon):
             raise GraphError(
-                f"{type(self).__name__}(optimizer=rg.Muon(), offload='moments'): only AdamW's moments can be in host memory; leave out one"
+                f"{type(self).__name__}(optimizer=rg.optim.Muon(), offload='moments'): only AdamW's moments can be in host memory; "
+                "leave out one"
             )
         if self.optimizer.moments == "8bit":
             check_eight_bits(self)

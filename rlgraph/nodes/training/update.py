@@ -370,7 +370,7 @@ def check_scores(name: str, loss: object, scores: Literal["log_probs", "values"]
     """Raise GraphError for a loss of another kind of model than the one that gives these `scores`."""
     taken = "values" if isinstance(loss, StepwiseLoss) else loss.scores if isinstance(loss, WholeLoss) else None
     if taken not in (None, scores):
-        other = "rg.DPO()" if scores == "log_probs" else "rg.BradleyTerry()"
+        other = "rg.DPO()" if scores == "log_probs" else "rg.losses.BradleyTerry()"
         raise GraphError(
             f"node '{name}' has loss={type(loss).__name__}(…), which takes {SCORED[taken or scores]}, but trains on {SCORED[scores]}; "
             f"give a loss such as {other}"

@@ -424,7 +424,7 @@ class Job:
         return self._spans.since(self._start_s)
 
     def trace(self) -> Trace:
-        """The firings of the run so far, from which `costs` are fitted and which `rlgraph.replay` plays again."""
+        """The firings of the run so far, from which `costs` are fitted and which `rlgraph.planning.replay` plays again."""
         return Trace(self.plan.values, tuple(self.spans()), tuple(self._sampled), self._published_bytes)
 
     @property

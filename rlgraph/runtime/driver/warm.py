@@ -203,7 +203,7 @@ class Warm:
         """Start a worker: with a kept engine, else from the process with its environment and imports, which is started if there is none."""
         if self.ended:
             raise RlgraphError(
-                f"worker '{wanted.name}' cannot be started: the block of rg.warm() has been left; start the job inside of it"
+                f"worker '{wanted.name}' cannot be started: the block of rg.runs.warm() has been left; start the job inside of it"
             )
         kept = self._kept.get(wanted.key)
         while kept:
@@ -263,7 +263,7 @@ _HERE: ContextVar[Warm | None] = ContextVar("warm", default=None)
 def warm(*, engines: bool = False) -> Iterator[Warm]:
     """Launch jobs in this block from warm processes: those after the first start in seconds. Leaving the block ends the processes.
 
-        with rg.warm(engines=True):
+        with rg.runs.warm(engines=True):
             for lr in (1e-6, 3e-6, 1e-5):
                 with rg.compile(graph(lr), rg.local_cluster()).launch() as job:
                     for step in job.steps(20):
@@ -283,7 +283,7 @@ def warm(*, engines: bool = False) -> Iterator[Warm]:
     engines, and folders of quantised weights, are loaded anew, and a notice says so.
 
     >>> import rlgraph as rg
-    >>> with rg.warm() as processes:
+    >>> with rg.runs.warm() as processes:
     ...     processes.pids
     ()
 
@@ -291,7 +291,9 @@ def warm(*, engines: bool = False) -> Iterator[Warm]:
     `dispatch=`, and for a `transport=` that needs Ray.
     """
     if _HERE.get() is not None:
-        raise RlgraphError("rg.warm() inside of rg.warm(): the launches of a block share its processes already; leave the inner one out")
+        raise RlgraphError(
+            "rg.runs.warm() inside of rg.runs.warm(): the launches of a block share its processes already; leave the inner one out"
+        )
     mine = Warm(engines=engines)
     before = _HERE.set(mine)
     try:
@@ -378,12 +380,12 @@ class WithoutTicks:
 
 
 class ForkedProcesses(WithoutTicks):
-    """A `Dispatch` to the warm processes of `rg.warm()`."""
+    """A `Dispatch` to the warm processes of `rg.runs.warm()`."""
 
     def __init__(self) -> None:
         warm = here()
         if warm is None:
-            raise RlgraphError("a job that was launched inside of rg.warm() starts its workers there too, and the block has been left")
+            raise RlgraphError("a job that was launched inside of rg.runs.warm() starts its workers there too, and the block has been left")
         self._warm = warm
         self._announced: dict[str, Wanted] = {}  # by worker
         self._workers: dict[WarmWorker, Wanted] = {}
@@ -392,7 +394,9 @@ class ForkedProcesses(WithoutTicks):
         self._announced = {spec.worker.name: self._wanted(spec) for spec in specs}
         for spec, wanted in zip(specs, self._announced.values(), strict=True):
             if self._warm.engines and wanted.engine is None and spec.model is not None and spec.model.traits.sampling is not None:
-                notices.here.say(f"rg.warm(engines=True) does not keep the engine of '{spec.worker.model}', which each launch starts anew")
+                notices.here.say(
+                    f"rg.runs.warm(engines=True) does not keep the engine of '{spec.worker.model}', which each launch starts anew"
+                )
         self._warm.announce([*self._announced.values()])
 
     def create(self, spec: WorkerSpec, driver: str, host: str = "") -> WarmWorker:
@@ -437,7 +441,7 @@ def kept_as(spec: WorkerSpec) -> Hashable | None:
 
 
 def chosen_dispatch(plan: Plan, asked: str | None) -> str:
-    """Choose how a plan is dispatched: as `asked`, inside of `rg.warm()` from its processes, and else as Ray can.
+    """Choose how a plan is dispatched: as `asked`, inside of `rg.runs.warm()` from its processes, and else as Ray can.
 
     Raises PlanError for a plan that cannot be.
     """
@@ -456,9 +460,13 @@ def check_warm(plan: Plan, dispatch: str | None) -> None:
     """Raise PlanError for a launch that warm processes cannot serve."""
     if dispatch is not None:
         raise PlanError(
-            f"launch(dispatch='{dispatch}') inside of rg.warm(), whose jobs run without Ray; leave dispatch= out, or launch outside"
+            f"launch(dispatch='{dispatch}') inside of rg.runs.warm(), whose jobs run without Ray; leave dispatch= out, or launch outside"
         )
     if plan.cluster.hosts > 1:
-        raise PlanError(f"a plan of {plan.cluster.hosts} hosts inside of rg.warm(), whose processes are of this host; launch it outside")
+        raise PlanError(
+            f"a plan of {plan.cluster.hosts} hosts inside of rg.runs.warm(), whose processes are of this host; launch it outside"
+        )
     if lies_in_ray(plan):
-        raise PlanError("a transport that needs Ray inside of rg.warm(), whose jobs run without Ray; choose another one, or launch outside")
+        raise PlanError(
+            "a transport that needs Ray inside of rg.runs.warm(), whose jobs run without Ray; choose another one, or launch outside"
+        )

@@ -50,7 +50,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", ".* multi-threaded", DeprecationWarning)  # NumPy has threads, which mind forks
     opened = [name for name in open_files() if name.startswith(GPU)]
     if opened:
-        sys.exit(f"the imports of '{prepare}' opened {opened[0]}, and a GPU does not live through a fork: launch outside of rg.warm()")
+        sys.exit(f"the imports of '{prepare}' opened {opened[0]}, and a GPU does not live through a fork: launch outside of rg.runs.warm()")
     while files := receive_order(asked):
         template = os.getpid()
         pid = os.fork()

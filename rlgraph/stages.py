@@ -1,0 +1,7 @@
+"""Stages of a graph beyond those at the top of `rlgraph`: filters, shaped rewards, the correction of a rollout."""
+
+from rlgraph.nodes.rewards.reward import kl_shaped_rewards as kl_shaped_rewards
+from rlgraph.nodes.rewards.reward import shaped_rewards as shaped_rewards
+from rlgraph.nodes.training.advantages import filter_groups as filter_groups
+from rlgraph.nodes.training.advantages import filter_truncated as filter_truncated
+from rlgraph.nodes.training.advantages import rollout_correction as rollout_correction
