@@ -10,7 +10,7 @@ from rlgraph.analysis.run import Run
 from rlgraph.engines.hf_export.folder import Exported
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype
 from rlgraph.engines.hf_models import model_files
-from rlgraph.errors import DataError, PlanError, PlanWarning, shown
+from rlgraph.errors import DataError, PlanError, PlanWarning, show_value
 from rlgraph.graph.no_signal import no_signal_warnings
 from rlgraph.graph.nodes import Graph, unreached_warnings, with_models
 from rlgraph.nodes.rewards.reward_model import RewardModel
@@ -26,7 +26,7 @@ from rlgraph.plan.costs import Costs
 from rlgraph.plan.model_shapes import shapes_of
 from rlgraph.plan.plan import DEADLINE_S, Plan
 from rlgraph.plan.play import simulate
-from rlgraph.plan.rehearse import ClusterSite, Rehearsal, rehearsed
+from rlgraph.plan.rehearse import ClusterSite, Rehearsal, rehearse_graph
 from rlgraph.plan.schedule import Event
 from rlgraph.record import record
 from rlgraph.render import report as report_page
@@ -135,7 +135,7 @@ def rehearse(
     Raises PlanError as `compile` does, and for settings without effect, such as checkpoints that cost nothing where nothing fails.
     """
     graph = with_folders(graph, model_files.find_cached_folder)
-    return rehearsed(graph, cluster, costs, shapes_of(graph), site or ClusterSite(), steps, every, seed)
+    return rehearse_graph(graph, cluster, costs, shapes_of(graph), site or ClusterSite(), steps, every, seed)
 
 
 @checked(PlanError)
@@ -202,7 +202,7 @@ def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, ru
     from rlgraph.recording.watch import Watch
 
     if not Path(folder).is_dir():
-        raise DataError(f"watch({shown(str(folder))}): no such folder; give the one that rlgraph.record(job, steps, folder) writes")
+        raise DataError(f"watch({show_value(str(folder))}): no such folder; give the one that rlgraph.record(job, steps, folder) writes")
     return Watch(Path(folder), port)
 
 
@@ -228,7 +228,7 @@ def launch(
     from rlgraph.runtime.driver.ray_dispatch import check_sendable
     from rlgraph.runtime.driver.session import Links
     from rlgraph.runtime.driver.warm import chosen_dispatch
-    from rlgraph.runtime.exports.models import chosen, trained_models
+    from rlgraph.runtime.exports.models import choose_model, trained_models
 
     graph = checked_source(plan)
     check_sendable(graph)
@@ -246,7 +246,7 @@ def launch(
         )
     recovery = _recovery(checkpoint, every, keep, restarts, fresh, export_every)
     if export_every is not None:
-        chosen(trained_models(graph, plan), None, "launch(export_every=)")
+        choose_model(trained_models(graph, plan), None, "launch(export_every=)")
     if encrypt:
         check_encrypted(plan)
     links = Links(wait_for_hosts_s or 0.0, encrypt)

@@ -128,7 +128,7 @@ def _concat(name: str, columns: Sequence[Column]) -> Column:
     return torch.cat([torch.nn.functional.pad(t, (*behind, *((lack, 0) if left else (0, lack)))) for t, lack in lacks])
 
 
-def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def pad_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype, left: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad the rows with 0 to the longest and stack them. The mask is true where nothing was padded."""
     if not rows:  # a rank without a share of the batch
         return torch.zeros(0, 0, dtype=dtype), torch.zeros(0, 0, dtype=torch.bool)
@@ -141,7 +141,7 @@ def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype, left: bool) -> t
     return full, mask
 
 
-def truncated(columns: Columns) -> torch.Tensor:
+def truncation_mask(columns: Columns) -> torch.Tensor:
     """Mark the responses `[B]` that ended at a limit of tokens or of turns rather than by themselves."""
     reasons = columns["finish_reasons"]
     assert isinstance(reasons, torch.Tensor)

@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 from rlgraph.analysis.run import Run
-from rlgraph.errors import PlanError, choices, shown
-from rlgraph.render.text import aligned
+from rlgraph.errors import PlanError, choices, show_value
+from rlgraph.render.text import align_rows
 from rlgraph.settings import checked
 
 REWARD, STALENESS, TOKENS, STEP_S = "critic/rewards/mean", "staleness/mean", "perf/total_num_tokens", "timing_s/step"
@@ -45,8 +45,8 @@ class RunComparison:
     def __str__(self) -> str:
         measured = [[row.name, *("" if value is None else f"{value:.4g}" for value in row.values)] for row in self.measures]
         differing = [[f"{row.where}: {row.setting}", *("-" if v is None else v for v in row.values)] for row in self.differences]
-        lines = aligned(["", *(f">{run}" for run in self.runs)], measured)
-        lines += ["", *aligned(["setting that differs", *self.runs], differing)] if differing else ["", "no setting differs"]
+        lines = align_rows(["", *(f">{run}" for run in self.runs)], measured)
+        lines += ["", *align_rows(["setting that differs", *self.runs], differing)] if differing else ["", "no setting differs"]
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -74,7 +74,7 @@ def compare(*folders: str | Path, metrics: Sequence[str] = ()) -> RunComparison:
     for name in metrics:
         if name not in known:
             raise PlanError(
-                f"compare(metrics={shown(list(metrics))}): no run has the metric '{name}'; {choices(name, sorted(known), 'they have')}"
+                f"compare(metrics={show_value(list(metrics))}): no run has the metric '{name}'; {choices(name, sorted(known), 'they have')}"
             )
     return RunComparison(names, tuple(_measures(runs, known, metrics)), tuple(_differences(runs)))
 

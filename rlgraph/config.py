@@ -42,11 +42,11 @@ def config(cls: type[T], arguments: Sequence[str] | None = None) -> T:
     for file in files:
         if not Path(file).is_file():
             raise ConfigError(f"config={file}: there is no such file")
-    loaded = [_loaded(file, list(base)) for file in files]
+    loaded = [_read_settings(file, list(base)) for file in files]
     for file, found in zip(files, loaded, strict=True):
         _check_texts(f"config={file}", cls, found)
     try:
-        merged = OmegaConf.merge(base, *loaded, OmegaConf.from_dotlist([_quoted(cls, pair) for pair in pairs]))
+        merged = OmegaConf.merge(base, *loaded, OmegaConf.from_dotlist([_quote_text_setting(cls, pair) for pair in pairs]))
         instance = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         reason = str(error).splitlines()[0]
@@ -55,7 +55,7 @@ def config(cls: type[T], arguments: Sequence[str] | None = None) -> T:
     return instance
 
 
-def _loaded(file: str, keys: list[str]) -> DictConfig:
+def _read_settings(file: str, keys: list[str]) -> DictConfig:
     """Read a file of settings. Raises ConfigError if it is not YAML, or not a mapping."""
     try:
         found = OmegaConf.load(file)
@@ -68,7 +68,7 @@ def _loaded(file: str, keys: list[str]) -> DictConfig:
     return found
 
 
-def _quoted(cls: type, pair: str) -> str:
+def _quote_text_setting(cls: type, pair: str) -> str:
     """Quote the value of an argument whose setting is text, where YAML would read something else: `name=007`."""
     key, _, text = pair.partition("=")
     found = OmegaConf.from_dotlist([pair])

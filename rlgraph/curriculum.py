@@ -11,7 +11,7 @@ from typing import Any
 
 from rlgraph.analysis.run import Run
 from rlgraph.api import checked_source, compile, export, launch, profile, record
-from rlgraph.errors import CheckpointError, DataError, PlanError, RlgraphError, shown
+from rlgraph.errors import CheckpointError, DataError, PlanError, RlgraphError, show_value
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.costs import Costs
@@ -21,7 +21,7 @@ from rlgraph.render.report import FILE
 from rlgraph.runtime.checkpoint.store import difference, fingerprint
 from rlgraph.runtime.driver.machine import local_cluster
 from rlgraph.runtime.driver.ray_dispatch import check_sendable
-from rlgraph.runtime.exports.models import chosen, trained_models
+from rlgraph.runtime.exports.models import choose_model, trained_models
 from rlgraph.settings import Count, Natural, checked
 
 # The stages of a curriculum, planned before the first one starts, so that bad input is refused then.
@@ -60,13 +60,13 @@ def planned_stages(graphs: Sequence[Any], steps: Sequence[int], cluster: Cluster
     Raises PlanError, or the error of a graph, where one cannot be made, planned or launched.
     """
     if not graphs or len(steps) != len(graphs):
-        raise PlanError(f"run(steps={shown(list(steps))}) of {len(graphs)} graphs: give at least one graph, and its steps for each")
+        raise PlanError(f"run(steps={show_value(list(steps))}) of {len(graphs)} graphs: give at least one graph, and its steps for each")
     found: list[Stage] = []
     folders: dict[str, str] = {}
     for place, (given, count) in enumerate(zip(graphs, steps, strict=True)):
         where = f"graph {place + 1} of {len(graphs)}"
         make, takes = _maker(given, where, list(folders))
-        graph = _made(make, takes, folders, where)
+        graph = _build_graph(make, takes, folders, where)
         _check_name(graph.name, [stage.name for stage in found], where)
         plan = compile(graph, cluster)
         graph = checked_source(plan, to_come=[folders[name] for name in takes])
@@ -91,7 +91,7 @@ def _maker(given: Any, where: str, earlier: Sequence[str]) -> tuple[Callable[...
     if isinstance(given, Graph):
         return lambda: given, ()
     if not callable(given):
-        raise PlanError(f"run(), {where}, is {shown(given)}; {HOW}")
+        raise PlanError(f"run(), {where}, is {show_value(given)}; {HOW}")
     takes = []
     for parameter in inspect.signature(given).parameters.values():
         if parameter.name in earlier:
@@ -104,7 +104,7 @@ def _maker(given: Any, where: str, earlier: Sequence[str]) -> tuple[Callable[...
     return given, tuple(takes)
 
 
-def _made(make: Callable[..., Graph], takes: Sequence[str], folders: Mapping[str, str], where: str) -> Graph:
+def _build_graph(make: Callable[..., Graph], takes: Sequence[str], folders: Mapping[str, str], where: str) -> Graph:
     try:
         graph = make(**{name: folders[name] for name in takes})
     except RlgraphError:
@@ -112,7 +112,7 @@ def _made(make: Callable[..., Graph], takes: Sequence[str], folders: Mapping[str
     except Exception as error:
         raise PlanError(f"run(), {where}: its function failed, {type(error).__name__}: {error}; {HOW}") from error
     if not isinstance(graph, Graph):
-        raise PlanError(f"run(), {where}: its function returned {shown(graph)}; {HOW}")
+        raise PlanError(f"run(), {where}: its function returned {show_value(graph)}; {HOW}")
     return graph
 
 
@@ -125,14 +125,14 @@ def _handed_on(graph: Graph, plan: Plan, where: str) -> str:
             f"run(), {where}, '{graph.name}' trains {[model.name for model in trained]}, and the weights of one model are handed on: put "
             "it last, or run it by itself and export each, as rg.runs.export(checkpoint, folder, policy=…)"
         )
-    return chosen(trained, None, f"run(), {where}, '{graph.name}', hands on its weights").path
+    return choose_model(trained, None, f"run(), {where}, '{graph.name}', hands on its weights").path
 
 
 def _check_name(name: str, earlier: Sequence[str], where: str) -> None:
     if name in earlier:
-        raise PlanError(f"run(), {where}, is called {shown(name)}, as an earlier one; each has a folder of its name: give another one")
+        raise PlanError(f"run(), {where}, is called {show_value(name)}, as an earlier one; each has a folder of its name: give another one")
     if not FOLDER.fullmatch(name):
-        raise PlanError(f"run(), {where}, is called {shown(name)}; each has a folder of its name: use letters, digits, - and _")
+        raise PlanError(f"run(), {where}, is called {show_value(name)}; each has a folder of its name: use letters, digits, - and _")
 
 
 # What a curriculum's folder says of its graphs: which are done, and from which weights each began.
@@ -160,16 +160,16 @@ class StageFolder:
         """Tell whether the graph is done. Raises CheckpointError if another graph is done here, or its weights are gone."""
         if not (self.path / DONE).exists():
             return False
-        found = difference(json.loads((self.path / DONE).read_text()), told(stage, stage.plan))
+        found = difference(json.loads((self.path / DONE).read_text()), stage_identity(stage, stage.plan))
         if found:
             raise CheckpointError(f"'{self.path}' holds a graph that is done, and is another one: {found}; give another folder")
         if stage.stand_in is not None and not self.model.is_dir():
             raise CheckpointError(f"'{self.path}' says that its graph is done, but '{self.model}' is gone; give another folder")
         return True
 
-    def say_done(self, stage: Stage, plan: Plan) -> None:
+    def mark_done(self, stage: Stage, plan: Plan) -> None:
         """Note that the graph is done."""
-        _write(self.path / DONE, told(stage, plan))
+        _write(self.path / DONE, stage_identity(stage, plan))
 
     def begin(self, weights: Mapping[str, str]) -> None:
         """Note the weights that the graph begins from: digests by earlier graph.
@@ -184,7 +184,7 @@ class StageFolder:
         _write(self.path / BEGAN, dict(weights))
 
 
-def told(stage: Stage, plan: Plan) -> dict[str, Any]:
+def stage_identity(stage: Stage, plan: Plan) -> dict[str, Any]:
     """Collect, as plain values, what a graph that is done and the one that is asked for must have in common."""
     assert isinstance(plan.source, Graph)
     found = fingerprint(plan.source, plan)
@@ -286,7 +286,7 @@ def run(
                 report(where, stages, folders)
     if all(done):
         report(where, stages, folders)
-    return tuple(_finished(stage, folders[stage.name]) for stage in stages)
+    return tuple(_finish_stage(stage, folders[stage.name]) for stage in stages)
 
 
 def _run(stage: Stage, folders: Mapping[str, StageFolder], cluster: Cluster, profiled: int, every: int, restarts: int, quiet: bool) -> None:
@@ -300,7 +300,7 @@ def _run(stage: Stage, folders: Mapping[str, StageFolder], cluster: Cluster, pro
             pass
     if stage.stand_in is not None:
         export(own.checkpoints, own.model, "float32")
-    own.say_done(stage, plan)
+    own.mark_done(stage, plan)
 
 
 def _costs(stage: Stage, own: StageFolder, paths: Mapping[str, str], cluster: Cluster, profiled: int) -> Costs | None:
@@ -311,7 +311,7 @@ def _costs(stage: Stage, own: StageFolder, paths: Mapping[str, str], cluster: Cl
     return Costs.from_file(file) if profiled else None
 
 
-def _finished(stage: Stage, folder: StageFolder) -> Finished:
+def _finish_stage(stage: Stage, folder: StageFolder) -> Finished:
     last = list(lines_of(folder.path))[-1:]
     return Finished(stage.name, folder.path, folder.model if stage.stand_in is not None else None, last[0] if last else {})
 

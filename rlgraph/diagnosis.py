@@ -25,7 +25,7 @@ from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.errors import GraphError
 from rlgraph.nodes import sandbox
 from rlgraph.plan.cluster import Cluster, Precision
-from rlgraph.render.text import aligned
+from rlgraph.render.text import align_rows
 from rlgraph.runtime.driver.machine import local_cluster
 
 # The result of a check, and all of them together.
@@ -61,7 +61,7 @@ class Diagnosis:
             rows += [["", "", f"fix: {check.fix}"]] if check.fix else []
         warnings = sum(check.state == "warning" for check in self.checks)
         counts = f"{len(self.problems)} problems, {warnings} warnings, {len(self.checks)} checks"
-        return "\n".join([*(line.rstrip() for line in aligned(["state", "what", "found"], rows)), "", counts])
+        return "\n".join([*(line.rstrip() for line in align_rows(["state", "what", "found"], rows)), "", counts])
 
     def to_json(self) -> str:
         """Write the checks as JSON: a list of objects with `name`, `state`, `found` and `fix`."""
@@ -81,7 +81,7 @@ SMALLER = ("AVX512_CORE_FP16", "AVX512_CORE_BF16", "AVX2")  # limits of oneDNN, 
 def device_checks() -> Iterator[Check]:
     """Check GPUs, links, cores, memory and dtypes."""
     cluster = local_cluster()
-    topology = _asked("nvidia-smi", "topo", "-m")
+    topology = _command_output("nvidia-smi", "topo", "-m")
     yield gpu_check(cluster.gpus, topology is not None, torch.version.cuda)
     for gpu in range(cluster.gpus):
         yield _one_gpu(gpu)
@@ -135,7 +135,7 @@ def links_check(topology: str, gpus: int) -> Check:
     pairs = Counter(row[1 + other] for index, row in enumerate(rows[:gpus]) for other in range(index + 1, min(gpus, len(row) - 1)))
     if not pairs:
         return Check("links", "warning", "unknown: nvidia-smi topo -m says nothing", "install nvidia-smi, to see how the GPUs are linked")
-    found = ", ".join(f"{words.counted(count, 'pair')} by {link}" for link, count in sorted(pairs.items()))
+    found = ", ".join(f"{words.with_count(count, 'pair')} by {link}" for link, count in sorted(pairs.items()))
     if all(link.startswith("NV") for link in pairs):
         return Check("links", "ok", found)
     fix = "expect slower weights and FSDP2 than over NVLink (NV); keep pools that talk to each other on linked GPUs"
@@ -181,7 +181,7 @@ def _multiplies(limit: str) -> bool:
     return subprocess.run([sys.executable, "-c", TRIAL], env=variables, capture_output=True, check=False).returncode == 0
 
 
-def _asked(*command: str) -> str | None:
+def _command_output(*command: str) -> str | None:
     """The output of a program; None if it is not there, fails or hangs."""
     if shutil.which(command[0]) is None:
         return None
@@ -413,7 +413,7 @@ class ExactDiagnosis:
             for o in self.operations
             if not o.equal
         ]
-        lines = aligned(["operation", "rows of prompts", "decoded rows", "by up to"], table)
+        lines = align_rows(["operation", "rows of prompts", "decoded rows", "by up to"], table)
         return "\n".join([f"{counted}, of which {len(table)} differ", f"first: {self.first.name}, {meaning}", "", *lines])
 
     def to_json(self) -> str:

@@ -37,7 +37,7 @@ def choices(name: str, known: Iterable[str], they: str = "there are", most: int 
     return f"did you mean {near[0]!r}? {they[:1].upper()}{they[1:]} {listed}" if near else f"{they} {listed}"
 
 
-def shown(value: Any, most: int = MOST_CHARACTERS) -> str:
+def show_value(value: Any, most: int = MOST_CHARACTERS) -> str:
     """Print a value on one line of a message, in about `most` characters; a large value is never printed whole.
 
     >>> shown(0.5), shown([1, 2, 3, 4]), shown({"prompt": "1 + 1 =" * 100})
@@ -74,7 +74,7 @@ def _items(value: Any, most: int) -> str:
     each = max(most // 2, LEAST_CHARACTERS) if most > LEAST_CHARACTERS else LEAST_CHARACTERS - 1
     parts: list[str] = []
     for item in itertools.islice(value.items() if isinstance(value, dict) else value, MOST_ITEMS):
-        part = f"{shown(item[0], each)}: {shown(item[1], each)}" if isinstance(value, dict) else shown(item, each)
+        part = f"{show_value(item[0], each)}: {show_value(item[1], each)}" if isinstance(value, dict) else show_value(item, each)
         if parts and sum(map(len, parts)) + len(part) > most:
             break
         parts.append(part)
@@ -86,7 +86,7 @@ def _items(value: Any, most: int) -> str:
 
 def _fields(value: Any, most: int) -> str:
     found = [f for f in dataclasses.fields(value) if f.repr and f.default is not getattr(value, f.name, f.default)]
-    parts = [f"{f.name}={shown(getattr(value, f.name), max(most // 2, 12))}" for f in found[:MOST_ITEMS]]
+    parts = [f"{f.name}={show_value(getattr(value, f.name), max(most // 2, 12))}" for f in found[:MOST_ITEMS]]
     return f"{type(value).__name__}({', '.join([*parts, *(['…'] if len(found) > MOST_ITEMS else [])])})"
 
 

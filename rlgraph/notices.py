@@ -57,7 +57,7 @@ here = Notices()
 C = TypeVar("C", bound=Callable[..., Any])
 
 
-def renamed(**names: str) -> Callable[[C], C]:
+def accept_old_names(**names: str) -> Callable[[C], C]:
     """Accept parameters of a function, or fields of a dataclass, by their old names too; `names` maps each old name to the new one.
 
     The old name raises a DeprecationWarning at the caller's line. Raises TypeError for a call that gives both names.

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rlgraph.analysis.findings import findings
 from rlgraph.analysis.samples import Sample
 from rlgraph.errors import PlanError
-from rlgraph.recording.profile import Profile, asked
+from rlgraph.recording.profile import Profile, take_request
 from rlgraph.recording.samples import SampleRecorder, Samples
 from rlgraph.recording.sinks import RecordedRun, Sink, SinkFeeds, new_id
 from rlgraph.recording.watch import LiveFiles
@@ -93,17 +93,17 @@ def record(
     [0, 1, 2]
     """
     folder = prepared_folder(job, Path(out))
-    profile = asked() or profile
+    profile = take_request() or profile
     if profile is not None:
         job.recorder.request_profile(profile.request(job.plan, steps, folder))
-    with recorded(job, steps, folder, samples, to, Console(quiet=quiet)) as keep:
+    with record_run(job, steps, folder, samples, to, Console(quiet=quiet)) as keep:
         for step in job.steps(steps):
             keep(step)
             yield step
 
 
 @contextmanager
-def recorded(
+def record_run(
     job: "Job", steps: int, folder: Path, samples: Samples | float, to: Sequence[Sink], console: Console
 ) -> Iterator[Callable[[Step], None]]:
     """Open what is written while a run goes on, and write the rest at its end; what the context gives records a step."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin
 
 import rlgraph
-from rlgraph.errors import GraphError, RlgraphError, choices, shown
+from rlgraph.errors import GraphError, RlgraphError, choices, show_value
 
 # Types of settings: the rule of each in words, and the conversion of accepted values to the type.
 
@@ -200,7 +200,7 @@ class Tuple:
 
     def take(self, name: str, value: Any) -> tuple[Any, ...]:
         if isinstance(value, str | bytes | Mapping) or (not isinstance(value, Collection) and not hasattr(value, "__array__")):
-            raise Wrong(f"write {name}=({shown(value)},)" if isinstance(value, int | float | str) else "")
+            raise Wrong(f"write {name}=({show_value(value)},)" if isinstance(value, int | float | str) else "")
         given = tuple(value)
         if (not self.endless and len(given) != len(self.items)) or not self.range.holds(len(given)):
             raise Wrong(f"it has {len(given)}")
@@ -210,7 +210,7 @@ class Tuple:
             try:
                 taken.append(item if kind is None else kind.take(name, item))
             except Wrong:
-                raise Wrong(f"item {place} is {shown(item)}") from None
+                raise Wrong(f"item {place} is {show_value(item)}") from None
         return tuple(taken)
 
 
@@ -235,7 +235,7 @@ class MappingOf:
                 found = key if self.key is None else self.key.take(name, key)
                 taken[found] = item if self.value is None else self.value.take(name, item)
             except Wrong as wrong:
-                raise Wrong(f"{shown(key)} is {shown(item)}{'; ' * bool(str(wrong))}{wrong}") from None
+                raise Wrong(f"{show_value(key)} is {show_value(item)}{'; ' * bool(str(wrong))}{wrong}") from None
         return value if all(a is b for a, b in zip(taken.values(), value.values(), strict=True)) else taken
 
 
@@ -268,9 +268,9 @@ class Instance:
     def take(self, name: str, value: Any) -> Any:
         if isinstance(value, self.cls):
             return value
-        made = _spelt(self.cls)
+        made = _public_name(self.cls)
         if isinstance(value, type) and issubclass(value, self.cls):
-            raise Wrong(f"that is the class: write {name}={_spelt(value)}()")
+            raise Wrong(f"that is the class: write {name}={_public_name(value)}()")
         if hasattr(self.cls, "HOW"):
             raise Wrong(self.cls.HOW)
         if isinstance(value, Mapping):
@@ -352,7 +352,7 @@ def _article(name: str) -> str:
     return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
 
 
-def _spelt(cls: type) -> str:
+def _public_name(cls: type) -> str:
     return f"rg.{rlgraph.spelling(cls.__name__)}"
 
 
@@ -392,7 +392,7 @@ def check(setting: Any, error: type[RlgraphError] = GraphError) -> None:
             taken = value if kind is None else kind.take(name, value)
         except Wrong as wrong:
             default = _default(cls, name) if value is None else ""
-            raise error(f"{cls.__name__}({name}={shown(value)}): {name} is {kind.rule}{_fix(wrong, default)}") from None  # type: ignore[union-attr]
+            raise error(f"{cls.__name__}({name}={show_value(value)}): {name} is {kind.rule}{_fix(wrong, default)}") from None  # type: ignore[union-attr]
         if taken is not value:
             object.__setattr__(setting, name, taken)  # while it is made, by its `__post_init__`
 
@@ -412,7 +412,7 @@ def refuse_unknown(cls: type[C]) -> type[C]:
         if not kwargs.keys() <= names:
             name = next(name for name in kwargs if name not in names)
             said = choices(name, known, "the settings are")
-            raise GraphError(f"{cls.__name__}({name}={shown(kwargs[name])}): there is no setting '{name}'; {said}")
+            raise GraphError(f"{cls.__name__}({name}={show_value(kwargs[name])}): there is no setting '{name}'; {said}")
         plain(self, *args, **kwargs)
 
     cls.__init__ = init  # type: ignore[method-assign]
@@ -494,7 +494,7 @@ def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Calla
                 there = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
                 for key in (key for key in kwargs if key not in there):
                     said = choices(key, [each for each in there if each != "self"], "its arguments are")
-                    raise TypeError(f"{_called(function)}() got an unexpected keyword argument '{key}'; {said}") from None
+                    raise TypeError(f"{_user_name(function)}() got an unexpected keyword argument '{key}'; {said}") from None
                 return function(*args, **kwargs)  # raises a TypeError that names the function
             for key, kind in parameters_of(call).items():
                 if kind is None or key not in bound.arguments:
@@ -504,10 +504,10 @@ def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Calla
                     bound.arguments[key] = kind.take(key, value)
                 except Wrong as wrong:
                     named = bound.arguments.get("name", getattr(signature.parameters.get("name"), "default", None))
-                    where = f"{what} '{named}' has {key}={shown(value)}; " if isinstance(named, str) else ""
-                    where = where or f"{_called(function)}({key}={shown(value)}): "
+                    where = f"{what} '{named}' has {key}={show_value(value)}; " if isinstance(named, str) else ""
+                    where = where or f"{_user_name(function)}({key}={show_value(value)}): "
                     default = signature.parameters[key].default
-                    left = f"leave it out for {shown(default)}" if value is None and default is not inspect.Parameter.empty else ""
+                    left = f"leave it out for {show_value(default)}" if value is None and default is not inspect.Parameter.empty else ""
                     raise error(f"{where}{key} is {kind.rule}{_fix(wrong, left)}") from None
             return function(*bound.args, **bound.kwargs)
 
@@ -524,7 +524,7 @@ def types_of(cls: Any) -> Mapping[str, SettingType | None]:
     for owner in reversed(cls.__mro__):
         for name, annotation in inspect.get_annotations(owner).items():
             found[name] = (annotation, owner.__module__)
-    return {f.name: _type(_resolved(*found[f.name])) for f in dataclasses.fields(cls)}
+    return {f.name: _type(_resolve_annotation(*found[f.name])) for f in dataclasses.fields(cls)}
 
 
 @functools.cache
@@ -533,10 +533,10 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, SettingType | No
     skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(inspect.unwrap(function)).parameters.values()  # as written: what `help` shows has no rules
     given = {p.name: p.annotation for p in parameters if p.kind not in skipped and p.name != "self"}
-    return {name: _type(_resolved(annotation, function.__module__)) for name, annotation in given.items()}
+    return {name: _type(_resolve_annotation(annotation, function.__module__)) for name, annotation in given.items()}
 
 
-def _resolved(annotation: Any, module: str) -> Any:
+def _resolve_annotation(annotation: Any, module: str) -> Any:
     if not isinstance(annotation, str):
         return annotation
     try:
@@ -580,14 +580,14 @@ def _plain(annotation: Any, range: Range) -> SettingType | None:
     return Instance(annotation) if plain else None
 
 
-def _called(function: Callable[..., Any]) -> str:
+def _user_name(function: Callable[..., Any]) -> str:
     """Name the function as a user calls it: by the class, for an `__init__`."""
     return function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
 
 def _default(cls: type, name: str) -> str:
     default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
-    return "" if default is dataclasses.MISSING else f"leave it out for {shown(default)}"
+    return "" if default is dataclasses.MISSING else f"leave it out for {show_value(default)}"
 
 
 def _fix(wrong: Wrong, otherwise: str) -> str:

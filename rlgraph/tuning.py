@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlgraph.analysis import words
-from rlgraph.errors import PlanError, PlanWarning, shown
+from rlgraph.errors import PlanError, PlanWarning, show_value
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.calibrate import Trace
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.model_shapes import shapes_of
 from rlgraph.plan.plan import Plan
-from rlgraph.plan.replay import Replayed, replayed
+from rlgraph.plan.replay import Replayed, replay_trace
 from rlgraph.plan.search import Objective, search
-from rlgraph.render.text import aligned, wrapped
+from rlgraph.render.text import align_rows, wrap_line
 from rlgraph.settings import Natural, Positive, checked
 
 if TYPE_CHECKING:
@@ -55,11 +55,11 @@ def table(rows: Sequence[TuningRow], looked_at: int, left_out: Mapping[str, int]
         ]
         for row in rows
     ]
-    lines = [f"{words.counted(looked_at, 'plan')} compared on {words.cluster(first.plan.cluster)}, the best first"]
-    lines += aligned(head, cells)
-    lines += [part for reason, count in left_out.items() for part in wrapped(f"left out {count}: {words.clean(reason)}", indent=2)]
-    lines += [part for warning in warnings if warning not in verdict for part in wrapped(f"warning: {warning}", indent=2)]
-    lines += [*wrapped(verdict, indent=2)] if verdict else []
+    lines = [f"{words.with_count(looked_at, 'plan')} compared on {words.cluster(first.plan.cluster)}, the best first"]
+    lines += align_rows(head, cells)
+    lines += [part for reason, count in left_out.items() for part in wrap_line(f"left out {count}: {words.clean(reason)}", indent=2)]
+    lines += [part for warning in warnings if warning not in verdict for part in wrap_line(f"warning: {warning}", indent=2)]
+    lines += [*wrap_line(verdict, indent=2)] if verdict else []
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -127,7 +127,7 @@ def replay(trace: "Job | str | Path", *, shares: Mapping[str, Positive] | None =
         recorded = Trace.from_file(path / "trace.json" if path.is_dir() else path)
     else:
         recorded = trace.trace()
-    return replayed(recorded, shares, depth)
+    return replay_trace(recorded, shares, depth)
 
 
 @checked(PlanError)
@@ -165,7 +165,7 @@ def tune(
     }
     for name, values in tried.items():
         if not values:
-            raise PlanError(f"tune({name}={shown(choices[name])}): give the values to try, as {name}=(1, 2)")
+            raise PlanError(f"tune({name}={show_value(choices[name])}): give the values to try, as {name}=(1, 2)")
     found = search(build, cluster, costs, {name: values or [] for name, values in tried.items()}, by, max_staleness, shapes_of)
     ranked = tuple(
         Tuned(c.settings, c.plan, c.step_s, c.samples_per_s, c.tokens_per_s, c.gpu_s_per_sample, c.staleness) for c in found.ranked

@@ -13,7 +13,7 @@ from typing import Any
 
 from rlgraph.api import compile
 from rlgraph.config import config
-from rlgraph.errors import ConfigError, shown
+from rlgraph.errors import ConfigError, show_value
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.costs import Costs
@@ -50,7 +50,7 @@ class Recipe:
             raise ConfigError(f"recipe '{self.path}' has several graphs, by `graphs(cfg)`; this takes a recipe of one, by `graph(cfg)`")
         made = self.graph_of(cfg)
         if not isinstance(made, Graph):
-            raise ConfigError(f"recipe '{self.path}': graph(cfg) returned {shown(made)}; {RULE}")
+            raise ConfigError(f"recipe '{self.path}': graph(cfg) returned {show_value(made)}; {RULE}")
         return made
 
     def plans(self, cfg: Any, cluster: Cluster, costs: Costs | None) -> list[Plan]:
@@ -62,7 +62,7 @@ class Recipe:
             return [compile(self.graph(cfg), cluster, costs)]
         made = self.graphs_of(cfg)
         if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(part, list | tuple) for part in made):
-            raise ConfigError(f"recipe '{self.path}': graphs(cfg) returned {shown(made)}; {RULE}")
+            raise ConfigError(f"recipe '{self.path}': graphs(cfg) returned {show_value(made)}; {RULE}")
         from rlgraph.curriculum import planned_stages  # it imports Ray, as nothing that plans one graph does
 
         return [stage.plan for stage in planned_stages(*made, cluster)]
@@ -95,7 +95,7 @@ def run(path: Path, settings: Sequence[str], profile: str | None = None, workers
     if profile is not None:
         profiles.ask(profiles.Profile(steps_of(profile), tuple(workers) or None))
     runpy.run_path(str(path), run_name="__main__")
-    if profiles.asked() is not None:
+    if profiles.take_request() is not None:
         raise ConfigError(f"--profile {profile}: recipe '{path}' records no run by rg.record, so nothing was profiled")
 
 

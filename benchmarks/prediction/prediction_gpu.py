@@ -49,7 +49,7 @@ from benchmarks.lib.shapes import VOCAB, random_model
 from benchmarks.prediction.ways import ON_CORES, ON_GPUS, SMOLLM2, Way, ways, ways_on_four
 from benchmarks.speed.overlap import QUESTIONS, parity
 from rlgraph.plan.calibrate import Trace, costs_of
-from rlgraph.plan.costs import written
+from rlgraph.plan.costs import to_yaml
 from rlgraph.plan.lengths import PROBABILITIES, Lengths
 from rlgraph.runtime.driver.ray_cluster import start_ray, stop_ray
 from rlgraph.runtime.measure import Step
@@ -287,7 +287,7 @@ def figures(found: list[Found], costs: dict[str, rg.planning.Costs]) -> dict[str
     return {
         "kind": "prediction",
         "profiled_steps": PROFILED,
-        "costs": {model: yaml.safe_load(written(each)) for model, each in costs.items()},
+        "costs": {model: yaml.safe_load(to_yaml(each)) for model, each in costs.items()},
         "configurations_measured": len(found),
         **accuracy(found, pairs(found), works(found)),
         "configurations": [{**asdict(one), "error": one.error} for one in found],

@@ -29,7 +29,7 @@ from benchmarks.prediction.scale_graphs import LINK, Case, gathers_s, shape
 from rlgraph.channels.remote.transfer import PART_BYTES
 from rlgraph.plan.model_shapes import shapes_of
 from rlgraph.plan.plan import Plan
-from rlgraph.plan.rehearse import failing, prepared
+from rlgraph.plan.rehearse import add_failures, prepare_course
 from rlgraph.plan.routes import crossing_s, soonest, ways
 
 # 419 unexpected interruptions in 54 days on 16,384 H100s (The Llama 3 Herd of Models, 2024, section 3.3.4), whatever failed.
@@ -133,10 +133,10 @@ def intervals(row: Mapping[str, Any], models: Path) -> dict[str, Any]:
     points = []
     bare_s = 0.0
     for every in INTERVALS:
-        course = prepared(graph, case.cluster, costs, shapes_of(graph), site, STEPS, every, 0)[1]
+        course = prepare_course(graph, case.cluster, costs, shapes_of(graph), site, STEPS, every, 0)[1]
         calm = course.played().step_ends()
         bare_s = bare_s or replace(course, saves={}).played().step_ends()[-1]
-        walls = [failing(course, calm, site, mtbf_s, every, seed) for seed in range(seeds)]
+        walls = [add_failures(course, calm, site, mtbf_s, every, seed) for seed in range(seeds)]
         formula = daly.expected_s(bare_s, bare_s / STEPS * every, CHECKPOINT_S, RESTART_S, mtbf_s)
         lost = 1 - bare_s / statistics.fmean(wall.seconds for wall in walls)
         failures = statistics.fmean(wall.failures for wall in walls)

@@ -121,7 +121,7 @@ def host_peak(ranks: list[list[tuple[float, int]]]) -> int:
 def counted(folder: str, ranks: int, gpus: bool) -> dict[str, int]:
     """The bytes that a plan counts while models load: of the host, and of a GPU."""
     import rlgraph as rg
-    from rlgraph.plan.memory import loading
+    from rlgraph.plan.memory import loading_peaks
     from rlgraph.plan.model_shapes import shapes_of
 
     policy = rg.Policy(folder, pool=rg.Pool("train", gpus=ranks) if gpus else rg.Pool("train"), data_parallel=ranks)
@@ -129,7 +129,7 @@ def counted(folder: str, ranks: int, gpus: bool) -> dict[str, int]:
     graph = rg.Graph("loading", policy.log_probs(rollout))
     cluster = rg.Cluster(gpus=ranks + 1, cpus=64) if gpus else rg.Cluster(cpus=64)
     workers = [worker for worker in rg.compile(graph, cluster).workers if worker.model == "policy"]
-    found = {"device" if need.pool else "host": need.peak_bytes for need in loading(graph, cluster, workers, shapes_of(graph))}
+    found = {"device" if need.pool else "host": need.peak_bytes for need in loading_peaks(graph, cluster, workers, shapes_of(graph))}
     return {"device": 0, **found}
 
 

@@ -35,7 +35,7 @@ from rlgraph.columns import Columns  # noqa: E402
 from rlgraph.graph.nodes import Output, Pool, declare  # noqa: E402
 from rlgraph.graph.operation import NodeTraits  # noqa: E402
 from rlgraph.nodes.base import Context  # noqa: E402
-from rlgraph.plan.rehearse import Course, prepared, with_failures  # noqa: E402
+from rlgraph.plan.rehearse import Course, prepare_course, with_failures  # noqa: E402
 from rlgraph.runtime.checkpoint.store import Recovery  # noqa: E402
 from rlgraph.runtime.driver.job import Job  # noqa: E402
 
@@ -131,7 +131,7 @@ def course(point: Point) -> Course:
     made = graph(point)
     seconds = {node.name: {"rollout": GENERATE_S, "update": TRAIN_S}.get(node.name, 0.0) for node in made.nodes}
     costs = rg.planning.Costs(seconds, publish_bytes=4 * NUMBERS)
-    return prepared(made, cluster(point), costs, {}, SITE, point.steps, None, 0)[1]
+    return prepare_course(made, cluster(point), costs, {}, SITE, point.steps, None, 0)[1]
 
 
 def rehearsed_s(point: Point, restart_s: float) -> float:

@@ -137,7 +137,7 @@ def child(model: str, tokens: int) -> None:
     session: Any = job.session
     group = session.group
     marks.before(session.dispatch, "create", "Ray")
-    marks.before(group, "until_ready", "workers start, import and open their channels")
+    marks.before(group, "await_engines", "workers start, import and open their channels")
     marks.before(session.dispatch, "start", "workers load their engines")
     sampler = ActivitySampler(lambda: group.states() if session.folder and not session.ended else {})
     with job:

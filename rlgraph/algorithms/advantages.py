@@ -29,7 +29,7 @@ from rlgraph.algorithms.masks import (
 )
 from rlgraph.algorithms.policy_loss import to_floats
 from rlgraph.columns import Columns
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.settings import Finite, Fraction, Positive
 
 # Advantages from one reward per response, compared within the group of responses to one prompt.
@@ -222,10 +222,13 @@ class GDPO(GRPO):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.keys or len(set(self.keys)) < len(self.keys):
-            raise GraphError(f"GDPO(keys={shown(self.keys)}): keys name one column or more, each once, as in keys=('accuracy', 'format')")
+            raise GraphError(
+                f"GDPO(keys={show_value(self.keys)}): keys name one column or more, each once, as in keys=('accuracy', 'format')"
+            )
         if self.weights is not None and len(self.weights) != len(self.keys):
             raise GraphError(
-                f"GDPO(weights={shown(self.weights)}): there is one weight for each of the keys {shown(self.keys)}; give a tuple of them"
+                f"GDPO(weights={show_value(self.weights)}): there is one weight for each of the keys {show_value(self.keys)}; give "
+                "a tuple of them"
             )
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from rlgraph.algorithms.inputs import check_choice, check_mask, check_tokens, check_whole
 from rlgraph.algorithms.masks import count, lengths, masked_sum
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.settings import OneOf
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
@@ -48,7 +48,7 @@ def check_aggregation(where: str, mode: str, horizon: int | None) -> None:
         check_whole(where, "horizon", horizon, 1)
     elif horizon is not None:
         raise GraphError(
-            f"{where}(horizon={shown(horizon)}): only 'seq-mean-token-sum-norm' divides by a horizon, not '{mode}'; leave it out"
+            f"{where}(horizon={show_value(horizon)}): only 'seq-mean-token-sum-norm' divides by a horizon, not '{mode}'; leave it out"
         )
 
 

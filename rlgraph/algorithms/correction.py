@@ -12,7 +12,7 @@ from rlgraph import settings
 from rlgraph.algorithms.inputs import check_choice, check_mask
 from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import keep, masked_mean
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.settings import OneOf, Positive
 
 # Importance weights of the trainer's policy over the engine's, since the two give different log-probs to the same tokens.
@@ -118,7 +118,9 @@ class IcePop(ImportanceWeights):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.low > self.high:
-            raise GraphError(f"IcePop(low={shown(self.low)}, high={shown(self.high)}): the lower bound is above the upper; swap them")
+            raise GraphError(
+                f"IcePop(low={show_value(self.low)}, high={show_value(self.high)}): the lower bound is above the upper; swap them"
+            )
 
     def bounded(self, weights: torch.Tensor) -> torch.Tensor:
         return torch.where((weights >= self.low) & (weights <= self.high), weights, 0.0)
@@ -176,9 +178,13 @@ class Rejection:
         if self.low is None:
             return
         if not self.statistic.endswith("k1"):
-            raise GraphError(f"Rejection({shown(self.statistic)}, low={shown(self.low)}): only k1 has a lower bound; leave it out")
+            raise GraphError(
+                f"Rejection({show_value(self.statistic)}, low={show_value(self.low)}): only k1 has a lower bound; leave it out"
+            )
         if self.low > self.high:
-            raise GraphError(f"Rejection(low={shown(self.low)}, high={shown(self.high)}): the lower bound is above the upper; swap them")
+            raise GraphError(
+                f"Rejection(low={show_value(self.low)}, high={show_value(self.high)}): the lower bound is above the upper; swap them"
+            )
 
     @classmethod
     def from_verl(cls, option: str, threshold: str | float) -> "Rejection":
@@ -257,7 +263,7 @@ def _verl_numbers(threshold: object) -> list[float] | None:
 
 def _not_verl(option: str, threshold: object) -> GraphError:
     form = "'lower_upper' as '0.5_2.0', or the upper bound alone, at least 1" if option.endswith("k1") else "one number above 0, as 0.01"
-    return GraphError(f"Rejection.from_verl({shown(option)}, {shown(threshold)}): the threshold of this option is {form}")
+    return GraphError(f"Rejection.from_verl({show_value(option)}, {show_value(threshold)}): the threshold of this option is {form}")
 
 
 # Rollout correction: importance weights together with rejections, and verl's presets by name.
@@ -283,7 +289,7 @@ class RolloutCorrection:
     def __post_init__(self) -> None:
         settings.check(self)
         if len(set(self.rejections)) < len(self.rejections):
-            raise GraphError(f"RolloutCorrection(rejections={shown(self.rejections)}): a rejection is given twice; leave one out")
+            raise GraphError(f"RolloutCorrection(rejections={show_value(self.rejections)}): a rejection is given twice; leave one out")
 
     @torch.no_grad()
     def __call__(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from rlgraph.algorithms.inputs import response_mask_of, tensor, tokenwise
 from rlgraph.algorithms.masks import keep
 from rlgraph.algorithms.policy_loss import to_floats
 from rlgraph.columns import Columns
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.settings import Count, Fraction, Positive
 
 IDS, TOP, CHOSEN = "teacher_top_ids", "teacher_top_log_probs", "chosen_log_probs"
@@ -39,7 +39,7 @@ class TeacherKL:
         settings.check(self)
         estimator = self.of
         if estimator is not None and not (callable(estimator) and hasattr(estimator, "reads") and not isinstance(estimator, type)):
-            raise GraphError(f"TeacherKL(of={shown(estimator)}): it is an estimator such as rg.GRPO(), or None")
+            raise GraphError(f"TeacherKL(of={show_value(estimator)}): it is an estimator such as rg.GRPO(), or None")
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import torch
 
 from rlgraph.columns import COLUMNS, Columns
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import DataError, GraphError, show_value
 
 
 def check_number(
@@ -15,21 +15,21 @@ def check_number(
     rule = f"{name} is a finite number" + (f" above {above:g}" if above > float("-inf") else "")
     rule += (f" of at least {least:g}" if least > float("-inf") else "") + (f" and at most {most:g}" if most < float("inf") else "")
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-        raise GraphError(f"{where}({name}={shown(value)}): {rule}; give such a number")
+        raise GraphError(f"{where}({name}={show_value(value)}): {rule}; give such a number")
     if not (value >= least and value > above and value <= most):
-        raise GraphError(f"{where}({name}={shown(value)}): {rule}; give such a number")
+        raise GraphError(f"{where}({name}={show_value(value)}): {rule}; give such a number")
 
 
 def check_whole(where: str, name: str, value: object, least: int) -> None:
     """Raise GraphError unless the value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise GraphError(f"{where}({name}={shown(value)}): {name} is a whole number of at least {least}; give such a number")
+        raise GraphError(f"{where}({name}={show_value(value)}): {name} is a whole number of at least {least}; give such a number")
 
 
 def check_choice(where: str, name: str, value: object, choices: Collection[object]) -> None:
     """Raise GraphError unless the value is one of the choices."""
     if not isinstance(value, str | int | None) or value not in choices:
-        raise GraphError(f"{where}({name}={shown(value)}): {name} is one of {list(choices)}; choose one of them")
+        raise GraphError(f"{where}({name}={show_value(value)}): {name} is one of {list(choices)}; choose one of them")
 
 
 def response_mask_of(where: str, batch: Columns, shape: torch.Size | None = None) -> torch.Tensor:

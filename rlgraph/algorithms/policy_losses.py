@@ -15,7 +15,7 @@ from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import count, keep, lengths, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens, with_gradient
 from rlgraph.columns import Columns
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.settings import AtLeastZero, Finite, Fraction, Natural, Positive, PositiveFraction, Range, refuse_unknown
 
 # Policy losses that treat each token by itself: clipped ratios, and plain policy gradients. Trainers minimise them.
@@ -266,7 +266,7 @@ class ClipCov(PolicyLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.low >= self.high:
-            raise GraphError(f"ClipCov(low={shown(self.low)}, high={shown(self.high)}): no covariance is between them; swap them")
+            raise GraphError(f"ClipCov(low={show_value(self.low)}, high={show_value(self.high)}): no covariance is between them; swap them")
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         plain = tokens.advantages * tokens.ratio

@@ -251,7 +251,7 @@ def _rows(device: SharedDevice, recorded: "_SpanIndex", start_s: float, end_s: f
     for begin, end, span in _sweep([recorded.spans.get(name, []) for name in device.workers], recorded, start_s, end_s):
         seconds = (end - begin) * device.count
         if span is None:
-            use, name = recorded.unspanned(device.workers, begin, end)
+            use, name = recorded.idle_use(device.workers, begin, end)
             yield Row(device.pool, home, use, name, "", seconds)
         elif span.kind in ("wait", "room"):
             for cause, waited_s in recorded.causes(span, begin, end):
@@ -317,14 +317,14 @@ class _SpanIndex:
             return "order" if channel is not None and channel.kind == "order" else "data"
         return USES[span.kind]
 
-    def unspanned(self, workers: Sequence[str], begin: float, end: float) -> tuple[Use, str]:
+    def idle_use(self, workers: Sequence[str], begin: float, end: float) -> tuple[Use, str]:
         """Name the use of a stretch in which no worker of the device has a span.
 
         Before the first span of its workers, or before a restart, the device starts up; after the last span it is finished; else nothing
         explains the stretch.
         """
         known = [name for name in workers if name in self._ends]
-        later = [span for name in workers for span in islice(self._during(name, end, float("inf")), 2) if span.start_s >= end]
+        later = [span for name in workers for span in islice(self._open_spans(name, end, float("inf")), 2) if span.start_s >= end]
         if not known or end <= min(self._starts[name][0] for name in known) or (later and min(later, key=_start).kind == "start"):
             return "start", START_UP
         if begin >= max(self._ends[name] for name in known):
@@ -335,7 +335,7 @@ class _SpanIndex:
         """Yield each cause of a wait from `begin` to `end` with its seconds, which add up to the whole stretch."""
         worker = self._awaited_worker(wait)
         covered = begin
-        for span in self._during(worker, begin, end) if worker is not None and depth < CHAIN else ():
+        for span in self._open_spans(worker, begin, end) if worker is not None and depth < CHAIN else ():
             first, last = max(span.start_s, covered), min(span.end_s, end)
             if last <= first:
                 continue
@@ -349,7 +349,7 @@ class _SpanIndex:
         if covered < end:
             yield HAND_OVER, end - covered
 
-    def _during(self, worker: str, begin: float, end: float) -> Iterator[Span]:
+    def _open_spans(self, worker: str, begin: float, end: float) -> Iterator[Span]:
         """Yield a worker's spans that are open between `begin` and `end`."""
         spans = self.spans.get(worker, [])
         for index in range(max(bisect_right(self._starts.get(worker, []), begin) - 1, 0), len(spans)):

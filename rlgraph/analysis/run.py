@@ -57,16 +57,18 @@ class InvariantMonitor:
         """
         proof, so_far = self.plan.certificate, self.observed
         if staleness > proof.staleness_bound:
-            raise self._broken(step, f"its oldest token is {staleness} versions behind", f"staleness at most {proof.staleness_bound}")
+            raise self._certificate_error(
+                step, f"its oldest token is {staleness} versions behind", f"staleness at most {proof.staleness_bound}"
+            )
         for name, versions in (behind or {}).items():
             if name in self._bounds and versions > self._bounds[name].staleness:
                 limit = f"staleness at most {self._bounds[name].staleness} in '{name}'"
-                raise self._broken(step, f"its oldest token there is {versions} versions behind", limit)
+                raise self._certificate_error(step, f"its oldest token there is {versions} versions behind", limit)
         opened = max((self._checked_open(step, loop, spans, slack_s) for loop in self.plan.loops), default=0)
         used = dict(so_far.channel_slots or {})
         for end, peak in peaks.items():
             if end.name in self._slots and peak > self._slots[end.name]:
-                raise self._broken(step, f"channel '{end.name}' held {peak} messages", f"{self._slots[end.name]} slots")
+                raise self._certificate_error(step, f"channel '{end.name}' held {peak} messages", f"{self._slots[end.name]} slots")
             used[end.name] = max(peak, used.get(end.name, 0))
         self.observed = Observed(max(staleness, so_far.staleness), max(opened, so_far.open_batches), used)
 
@@ -76,7 +78,7 @@ class InvariantMonitor:
         most = self.plan.certificate.open_batches if bound is None else bound.open_batches
         if opened > most:
             where = f" in '{loop.name}'" if len(self._bounds) > 1 else ""
-            raise self._broken(step, f"{opened} batches were open when it was admitted", f"at most {most} open{where}")
+            raise self._certificate_error(step, f"{opened} batches were open when it was admitted", f"at most {most} open{where}")
         return opened
 
     def _open(self, loop: PlannedLoop, spans: Sequence[Span], slack_s: float) -> int:
@@ -91,7 +93,7 @@ class InvariantMonitor:
         published.append(min((s.start_s for s in spans if s.name == publish_event(loop.name)), default=float("-inf")))
         return opened
 
-    def _broken(self, step: int, what: str, limit: str) -> CertificateError:
+    def _certificate_error(self, step: int, what: str, limit: str) -> CertificateError:
         return CertificateError(
             f"step {step} of '{self.plan.graph}' broke the plan's certificate ({limit}): {what}; this is a defect of rlgraph: "
             "please report it with plan.to_json()"

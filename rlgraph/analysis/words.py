@@ -33,7 +33,7 @@ def seconds(value: float, cost: CostSource = "measured") -> str:
     return f"{mark}{value:.1f} s" if value < 99.95 else f"{mark}{value:.0f} s"
 
 
-def firing(node: PlannedNode) -> str:
+def node_time(node: PlannedNode) -> str:
     """Format the time of a node in a step, with the number of chunks if there are several."""
     return (
         seconds(node.seconds, node.cost)
@@ -65,24 +65,24 @@ def size(count: int | None) -> str:
     return f"{value:.3g} TiB"
 
 
-def counted(count: int, noun: str) -> str:
+def with_count(count: int, noun: str) -> str:
     """Format a count with its noun, in the plural unless it is 1."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
 
 
 def devices(pool: PlannedPool) -> str:
     """Format the devices of a pool: `2 GPUs`, `32 cores`."""
-    return counted(len(pool.gpus), "GPU") if pool.device == "gpu" else counted(pool.cpus, "core")
+    return with_count(len(pool.gpus), "GPU") if pool.device == "gpu" else with_count(pool.cpus, "core")
 
 
 def cluster(value: Cluster) -> str:
     """Format the devices of a cluster: `8 GPUs, 64 cores`."""
     hosts = f" of {value.hosts} hosts" if value.hosts > 1 and not value.gpus else ""
-    cores = counted(value.cpus, "core") + hosts
-    return f"{counted(value.gpus, 'GPU')}, {cores}" if value.gpus else cores
+    cores = with_count(value.cpus, "core") + hosts
+    return f"{with_count(value.gpus, 'GPU')}, {cores}" if value.gpus else cores
 
 
-def elided(names: Sequence[str], shown: int = 2) -> str:
+def elide(names: Sequence[str], shown: int = 2) -> str:
     """List the first names and the number of the rest: `a, b +2`."""
     rest = len(names) - shown
     return ", ".join(map(clean, names[:shown])) + (f" +{rest}" if rest > 0 else "")
@@ -96,8 +96,8 @@ def read_of(columns: Sequence[str], reads: Sequence[str]) -> list[str]:
 def loop_terms(loop: PlannedLoop) -> str:
     """Describe the depth, buffers and transport of a feedback edge, as the picture shows them."""
     if loop.due is not None:
-        return f"{due(loop.due)}, {counted(loop.buffers, 'buffer')}, {loop.transport}"
-    return f"depth {loop.depth} (staleness at most {loop.depth}), {counted(loop.buffers, 'buffer')}, {loop.transport}"
+        return f"{due(loop.due)}, {with_count(loop.buffers, 'buffer')}, {loop.transport}"
+    return f"depth {loop.depth} (staleness at most {loop.depth}), {with_count(loop.buffers, 'buffer')}, {loop.transport}"
 
 
 def adapter(planned: PlannedAdapter) -> str:
@@ -108,7 +108,7 @@ def adapter(planned: PlannedAdapter) -> str:
 
 def earlier(channel: PlannedChannel) -> str:
     """Describe what an edge of columns carries, as the picture shows it."""
-    return f"{elided(channel.columns)} of {counted(channel.credits // channel.chunks, 'step')} before"
+    return f"{elide(channel.columns)} of {with_count(channel.credits // channel.chunks, 'step')} before"
 
 
 def prediction(plan: Plan) -> str:

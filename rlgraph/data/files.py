@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rlgraph.data.rows import Dataset, Policy, Row, Rows, build_rows, in_order, place_of, present_row
-from rlgraph.errors import NOT_JSON, DataError, choices, shown
+from rlgraph.errors import NOT_JSON, DataError, choices, show_value
 from rlgraph.settings import Count, Name, checked
 
 Paths: TypeAlias = str | Path | Sequence[str | Path]
@@ -75,7 +75,7 @@ def files_of(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else list(paths):
         if not isinstance(path, str | Path):
-            raise DataError(f"{shown(path)} is no path of a file; give text or a pathlib.Path")
+            raise DataError(f"{show_value(path)} is no path of a file; give text or a pathlib.Path")
         place = Path(path).expanduser()
         if place.is_dir():
             here = sorted(file for file in place.iterdir() if file.suffix in suffixes)
@@ -131,10 +131,10 @@ class Lines:
             row = json.loads(text)
         except NOT_JSON as error:
             raise DataError(
-                f"line {number} of '{self.file}' is no JSON ({error!s:.120}): {shown(text)}; write a row a line, or a list of rows"
+                f"line {number} of '{self.file}' is no JSON ({error!s:.120}): {show_value(text)}; write a row a line, or a list of rows"
             ) from None
         if not isinstance(row, Mapping):
-            raise DataError(f"line {number} of '{self.file}' is {shown(row)}; each line is a mapping, as {{\"prompt\": …}}")
+            raise DataError(f"line {number} of '{self.file}' is {show_value(row)}; each line is a mapping, as {{\"prompt\": …}}")
         return row
 
 

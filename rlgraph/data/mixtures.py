@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from rlgraph.data.rows import LIST, Dataset, Overlong, Row, Rows, place_of, rows
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import DataError, show_value
 from rlgraph.settings import checked, refuse_unknown
 
 # Results of a run so far, by which a curriculum chooses: mean rewards of each data set of a mixture, and of each of its rows.
@@ -69,7 +69,7 @@ class Results:
 
     def _index(self, source: str) -> int:
         if source not in self._names:
-            raise DataError(f"results of data set {shown(source)}: the mixture has {self._names}")
+            raise DataError(f"results of data set {show_value(source)}: the mixture has {self._names}")
         return self._names.index(source)
 
     def state(self) -> dict[str, Any]:
@@ -145,10 +145,10 @@ class Mix:
         given = self._weights(seed, step, results)
         where = f"the weights of the mixture at step {step}"
         if not isinstance(given, Mapping) or set(given) != set(self.sources):
-            raise DataError(f"{where} are {shown(given)}; they give a number to each of {list(self.sources)}")
+            raise DataError(f"{where} are {show_value(given)}; they give a number to each of {list(self.sources)}")
         wrong = [name for name, weight in given.items() if not _is_weight(weight)]
         if wrong or not sum(given.values()):
-            raise DataError(f"{where} are {shown(dict(given))}; each is a finite number of at least 0, and one is above 0")
+            raise DataError(f"{where} are {show_value(dict(given))}; each is a finite number of at least 0, and one is above 0")
         total = sum(given.values())
         return [given[name] / total for name in self.sources]
 
@@ -172,7 +172,7 @@ def _takes_results(weights: Callable[..., Any]) -> bool:
         except TypeError:
             continue
         return count == 3
-    raise DataError(f"mix(weights={shown(weights)}): a curriculum is a function of (seed, step), or of (seed, step, results)")
+    raise DataError(f"mix(weights={show_value(weights)}): a curriculum is a function of (seed, step), or of (seed, step, results)")
 
 
 def _is_weight(value: Any) -> bool:
@@ -214,5 +214,5 @@ def mix(sources: Mapping[str, Any], weights: Mapping[str, float] | Curriculum) -
     made = Mix(found, weights, first[1].overlong)
     shares = made.at(0, 0)
     if not callable(weights) and 0 in shares:
-        raise DataError(f"mix(weights={shown(dict(weights))}): a data set of weight 0 is never drawn; leave it out")
+        raise DataError(f"mix(weights={show_value(dict(weights))}): a data set of weight 0 is never drawn; leave it out")
     return replace(made, weights=weights if callable(weights) else dict(weights))

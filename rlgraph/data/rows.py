@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeAlias
 
 from rlgraph import settings
-from rlgraph.errors import NOT_JSON, DataError, choices, shown
+from rlgraph.errors import NOT_JSON, DataError, choices, show_value
 from rlgraph.settings import Count
 
 LIST = "the data set"  # what errors call rows that are of no file
@@ -170,7 +170,7 @@ def at(row: Row, path: str) -> Any:
             found = found[int(key)]
         else:
             inside = f"under '{'.'.join(keys[:number])}'" if number else "in it"
-            what = choices(key, found, f"{inside} are") if isinstance(found, Mapping) else f"{inside} is {shown(found)}"
+            what = choices(key, found, f"{inside} are") if isinstance(found, Mapping) else f"{inside} is {show_value(found)}"
             raise DataError(f"has no '{path}': {what}; name its field by its path, as answer='reward_model.ground_truth'")
     return found
 
@@ -205,7 +205,9 @@ def build_rows(
     """Make the rows of a source: through the functions `convert`, then with the `fields` alone, if there are any."""
     for field_name, path in fields.items():
         if not isinstance(path, str) or not path:
-            raise DataError(f"{name}: {field_name}={shown(path)} is no path of a field; give text, as answer='reward_model.ground_truth'")
+            raise DataError(
+                f"{name}: {field_name}={show_value(path)} is no path of a field; give text, as answer='reward_model.ground_truth'"
+            )
     functions: tuple[Convert, ...] = (*convert, Fields({"prompt": "prompt", **fields})) if fields else convert
     return Rows(source, name, functions, overlong=Overlong(overlong, max_prompt_tokens))
 
@@ -229,7 +231,7 @@ def rows(data: Dataset, *, overlong: Policy = "error", max_prompt_tokens: Count 
         return replace(data, convert=(*data.convert, *own.convert), overlong=own.overlong)
     if isinstance(data, Mapping | str | bytes) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise DataError(
-            f"rows({shown(data)}): a data set has a length and rows, as a list of dicts has; read a file by rg.data.jsonl(path)"
+            f"rows({show_value(data)}): a data set has a length and rows, as a list of dicts has; read a file by rg.data.jsonl(path)"
         )
     arrow = (present_row,) if type(data).__module__.partition(".")[0] == "datasets" else ()
     return build_rows(data, LIST, fields, overlong, max_prompt_tokens, *arrow)

@@ -8,7 +8,7 @@ from typing import Any
 from rlgraph.data.files import SUFFIXES, Paths, files_of, load_dataset_split, read
 from rlgraph.data.rows import Overlong, Policy, Row, Rows, at, present, present_row
 from rlgraph.engines.hf_models.model_files import is_hub_id
-from rlgraph.errors import NOT_JSON, DataError, shown
+from rlgraph.errors import NOT_JSON, DataError, show_value
 from rlgraph.settings import Count, Name, checked
 
 STEPS = 'Let\'s think step by step and output the final answer after "####".'
@@ -105,7 +105,7 @@ def conversational_row(row: Row) -> Row:
         return {"prompt": row["prompt"], **answer, **made}
     messages = row.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise DataError(f"has the fields {shown(list(row))}; a row of TRL's formats has 'prompt', or 'messages'")
+        raise DataError(f"has the fields {show_value(list(row))}; a row of TRL's formats has 'prompt', or 'messages'")
     answered = messages[-1].get("role") == "assistant"
     return {"prompt": messages[:-1] if answered else messages, "answer": _completion_text(messages[-1:]) if answered else "", **made}
 
@@ -150,7 +150,7 @@ class _Gsm8k:
         require(row, "GSM8K", "question", "answer")
         solution = str(row["answer"])
         if "####" not in solution:
-            raise DataError(f"has answer={shown(solution)}; an answer of GSM8K ends with '#### ' and a number")
+            raise DataError(f"has answer={show_value(solution)}; an answer of GSM8K ends with '#### ' and a number")
         answer = solution.rpartition("####")[2].strip().replace(",", "")
         return {"prompt": question_message(row["question"], self.instruction), "answer": answer, "data_source": "openai/gsm8k"}
 
@@ -158,7 +158,9 @@ class _Gsm8k:
 def require(row: Row, schema: str, *fields: str) -> None:
     """Raise DataError unless a row has the fields of a published schema."""
     if not all(field in row for field in fields):
-        raise DataError(f"has the fields {shown(list(row))}; a row of {schema} has {' and '.join(map(repr, fields))}, or verl's schema")
+        raise DataError(
+            f"has the fields {show_value(list(row))}; a row of {schema} has {' and '.join(map(repr, fields))}, or verl's schema"
+        )
 
 
 def question_message(question: str, instruction: str) -> list[dict[str, str]]:
@@ -220,7 +222,7 @@ class _Aime:
         require(lower, "AIME", "problem", "answer")
         answer = str(lower["answer"]).strip()
         if not answer.isdigit():
-            raise DataError(f"has answer={shown(answer)}; an answer of AIME is a whole number of 0 to 999")
+            raise DataError(f"has answer={show_value(answer)}; an answer of AIME is a whole number of 0 to 999")
         return {"prompt": question_message(lower["problem"], self.instruction), "answer": str(int(answer)), "data_source": "aime"}
 
 

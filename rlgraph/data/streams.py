@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rlgraph.data.rows import Convert, Fields, Overlong, Policy, Row, present_row
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import DataError, show_value
 from rlgraph.settings import Count, checked, refuse_unknown
 
 SHUFFLES = "BufferShuffledExamplesIterable"  # of datasets: its state lacks the rows in its buffer
@@ -46,7 +46,7 @@ class Stream:
     def converted(self, number: int, row: Any) -> Row | None:
         """Convert a row; None for one that is left out. Raises DataError for a row that is none, or that cannot be converted."""
         if not isinstance(row, Mapping):
-            raise DataError(f"row {number} of the stream is {shown(row)}; a row is a mapping, as {{'prompt': …}}")
+            raise DataError(f"row {number} of the stream is {show_value(row)}; a row is a mapping, as {{'prompt': …}}")
         found: Row | None = row
         for function in self.convert:
             if found is None:
@@ -98,10 +98,12 @@ def stream(source: Any, *, overlong: Policy = "error", max_prompt_tokens: Count 
     `fields`, `overlong` and `max_prompt_tokens` are those of `rg.data.rows`. Raises DataError for what is no stream.
     """
     if isinstance(source, Iterator):
-        raise DataError(f"stream({shown(source)}): a generator can be read only once; give the function that makes it, without calling it")
+        raise DataError(
+            f"stream({show_value(source)}): a generator can be read only once; give the function that makes it, without calling it"
+        )
     iterates = hasattr(source, "__iter__") and not isinstance(source, str | bytes | Mapping)
     if not iterates and not callable(source):
-        raise DataError(f"stream({shown(source)}): a stream is a datasets.IterableDataset, or a function that yields rows")
+        raise DataError(f"stream({show_value(source)}): a stream is a datasets.IterableDataset, or a function that yields rows")
     arrow: tuple[Convert, ...] = (present_row,) if type(source).__module__.partition(".")[0] == "datasets" else ()
     taken: tuple[Convert, ...] = (Fields({"prompt": "prompt", **fields}),) if fields else ()
     return Stream(source, (*arrow, *taken), Overlong(overlong, max_prompt_tokens))

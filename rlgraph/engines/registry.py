@@ -13,8 +13,8 @@ import torch
 
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.engines.api import GenerateEngine, Place, TrainEngine
-from rlgraph.errors import GraphError, shown
-from rlgraph.plan.estimates import Estimates, fully_sharded, master_weights, moments
+from rlgraph.errors import GraphError, show_value
+from rlgraph.plan.estimates import Estimates, fully_sharded_memory, master_weights, moments
 from rlgraph.plan.memory_laws import Need, Workload
 from rlgraph.settings import Name, OneOf, refuse_unknown
 from rlgraph.values.trainer import setting_names
@@ -131,7 +131,7 @@ class TrainerSpec(Estimates):
     prepare: Callable[[], None] | None = None
     sleep_bytes: Callable[[int, int], int] = moments
     loading_bytes: Callable[[int, int], int] = master_weights
-    memory_estimate: Callable[[Workload], Need] = fully_sharded
+    memory_estimate: Callable[[Workload], Need] = fully_sharded_memory
     gathers_shards: bool = True
 
     def takes(self, setting: str) -> bool:
@@ -155,7 +155,9 @@ class SpecTable(Generic[S]):
         Raises GraphError if another spec has that name.
         """
         if self._known.setdefault(spec.name, spec) is not spec:
-            raise GraphError(f"register({type(spec).__name__}(name={shown(spec.name)})): there is one of that name; choose another name")
+            raise GraphError(
+                f"register({type(spec).__name__}(name={show_value(spec.name)})): there is one of that name; choose another name"
+            )
 
     def find(self, asked: str | S) -> S:
         """Look up a spec by its name; a spec is returned as it is."""
@@ -192,7 +194,8 @@ def _check_choice(model: Any, choice: str, table: SpecTable[S], optional: tuple[
         if field.name in optional and value != default and not spec.takes(field.name):
             others = " or ".join(f"{choice}={name!r}" for name in table.with_setting(field.name))
             raise GraphError(
-                f"{type(model).__name__}({choice}={shown(spec.name)}, {field.name}={shown(value)}): '{spec.name}' has no such setting; "
+                f"{type(model).__name__}({choice}={show_value(spec.name)}, {field.name}={show_value(value)}): '{spec.name}' has no "
+                "such setting; "
                 f"leave it out{f', or use {others}' if others else ''}"
             )
     return spec

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rlgraph import settings
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.nodes.environments.messages import Message, Turn
 from rlgraph.settings import Name
 
@@ -110,7 +110,7 @@ class GymnasiumGame:
     async def reset(self) -> list[Message]:
         self.game = await asyncio.to_thread(self.of.made)
         seen, _ = await asyncio.to_thread(lambda: self.game.reset(seed=self.seed))
-        return [Message("user", f"{self.of.instruction}\n\n{await self._shown(seen)}")]
+        return [Message("user", f"{self.of.instruction}\n\n{await self._render(seen)}")]
 
     async def step(self, said: Message) -> Turn:
         try:
@@ -118,13 +118,13 @@ class GymnasiumGame:
         except ValueError as error:
             return Turn([Message("user", str(error))], info={"invalid": 1.0})
         seen, reward, ended, cut, _ = await asyncio.to_thread(self.game.step, action)
-        return Turn([Message("user", await self._shown(seen))], reward=float(reward), done=bool(ended or cut))
+        return Turn([Message("user", await self._render(seen))], reward=float(reward), done=bool(ended or cut))
 
     async def close(self) -> None:
         if self.game is not None:
             await asyncio.to_thread(self.game.close)
 
-    async def _shown(self, seen: Any) -> str:
+    async def _render(self, seen: Any) -> str:
         drawn = await asyncio.to_thread(self.game.render) if self.game.render_mode == "ansi" else None
         return drawn if isinstance(drawn, str) else self.of.show(seen)
 
@@ -147,4 +147,4 @@ def _action_of(space: Any, text: str) -> Any:
     found = re.findall(r"-?\d+", text)
     if found and space.contains(int(found[-1])):
         return int(found[-1])
-    raise ValueError(f"{shown(text)} is no action: {space}.")
+    raise ValueError(f"{show_value(text)} is no action: {space}.")

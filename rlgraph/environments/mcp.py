@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from rlgraph.errors import GraphError, shown
-from rlgraph.nodes.environments.leases import held
+from rlgraph.errors import GraphError, show_value
+from rlgraph.nodes.environments.leases import leased_command
 from rlgraph.nodes.environments.tools import Tool
 from rlgraph.nodes.sandbox import ToolError
 
@@ -54,7 +54,7 @@ class _Session:
         """Keep the process until `ended`. A server that cannot be started is told to whoever waits for it."""
         sdk = importlib.import_module("mcp")
         client, stdio = sdk.Client, importlib.import_module("mcp.client.stdio").stdio_client
-        command, lease = held(self.server.command)
+        command, lease = leased_command(self.server.command)
         given = sdk.StdioServerParameters(command=command[0], args=command[1:], env=dict(self.server.env) or None, cwd=self.server.cwd)
         try:
             async with client(stdio(given)) as connected:
@@ -62,7 +62,9 @@ class _Session:
                 await self.ended.wait()
         except Exception as error:  # noqa: BLE001 (whatever the SDK raises for a server that is none)
             if not self.ready.done():
-                self.ready.set_exception(ToolError(f"the server {shown(self.server.command[0])} does not start: {_inner(error)!s:.300}"))
+                self.ready.set_exception(
+                    ToolError(f"the server {show_value(self.server.command[0])} does not start: {_inner(error)!s:.300}")
+                )
         finally:
             lease.end()
 
@@ -92,7 +94,7 @@ def mcp(
 
     Raises GraphError without the package mcp, for a server that does not start, and for a name that is none of its tools.
     """
-    where = f"mcp({', '.join(map(shown, command))})"
+    where = f"mcp({', '.join(map(show_value, command))})"
     if not command:
         raise GraphError("mcp(): give the command of the server, as mcp('python', 'server.py')")
     if processes is not None and processes < 1:
@@ -134,7 +136,7 @@ class OwnSession:
     async def called(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool."""
         if not self._sessions or not self._sessions[-1].usable():
-            self._sessions.append(_started(self.server))
+            self._sessions.append(_start_session(self.server))
         return await _answer(self._sessions[-1], name, arguments)
 
     async def close(self) -> None:
@@ -175,12 +177,12 @@ def _session(server: McpServer) -> _Session:
     sessions = mine[server] = [one for one in mine.get(server, ()) if one.usable()]
     idle = min(sessions, key=lambda one: one.calls, default=None)
     if idle is None or (idle.calls and len(sessions) < server.processes):
-        idle = _started(server)
+        idle = _start_session(server)
         sessions.append(idle)
     return idle
 
 
-def _started(server: McpServer) -> _Session:
+def _start_session(server: McpServer) -> _Session:
     session = _Session(server)
     session.task = asyncio.ensure_future(session.run())
     return session

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph import settings
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.nodes.environments.messages import Message, ToolCall, Turn, call_id
 from rlgraph.settings import Name, Seconds
 
@@ -26,7 +26,7 @@ class NemoGym:
     def __post_init__(self) -> None:
         settings.check(self)
         if self.url.partition("://")[0] not in ("http", "https"):
-            raise GraphError(f"nemo_gym({shown(self.url)}): give the resource server's address, as 'http://127.0.0.1:8000'")
+            raise GraphError(f"nemo_gym({show_value(self.url)}): give the resource server's address, as 'http://127.0.0.1:8000'")
 
     def __call__(self, task: str) -> "NemoGymSession":
         return NemoGymSession(self, json.loads(task))
@@ -91,27 +91,27 @@ class NemoGymSession:
             self.output.append({"id": f"rs_{uuid.uuid4().hex}", "type": "reasoning", "summary": [summary]})
         if not said.tool_calls:
             self.output.append(_output_message(said.content))
-            return Turn(reward=await self._verified(), done=True)
+            return Turn(reward=await self._verify(), done=True)
         answers, done = [], False
         for place, call in enumerate(said.tool_calls):
-            text = call.error or await self._called(call)
+            text = call.error or await self._call_tool(call)
             done = done or (self.of.done_flag and _is_done(text))
             answers.append(Message("tool", text, name=call.name, tool_call_id=call_id(place)))
             number = f"call_{len(self.output)}"
             arguments = json.dumps(dict(call.arguments))
             self.output.append({"type": "function_call", "call_id": number, "name": call.name, "arguments": arguments, "id": number})
             self.output.append({"type": "function_call_output", "call_id": number, "output": text})
-        return Turn(answers, reward=await self._verified() if done else 0.0, done=done, info={"calls": float(len(answers))})
+        return Turn(answers, reward=await self._verify() if done else 0.0, done=done, info={"calls": float(len(answers))})
 
     async def close(self) -> None:
         if self.client is not None:
             await self.client.aclose()
 
-    async def _called(self, call: ToolCall) -> str:
+    async def _call_tool(self, call: ToolCall) -> str:
         """Call a tool. An answer that is an error is for the model to read."""
         return str((await self.client.post(f"/{call.name}", json=dict(call.arguments))).text)
 
-    async def _verified(self) -> float:
+    async def _verify(self) -> float:
         response = {
             "id": f"resp_{uuid.uuid4().hex}",
             "created_at": 0.0,

@@ -7,14 +7,14 @@ from typing import Any
 
 from rlgraph import settings
 from rlgraph.environments.gymnasium import Act, Show, shown_value
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.nodes.environments.messages import Message, Turn
 from rlgraph.settings import Name
 
 MOST_BYTES = 64 << 20  # of one answer
 
 
-def _shown(seen: Mapping[str, Any]) -> str:
+def _show_fields(seen: Mapping[str, Any]) -> str:
     """Show the fields of an observation that have a value, without what is about it."""
     return shown_value({name: value for name, value in seen.items() if name != "metadata" and value is not None})
 
@@ -25,14 +25,14 @@ class OpenEnv:
 
     url: Name
     act: str | Act = "message"
-    show: str | Show = _shown
+    show: str | Show = _show_fields
     instruction: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         settings.check(self)
         if self.url.partition("://")[0] not in ("http", "https", "ws", "wss"):
-            raise GraphError(f"openenv({shown(self.url)}): give the server's address, as 'http://127.0.0.1:8000'")
+            raise GraphError(f"openenv({show_value(self.url)}): give the server's address, as 'http://127.0.0.1:8000'")
 
     def __call__(self, seed: int | None = None) -> "OpenEnvSession":
         return OpenEnvSession(self, seed)
@@ -43,7 +43,7 @@ class OpenEnv:
         return "ws" + self.url.removeprefix("http").removeprefix("ws").rstrip("/") + "/ws"
 
 
-def openenv(url: str, *, act: str | Act = "message", show: str | Show = _shown, instruction: str = "", **options: Any) -> OpenEnv:
+def openenv(url: str, *, act: str | Act = "message", show: str | Show = _show_fields, instruction: str = "", **options: Any) -> OpenEnv:
     """Play the environment of an OpenEnv server: `agent=rg.environments.openenv("http://127.0.0.1:8000", act="code")`.
 
     * `act`: the field of the action that gets the turn's text, or a function of what the model has said that returns the action, a
@@ -72,24 +72,22 @@ class OpenEnvSession:
 
         self.connection = await connect(self.of.socket, max_size=MOST_BYTES, proxy=None)
         given = dict(self.of.options) | ({} if self.seed is None else {"seed": self.seed})
-        seen = (await self._asked("reset", given))["observation"]
-        return [Message("user", "\n\n".join(text for text in (self.of.instruction, self._shown(seen)) if text))]
+        seen = (await self._request("reset", given))["observation"]
+        return [Message("user", "\n\n".join(text for text in (self.of.instruction, self._show(seen)) if text))]
 
     async def step(self, said: Message) -> Turn:
         try:
             action = self.of.act(said) if callable(self.of.act) else {self.of.act: said.content}
-            found = await self._asked("step", action)
+            found = await self._request("step", action)
         except ValueError as error:
             return Turn([Message("user", str(error))], info={"invalid": 1.0})
-        return Turn(
-            [Message("user", self._shown(found["observation"]))], reward=float(found.get("reward") or 0.0), done=bool(found["done"])
-        )
+        return Turn([Message("user", self._show(found["observation"]))], reward=float(found.get("reward") or 0.0), done=bool(found["done"]))
 
     async def close(self) -> None:
         if self.connection is not None:
             await self.connection.close()
 
-    async def _asked(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def _request(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """Send a message, and return the data of its answer. Raises ValueError for an action that the server refuses."""
         await self.connection.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(await self.connection.recv())
@@ -98,7 +96,7 @@ class OpenEnvSession:
             raise wrong(f"{answer['data'].get('code')}: {answer['data'].get('message')}")
         return dict(answer["data"])
 
-    def _shown(self, seen: Mapping[str, Any]) -> str:
+    def _show(self, seen: Mapping[str, Any]) -> str:
         if callable(self.of.show):
             return self.of.show(seen)
         return shown_value(seen[self.of.show])

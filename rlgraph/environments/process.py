@@ -16,8 +16,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlgraph import settings
-from rlgraph.errors import NOT_JSON, GraphError, shown
-from rlgraph.nodes.environments.leases import Lease, held
+from rlgraph.errors import NOT_JSON, GraphError, show_value
+from rlgraph.nodes.environments.leases import Lease, leased_command
 from rlgraph.nodes.environments.messages import Message, Turn
 from rlgraph.settings import Count, Name
 
@@ -39,9 +39,9 @@ class ProcessEnvironments:
     def __post_init__(self) -> None:
         settings.check(self)
         if ":" not in self.environment:
-            raise GraphError(f"process({shown(self.environment)}): name a class, as 'package.module:Class' or 'folder/file.py:Class'")
+            raise GraphError(f"process({show_value(self.environment)}): name a class, as 'package.module:Class' or 'folder/file.py:Class'")
         if not Path(self.python).exists():
-            raise GraphError(f"process(python={shown(self.python)}): there is no such program; give the bin/python of an environment")
+            raise GraphError(f"process(python={show_value(self.python)}): there is no such program; give the bin/python of an environment")
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -65,7 +65,7 @@ class ProcessEnvironments:
         """Call `rows(**options)` beside the class in a process of its own, and return what it returned."""
         done = subprocess.run([*self.command, "rows"], capture_output=True, text=True, timeout=deadline_s, check=False, env=self.env)
         if done.returncode:
-            raise GraphError(f"process({shown(self.environment)}): {done.stderr.strip()[-600:]}")
+            raise GraphError(f"process({show_value(self.environment)}): {done.stderr.strip()[-600:]}")
         return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -176,7 +176,7 @@ async def _child(of: ProcessEnvironments) -> _Child:
     children = mine[of] = [one for one in mine.get(of, ()) if one.lives()]
     idle = min(children, key=lambda one: len(one.open), default=None)
     if idle is None or (idle.open and len(children) < of.processes):
-        command, lease = held(of.command)
+        command, lease = leased_command(of.command)
         pipe = asyncio.subprocess.PIPE
         started = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, limit=MOST_BYTES, env=of.env, start_new_session=True

@@ -13,7 +13,7 @@ from rlgraph import settings
 from rlgraph.errors import GraphError, choices
 from rlgraph.graph import rules
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.notices import renamed
+from rlgraph.notices import accept_old_names
 from rlgraph.settings import Count, Name, Natural, Range, checked
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class Feedback:
         source.node.closes.append(self)
 
 
-@renamed(freshest="latest")
+@accept_old_names(freshest="latest")
 @checked(what="feedback")
 def feedback(
     name: Name,

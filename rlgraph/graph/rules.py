@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import networkx as nx
 
 from rlgraph.columns import COLUMNS
-from rlgraph.errors import GraphError, choices, shown
+from rlgraph.errors import GraphError, choices, show_value
 
 if TYPE_CHECKING:
     from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Output
@@ -519,5 +519,5 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
 
 def describe(value: Any) -> str:
     """Describe a wrong argument in a message: an output by its node, anything else with its type."""
-    text = shown(value)
+    text = show_value(value)
     return text if text.startswith(("a ", "an ", "the ")) else f"{type(value).__name__} {text}"

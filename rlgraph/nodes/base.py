@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias
 import torch
 
 from rlgraph.columns import COLUMNS, Column, Columns
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.notices import old_attribute, renamed
+from rlgraph.notices import accept_old_names, old_attribute
 from rlgraph.settings import refuse_unknown
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Arrivals(Protocol):
         """Wait for this version and load it, after those before it. Raises ChannelTimeout at the deadline."""
 
 
-@renamed(meeting="listen_fd", counted="report_progress")
+@accept_old_names(meeting="listen_fd", counted="report_progress")
 @refuse_unknown
 @dataclass
 class Context:
@@ -121,7 +121,7 @@ class ReadColumns(dict[str, Column]):
     """The columns that a node reads; any other is an error that says how to read it."""
 
     def __missing__(self, name: str) -> Column:
-        raise GraphError(f"the function reads column {shown(name)}, but its node reads {list(self)}: add the column to reads=")
+        raise GraphError(f"the function reads column {show_value(name)}, but its node reads {list(self)}: add the column to reads=")
 
 
 def custom(value: Any) -> bool:
@@ -186,7 +186,7 @@ def _names(names: str | Sequence[str]) -> tuple[str, ...]:
     return tuple(names.split()) if isinstance(names, str) else tuple(names)
 
 
-def carried(inputs: Iterable[Any]) -> list[str]:
+def list_columns(inputs: Iterable[Any]) -> list[str]:
     """List the columns that the inputs carry. Skips an input that is no output: `declare` refuses it with a better error."""
     return [column for output in inputs if isinstance(output, Output) for column in output.columns]
 
@@ -194,7 +194,9 @@ def carried(inputs: Iterable[Any]) -> list[str]:
 def checked_columns(node: str, writes: Sequence[str], columns: Columns, count: int | None = None) -> None:
     """Raise GraphError unless `columns` are those that the node said it writes, with `count` rows each, or equally many."""
     if not isinstance(columns, Mapping):
-        raise GraphError(f"node '{node}' returned {shown(columns)}; it returns its columns by name, as {{'{(*writes, 'name')[0]}': …}}")
+        raise GraphError(
+            f"node '{node}' returned {show_value(columns)}; it returns its columns by name, as {{'{(*writes, 'name')[0]}': …}}"
+        )
     if set(columns) != set(writes):
         raise GraphError(f"node '{node}' returned columns {sorted(columns)}; it declares {list(writes)}: return exactly those")
     for name, column in columns.items():
@@ -212,7 +214,7 @@ def _check_kind(node: str, name: str, column: Any) -> None:
     """Raise GraphError unless a column is a tensor or a list of texts, and of the kind that rlgraph defines for its name."""
     spec, tensor = COLUMNS.get(name), isinstance(column, torch.Tensor)
     if not tensor and not (isinstance(column, list) and all(isinstance(row, str) for row in column)):
-        raise GraphError(f"node '{node}' returned {name}={shown(column)}; a column is a tensor of one row each, or a list of texts")
+        raise GraphError(f"node '{node}' returned {name}={show_value(column)}; a column is a tensor of one row each, or a list of texts")
     if spec is None:
         return
     wanted = "a list of texts" if spec.dtype is str else f"a tensor [{', '.join(spec.dims)}] of {str(spec.dtype).removeprefix('torch.')}"
@@ -245,7 +247,7 @@ def checked_metrics(node: str, metrics: Mapping[str, Any]) -> dict[str, float]:
     for name, value in metrics.items():
         if not isinstance(name, str) or isinstance(value, torch.Tensor) or not isinstance(value, SupportsFloat):
             raise GraphError(
-                f"node '{node}' returned the metric {shown(name)} as {type(value).__name__}; "
+                f"node '{node}' returned the metric {show_value(name)} as {type(value).__name__}; "
                 "a metric is a number under a name: give value.item()"
             )
     return {name: float(value) for name, value in metrics.items()}

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlgraph import settings
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
-from rlgraph.errors import NOT_JSON, DataError, shown
+from rlgraph.errors import NOT_JSON, DataError, show_value
 from rlgraph.settings import Name
 
 TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"  # fields of a row that its conversation takes, as TRL names them
@@ -46,7 +46,7 @@ class Chat:
         if self.enable_thinking is not None and "enable_thinking" in self.template_kwargs:
             raise DataError("Chat: enable_thinking is given twice, by name and in template_kwargs; leave out one of them")
         for name, value in (("template_kwargs", self.template_kwargs), ("tools", self.tools)):
-            check_json(f"Chat({name}={shown(value)}): {name}", value)
+            check_json(f"Chat({name}={show_value(value)}): {name}", value)
 
     def conversation(self, where: str, item: Mapping[str, Any], prompt: str) -> ChatPrompt:
         """Make the conversation of a row. Raises DataError, which begins with `where`, for messages that are none."""
@@ -56,7 +56,8 @@ class Chat:
         answers = messages[-1]["role"] == "assistant"
         if answers and not self.continue_final:
             raise DataError(
-                f"{where} has a conversation that ends with the assistant's message {shown(messages[-1]['content'])}; the model writes "
+                f"{where} has a conversation that ends with the assistant's message {show_value(messages[-1]['content'])}; the "
+                "model writes "
                 "what follows: leave that message out, or give chat=rg.options.Chat(continue_final=True) to have it continued"
             )
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
@@ -85,7 +86,8 @@ def check_text(where: str, name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where} has {name}={shown(text[error.start : error.end])} at character {error.start}, a lone surrogate, which is half of a "
+            f"{where} has {name}={show_value(text[error.start : error.end])} at character {error.start}, a lone surrogate, which is "
+            "half of a "
             "character: mend the text, as text.encode(errors='replace').decode()"
         ) from None
 
@@ -98,7 +100,9 @@ def check_prompt(where: str, name: str, text: str) -> None:
     with contextlib.suppress(*NOT_JSON):
         found = json.loads(text)
         if is_conversation(found) and all("role" in message for message in found):
-            raise DataError(f"{where} has {name}={shown(text)}, a conversation written as JSON; give its messages: json.loads reads them")
+            raise DataError(
+                f"{where} has {name}={show_value(text)}, a conversation written as JSON; give its messages: json.loads reads them"
+            )
 
 
 def starts_with_system(value: Any) -> bool:
@@ -121,15 +125,15 @@ def checked_messages(where: str, prompt: str, value: Any) -> list[dict[str, Any]
         check_prompt(where, prompt, value)
         value = [{"role": "user", "content": value}]
     if not is_conversation(value):
-        raise DataError(f"{where} has {prompt}={shown(value)}; a prompt is text, or a list of messages {{'role': …, 'content': …}}")
+        raise DataError(f"{where} has {prompt}={show_value(value)}; a prompt is text, or a list of messages {{'role': …, 'content': …}}")
     return [_message(f"{where}, message {number}", message) for number, message in enumerate(_plain_list(value))]
 
 
 def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str) or not message["role"]:
-        raise DataError(f"{where} is {shown(dict(message))}; a message names its role, as 'user'")
+        raise DataError(f"{where} is {show_value(dict(message))}; a message names its role, as 'user'")
     if "content" not in message and not message.get("tool_calls"):
-        raise DataError(f"{where} is {shown(dict(message))}; a message has its text under 'content'")
+        raise DataError(f"{where} is {show_value(dict(message))}; a message has its text under 'content'")
     made = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "content" in message:
         made["content"] = _content(where, message["content"], bool(message.get("tool_calls")))
@@ -147,14 +151,14 @@ def _content(where: str, content: Any, calls: bool) -> str | None:
     found = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type", "text") == "text"]
     texts = [text for text in found if isinstance(text, str)]
     if len(texts) < len(parts) or not texts:
-        raise DataError(f"{where} has content={shown(content)}; content is text, or a list of parts {{'type': 'text', 'text': …}}")
+        raise DataError(f"{where} has content={show_value(content)}; content is text, or a list of parts {{'type': 'text', 'text': …}}")
     return "\n".join(texts)
 
 
 def _tool_call(where: str, call: Any) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"{where} has the tool call {shown(call)}; a call is {{'function': {{'name': …, 'arguments': …}}}}")
+        raise DataError(f"{where} has the tool call {show_value(call)}; a call is {{'function': {{'name': …, 'arguments': …}}}}")
     arguments = _read_mapping(where, "arguments", function.get("arguments"))
     kept = {key: value for key, value in call.items() if value is not None}
     return {**kept, "function": {**function, "arguments": arguments}}
@@ -163,14 +167,14 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
 def _read_mapping(where: str, name: str, value: Any) -> dict[str, Any]:
     found = _parse_json(where, name, value)
     if not isinstance(found, Mapping | None):
-        raise DataError(f"{where} has {name}={shown(value)}; {name} are a mapping, or its JSON")
+        raise DataError(f"{where} has {name}={show_value(value)}; {name} are a mapping, or its JSON")
     return dict(found or {})
 
 
 def _read_list(where: str, name: str, value: Any) -> list[Any]:
     found = _parse_json(where, name, value)
     if not isinstance(found, list | tuple | None):
-        raise DataError(f"{where} has {name}={shown(value)}; {name} are a list of mappings, or its JSON")
+        raise DataError(f"{where} has {name}={show_value(value)}; {name} are a list of mappings, or its JSON")
     return list(found or ())
 
 
@@ -181,7 +185,9 @@ def _parse_json(where: str, name: str, value: Any) -> Any:
         if isinstance(value, str):
             found = json.loads(value) if value.strip() else None
     except NOT_JSON as error:
-        raise DataError(f"{where} has {name}={shown(value)}, which is not JSON ({error}): give a list or a mapping, or its JSON") from None
+        raise DataError(
+            f"{where} has {name}={show_value(value)}, which is not JSON ({error}): give a list or a mapping, or its JSON"
+        ) from None
     check_json(f"{where}: {name}", found)
     return found
 

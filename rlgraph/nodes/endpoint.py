@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
-from rlgraph.errors import NOT_JSON, DataError, shown
+from rlgraph.errors import NOT_JSON, DataError, show_value
 from rlgraph.nodes.conversations import check_json, checked_messages
 
 # Requests of chat completions: what of OpenAI's protocol is answered, checked, and errors in its shape.
@@ -131,13 +131,13 @@ def _check_supported(request: ChatRequest) -> None:
     for name, is_wrong in wrong.items():
         if is_wrong:
             value = request.most if name == "max_tokens" else msgspec.structs.asdict(request)[name]
-            raise ApiError(400, f"{name}={shown(value)}: this endpoint takes {rules[name]}", "unsupported_value")
+            raise ApiError(400, f"{name}={show_value(value)}: this endpoint takes {rules[name]}", "unsupported_value")
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise DataError(f"the tool {shown(dict(tool))}; a tool is {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}")
+        raise DataError(f"the tool {show_value(dict(tool))}; a tool is {{'type': 'function', 'function': {{'name': …, 'parameters': …}}}}")
     return {"type": "function", "function": dict(function)}
 
 
@@ -264,7 +264,7 @@ class Endpoint:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="chat completions", daemon=True)
         self._thread.start()
-        self._runner = asyncio.run_coroutine_threadsafe(self._started(), self._loop).result(START_S)
+        self._runner = asyncio.run_coroutine_threadsafe(self._start_server(), self._loop).result(START_S)
 
     @property
     def base_url(self) -> str:
@@ -285,13 +285,13 @@ class Endpoint:
         self._sessions.clear()
         if not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # it was closed meanwhile
-                self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._stopped()))
+                self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._stop_server()))
 
     def _serve(self) -> None:
         self._loop.run_forever()
         self._loop.close()
 
-    async def _stopped(self) -> None:
+    async def _stop_server(self) -> None:
         self._listener.close()
         await self._runner.cleanup()
         left = asyncio.all_tasks() - {asyncio.current_task()}
@@ -302,13 +302,13 @@ class Endpoint:
             await asyncio.sleep(0)
         self._loop.stop()
 
-    async def _started(self) -> Any:
+    async def _start_server(self) -> Any:
         from aiohttp import web
 
         app = web.Application(client_max_size=self.most_bytes)
-        app.router.add_post("/v1/chat/completions", self._answering(self._complete))
-        app.router.add_get("/v1/models", self._answering(self._models))
-        app.router.add_route("*", "/{path:.*}", self._answering(self._unknown))
+        app.router.add_post("/v1/chat/completions", self._wrap_handler(self._complete))
+        app.router.add_get("/v1/models", self._wrap_handler(self._models))
+        app.router.add_route("*", "/{path:.*}", self._wrap_handler(self._refuse_path))
         runner = web.AppRunner(app, handler_cancellation=True, access_log=None, logger=http_log, shutdown_timeout=1.0)
         await runner.setup()
         server = runner.server
@@ -326,7 +326,7 @@ class Endpoint:
             self._loop.call_soon(oldest.force_close)  # once it is made: many come at once
         return connection
 
-    def _answering(self, handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
+    def _wrap_handler(self, handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
         """Wrap a handler: check the key, and answer errors in OpenAI's shape."""
         from aiohttp import web
 
@@ -348,7 +348,7 @@ class Endpoint:
 
         return answered
 
-    async def _unknown(self, request: Any, session: Any) -> Any:
+    async def _refuse_path(self, request: Any, session: Any) -> Any:
         raise ApiError(404, f"there is no {request.method} {request.path}; this endpoint has {PATHS}", "not_found")
 
     async def _models(self, request: Any, session: Any) -> Any:

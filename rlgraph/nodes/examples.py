@@ -10,18 +10,18 @@ import torch
 
 from rlgraph import notices
 from rlgraph.algorithms.advantages import LABELS
-from rlgraph.columns import Column, padded
+from rlgraph.columns import Column, pad_rows
 from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset, digest, place_of, rows
 from rlgraph.engines.hf_models.chat_template import prompt_tokens
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.supervised import Encoded, Example, Learns, encode_example
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import DataError, show_value
 from rlgraph.graph.nodes import Model, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation, Preferences
 from rlgraph.nodes.base import Context, Stage, tensor_of
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, checked_messages, is_conversation
-from rlgraph.nodes.items import Mixed, Order, Shuffled, check_data, read, say_repeated
+from rlgraph.nodes.items import Mixed, Order, Shuffled, check_data, notify_repeats, read
 from rlgraph.nodes.prompts import RowsPerStep, is_stream
 from rlgraph.settings import Count, Name, Natural, checked
 
@@ -45,7 +45,7 @@ def example_of(where: str, row: Any, chat: Chat, learns: Learns) -> Example:
     if isinstance(row.get("text"), str):
         return _text(where, row, chat, Example("", row["text"]))
     raise DataError(
-        f"{where} has the fields {shown(list(row))}; an example has 'messages', 'prompt' and 'completion' (or 'answer'), or 'text'"
+        f"{where} has the fields {show_value(list(row))}; an example has 'messages', 'prompt' and 'completion' (or 'answer'), or 'text'"
     )
 
 
@@ -56,9 +56,9 @@ def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, 
     """
     row = _mapping(where, row)
     if not {"chosen", "rejected"} <= set(row):
-        raise DataError(f"{where} has the fields {shown(list(row))}; a pair has 'chosen' and 'rejected', and usually 'prompt'")
+        raise DataError(f"{where} has the fields {show_value(list(row))}; a pair has 'chosen' and 'rejected', and usually 'prompt'")
     if row["chosen"] == row["rejected"]:
-        raise DataError(f"{where} has chosen and rejected {shown(row['chosen'])}; nothing tells equal ones apart: leave the pair out")
+        raise DataError(f"{where} has chosen and rejected {show_value(row['chosen'])}; nothing tells equal ones apart: leave the pair out")
     if "prompt" in row:
         first, second = (_build_example(where, row, row["prompt"], name, chat, learns) for name in ("chosen", "rejected"))
         return first, second
@@ -103,7 +103,7 @@ def number_of(where: str, row: Any, name: str) -> float:
     """Read a number of a row, or a truth as 1 or 0. Raises DataError for anything else."""
     value = _mapping(where, row).get(name)
     if not isinstance(value, int | float):
-        raise DataError(f"{where} has {name}={shown(value)}; it is a number, or True or False, in each row")
+        raise DataError(f"{where} has {name}={show_value(value)}; it is a number, or True or False, in each row")
     if not math.isfinite(value):
         raise DataError(f"{where} has {name}={value}; it is a finite number in each row: leave the row out")
     return float(value)
@@ -111,7 +111,7 @@ def number_of(where: str, row: Any, name: str) -> float:
 
 def _mapping(where: str, row: Any) -> Row:
     if not isinstance(row, Mapping):
-        raise DataError(f"{where} is {shown(row)}; each item is a mapping of fields")
+        raise DataError(f"{where} is {show_value(row)}; each item is a mapping of fields")
     return row
 
 
@@ -182,10 +182,10 @@ class Examples(DrawnRows):
 
     def check(self, node: Node) -> None:
         """Tokenise every row before anything starts. Raises DataError for one that cannot be learnt."""
-        say_repeated(node, self.count, len(self.data))
+        notify_repeats(node, self.count, len(self.data))
         context = Context()
         for index in range(len(self.data)):
-            self._encoded(context, index)
+            self._encode_row(context, index)
         tokenizer, ends = context.tokenizer(self.model.path), check_model(self.model.path).eos_token_ids
         text = isinstance(self._of(0, read(self.data, 0))[0].prompt, str)  # what ends a turn of messages is the template's matter
         if text and ends and tokenizer.eos_token_id not in ends:
@@ -202,7 +202,7 @@ class Examples(DrawnRows):
     def batch(self, context: Context, step: int) -> dict[str, Column]:
         """Make the columns of step `step`: one row an example, or two a pair, the chosen one first."""
         places = [self.order.row(place) for place in range(step * self.count, (step + 1) * self.count)]
-        made = [example for place in places for example in self._encoded(context, place)]
+        made = [example for place in places for example in self._encode_row(context, place)]
         if self.each == "mismatched":
             made = [row for number, own in enumerate(made) for row in (own, own.answered_by(made[number - 1]))]
         columns: dict[str, Column] = dict(zip(TOKENS, _pad_rows(made), strict=True))
@@ -216,7 +216,7 @@ class Examples(DrawnRows):
             columns["preferences"] = tensor_of(columns, "preferences") * torch.tensor([1.0, 0.0] * len(places))
         return columns | ({"data_sources": [str(row["data_source"]) for row in found]} if self.sources else {})
 
-    def _encoded(self, context: Context, index: int) -> Sequence[Encoded]:
+    def _encode_row(self, context: Context, index: int) -> Sequence[Encoded]:
         where, tokenizer = place_of(self.data, index), context.tokenizer(self.model.path)
         row = read(self.data, index)
         for field, _ in self.numbers:
@@ -240,9 +240,9 @@ class Examples(DrawnRows):
 
 
 def _pad_rows(rows: Sequence[Encoded]) -> Iterator[torch.Tensor]:
-    yield from padded([row.prompt for row in rows], torch.int64, left=True)
-    yield padded([row.response for row in rows], torch.int64, left=False)[0]
-    yield padded([row.mask for row in rows], torch.bool, left=False)[0]
+    yield from pad_rows([row.prompt for row in rows], torch.int64, left=True)
+    yield pad_rows([row.response for row in rows], torch.int64, left=False)[0]
+    yield pad_rows([row.mask for row in rows], torch.bool, left=False)[0]
 
 
 def _characters(example: Example) -> int:
@@ -387,7 +387,7 @@ class Stepwise(DrawnRows):
 
     def check(self, node: Node) -> None:
         """Read every row before anything starts. Raises DataError for one that is no solution with labels."""
-        say_repeated(node, self.count, len(self.data))
+        notify_repeats(node, self.count, len(self.data))
         for index in range(len(self.data)):
             self.solution(index)
 
@@ -403,13 +403,13 @@ class Stepwise(DrawnRows):
         """Make the columns of step `step`: `step_labels` is 1 or -1 at the last token of each step, and 0 elsewhere."""
         tokenizer = context.tokenizer(self.model.path)
         places = [self.order.row(place) for place in range(step * self.count, (step + 1) * self.count)]
-        made = [self._encoded(tokenizer, self.solution(place)) for place in places]
-        prompts, prompt_mask = padded([prompt for prompt, _, _ in made], torch.int64, left=True)
-        responses, mask = padded([tokens for _, tokens, _ in made], torch.int64, left=False)
-        labels = padded([labels for _, _, labels in made], torch.float32, left=False)[0]
+        made = [self._encode_steps(tokenizer, self.solution(place)) for place in places]
+        prompts, prompt_mask = pad_rows([prompt for prompt, _, _ in made], torch.int64, left=True)
+        responses, mask = pad_rows([tokens for _, tokens, _ in made], torch.int64, left=False)
+        labels = pad_rows([labels for _, _, labels in made], torch.float32, left=False)[0]
         return dict(zip((*TOKENS, LABELS), (prompts, prompt_mask, responses, mask, labels), strict=True))
 
-    def _encoded(self, tokenizer: Any, solution: Solution) -> tuple[list[int], list[int], list[float]]:
+    def _encode_steps(self, tokenizer: Any, solution: Solution) -> tuple[list[int], list[int], list[float]]:
         """Tokenise as TRL does: prompt, each step and each separator by themselves; a label is that of its step's last token."""
         prompt, steps, good = solution
         separator = tokenizer(self.separator, add_special_tokens=False)["input_ids"]
@@ -425,21 +425,23 @@ class Stepwise(DrawnRows):
 def solution_of(where: str, row: Any, separator: str) -> Solution:
     """Read a row in TRL's stepwise format. Raises DataError for any other."""
     if not isinstance(row, Mapping) or not {"prompt", "completions", "labels"} <= set(row):
-        fields = shown(list(row)) if isinstance(row, Mapping) else shown(row)
+        fields = show_value(list(row)) if isinstance(row, Mapping) else show_value(row)
         raise DataError(f"{where} has the fields {fields}; a solution has 'prompt', 'completions' (its steps) and 'labels'")
     prompt, steps, good = row["prompt"], row["completions"], row["labels"]
     if not isinstance(prompt, str) or not prompt:
-        raise DataError(f"{where} has prompt={shown(prompt)}; it is a text that is not empty")
+        raise DataError(f"{where} has prompt={show_value(prompt)}; it is a text that is not empty")
     if not isinstance(steps, list | tuple) or not steps or not all(isinstance(step, str) and step for step in steps):
-        raise DataError(f"{where} has completions={shown(steps)}; they are the texts of its steps, at least one and none of them empty")
+        raise DataError(
+            f"{where} has completions={show_value(steps)}; they are the texts of its steps, at least one and none of them empty"
+        )
     if not isinstance(good, list | tuple) or len(good) != len(steps) or not all(label in (True, False) for label in good):
-        raise DataError(f"{where} has labels={shown(good)}; they are True or False for each of its {len(steps)} steps")
+        raise DataError(f"{where} has labels={show_value(good)}; they are True or False for each of its {len(steps)} steps")
     for text in (prompt, *steps):
         check_text(where, "a text", text)
     split = next((step for step in steps if separator in step), None)
     if split is not None:
         raise DataError(
-            f"{where} has the step {shown(split)}, within which the separator {separator!r} would end a step of a response: strip it, "
+            f"{where} has the step {show_value(split)}, within which the separator {separator!r} would end a step of a response: strip it, "
             "split the step, or give another separator"
         )
     return prompt, steps, good

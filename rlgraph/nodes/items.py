@@ -11,7 +11,7 @@ import torch
 from rlgraph import notices
 from rlgraph.columns import COLUMNS, Column
 from rlgraph.data.rows import place_of
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import DataError, show_value
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, is_conversation
 from rlgraph.settings import LEAST, MOST
@@ -28,14 +28,17 @@ def check_data(name: str, data: Any, prompt: str | None) -> Mapping[str, Any]:
     """
     if isinstance(data, Mapping):
         raise DataError(
-            f"{name}: the data set is a mapping of {shown(list(data))}; it is a list of items: "
+            f"{name}: the data set is a mapping of {show_value(list(data))}; it is a list of items: "
             "[dict(zip(data, row)) for row in zip(*data.values())]"
         )
     if isinstance(data, str | bytes | PurePath):
-        raise DataError(f"{name}: the data set is {shown(data)}; it is a list of items: read the file first, as rg.data.jsonl(path) does")
+        raise DataError(
+            f"{name}: the data set is {show_value(data)}; it is a list of items: read the file first, as rg.data.jsonl(path) does"
+        )
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise DataError(
-            f"{name}: the data set is {shown(data)}; it needs __len__ and __getitem__, as a list of dicts has: give list(...) of it, or "
+            f"{name}: the data set is {show_value(data)}; it needs __len__ and __getitem__, as a list of dicts has: give list(...) "
+            "of it, or "
             "the function that makes it"
         )
     if len(data) == 0:
@@ -48,13 +51,13 @@ def check_data(name: str, data: Any, prompt: str | None) -> Mapping[str, Any]:
 def check_first(name: str, first: Any, prompt: str | None) -> None:
     """Raise DataError unless the first item is a mapping with a field `prompt`, if one is asked for."""
     if prompt is None and not isinstance(first, Mapping):
-        raise DataError(f"{name}: the first item is {shown(first)}; each item is a mapping of fields: give a list of dicts")
+        raise DataError(f"{name}: the first item is {show_value(first)}; each item is a mapping of fields: give a list of dicts")
     if not isinstance(first, Mapping):
         fix = f"give [{{'{prompt}': text}} for text in data]" if isinstance(first, str) else "give a list of dicts"
-        raise DataError(f"{name}: the first item is {shown(first)}; each item is a mapping with the prompt under '{prompt}': {fix}")
+        raise DataError(f"{name}: the first item is {show_value(first)}; each item is a mapping with the prompt under '{prompt}': {fix}")
     if prompt is not None and prompt not in first:
         raise DataError(
-            f"{name}: the first item has {shown(sorted(map(str, first)))}; each item is a mapping with the prompt under '{prompt}': "
+            f"{name}: the first item has {show_value(sorted(map(str, first)))}; each item is a mapping with the prompt under '{prompt}': "
             "name its field with prompt="
         )
 
@@ -81,25 +84,29 @@ def check_item(where: str, item: Any, prompt: str, first: Mapping[str, Any], cha
     The prompt is text, or a conversation if there is a `chat`. `where` names the item.
     """
     if not isinstance(item, Mapping):
-        raise DataError(f"{where} is {shown(item)}; each item is a mapping with the prompt under '{prompt}'")
+        raise DataError(f"{where} is {show_value(item)}; each item is a mapping with the prompt under '{prompt}'")
     fields = fields_of(first, prompt, chat)
     for field in (prompt, *fields):
         if field not in item:
-            raise DataError(f"{where} lacks the field '{field}', which the first item has; each item has the same fields: {shown(item)}")
+            raise DataError(
+                f"{where} lacks the field '{field}', which the first item has; each item has the same fields: {show_value(item)}"
+            )
     if chat is not None:
         chat.conversation(where, item, prompt)
     elif not isinstance(item[prompt], str):
-        raise DataError(f"{where} has {prompt}={shown(item[prompt])}; a prompt is text{_as_text(prompt, item[prompt])}")
+        raise DataError(f"{where} has {prompt}={show_value(item[prompt])}; a prompt is text{_as_text(prompt, item[prompt])}")
     else:
         check_prompt(where, prompt, item[prompt])
     for field in fields:
         value, pattern = item[field], first[field]
         kind, wanted = kind_of(value), kind_of(pattern)
         if kind is None:
-            raise DataError(f"{where} has {field}={shown(value)}; a field is text or a number: {_field_fix(field, value)}")
+            raise DataError(f"{where} has {field}={show_value(value)}; a field is text or a number: {_field_fix(field, value)}")
         if kind != wanted and (kind, wanted) != ("a whole number", "a number with a fraction"):
             fix = "write both with a fraction" if "text" not in (kind, wanted) else "turn both into text"
-            raise DataError(f"{where} has {field}={shown(value)}, {kind}, where the first item has {wanted}, {shown(pattern)}: {fix}")
+            raise DataError(
+                f"{where} has {field}={show_value(value)}, {kind}, where the first item has {wanted}, {show_value(pattern)}: {fix}"
+            )
         _check_value(where, field, _plain(value), wanted == "a whole number")
 
 
@@ -111,12 +118,12 @@ def _check_value(where: str, field: str, value: Any, whole: bool) -> None:
         keep = f"rows.filter(lambda row: row['{field}'] == row['{field}'])"
         raise DataError(f"{where} has {field}=nan, as pandas writes what is missing; write a number, or leave the item out: {keep}")
     elif isinstance(value, int) and not LEAST <= value <= MOST:
-        raise DataError(f"{where} has {field}={shown(value)}; a whole number of a column has 64 bits: turn it into text, in each item")
+        raise DataError(f"{where} has {field}={show_value(value)}; a whole number of a column has 64 bits: turn it into text, in each item")
     elif isinstance(value, int) and not whole and int(float(value)) != value:
         raise DataError(f"{where} has {field}={value}, which a number with a fraction cannot hold exactly: turn all into text")
 
 
-def say_repeated(node: Node, count: int, rows: int) -> None:
+def notify_repeats(node: Node, count: int, rows: int) -> None:
     """Say that each step takes rows more than once."""
     if count > rows:
         notices.here.say(f"node '{node.name}' draws {count} rows per step from a data set of {rows}, so each step repeats rows")
@@ -127,7 +134,7 @@ def check_names(name: str, prompt: str, first: Mapping[str, Any], columns: Mappi
     taken = dict.fromkeys(OWN, f"'{prompt}'")
     for field, column in columns.items():
         if not isinstance(field, str):
-            raise DataError(f"{name}: the first item has the field {shown(field)}; a field is named by text")
+            raise DataError(f"{name}: the first item has the field {show_value(field)}; a field is named by text")
         if column in taken:
             raise DataError(f"{name}: the fields {taken[column]} and '{field}' would both become the column '{column}'; rename one of them")
         taken[column] = f"'{field}'"

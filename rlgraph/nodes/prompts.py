@@ -31,8 +31,8 @@ from rlgraph.nodes.items import (
     column_of,
     drawn_parts,
     fields_of,
+    notify_repeats,
     read,
-    say_repeated,
 )
 from rlgraph.nodes.trial import PROMPTS
 from rlgraph.settings import Name, Natural, Range, checked
@@ -357,10 +357,10 @@ class Prompts(PromptSource):
     def order(self) -> Order:
         """The order of the rows that prompts are drawn from."""
         if self.kept.order is None:
-            self.kept.order = self._mixed(self.data) if isinstance(self.data, Mix) else Shuffled(self.seed, self.size)
+            self.kept.order = self._mix_order(self.data) if isinstance(self.data, Mix) else Shuffled(self.seed, self.size)
         return self.kept.order
 
-    def _mixed(self, data: Mix) -> Mixed:
+    def _mix_order(self, data: Mix) -> Mixed:
         """Make the order of a mixture. Raises DataError for a data set of which no row is left."""
         ends = data.ends if self.kept.rows is None else [bisect.bisect_left(self.kept.rows, end) for end in data.ends]
         parts = [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
@@ -439,7 +439,7 @@ class Prompts(PromptSource):
 
     def check(self, node: Node) -> None:
         """Check every item before anything starts. Raises DataError for one that cannot be trained on."""
-        say_repeated(node, self.count, len(self.data))
+        notify_repeats(node, self.count, len(self.data))
         self.kept.keep(None, 0)  # the rollouts that read it count anew
         first, started = self.data[0], 0
         for index in range(len(self.data)):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlgraph import settings
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.nodes.walls.session import ANSWER, READ, READY, REQUEST, RUN, TOO_LONG, TOO_MUCH, WRITE
 from rlgraph.settings import Count, Seconds
 
@@ -60,7 +60,7 @@ async def run(code: str, limits: Limits, accept_missing: Collection[str] = ()) -
 
     Raises ToolError if the code takes too long, is killed, or prints too much.
     """
-    with home(accept_missing) as folder:
+    with open_home(accept_missing) as folder:
         child = await asyncio.create_subprocess_exec(
             *command_of_run(limits, accept_missing),
             stdin=asyncio.subprocess.PIPE,
@@ -103,10 +103,10 @@ def check(limits: Limits, accept_missing: Collection[str] = (), what: str = "the
 def check_layers(names: Collection[str]) -> None:
     """Raise GraphError for names that are no layers."""
     if isinstance(names, str) or not set(names) <= set(LAYERS):
-        raise GraphError(f"accept_missing={shown(names)}: it names layers that this machine may lack, of {LAYERS}, as ('namespaces',)")
+        raise GraphError(f"accept_missing={show_value(names)}: it names layers that this machine may lack, of {LAYERS}, as ('namespaces',)")
 
 
-def home(accept_missing: Collection[str]) -> contextlib.AbstractContextManager[str]:
+def open_home(accept_missing: Collection[str]) -> contextlib.AbstractContextManager[str]:
     """Open the folder in which the process starts. Namespaces keep its files in memory; without them it needs a folder on disk."""
     if "namespaces" in accept_missing:
         return tempfile.TemporaryDirectory(prefix="tool-of-rlgraph-", ignore_cleanup_errors=True)
@@ -264,9 +264,9 @@ class LocalSandbox:
         check_layers(self.accept_missing)
         for path in self.packages:
             if not os.path.isdir(path):
-                raise GraphError(f"LocalSandbox(packages=…): {shown(path)} is no folder of this machine")
+                raise GraphError(f"LocalSandbox(packages=…): {show_value(path)} is no folder of this machine")
             if os.stat(path).st_mode & ALL_READ != ALL_READ:  # code runs as nobody where this process is root
-                raise GraphError(f"LocalSandbox(packages=…): {shown(path)} is no folder that everyone may read; run chmod a+rx on it")
+                raise GraphError(f"LocalSandbox(packages=…): {show_value(path)} is no folder that everyone may read; run chmod a+rx on it")
         self._process: asyncio.subprocess.Process | None = None
         self._folder = contextlib.ExitStack()
         self._turn = asyncio.Lock()
@@ -274,7 +274,7 @@ class LocalSandbox:
 
     async def exec(self, code: str) -> Executed:
         """Run Python code as a notebook's cell, and return what it prints."""
-        status, output = await self._asked(RUN, code.encode(errors="replace"))
+        status, output = await self._request(RUN, code.encode(errors="replace"))
         text = output.decode(errors="replace")
         if status == TOO_LONG:
             return Executed(text, f"the code ran for more than {self.limits.seconds:g} s and was stopped")
@@ -308,15 +308,15 @@ class LocalSandbox:
     async def _file(self, operation: bytes, path: str, data: bytes) -> bytes:
         if not path or "\0" in path:
             raise ToolError(f"the path {path!r} names no file")
-        status, output = await self._asked(operation, path.encode() + b"\0" + data)
+        status, output = await self._request(operation, path.encode() + b"\0" + data)
         if status:
             raise ToolError(output.decode(errors="replace").strip() or f"'{path}' is too large, or took too long")
         return output
 
-    async def _asked(self, operation: bytes, body: bytes) -> tuple[int, bytes]:
+    async def _request(self, operation: bytes, body: bytes) -> tuple[int, bytes]:
         """Send an operation and await its answer. What goes wrong on the way ends the sandbox."""
         async with self._turn:
-            process = await self._started()
+            process = await self._start_process()
             assert process.stdin is not None
             assert process.stdout is not None
             try:
@@ -332,11 +332,11 @@ class LocalSandbox:
                 await self.close()
                 raise
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _start_process(self) -> asyncio.subprocess.Process:
         if self._closed:
             raise ToolError("the sandbox is closed")
         if self._process is None:
-            folder = self._folder.enter_context(home(self.accept_missing))
+            folder = self._folder.enter_context(open_home(self.accept_missing))
             self._process = await asyncio.create_subprocess_exec(
                 *command_of_session(self.limits, self.accept_missing, [os.path.abspath(path) for path in self.packages]),
                 stdin=asyncio.subprocess.PIPE,

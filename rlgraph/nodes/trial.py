@@ -102,7 +102,7 @@ def _fire_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
 
 
 def _written(node: "Node", columns: Columns) -> Columns:
-    operation, read = copied(node.operation), columns if node.earlier is not None else ReadColumns(columns)
+    operation, read = copy_callable(node.operation), columns if node.earlier is not None else ReadColumns(columns)
     what = "the function" if node.traits.given is not None else f"its operation '{type(operation).__name__}'"
     try:
         (fired,) = FunctionPool(lambda: operation.start(Context())(0, read), [{}], 1, LIMIT_S).run()
@@ -133,7 +133,7 @@ def made_up(writes: Sequence[str], rows: int) -> dict[str, Column]:
     return {name: _column(name, rows) for name in writes if name in COLUMNS}
 
 
-def copied(function: Given) -> Given:
+def copy_callable(function: Given) -> Given:
     """Copy an object of the user's, so that a trial does not change its state; a function is itself."""
     try:
         return copy.deepcopy(function)

@@ -22,7 +22,7 @@ LEAST = 0.05  # kept at least, however much slower wider engines were
 CLOSE_WIDTHS = 0.01  # bounds that differ by less need no words
 
 
-def doubling(wider: Array, ideal_s: Array, seconds: Array) -> float | None:
+def fit_doubling(wider: Array, ideal_s: Array, seconds: Array) -> float | None:
     """Fit the share of the ideal speed-up that each doubling keeps; None if no engine was of another width.
 
     `wider` are the widths over the measured one, `ideal_s` the seconds of each firing with an ideal speed-up.
@@ -37,7 +37,7 @@ def doubling(wider: Array, ideal_s: Array, seconds: Array) -> float | None:
     return float(f"{min(max(kept, LEAST), 1.0):.6g}")
 
 
-def assumed(graph: Graph, settings: Mapping[str, Setting], costs: Costs, devices: str) -> Iterator[str]:
+def width_assumptions(graph: Graph, settings: Mapping[str, Setting], costs: Costs, devices: str) -> Iterator[str]:
     """Say for each model on engines of an unmeasured width what its seconds assume, with bounds.
 
     `devices` is the word for them, "cores" or "GPUs".
@@ -68,7 +68,7 @@ def _mean(costs: Costs, cost: NodeCost, setting: Setting, kept: float, rows: int
 
 def with_doubling(decode: Decode, wider: Array, measured: Array, seconds: Array) -> Decode:
     """Add the speed-up of firings on engines of other widths, if there are any; `measured` are the seconds at its own width."""
-    return replace(decode, doubling=doubling(wider, measured / wider, seconds))
+    return replace(decode, doubling=fit_doubling(wider, measured / wider, seconds))
 
 
 # Generators measured with one batch size: their seconds may come from decode steps, from sequences, or from the firing.
@@ -113,7 +113,7 @@ def _terms(decode: Decode) -> Sequence[str]:
     return [term for term in TERMS if found[term]]
 
 
-def not_told_apart(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> Iterator[str]:
+def single_number_caveats(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> Iterator[str]:
     """Say how far the seconds of a generator may be off if its fit has a single number and it runs with other rows an engine than
     were measured: the number may stand for decode steps, for sequences or for the firing."""
     rows = max(node.rows for node in graph.nodes)

@@ -10,7 +10,7 @@ import numpy as np
 
 from rlgraph.errors import PlanError
 from rlgraph.plan.assumptions import with_doubling
-from rlgraph.plan.continuous import decoded
+from rlgraph.plan.continuous import count_decode_work
 from rlgraph.plan.cost_functions import Decode, NodeCost, Setting, SleepCost
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.events import load_event, publish_event, receive_event
@@ -82,7 +82,7 @@ HARDLY = 0.1  # of the mean firing: shorter firings say nothing of the spread
 STEADY = 0.02  # a quantity that varies by less, relative to its mean, explains nothing
 
 
-def told_apart(columns: Mapping[str, Array]) -> dict[str, Array]:
+def independent_columns(columns: Mapping[str, Array]) -> dict[str, Array]:
     """Keep the columns that are not zero and not nearly a multiple of an earlier column.
 
     Which of two such columns fits better would be noise, so the first one stands for both.
@@ -104,13 +104,13 @@ def fewest(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
     kept = np.ones(len(seconds), dtype=bool)
     while True:
         found = _least_squares({name: column[kept] for name, column in columns.items()}, seconds[kept])
-        ordinary = kept & steady(seconds, explained(columns, found))
+        ordinary = kept & steady(seconds, predict_seconds(columns, found))
         if ordinary.sum() == kept.sum():
             return found
         kept = ordinary
 
 
-def explained(columns: Mapping[str, Array], coefficients: Mapping[str, float]) -> Array:
+def predict_seconds(columns: Mapping[str, Array], coefficients: Mapping[str, float]) -> Array:
     """Predict the seconds of each firing from fitted coefficients."""
     return np.sum([coefficients.get(name, 0.0) * column for name, column in columns.items()], axis=0)  # type: ignore[no-any-return]
 
@@ -205,7 +205,7 @@ def _by_tokens(setting: Setting, shares: Sequence[Share], seconds: Array, plain:
         slope = mean(seconds) / float(tokens.mean())
         return NodeCost(token_s=slope, spread=spread(seconds, slope * tokens), measured=setting)
     floor, columns, found = _floor(shares, seconds)
-    fitted = explained(columns, found)
+    fitted = predict_seconds(columns, found)
     kept = steady(seconds, fitted)
     if ((seconds - fitted)[kept] ** 2).sum() > EXPLAINED * ((seconds - seconds.mean())[kept] ** 2).sum() and varies(seconds):
         return plain
@@ -232,7 +232,7 @@ def _floor(shares: Sequence[Share], seconds: Array) -> tuple[float, dict[str, Ar
         token = np.array([share.at_least(floor) for share in shares])
         for columns in ({"serial": np.ones_like(seconds), "token": token}, {"token": token}):
             found = fewest(columns, seconds)
-            left = float(np.abs(seconds - explained(columns, found)).mean()) + 1e-12 * float(seconds.mean())
+            left = float(np.abs(seconds - predict_seconds(columns, found)).mean()) + 1e-12 * float(seconds.mean())
             numbers = len(found) + (floor > 0)
             score = 2 * len(seconds) * np.log(left) + numbers * np.log(len(seconds)) - (KNOWN if floor and numbers == 2 else 0.0)
             if score < least - 1e-9:
@@ -524,7 +524,7 @@ def _by_rows(setting: Setting, rows: Array, seconds: Array) -> NodeCost:
     return NodeCost(
         serial_s=found.get("serial", 0.0),
         parallel_s=found.get("rows", 0.0) * setting.rows,
-        spread=spread(seconds, explained(columns, found)),
+        spread=spread(seconds, predict_seconds(columns, found)),
         measured=setting,
     )
 
@@ -535,10 +535,10 @@ def _fit_decoding(setting: Setting, firings: Firings, tokens: Tokens, joins: Pla
     both = sorted(firings.keys() & tokens.keys(), key=lambda key: (key[1], key[0]))
     seconds = np.array([firings[key] for key in both])
     longest, total, prompts = np.array([work[key] for key in both], dtype=float).T
-    columns = told_apart({"step_s": longest, "sequence_s": total, "prefill_s": prompts, "start_s": np.ones_like(seconds)})
+    columns = independent_columns({"step_s": longest, "sequence_s": total, "prefill_s": prompts, "start_s": np.ones_like(seconds)})
     found = fewest(columns, seconds)
     decode = Decode(found.get("step_s", 0.0), found.get("sequence_s", 0.0), found.get("prefill_s", 0.0), found.get("start_s", 0.0))
-    fitted = explained(columns, found)
+    fitted = predict_seconds(columns, found)
     return NodeCost(decode=decode, spread=spread(*_by_step(both, seconds, fitted)), measured=setting)
 
 
@@ -553,7 +553,7 @@ def _decode_counts(tokens: Tokens, joins: PlannedJoin | None) -> Mapping[tuple[s
         rows = [tokens[key].response_tokens for key in keys]
         together = len({len(row) for row in rows}) == 1 and keys[-1][1] - keys[0][1] == len(keys) - 1
         if joins is not None and together:
-            played = decoded(np.array(rows, dtype=float), joins).tolist()
+            played = count_decode_work(np.array(rows, dtype=float), joins).tolist()
             found |= {key: (steps, total, begun * found[key][2]) for key, (steps, total, begun) in zip(keys, played, strict=True)}
     return found
 

@@ -16,16 +16,16 @@ from rlgraph.graph.nodes import Graph, Node
 from rlgraph.graph.rules import exact_models
 from rlgraph.plan import continuous, events
 from rlgraph.plan.advice import advise
-from rlgraph.plan.assumptions import assumed, assumed_recompute, not_told_apart, with_decode_terms, with_recompute
+from rlgraph.plan.assumptions import assumed_recompute, single_number_caveats, width_assumptions, with_decode_terms, with_recompute
 from rlgraph.plan.channels import batch_transports, planned_channels, planned_loops
 from rlgraph.plan.cluster import Cluster, precision_of
 from rlgraph.plan.cost_functions import Setting, passes_of
-from rlgraph.plan.costs import Costs, checked, warnings_of
+from rlgraph.plan.costs import Costs, check_costs, warnings_of
 from rlgraph.plan.estimates import assumed_sharing, check_shared, ring_of, with_sharing
 from rlgraph.plan.events import Sleeps, sleep_cost, sleep_costs
 from rlgraph.plan.forecast import Settings, forecast
-from rlgraph.plan.memory import check_drafts, check_fp8, check_gpu_settings, check_moments_stay, fitting
-from rlgraph.plan.model_shapes import Shapes, known
+from rlgraph.plan.memory import check_drafts, check_fp8, check_gpu_settings, check_moments_stay, needs_that_fit
+from rlgraph.plan.model_shapes import Shapes, has_shapes
 from rlgraph.plan.placement import (
     FEW,
     Counts,
@@ -33,11 +33,11 @@ from rlgraph.plan.placement import (
     best_first,
     devices,
     first_workers,
+    host_count,
     model_names,
-    nodes_needed,
     place_workers,
     ranks_of,
-    split,
+    split_text,
     splits,
 )
 from rlgraph.plan.plan import (
@@ -72,7 +72,7 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, sha
 def best_plan(graph: Graph, cluster: Cluster, priced: Costs, shapes: Shapes) -> Plan:
     """Make the plan of the split with the least period under the costs that `priced_for` gave. Raises PlanError as `compile_plan` does."""
     counts, warnings = _find_best_counts(graph, cluster, priced)
-    return planned(graph, cluster, priced, counts, shapes, warnings)
+    return build_plan(graph, cluster, priced, counts, shapes, warnings)
 
 
 def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes) -> Costs:
@@ -81,23 +81,23 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
     Missing sleep costs of models that time-share devices are estimated too.
     """
     device = device_of(cluster.gpu) if cluster.gpu else None
-    if costs is None and device is not None and known(graph, shapes):
+    if costs is None and device is not None and has_shapes(graph, shapes):
         return with_sleep(graph, roofline(graph, device, shapes), cluster, device, shapes)
-    again = with_recompute(graph, with_decode_terms(graph, checked(graph, costs), device, shapes), shapes)
+    again = with_recompute(graph, with_decode_terms(graph, check_costs(graph, costs), device, shapes), shapes)
     shared = with_shards(graph, with_sharing(graph, again, device, shapes), device, shapes)
     return with_sleep(graph, shared, cluster, device, shapes)
 
 
-def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
+def build_plan(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
     """Make the plan for pools of these device counts; `warnings` are about the choice of the counts."""
     check_gpu_settings(graph, cluster, shapes)
     check_moments_stay(graph)
     check_fp8(graph, shapes)
     check_drafts(graph)
     check_shared(graph, shapes)
-    workers, settings, schedule = scheduled(graph, cluster, counts, priced)
+    workers, settings, schedule = place_and_schedule(graph, cluster, counts, priced)
     sleeps = sleep_costs(graph, workers, settings, priced.sleep)
-    memory = fitting(graph, cluster, workers, settings, shapes, priced)
+    memory = needs_that_fit(graph, cluster, workers, settings, shapes, priced)
     cycle = critical_cycle(schedule)
     expected = forecast(schedule, graph, settings, priced)
     uneven = any(map(priced.varies, priced.nodes)) or any(node.due is not None for node in graph.nodes)
@@ -114,7 +114,7 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
         loops=loops,
         schedule=schedule,
         window=events.window(graph),
-        hosts=nodes_needed({pool.name: counts[pool.name] for pool in graph.pools if pool.cpus is None}, cluster) if cluster.gpus else 1,
+        hosts=host_count({pool.name: counts[pool.name] for pool in graph.pools if pool.cpus is None}, cluster) if cluster.gpus else 1,
         prediction=Prediction(
             period_s=cycle.period_s,
             simulated_s=expected.step_s,
@@ -128,8 +128,8 @@ def planned(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shape
             warnings=warnings,
             left_out=tuple(continuous.left_out(graph, priced)),
             assumed=(
-                *assumed(graph, settings, priced, "GPUs" if cluster.gpus else "cores"),
-                *not_told_apart(graph, settings, priced),
+                *width_assumptions(graph, settings, priced, "GPUs" if cluster.gpus else "cores"),
+                *single_number_caveats(graph, settings, priced),
                 *assumed_lengths(graph, priced),
                 *assumed_sharing(graph, priced),
                 *assumed_shards(graph, settings, priced),
@@ -159,7 +159,7 @@ def _find_best_counts(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Cou
         if tried and (bound >= min(tried, key=itemgetter(0))[0] or len(tried) == FEW):
             break
         try:
-            tried.append((critical_cycle(scheduled(graph, cluster, counts, costs)[2]).period_s, counts))
+            tried.append((critical_cycle(place_and_schedule(graph, cluster, counts, costs)[2]).period_s, counts))
         except PlanError as error:  # a worker would lie on two hosts
             refused = refused or error
     if not tried:
@@ -169,7 +169,7 @@ def _find_best_counts(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Cou
     return best, warnings_of((graph, costs, settings_on(graph, cluster, counts)) for counts in compared)
 
 
-def settled(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting]]:
+def place_and_configure(graph: Graph, cluster: Cluster, counts: Counts) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting]]:
     """Place the workers, and work out the setting of each node."""
     ordered = sorted(graph.nodes, key=lambda node: events.place(graph, node))
     workers = place_workers(graph, cluster, counts, {node.name: index for index, node in enumerate(ordered)})
@@ -186,11 +186,11 @@ def settings_on(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, Set
     return found
 
 
-def scheduled(
+def place_and_schedule(
     graph: Graph, cluster: Cluster, counts: Counts, costs: Costs
 ) -> tuple[tuple[PlannedWorker, ...], dict[str, Setting], Schedule]:
     """Place the workers and build the schedule with mean seconds."""
-    workers, settings = settled(graph, cluster, counts)
+    workers, settings = place_and_configure(graph, cluster, counts)
     hosts = first_workers(workers)
     rows = max(node.rows for node in graph.nodes)
     seconds = {n.name: mean_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes}
@@ -202,7 +202,7 @@ def scheduled(
 def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
     """Predict the mean seconds of a firing. Where batches join others, every version is taken to arrive in time."""
     if continuous.is_played(graph, node, costs):
-        return continuous.saturated(node, setting, costs, rows)
+        return continuous.saturated_seconds(node, setting, costs, rows)
     return costs.mean(node.name, setting, rows)
 
 
@@ -253,7 +253,7 @@ def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Cal
 
     It is an approximation: with other counts other channels can leave a host, which changes the order of puts.
     """
-    workers, settings, schedule = scheduled(graph, cluster, like, costs)
+    workers, settings, schedule = place_and_schedule(graph, cluster, like, costs)
     timed, seconds, rows = Timed(schedule), schedule.seconds(), max(node.rows for node in graph.nodes)
     asleep = sleep_costs(graph, workers, settings, costs.sleep)
     first = {name: worker for worker in reversed(workers) for name in worker.nodes}
@@ -304,7 +304,7 @@ def _nodes(graph: Graph, workers: Sequence[PlannedWorker], settings: Settings, c
             due=node.due,
             passes=settings[node.name].passes,
             any_devices=node.pool is not None and costs.is_plain(node.name),
-            joins=continuous.planned(node),
+            joins=continuous.plan_join(node),
         )
         for node in graph.nodes
     ]
@@ -315,7 +315,7 @@ def _models(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], sh
         precision = precision_of(model, cluster)
         if precision is not None:
             given, ranks = model.traits.engine_args, sum(worker.model == name for worker in workers)
-            shared = split(model.traits, ranks, ring_of(model.traits, shapes.get(model.path)))
+            shared = split_text(model.traits, ranks, ring_of(model.traits, shapes.get(model.path)))
             yield PlannedModel(name, precision.dtype, precision.why, json.dumps(given) if given else "", shared)
 
 

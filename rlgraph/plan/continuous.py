@@ -241,9 +241,9 @@ def beside(cost: NodeCost, setting: Setting, steps: int) -> Array:
     return replace(cost, decode=None, spread=()).of(setting, None, 0.0, steps)[:, 0]
 
 
-def saturated(node: Node, setting: Setting, costs: Costs, rows: int) -> float:
+def saturated_seconds(node: Node, setting: Setting, costs: Costs, rows: int) -> float:
     """Predict the mean seconds of a firing if every version arrives before it is needed; the load events count its loading."""
-    return _saturated_seconds(decoder(node, setting, costs), steps_drawn(costs, rows), rows)
+    return _saturated_seconds(decoder(node, setting, costs), drawn_step_count(costs, rows), rows)
 
 
 @lru_cache(maxsize=1024)
@@ -253,12 +253,12 @@ def _saturated_seconds(rollout: Decoder, steps: int, rows: int) -> float:
     return float((ends.max(axis=1) + beside(rollout.cost, rollout.setting, steps))[steps // 8 :].mean())
 
 
-def steps_drawn(costs: Costs, rows: int) -> int:
+def drawn_step_count(costs: Costs, rows: int) -> int:
     """Choose the number of steps for which lengths are drawn if batches join."""
     return max(min(costs.steps_drawn(rows), ROWS // max(rows, 1)), 64)
 
 
-def played(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps: int, rows: int) -> dict[str, Engines]:
+def decode_events(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps: int, rows: int) -> dict[str, Engines]:
     """Make the events of a node whose engines keep a state, by name: its loading and its firings."""
     feedback, cost = node.feedback, costs.cost_of(node.name)
     load = load_event(feedback.name, node.name) if feedback is not None else ""
@@ -279,7 +279,7 @@ def played(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps
     return found if feedback is None else {load: loads, **found}
 
 
-def planned(node: Node) -> PlannedJoin | None:
+def plan_join(node: Node) -> PlannedJoin | None:
     """Describe how batches join a rollout; None if each decodes alone."""
     rule = rule_of(node)
     return PlannedJoin(rule.ahead(), shares_steps(node)) if rule is not None and rule.continuous else None
@@ -301,7 +301,7 @@ class ReadyVersions:
         return self.beside
 
 
-def decoded(lengths: Array, join: PlannedJoin) -> Array:
+def count_decode_work(lengths: Array, join: PlannedJoin) -> Array:
     """Count `[steps, 3]` the decode steps of each firing of an engine, the sequences summed over them, and the batches that it began,
     for responses `[steps, rows]`.
 

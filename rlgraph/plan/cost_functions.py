@@ -11,7 +11,7 @@ import numpy as np
 
 from rlgraph import settings
 from rlgraph.batching.cutting import best, cut_batches
-from rlgraph.errors import PlanError, shown
+from rlgraph.errors import PlanError, show_value
 from rlgraph.graph.operation import ModelTraits
 from rlgraph.plan.lengths import Array, Lengths
 from rlgraph.settings import AtLeastZero, Count, Natural, PositiveFraction, Range, Real, Recompute, Wrong
@@ -58,12 +58,12 @@ class Passes:
             lengths, ranks_of_data = lengths[:, :rows], ALIKE
         groups = np.arange(lengths.shape[1]) // self.group
         mini_batches = zip(*(np.array_split(each, self.mini_batches, axis=-1) for each in (lengths, groups)), strict=True)
-        by_mini_batch = [self._cut(batch, of_rows, max(prompt_tokens, 1.0), ranks_of_data) for batch, of_rows in mini_batches]
+        by_mini_batch = [self._pass_tokens(batch, of_rows, max(prompt_tokens, 1.0), ranks_of_data) for batch, of_rows in mini_batches]
         filling = [batch.max(axis=1, keepdims=True).repeat(self.pipeline - 1, axis=1) for batch in by_mini_batch]
         found: Array = np.concatenate([*by_mini_batch, *filling], axis=1)
         return found if self.sharing == 1 else found / self.sharing
 
-    def _cut(self, lengths: Array, groups: Array, prompt_tokens: float, ranks: int) -> Array:
+    def _pass_tokens(self, lengths: Array, groups: Array, prompt_tokens: float, ranks: int) -> Array:
         """Count the tokens `[steps, passes]` of the passes of a mini-batch `[steps, rows]`, each step cut in its best way."""
         cuts = cut_batches(np.full_like(lengths, prompt_tokens, dtype=float), lengths, groups, ranks, self.tokens, shared=self.group > 1)
         of_cuts = [each.of_passes(ranks) for each in cuts]
@@ -418,7 +418,7 @@ def _spread(spread: tuple[float, ...], steps: int) -> Array:
 def refuse_seconds(name: str, value: object) -> NoReturn:
     """Raise PlanError for the cost of `name`; the error says what a cost is."""
     raise PlanError(
-        f"the cost of '{name}' is {shown(value)}; a cost is a number of seconds of at least 0, or one for each count of devices, "
+        f"the cost of '{name}' is {show_value(value)}; a cost is a number of seconds of at least 0, or one for each count of devices, "
         "as {1: 38.2, 2: 19.0}"
     )
 

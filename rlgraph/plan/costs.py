@@ -34,7 +34,7 @@ HEAD = """\
 """
 
 
-def written(costs: object) -> str:
+def to_yaml(costs: object) -> str:
     """Format costs as YAML."""
     raw = msgspec.to_builtins(costs)
     short = {**_short(raw), "nodes": {name: _cost(_short(cost)) for name, cost in raw["nodes"].items()}}
@@ -214,7 +214,7 @@ class Costs:
 
     def to_file(self, path: str | Path) -> None:
         """Write the costs as YAML, which `Costs.from_file` reads."""
-        Path(path).write_text(written(self), encoding="utf-8")
+        Path(path).write_text(to_yaml(self), encoding="utf-8")
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Costs":
@@ -273,7 +273,7 @@ def walks_of(node: Node) -> float:
     return node.traits.epochs * (1.0 + node.traits.scored * FORWARD)
 
 
-def checked(graph: Graph, costs: Costs | None) -> Costs:
+def check_costs(graph: Graph, costs: Costs | None) -> Costs:
     """Check that costs name exactly the graph's nodes. Raises PlanError for an unknown or a missing node."""
     if costs is None:
         return nominal(graph)

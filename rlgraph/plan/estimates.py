@@ -10,7 +10,7 @@ from rlgraph.graph.nodes import Graph, Node
 from rlgraph.graph.operation import ModelTraits, Work
 from rlgraph.plan.cost_functions import Decode, NodeCost
 from rlgraph.plan.costs import FORWARD, Costs, epochs_of, walks_of
-from rlgraph.plan.memory_laws import GRADIENT, MASTER, MOMENTS, OPTIMIZER, Need, Workload, scoring, update, update_in_place
+from rlgraph.plan.memory_laws import GRADIENT, MASTER, MOMENTS, OPTIMIZER, Need, Workload, scoring_memory, update, update_in_place
 from rlgraph.plan.model_shapes import ModelShape, Shapes
 
 # What a device's roofline leaves out, measured on H200s: the host's time for each decode step and pass, what logits take, and the share
@@ -97,7 +97,7 @@ class Device:
     peer_link: float
 
 
-def paged(work: Workload) -> Need:
+def paged_memory(work: Workload) -> Need:
     """Estimate the memory of an engine that generates: weights, and pages of keys and values, of which those of one sequence must fit."""
     width = max(work.width, 1.0)
     # An engine over several GPUs has its second buffer on the first of them, and that one must fit.
@@ -112,7 +112,7 @@ def paged(work: Workload) -> Need:
     return Need(base, {"engine's weights": weights, "keys and values": cache}, weights + int(work.longest * per_token))
 
 
-def fully_sharded(work: Workload) -> Need:
+def fully_sharded_memory(work: Workload) -> Need:
     """Estimate the memory of a rank that holds a shard of float32 weights, gradients and moments, and gathers a layer at a time."""
     return _ranks(work, MASTER).while_it_runs("gradients")  # an optimizer step frees them
 
@@ -128,16 +128,16 @@ def model_parallel(work: Workload) -> Need:
     stays = {"weights": work.itemsize * own + masters}
     if work.trained:
         stays |= {"optimizer": OPTIMIZER * owned, "gradients": GRADIENT * own}
-    instants = update_in_place(work) if work.trained else scoring(work, cast=False, gathers=False)
+    instants = update_in_place(work) if work.trained else scoring_memory(work, cast=False, gathers=False)
     return Need.of(stays, instants)
 
 
-def whole(work: Workload) -> Need:
+def whole_memory(work: Workload) -> Need:
     """Estimate the memory of a model that keeps its weights in the dtype it computes in."""
     return _ranks(work, work.itemsize)
 
 
-def replicated(work: Workload) -> Need:
+def replicated_memory(work: Workload) -> Need:
     """Estimate the memory of a model that each of its ranks holds whole, in the dtype it computes in."""
     need = _ranks(work, work.itemsize)
     return Need({"weights": work.shape.parameters * work.itemsize}, need.runs, need.least, need.instants)
@@ -159,7 +159,7 @@ def _ranks(work: Workload, weights: int) -> Need:
     if work.packed:
         stays["packed weights"] = work.itemsize * shape.parameters
     if not work.trained:
-        return Need.of(stays, scoring(work, cast=weights != work.itemsize))
+        return Need.of(stays, scoring_memory(work, cast=weights != work.itemsize))
     return Need.of(stays, update(work, cast=weights != work.itemsize))
 
 
@@ -218,7 +218,7 @@ class Estimates:
     in_each_group: bool = False
     gathers_shards: bool = False
     host_heads: tuple[settings.Count, ...] = ()
-    memory_estimate: Callable[[Workload], Need] = paged
+    memory_estimate: Callable[[Workload], Need] = paged_memory
     shares: tuple[float, float] | None = None
     decode_law: Callable[[ModelShape, Device, float], Decode] = decode_law
 
@@ -227,8 +227,8 @@ class Estimates:
 
 
 GENERATING = Estimates()
-TRAINING = Estimates(sleep_bytes=moments, memory_estimate=whole, gathers_shards=True)
-SCORING = Estimates(sleep_bytes=stays_awake, memory_estimate=replicated)
+TRAINING = Estimates(sleep_bytes=moments, memory_estimate=whole_memory, gathers_shards=True)
+SCORING = Estimates(sleep_bytes=stays_awake, memory_estimate=replicated_memory)
 
 
 def default_estimates(works: Collection[Work]) -> Estimates:
@@ -246,7 +246,9 @@ CALL_S = 20e-6
 SHARED, EXCHANGED, DISPATCHED = 4, 4, 3  # collectives a layer: gathers and sums; queries, keys, values, results; counts, there and back
 
 
-def undivided(heads: int, kv_heads: int, vocab: int | None, intermediate: int, *, tensor: int, context: int) -> tuple[str, int, str] | None:
+def find_undivided_size(
+    heads: int, kv_heads: int, vocab: int | None, intermediate: int, *, tensor: int, context: int
+) -> tuple[str, int, str] | None:
     """Find a size that ranks do not divide: its name in config.json, the size, and the settings; None where they divide all.
 
     A vocabulary of None is one that they need not divide.
@@ -301,7 +303,7 @@ def check_shared(graph: Graph, shapes: Shapes) -> None:
         sizes = shape.heads, shape.kv_heads, None if traits.any_vocabulary else shape.vocab, inner
         tensor, context = traits.tensor_parallel, traits.context_parallel
         ring = ring_of(traits, shape)
-        found = undivided(*sizes, tensor=tensor, context=context // ring)
+        found = find_undivided_size(*sizes, tensor=tensor, context=context // ring)
         if found is not None:
             name, size, settings = found
             raise PlanError(

@@ -103,14 +103,14 @@ def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs)
         return Forecast(schedule, once, steps, WARM_UP_STEPS)
     rows = max(node.rows for node in nodes)
     together = [node for node in nodes if continuous.is_played(graph, node, costs)]
-    steps = continuous.steps_drawn(costs, rows) if together else costs.steps_drawn(rows)
+    steps = continuous.drawn_step_count(costs, rows) if together else costs.steps_drawn(rows)
     drawn = drawn_times(schedule, graph, settings, costs, steps)
     mean = schedule.seconds()
     for name, factors in bursts(schedule, graph, steps).items():
         drawn[name] = np.asarray(factors[:, None] * drawn.get(name, mean[name]))
     apart: dict[str, Engines] = {name: Engines(list(each)) for name, each in drawn.items() if each.shape[1] > 1}
     for node in together:
-        apart |= continuous.played(node, settings[node.name], costs, schedule, steps, rows)
+        apart |= continuous.decode_events(node, settings[node.name], costs, schedule, steps, rows)
     alone = {name: each[:, 0].tolist() for name, each in drawn.items() if name not in apart}
 
     def seconds(event: Event, step: int) -> float:

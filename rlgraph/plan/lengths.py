@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 
 from rlgraph import settings
-from rlgraph.errors import PlanError, shown
+from rlgraph.errors import PlanError, show_value
 from rlgraph.settings import AtLeastZero, Fraction
 
 Array: TypeAlias = np.ndarray
@@ -37,7 +37,8 @@ class Lengths:
         growing = all(a <= b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
         if len(self.at) != len(self.tokens) or len(self.at) < 2 or self.at[0] != 0 or self.at[-1] != 1 or not rising or not growing:
             raise PlanError(
-                f"lengths have at={shown(self.at)} and tokens={shown(self.tokens)}; give as many probabilities, rising from 0 to 1, "
+                f"lengths have at={show_value(self.at)} and tokens={show_value(self.tokens)}; give as many probabilities, rising "
+                "from 0 to 1, "
                 "as tokens, which never fall: at=(0, 0.5, 1), tokens=(10, 200, 4096)"
             )
 

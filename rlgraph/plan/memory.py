@@ -72,7 +72,7 @@ def base_bytes(model: Model, cluster: Cluster, shapes: Shapes) -> int:
 Parts = dict[str, int]  # bytes by what they are
 
 
-def loading(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], shapes: Shapes) -> Iterator[PlannedMemory]:
+def loading_peaks(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker], shapes: Shapes) -> Iterator[PlannedMemory]:
     """Estimate the peak of each pool's GPUs and of the fullest host while all workers load their models at once.
 
     Pools and hosts with a model of unknown shape are left out, since their sum would be too small.
@@ -196,7 +196,7 @@ def needs(
         total = sum(host.values())
         found.append(PlannedMemory(None, tuple(host.items()), total, total - spare, cluster.host_memory_bytes))
     later = {need.pool: need.least_bytes for need in found}
-    return (*found, *(need for need in loading(graph, cluster, workers, shapes) if need.peak_bytes > later.get(need.pool, 0)))
+    return (*found, *(need for need in loading_peaks(graph, cluster, workers, shapes) if need.peak_bytes > later.get(need.pool, 0)))
 
 
 def _host_moments(graph: Graph, workers: Sequence[PlannedWorker], shapes: Shapes) -> int:
@@ -345,7 +345,7 @@ def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> di
     return {what: size for what, size in parts.items() if size}
 
 
-def fitting(
+def needs_that_fit(
     graph: Graph,
     cluster: Cluster,
     workers: Sequence[PlannedWorker],

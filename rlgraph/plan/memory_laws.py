@@ -111,7 +111,7 @@ def kept_beside_feed_forward(shape: ModelShape) -> int:
     return 4 * shape.hidden + 3 * sum(_sizes(shape))
 
 
-def operations_again(shape: ModelShape, attends: float, recompute: Recompute, tensor: int = 1) -> float:
+def recomputed_operations(shape: ModelShape, attends: float, recompute: Recompute, tensor: int = 1) -> float:
     """Count the operations of a token that the backward pass does a second time, where attention takes `attends`.
 
     >>> shape = ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10)
@@ -171,7 +171,7 @@ def update(work: Workload, *, cast: bool) -> Instants:
     >>> {instant: parts["activations"] for instant, parts in update(work, cast=True).items() if "activations" in parts}
     {'head': 2112, 'backward of a layer': 2112}
     """
-    shape, traits, tokens, gathered = work.shape, work.traits, tokens_of(work), _gathered(work, cast)
+    shape, traits, tokens, gathered = work.shape, work.traits, tokens_of(work), _cast_weights_memory(work, cast)
     kept = kept_by_layer(shape, traits.recompute, traits.tensor_parallel, compiled=traits.compiled)
     layers, rest = _activations(work, tokens, kept, kept_by_layer(shape, tensor=traits.tensor_parallel, compiled=traits.compiled))
     of_unit, of_vocabulary = (_with_copy(work, count) for count in (_unit(work), _vocabulary(work)))
@@ -200,12 +200,12 @@ def update_in_place(work: Workload) -> Instants:
     return {HEAD: head, LAYER: {"activations": layers + rest}}
 
 
-def scoring(work: Workload, *, cast: bool, gathers: bool = True) -> Instants:
+def scoring_memory(work: Workload, *, cast: bool, gathers: bool = True) -> Instants:
     """Estimate what a rank has while it scores: the states of one layer, weights that it `gathers`, and some rows of logits."""
     tokens = tokens_of(work)
     parts = {"activations": tokens * work.shape.hidden * work.itemsize // work.traits.tensor_parallel}
     if gathers:
-        parts["gathered layers"] = _gathered(work, cast)
+        parts["gathered layers"] = _cast_weights_memory(work, cast)
     if work.traits.fused_head is not None:
         numbers = tokens * work.shape.vocab // work.traits.tensor_parallel
         parts["logits"] = min(numbers, LOGITS_AT_ONCE) * work.itemsize + _score_copies(numbers)
@@ -242,7 +242,7 @@ def _with_copy(work: Workload, parameters: int) -> int:
     return (work.itemsize + GRADIENT) * learnt // work.traits.tensor_parallel
 
 
-def _gathered(work: Workload, cast: bool) -> int:
+def _cast_weights_memory(work: Workload, cast: bool) -> int:
     """Estimate the memory of weights that are cast to the dtype of passes: of two units and the vocabulary, or of all that is trained where
     no rank shares them, which are then cast once an update."""
     shape, alone = work.shape, work.workers == work.traits.tensor_parallel
@@ -257,7 +257,7 @@ def _gathered(work: Workload, cast: bool) -> int:
 def _gathered_at_the_end(work: Workload, cast: bool) -> int:
     """Estimate what is still cast when all layers have had their backward pass: the vocabulary, or all of what no rank shares."""
     if work.workers == work.traits.tensor_parallel:
-        return _gathered(work, cast)
+        return _cast_weights_memory(work, cast)
     return _vocabulary(work) * work.itemsize // work.traits.tensor_parallel
 
 

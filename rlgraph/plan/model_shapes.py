@@ -107,7 +107,7 @@ class ModelShape:
 Shapes = Mapping[str, ModelShape]  # by the path of the model
 
 
-def known(graph: Graph, shapes: Shapes) -> bool:
+def has_shapes(graph: Graph, shapes: Shapes) -> bool:
     """Tell whether the graph has models and the shape of each is known."""
     paths = {node.model.path for node in graph.nodes if node.model is not None}
     return bool(paths) and paths <= shapes.keys()

@@ -110,7 +110,7 @@ def _check_host_pools(graph: Graph, cluster: Cluster) -> None:
             raise PlanError(f"pool '{pool.name}' asks for {pool.cpus} cores, but the cluster has {cluster.cpus}; ask for fewer")
 
 
-def divided(shares: Mapping[str, float], groups: Mapping[str, int], total: int) -> dict[str, int]:
+def divide_devices(shares: Mapping[str, float], groups: Mapping[str, int], total: int) -> dict[str, int]:
     """Divide `total` devices by share, in whole groups."""
     return _largest_remainder([_Request(name, share, groups[name]) for name, share in shares.items()], total)
 
@@ -132,7 +132,7 @@ def _largest_remainder(requests: list[_Request], total: int) -> dict[str, int]:
     return counts
 
 
-def nodes_needed(counts: Mapping[str, int], cluster: Cluster) -> int:
+def host_count(counts: Mapping[str, int], cluster: Cluster) -> int:
     """Count the hosts of the GPU pools: pools that fit on one host together share it, else each has its own."""
     per_host = [min(n, cluster.gpus_per_node) for n in counts.values()]
     hosts = [-(-n // cluster.gpus_per_node) for n in counts.values()]
@@ -244,7 +244,8 @@ def _check_sharing(model: Model, name: str, gpus: int, groups: int) -> None:
     if together > 1 and gpus and model.ranks is None and (not groups or gpus % (model.group * together)):
         what = "computes each pass" if together == model.traits.sharing else "has its passes and experts"
         raise PlanError(
-            f"{name} {what} on {together} GPUs ({split(model.traits)}), but pool '{model.pool.name}' has {gpus}; give it a multiple of "
+            f"{name} {what} on {together} GPUs ({split_text(model.traits)}), but pool '{model.pool.name}' has {gpus}; give it a "
+            "multiple of "
             f"{together}"
         )
 
@@ -255,12 +256,13 @@ def _check_one_host(model: Model, name: str, hosts: Sequence[int]) -> None:
     for first in range(0, len(hosts), sharing):
         if len(set(hosts[first : first + sharing])) > 1:
             raise PlanError(
-                f"{name}[{first}] to {name}[{first + sharing - 1}] compute each pass together ({split(model.traits)}), but lie on hosts "
+                f"{name}[{first}] to {name}[{first + sharing - 1}] compute each pass together ({split_text(model.traits)}), but lie "
+                "on hosts "
                 f"{sorted(set(hosts[first : first + sharing]))}; choose shares, or a smaller group, that divide the hosts evenly"
             )
 
 
-def split(traits: ModelTraits, ranks: int = 0, ring: int = 1) -> str:
+def split_text(traits: ModelTraits, ranks: int = 0, ring: int = 1) -> str:
     """Say how the ranks of a model share its work, as "tp 2 × dp 2"; empty if each has a pass and all experts of its own.
 
     Of those that share a row `ring` pass keys and values round.

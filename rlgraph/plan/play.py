@@ -47,14 +47,14 @@ class Engines:
         for put, done in self.puts.items():
             before = at
             at, cause = self._latest(put, step, before)
-            held += self._waited(put, cause, at - before)
+            held += self._wait_seconds(put, cause, at - before)
             done.append(at)
         self.held.append(held)
         self.ends.append(at)
 
     def late(self, step: int, seconds: Array) -> Waited:
         """Sum the `seconds` `[engines]` of a step's starts by what each waited for last."""
-        return self._waited(0, self.causes[step], seconds)
+        return self._wait_seconds(0, self.causes[step], seconds)
 
     def _latest(self, put: int, step: int, at: Array) -> tuple[Array, Array]:
         """Find when each engine has all that a put waits for, at `at` or later, and the number of the wait that ended last after `at`."""
@@ -64,7 +64,7 @@ class Engines:
                 at, cause = np.where(later, done[step - credits], at), np.where(later, number, cause)
         return at, cause
 
-    def _waited(self, put: int, causes: Array, seconds: Array) -> Waited:
+    def _wait_seconds(self, put: int, causes: Array, seconds: Array) -> Waited:
         numbers = set(causes.tolist()) - {NOTHING}
         return [(self.waits[put][number][0], float(seconds[causes == number].sum())) for number in sorted(numbers)]
 

@@ -245,15 +245,15 @@ def _long(seconds: float) -> str:
     return f"{seconds:.4g} s" if seconds < 600 else f"{seconds / 3600:.4g} h"
 
 
-def rehearsed(
+def rehearse_graph(
     graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes, site: ClusterSite, steps: int, every: int | None, seed: int
 ) -> Rehearsal:
     """Compile the graph, and play so many steps of its plan at the site. Raises PlanError for settings without effect or without an end."""
-    plan, course, unknown = prepared(graph, cluster, costs, shapes, site, steps, every, seed)
+    plan, course, unknown = prepare_course(graph, cluster, costs, shapes, site, steps, every, seed)
     return _summarize(plan, course, site, every, unknown, seed)
 
 
-def prepared(
+def prepare_course(
     graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes, site: ClusterSite, steps: int, every: int | None, seed: int
 ) -> "tuple[Plan, Course, tuple[str, ...]]":
     """Compile the graph and draw its course; also names the channels between hosts whose bytes are not known."""
@@ -324,7 +324,9 @@ class Course:
         order = np.concatenate([draw.permutation(count) for _ in range(-(-total // count))])[:total]
         hosts = 1 + max(worker.host for worker in workers)
         slow = draw.random((total, hosts)) < site.stragglers
-        seconds = {e.name: _alike(drawn[e.name])[order] if e.name in drawn else np.full((total, 1), e.seconds) for e in schedule.events}
+        seconds = {
+            e.name: _quantile_engines(drawn[e.name])[order] if e.name in drawn else np.full((total, 1), e.seconds) for e in schedule.events
+        }
         factors = {
             e.name: 1 + (site.slow_down - 1) * _slow(slow, sorted(hosts_of(workers, e.node)), seconds[e.name].shape[1])
             for e in schedule.events
@@ -362,7 +364,7 @@ def _trainer_names(graph: Graph) -> set[str]:
     return {node.name for node in graph.nodes if node.traits.work == "train"}
 
 
-def _alike(drawn: Array) -> Array:
+def _quantile_engines(drawn: Array) -> Array:
     """Let at most `ALIKE` engines stand for all: the quantiles of each step, the longest among them, in the order of the first ones."""
     engines = drawn.shape[1]
     if engines <= ALIKE:
@@ -430,7 +432,7 @@ def _step_ends_within(ends: Callable[[int, int], Sequence[float]], first: int, s
     raise AssertionError("unreachable")
 
 
-def failing(course: Course, calm: Sequence[float], site: ClusterSite, mtbf_s: float, every: int, seed: int) -> Walls:
+def add_failures(course: Course, calm: Sequence[float], site: ClusterSite, mtbf_s: float, every: int, seed: int) -> Walls:
     """Play a course whose steps end at `calm` without failures with those that the seed draws."""
     draw = np.random.default_rng([seed, 1])
 
@@ -446,7 +448,7 @@ def _summarize(plan: Plan, course: Course, site: ClusterSite, every: int | None,
     calm_s, warm = ends[-1], course.steps // WARM_UP
     walls = Walls(calm_s, 0, 0)
     if every is not None and site.fails:
-        walls = failing(course, ends, site, site.mtbf_s(plan.cluster.gpus, plan.cluster.hosts), every, seed)
+        walls = add_failures(course, ends, site, site.mtbf_s(plan.cluster.gpus, plan.cluster.hosts), every, seed)
     events = course.schedule.events
     kinds = {
         "weights": {e.name for e in events if e.kind in MOVING and e.edge},

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rlgraph.errors import PlanError, shown
+from rlgraph.errors import PlanError, show_value
 from rlgraph.plan.calibrate import WARM_UP, Trace, interruptions, latencies, measured_costs, setting_of
 from rlgraph.plan.cost_functions import NodeCost, Setting
-from rlgraph.plan.placement import divided
+from rlgraph.plan.placement import divide_devices
 from rlgraph.plan.plan import Plan, PlannedNode
 from rlgraph.plan.play import play
 from rlgraph.plan.schedule import WORK, Dependency, Event, Schedule
@@ -38,7 +38,7 @@ class Replayed:
         )
 
 
-def replayed(trace: Trace, shares: Mapping[str, float] | None, depth: int | None) -> Replayed:
+def replay_trace(trace: Trace, shares: Mapping[str, float] | None, depth: int | None) -> Replayed:
     """Play the recorded firings under a change. Raises PlanError for a change that the plan does not allow."""
     plan = trace.plan
     steps = sorted({span.step for span in trace.spans})
@@ -128,13 +128,13 @@ def _counts(plan: Plan, shares: Mapping[str, float] | None) -> Mapping[str, int]
     total = sum(pools[name] for name in shares)
     if total < sum(widths.values()):
         raise PlanError(f"replay(shares={dict(shares)}): the pools have {total} devices, but need at least {sum(widths.values())}")
-    return divided(shares, widths, total)
+    return divide_devices(shares, widths, total)
 
 
 def deeper(plan: Plan, depth: int) -> Schedule:
     """Change the depth of every feedback edge of the plan's schedule, and the slots that follow from it."""
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-        raise PlanError(f"replay(depth={shown(depth)}): depth is a whole number of at least 0")
+        raise PlanError(f"replay(depth={show_value(depth)}): depth is a whole number of at least 0")
     if not plan.loops:
         raise PlanError("replay(depth=...): the plan has no feedback edge")
     loops = {loop.name: loop for loop in plan.loops}

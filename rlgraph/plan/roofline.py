@@ -12,7 +12,7 @@ from rlgraph.plan.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
 from rlgraph.plan.estimates import DECODING, GENERATING, ITEMSIZE, LINKED, Device, default_estimates, exchange_s
 from rlgraph.plan.events import readers
 from rlgraph.plan.lengths import Lengths
-from rlgraph.plan.memory_laws import GRADIENT, MASTER, MOMENTS, OPTIMIZER, operations_again
+from rlgraph.plan.memory_laws import GRADIENT, MASTER, MOMENTS, OPTIMIZER, recomputed_operations
 from rlgraph.plan.model_shapes import AdapterSize, ModelShape, Shapes, adapter_size
 from rlgraph.plan.placement import model_names
 
@@ -281,7 +281,7 @@ def operations(traits: ModelTraits, shape: ModelShape, lengths: Lengths, adapter
     adapter = adapter if trains else None
     own = 6 * shape.active_parameters if adapter is None else 4 * shape.active_parameters + 6 * adapter.parameters
     attends = 4 * shape.layers * shape.heads * shape.head_dim * lengths.sequence_of_a_token / 2
-    return own + 3 * attends + (operations_again(shape, attends, traits.recompute, traits.tensor_parallel) if trains else 0)
+    return own + 3 * attends + (recomputed_operations(shape, attends, traits.recompute, traits.tensor_parallel) if trains else 0)
 
 
 def _optimizer_s(model: Model, shape: ModelShape, device: Device) -> float:

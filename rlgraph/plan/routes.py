@@ -173,7 +173,7 @@ Route: TypeAlias = Mapping[str, str]  # each reader, and from whom it gets messa
 T = TypeVar("T")
 
 
-def routed(shape: Shape, writer: str, readers: Sequence[str], hosts: Mapping[str, int], turn: int = 0, turns: int = 1) -> Route:
+def route_messages(shape: Shape, writer: str, readers: Sequence[str], hosts: Mapping[str, int], turn: int = 0, turns: int = 1) -> Route:
     """Route messages through the hosts: on each, one reader gets them, for the others there and for the next hosts of the shape.
 
     Readers on the writer's host get them from the writer. Of several `turns`, each lets others pass on, and begins at another host.
@@ -229,7 +229,7 @@ def kinds_of_routes(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[st
 def _routes(plan: Plan, end: PlannedChannel | PlannedLoop, wanted: Iterable[str]) -> Mapping[str, Route]:
     hosts, writers, readers, shape = hosts_of(plan), _writers(plan, end), _readers(plan, end), shape_of(plan, end)
     turns = {writer: turn for turn, writer in enumerate(writers)}
-    return {writer: routed(shape, writer, readers, hosts, turns[writer], len(writers)) for writer in wanted}
+    return {writer: route_messages(shape, writer, readers, hosts, turns[writer], len(writers)) for writer in wanted}
 
 
 def shape_of(plan: Plan, end: PlannedChannel | PlannedLoop) -> Shape:

@@ -10,10 +10,10 @@ from typing import Any, Literal, TypeAlias
 from rlgraph.errors import GraphError, PlanError
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.cluster import Cluster
-from rlgraph.plan.compile import period_on, planned, priced_for, scheduled, settings_on, settled
+from rlgraph.plan.compile import build_plan, period_on, place_and_configure, place_and_schedule, priced_for, settings_on
 from rlgraph.plan.cost_functions import Setting
 from rlgraph.plan.costs import Costs, warnings_of
-from rlgraph.plan.memory import fitting
+from rlgraph.plan.memory import needs_that_fit
 from rlgraph.plan.model_shapes import Shapes
 from rlgraph.plan.placement import FEW, Counts, Divisions, best_first, splits
 from rlgraph.plan.plan import Plan
@@ -63,7 +63,7 @@ class _Draft:
 
     @property
     def rows(self) -> int:
-        return rows_trained(self.graph)
+        return trained_row_count(self.graph)
 
     def score(self, by: Objective, step_s: float) -> float:
         """Compute the quantity to minimise: seconds a response, or device-seconds a response."""
@@ -115,7 +115,7 @@ def search(
     found = [_candidate(draft, cluster, warnings) for draft in kept]
     best = min(_score(c, by) for c in found) or 1.0
     ranked = sorted(found, key=lambda c: (round(_score(c, by) / best, 3), c.staleness))  # equally good ones: less stale first
-    return Search(tuple(ranked), looked_at, left_out, by, doubted(verdict(ranked, by), warnings), warnings)
+    return Search(tuple(ranked), looked_at, left_out, by, with_caveats(verdict(ranked, by), warnings), warnings)
 
 
 @dataclass(frozen=True)
@@ -133,8 +133,8 @@ class _Problem:
         """Yield a draft for each division that fits."""
         for counts in divisions:
             try:
-                workers, placed, schedule = scheduled(self.graph, self.cluster, counts, self.costs)
-                fitting(self.graph, self.cluster, workers, placed, self.shapes, self.costs)
+                workers, placed, schedule = place_and_schedule(self.graph, self.cluster, counts, self.costs)
+                needs_that_fit(self.graph, self.cluster, workers, placed, self.shapes, self.costs)
             except PlanError as refused:
                 left_out[str(refused)] += 1
                 continue
@@ -143,13 +143,13 @@ class _Problem:
     def best_first(self, left_out: Counter[str]) -> Iterator[Counts]:
         """Yield divisions by their period, without those that do not fit in memory."""
         like = next(iter(self.divisions))
-        workers = settled(self.graph, self.cluster, like)[0]
+        workers = place_and_configure(self.graph, self.cluster, like)[0]
         period = period_on(self.graph, self.cluster, self.costs, like)
 
         def period_if_it_fits(counts: Counts) -> float:
             placed = settings_on(self.graph, self.cluster, counts)
             try:
-                fitting(self.graph, self.cluster, workers, placed, self.shapes, self.costs)
+                needs_that_fit(self.graph, self.cluster, workers, placed, self.shapes, self.costs)
             except PlanError as refused:
                 left_out[str(refused)] += 1
                 return float("inf")
@@ -206,7 +206,7 @@ def _best(streams: Sequence[Iterator[_Draft]], by: Objective) -> list[_Draft]:
 
 def _candidate(draft: _Draft, cluster: Cluster, warnings: tuple[str, ...]) -> Candidate:
     own = tuple(text for text in warnings if any(f"'{node.name}'" in text for node in draft.graph.nodes))
-    plan = planned(draft.graph, cluster, draft.costs, draft.counts, draft.shapes, own)
+    plan = build_plan(draft.graph, cluster, draft.costs, draft.counts, draft.shapes, own)
     samples = draft.rows / plan.prediction.step_s if plan.prediction.step_s else float("inf")
     lengths = draft.costs.lengths
     tokens = samples * (lengths.mean + lengths.prompt_tokens) if lengths else None
@@ -217,7 +217,7 @@ def _score(candidate: Candidate, by: Objective) -> float:
     return candidate.gpu_s_per_sample if by == "gpu_s_per_sample" else 1 / candidate.samples_per_s
 
 
-def rows_trained(graph: Graph) -> int:
+def trained_row_count(graph: Graph) -> int:
     """Count the responses of a step: the rows that an update takes."""
     return max((node.rows for node in graph.nodes if node.traits.work == "train"), default=max(node.rows for node in graph.nodes))
 
@@ -247,7 +247,7 @@ def verdict(ranked: Sequence[Candidate], by: Objective) -> str:
     )
 
 
-def doubted(found: str, warnings: Sequence[str]) -> str:
+def with_caveats(found: str, warnings: Sequence[str]) -> str:
     """Put warnings about the costs before a verdict that rests on them."""
     return " ".join([f"Not known: {'; '.join(warnings)}. With the numbers as they are:", found]) if found and warnings else found
 

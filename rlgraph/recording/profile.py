@@ -74,6 +74,6 @@ def ask(profile: Profile) -> None:
     _asked.append(profile)
 
 
-def asked() -> Profile | None:
+def take_request() -> Profile | None:
     """Take the profile that was asked for; None if there is none, or a run has taken it."""
     return _asked.pop() if _asked else None

@@ -187,12 +187,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, "text/html; charset=utf-8", watch.page())
         elif path == "/state":
             self._answer(200, "application/json", json.dumps(watch.state()).encode())
-        elif (file := self._linked(path)) is not None:
+        elif (file := self._profile_file(path)) is not None:
             self._answer(200, mimetypes.guess_type(file.name)[0] or "application/octet-stream", file.read_bytes())
         else:
             self._answer(404, "text/plain", b"there is no such page")
 
-    def _linked(self, path: str) -> Path | None:
+    def _profile_file(self, path: str) -> Path | None:
         """Find a file of the run's profiles; there is no way to any other."""
         folder = self.server.watch.folder / PROFILES
         return next((file for file in folder.glob("*") if f"/{PROFILES}/{file.name}" == path and file.is_file()), None)

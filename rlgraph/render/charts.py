@@ -7,7 +7,7 @@ from statistics import fmean
 
 from rlgraph.analysis import words
 from rlgraph.analysis.run import Run
-from rlgraph.render.plan_svg.labels import fitted, width
+from rlgraph.render.plan_svg.labels import fit_text, width
 
 # A small line chart as SVG, for metrics by step.
 
@@ -43,8 +43,8 @@ def svg(title: str, xs: Sequence[float], series: Mapping[str, Sequence[float]], 
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {height:g}" width="{WIDTH:g}" height="{height:g}" '
         f'font-family="{FONT}" font-size="{SIZE:g}" role="img" aria-label="{escape(words.clean(title))}">',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
-        _text(14, 24, fitted(words.clean(title), 15.0, WIDTH - 28.0, bold=True), INK, extra=' font-size="15" font-weight="bold"'),
-        _text(14, 44, fitted(words.clean(y_label), SIZE, WIDTH - 28.0), MUTED),
+        _text(14, 24, fit_text(words.clean(title), 15.0, WIDTH - 28.0, bold=True), INK, extra=' font-size="15" font-weight="bold"'),
+        _text(14, 44, fit_text(words.clean(y_label), SIZE, WIDTH - 28.0), MUTED),
         *_legend(rows, list(series)),
     ]
     for tick in y_ticks:
@@ -134,7 +134,7 @@ def _legend(rows: Sequence[Sequence[tuple[float, int]]], names: Sequence[str]) -
         for x, index in entries:
             colour, dash = COLOURS[index % len(COLOURS)], ' stroke-dasharray="5 3"' if index >= len(COLOURS) else ""
             yield f'<path d="M{x:.1f} {y - 4:.1f}H{x + 18:.1f}" stroke="{colour}" stroke-width="2.4"{dash}/>'
-            yield _text(x + 24, y, fitted(words.clean(names[index]), SIZE, 240.0), INK)
+            yield _text(x + 24, y, fit_text(words.clean(names[index]), SIZE, 240.0), INK)
 
 
 def _text(x: float, y: float, value: str, fill: str, anchor: str = "start", extra: str = "") -> str:
@@ -196,7 +196,7 @@ def charts_of(steps: Steps) -> Iterator[Chart]:
     """Yield the charts of these steps' metrics: evaluations first, the user's own last."""
     yield from _evaluations(steps)
     yield from CHARTS
-    yield from _own(steps)
+    yield from _custom_charts(steps)
 
 
 def curves(run: Run) -> Iterator[str]:
@@ -207,10 +207,10 @@ def curves(run: Run) -> Iterator[str]:
     if size > 1:
         yield f"<p>Each point is the mean of {size} steps.</p>"
     if run.earlier:
-        yield f"<p>The first {words.counted(len(run.earlier), 'step')} ran before the run went on from its checkpoint.</p>"
+        yield f"<p>The first {words.with_count(len(run.earlier), 'step')} ran before the run went on from its checkpoint.</p>"
     yield '<div class="charts">'
     for chart in charts_of(steps):
-        yield from _drawn(chart, groups if chart in CHARTS else _groups_with_metrics(chart, groups))
+        yield from _draw_chart(chart, groups if chart in CHARTS else _groups_with_metrics(chart, groups))
     yield "</div>"
 
 
@@ -220,7 +220,7 @@ def _groups_with_metrics(chart: Chart, groups: Sequence[Steps]) -> Sequence[Step
     return [group for group in groups if any(math.isfinite(step.get(metric, math.nan)) for step in group for metric in metrics)]
 
 
-def _drawn(chart: Chart, groups: Sequence[Steps]) -> Iterator[str]:
+def _draw_chart(chart: Chart, groups: Sequence[Steps]) -> Iterator[str]:
     title, unit, lines = chart
     series = {name: [_mean([step[metric] for step in group if metric in step]) for group in groups] for name, metric in lines}
     series = {name: values for name, values in series.items() if any(map(math.isfinite, values))}
@@ -249,7 +249,7 @@ def of_version(steps: Steps) -> str:
     return f"; the last is of version {versions[-1]:.0f}" if versions else ""
 
 
-def _own(steps: Steps) -> Iterator[Chart]:
+def _custom_charts(steps: Steps) -> Iterator[Chart]:
     """A chart of each metric that the user's own nodes, losses and environments give."""
     for name in [name for name in metric_names(steps) if name.partition("/")[0] not in OURS][:OWN]:
         yield name, "", ((name, name),)

@@ -46,7 +46,7 @@ def page(title: str, graphs: Sequence[GraphReport]) -> str:
     """
     done = [graph for graph in graphs if graph.run is not None]
     shown = escape(words.clean(title))
-    said = f"{words.counted(len(graphs), 'graph')} · {words.counted(sum(len(graph.lines) for graph in graphs), 'step')}"
+    said = f"{words.with_count(len(graphs), 'graph')} · {words.with_count(sum(len(graph.lines) for graph in graphs), 'step')}"
     linked = [("graphs", "Graphs"), ("curves", "Curves"), *((f"graph-{graph.folder}", escape(graph.name)) for graph in done)]
     body = [
         *heading(shown, said, linked),

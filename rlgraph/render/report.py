@@ -150,7 +150,7 @@ def page(run: Run, folder: str | Path | None = None, *, state: str = "", scripts
     """Build the report as one HTML document with its style and scripts. `state` says whether the run goes on."""
     title = escape(words.clean(run.plan.graph))
     drawn = list(sections(run, folder))
-    steps = words.counted(len(run.steps), "step") + (f' · <span id="state">{escape(state)}</span>' if state else "")
+    steps = words.with_count(len(run.steps), "step") + (f' · <span id="state">{escape(state)}</span>' if state else "")
     body = [
         *heading(title, f"{escape(words.cluster(run.plan.cluster))} · {steps}", [(key, name) for key, name, _ in drawn]),
         tiles_of(run),
@@ -173,7 +173,7 @@ def sections(run: Run, folder: str | Path | None = None) -> Iterator[tuple[str, 
         ("bubbles", "Where the time went", _bubbles),
         *profiled,
         ("curves", "Curves", curves),
-        ("predicted", "Predicted against measured", _predicted),
+        ("predicted", "Predicted against measured", _prediction_section),
         ("certificate", "Certificate", _certificate),
         ("settings", "Settings", _settings),
     )
@@ -183,7 +183,7 @@ def sections(run: Run, folder: str | Path | None = None) -> Iterator[tuple[str, 
 
 def tiles_of(run: Run) -> str:
     """Lay out the tiles of a run: its most important numbers."""
-    return tiled(list(_tiles(run)))
+    return lay_out_tiles(list(_tiles(run)))
 
 
 def heading(title: str, said: str, linked: Sequence[tuple[str, str]]) -> Iterator[str]:
@@ -206,7 +206,7 @@ def document(title: str, body: Sequence[str], scripts: Sequence[str] = SCRIPTS) 
     )
 
 
-def tiled(tiles: Sequence[str]) -> str:
+def lay_out_tiles(tiles: Sequence[str]) -> str:
     """Lay out the tiles; for each page width, choose the columns that fill rows equally.
 
     The first tile is as wide as the gap that the last row would leave.
@@ -229,7 +229,9 @@ def _tiles(run: Run) -> Iterator[str]:
     rewards = [step[REWARD] for step in run.earlier if math.isfinite(step.get(REWARD, math.nan))] + run.values(REWARD)
     if rewards:
         part = max(len(rewards) // 10, 1)
-        yield _tile("reward", f"{fmean(rewards[-part:]):.3f}", f"from {fmean(rewards[:part]):.3f}; means of {words.counted(part, 'step')}")
+        yield _tile(
+            "reward", f"{fmean(rewards[-part:]):.3f}", f"from {fmean(rewards[:part]):.3f}; means of {words.with_count(part, 'step')}"
+        )
     held_out = next((name for name in metric_names(run.all_steps) if name.startswith("val/") and "acc/mean@" in name), None)
     if held_out is not None:
         values = [step[held_out] for step in run.all_steps if held_out in step]
@@ -279,7 +281,7 @@ def _timeline(run: Run) -> Iterator[str]:
     predicted = predicted_steps(run.priced or run.plan, last, count)
     source = "the measured seconds of its nodes" if run.priced is not None else f"{run.plan.prediction.cost} costs"
     yield (
-        f"<p>The last {words.counted(count, 'step')}: as the schedule plays with {source}, and as measured. "
+        f"<p>The last {words.with_count(count, 'step')}: as the schedule plays with {source}, and as measured. "
         'Zoom with <button type="button" data-zoom="1.5">+</button> <button type="button" data-zoom="0.667">−</button> '
         "or Ctrl and the wheel; point at a block to read it.</p>"
     )
@@ -326,7 +328,7 @@ def _row(seconds: str, share: str, worker: str, spent: str) -> str:
     return f'<tr><td class="n">{seconds}</td><td class="n">{share}</td><td>{worker}</td><td>{spent}</td></tr>'
 
 
-def _predicted(run: Run) -> Iterator[str]:
+def _prediction_section(run: Run) -> Iterator[str]:
     source = run.plan.prediction.cost
     yield f"<p>Predicted when the run was launched, from {source} costs{' (they only rank)' if source == 'nominal' else ''}.</p>"
     if run.priced is not None:
@@ -374,7 +376,7 @@ def _certificate(run: Run) -> Iterator[str]:
     slots = run.observed.channel_slots or {}
     rows = (
         ("staleness, in versions", *_bound_row(proof.staleness_bound, int(worst))),
-        ("deadlock", "none" if proof.deadlock_free else "possible", f"{words.counted(len(run.steps), 'step')} finished", "held"),
+        ("deadlock", "none" if proof.deadlock_free else "possible", f"{words.with_count(len(run.steps), 'step')} finished", "held"),
         ("open batches", *_bound_row(proof.open_batches, run.observed.open_batches or None)),
         *((f"slots of '{channel.name}' in use", *_bound_row(channel.slots, slots.get(channel.name))) for channel in plan.channels),
         ("bytes buffered in channels", size, "", "by construction"),

@@ -26,7 +26,7 @@ WIDTH = 100
 NAME_MOST = 30  # cells of a table's columns, but the last, which is wrapped
 
 
-def aligned(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def align_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Format rows as a table. A head that begins with `>` aligns its column to the right; the last column is wrapped."""
     right = [name.startswith(">") for name in head]
     cells = [[name.removeprefix(">") for name in head], *([words.clean(cell) for cell in row] for row in rows)]
@@ -46,7 +46,7 @@ def _cell(value: str, width: int, right: bool) -> str:
     return space + value if right else value + space
 
 
-def wrapped(line: str, indent: int = 0) -> Iterator[str]:
+def wrap_line(line: str, indent: int = 0) -> Iterator[str]:
     """Yield a line in pieces of at most the page width; all but the first are indented."""
     lead = line[: len(line) - len(line.lstrip())]
     parts = _pieces(line.strip(), WIDTH - max(indent, len(lead)))
@@ -80,7 +80,7 @@ def text(plan: Plan) -> str:
     cycle = " -> ".join(map(words.clean, predicted.critical))
     round_s = words.seconds(predicted.period_s * predicted.critical_credits, predicted.cost)
     sections = [
-        [*wrapped(f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}{_hosts(plan)}: {words.prediction(plan)}")],
+        [*wrap_line(f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}{_hosts(plan)}: {words.prediction(plan)}")],
         _pools(plan),
         _nodes(plan),
         _sleeps(plan),
@@ -90,12 +90,12 @@ def text(plan: Plan) -> str:
         [line for channel in plan.channels for line in _passed_on(channel, plan)],
         *(_earlier(channel) for channel in plan.channels if channel.kind == "earlier"),
         *(_loop(loop, plan) for loop in plan.loops),
-        [*wrapped(f"critical cycle: {cycle} ({round_s} over {words.counted(predicted.critical_credits, 'credit')})", indent=2)],
+        [*wrap_line(f"critical cycle: {cycle} ({round_s} over {words.with_count(predicted.critical_credits, 'credit')})", indent=2)],
         _waits(plan),
-        [line for what in predicted.left_out for line in wrapped(f"not predicted: {what}", indent=2)],
-        [line for what in predicted.assumed for line in wrapped(f"assumed: {what}", indent=2)],
-        [line for warning in predicted.warnings for line in wrapped(f"warning: {warning}", indent=2)],
-        [line for advice in predicted.advice for line in wrapped(f"advice: {advice}", indent=2)],
+        [line for what in predicted.left_out for line in wrap_line(f"not predicted: {what}", indent=2)],
+        [line for what in predicted.assumed for line in wrap_line(f"assumed: {what}", indent=2)],
+        [line for warning in predicted.warnings for line in wrap_line(f"warning: {warning}", indent=2)],
+        [line for advice in predicted.advice for line in wrap_line(f"advice: {advice}", indent=2)],
         _memory(plan),
         _certificate(plan),
     ]
@@ -105,14 +105,14 @@ def text(plan: Plan) -> str:
 def _hosts(plan: Plan) -> str:
     if not plan.cluster.gpus:
         return ""
-    return f" ({words.counted(plan.hosts, 'host')} of {words.counted(plan.cluster.gpus_per_node, 'GPU')})"
+    return f" ({words.with_count(plan.hosts, 'host')} of {words.with_count(plan.cluster.gpus_per_node, 'GPU')})"
 
 
 def _pools(plan: Plan) -> list[str]:
     rows = [[p.name, words.devices(p), f"{p.busy:.0%}", _members(plan, p.name) or "no nodes of its own"] for p in plan.pools]
     if any(node.pool is None for node in plan.nodes):
         rows.append([words.HOST, "", "", _members(plan, None)])
-    return aligned(["pool", "devices", ">busy", "nodes"], rows)
+    return align_rows(["pool", "devices", ">busy", "nodes"], rows)
 
 
 def _members(plan: Plan, pool: str | None) -> str:
@@ -131,13 +131,13 @@ def _nodes(plan: Plan) -> list[str]:
         ]
         for node in plan.nodes
     ]
-    return aligned(["node", "work", ">time", "is", ">rows", "writes"], rows)
+    return align_rows(["node", "work", ">time", "is", ">rows", "writes"], rows)
 
 
 def _sleeps(plan: Plan) -> list[str]:
     """Write the table of models that time-share their devices, with the seconds they take to wake and to sleep; empty if there are none."""
     rows = [[s.model, words.seconds(s.wake_s, s.cost), words.seconds(s.sleep_s, s.cost), s.cost, words.size(s.bytes)] for s in plan.sleeps]
-    return aligned(["time-shared", ">wakes in", ">sleeps in", "is", "of a device to the host"], rows) if rows else []
+    return align_rows(["time-shared", ">wakes in", ">sleeps in", "is", "of a device to the host"], rows) if rows else []
 
 
 def _workers(plan: Plan) -> list[str]:
@@ -149,11 +149,11 @@ def _workers(plan: Plan) -> list[str]:
         first = group[0]
         name = first.name if len(group) == 1 else f"{first.model}[0..{len(group) - 1}]"
         gpus = [gpu for worker in group for gpu in worker.gpus]
-        place = f"GPU {_ranges(gpus)}" if gpus else words.counted(first.threads, "thread") + (" each" if len(group) > 1 else "")
+        place = f"GPU {_ranges(gpus)}" if gpus else words.with_count(first.threads, "thread") + (" each" if len(group) > 1 else "")
         if plan.cluster.hosts > 1:
             place += f", host {_ranges(sorted({worker.host for worker in group}))}"
         rows.append([name, str(len(group)), place, ", ".join(map(words.clean, first.nodes))])
-    return aligned(["worker", ">processes", "on", "fires in this order"], rows)
+    return align_rows(["worker", ">processes", "on", "fires in this order"], rows)
 
 
 def _models(plan: Plan) -> list[str]:
@@ -163,7 +163,7 @@ def _models(plan: Plan) -> list[str]:
     optional = {"ranks": [m.split for m in plan.models], "engine_args": [m.engine_args for m in plan.models]}
     given = {name: cells for name, cells in optional.items() if any(cells)}
     rows = [[m.name, m.dtype, m.why, *(cells[index] for cells in given.values())] for index, m in enumerate(plan.models)]
-    return aligned(["model", "computes in", "since", *given], rows)
+    return align_rows(["model", "computes in", "since", *given], rows)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -179,7 +179,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _channels(plan: Plan) -> list[str]:
     rows = [[c.name, c.transport, words.by_chunks(c.slots, c.chunks), _batch_size(c), _route(c)] for c in plan.channels]
-    return aligned(["channel", "transport", ">slots", ">batch", "to: columns"], rows) if rows else []
+    return align_rows(["channel", "transport", ">slots", ">batch", "to: columns"], rows) if rows else []
 
 
 def _batch_size(channel: PlannedChannel) -> str:
@@ -197,7 +197,7 @@ def _route(channel: PlannedChannel) -> str:
 def _earlier(channel: PlannedChannel) -> list[str]:
     to = ", ".join(map(words.clean, channel.readers))
     line = f"feedback {words.clean(channel.name)}: {words.clean(channel.writer)} -> {to}: {words.earlier(channel)}"
-    return [*wrapped(line, indent=4)]
+    return [*wrap_line(line, indent=4)]
 
 
 def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
@@ -207,12 +207,12 @@ def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
     cost = "hidden behind other work" if loop.hidden else "which lengthens the step"
     lines = [
         f"feedback {words.clean(loop.name)}: {words.clean(loop.writer)} -> {', '.join(map(words.clean, loop.readers))}",
-        f"  {words.loop_terms(loop)}, {words.counted(loop.slots, 'slot')}",
+        f"  {words.loop_terms(loop)}, {words.with_count(loop.slots, 'slot')}",
         *([] if loop.adapter is None else [f"  {words.adapter(loop.adapter)}"]),
         f"  the firing of step k uses {taken}; expected staleness {loop.staleness:.2f}",
         f"  publishing takes {words.seconds(loop.publish_s, plan.prediction.cost)} a step, {cost}",
     ]
-    return [*(part for line in lines for part in wrapped(line, indent=4)), *_passed_on(loop, plan)]
+    return [*(part for line in lines for part in wrap_line(line, indent=4)), *_passed_on(loop, plan)]
 
 
 def _passed_on(end: PlannedChannel | PlannedLoop, plan: Plan) -> list[str]:
@@ -230,7 +230,7 @@ def _passed_on(end: PlannedChannel | PlannedLoop, plan: Plan) -> list[str]:
     lines = [f"{words.clean(end.name)} is {'passed on' if passing else 'sent'}: {_hops(writer, route, hosts)}{others}; {what} {times}"]
     if several:
         lines.append(f"  {_shape(end, plan)}")
-    return [part for line in lines for part in wrapped(f"  {line}", indent=4)]
+    return [part for line in lines for part in wrap_line(f"  {line}", indent=4)]
 
 
 def _hops(writer: str, route: Route, hosts: Mapping[str, int]) -> str:
@@ -274,7 +274,7 @@ def _waits(plan: Plan) -> list[str]:
     said = [
         f"{words.clean(w.who)} {words.seconds(w.seconds, predicted.cost)} for {words.WAITS[w.reason](words.clean(w.on))}" for w in shown
     ]
-    return [*wrapped(f"waits a step: {'; '.join(said)}", indent=2)]
+    return [*wrap_line(f"waits a step: {'; '.join(said)}", indent=2)]
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -285,7 +285,7 @@ def _memory(plan: Plan) -> list[str]:
         queues = need.limit is not None and need.peak_bytes > need.limit
         least = f"; the engine queues responses without room, so {words.size(need.least_bytes)} are enough" if queues else ""
         what = f"memory of {words.clean(need.place)}: {words.size(need.peak_bytes)}{limit} at its peak ({parts}){least}"
-        lines += wrapped(what, indent=2)
+        lines += wrap_line(what, indent=2)
     return lines
 
 
@@ -294,13 +294,13 @@ def _certificate(plan: Plan) -> list[str]:
     claims = [
         f"staleness at most {proof.staleness_bound}",
         "no deadlock" if proof.deadlock_free else "a deadlock is possible",
-        f"at most {words.counted(proof.open_batches, 'batch')} open",
+        f"at most {words.with_count(proof.open_batches, 'batch')} open",
         f"at most {words.size(proof.buffered_bytes)} buffered" if proof.buffered_bytes is not None else "buffered bytes not known",
-        f"at most {words.counted(plan.window, 'step')} in flight",
+        f"at most {words.with_count(plan.window, 'step')} in flight",
         f"a step of {words.seconds(proof.period_s, plan.prediction.cost)}",
         *(["rollout and trainer agree to the bit (one kernel on both sides, some tokens checked in each step)"] if proof.exact else []),
     ]
-    return [*wrapped(f"certificate: {'; '.join(claims)}", indent=2)]
+    return [*wrap_line(f"certificate: {'; '.join(claims)}", indent=2)]
 
 
 # A plan as Mermaid text: a subgraph for each pool, an arrow for each channel and reader, dotted arrows for feedback edges.
@@ -321,25 +321,25 @@ def mermaid(plan: Plan) -> str:
     for index, pool in enumerate((*plan.pools, None)):
         members = [node for node in plan.nodes if node.pool == (pool.name if pool else None)]
         if members:
-            lines.append(f"  subgraph p{index}[{_quoted(_pool_label(pool))}]")
-            lines += [f"    {ids[node.name]}[{_quoted(_node_label(node))}]" for node in members]
+            lines.append(f"  subgraph p{index}[{_quote_text(_pool_label(pool))}]")
+            lines += [f"    {ids[node.name]}[{_quote_text(_node_label(node))}]" for node in members]
             lines.append("  end")
     marked = []
     links = 0
     for channel in drawn_channels(plan):
         for reader in channel.readers:
-            columns = words.elided(words.read_of(channel.columns, plan.node(reader).reads))
-            lines.append(f"  {ids[channel.writer]} -->|{_quoted(columns)}| {ids[reader]}")
+            columns = words.elide(words.read_of(channel.columns, plan.node(reader).reads))
+            lines.append(f"  {ids[channel.writer]} -->|{_quote_text(columns)}| {ids[reader]}")
             marked += [links] if (channel.writer, reader) in red.edges else []
             links += 1
     for channel in (channel for channel in plan.channels if channel.kind == "earlier"):
         for reader in channel.readers:
             label = f"{words.clean(channel.name)}: {words.earlier(channel)}"
-            lines.append(f"  {ids[channel.writer]} -.->|{_quoted(label)}| {ids[reader]}")
+            lines.append(f"  {ids[channel.writer]} -.->|{_quote_text(label)}| {ids[reader]}")
             links += 1
     for loop in plan.loops:
         for reader in loop.readers:
-            lines.append(f"  {ids[loop.writer]} -.->|{_quoted(f'{words.clean(loop.name)}: {words.loop_terms(loop)}')}| {ids[reader]}")
+            lines.append(f"  {ids[loop.writer]} -.->|{_quote_text(f'{words.clean(loop.name)}: {words.loop_terms(loop)}')}| {ids[reader]}")
             marked.append(links)
             links += 1
     if marked:
@@ -357,10 +357,10 @@ def _pool_label(pool: PlannedPool | None) -> str:
 
 
 def _node_label(node: PlannedNode) -> str:
-    return f"{words.clean(node.name)} {words.firing(node)}"
+    return f"{words.clean(node.name)} {words.node_time(node)}"
 
 
-def _quoted(text: str) -> str:
+def _quote_text(text: str) -> str:
     """Quote a Mermaid string; quotes and possible markup become character codes."""
     plain = "".join(char if char.isalnum() or char in " _-.,:+~()=" else f"#{ord(char)};" for char in text)
     return f'"{plain}"' if plain.strip() else '" "'

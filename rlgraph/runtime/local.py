@@ -22,12 +22,12 @@ from rlgraph.nodes.base import Context
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.schedule import Span
 from rlgraph.runtime.checkpoint.store import Checkpoints
-from rlgraph.runtime.exports.models import check_apart, chosen, trained_models
+from rlgraph.runtime.exports.models import check_apart, choose_model, trained_models
 from rlgraph.runtime.exports.write import Source, boxes, check_source, model_card, write_export
 from rlgraph.runtime.measure import NO_STEP, Step, bits, oldest, timings
 from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
 from rlgraph.runtime.worker.progress import Progress
-from rlgraph.runtime.worker.spec import Post, WorkerSpec, worker_specs
+from rlgraph.runtime.worker.spec import EdgeEndpoints, WorkerSpec, worker_specs
 from rlgraph.runtime.worker.weight_loops import Loop
 from rlgraph.settings import Natural, checked
 
@@ -109,10 +109,10 @@ class LocalJob:
         )
         return Progress(worker, self.checkpoints.hear if self.checkpoints is not None else lambda news: None)
 
-    def _writer(self, post: Post) -> Writer:
+    def _writer(self, post: EdgeEndpoints) -> Writer:
         return open_writer(first_choice("process"), post.here(self._here))
 
-    def _reader(self, post: Post) -> Reader:
+    def _reader(self, post: EdgeEndpoints) -> Reader:
         return open_reader(first_choice("process"), post.here(self._here))
 
     @checked(PlanError)
@@ -133,7 +133,7 @@ class LocalJob:
     ) -> Exported:
         """Write the trained model as a Hugging Face folder; see `Job.export`."""
         where = f"export('{folder}')"
-        model = chosen(trained_models(self._graph, self.plan), policy, where)
+        model = choose_model(trained_models(self._graph, self.plan), policy, where)
         check_target(folder)
         check_source(model, where)
         check_apart(model, adapter, where)

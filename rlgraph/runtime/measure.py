@@ -31,7 +31,7 @@ TIMINGS = {
 }
 
 
-def averaged(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def average_metrics(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Join the metrics of all workers; a metric that several ranks report is averaged."""
     values: dict[str, list[float]] = {}
     for metrics in found:

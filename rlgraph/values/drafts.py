@@ -12,7 +12,7 @@ from os import PathLike
 import torch
 
 from rlgraph import settings
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.settings import Count
 
 NO_MODEL = (
@@ -51,7 +51,9 @@ class PromptLookup:
 def check_no_model(drafts: object) -> None:
     """Raise GraphError, which says why, for the folder of a model where a `PromptLookup` belongs."""
     if isinstance(drafts, str | PathLike):
-        raise GraphError(f"Generator(drafts={shown(str(drafts))}): {NO_MODEL}; write drafts=rg.options.PromptLookup(…), or leave it out")
+        raise GraphError(
+            f"Generator(drafts={show_value(str(drafts))}): {NO_MODEL}; write drafts=rg.options.PromptLookup(…), or leave it out"
+        )
 
 
 def guesses(tokens: torch.Tensor, lengths: torch.Tensor, count: int, *, longest: int, shortest: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlgraph import settings
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.settings import Count, Name, Natural, Positive
 
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
@@ -67,7 +67,7 @@ class LoRA:
     def __post_init__(self) -> None:
         settings.check(self)
         if self.targets == ():
-            raise GraphError(f"LoRA(targets=()): without a target nothing is trained; leave it out for {shown(ALL_LINEAR)}")
+            raise GraphError(f"LoRA(targets=()): without a target nothing is trained; leave it out for {show_value(ALL_LINEAR)}")
 
     @property
     def scale(self) -> float:
@@ -107,6 +107,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     for name, plain in WITHOUT_EFFECT:
         if config.get(name) not in plain and name in config:
             raise DataError(
-                f"{where}: {CONFIG} has {name}={shown(config[name])}; rlgraph computes plain LoRA: train with {name}={shown(plain[0])}"
+                f"{where}: {CONFIG} has {name}={show_value(config[name])}; rlgraph computes plain LoRA: train with "
+                f"{name}={show_value(plain[0])}"
             )
     return config

@@ -11,7 +11,7 @@ import torch
 
 import rlgraph.algorithms as alg
 from rlgraph.errors import DataError
-from rlgraph.nodes.training.update import Part, mixed
+from rlgraph.nodes.training.update import Part, join_with_losses
 
 FIXTURE = json.loads((Path(__file__).parents[1] / "oracle" / "trl.json").read_text())
 CASES = [pytest.param(case, id="-".join([case["name"], *map(str, case["options"].values())])) for case in FIXTURE["cases"]]
@@ -94,7 +94,7 @@ def shared(case: Case, logits: torch.Tensor, given: dict[str, torch.Tensor]) -> 
         }
         for rows in (slice(0, 2), slice(2, 4))
     ]
-    batch, mixture = mixed([(columns, loss) for columns in batches], [Part("", "examples", loss, (1 - share) / share, "")])
+    batch, mixture = join_with_losses([(columns, loss) for columns in batches], [Part("", "examples", loss, (1 - share) / share, "")])
     totals = alg.Totals.of(torch.as_tensor(batch["response_mask"]))
     return share * mixture(torch.zeros(logits.shape[:2]).double(), batch, totals)[0]
 

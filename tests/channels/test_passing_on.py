@@ -17,7 +17,7 @@ from rlgraph.channels.host.protocol import More, Portion
 from rlgraph.channels.remote import inward, transfer
 from rlgraph.channels.remote.transfer import Finish, Gloo
 from rlgraph.errors import ChannelBroken, ChannelClosed
-from rlgraph.plan.routes import SHAPES, crossings, routed
+from rlgraph.plan.routes import SHAPES, crossings, route_messages
 
 LONG = 20.0
 PART = 1 << 16
@@ -65,7 +65,7 @@ def test_large_messages_arrive_whole_on_many_hosts_in_each_shape(shape, transpor
     monkeypatch.setattr(transfer, "PART_BYTES", PART)
     monkeypatch.setattr(inward, "_receives", threading.Semaphore(100))  # the ends stand for processes, of which each receives by itself
     where = {"w": 0, **{f"r{number}": 1 + number // 2 for number in range(11)}}  # two on each of five hosts, one on a sixth
-    route = routed(shape, "w", [one for one in where if one != "w"], where, turn=1, turns=2)
+    route = route_messages(shape, "w", [one for one in where if one != "w"], where, turn=1, turns=2)
     assert crossings(route, where) == (1, {"chain": 1, "tree": 2, "star": 6}[shape])
     writer, readers = make_routed_channel(transport_of(transport), str(tmp_path / "e"), 2, "w", route, where)
     try:

@@ -97,7 +97,7 @@ def test_an_error_names_the_mode_and_the_file(
         monkeypatch.delenv(name, raising=False)
     for name, value in {"HOME": str(tmp_path), **variables}.items():
         monkeypatch.setenv(name, value)
-    assert said.replace("HOME", str(tmp_path)) in ray_cluster.described()
+    assert said.replace("HOME", str(tmp_path)) in ray_cluster.describe_mode()
 
 
 def test_a_ray_that_takes_no_jobs_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:

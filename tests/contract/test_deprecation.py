@@ -7,7 +7,7 @@ import pytest
 
 import rlgraph as rg
 from rlgraph.nodes.base import Context
-from rlgraph.notices import renamed
+from rlgraph.notices import accept_old_names
 
 
 def right(prompt_texts: Sequence[str]) -> list[float]:
@@ -62,7 +62,7 @@ def test_both_spellings_in_one_call_are_refused() -> None:
 
 
 def test_a_function_keeps_its_name_and_its_signature() -> None:
-    @renamed(old="new")
+    @accept_old_names(old="new")
     def work(new: int) -> int:
         """Work."""
         return new

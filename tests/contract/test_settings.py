@@ -14,7 +14,7 @@ import torch
 
 import rlgraph as rg
 from rlgraph import algorithms, settings
-from rlgraph.errors import ConfigError, GraphError, PlanError, RlgraphError, shown
+from rlgraph.errors import ConfigError, GraphError, PlanError, RlgraphError, show_value
 from rlgraph.graph.nodes import Due, Output
 from rlgraph.nodes.base import checked_metrics
 from rlgraph.nodes.environments.tools import Python, Tool
@@ -254,9 +254,9 @@ HUGE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", HUGE)
 def test_a_value_in_a_message_is_short_on_one_line(name: str) -> None:
     value, words = HUGE[name]
-    assert words in shown(value)
-    assert len(shown(value)) < 160
-    assert "\n" not in shown(value)
+    assert words in show_value(value)
+    assert len(show_value(value)) < 160
+    assert "\n" not in show_value(value)
 
 
 def test_a_value_that_cannot_be_printed_is_named_by_its_class() -> None:
@@ -264,9 +264,9 @@ def test_a_value_that_cannot_be_printed_is_named_by_its_class() -> None:
         def __repr__(self) -> str:
             raise ValueError("no")
 
-    assert shown(Shy()) == "a Shy that cannot be printed (ValueError)"
-    assert shown(object()) == "an object"
-    assert shown(Output) == "the class Output"
+    assert show_value(Shy()) == "a Shy that cannot be printed (ValueError)"
+    assert show_value(object()) == "an object"
+    assert show_value(Output) == "the class Output"
 
 
 @pytest.mark.parametrize(

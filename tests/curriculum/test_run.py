@@ -119,11 +119,11 @@ def test_a_curriculum_that_stopped_in_its_second_graph_goes_on_there(model: str,
     def killed(self: running.StageFolder, stage: Any, plan: rg.Plan) -> None:
         if began[-1] == ("second", 0):
             raise KeyboardInterrupt
-        say_done(self, stage, plan)
+        mark_done(self, stage, plan)
 
-    say_done = running.StageFolder.say_done
+    mark_done = running.StageFolder.mark_done
     monkeypatch.setattr(running, "record", record)
-    monkeypatch.setattr(running.StageFolder, "say_done", killed)
+    monkeypatch.setattr(running.StageFolder, "mark_done", killed)
     with pytest.raises(KeyboardInterrupt):
         rg.run(stages(model), tmp_path / "cut", steps=STEPS, cluster=HOST, quiet=True)
     assert "under way" in (tmp_path / "cut" / "run.html").read_text()
@@ -140,7 +140,7 @@ def test_a_curriculum_that_stopped_in_its_second_graph_goes_on_there(model: str,
 
 @pytest.mark.usefixtures("here")
 def test_checkpoints_of_other_weights_are_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running.StageFolder, "say_done", lambda self, stage, plan: None)
+    monkeypatch.setattr(running.StageFolder, "mark_done", lambda self, stage, plan: None)
     rg.run(stages(model)[:1], tmp_path, steps=[1], cluster=HOST, quiet=True)
     (tmp_path / "first" / "began.json").write_text('{"zeroth": "other weights"}')
     with pytest.raises(CheckpointError, match="are of a run from other weights: 'zeroth' is missing now"):

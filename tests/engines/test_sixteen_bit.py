@@ -19,7 +19,7 @@ from rlgraph.engines.fsdp.optimizers import NAMES, Positions, SixteenBitAdamW, r
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.errors import CheckpointError, GraphError
 from rlgraph.graph.operation import ModelTraits
-from rlgraph.plan.estimates import MOMENTS, OPTIMIZER, Workload, fully_sharded
+from rlgraph.plan.estimates import MOMENTS, OPTIMIZER, Workload, fully_sharded_memory
 from rlgraph.plan.model_shapes import ModelShape
 
 SETTINGS = settings_of("16bit")
@@ -153,7 +153,9 @@ def test_plans_count_four_bytes_and_muon_refuses() -> None:
     shape = ModelShape(layers=2, hidden=64, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=1000)
     sizes = {"itemsize": 2, "workers": 2, "width": 1, "rows": 8, "longest": 64, "usual": 64}
     traits = {bits: ModelTraits(optimizer=rg.AdamW(moments=bits)) for bits in MOMENTS}
-    needs = {bits: fully_sharded(Workload(shape=shape, **sizes, trained=True, traits=traits[bits])).stays["optimizer"] for bits in MOMENTS}
+    needs = {
+        bits: fully_sharded_memory(Workload(shape=shape, **sizes, trained=True, traits=traits[bits])).stays["optimizer"] for bits in MOMENTS
+    }
     assert needs["32bit"] == OPTIMIZER * shape.parameters // 2
     assert needs["16bit"] == needs["32bit"] // 2
     with pytest.raises(GraphError, match=r"Muon\(moments='16bit'\): only AdamW's moments have fewer than 32 bits"):

@@ -252,7 +252,7 @@ def test_an_environment_scores_a_conversation_that_a_limit_cuts_off(folder: Path
 
 def test_a_launch_says_that_an_environment_does_not_score_what_is_cut_off(caplog: pytest.LogCaptureFixture) -> None:
     for environment in (Guess, Judged):
-        rg.Agent(environment).say_unscored("rollout")
+        rg.Agent(environment).warn_without_outcome("rollout")
     assert [text.partition(" has ")[0] for text in caplog.messages] == ["node 'rollout': Guess"]
 
 

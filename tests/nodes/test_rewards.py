@@ -262,7 +262,7 @@ def test_math_verify_reads_numbers_and_neither_deaths_nor_silence_of_its_process
     assert equal("It is $3$.", "3") == 1.0
     with pytest.raises(DataError, match=r"the field answer is \['3'\]; it is text, or a finite number"):
         equal("It is $3$.", ["3"])  # type: ignore[arg-type]
-    monkeypatch.setattr(scorers, "_started", lambda: scorers.subprocess.Popen(["true"], stdin=-1, stdout=-1, text=True))
+    monkeypatch.setattr(scorers, "_start_child", lambda: scorers.subprocess.Popen(["true"], stdin=-1, stdout=-1, text=True))
     children.close()
     with pytest.raises(DataError, match=r"the right answer '3' cannot be compared with itself within 30 s"):
         equal("It is $3$.", "3")

@@ -11,7 +11,7 @@ import rlgraph as rg
 from rlgraph.errors import GraphError
 from rlgraph.nodes.environments.calls import Call, EnvironmentCalls
 from rlgraph.nodes.environments.messages import calls_of, hermes
-from rlgraph.nodes.environments.tools import ToolCalls, calculated
+from rlgraph.nodes.environments.tools import ToolCalls, calculate
 from rlgraph.nodes.sandbox import ToolError
 
 POOL = rg.Pool("sandbox", cpus=2)
@@ -108,10 +108,10 @@ def test_a_long_answer_is_cut() -> None:
 
 
 def test_the_calculator_takes_arithmetic_and_nothing_else() -> None:
-    assert calculated("-(3 + 4) * 2 // 3") == -5
+    assert calculate("-(3 + 4) * 2 // 3") == -5
     for wrong in ("9 ** 9 ** 9", "a + 1", "(1).real", "1 if 2 else 3", "'x' * 9", "1 / 0", "", "(" * 500):
         with pytest.raises(ToolError):
-            calculated(wrong)
+            calculate(wrong)
 
 
 def test_what_cannot_be_declared_is_refused() -> None:

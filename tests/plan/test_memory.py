@@ -11,7 +11,7 @@ from support.qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 import rlgraph as rg
 from rlgraph.errors import PlanError
 from rlgraph.plan.estimates import PIECE_BYTES
-from rlgraph.plan.memory import loading
+from rlgraph.plan.memory import loading_peaks
 from rlgraph.plan.model_shapes import AdapterSize, ModelShape
 from rlgraph.runtime.worker.spec import worker_specs
 from rlgraph.settings import RECOMPUTE, Recompute
@@ -266,7 +266,7 @@ def test_a_trainers_rank_loads_its_share_alone(tmp_path: Path) -> None:
     assert parts(plan, "host while models load") == {"pieces of files of policy": 6 * PIECE_BYTES}
     places = {need.place for need in plan.memory}
     assert "a GPU of 'train' while models load" not in places  # what it holds later is more
-    both = loading(graph, rg.Cluster(gpus=8), plan.workers, {model: ModelShape.from_config(QWEN3_8B)})  # type: ignore[dict-item]
+    both = loading_peaks(graph, rg.Cluster(gpus=8), plan.workers, {model: ModelShape.from_config(QWEN3_8B)})  # type: ignore[dict-item]
     found = next(dict(need.parts) for need in both if need.pool == "train")
     assert found == {"weights of policy": -(-4 * count // 6), "pieces of files of policy": PIECE_BYTES}
 
@@ -290,7 +290,7 @@ def test_models_that_share_a_gpu_load_beside_one_another(tmp_path: Path) -> None
     model, count = folder(tmp_path / "m", QWEN3_8B), ModelShape.from_config(QWEN3_8B).parameters  # type: ignore[union-attr]
     graph, cluster = loop(model, shared=True, micro_batch_tokens=2048), rg.Cluster(gpus=16)
     shapes = {model: ModelShape.from_config(QWEN3_8B)}
-    each = loading(graph, cluster, rg.compile(graph, cluster).workers, shapes)  # type: ignore[arg-type]
+    each = loading_peaks(graph, cluster, rg.compile(graph, cluster).workers, shapes)  # type: ignore[arg-type]
     assert next(dict(need.parts) for need in each if need.pool == "shared") == {
         "whole weights of generator": 2 * count,
         "weights of policy": 4 * count // 16,

@@ -17,7 +17,7 @@ from rlgraph.plan.calibrate import Trace
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.cost_functions import Decode, NodeCost
 from rlgraph.plan.lengths import Lengths
-from rlgraph.plan.placement import nodes_needed
+from rlgraph.plan.placement import host_count
 
 ITEMS = [{"prompt": "1 + 1 =", "answer": "2"}]
 
@@ -108,7 +108,7 @@ def test_the_compiler_chooses_the_split_of_least_period() -> None:
     ("pools", "expected"), [({"a": 6, "b": 2}, 1), ({"a": 8, "b": 8}, 2), ({"a": 16, "b": 8}, 3), ({"a": 4, "b": 4}, 1)]
 )
 def test_pools_that_fit_on_one_host_together_share_hosts(pools: dict[str, int], expected: int) -> None:
-    assert nodes_needed(pools, rg.Cluster(gpus=32, gpus_per_node=8)) == expected
+    assert host_count(pools, rg.Cluster(gpus=32, gpus_per_node=8)) == expected
 
 
 def test_a_plan_says_how_many_hosts_its_pools_take() -> None:

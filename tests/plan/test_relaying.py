@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlgraph.channels.host.channel import PART_BYTES
-from rlgraph.plan.routes import BRANCHES, SHAPES, AssumedLink, Shape, crossing_s, feeders, routed, soonest, ways
+from rlgraph.plan.routes import BRANCHES, SHAPES, AssumedLink, Shape, crossing_s, feeders, route_messages, soonest, ways
 
 ONE, GB, MB = {0: 1}, 10**9, 10**6
 EVEN = AssumedLink(bandwidth=1.0, latency_s=0.0)
@@ -98,7 +98,7 @@ def test_the_seconds_are_those_of_the_routes(shape: Shape, writers: int, far: in
     where = {"w": 0} | {name: int(name[1:].split(".")[0]) for name in names}
     entered, left, path = Counter[int](), Counter[int](), 0
     for turn in range(writers):
-        route = routed(shape, "w", names, where, turn, writers)
+        route = route_messages(shape, "w", names, where, turn, writers)
         far_hops = [(feeder, reader) for reader, feeder in route.items() if where[feeder] != where[reader]]
         entered.update(where[reader] for _, reader in far_hops)
         left.update(where[feeder] for feeder, _ in far_hops)

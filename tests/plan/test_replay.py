@@ -10,7 +10,7 @@ import rlgraph as rg
 from rlgraph.errors import PlanError
 from rlgraph.plan.calibrate import Trace
 from rlgraph.plan.play import simulate
-from rlgraph.plan.replay import Replayed, replayed
+from rlgraph.plan.replay import Replayed, replay_trace
 from rlgraph.plan.schedule import Event, Sampled
 
 STEPS = 60
@@ -42,20 +42,22 @@ def trace() -> Trace:
 
 
 def test_played_as_recorded_it_takes_as_long_as_it_did(trace: Trace) -> None:
-    found = replayed(trace, None, None)
+    found = replay_trace(trace, None, None)
     assert found.again_s == pytest.approx(found.recorded_s, rel=0.03)
     assert found.ratio == 1
 
 
 @pytest.mark.parametrize("depth", [0, 2, 3])
 def test_another_depth_gives_what_a_run_of_that_depth_records(trace: Trace, depth: int) -> None:
-    assert replayed(trace, None, depth).step_s == pytest.approx(replayed(recorded(Loop(depth=depth)), None, None).recorded_s, rel=0.04)
+    assert replay_trace(trace, None, depth).step_s == pytest.approx(
+        replay_trace(recorded(Loop(depth=depth)), None, None).recorded_s, rel=0.04
+    )
 
 
 def test_another_split_scales_each_firing_by_the_cost_functions_of_the_run() -> None:
-    found = replayed(recorded(Loop(depth=1, trainers=3)), {"rollout": 1, "train": 1}, None)
+    found = replay_trace(recorded(Loop(depth=1, trainers=3)), {"rollout": 1, "train": 1}, None)
     assert found.changed == "rollout 2, train 2"
-    slower = replayed(recorded(Loop(depth=1, trainers=3)), {"rollout": 3, "train": 1}, None)
+    slower = replay_trace(recorded(Loop(depth=1, trainers=3)), {"rollout": 3, "train": 1}, None)
     assert slower.step_s == pytest.approx(np.mean([seconds(Loop(), "update", step) for step in range(1, STEPS)]), rel=0.05)
 
 
@@ -63,7 +65,7 @@ def test_a_trace_comes_back_from_its_folder(trace: Trace, tmp_path: Path) -> Non
     trace.to_file(tmp_path / "trace.json")
     again = rg.planning.replay(tmp_path, depth=2)
     assert isinstance(again, Replayed)
-    assert again == replayed(trace, None, 2)
+    assert again == replay_trace(trace, None, 2)
     assert str(again).startswith("depth 2: ")
 
 
@@ -84,7 +86,7 @@ def test_a_change_that_the_plan_does_not_allow_is_refused(name: str, trace: Trac
 
 def test_a_colocated_run_cannot_be_replayed_at_a_depth() -> None:
     with pytest.raises(PlanError, match=r"shares pool 'shared' .*the order of nodes there changes with the depth"):
-        replayed(recorded(Loop(depth=0, shared=True)), None, 1)
+        replay_trace(recorded(Loop(depth=0, shared=True)), None, 1)
 
 
 def test_a_missing_trace_and_a_short_one_are_refused(trace: Trace, tmp_path: Path) -> None:
@@ -95,4 +97,4 @@ def test_a_missing_trace_and_a_short_one_are_refused(trace: Trace, tmp_path: Pat
         rg.planning.replay(tmp_path)
     short = Trace(trace.plan, tuple(s for s in trace.spans if s.step < 2), trace.sampled)
     with pytest.raises(PlanError, match="has 2 steps; at least 4 are needed"):
-        replayed(short, None, 1)
+        replay_trace(short, None, 1)

@@ -12,7 +12,7 @@ from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
-from rlgraph.plan.routes import SHAPES, Shape, crossings, hosts_of, kinds_of_routes, routed, routes, shape_of
+from rlgraph.plan.routes import SHAPES, Shape, crossings, hosts_of, kinds_of_routes, route_messages, routes, shape_of
 from rlgraph.render.text import text
 
 
@@ -20,7 +20,7 @@ from rlgraph.render.text import text
 def test_every_reader_is_reached_and_one_copy_enters_each_host(shape: Shape, where: list[int], turns: int, data: st.DataObject) -> None:
     readers = [f"r{number}" for number in range(len(where))]
     hosts = {"w": 0, **dict(zip(readers, where, strict=True))}
-    route = routed(shape, "w", readers, hosts, data.draw(st.integers(0, turns - 1)), turns)
+    route = route_messages(shape, "w", readers, hosts, data.draw(st.integers(0, turns - 1)), turns)
     assert set(route) == set(readers)
     for reader in readers:
         feeder, seen = route[reader], {reader}
@@ -38,7 +38,7 @@ def test_every_reader_is_reached_and_one_copy_enters_each_host(shape: Shape, whe
 def test_ranks_take_turns() -> None:
     readers = [f"r{number}" for number in range(8)]
     hosts = {"w": 0, **{reader: 1 + number // 4 for number, reader in enumerate(readers)}}
-    found = [routed("chain", "w", readers, hosts, turn, 4) for turn in range(4)]
+    found = [route_messages("chain", "w", readers, hosts, turn, 4) for turn in range(4)]
     passing = Counter(reader for route in found for reader in set(route.values()) - {"w"})
     assert passing == dict.fromkeys(readers, 1), "each of eight readers passes on the bytes of one rank of four"
     first = Counter(hosts[next(r for r, feeder in route.items() if feeder == "w")] for route in found)
@@ -73,7 +73,7 @@ def test_a_plan_of_one_host_passes_nothing_on() -> None:
 def test_ranks_take_turns_at_feeding_two() -> None:
     readers = [f"r{number}" for number in range(8)]
     hosts = {"w": 0, **{reader: 1 + number for number, reader in enumerate(readers)}}
-    fed = Counter(feeder for turn in range(4) for feeder in routed("tree", "w", readers, hosts, turn, 4).values())
+    fed = Counter(feeder for turn in range(4) for feeder in route_messages("tree", "w", readers, hosts, turn, 4).values())
     assert fed.pop("w") == 4 * 2
     assert fed == dict.fromkeys(readers, 3), "each of eight hosts sends as many of the 24 other copies"
 
@@ -113,7 +113,7 @@ def test_the_bytes_of_a_version_and_how_it_is_passed_on_choose_the_shape() -> No
 
 @pytest.mark.parametrize("turn", [0, 1])
 def test_readers_that_are_the_writers_neighbours_get_its_messages_from_it(turn: int) -> None:
-    assert routed("chain", "w", ["a", "w"], {"w": 3, "a": 3}, turn, 2) == {"a": "w", "w": "w"}
+    assert route_messages("chain", "w", ["a", "w"], {"w": 3, "a": 3}, turn, 2) == {"a": "w", "w": "w"}
 
 
 @pytest.mark.parametrize("hosts", [1, 4])

@@ -11,7 +11,7 @@ from support.qwen3_shapes import QWEN3_8B
 
 import rlgraph as rg
 from rlgraph.plan.estimates import PIECE_BYTES
-from rlgraph.plan.memory import loading, shared_bases
+from rlgraph.plan.memory import loading_peaks, shared_bases
 from rlgraph.plan.model_shapes import AdapterSize, ModelShape
 from rlgraph.runtime.worker.spec import worker_specs
 
@@ -99,7 +99,7 @@ def test_the_memory_of_a_host_counts_a_shared_base_once_and_prints_it(model: str
 def test_a_shared_base_is_loaded_once(model: str) -> None:
     assert SHAPE is not None
     graph, cores = duel(model, cpus=1), rg.Cluster(cpus=4)
-    (need,) = loading(graph, cores, rg.compile(graph, cores).workers, {model: SHAPE})
+    (need,) = loading_peaks(graph, cores, rg.compile(graph, cores).workers, {model: SHAPE})
     own = 4 * AdapterSize.of(SHAPE, 4, "all-linear").parameters
     found = {what: size for what, size in need.parts if "generator" not in what}
     assert found == {

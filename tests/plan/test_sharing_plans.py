@@ -14,7 +14,7 @@ import rlgraph as rg
 from rlgraph.errors import PlanError
 from rlgraph.graph.operation import ModelTraits
 from rlgraph.plan.cost_functions import NodeCost, Passes, Setting
-from rlgraph.plan.estimates import Device, exchange_s, fully_sharded, model_parallel
+from rlgraph.plan.estimates import Device, exchange_s, fully_sharded_memory, model_parallel
 from rlgraph.plan.memory_laws import Workload
 from rlgraph.plan.model_shapes import ModelShape
 
@@ -198,7 +198,7 @@ def test_ranks_that_share_a_pass_take_its_activations_and_logits_apart() -> None
     work = Workload(shape=shape, itemsize=2, workers=4, width=1.0, rows=64, longest=4096, usual=4096)
     given = {"micro_batch_tokens": 8192, "fused_head": False}
     traits = [ModelTraits(**given, **ranks) for ranks in ({}, {"tensor_parallel": 2}, {"context_parallel": 2})]
-    alone, tensor, context = (fully_sharded(replace(work, trained=True, traits=each)).runs for each in traits)
+    alone, tensor, context = (fully_sharded_memory(replace(work, trained=True, traits=each)).runs for each in traits)
     gathered = shape.layers * 2 * shape.hidden * 2 * 8192  # tokens behind both norms, of which each rank keeps all
     assert tensor["activations"] == (alone["activations"] + gathered) // 2
     assert tensor["gathered layers"] == alone["gathered layers"] // 2
@@ -210,7 +210,7 @@ def test_ranks_that_share_experts_never_gather_those_of_others() -> None:
     shape = ModelShape.from_config(QWEN3_30B_A3B)
     assert shape is not None
     work = Workload(shape=shape, itemsize=2, workers=8, width=1.0, rows=64, longest=4096, usual=4096, trained=True)
-    all_experts, own = fully_sharded(work), fully_sharded(replace(work, traits=ModelTraits(expert_parallel=4)))
+    all_experts, own = fully_sharded_memory(work), fully_sharded_memory(replace(work, traits=ModelTraits(expert_parallel=4)))
     of_a_layer = 128 * 3 * 768 * 2048
     gathered = [need.instants["backward of a layer"]["gathered layers"] for need in (all_experts, own)]
     assert gathered[0] - gathered[1] == 2 * 2 * of_a_layer * 3 // 4

@@ -9,7 +9,7 @@ import sys
 from rlgraph.errors import GraphError
 from rlgraph.nodes.sandbox import Limits, check, run
 from rlgraph.nodes.walls import calls
-from rlgraph.nodes.walls.kernel import LANDLOCK_CREATE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, checked, libc
+from rlgraph.nodes.walls.kernel import LANDLOCK_CREATE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, check_result, libc
 
 NEW_USER_AND_MOUNTS = 0x10020000
 WRITTEN = "open('f', 'w').write('written'); open('f').read()"
@@ -18,7 +18,7 @@ WRITTEN = "open('f', 'w').write('written'); open('f').read()"
 def without_namespaces() -> None:
     """Enter a user namespace in which no other may be made, as an administrator may rule for all users."""
     user = os.getuid()
-    checked(libc.unshare(NEW_USER_AND_MOUNTS), "unshare")
+    check_result(libc.unshare(NEW_USER_AND_MOUNTS), "unshare")
     for path, text in (("/proc/self/setgroups", "deny"), ("/proc/self/uid_map", f"0 {user} 1")):
         with open(path, "w") as file:
             file.write(text)
@@ -34,8 +34,8 @@ def refusing(number: int, *first: int) -> None:
     steps = [(calls.LOAD, 0, 0, 0), (calls.EQUAL, 0, skip, number), *matches]
     steps += [(calls.GIVE, 0, 0, calls.REFUSE | calls.ENOSYS), (calls.GIVE, 0, 0, calls.ALLOW)]
     packed = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
-    checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
-    checked(libc.prctl(PR_SET_SECCOMP, 2, struct.pack("@HP", len(steps), ctypes.addressof(packed)), 0, 0), "seccomp")
+    check_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    check_result(libc.prctl(PR_SET_SECCOMP, 2, struct.pack("@HP", len(steps), ctypes.addressof(packed)), 0, 0), "seccomp")
 
 
 def main(layer: str) -> None:

@@ -25,7 +25,7 @@ from rlgraph.plan.checkpoint_cut import lookaheads
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
-from rlgraph.runtime.checkpoint.worker_snapshot import not_seen
+from rlgraph.runtime.checkpoint.worker_snapshot import describe_missing_folder
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 from rlgraph.runtime.messages import CheckpointShard, Saved
@@ -322,7 +322,7 @@ def test_a_worker_knows_the_drivers_checkpoint_folder_from_another_of_that_path(
     for _ in range(2):  # each session has its own note
         start = checkpoints.start()
         saving = Saving(start.folder, start.id, 3, 0, trained=False, open=())
-        assert not_seen(saving, 0) == ""
-        assert not_seen(replace(saving, id="another"), 0) == start.id
+        assert describe_missing_folder(saving, 0) == ""
+        assert describe_missing_folder(replace(saving, id="another"), 0) == start.id
     checkpoints.close()
-    assert not_seen(replace(saving, folder=str(tmp_path / "own")), 0).startswith("FileNotFoundError")
+    assert describe_missing_folder(replace(saving, folder=str(tmp_path / "own")), 0).startswith("FileNotFoundError")

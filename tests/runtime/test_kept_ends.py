@@ -19,7 +19,7 @@ from support.paths import PROGRAMS
 import rlgraph as rg
 from rlgraph import notices
 from rlgraph.engines.hf_models.pretrained import tiny_model
-from rlgraph.runtime.driver.warm import ForkedProcesses, Wanted
+from rlgraph.runtime.driver.warm import ForkedProcesses, ProcessRequirements
 from rlgraph.runtime.worker import warm_worker
 from rlgraph.runtime.worker.engine_slot import ProcessState
 
@@ -41,7 +41,7 @@ def test_leaving_the_block_ends_what_is_kept(model: Path) -> None:
 def test_a_process_that_opens_gpus_as_it_imports_is_a_worker_itself(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = ForkedProcesses._wanted
 
-    def alone(self: ForkedProcesses, spec: object) -> Wanted:
+    def alone(self: ForkedProcesses, spec: object) -> ProcessRequirements:
         found = wanted(self, spec)  # type: ignore[arg-type]
         return replace(found, opens_gpus=found.engine is not None)
 

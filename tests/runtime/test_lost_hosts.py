@@ -13,7 +13,7 @@ from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver import hosts as agents
 from rlgraph.runtime.driver.hosts import Clock, Hosts, LocalHostAgent, RemoteHostAgent
-from rlgraph.runtime.driver.watchdog import host_lost, link_lost
+from rlgraph.runtime.driver.watchdog import connection_error, host_error
 from rlgraph.runtime.messages import Failure
 
 PLAN = compile_plan(fakes.vector_loop(1, middle=lambda rollout: fakes.score_on_pool(Pool("judge"), rollout)), Cluster(cpus=6, hosts=3))
@@ -119,7 +119,7 @@ LOST: Mapping[str, tuple[tuple[float, ...], str]] = {
 @pytest.mark.parametrize("case", LOST)
 def test_lost_hosts_are_named_with_their_workers_and_nodes(case: str) -> None:
     silent_s, pattern = LOST[case]
-    error = host_lost(PLAN, hosts := three(*silent_s), hosts.asked(), "\n  worker 'generator': why")
+    error = host_error(PLAN, hosts := three(*silent_s), hosts.asked(), "\n  worker 'generator': why")
     with pytest.raises(type(error), match=pattern):
         raise error
     assert "'update'" in str(error).splitlines()[1]
@@ -127,12 +127,14 @@ def test_lost_hosts_are_named_with_their_workers_and_nodes(case: str) -> None:
 
 
 def test_a_cut_between_two_hosts_that_answer_names_both_and_their_channels() -> None:
-    error = link_lost(three(0, 0, 0), [failure("critic", "judge (tcp)", ADDRESSES[2]), failure("policy", "judge (tcp)", ADDRESSES[1])])
+    error = connection_error(
+        three(0, 0, 0), [failure("critic", "judge (tcp)", ADDRESSES[2]), failure("policy", "judge (tcp)", ADDRESSES[1])]
+    )
     assert str(error).startswith("the network between host 1 (10.0.0.2), with 'critic', and host 2 (10.0.0.3), with 'policy', is cut: ")
     assert "the connection of channel 'judge (tcp)' ended" in str(error)
 
 
 def test_no_network_is_blamed_on_one_host_or_where_hosts_share_an_address() -> None:
-    assert link_lost(three(0, 0, 0), [failure("critic", "judge", "")]) is None
+    assert connection_error(three(0, 0, 0), [failure("critic", "judge", "")]) is None
     shared = Hosts("", (Fixed(), Fixed()), ("127.0.0.1", "127.0.0.1"), {"generator": 0, "policy": 1})
-    assert link_lost(shared, [failure("policy", "weights", "127.0.0.1")]) is None
+    assert connection_error(shared, [failure("policy", "weights", "127.0.0.1")]) is None

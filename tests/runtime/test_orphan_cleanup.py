@@ -52,7 +52,7 @@ def of_a_dead_driver(folder: Path, also: tuple[str, ...] = (), mode: int = 0o700
 
 
 def test_the_folder_of_a_dead_driver_is_swept_and_that_of_a_living_one_is_not() -> None:
-    folders = [Path(orphan_cleanup.made()) for _ in range(3)]
+    folders = [Path(orphan_cleanup.make_job_folder()) for _ in range(3)]
     claimed_by("dead", folders[0]).communicate()
     os.mkfifo(folders[0] / "worker.stacks")  # which nobody opens any more
     (folders[0] / "inner").mkdir()
@@ -68,7 +68,7 @@ def test_the_folder_of_a_dead_driver_is_swept_and_that_of_a_living_one_is_not() 
 
 @pytest.mark.parametrize(("name", "born"), [("same", 0), ("reused", -5)])
 def test_the_worker_of_a_dead_driver_is_ended_but_not_another_process_that_has_its_id_now(name: str, born: int) -> None:
-    folder = Path(orphan_cleanup.made())
+    folder = Path(orphan_cleanup.make_job_folder())
     with subprocess.Popen(["sleep", "100"]) as worker:
         orphan_cleanup.claim(folder, [worker.pid], ())
         note = json.loads((folder / orphan_cleanup.NOTE).read_text())

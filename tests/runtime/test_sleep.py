@@ -62,7 +62,7 @@ def run(loop: Loop) -> tuple[rg.Plan, list[Step], list[Span], Costs]:
         for progress in workers:
             progress.step = partial(heard, progress.step)  # type: ignore[method-assign]
         steps = list(job.steps(STEPS))
-        sampled = [found for progress in workers for found in progress.worker.taken_sampled()]
+        sampled = [found for progress in workers for found in progress.worker.take_token_counts()]
     return plan, steps, spans, costs_of([Trace(plan, spans, sampled)])
 
 

@@ -10,7 +10,7 @@ import rlgraph as rg
 from rlgraph.engines.hf_models.pretrained import tiny_model
 from rlgraph.graph.nodes import Feedback, Output
 from rlgraph.nodes.base import tensor_of
-from rlgraph.runtime.worker.executor import owned
+from rlgraph.runtime.worker.executor import copy_views
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_two_trainer_ranks_learn_what_one_does(model: Path) -> None:
 
 def test_a_node_that_passes_an_input_on_gives_a_copy_of_it() -> None:
     read = {"values": torch.arange(6.0).view(2, 3), "texts": ["a", "b"]}
-    written = owned({"same": read["values"], "part": read["values"][:, 1:], "new": torch.zeros(2), "texts": read["texts"]}, read)
+    written = copy_views({"same": read["values"], "part": read["values"][:, 1:], "new": torch.zeros(2), "texts": read["texts"]}, read)
     read["values"].zero_()  # type: ignore[union-attr]
     assert written["same"].tolist() == [[0, 1, 2], [3, 4, 5]]  # type: ignore[union-attr]
     assert written["part"].tolist() == [[1, 2], [4, 5]]  # type: ignore[union-attr]

@@ -29,7 +29,7 @@ from rlgraph.runtime.worker.activity import (
     Activity,
     Heartbeat,
     StatusWriter,
-    described,
+    describe_activity,
     event_name,
     read_status,
     status_path,
@@ -73,7 +73,7 @@ def test_ranks_are_counted_together_and_waits_left_out() -> None:
 
 def test_words_name_who_is_at_the_other_end_where_the_plan_is_known() -> None:
     plan = compile_plan(fakes.vector_loop(1), rg.Cluster(cpus=2))
-    told = {activity.kind: described(activity, plan) for activity in every_activity()}
+    told = {activity.kind: describe_activity(activity, plan) for activity in every_activity()}
     assert told.keys() == set(KINDS)
     assert told["take"] == "waiting for channel 'rollout' (written by node 'rollout')"
     assert told["put"] == "waiting for room in channel 'rollout' (read by ['score', 'update'])"
@@ -81,7 +81,9 @@ def test_words_name_who_is_at_the_other_end_where_the_plan_is_known() -> None:
     assert told["publish"] == "publishing version 3 of 'weights' (read by ['rollout'])"
     assert told["load"] == "loading version 3 of 'weights' before node 'rollout'"
     assert told["probe"] == "trying prompt 7 alone in node 'rollout'"
-    assert described(Activity("take", "score", "a channel of another plan"), plan) == "waiting for channel 'a channel of another plan'"
+    assert (
+        describe_activity(Activity("take", "score", "a channel of another plan"), plan) == "waiting for channel 'a channel of another plan'"
+    )
     assert len(set(told.values())) == len(KINDS)
 
 

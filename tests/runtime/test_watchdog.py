@@ -29,7 +29,7 @@ from rlgraph.runtime import messages
 from rlgraph.runtime.driver import worker_group as group_module
 from rlgraph.runtime.driver.hosts import Hosts, LocalHostAgent
 from rlgraph.runtime.driver.job import Job
-from rlgraph.runtime.driver.watchdog import Culprit, Cut, Watchdog, culprit, cut
+from rlgraph.runtime.driver.watchdog import Culprit, Cut, Watchdog, culprit, find_disconnected
 from rlgraph.runtime.driver.worker_group import WorkerGroup
 from rlgraph.runtime.worker.activity import Activity, Heartbeat
 from rlgraph.runtime.worker.spec import worker_specs
@@ -197,8 +197,13 @@ def test_a_broken_channel_says_as_values_which_it_is_and_which_process_was_at_it
     error = pickle.loads(pickle.dumps(raised.value))
     assert (error.channel, error.peer) == ("rollout", os.getpid())
     told = messages.Failure("score", 0, "score", "ChannelBroken", "whatever it says", "", error.channel, error.peer)
-    assert cut([told], {"generator": os.getpid(), "score": 1}) == Cut(("generator", "score"), ("rollout",))
-    assert cut([messages.Failure("score", 0, "score", "ChannelBroken", f"channel 'x', (process {os.getpid()})", "")], {"score": 1}) is None
+    assert find_disconnected([told], {"generator": os.getpid(), "score": 1}) == Cut(("generator", "score"), ("rollout",))
+    assert (
+        find_disconnected(
+            [messages.Failure("score", 0, "score", "ChannelBroken", f"channel 'x', (process {os.getpid()})", "")], {"score": 1}
+        )
+        is None
+    )
 
 
 @node(reads="values group_ids", writes="rewards")

@@ -9,7 +9,7 @@ from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
 from rlgraph.graph.operation import Operation
 from rlgraph.plan.cluster import Cluster
-from rlgraph.plan.compile import scheduled
+from rlgraph.plan.compile import place_and_schedule
 from rlgraph.plan.costs import nominal
 from rlgraph.plan.placement import splits
 from rlgraph.plan.schedule import Schedule
@@ -64,7 +64,7 @@ class Small:
 
     def schedule(self) -> tuple[Graph, Schedule]:
         graph, cluster = self.graph(), Cluster(cpus=4)
-        return graph, scheduled(graph, cluster, next(iter(splits(graph, cluster))), nominal(graph))[2]
+        return graph, place_and_schedule(graph, cluster, next(iter(splits(graph, cluster))), nominal(graph))[2]
 
 
 def shared_graphs(nodes: int) -> Iterator[Small]:

@@ -29,7 +29,7 @@ from rlgraph.channels.host.slot_memory import DeviceMemory, Handle, MappedMemory
 from rlgraph.channels.remote.inward import from_writer
 from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers
 from rlgraph.columns import Column, Columns
-from rlgraph.errors import ChannelError, shown
+from rlgraph.errors import ChannelError, show_value
 
 # What the two ends of a host channel share.
 
@@ -403,7 +403,7 @@ class HostReader(HostEnd):
                 self._carried[full.slot] = self._map_memory(full.memory)
             held = {f.slot for f in self._full} | {slot for slot, _ in self._taken}
             if full.slot in held or not full.header <= full.size <= len(self._segments.get(full.slot, b"")):
-                raise ProtocolError(f"{shown(full)}, which fits no free slot")
+                raise ProtocolError(f"{show_value(full)}, which fits no free slot")
         except (EOFError, OSError, slot_memory.Malformed) as error:
             return protocol.disconnect_message(error)
         return None

@@ -12,7 +12,7 @@ import msgspec
 from rlgraph.channels.api import MAX_SLOTS, Stop
 from rlgraph.channels.host.connection import UNREADABLE, Connection, dial, writer_gone_error
 from rlgraph.channels.host.slot_memory import Handle, Segment
-from rlgraph.errors import ChannelError, ChannelTimeout, shown
+from rlgraph.errors import ChannelError, ChannelTimeout, show_value
 
 MAX_REASON = 4000  # characters, so that the message still fits into one write
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -217,7 +217,7 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float, *, enc
             with connection.deadline(timeout_s):
                 welcome = _decoder.decode(connection.receive())
             if not isinstance(welcome, Welcome):
-                raise ChannelError(f"{where}: the writer at '{address}' sent {shown(welcome)} where its welcome belongs")
+                raise ChannelError(f"{where}: the writer at '{address}' sent {show_value(welcome)} where its welcome belongs")
             return connection, welcome
         except BaseException:
             connection.close()
@@ -245,4 +245,4 @@ def stop(message: ControlMessage | Disconnected, role: str, connection: Connecti
         case Lost():
             return Stop(f"{role} ({message.peer or connection.peer})", message.why)
         case _:
-            return Stop(who, f"sent {shown(message)} where no such message belongs; the channel is of no further use", connection.pid)
+            return Stop(who, f"sent {show_value(message)} where no such message belongs; the channel is of no further use", connection.pid)

@@ -21,7 +21,7 @@ from rlgraph.channels.host.slot_memory import Handle, Segment, segment_of
 from rlgraph.channels.remote import relay, transfer
 from rlgraph.channels.remote.relay import Relay
 from rlgraph.channels.remote.transfer import DeviceBuffers, Finish, HungUp, PairComm, PeerFailed, run_watched
-from rlgraph.errors import shown
+from rlgraph.errors import show_value
 
 POSTED_MOST = 2  # parts, so that a sender that has ended one can begin the next
 _receives = threading.Lock()  # held for a transfer: a process receives one at a time
@@ -69,12 +69,12 @@ class _Inward(Relay):
             self._answer(message, source)
         elif isinstance(message, Full):
             if self.coming is not None:
-                raise ProtocolError(f"{shown(message)}, in the middle of another message")
+                raise ProtocolError(f"{show_value(message)}, in the middle of another message")
             self._receive(message)
         elif isinstance(message, Portion):
             self._receive_part(message)
         elif isinstance(message, Staged):
-            raise ProtocolError(f"{shown(message)}, which continues no message")
+            raise ProtocolError(f"{show_value(message)}, which continues no message")
         else:
             self.last = message if isinstance(message, Goodbye | Failed | Lost) else None
             protocol.tell(self.readers(), message)
@@ -127,10 +127,10 @@ class _Inward(Relay):
         """Receive the bytes of a part; readers hear of the message with the first one, in which the header is."""
         full, (size, tensors) = self.coming, self.there
         if full is None or part.slot != full.slot or not tensors <= part.tensors <= full.coming:
-            raise ProtocolError(f"{shown(part)}, which continues no message")
+            raise ProtocolError(f"{show_value(part)}, which continues no message")
         whole = part.tensors == full.coming
         if not max(size, full.header) <= part.bytes <= full.size or (whole and part.bytes < full.size):
-            raise ProtocolError(f"{shown(part)}, of a message of {full.size} bytes, {size} of which were there")
+            raise ProtocolError(f"{show_value(part)}, of a message of {full.size} bytes, {size} of which were there")
         self.remote.receive_into(memoryview(self.segments[part.slot])[size : part.bytes])
         self.there = part.bytes, part.tensors
         if not size:
@@ -184,9 +184,9 @@ class _Inward(Relay):
     def _receive_carried(self, full: Full) -> None:
         """Receive the carried bytes: relays to other hosts hear of them with the first part, readers of this host once all are there."""
         if self.buffers is None or self.comm is None:
-            raise ProtocolError(f"{shown(full)}, but the ends agreed on no carrier")
+            raise ProtocolError(f"{show_value(full)}, but the ends agreed on no carrier")
         if full.awaited >= full.carried:
-            raise ProtocolError(f"{shown(full)}, of which no byte has left the writer")
+            raise ProtocolError(f"{show_value(full)}, of which no byte has left the writer")
         self._gather()
         self.unread[full.slot] = self.readers()
         beyond = [reader for reader in self.unread[full.slot] if reader.sends_on]
@@ -229,7 +229,7 @@ class _Inward(Relay):
         if isinstance(message, Staged) and message.slot == full.slot and before < message.bytes <= full.carried:
             return message.bytes
         if not isinstance(message, Goodbye | Failed | Lost | Disconnected):
-            raise ProtocolError(f"{shown(message)}, in the middle of a message of which {before} of {full.carried} bytes were there")
+            raise ProtocolError(f"{show_value(message)}, in the middle of a message of which {before} of {full.carried} bytes were there")
         if not isinstance(message, Disconnected):
             self.heard(message, self.remote)
             protocol.send(self.near, message)

@@ -19,7 +19,7 @@ from rlgraph.channels.host.connection import Connection, ProtocolError, wait_rea
 from rlgraph.channels.host.protocol import Arrived, ControlMessage, Disconnected, Failed, Full, Portion, Posted, Staged, Welcome
 from rlgraph.channels.host.slot_memory import map_segment
 from rlgraph.channels.remote.transfer import DeviceBuffers, Gloo, HungUp, LinkStore, Nccl, PairComm, PeerFailed, run_watched
-from rlgraph.errors import shown
+from rlgraph.errors import show_value
 
 STALL_S = 120.0  # a process may hold its interpreter for long; a host that is gone is found by keep-alive
 FAREWELL_S = 10.0  # for the other host to read the last bytes
@@ -210,13 +210,13 @@ class _Outward(Relay):
     def _send_carried(self, message: Posted | Arrived) -> None:
         """Send device bytes of the slot, those that are requested. They arrive even if the writer has ended by now."""
         if message.slot not in self.leaving or self.comm is None or isinstance(message, Posted) is not (message.slot == self.unrequested):
-            raise ProtocolError(f"{shown(message)}, but no such bytes are under way in that slot")
+            raise ProtocolError(f"{show_value(message)}, but no such bytes are under way in that slot")
         if isinstance(message, Arrived):
             del self.leaving[message.slot]
             return
         leaving = self.leaving[message.slot]
         if not self.requested < message.bytes <= self.staged:
-            raise ProtocolError(f"{shown(message)}, of {self.staged} bytes, {self.requested} of which were requested before")
+            raise ProtocolError(f"{show_value(message)}, of {self.staged} bytes, {self.requested} of which were requested before")
         part, self.requested = leaving[self.requested : message.bytes], message.bytes
         if self.requested == len(leaving):
             self.unrequested = None

@@ -20,7 +20,7 @@ from rlgraph.channels.host import protocol
 from rlgraph.channels.host.connection import Connection, ProtocolError
 from rlgraph.channels.host.protocol import CarrierName, Failed, KeyValue
 from rlgraph.channels.host.slot_memory import Handle, Segment, handle_of
-from rlgraph.errors import ChannelError, shown
+from rlgraph.errors import ChannelError, show_value
 
 # Columns on a GPU between hosts: the interface of a communicator of two, and how a relay waits for it.
 #
@@ -133,7 +133,7 @@ class LinkStore(Store):
             if isinstance(message, Failed):
                 raise PeerFailed(message.reason)
             if not isinstance(message, KeyValue):
-                raise ProtocolError(f"{shown(message)}, while the two ends set up their communicator")
+                raise ProtocolError(f"{show_value(message)}, while the two ends set up their communicator")
             self._known[message.key] = message.value
 
     def end(self) -> None:

@@ -20,8 +20,8 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.sharding import cut_parameter, local
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
-from rlgraph.errors import GraphError, shown
-from rlgraph.plan.estimates import ring_ranks, undivided
+from rlgraph.errors import GraphError, show_value
+from rlgraph.plan.estimates import find_undivided_size, ring_ranks
 
 # How the ranks of a model may share it: the plans of transformers that are known here, and the numbers that the ranks divide.
 
@@ -51,17 +51,17 @@ def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1
     given = f"{where}({', '.join(f'{name}={size}' for name, size in _list_styles(tensor, context))})"
     kind = config.model_type
     if kind not in FAMILIES:
-        raise GraphError(f"{given}: models of type {shown(kind)} are not shared by ranks; it is offered for {', '.join(FAMILIES)}")
+        raise GraphError(f"{given}: models of type {show_value(kind)} are not shared by ranks; it is offered for {', '.join(FAMILIES)}")
     unknown = sorted(set(plan_of(config).values()) - KNOWN) if tensor > 1 else []
     if unknown or not plan_of(config):
         raise GraphError(
-            f"{given}: the plan that transformers has for {shown(kind)} asks for {unknown or 'nothing'}, which is not known here"
+            f"{given}: the plan that transformers has for {show_value(kind)} asks for {unknown or 'nothing'}, which is not known here"
         )
     sizes = config.num_attention_heads, config.num_key_value_heads, config.vocab_size, config.intermediate_size
     ring = ring_ranks(config.num_attention_heads, tensor=tensor, context=context) if ring is None else ring
     if context % ring:
         raise GraphError(f"{given}: a ring of {ring} does not divide context_parallel={context}; every place has as many ranks")
-    found = undivided(*sizes, tensor=tensor, context=context // ring)
+    found = find_undivided_size(*sizes, tensor=tensor, context=context // ring)
     if found is not None:
         name, size, settings = found
         raise GraphError(
@@ -92,7 +92,7 @@ def check_experts(where: str, config: Any, expert: int) -> None:
         raise GraphError(f"{given}: the model has no experts; leave out expert_parallel")
     if kind not in EXPERT_FAMILIES:
         raise GraphError(
-            f"{given}: experts of models of type {shown(kind)} are not shared by ranks; it is offered for {', '.join(EXPERT_FAMILIES)}"
+            f"{given}: experts of models of type {show_value(kind)} are not shared by ranks; it is offered for {', '.join(EXPERT_FAMILIES)}"
         )
     size = getattr(config, name)
     if size % expert:

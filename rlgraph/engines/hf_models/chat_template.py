@@ -10,7 +10,7 @@ from typing import Any
 
 from rlgraph import notices
 from rlgraph.columns import Columns
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import DataError, show_value
 
 # Render conversations by a model's own chat template, and encode them with the special tokens that the template writes.
 
@@ -77,7 +77,8 @@ def check_answered(path: str | Path, tokenizer: Any, conversations: Sequence[str
             roles = [message.get("role") for message in ChatPrompt.from_json(conversation).messages]
             raise DataError(
                 f"item {index} of the data set: the chat template of the reward model '{path}' refuses it ({type(error).__name__}: "
-                f"{error!s:.200}); its messages are of {shown(roles)}: change them, or give the reward model a template that takes them"
+                f"{error!s:.200}); its messages are of {show_value(roles)}: change them, or give the reward model a template that "
+                "takes them"
             ) from error
 
 
@@ -117,7 +118,7 @@ def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequenc
             roles = [message.get("role") for message in conversation.messages]
             raise DataError(
                 f"item {index} of the data set: the chat template of '{path}' refuses it ({type(error).__name__}: {error!s:.200}); its "
-                f"messages are of {shown(roles)}: change them to roles and an order that the template takes, or leave the item out"
+                f"messages are of {show_value(roles)}: change them to roles and an order that the template takes, or leave the item out"
             ) from error
     tokens: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return tokens

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph.engines.hf_models.text_part import is_head, text_config
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import DataError, show_value
 
 # Check that a model folder can be loaded, by its config, its tokenizer and the headers of its weights, before anything starts.
 #
@@ -56,7 +56,7 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
         import transformers
 
         raise DataError(
-            f"'{file}': model_type {shown(config['model_type'])} is unknown to transformers {transformers.__version__}; install a "
+            f"'{file}': model_type {show_value(config['model_type'])} is unknown to transformers {transformers.__version__}; install a "
             "version that knows it, or take another model: code that comes with a model is not run"
         )
     if config.get("is_encoder_decoder"):

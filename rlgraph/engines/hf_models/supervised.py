@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from rlgraph.engines.hf_models.chat_template import ChatPrompt, check_read, prompt_tokens
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import DataError, show_value
 
 Learns: TypeAlias = Literal["all", "last"]
 
@@ -136,7 +136,7 @@ def _weight(message: Mapping[str, Any], number: int, where: str) -> bool:
     """Whether a message is learnt, by its `weight`, as OpenAI names it."""
     weight = message.get("weight", 1)
     if weight not in (0, 1):
-        raise DataError(f"{where}, message {number} has weight={shown(weight)}; a weight is 1, or 0 for a message that is not learnt")
+        raise DataError(f"{where}, message {number} has weight={show_value(weight)}; a weight is 1, or 0 for a message that is not learnt")
     return bool(weight)
 
 
@@ -152,7 +152,8 @@ def _check_written(messages: Sequence[Mapping[str, Any]], text: str, spans: Mapp
         for what, said in (("content", message.get("content")), ("reasoning_content", message.get("reasoning_content")), *calls):
             if isinstance(said, str) and "".join(said.split()) not in own:
                 raise DataError(
-                    f"{where}: the chat template does not write {what} of message {number}, {shown(said)}, so the model would not learn "
+                    f"{where}: the chat template does not write {what} of message {number}, {show_value(said)}, so the model would "
+                    "not learn "
                     "from it; change the row to what the template writes, or use another template"
                 )
 
@@ -166,7 +167,8 @@ def _render_messages(tokenizer: Any, example: Example, messages: Sequence[Any], 
     except Exception as error:
         roles = [message.get("role") for message in messages]
         raise DataError(
-            f"{where}: the chat template refuses its messages of {shown(roles)} ({type(error).__name__}: {error!s:.200}); change them to "
+            f"{where}: the chat template refuses its messages of {show_value(roles)} ({type(error).__name__}: {error!s:.200}); "
+            "change them to "
             "roles and an order that the template takes, or leave it out"
         ) from error
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
-from rlgraph.errors import DataError, shown
+from rlgraph.errors import DataError, show_value
 
 MARK = "7bfd1c93e5"  # stands for a turn of the model in a rendered conversation
 AROUND = 60  # characters of each text in an error
@@ -45,7 +45,7 @@ class TurnTemplate:
         first = self._encoded(after)[:1]
         if not first or first[0] not in self.tokenizer.added_tokens_decoder:
             raise DataError(
-                f"the chat template of '{self.path}' writes {shown(after[:AROUND])} after a turn of the model, which is no special "
+                f"the chat template of '{self.path}' writes {show_value(after[:AROUND])} after a turn of the model, which is no special "
                 "token, so that the model cannot tell the end of its turn: use a model whose template ends turns with such a token"
             )
         return first[0]
@@ -127,7 +127,8 @@ class TurnTemplate:
             ours, theirs = (self.tokenizer.convert_ids_to_tokens(ids[place : place + 4]) for ids in (pieces, whole))
             raise DataError(
                 f"the chat template of '{self.path}' cannot be followed token by token: after {what}, token {place} of the conversation is "
-                f"{shown(theirs)} when the text is encoded at once and {shown(ours)} when its turns are; use a template whose turns begin "
+                f"{show_value(theirs)} when the text is encoded at once and {show_value(ours)} when its turns are; use a template "
+                "whose turns begin "
                 "and end with special tokens"
             )
 
@@ -155,7 +156,7 @@ class TurnTemplate:
         reason = f"refuses it ({type(error).__name__}: {error!s:.200})" if error else "leaves out the turn before it"
         roles = [answer.get("role") for answer in answers]
         raise DataError(
-            f"the chat template of '{self.path}' cannot render messages of roles {shown(roles)} after a turn of the model: it {reason}"
+            f"the chat template of '{self.path}' cannot render messages of roles {show_value(roles)} after a turn of the model: it {reason}"
         )
 
     @cached_property

@@ -11,8 +11,8 @@ from rlgraph.engines.forward.packed_attention import attend
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.engines.megatron.ranks import MegatronRanks
-from rlgraph.errors import GraphError, shown
-from rlgraph.plan.estimates import undivided
+from rlgraph.errors import GraphError, show_value
+from rlgraph.plan.estimates import find_undivided_size
 from rlgraph.settings import Recompute
 
 # Modules of a layer that Megatron-Core has with Transformer Engine alone: attention over packed sequences, norms of cut sequences, and
@@ -154,7 +154,7 @@ def check_config(where: str, config: Any, *, tensor: int = 1, context: int = 1, 
     given = f"{where}(trainer='megatron')"
     if config.model_type not in FAMILIES:
         raise GraphError(
-            f"{given}: models of type {shown(config.model_type)} are not trained by Megatron-Core here; it is offered for "
+            f"{given}: models of type {show_value(config.model_type)} are not trained by Megatron-Core here; it is offered for "
             f"{', '.join(FAMILIES)}: leave out trainer"
         )
     unknown = _unsupported_features(config)
@@ -164,7 +164,7 @@ def check_config(where: str, config: Any, *, tensor: int = 1, context: int = 1, 
     if experts == 1 < expert:
         raise GraphError(f"{where}(expert_parallel={expert}): the model has no experts; leave out expert_parallel")
     inner = tensor if experts > 1 else config.intermediate_size  # experts are not cut
-    found = undivided(config.num_attention_heads, config.num_key_value_heads, None, inner, tensor=tensor, context=context)
+    found = find_undivided_size(config.num_attention_heads, config.num_key_value_heads, None, inner, tensor=tensor, context=context)
     for name, size, setting, ranks in (
         *([(*found, tensor * context)] if found is not None else []),
         ("num_hidden_layers", config.num_hidden_layers, f"pipeline_parallel={pipeline}", pipeline),
@@ -184,7 +184,7 @@ def _unsupported_features(config: Any) -> list[str]:
     found = {
         "attention_bias": getattr(config, "attention_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
-        f"hidden_act={shown(config.hidden_act)}": config.hidden_act != "silu",
+        f"hidden_act={show_value(config.hidden_act)}": config.hidden_act != "silu",
         "sliding windows": kinds != {"full_attention"},
         "layers without experts among those with them": dense,
     }

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rlgraph.errors import GraphError, choices, shown
+from rlgraph.errors import GraphError, choices, show_value
 from rlgraph.settings import AnyOf, Flag, Real, SettingType, Text, Whole, Wrong
 
 # The arguments of vLLM: on a CPU a small eager engine, on a GPU one with recorded decode steps and most of the memory.
@@ -266,7 +266,7 @@ def check_arguments(given: Mapping[str, Any]) -> Mapping[str, str]:
     """
     known = known_arguments()
     for name, value in given.items():
-        here = f"Generator(engine_args={{{shown(name)}: {shown(value)}}}): "
+        here = f"Generator(engine_args={{{show_value(name)}: {show_value(value)}}}): "
         if reason := _why_reserved(name):
             raise GraphError(f"{here}'{name}' cannot be given here: {reason}")
         if known and name not in known:

@@ -8,7 +8,7 @@ from rlgraph.engines.load import dtype_of
 from rlgraph.engines.registry import TrainerSpec
 from rlgraph.engines.vllm import arguments
 from rlgraph.engines.vllm.spec import import_vllm
-from rlgraph.plan.estimates import compute_weights, paged
+from rlgraph.plan.estimates import compute_weights, paged_memory
 from rlgraph.plan.memory_laws import Need, Workload
 
 LONGEST = 32_768.0
@@ -30,7 +30,7 @@ def load(model: Any, place: Place) -> TrainEngine:
 
 def memory(work: Workload) -> Need:
     """Estimate the memory as of an engine that generates. Where nothing bounds a row, it counts keys and values of one of 32,768 tokens."""
-    return paged(replace(work, longest=min(work.longest, LONGEST), usual=min(work.usual, LONGEST)))
+    return paged_memory(replace(work, longest=min(work.longest, LONGEST), usual=min(work.usual, LONGEST)))
 
 
 SPEC = TrainerSpec(

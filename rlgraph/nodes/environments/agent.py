@@ -9,7 +9,7 @@ import torch
 
 from rlgraph import notices, settings
 from rlgraph.engines.hf_models.chat_template import ChatPrompt
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Pool
 from rlgraph.nodes.environments.messages import FORMATS, Message, ToolCall, Turn
 from rlgraph.nodes.prompts import plural
@@ -103,7 +103,7 @@ class Agent:
         settings.check(self)
         if self.calls is not None:
             check_format("Agent", self.calls)
-        _check_environment(f"Agent(environment={shown(self.environment)})", self.environment)
+        _check_environment(f"Agent(environment={show_value(self.environment)})", self.environment)
         if self.pool is not None and self.pool.cpus is None:
             raise GraphError(f"Agent(pool=Pool('{self.pool.name}')): environments run on host cores: Pool('{self.pool.name}', cpus=n)")
 
@@ -113,7 +113,7 @@ class Agent:
         columns = {name: SPECIAL.get(name, name if name in carried else plural(name)) for name in known}
         return {name: column for name, column in columns.items() if column in carried or known[name].default is inspect.Parameter.empty}
 
-    def say_unscored(self, node: str) -> None:
+    def warn_without_outcome(self, node: str) -> None:
         """Say at the launch that a conversation which is cut off has no outcome, where the environment does not score it."""
         if isinstance(self.environment, type) and not hasattr(self.environment, "truncated"):
             notices.here.say(
@@ -127,10 +127,10 @@ class Agent:
 
     def make(self, columns: Mapping[str, str], item: Mapping[str, Any]) -> Environment:
         """Make the environment of a conversation from the `item` of its prompt, a value for each column. Raises what the class raises."""
-        return self.environment(**{name: given(name, item[column]) for name, column in columns.items()})
+        return self.environment(**{name: convert_argument(name, item[column]) for name, column in columns.items()})
 
 
-def given(name: str, value: Any) -> Any:
+def convert_argument(name: str, value: Any) -> Any:
     """Convert the value of a column to what a parameter of this name gets."""
     if name == "messages":
         return [Message.of(message) for message in ChatPrompt.from_json(value).messages]
@@ -141,7 +141,8 @@ def check_format(what: str, calls: str | Callable[..., Any]) -> None:
     """Raise GraphError for a name that is no format of calls."""
     if isinstance(calls, str) and calls not in FORMATS and not calls.removeprefix("vllm:") != calls:
         raise GraphError(
-            f"{what}(calls={shown(calls)}): calls is one of {sorted(FORMATS)}, 'vllm:' with the name of a parser of vLLM, or a function "
+            f"{what}(calls={show_value(calls)}): calls is one of {sorted(FORMATS)}, 'vllm:' with the name of a parser of vLLM, or a "
+            "function "
             "of a turn's text and the tools' schemas"
         )
 

@@ -86,7 +86,7 @@ class EnvironmentCalls:
             try:
                 call = self._ended.get(timeout=0 if found else wait_s) if wait_s else self._ended.get_nowait()
             except queue.Empty:
-                return found + self._blocked()
+                return found + self._check_heartbeat()
             if call in self._running:  # not one of a loop that was given up
                 del self._running[call]
                 found.append(call)
@@ -126,13 +126,13 @@ class EnvironmentCalls:
         self._ended.put(call)
         self._wake()
 
-    def _blocked(self) -> list[Call]:
+    def _check_heartbeat(self) -> list[Call]:
         """Ask the event loop for a heartbeat. If it has given none for long, give it up, and end all its calls."""
         now = time.monotonic()
         if self._beat >= self._asked:
             if now - self._asked > BEAT_S:
                 self._asked = now
-                self._loop.call_soon_threadsafe(self._heard)
+                self._loop.call_soon_threadsafe(self._beat_now)
             return []
         if now - self._asked <= BLOCKED_S:
             return []
@@ -144,7 +144,7 @@ class EnvironmentCalls:
             call.reason = f"a call has blocked the event loop for {BLOCKED_S:g} s: await what takes time, or use a thread"
         return lost
 
-    def _heard(self) -> None:
+    def _beat_now(self) -> None:
         self._beat = time.monotonic()
 
 

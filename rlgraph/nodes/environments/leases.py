@@ -70,7 +70,7 @@ def lease(command: Sequence[str]) -> Lease:
     return Lease(path)
 
 
-def held(command: Sequence[str]) -> tuple[list[str], Lease]:
+def leased_command(command: Sequence[str]) -> tuple[list[str], Lease]:
     """Wrap the command of a child process, so that it and its process group end with this process. The lease ends with the child."""
     path = _folder().next("process")
     return [*HELD, str(path), *command], Lease(path)

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph import settings
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Pool
-from rlgraph.nodes.environments.agent import SPECIAL, check_format, given
+from rlgraph.nodes.environments.agent import SPECIAL, check_format, convert_argument
 from rlgraph.nodes.environments.messages import ToolCall
 from rlgraph.nodes.environments.supervisor import DEADLINE
 from rlgraph.nodes.prompts import plural
@@ -171,12 +171,12 @@ class Program:
         if callable(self.run):
             _check_function(self.run)
             if self.env:
-                raise GraphError(f"Program(env={shown(self.env)}): a function sees the environment of its worker; leave env out")
+                raise GraphError(f"Program(env={show_value(self.env)}): a function sees the environment of its worker; leave env out")
         else:
             _check_env(self.env)
             _ = self.fields  # raises for braces that name no field
             if not self.command:
-                raise GraphError(f"Program(run={shown(self.run)}): a command names a program: ['python', 'agent.py']")
+                raise GraphError(f"Program(run={show_value(self.run)}): a command names a program: ['python', 'agent.py']")
 
     @property
     def command(self) -> Sequence[str]:
@@ -205,14 +205,16 @@ class Program:
         if importlib.util.find_spec("aiohttp") is None:
             raise GraphError("agent programs call an endpoint that needs aiohttp: pip install 'rlgraph-dataflow[agents]'")
         if self.command and "{" not in self.command[0] and shutil.which(self.command[0]) is None:
-            raise GraphError(f"Program(run={shown(self.run)}): there is no program '{self.command[0]}' on this machine's PATH")
+            raise GraphError(f"Program(run={show_value(self.run)}): there is no program '{self.command[0]}' on this machine's PATH")
         missing = [name for name in self.env if "=" not in name and name not in os.environ]
         if missing:
-            raise GraphError(f"Program(env={shown(self.env)}): the environment has no variables {missing}; set them, or give NAME=value")
+            raise GraphError(
+                f"Program(env={show_value(self.env)}): the environment has no variables {missing}; set them, or give NAME=value"
+            )
 
     async def session(self, client: AgentClient, columns: Mapping[str, str], item: Mapping[str, Any]) -> Ended:
         """Run it for the `item` of a prompt, a value for each column. Raises what it raises, or for a reward that is no number."""
-        fields = {name: given(name, item[column]) for name, column in columns.items()}
+        fields = {name: convert_argument(name, item[column]) for name, column in columns.items()}
         if callable(self.run):
             result = await self.run(**{CLIENT: client, **fields})
             return Ended(_reward(result) if self.rewarded else 0.0, _text(result))
@@ -224,7 +226,7 @@ class Program:
 
 
 def _check_function(run: Callable[..., Any]) -> None:
-    where = f"Program(run={shown(run)})"
+    where = f"Program(run={show_value(run)})"
     if not inspect.iscoroutinefunction(run):
         raise GraphError(f"{where}: a program is an async function, as `async def solve(client, prompt)`, or a command line")
     parameters = inspect.signature(run).parameters
@@ -239,9 +241,9 @@ def _check_env(env: Sequence[str]) -> None:
     for variable in env:
         name = variable.partition("=")[0]
         if not name.isidentifier() or "\0" in variable:
-            raise GraphError(f"Program(env={shown(env)}): {shown(variable)} is neither the name of a variable nor NAME=value")
+            raise GraphError(f"Program(env={show_value(env)}): {show_value(variable)} is neither the name of a variable nor NAME=value")
         if name in OWN_VARIABLES:
-            raise GraphError(f"Program(env={shown(env)}): rlgraph sets {name}, which is each session's own; leave it out")
+            raise GraphError(f"Program(env={show_value(env)}): rlgraph sets {name}, which is each session's own; leave it out")
 
 
 def _fields(argument: str) -> list[str]:
@@ -249,11 +251,13 @@ def _fields(argument: str) -> list[str]:
     try:
         parts = list(string.Formatter().parse(argument))
     except ValueError as error:
-        raise GraphError(f"Program: the argument {shown(argument)} has braces that name no field ({error}); write {{{{ for one") from None
+        raise GraphError(
+            f"Program: the argument {show_value(argument)} has braces that name no field ({error}); write {{{{ for one"
+        ) from None
     named = [(name, form, conversion) for _, name, form, conversion in parts if name is not None]
     for name, form, conversion in named:
         if not name.isidentifier() or form or conversion:
-            raise GraphError(f"Program: the argument {shown(argument)} has braces that name no field of a prompt, as {{prompt}}")
+            raise GraphError(f"Program: the argument {show_value(argument)} has braces that name no field of a prompt, as {{prompt}}")
     return [name for name, _, _ in named]
 
 
@@ -263,7 +267,7 @@ def _reward(result: object) -> float:
     except (TypeError, ValueError):
         reward = math.nan
     if not math.isfinite(reward) or (isinstance(result, str) and not result):
-        raise ValueError(f"a program gives its reward, a finite number, and this one gave {shown(result)}; or set rewarded=False")
+        raise ValueError(f"a program gives its reward, a finite number, and this one gave {show_value(result)}; or set rewarded=False")
     return reward
 
 

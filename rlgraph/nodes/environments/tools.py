@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin,
 from weakref import WeakKeyDictionary
 
 from rlgraph import settings
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Pool
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.environments.agent import Agent, check_format
@@ -36,7 +36,7 @@ OPERATORS: dict[type, Callable[..., Any]] = {
 MOST_BITS = 4096  # of an intermediate whole number: a power of larger ones could take hours
 
 
-def calculated(expression: str) -> float:
+def calculate(expression: str) -> float:
     """Evaluate an arithmetic expression of numbers, + - * / // % ** and brackets.
 
     Raises ToolError for anything else, and for numbers that grow too large.
@@ -190,7 +190,7 @@ class Python(Tool):
 
 async def _calculate(expression: str) -> str:
     """Calculate an arithmetic expression of numbers, + - * / // % ** and brackets."""
-    return str(calculated(expression))
+    return str(calculate(expression))
 
 
 python = Python()
@@ -240,7 +240,9 @@ class Tools:
         names = [tool.name for tool in self.by_name().values()]
         for tool in self.tools:
             if not isinstance(tool, Tool) and not inspect.iscoroutinefunction(tool):
-                raise GraphError(f"Tools: {shown(tool)} is no tool; pass rg.tools.python, or an async function: `async def search(query)`")
+                raise GraphError(
+                    f"Tools: {show_value(tool)} is no tool; pass rg.tools.python, or an async function: `async def search(query)`"
+                )
         if len(names) < len(self.tools):
             raise GraphError(f"Tools: two tools have one name among {names}; a model calls a tool by its name")
         if self.pool.cpus is None:
@@ -314,16 +316,16 @@ class ToolCalls:
             known = self.tools.by_name()
             if call.name not in known:
                 raise ToolError(f"there is no tool '{call.name}'; there are {sorted(known)}")
-            result = await self._called(known[call.name], call.arguments)
+            result = await self._call_tool(known[call.name], call.arguments)
         except ToolError as error:
-            return self._cut(f"error: {error}"), True
+            return self._truncate(f"error: {error}"), True
         except TimeoutError:
-            return self._cut(f"error: no answer within {self.tools.deadline_s:g} s"), True
+            return self._truncate(f"error: no answer within {self.tools.deadline_s:g} s"), True
         except (Exception, SystemExit) as error:  # noqa: BLE001 (a tool's failure is for the model to read, whatever it is)
-            return self._cut(f"error: {type(error).__name__}: {error}"), True
-        return self._cut(str(result)), False
+            return self._truncate(f"error: {type(error).__name__}: {error}"), True
+        return self._truncate(str(result)), False
 
-    async def _called(self, tool: Tool, arguments: Mapping[str, Any]) -> object:
+    async def _call_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> object:
         if not isinstance(tool, Python):
             kept = [] if tool.keeps is None else [self._kept_for(tool.keeps)]
             return await _await_within_deadline(tool.function(*kept, **arguments), self.tools.deadline_s)
@@ -346,7 +348,7 @@ class ToolCalls:
             raise ToolError(f"{done.output}\n{done.failed}".strip())
         return done.output
 
-    def _cut(self, text: str) -> str:
+    def _truncate(self, text: str) -> str:
         most = self.tools.output_characters
         return text.rstrip() if len(text) <= most else f"{text[:most]}… ({len(text) - most} more characters)"
 

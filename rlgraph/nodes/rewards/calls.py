@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, cast
 
 from rlgraph import settings
-from rlgraph.errors import GraphError, RlgraphError, shown
+from rlgraph.errors import GraphError, RlgraphError, show_value
 from rlgraph.settings import AtLeastZero, Finite, Natural, Range, Seconds
 
 # Retries of calls that fail: how often, after which pause, and the score if all fail.
@@ -107,7 +107,7 @@ class Calls:
         if not isinstance(function, Scorer):
             return self.concurrency or CONCURRENCY, self.deadline_s, self.retries
         if self.retries is not None and function.retries is not None:
-            raise GraphError(f"{where} has retries={shown(self.retries)}, but {shown(function)} brings its own; set them there")
+            raise GraphError(f"{where} has retries={show_value(self.retries)}, but {show_value(function)} brings its own; set them there")
         return self.concurrency or function.concurrency, self.deadline_s, self.retries or function.retries
 
 
@@ -181,7 +181,7 @@ class FunctionPool:
             for _ in range(min(self.concurrency, len(self.arguments))):
                 self._add_thread()
         try:
-            return self._collected()
+            return self._collect_results()
         finally:
             self.stopped.set()
             for _ in range(self.threads):
@@ -193,7 +193,7 @@ class FunctionPool:
         else:
             self.tasks[attempt] = asyncio.run_coroutine_threadsafe(self._task(attempt), event_loop())
 
-    def _collected(self) -> list[object]:
+    def _collect_results(self) -> list[object]:
         found: dict[int, object] = {}
         while len(found) < len(self.arguments):
             one = self._next()
@@ -206,14 +206,14 @@ class FunctionPool:
                 error = _Unusable(f"returned {type(one.value).__name__}, which is no score")
             if error is None or (isinstance(error, _Unusable) and not self._has_more(one.attempt) and self.retry.default is None):
                 found[place] = one.value
-            elif not self._again(one.attempt, error):
+            elif not self._plan_retry(one.attempt, error):
                 found[place] = None
         return [found[place] for place in range(len(self.arguments))]
 
     def _has_more(self, attempt: Attempt) -> bool:
         return attempt[1] < self.retry.times
 
-    def _again(self, attempt: Attempt, error: BaseException) -> bool:
+    def _plan_retry(self, attempt: Attempt, error: BaseException) -> bool:
         """Plan the next attempt after a failure; False if the default takes its place. Raises CallFailed if neither is left."""
         place, before = attempt
         what = str(error) if isinstance(error, _Late | _Unusable) else f"raised {type(error).__name__}: {error}"
@@ -263,7 +263,7 @@ class FunctionPool:
             try:
                 value = self.function(**self.arguments[attempt[0]])
             except BaseException as error:  # noqa: BLE001 (the outer edge of a thread; `run` raises it again)
-                self._failed(attempt, error)
+                self._record_failure(attempt, error)
             else:
                 self.returned.put(Returned(attempt, value))
             if attempt in self.abandoned:
@@ -278,11 +278,11 @@ class FunctionPool:
             try:
                 value = await cast(Awaitable[Any], self.function(**self.arguments[attempt[0]]))
             except BaseException as error:  # noqa: BLE001 (the outer edge of a task; `run` raises it again)
-                self._failed(attempt, error)
+                self._record_failure(attempt, error)
             else:
                 self.returned.put(Returned(attempt, value))
 
-    def _failed(self, attempt: Attempt, error: BaseException) -> None:
+    def _record_failure(self, attempt: Attempt, error: BaseException) -> None:
         if self.retry == ONCE:
             self.stopped.set()  # before the next call begins
         self.returned.put(Returned(attempt, error=error))

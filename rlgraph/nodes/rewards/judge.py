@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from rlgraph import settings
-from rlgraph.errors import NOT_JSON, DataError, GraphError, shown
+from rlgraph.errors import NOT_JSON, DataError, GraphError, show_value
 from rlgraph.nodes.rewards.calls import CONCURRENCY, Busy, Retry, Scorer
 from rlgraph.settings import AtLeastZero, Count, Finite, Name, Natural, Range, Seconds, checked
 
@@ -78,7 +78,7 @@ class Judge(Scorer):
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise GraphError(
-                f"judge(url={shown(self.url)}): url is the address of an OpenAI-compatible server, as http://127.0.0.1:8000/v1"
+                f"judge(url={show_value(self.url)}): url is the address of an OpenAI-compatible server, as http://127.0.0.1:8000/v1"
             )
         if parts.username or parts.password or parts.query:
             raise GraphError("judge(url=…): the address holds a user, a password or a query; put the key into the environment variable")
@@ -169,7 +169,7 @@ def judge(
     if importlib.util.find_spec("httpx2") is None:
         raise DataError("judge: the package httpx2 is not installed: pip install 'rlgraph-dataflow[rewards]'")
     if isinstance(retries, Retry) and default is not None:
-        raise GraphError(f"judge(retries={shown(retries)}, default={default}): give the default in the Retry")
+        raise GraphError(f"judge(retries={show_value(retries)}, default={default}): give the default in the Retry")
     retry = retries if isinstance(retries, Retry) else Retry(times=retries, default=default)
     return Judge(url, model, prompt, parse, key, max_tokens, temperature, limit_s, dict(body or {}), concurrency, retry)
 
@@ -179,11 +179,12 @@ def _fields(prompt: str) -> tuple[str, ...]:
     try:
         found = [name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None]
     except ValueError as error:
-        raise GraphError(f"judge(prompt={shown(prompt)}): {error}; write a brace of the text as two: {{{{ or }}}}") from None
+        raise GraphError(f"judge(prompt={show_value(prompt)}): {error}; write a brace of the text as two: {{{{ or }}}}") from None
     wrong = [name for name in found if not name.isidentifier()]
     if wrong or not any(name.startswith(("response", "completion", "solution")) for name in found):
         raise GraphError(
-            f"judge(prompt={shown(prompt)}): its fields are {found}; name columns, {{response}} among them, and write a brace of the text "
+            f"judge(prompt={show_value(prompt)}): its fields are {found}; name columns, {{response}} among them, and write a brace "
+            "of the text "
             "as two: {{ or }}"
         )
     return tuple(dict.fromkeys(found))

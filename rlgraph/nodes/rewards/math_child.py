@@ -26,10 +26,10 @@ def main() -> None:
         right = math_verify.parse(answer if "$" in answer or "\\" in answer else f"${answer}$", parsing_timeout=None)
         found = math_verify.parse(response, parsing_timeout=None)
         equal = bool(math_verify.verify(right, found, timeout_seconds=None))
-        print(json.dumps([equal, written(right if equal else found)]), flush=True)
+        print(json.dumps([equal, canonical_text(right if equal else found)]), flush=True)
 
 
-def written(parsed: list[Any]) -> str:
+def canonical_text(parsed: list[Any]) -> str:
     """Write a parsed answer in one way for `0.5` and `1/2`; empty if there is none. Equal answers of other forms may differ."""
     sympy: Any = importlib.import_module("sympy")  # which has no types
 

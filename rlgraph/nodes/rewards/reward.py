@@ -9,15 +9,15 @@ import torch
 from rlgraph.algorithms.kl import AdaptiveKL, FixedKL, KlEstimator, penalize_rewards
 from rlgraph.algorithms.shaping import OverlongPenalty
 from rlgraph.columns import COLUMNS, Columns
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.nodes.base import Context, Fired, FunctionOperation, ReadColumns, Stage, carried, checked_columns, custom, tensor_of
+from rlgraph.nodes.base import Context, Fired, FunctionOperation, ReadColumns, Stage, checked_columns, custom, list_columns, tensor_of
 from rlgraph.nodes.rewards.calls import Calls, Retry
-from rlgraph.nodes.rewards.scoring import Scoring, scoring, tokenizer_of
+from rlgraph.nodes.rewards.scoring import Scoring, match_parameters, tokenizer_of
 from rlgraph.nodes.training.advantages import on_last_token
 from rlgraph.nodes.training.guards import Outliers
-from rlgraph.notices import renamed
+from rlgraph.notices import accept_old_names
 from rlgraph.settings import Name, Range, Seconds, checked
 
 DEADLINE_S = 300.0  # half of a job's own, so that the error names the response and not only the node
@@ -70,7 +70,7 @@ def spread(column: str, scores: torch.Tensor) -> dict[str, float]:
     return {f"critic/{column}/{name}": value.item() for name, value in found.items()}
 
 
-@renamed(at_once="concurrency")
+@accept_old_names(at_once="concurrency")
 @checked()
 def reward(
     function: RewardFunction,
@@ -119,7 +119,7 @@ def reward(
     """
     check_column(name, writes)
     where = f"node '{name}'"
-    scored = scoring(where, function, carried(inputs), tokenizer_of(inputs), Calls(concurrency, deadline_s, retries, trial))
+    scored = match_parameters(where, function, list_columns(inputs), tokenizer_of(inputs), Calls(concurrency, deadline_s, retries, trial))
     operation = Reward(scored, writes, by_group, outliers, name)
     return Output(declare(name, operation, inputs, reads=operation.scoring.reads, writes=(writes,)))
 
@@ -225,7 +225,7 @@ def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", trial: boo
     """
     if not callable(by) or isinstance(by, type) or "rewards" not in getattr(by, "reads", ()):
         raise GraphError(
-            f"node '{name}' has by={shown(by)}; pass an object that reads and gives rewards, as by=rg.estimators.OverlongPenalty(...)"
+            f"node '{name}' has by={show_value(by)}; pass an object that reads and gives rewards, as by=rg.estimators.OverlongPenalty(...)"
         )
     if isinstance(by, OverlongPenalty):
         _check_reached(name, inputs, by)

@@ -8,7 +8,7 @@ from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Model, Node, Output, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.nodes.base import Context, Fired, Stage, carried
+from rlgraph.nodes.base import Context, Fired, Stage, list_columns
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.rewards.scoring import TOKEN_COLUMNS, texts_of, tokenizer_of
@@ -68,10 +68,10 @@ class RewardModel(Model):
         tokenizer = tokenizer_of(inputs)
         if tokenizer is None:
             raise GraphError(f"node '{name}' was given no rollout whose model's tokenizer can decode the responses; pass the rollout")
-        once = {column for column, count in Counter(carried(inputs)).items() if count == 1}
+        once = {column for column, count in Counter(list_columns(inputs)).items() if count == 1}
         prompt = ("prompt_texts",) if "prompt_texts" in once else ("prompts", TOKEN_COLUMNS["prompts"])
         inputs = with_conversations(inputs)
-        messages = (MESSAGES,) if MESSAGES in carried(inputs) else ()
+        messages = (MESSAGES,) if MESSAGES in list_columns(inputs) else ()
         reads = ("responses", TOKEN_COLUMNS["responses"], *prompt, *messages)
         operation = ModelReward(self, tokenizer, prompt[0], writes)
         return Output(declare(name, operation, inputs, reads=reads, writes=(writes,), model=self))
@@ -79,7 +79,7 @@ class RewardModel(Model):
 
 def with_conversations(inputs: tuple[Output, ...]) -> tuple[Output, ...]:
     """Add the prompts of a rollout among the inputs if they are conversations and no input carries their messages."""
-    if MESSAGES in carried(inputs):
+    if MESSAGES in list_columns(inputs):
         return inputs
     rollouts = [output.node for output in inputs if isinstance(output, Output) and output.node.traits.sampling is not None]
     sources = [source for node in rollouts if node.traits.draws_from is None for source in node.inputs if MESSAGES in source.columns]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph import settings
-from rlgraph.errors import DataError, RlgraphError, shown
+from rlgraph.errors import DataError, RlgraphError, show_value
 from rlgraph.nodes.rewards.calls import Scorer
 from rlgraph.nodes.rewards.code import code
 from rlgraph.nodes.rewards.judge import judge, score_in
@@ -101,16 +101,17 @@ class Children:
         try:
             child = self.idle.get_nowait()
         except queue.Empty:
-            child = _started()
-        found = self._asked(child, response, answer) or self._asked(_started(), response, answer)
-        if found is None and self._asked(_started(), answer, answer) is None:
+            child = _start_child()
+        found = self._ask_child(child, response, answer) or self._ask_child(_start_child(), response, answer)
+        if found is None and self._ask_child(_start_child(), answer, answer) is None:
             raise DataError(
-                f"math_verify: the right answer {shown(answer)} cannot be compared with itself within {self.limit_s:g} s; mend it, leave "
+                f"math_verify: the right answer {show_value(answer)} cannot be compared with itself within {self.limit_s:g} s; mend "
+                "it, leave "
                 "the row out, or raise limit_s"
             )
         return found or (False, "")
 
-    def _asked(self, child: "subprocess.Popen[str]", response: str, answer: str) -> tuple[bool, str] | None:
+    def _ask_child(self, child: "subprocess.Popen[str]", response: str, answer: str) -> tuple[bool, str] | None:
         """Have a process compare, and keep it; None if it fails, and is killed."""
         assert child.stdout is not None
         line = child.stdout.readline() if _send_pair(child, (response, answer), self.limit_s) else ""
@@ -128,14 +129,14 @@ def text_of(answer: object) -> str:
     if isinstance(answer, str):
         return answer
     if isinstance(answer, bool) or not isinstance(answer, int | float) or not math.isfinite(answer):
-        raise DataError(f"math_verify: the field answer is {shown(answer)}; it is text, or a finite number")
+        raise DataError(f"math_verify: the field answer is {show_value(answer)}; it is text, or a finite number")
     return format(Decimal(repr(answer)), "f")
 
 
 _children: dict[float, Children] = {}  # of this process, by time limit
 
 
-def _started() -> "subprocess.Popen[str]":
+def _start_child() -> "subprocess.Popen[str]":
     command = [sys.executable, "-P", str(Path(__file__).with_name("math_child.py"))]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert child.stdout is not None
@@ -179,7 +180,7 @@ class ReasoningGym:
 
     def __post_init__(self) -> None:
         if "{question}" not in self.instruction:
-            raise DataError(f"reasoning_gym: instruction={shown(self.instruction)} has no {{question}}, where the question goes")
+            raise DataError(f"reasoning_gym: instruction={show_value(self.instruction)} has no {{question}}, where the question goes")
         _entries(self)
 
     def __len__(self) -> int:

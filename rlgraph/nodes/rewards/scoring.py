@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from rlgraph.columns import Column, Columns
-from rlgraph.errors import DataError, GraphError, RlgraphError, shown
+from rlgraph.errors import DataError, GraphError, RlgraphError, show_value
 from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.prompts import plural
 from rlgraph.nodes.rewards.calls import ONCE, CallFailed, Calls, FunctionPool, Retry, Scorer
-from rlgraph.nodes.trial import LIMIT_S, MadeUpTokenizer, TooLong, copied
+from rlgraph.nodes.trial import LIMIT_S, MadeUpTokenizer, TooLong, copy_callable
 
 # Scores that say more than a number: the answer that a response gives, and whether that answer is right.
 
@@ -45,7 +45,7 @@ class Score(float):
             made = super().__new__(cls, value)
             made.acc = None if acc is None else float(acc)
         except (TypeError, ValueError):
-            raise DataError(f"Score({shown(value)}, acc={shown(acc)}): a score and its acc are numbers") from None
+            raise DataError(f"Score({show_value(value)}, acc={show_value(acc)}): a score and its acc are numbers") from None
         made.pred = None if pred is None else str(pred)[:PRED_CHARACTERS]
         return made
 
@@ -62,7 +62,7 @@ def score_of(value: object) -> object:
         return value
     if "score" not in value:
         raise DataError(
-            f"a mapping has its number under 'score', as {{'score': 1.0, 'pred': '42'}}; it has {shown(sorted(map(str, value)))}"
+            f"a mapping has its number under 'score', as {{'score': 1.0, 'pred': '42'}}; it has {show_value(sorted(map(str, value)))}"
         )
     return Score(value["score"], value.get("pred"), value.get("acc"))
 
@@ -168,7 +168,7 @@ class Scoring:
         if not self.trial:
             return None
         tokenizers = {} if self.tokenizer is None else {self.tokenizer: MadeUpTokenizer()}
-        return replace(self, function=copied(self.function), deadline_s=LIMIT_S).graded(Context(cache=tokenizers), columns).tensor
+        return replace(self, function=copy_callable(self.function), deadline_s=LIMIT_S).graded(Context(cache=tokenizers), columns).tensor
 
     def _usable(self, value: object, rows: int) -> bool:
         try:
@@ -198,7 +198,7 @@ class Scoring:
         return f"for the batch of {rows} responses, {'and for each of them alone' if failing else 'though for none of them alone'}"
 
 
-def scoring(
+def match_parameters(
     where: str,
     function: Callable[..., Any],
     carried: Sequence[str],
@@ -211,8 +211,8 @@ def scoring(
     Raises GraphError for anything but a function, and for parameters that name no columns.
     """
     if not callable(function):
-        raise GraphError(f"{where} was given {shown(function)}; a reward is a function that returns one number a response")
-    parameters = columns_wanted(where, function, carried)
+        raise GraphError(f"{where} was given {show_value(function)}; a reward is a function that returns one number a response")
+    parameters = column_parameters(where, function, carried)
     if not parameters:
         raise GraphError(
             f"{where}: the parameters of {_name(function)}{inspect.signature(function)} name the columns it reads, "
@@ -229,7 +229,7 @@ def scoring(
     )
 
 
-def columns_wanted(where: str, function: Callable[..., Any], carried: Sequence[str]) -> dict[str, inspect.Parameter]:
+def column_parameters(where: str, function: Callable[..., Any], carried: Sequence[str]) -> dict[str, inspect.Parameter]:
     """Choose the parameters that get a column: not those that `functools.partial` fills, nor one with a default and no column.
 
     Raises GraphError for parameters that name no columns.
@@ -319,14 +319,14 @@ def checked_rewards(
 
 def _check_score(where: str, reward: object, sample: Callable[[], str]) -> Score:
     if isinstance(reward, str | bytes):
-        raise RlgraphError(f"{where} returned {shown(reward)} {sample()}; it returns one number a response, no text")
+        raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}; it returns one number a response, no text")
     try:
         graded = score_of(reward)
         value = float(graded)  # type: ignore[arg-type]
     except DataError as error:
-        raise RlgraphError(f"{where} returned {shown(reward)} {sample()}: {error}") from None
+        raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}: {error}") from None
     except (TypeError, ValueError) as error:
-        raise RlgraphError(f"{where} returned {shown(reward)} {sample()}; it returns one number a response") from error
+        raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}; it returns one number a response") from error
     score = graded if isinstance(graded, Score) else Score(value)
     for number in (value, *([] if score.acc is None else [score.acc])):
         if not math.isfinite(number):
@@ -345,4 +345,4 @@ def title(function: Callable[..., object]) -> str:
 
 def _name(function: Callable[..., object]) -> str:
     inner = function.func if isinstance(function, functools.partial) else function
-    return getattr(inner, "__name__", shown(inner))
+    return getattr(inner, "__name__", show_value(inner))

@@ -13,7 +13,7 @@ from rlgraph.engines.api import Finish, Request, Response
 from rlgraph.engines.hf_models.chat_template import ChatPrompt, reads
 from rlgraph.engines.hf_models.turns import TurnTemplate
 from rlgraph.engines.tool_parsers import vllm_calls
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.nodes.environments.agent import Agent, Environment
 from rlgraph.nodes.environments.messages import FORMATS, CallFormat, Message, ToolCall, call_id, calls_of
 from rlgraph.nodes.environments.program import Program
@@ -170,8 +170,9 @@ def check_turns(template: TurnTemplate, chat: ChatPrompt, agent: Agent, tools: T
     name = chat.tools[0]["function"]["name"] if chat.tools else "tool"
     if form is not None and name in written and name not in [call.name for call in calls_of(written, form, {})]:
         raise GraphError(
-            f"the chat template of '{template.path}' writes calls of tools as {shown(template.thinking(written)[1])}, in which "
-            f"Tools(calls={shown(agent.calls)}) finds none: give the model's format, one of {sorted(FORMATS)}, or a function of your own"
+            f"the chat template of '{template.path}' writes calls of tools as {show_value(template.thinking(written)[1])}, in which "
+            f"Tools(calls={show_value(agent.calls)}) finds none: give the model's format, one of {sorted(FORMATS)}, or a function "
+            "of your own"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rlgraph.columns import FINISH_REASONS, Column, padded
+from rlgraph.columns import FINISH_REASONS, Column, pad_rows
 from rlgraph.engines.api import GenerateEngine, Request, Response
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
@@ -94,7 +94,7 @@ def seed_of(seed: int, prompt: int, member: int) -> int:
     return (seed * 1_000_003 + prompt * 65_537 + member) % 2**31
 
 
-def chained(parts: Sequence[Sequence[Task]]) -> list[Task]:
+def chain_parts(parts: Sequence[Sequence[Task]]) -> list[Task]:
     """The tasks of all parts of a batch, in order."""
     return [task for part in parts for task in part]
 
@@ -196,10 +196,10 @@ class DecodeLoop:
 
 def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], group_ids: Column) -> dict[str, Column]:
     """Pack responses into the columns that every rollout writes, one row each: prompts padded on the left, responses on the right."""
-    tokens, mask = padded(prompts, torch.int64, left=True)
-    sampled, written = padded([r.tokens for r in responses], torch.int64, left=False)
-    log_probs, _ = padded([r.log_probs for r in responses], torch.float32, left=False)
-    versions, _ = padded([r.versions for r in responses], torch.int32, left=False)
+    tokens, mask = pad_rows(prompts, torch.int64, left=True)
+    sampled, written = pad_rows([r.tokens for r in responses], torch.int64, left=False)
+    log_probs, _ = pad_rows([r.log_probs for r in responses], torch.float32, left=False)
+    versions, _ = pad_rows([r.versions for r in responses], torch.int32, left=False)
     return {
         "prompts": tokens,
         "prompt_mask": mask,
@@ -212,7 +212,7 @@ def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], 
     }
 
 
-def columns_of_sampled(
+def pack_outcomes(
     sampled: Sequence[Outcome], group_ids: Column, rewarded: bool = False, outputs: bool = False, routes: bool = False
 ) -> dict[str, Column]:
     """Pack what was sampled into columns; with `rewarded` also `rewards` [B] and `token_rewards` [B, T], whose sums are equal.

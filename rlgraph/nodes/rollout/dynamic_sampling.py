@@ -24,12 +24,12 @@ from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rewards.calls import Calls, Retry
 from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardColumn, RewardFunction, check_column
-from rlgraph.nodes.rewards.scoring import Scoring, scoring
+from rlgraph.nodes.rewards.scoring import Scoring, match_parameters
 from rlgraph.nodes.rollout.conversation import ConversationLoop, turn_metrics
-from rlgraph.nodes.rollout.decode_loop import Outcome, Task, TaskDecoder, columns_of_sampled
+from rlgraph.nodes.rollout.decode_loop import Outcome, Task, TaskDecoder, pack_outcomes
 from rlgraph.nodes.rollout.rollout import Rollout, item_of
 from rlgraph.nodes.trial import made_up
-from rlgraph.notices import renamed
+from rlgraph.notices import accept_old_names
 from rlgraph.settings import Range, Seconds
 
 # The rule of dynamic sampling: which groups of the data order make a batch, and when the next one is drawn.
@@ -75,7 +75,7 @@ def batch_of_next(groups: Sequence[Group], wanted: int, most: int) -> int:
     return sum(1 for _ in batches(groups, wanted, most))
 
 
-def kept(batch: Sequence[Group], wanted: int) -> list[Group]:
+def choose_groups(batch: Sequence[Group], wanted: int) -> list[Group]:
     """Choose the groups of a complete batch that are trained, in the data order: those that differ, and the earliest constant ones
     where too few do."""
     constant = [group for group in batch if group.constant]
@@ -83,7 +83,7 @@ def kept(batch: Sequence[Group], wanted: int) -> list[Group]:
     return [group for group in batch if not group.constant or id(group) in filling]
 
 
-@renamed(at_once="concurrency")
+@accept_old_names(at_once="concurrency")
 @settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Refill:
@@ -135,7 +135,7 @@ class Refill:
         self._check(where, name, rollout)
         own = tuple(column for column in prompts.columns if column != "prompt_ids")
         carried = (*rollout.writes, *own)
-        scored = scoring(
+        scored = match_parameters(
             where, self.reward, carried, rollout.generator.path, Calls(self.concurrency, self.deadline_s, self.retries, self.trial)
         )
         missing = [column for column in scored.reads if column not in carried]
@@ -205,10 +205,10 @@ class DynamicSampler:
     def __call__(self, step: int, columns: Columns) -> Fired:
         self.newest = max(self.newest, step)
         world, wanted = self.context.world, self.wanted
-        batch = self._sampled(step) if wanted else []
+        batch = self._sample_batch(step) if wanted else []
         self.groups = self.groups[len(batch) :]
         self.passed += len(batch)
-        trained = kept(batch, wanted)
+        trained = choose_groups(batch, wanted)
         unfilled = sum(group.constant for group in trained)
         counts = {"prompts": len(batch), "filtered_groups": len(batch) - wanted, "unfilled_groups": unfilled}
         # Metrics are averaged over ranks, so each rank reports its count times `world`: the average is then the total.
@@ -224,7 +224,7 @@ class DynamicSampler:
         """The groups of a batch that this rank samples."""
         return len(rows_of_rank(self.operation.draws_from.count, self.context.rank, self.context.world))
 
-    def _sampled(self, step: int) -> Sequence[Group]:
+    def _sample_batch(self, step: int) -> Sequence[Group]:
         """Sample the batch that is due. If that fails, conversations are closed."""
         try:
             return self._sample(step)
@@ -305,7 +305,7 @@ class DynamicSampler:
         rows = [(group, group.responses[task.request.id]) for group in groups for task in group.tasks]
         positions = torch.tensor([group.position for group, _ in rows], dtype=torch.int64)
         rollout = self.operation.rollout
-        sampled = columns_of_sampled([one for _, one in rows], positions, rollout.rewarded, rollout.has_outputs, rollout.generator.routes)
+        sampled = pack_outcomes([one for _, one in rows], positions, rollout.rewarded, rollout.has_outputs, rollout.generator.routes)
         return self.operation.draws_from.columns([group.item for group, _ in rows]) | sampled
 
     def _spread(self, trained: Sequence[Group], batch: Sequence[Group]) -> dict[str, float]:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlgraph.columns import Column, Columns, rows_of_rank, truncated
+from rlgraph.columns import Column, Columns, rows_of_rank, truncation_mask
 from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset
 from rlgraph.engines.hf_models.chat_template import encoded_prompts
@@ -22,11 +22,11 @@ from rlgraph.nodes.conversations import Chat
 from rlgraph.nodes.prompts import Prompts, is_stream, plural, prompts
 from rlgraph.nodes.rewards.calls import Calls, Retry
 from rlgraph.nodes.rewards.reward import DEADLINE_S, Concurrency, RewardFunction
-from rlgraph.nodes.rewards.scoring import Score, Scoring, scoring
+from rlgraph.nodes.rewards.scoring import Score, Scoring, match_parameters
 from rlgraph.nodes.rollout.decode_loop import columns_of
 from rlgraph.nodes.rollout.fitting import check_prompts, most_tokens
 from rlgraph.nodes.rollout.rollout import Generator
-from rlgraph.notices import renamed
+from rlgraph.notices import accept_old_names
 from rlgraph.settings import Count, Finite, Name, Seconds, checked
 from rlgraph.values.sampling import Sampling
 
@@ -160,7 +160,7 @@ ANSWERS = ("responses", "response_mask", "weight_version", "finish_reasons", "gr
 ASKED = ("prompts", "prompt_mask")  # which nobody reads but a recorder of samples
 
 
-@renamed(at_once="concurrency")
+@accept_old_names(at_once="concurrency")
 @checked()
 def evaluate(
     generator: Generator,
@@ -213,7 +213,9 @@ def evaluate(
     answers = Output(declare(name, answer, (), reads=(), writes=(*ANSWERS, *ASKED), rows=rows, model=generator, feedback=weights, due=due))
     messages = () if questions.chat is None else ("prompt_messages",)
     texts = ("prompts", "prompt_texts", *messages, *(plural(f) for f in questions.fields))
-    scored = scoring(f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, Calls(concurrency, deadline_s, retries, trial), texts)
+    scored = match_parameters(
+        f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, Calls(concurrency, deadline_s, retries, trial), texts
+    )
     for column in scored.reads:
         if column not in (*ANSWERS, *texts):
             raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; {choices(column, texts)}")
@@ -327,7 +329,7 @@ class Grade(Operation):
         assert isinstance(mask, torch.Tensor)
         assert isinstance(versions, torch.Tensor)
         found["response_length/mean"] = mask.sum(-1).float().mean().item()
-        found["response/truncated"] = truncated(columns).float().mean().item()
+        found["response/truncated"] = truncation_mask(columns).float().mean().item()
         found["version"] = float(versions.max())
         rewards = torch.tensor([float(score) for score in scores])
         return {"rewards": rewards}, {f"{self.prefix}/{name}": value for name, value in (found | self.questions.metrics).items()}

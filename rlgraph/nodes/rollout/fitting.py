@@ -10,7 +10,7 @@ from rlgraph.columns import Columns
 from rlgraph.data.rows import Overlong, place_of
 from rlgraph.engines.hf_models.chat_template import check_conversations, encoded_prompts
 from rlgraph.engines.registry import EngineSpec
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.prompts import Prompts, Room, StreamedPrompts
@@ -42,12 +42,13 @@ def check_prompts(
     unknown = [token for token in sampling.stop_token_ids if token >= model.vocab_size]
     if unknown:
         raise DataError(
-            f"node '{node.name}' stops at the tokens {shown(unknown)}, which the vocabulary of '{generator.path}' does not have: its ids "
+            f"node '{node.name}' stops at the tokens {show_value(unknown)}, which the vocabulary of '{generator.path}' does not "
+            "have: its ids "
             f"are 0 to {model.vocab_size - 1}; take them from the model's own tokenizer"
         )
     context = generator.max_context or model.context_length
     if not generator.spec.fixed_rotation:
-        check_rotation(f"node '{node.name}' samples with engine={shown(generator.spec.name)}", generator.path, context)
+        check_rotation(f"node '{node.name}' samples with engine={show_value(generator.spec.name)}", generator.path, context)
     tokenizer = check_tokenizer(generator.path)
     room = context - sampling.max_tokens
     if room < 1:

@@ -17,7 +17,7 @@ from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.turns import TurnTemplate
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage
@@ -37,10 +37,10 @@ from rlgraph.nodes.rollout.decode_loop import (
     Outcome,
     Task,
     TaskDecoder,
-    chained,
+    chain_parts,
     check_routes,
     check_told,
-    columns_of_sampled,
+    pack_outcomes,
     route_dims,
     seed_of,
 )
@@ -145,7 +145,7 @@ class Generator(Model):
             )
         if self.memory is not None and self.pool.cpus is not None:
             raise GraphError(
-                f"Generator(memory={self.memory}, pool=Pool({shown(self.pool.name)}, cpus={self.pool.cpus})): memory is a share of "
+                f"Generator(memory={self.memory}, pool=Pool({show_value(self.pool.name)}, cpus={self.pool.cpus})): memory is a share of "
                 "a GPU's; leave it out on host cores"
             )
         if self.engine_args and self.engine_args.get("enable_expert_parallel") and self.tensor_parallel == 1:
@@ -345,14 +345,14 @@ class Rollout(Operation):
         tokenizer = check_prompts(node, self.generator, self.sampling, None)
         check_conversations_of(self, tokenizer, source)
         if self.rewarded and isinstance(self.agent, Agent):
-            self.agent.say_unscored(node.name)
+            self.agent.warn_without_outcome(node.name)
         if self.tools is not None:  # an environment may begin with other messages than its prompt
             check_prompts(node, self.generator, self.sampling, source, lambda columns: chats_of(columns, tokenizer, described))
 
     def start(self, context: Context) -> Stage:
         context.tokenizer(self.generator.path)  # here, so that the first step does not load it
         decoder = self.decoder(context)
-        loop = DecodeLoop(context, decoder, self.admission, lambda step: chained(self.tasks(context, self._drawn(context, step))))
+        loop = DecodeLoop(context, decoder, self.admission, lambda step: chain_parts(self.tasks(context, self._draw_batch(context, step))))
         if self.chunks > 1:
             return lambda step, columns: self.decoded(context, loop, step, columns)  # type: ignore[return-value]
         return lambda step, columns: next(self.decoded(context, loop, step, columns))
@@ -363,7 +363,7 @@ class Rollout(Operation):
             return OneTurn(context.engine, self.prefix)
         return session_loop(self, self.agent, context) if isinstance(self.agent, Program) else turn_loop(self, self.agent, context)
 
-    def _drawn(self, context: Context, step: int) -> Columns:
+    def _draw_batch(self, context: Context, step: int) -> Columns:
         assert self.source is not None
         return self.source.batch(step, context.set_aside)
 
@@ -373,7 +373,7 @@ class Rollout(Operation):
         assert isinstance(ids, torch.Tensor)
         chunks = self.tasks(context, columns)
         try:
-            loop.begin(step, chained(chunks))
+            loop.begin(step, chain_parts(chunks))
             for rows, tasks in zip(self.shares(context, ids), chunks, strict=True):
                 sampled = loop.take(step, tasks)
                 yield self.packed(context, loop.decoder, sampled, repeat_rows(ids[rows], self.group_size))
@@ -386,7 +386,7 @@ class Rollout(Operation):
 
     def packed(self, context: Context, decoder: TaskDecoder, sampled: Sequence[Outcome], ids: Column) -> Fired:
         """Pack the responses of a part into columns, with the metrics of its conversations."""
-        columns = columns_of_sampled(sampled, ids, self.rewarded, self.has_outputs, self.generator.routes)
+        columns = pack_outcomes(sampled, ids, self.rewarded, self.has_outputs, self.generator.routes)
         found = context.engine.decode_metrics()
         if isinstance(decoder, ConversationLoop):
             found |= turn_metrics(sampled, decoder.seconds, self.tools is not None, context.world * self.chunks, decoder.counted)
@@ -535,4 +535,6 @@ def check_options(name: str, routes: bool, **options: Any) -> None:
             "place; give concurrency=, or leave warm out"
         )
     if refill is not None and not hasattr(refill, "declare"):
-        raise GraphError(f"node '{name}' has refill={shown(refill)}; pass what to refill by, as refill=rg.options.Refill(reward=right)")
+        raise GraphError(
+            f"node '{name}' has refill={show_value(refill)}; pass what to refill by, as refill=rg.options.Refill(reward=right)"
+        )

@@ -47,7 +47,7 @@ class Said:
     malformed: bool
 
 
-def read_said(template: TurnTemplate, form: CallFormat | None, asked: ChatRequest, chat: ChatPrompt, response: Response) -> Said:
+def parse_turn(template: TurnTemplate, form: CallFormat | None, asked: ChatRequest, chat: ChatPrompt, response: Response) -> Said:
     """Read the turn after a conversation. A call that is written wrongly leaves it plain text."""
     place = sum(message["role"] == "assistant" for message in chat.messages)
     response, stopped = _cut_at_stop(template, asked, response)
@@ -188,7 +188,7 @@ class SessionLoop(ConversationLoop):
         self._begin()
         self._receive()
         for call in self.calls.ended(0.0):
-            self._heard(call)
+            self._end_session(call)
         if self._open:
             for name, response in self.context.engine.step(self.rules.prefix).items():
                 opened = self._open.pop(name, None)
@@ -242,9 +242,9 @@ class SessionLoop(ConversationLoop):
                 found.append(self._inbox.get_nowait())
         for pending in found:
             if pending is not None:
-                self._called(pending)
+                self._submit_call(pending)
 
-    def _called(self, pending: Pending) -> None:
+    def _submit_call(self, pending: Pending) -> None:
         """Submit a call of a session to the engine, or refuse it."""
         session: ProgramSession = pending.session
         if pending.gone:
@@ -266,7 +266,7 @@ class SessionLoop(ConversationLoop):
             session.counts["limit_turns"] = 1.0
             raise ApiError(400, f"a session has at most {self.rules.max_turns} calls (max_turns)", "max_turns")
         asked = pending.chat.request
-        parent, prompt, read = self._placed(session, pending)
+        parent, prompt, read = self._find_branch(session, pending)
         room = self.rules.sampling.max_tokens - (len(parent.tokens) if parent is not None else 0) - len(read)
         if room < 1:
             session.finish = "length"
@@ -287,7 +287,7 @@ class SessionLoop(ConversationLoop):
         times = session.asked[digest] = session.asked.get(digest, -1) + 1
         return (session.tasks[0].request.seed + int.from_bytes(digest, "big") + 65_537 * times) % 2**31
 
-    def _placed(self, session: ProgramSession, pending: Pending) -> tuple[ModelCall | None, Sequence[int], Sequence[int]]:
+    def _find_branch(self, session: ProgramSession, pending: Pending) -> tuple[ModelCall | None, Sequence[int], Sequence[int]]:
         """Find the call that a call goes on from, the prompt of its branch, and what is read between; else render it as a whole."""
         chat = pending.chat.prompt
         if not self.rules.describes:
@@ -296,7 +296,7 @@ class SessionLoop(ConversationLoop):
         try:
             if parent is not None:
                 answers = list(chat.messages[len(parent.chat.messages) + 1 :])
-                if self._kept(parent, answers):
+                if self._keeps_turns(parent, answers):
                     return parent, parent.prompt, self.template.between(parent.chat, parent.said, answers, parent.tokens[-1])
             prompt = self.template.prompt(chat)
         except Exception as error:  # noqa: BLE001 (whatever a template raises, for what a program has sent)
@@ -308,7 +308,7 @@ class SessionLoop(ConversationLoop):
             raise ApiError(400, message, "context_length_exceeded")
         return None, prompt, []
 
-    def _kept(self, parent: ModelCall, answers: Sequence[Mapping[str, Any]]) -> bool:
+    def _keeps_turns(self, parent: ModelCall, answers: Sequence[Mapping[str, Any]]) -> bool:
         """Tell whether the template keeps the turns before these messages as they were written."""
         for role in {answer["role"] for answer in answers} - self._keeps.keys():
             try:
@@ -324,7 +324,7 @@ class SessionLoop(ConversationLoop):
         session: ProgramSession = call.pending.session
         asked, chat = call.pending.chat.request, call.pending.chat.prompt
         session.waited_s += time.monotonic() - call.begun
-        said: Said = read_said(self.template, self.rules.form, asked, chat, response)
+        said: Said = parse_turn(self.template, self.rules.form, asked, chat, response)
         if said.malformed:
             session.count("malformed_calls")
         finish: Finish = "length" if said.finish == "length" and len(said.response.tokens) >= call.room else "stop"
@@ -335,7 +335,7 @@ class SessionLoop(ConversationLoop):
             session.tree.add(ModelCall(call.parent, known, said.message, call.prompt, call.read, said.response, finish))
         call.pending.answer(reply_of(f"chatcmpl-{call.request.id}", self.template, asked, said, call.request.prompt))
 
-    def _heard(self, call: Call) -> None:
+    def _end_session(self, call: Call) -> None:
         """End the session of a program that has ended."""
         session: ProgramSession = call.owner
         if session.ended:

@@ -94,12 +94,12 @@ class TurnLoop(ConversationLoop):
                 ended = self.calls.ended(WAIT_S)
             self.seconds["idle_s"] += time.monotonic() - start
         for call in ended:
-            self._heard(call)
+            self._handle_answer(call)
         if self._open:
             for name, response in self.context.engine.step(self.rules.prefix).items():
                 conversation = self._open.pop(name)
                 conversation.wrote(response)
-                self._wrote(conversation, response.tokens)
+                self._pass_turn(conversation, response.tokens)
         self.calls.send()
         done, self._done = self._done, {}
         return done
@@ -123,24 +123,24 @@ class TurnLoop(ConversationLoop):
         while len(self.calls) and time.monotonic() < deadline:
             for call in self.calls.ended(WAIT_S):
                 if call.kind == "close":
-                    self._heard(call)
+                    self._handle_answer(call)
 
     def _begin(self) -> None:
         """Begin conversations, in the order of their tasks, as long as there is room; make the next environments ahead."""
         while (self._warm or self._waiting) and self._room() > 0:
-            conversation = self._warm.popleft() if self._warm else self._made()
+            conversation = self._warm.popleft() if self._warm else self._start_conversation()
             conversation.begun = time.monotonic()
             self._live.add(conversation)
             if conversation in self._kept:
-                self._heard(self._kept.pop(conversation))
+                self._handle_answer(self._kept.pop(conversation))
         while self._waiting and len(self._warm) < self.rules.agent.warm:
-            self._warm.append(self._made())
+            self._warm.append(self._start_conversation())
 
     def _room(self) -> float:
         most = self.rules.concurrency
         return float("inf") if most is None else most - len(self._live)
 
-    def _made(self) -> Conversation:
+    def _start_conversation(self) -> Conversation:
         """Make the conversation of the next task, and have its environment made."""
         task = self._waiting.popleft()
         conversation = Conversation(task, self.rules.chat(task.item), time.monotonic())
@@ -181,7 +181,7 @@ class TurnLoop(ConversationLoop):
         if conversation.environment is not None:
             await conversation.environment.close()
 
-    def _heard(self, call: Call) -> None:
+    def _handle_answer(self, call: Call) -> None:
         """Go on with a conversation whose environment has answered."""
         conversation: Conversation = call.owner
         if call.kind == "close":
@@ -200,13 +200,13 @@ class TurnLoop(ConversationLoop):
             return
         try:
             if call.kind == "reset":
-                self._started(conversation, call.value)
+                self._submit_first_turn(conversation, call.value)
             else:
-                self._answered(conversation, call.value, last=call.kind == "truncated")
+                self._submit_next_turn(conversation, call.value, last=call.kind == "truncated")
         except _CannotGoOn as wrong:
             self._fail(conversation, wrong.kind, str(wrong))
 
-    def _started(self, conversation: Conversation, messages: object) -> None:
+    def _submit_first_turn(self, conversation: Conversation, messages: object) -> None:
         """Submit the first turn, after the messages that `reset` returned."""
         if messages is not None:
             given = [message.as_dict() for message in self._checked_messages("reset", messages)]
@@ -228,12 +228,12 @@ class TurnLoop(ConversationLoop):
         self._open[request.id] = conversation
         self.context.engine.submit(request)
 
-    def _wrote(self, conversation: Conversation, tokens: Sequence[int]) -> None:
+    def _pass_turn(self, conversation: Conversation, tokens: Sequence[int]) -> None:
         """Pass a turn of the model to its environment."""
         if not tokens or conversation.finish == "abort":
             self._end(conversation)
             return
-        conversation.said = said = self._said(conversation, tokens)
+        conversation.said = said = self._read_turn(conversation, tokens)
         if conversation.finish == "length" and not conversation.room:
             self._cut_off(conversation, "limit_tokens", "length")
             return
@@ -247,7 +247,7 @@ class TurnLoop(ConversationLoop):
         assert environment is not None
         self._call(conversation, "step", lambda: environment.step(said, *self._member(conversation)))
 
-    def _said(self, conversation: Conversation, tokens: Sequence[int]) -> Message:
+    def _read_turn(self, conversation: Conversation, tokens: Sequence[int]) -> Message:
         """Read a turn of the model: its text, its thinking and its calls of tools."""
         reasoning, content = self.template.thinking(self.template.content(tokens))
         form, tools = self.rules.form, conversation.chat.tools
@@ -267,7 +267,7 @@ class TurnLoop(ConversationLoop):
         else:
             self._call(conversation, "truncated", lambda: score(conversation.said, *self._member(conversation)))
 
-    def _answered(self, conversation: Conversation, turn: object, last: bool = False) -> None:
+    def _submit_next_turn(self, conversation: Conversation, turn: object, last: bool = False) -> None:
         """Submit the next turn, after what the environment has answered; none after the `last`."""
         if not isinstance(turn, Turn):
             raise _CannotGoOn("errors", f"{'truncated' if last else 'step'} returned a {type(turn).__name__}; it returns an rg.agents.Turn")
@@ -281,7 +281,7 @@ class TurnLoop(ConversationLoop):
         if conversation.counts["cost"] >= (self.rules.agent.most_cost or float("inf")):
             self._cut_off(conversation, "limit_cost", "turns")
             return
-        messages = self._cut(conversation, self._checked_messages("step", turn.messages))
+        messages = self._truncate_messages(conversation, self._checked_messages("step", turn.messages))
         if conversation.turn >= self.rules.max_turns:
             self._cut_off(conversation, "limit_turns", "turns")
             return
@@ -317,7 +317,7 @@ class TurnLoop(ConversationLoop):
             raise _CannotGoOn("errors", f"{what} returned {len(messages)} messages; a conversation goes on with 1 to {MOST_MESSAGES}")
         return messages
 
-    def _cut(self, conversation: Conversation, messages: Sequence[Message]) -> Sequence[Message]:
+    def _truncate_messages(self, conversation: Conversation, messages: Sequence[Message]) -> Sequence[Message]:
         """Cut off what is beyond the characters of a turn."""
         room, kept = self.rules.agent.output_characters, []
         for message in messages:

@@ -10,12 +10,12 @@ from rlgraph.algorithms.advantages import GroupEstimator
 from rlgraph.algorithms.correction import ImportanceWeights, Rejection, RolloutCorrection
 from rlgraph.algorithms.diagnostics import diagnostics
 from rlgraph.algorithms.shaping import constant_groups
-from rlgraph.columns import Column, Columns, truncated
-from rlgraph.errors import GraphError, shown
+from rlgraph.columns import Column, Columns, truncation_mask
+from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.graph.rules import SAMPLED
-from rlgraph.nodes.base import Context, Fired, FunctionOperation, ReadColumns, Stage, carried, custom, tensor_of
+from rlgraph.nodes.base import Context, Fired, FunctionOperation, ReadColumns, Stage, custom, list_columns, tensor_of
 from rlgraph.nodes.training.trained_model import TOKENS
 from rlgraph.settings import AtLeastZero, Name, checked
 from rlgraph.values.sampling import Sampling
@@ -54,8 +54,8 @@ def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: 
     ('advantages',)
     """
     if not callable(estimator) or isinstance(estimator, type) or not hasattr(estimator, "reads"):
-        raise GraphError(f"node '{name}' has estimator={shown(estimator)}; pass an estimator object, as estimator=rg.GRPO()")
-    given = carried(inputs)
+        raise GraphError(f"node '{name}' has estimator={show_value(estimator)}; pass an estimator object, as estimator=rg.GRPO()")
+    given = list_columns(inputs)
     reads = list(estimator.reads)
     if "loss_mask" in given and "response_mask" in reads:
         reads[reads.index("response_mask")] = "loss_mask"
@@ -154,7 +154,7 @@ def _correction(name: str, weights: Any, rejections: Sequence[Rejection]) -> Rol
     """Combine weights and rejections into one object; pass a function of the user's own through."""
     if isinstance(weights, type) or not (weights is None or callable(weights)):
         raise GraphError(
-            f"node '{name}' has weights={shown(weights)}; pass a weights object, as weights=rg.estimators.TruncatedIS(level='token')"
+            f"node '{name}' has weights={show_value(weights)}; pass a weights object, as weights=rg.estimators.TruncatedIS(level='token')"
         )
     if weights is None and not rejections:
         raise GraphError(f"node '{name}' has neither weights nor rejections, and so nothing to do; give one of them")
@@ -162,7 +162,7 @@ def _correction(name: str, weights: Any, rejections: Sequence[Rejection]) -> Rol
         return RolloutCorrection(weights, tuple(rejections))
     if rejections:
         raise GraphError(
-            f"node '{name}' has weights={shown(weights)} and rejections; put both into one rg.estimators.RolloutCorrection(...)"
+            f"node '{name}' has weights={show_value(weights)} and rejections; put both into one rg.estimators.RolloutCorrection(...)"
         )
     correction: RolloutCorrection | Weigh = weights
     return correction
@@ -242,13 +242,13 @@ def filter_truncated(*inputs: Output, name: str = "filter_truncated") -> Output:
 
 def _mask_truncated_rows(columns: Columns) -> Fired:
     mask = tensor_of(columns, "loss_mask" if "loss_mask" in columns else "response_mask")
-    cut = truncated(columns)
+    cut = truncation_mask(columns)
     return {"loss_mask": mask & ~cut[:, None]}, {"filter/truncated_fraction": cut.float().mean().item()}
 
 
 def mask_columns(inputs: Sequence[Output]) -> tuple[str, ...]:
     """Choose the mask of the tokens to train: `loss_mask` if an input carries it, else `response_mask`."""
-    return ("loss_mask",) if "loss_mask" in carried(inputs) else ("response_mask",)
+    return ("loss_mask",) if "loss_mask" in list_columns(inputs) else ("response_mask",)
 
 
 # Preference pairs out of a rollout: of each group the responses of the highest and of the lowest reward.
@@ -305,7 +305,7 @@ def preferred(*inputs: Output, gap: AtLeastZero = 0.0, name: Name = "preferred")
     leaves these out. `margins` is the difference of the rewards. Metrics: `preferred/share` of the groups that give a pair, and
     `preferred/gap`, the mean difference. Raises GraphError for inputs without the rewards of a rollout, and groups of one.
     """
-    given = carried(inputs)
+    given = list_columns(inputs)
     sources = [o.node.traits for o in inputs if isinstance(o, Output) and (o.node.traits.group_size or 1) > 1]
     if not sources:
         raise GraphError(f"node '{name}' needs a rollout with a group_size of 2 or more among its inputs, to take the best and the worst")

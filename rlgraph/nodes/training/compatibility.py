@@ -12,7 +12,7 @@ from rlgraph.engines.precision import INSTALL, is_installed
 from rlgraph.errors import CertificateError, DataError, GraphError
 from rlgraph.graph.nodes import Node, Output
 from rlgraph.graph.rules import EXACT_DTYPES
-from rlgraph.nodes.base import carried, tensor_of
+from rlgraph.nodes.base import list_columns, tensor_of
 from rlgraph.nodes.examples import Examples, Stepwise
 from rlgraph.nodes.rollout.decode_loop import ROUTES, check_routes
 from rlgraph.plan.model_shapes import PROJECTIONS
@@ -50,7 +50,7 @@ def check_exact_settings(model: Any) -> None:
 
 def columns_to_check(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ...]:
     """The columns that an update reads for its check. Raises GraphError for an exact policy's batch that no engine sampled."""
-    if model.exact and "rollout_log_probs" not in carried(inputs):
+    if model.exact and "rollout_log_probs" not in list_columns(inputs):
         raise GraphError(
             f"node '{name}' trains a policy with exact=True on a batch that no engine sampled; pass it a rollout, or leave out exact"
         )
@@ -192,7 +192,7 @@ def routes_read(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ...]
     """
     if not model.router_replay:
         return ()
-    if not set(ROUTES) <= set(carried(inputs)):
+    if not set(ROUTES) <= set(list_columns(inputs)):
         sampled = next((o.node.name for o in inputs if isinstance(o, Output) and o.node.traits.work == "generate"), None)
         fix = f"make the generator of '{sampled}' with routes=True" if sampled else "pass it a rollout of rg.Generator(…, routes=True)"
         raise GraphError(

@@ -9,7 +9,7 @@ from rlgraph.algorithms.policy_loss import WholeLoss
 from rlgraph.columns import Columns
 from rlgraph.engines.api import ValueLossFn
 from rlgraph.graph.nodes import Output, declare
-from rlgraph.nodes.base import Context, Fired, Stage, carried
+from rlgraph.nodes.base import Context, Fired, Stage, list_columns
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule
@@ -58,7 +58,7 @@ class Critic(TrainedModel):
         Raises GraphError for a column that the loss reads and no input carries, or mini-batches of different sizes.
         """
         check_loss(name, loss)
-        given = carried(inputs)
+        given = list_columns(inputs)
         optional = [c for c in ("values", "loss_mask") if c in given]
         schedule = checked_schedule(name, inputs, epochs, mini_batches)
         training = CriticUpdate(model=self, loss=loss, schedule=schedule, guards=guards, name=name)

@@ -17,7 +17,7 @@ from rlgraph.engines.hf_export.folder import HEAD
 from rlgraph.engines.hf_models.model_files import header_shapes
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Graph, Output, declare
-from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
+from rlgraph.nodes.base import Context, Fired, Stage, list_columns, tensor_of
 from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
@@ -140,7 +140,7 @@ class LearnedReward(TrainedModel):
         Raises GraphError for a column that the loss reads and no input carries, or mini-batches of different sizes.
         """
         check_taken(name, loss, self.scores, inputs, mini_batches)
-        given = carried(inputs)
+        given = list_columns(inputs)
         optional = [column for column in loss.optional_reads if column in given]
         schedule = checked_schedule(name, inputs, epochs, mini_batches)
         training = RewardUpdate(model=self, loss=loss, schedule=schedule, guards=guards, name=name)

@@ -10,7 +10,7 @@ from rlgraph.engines.api import PolicyLossFn, chosen_at
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import Operation
-from rlgraph.nodes.base import Context, Stage, carried
+from rlgraph.nodes.base import Context, Stage, list_columns
 from rlgraph.nodes.training.compatibility import columns_to_check, routes_read
 from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary
@@ -162,7 +162,7 @@ class Policy(TrainedModel):
 
 def columns_read(name: str, inputs: Sequence[Output], loss: PolicyLossFn | WholeLoss) -> tuple[str, tuple[str, ...]]:
     """Choose the column that ratios are taken against, and the columns that an update with this loss reads of its inputs."""
-    given = carried(inputs)
+    given = list_columns(inputs)
     wanted = [c for c in loss.reads if c not in ("old_log_probs", "current_version")]
     behaviour = "old_log_probs" if "old_log_probs" in given or "old_log_probs" not in loss.reads else "rollout_log_probs"
     if "old_log_probs" in loss.reads:
@@ -193,7 +193,7 @@ def sampling_temperature(inputs: Sequence[Output]) -> float:
 
 def _mismatch_columns(guards: Guards, inputs: Sequence[Output]) -> tuple[str, ...]:
     """Name the columns by which the guards measure the engine's distance: where a limit stops, or where the inputs carry both."""
-    columns, there = ("rollout_log_probs", "old_log_probs"), carried(inputs)
+    columns, there = ("rollout_log_probs", "old_log_probs"), list_columns(inputs)
     comparable = all(there.count(column) == 1 for column in columns) and all(sampling.whole for _, sampling in _samplings(inputs))
     return columns if guards.stop_mismatch is not None or (guards.warn_mismatch is not None and comparable) else ()
 

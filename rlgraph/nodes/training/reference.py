@@ -13,7 +13,7 @@ import torch
 
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Columns
-from rlgraph.errors import DataError, GraphError, shown
+from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
 from rlgraph.graph.operation import ModelTraits
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
@@ -182,7 +182,8 @@ class Reference(TrainedModel):
         if cache is not None:
             if self.dtype == "auto":
                 raise GraphError(
-                    f"node '{name}' has cache={shown(str(cache))} of a reference with dtype='auto', which may be another one on the next "
+                    f"node '{name}' has cache={show_value(str(cache))} of a reference with dtype='auto', which may be another one "
+                    "on the next "
                     "machine; give dtype='bfloat16' or 'float32'"
                 )
             operation = CachedLogProbs(self, "ref_log_probs", temperature, cache=os.path.abspath(cache))

@@ -11,7 +11,7 @@ from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.nodes.base import Context, Fired, Stage, carried, tensor_of
+from rlgraph.nodes.base import Context, Fired, Stage, list_columns, tensor_of
 from rlgraph.nodes.examples import Examples
 from rlgraph.nodes.items import read
 from rlgraph.nodes.prompts import Prompts
@@ -84,7 +84,7 @@ class Teacher(Reference):
         self, *inputs: Output, only: Name | None = None, name: str = "teacher_log_probs"
     ) -> Output:
         """Declare `teacher_log_probs` [B, T], for `rg.estimators.TeacherKL`. `only` scores the rows of this `data_source` alone."""
-        return self._declared(name, inputs, OWN, top=False, top_k=None, only=only)
+        return self._declare_scores(name, inputs, OWN, top=False, top_k=None, only=only)
 
     @checked()
     def top_log_probs(
@@ -95,9 +95,9 @@ class Teacher(Reference):
         They are the teacher's `top_k` most probable tokens at each position; 64 are 512 bytes a token. With None they are the whole
         vocabulary, which is for small ones, or few tokens. `only` scores the rows of this `data_source` alone.
         """
-        return self._declared(name, inputs, (*OWN, *TOP), top=True, top_k=top_k, only=only)
+        return self._declare_scores(name, inputs, (*OWN, *TOP), top=True, top_k=top_k, only=only)
 
-    def _declared(self, name: str, inputs: Any, writes: tuple[str, ...], *, top: bool, top_k: int | None, only: str | None) -> Output:
+    def _declare_scores(self, name: str, inputs: Any, writes: tuple[str, ...], *, top: bool, top_k: int | None, only: str | None) -> Output:
         if top:
             check_whole_vocabulary(name, self)
         temperature = sampling_temperature(inputs)
@@ -164,7 +164,7 @@ def by_source(*inputs: Output, teachers: Mapping[str, Teacher], top_k: Count | N
     """
     if len(teachers) < 2:
         raise GraphError(f"node '{name}' has teachers={list(teachers)}; several choose by source: with one call teacher.log_probs(rollout)")
-    if "data_sources" not in carried(inputs):
+    if "data_sources" not in list_columns(inputs):
         raise GraphError(f"node '{name}' needs the column data_sources; pass prompts whose items have a data_source, beside the rollout")
     scored = []
     for source, teacher in teachers.items():

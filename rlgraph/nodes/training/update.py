@@ -12,9 +12,9 @@ from rlgraph.algorithms.advantages import StepwiseLoss
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.policy_loss import GRADIENTS, SlopedLoss, WholeLoss
 from rlgraph.batching.packing import response_lengths
-from rlgraph.columns import Column, Columns, concat_rows, rows_of, truncated
+from rlgraph.columns import Column, Columns, concat_rows, rows_of, truncation_mask
 from rlgraph.engines.api import Loss, chosen_at
-from rlgraph.errors import GraphError, shown
+from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
@@ -82,7 +82,7 @@ class Mixture:
         return whole, found
 
 
-def joined(batches: Sequence[Columns]) -> dict[str, Column]:
+def join_batches(batches: Sequence[Columns]) -> dict[str, Column]:
     """Join batches of different columns along their rows; what a batch lacks is 0 or no text. The column `PART` numbers them."""
     like: dict[str, tuple[Column, int]] = {}  # a column, and how wide the responses beside it are
     for batch in batches:
@@ -112,7 +112,7 @@ def _pick(column: Column, rows: torch.Tensor) -> Column:
 def checked_also(node: str, also: Sequence[Any]) -> Iterator[tuple[Sequence[Output], Any, float]]:
     """Check what `also` was given: (a batch or several outputs, loss, weight) each. Raises GraphError for anything else."""
     for number, entry in enumerate(also):
-        where = f"node '{node}' has also[{number}]={shown(entry)}"
+        where = f"node '{node}' has also[{number}]={show_value(entry)}"
         if not isinstance(entry, tuple) or len(entry) != 3:
             raise GraphError(f"{where}; each is (batch, loss, weight), as (examples, rg.SFTLoss(), 0.1)")
         given, loss, weight = entry
@@ -134,14 +134,14 @@ def own_name(node: str, taken: Sequence[str]) -> str:
     return next(name for name in names if name not in taken and name not in FAMILIES)
 
 
-def mixed(each: Sequence[tuple[Columns, Any]], more: Sequence[Part]) -> tuple[Columns, Mixture]:
+def join_with_losses(each: Sequence[tuple[Columns, Any]], more: Sequence[Part]) -> tuple[Columns, Mixture]:
     """Join the batches of an optimizer step with their losses: the update's own first, then those of `more`."""
     weights = [(1.0, ""), *((part.weight, f"{part.name}/") for part in more)]
     parts = tuple(
         (loss, weight, Totals.of(tensor_of(batch, "response_mask")), front)
         for (batch, loss), (weight, front) in zip(each, weights, strict=True)
     )
-    return joined([batch for batch, _ in each]), Mixture(parts)
+    return join_batches([batch for batch, _ in each]), Mixture(parts)
 
 
 # The update: the node that trains a model on a batch, the optimizer steps that it takes, and the batch that a policy learns from.
@@ -198,9 +198,9 @@ class UpdateSchedule:
         for mini_batches in zip(self.cut(batch), *(self.cut(other) for other, _ in more), strict=True):
             if not _has_tokens(mini_batches[0]):
                 continue
-            each = [prepared(engine, mini_batches[0], loss, temperature)]
-            each += [prepared(engine, rows, own.loss, temperature) for rows, (_, own) in zip(mini_batches[1:], more, strict=True)]
-            ready, whole = mixed(each, [own for _, own in more]) if more else each[0]
+            each = [prepare_loss(engine, mini_batches[0], loss, temperature)]
+            each += [prepare_loss(engine, rows, own.loss, temperature) for rows, (_, own) in zip(mini_batches[1:], more, strict=True)]
+            ready, whole = join_with_losses(each, [own for _, own in more]) if more else each[0]
             for name, value in engine.update(ready, whole, temperature=temperature, **settings).items():
                 found.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in found.items()}
@@ -216,7 +216,7 @@ def _has_tokens(mini_batch: Columns) -> bool:
     return bool(mask.any())
 
 
-def prepared(engine: Any, batch: Columns, loss: Any, temperature: float) -> tuple[Columns, Any]:
+def prepare_loss(engine: Any, batch: Columns, loss: Any, temperature: float) -> tuple[Columns, Any]:
     """Take the slopes of a `WholeLoss` in the scores of its mini-batch; pass any other loss through.
 
     Rows without a slope, such as pairs without a winner, leave the mask: the passes with gradients need not compute them.
@@ -323,7 +323,7 @@ def _sizes(columns: Columns) -> Mapping[str, float]:
     assert isinstance(mask, torch.Tensor)
     assert isinstance(prompt_mask, torch.Tensor)
     lengths = mask.sum(-1).float()
-    cut = {"response/truncated": truncated(columns).float().mean().item()} if "finish_reasons" in columns else {}
+    cut = {"response/truncated": truncation_mask(columns).float().mean().item()} if "finish_reasons" in columns else {}
     return cut | {
         "response_length/mean": lengths.mean().item(),
         "response_length/max": lengths.max().item(),
@@ -346,7 +346,7 @@ def checked_schedule(node: str, inputs: Sequence[Any], epochs: int, mini_batches
 def check_loss(name: str, loss: object) -> None:
     """Raise GraphError for anything but a loss object."""
     if not callable(loss) or isinstance(loss, type) or not hasattr(loss, "reads"):
-        raise GraphError(f"node '{name}' has loss={shown(loss)}; pass a loss object, as loss=rg.ClippedLoss()")
+        raise GraphError(f"node '{name}' has loss={show_value(loss)}; pass a loss object, as loss=rg.ClippedLoss()")
 
 
 # Whether a loss goes with what it is given: its model's scores, and the rows of its batch.

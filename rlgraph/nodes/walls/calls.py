@@ -8,7 +8,7 @@ import ctypes
 import os
 import struct
 
-from .kernel import PR_SET_SECCOMP, checked, libc
+from .kernel import PR_SET_SECCOMP, check_result, libc
 
 # Allowed with any arguments: name, number on x86-64, number on 64-bit Arm; - if that machine has no such call.
 ALLOWED = """
@@ -82,7 +82,7 @@ def leave_calls() -> None:
     packed = b"".join(struct.pack("=HBBI", *step) for step in program)
     steps = ctypes.create_string_buffer(packed)
     head = struct.pack("@HP", len(program), ctypes.addressof(steps))
-    checked(libc.prctl(PR_SET_SECCOMP, 2, head, 0, 0), "seccomp")
+    check_result(libc.prctl(PR_SET_SECCOMP, 2, head, 0, 0), "seccomp")
 
 
 def platform_column() -> tuple[int, int]:

@@ -13,13 +13,13 @@ import struct
 import sys
 
 from . import calls, files, spaces
-from .kernel import CAPSET, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, call, checked, libc
+from .kernel import CAPSET, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, call, check_result, libc
 
 TYPE_CHECKING = False  # loading `typing` and `collections` would take a fifth of the start
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-NOT_WALLED = 3  # exit status where a layer is missing
+EXIT_NO_SANDBOX = 3  # exit status where a layer is missing
 SIGNALLED = 64  # plus a signal: exit status of the first process of the namespace if that signal killed the code's process
 MOST_THREADS = 128
 GRACE_S = 5
@@ -49,7 +49,7 @@ def main() -> None:
 def enter_inner_layers(limits: tuple[int, int, int], enclosed: bool, accepted: list[str], packages: list[str], readable: list[str]) -> None:
     """Enter the layers inside the namespaces, in the process that runs code, and give it its packages."""
     limit(*limits, count_threads=enclosed)
-    layer("landlock", accepted, lambda: files.leave_files(readable, os.getcwd()))
+    layer("landlock", accepted, lambda: files.restrict_files(readable, os.getcwd()))
     layer("seccomp", accepted, calls.leave_calls)
     sys.path += packages
     site.setquit()  # gives the code `exit()`; Python's own search for packages would too, and takes ten milliseconds
@@ -63,13 +63,13 @@ def layer(name: str, accepted: list[str], enter: "Callable[[], None]") -> bool:
         if name in accepted:
             return False
         print(f"this machine lacks the layer '{name}' ({error})", flush=True)
-        os._exit(NOT_WALLED)
+        os._exit(EXIT_NO_SANDBOX)
     return True
 
 
 def die_with_parent() -> None:
     """Have this process killed when its parent ends."""
-    checked(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+    check_result(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
 
 
 def _fork_into_namespaces(seconds: int) -> None:
@@ -101,7 +101,7 @@ def fork() -> int:
         return os.fork()
     except OSError as error:
         print(f"no process can be started ({error})", flush=True)
-        os._exit(NOT_WALLED)
+        os._exit(EXIT_NO_SANDBOX)
 
 
 def limit(seconds: int, memory: int, folder_bytes: int, *, count_threads: bool) -> None:
@@ -120,7 +120,7 @@ def limit(seconds: int, memory: int, folder_bytes: int, *, count_threads: bool) 
         least = value if most == resource.RLIM_INFINITY else min(value, most)
         resource.setrlimit(limit, (least, least))
     call(CAPSET[os.uname().machine], "capset", struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", *[0] * 6))
-    checked(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
+    check_result(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "prctl")
 
 
 def run(code: str) -> None:

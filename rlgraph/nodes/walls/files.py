@@ -13,7 +13,7 @@ EXECUTE, WRITE, READ, READ_FOLDER = 1, 2, 4, 8
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
-def leave_files(readable: "Iterable[str]", folder: str) -> None:
+def restrict_files(readable: "Iterable[str]", folder: str) -> None:
     """Leave the `readable` paths to read, a few harmless devices, and `folder` to write. Raises OSError if the kernel has no Landlock."""
     abi = call(LANDLOCK_CREATE, "landlock_create_ruleset", None, 0, 1)
     everything = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1

@@ -11,7 +11,7 @@ CAPSET = {"x86_64": 126, "aarch64": 91}
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 
 
-def checked(result: int, what: str) -> int:
+def check_result(result: int, what: str) -> int:
     """Pass on the result of a call. Raises OSError naming the call if it failed."""
     if result < 0:
         number = ctypes.get_errno()
@@ -21,10 +21,10 @@ def checked(result: int, what: str) -> int:
 
 def call(number: int, what: str, *arguments: int | bytes | None) -> int:
     """Make a system call by its number. Raises OSError if it fails."""
-    return checked(libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in (number, *arguments))), what)
+    return check_result(libc.syscall(*(ctypes.c_long(a) if isinstance(a, int) else a for a in (number, *arguments))), what)
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     """Mount as mount(2) does. Raises OSError if that fails."""
     parts = [None if part is None else part.encode() for part in (source, target, kind, options)]
-    checked(libc.mount(parts[0], parts[1], parts[2], ctypes.c_ulong(flags), parts[3]), f"mount {kind or ''} at {target}")
+    check_result(libc.mount(parts[0], parts[1], parts[2], ctypes.c_ulong(flags), parts[3]), f"mount {kind or ''} at {target}")

@@ -69,7 +69,7 @@ def _run(operation: bytes, body: bytes, seconds: float, most: int, enter: "Calla
     except OSError as error:  # the next operation may have room
         os.close(out)
         os.close(into)
-        return child.NOT_WALLED, f"no process can be started ({error})".encode()
+        return child.EXIT_NO_SANDBOX, f"no process can be started ({error})".encode()
     if not pid:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(into, 1)
@@ -92,13 +92,13 @@ def _run(operation: bytes, body: bytes, seconds: float, most: int, enter: "Calla
     if len(output) > most:
         status = TOO_MUCH
     os.close(out)
-    ended = _ended(pid, end if not status else 0.0)
+    ended = _wait_or_kill(pid, end if not status else 0.0)
     if ended is None:
         status = status or TOO_LONG
     return status or ended or 0, output[:most]
 
 
-def _ended(pid: int, end: float) -> "int | None":
+def _wait_or_kill(pid: int, end: float) -> "int | None":
     """Wait for a process, which has closed its output, until `end`; then kill it, and return None."""
     handle = os.pidfd_open(pid)
     try:

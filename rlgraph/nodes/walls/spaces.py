@@ -7,7 +7,7 @@ import os
 import struct
 
 from .files import DEVICES
-from .kernel import MOUNT_SETATTR, MOVE_MOUNT, OPEN_TREE, PIVOT_ROOT, call, checked, libc, mount
+from .kernel import MOUNT_SETATTR, MOVE_MOUNT, OPEN_TREE, PIVOT_ROOT, call, check_result, libc, mount
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def enclose(readable: "Sequence[str]", folder_bytes: int) -> None:
     user, group = os.geteuid(), os.getegid()
     as_root = user == 0 and _is_mapped(NOBODY) and libc.unshare(SPACES) == 0
     if not as_root:
-        checked(libc.unshare(NEW_USER | SPACES), "unshare of user, mount, process, network and IPC namespaces")
+        check_result(libc.unshare(NEW_USER | SPACES), "unshare of user, mount, process, network and IPC namespaces")
         for what, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             try:
                 with open(f"/proc/self/{what}", "w") as file:
@@ -40,12 +40,12 @@ def enclose(readable: "Sequence[str]", folder_bytes: int) -> None:
             except OSError as error:  # as of root without CAP_SETFCAP
                 raise OSError(error.errno, f"'{text}' in the {what} of a user namespace: {error.strerror}") from None
     mount(None, "/", None, SLAVE | RECURSIVE)  # so that changes to mounts in here do not reach the host
-    checked(libc.sethostname(b"sandbox", 7), "sethostname")
+    check_result(libc.sethostname(b"sandbox", 7), "sethostname")
     _rebuild(readable, folder_bytes)
     if as_root:
-        checked(libc.setgroups(0, None), "setgroups")
-        checked(libc.setresgid(NOBODY, NOBODY, NOBODY), "setresgid to nobody")
-        checked(libc.setresuid(NOBODY, NOBODY, NOBODY), "setresuid to nobody")
+        check_result(libc.setgroups(0, None), "setgroups")
+        check_result(libc.setresgid(NOBODY, NOBODY, NOBODY), "setresgid to nobody")
+        check_result(libc.setresuid(NOBODY, NOBODY, NOBODY), "setresuid to nobody")
         libc.unshare(NEW_USER)  # if allowed: limits counted by user then do not mix with those of nobody's other processes
 
 
@@ -72,7 +72,7 @@ def _rebuild(readable: "Sequence[str]", folder_bytes: int) -> None:
     for path, (tree, is_folder) in trees:
         _place(path, tree, is_folder)
     call(PIVOT_ROOT[os.uname().machine], "pivot_root", b".", b".")
-    checked(libc.umount2(b".", DETACH), "umount of the old root")
+    check_result(libc.umount2(b".", DETACH), "umount of the old root")
     call(MOUNT_SETATTR, "mount_setattr", HERE, b"/", 0, struct.pack("=4Q", READ_ONLY_NO_SUID, 0, 0, 0), 32)
     os.chdir(FOLDER)
 

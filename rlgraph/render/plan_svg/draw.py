@@ -57,10 +57,10 @@ def _lane(lane: Lane) -> str:
 def _box(box: Box, plan: Plan, picture: Layout) -> str:
     node, red = box.node, box.node.name in picture.critical.nodes
     tip = [
-        f"{words.clean(node.name)}: {words.firing(node)} ({node.cost}), {node.rows} rows a step",
-        f"reads {words.elided(node.reads, len(node.reads)) or 'nothing'}",
-        f"writes {words.elided(node.writes, len(node.writes)) or 'no columns'}",
-        f"runs in {words.elided(node.workers, 8)}",
+        f"{words.clean(node.name)}: {words.node_time(node)} ({node.cost}), {node.rows} rows a step",
+        f"reads {words.elide(node.reads, len(node.reads)) or 'nothing'}",
+        f"writes {words.elide(node.writes, len(node.writes)) or 'no columns'}",
+        f"runs in {words.elide(node.workers, 8)}",
     ]
     if box.order:
         tip.append(f"number {box.order[0]} of {box.order[1]} in the order of pool {words.clean(node.pool or words.HOST)}")
@@ -78,10 +78,12 @@ def _box(box: Box, plan: Plan, picture: Layout) -> str:
 
 def _channel_words(channel: PlannedChannel) -> str:
     if channel.kind == "order":
-        return f"channel {words.clean(channel.name)}: carries the order only, {channel.transport}, {words.counted(channel.slots, 'slot')}"
+        return (
+            f"channel {words.clean(channel.name)}: carries the order only, {channel.transport}, {words.with_count(channel.slots, 'slot')}"
+        )
     unit = "batch" if channel.chunks == 1 else "chunk of a batch"
     load = f"{words.size(channel.bytes)} a {unit}" if channel.bytes is not None else "bytes not known"
-    return f"channel {words.clean(channel.name)}: {channel.transport}, {words.counted(channel.slots, 'slot')}, {load}"
+    return f"channel {words.clean(channel.name)}: {channel.transport}, {words.with_count(channel.slots, 'slot')}, {load}"
 
 
 def _is_red(edge: Edge, picture: Layout) -> bool:
@@ -99,7 +101,7 @@ def _edge(edge: Edge, plan: Plan, picture: Layout) -> str:
     columns = words.read_of(channel.columns, plan.node(edge.reader).reads)
     tip = _title(
         f"{words.clean(channel.writer)} → {words.clean(edge.reader)}",
-        f"columns {words.elided(columns, len(columns)) or 'none'}",
+        f"columns {words.elide(columns, len(columns)) or 'none'}",
         _channel_words(channel),
     )
     line = _curved_path(edge.points[:-1])
@@ -125,19 +127,19 @@ def _loop(line: LoopLine, plan: Plan, picture: Layout) -> str:
     tip = _title(
         f"{words.clean(loop.name)}: {words.clean(loop.writer)} → {words.clean(line.reader)}, {version}",
         words.loop_terms(loop),
-        f"expected staleness {loop.staleness:.2f}, {words.counted(loop.slots, 'slot')}",
+        f"expected staleness {loop.staleness:.2f}, {words.with_count(loop.slots, 'slot')}",
         f"publishing takes {words.seconds(loop.publish_s, plan.prediction.cost)}, {cost}",
     )
     (_, y0), (x1, y1) = line.points[-2:]
     way = (1, 0) if y0 == y1 else (0, -1)
     short = (*line.points[:-1], (x1 - ARROW * way[0], y1 - ARROW * way[1]))
     return (
-        f'<g class="loop" fill="none" stroke="{RED}">{tip}<path d="{_cornered(short)}" stroke="transparent" stroke-width="9"/>'
-        f'<path d="{_cornered(short)}" stroke-width="{"2.6" if red else "1.6"}" stroke-dasharray="7 4"/>{_arrow((x1, y1), way, RED)}</g>'
+        f'<g class="loop" fill="none" stroke="{RED}">{tip}<path d="{_bent_path(short)}" stroke="transparent" stroke-width="9"/>'
+        f'<path d="{_bent_path(short)}" stroke-width="{"2.6" if red else "1.6"}" stroke-dasharray="7 4"/>{_arrow((x1, y1), way, RED)}</g>'
     )
 
 
-def _cornered(points: Sequence[Point]) -> str:
+def _bent_path(points: Sequence[Point]) -> str:
     """Build a path of right angles with round corners."""
     parts = [f"M{_n(points[0][0])} {_n(points[0][1])}"]
     for before, corner, after in zip(points, points[1:], points[2:], strict=False):

@@ -63,7 +63,7 @@ def _em(char: str, bold: bool) -> float:
     return _WIDE if unicodedata.east_asian_width(char) in "WF" else _OTHER
 
 
-def fitted(text: str, size: float, room: float, bold: bool = False) -> str:
+def fit_text(text: str, size: float, room: float, bold: bool = False) -> str:
     """Cut `text` off with an ellipsis if it is wider than `room` pixels."""
     if width(text, size, bold) <= room + ROUNDING:
         return text
@@ -120,7 +120,7 @@ class LegendItem:
 
 def header(plan: Plan, x: float) -> list[TextLine]:
     """Place the name of the graph and, below it, the cluster and the predicted step."""
-    name = fitted(words.clean(plan.graph), HEADING, 600.0, bold=True)
+    name = fit_text(words.clean(plan.graph), HEADING, 600.0, bold=True)
     return [
         TextLine(x, 26.0, name, HEADING, bold=True),
         TextLine(x, 48.0, f"{words.cluster(plan.cluster)} · {words.prediction(plan)}", NAME),
@@ -133,8 +133,8 @@ def lane_labels(lanes: Iterable[tuple[float, PlannedPool | None]], plan: Plan, x
     for y, pool in lanes:
         lines = _label_lines(pool, plan)
         room = LABEL_MOST - 2 * PAD
-        found.append(TextLine(x + PAD, y + 23.0, fitted(lines[0], NAME, room, bold=True), NAME, bold=True))
-        found.append(TextLine(x + PAD, y + 42.0, fitted(lines[1], SMALL, room), SMALL, "muted"))
+        found.append(TextLine(x + PAD, y + 23.0, fit_text(lines[0], NAME, room, bold=True), NAME, bold=True))
+        found.append(TextLine(x + PAD, y + 42.0, fit_text(lines[1], SMALL, room), SMALL, "muted"))
         full = pool is not None and pool.busy >= FULL
         found += [TextLine(x + PAD, y + 60.0, line, SMALL, "red" if full else "muted") for line in lines[2:]]
     return found
@@ -150,7 +150,7 @@ def label_width(lanes: Sequence[PlannedPool | None], plan: Plan) -> float:
 
 def _label_lines(pool: PlannedPool | None, plan: Plan) -> list[str]:
     if pool is None:
-        return [words.HOST, words.counted(sum(worker.pool is None for worker in plan.workers), "process")]
+        return [words.HOST, words.with_count(sum(worker.pool is None for worker in plan.workers), "process")]
     used = any(node.pool == pool.name for node in plan.nodes)
     models = {node.model for node in plan.nodes if node.pool == pool.name}
     shared = [model.split for model in plan.models if model.name in models and model.split]
@@ -160,7 +160,7 @@ def _label_lines(pool: PlannedPool | None, plan: Plan) -> list[str]:
 def box_width(node: PlannedNode, order: tuple[int, int] | None, plan: Plan) -> float:
     """Compute the width at which the texts of a box fit, within limits."""
     badge = BADGE if order else 0.0
-    first = badge + width(words.clean(node.name), NAME, bold=True) + 10.0 + width(words.firing(node), SMALL)
+    first = badge + width(words.clean(node.name), NAME, bold=True) + 10.0 + width(words.node_time(node), SMALL)
     listed = width(_second_line(node, plan, max(first, BOX_LISTED - 2 * PAD)), SMALL)
     return min(max(max(first, listed) + 2 * PAD, BOX_LEAST), BOX_MOST)
 
@@ -173,13 +173,13 @@ def box_texts(
     second = _second_line(node, plan, wide - 2 * PAD)
     base = y + high / 2 + (-4.5 if second else 4.5)
     tone: Tone = "red" if node.name in red.nodes else "muted"
-    found = [TextLine(x + wide - PAD, base, words.firing(node), SMALL, tone, anchor="end")]
+    found = [TextLine(x + wide - PAD, base, words.node_time(node), SMALL, tone, anchor="end")]
     start = x + PAD
     if order:
         badge: Tone = "red badge" if node.name in red.order else "badge"
         found.append(TextLine(start + 7.5, base - 1.5, str(order[0]), 10.0, badge, bold=True, anchor="middle"))
         start += BADGE
-    found.append(TextLine(start, base, fitted(words.clean(node.name), NAME, found[0].span[0] - 6.0 - start, bold=True), NAME, bold=True))
+    found.append(TextLine(start, base, fit_text(words.clean(node.name), NAME, found[0].span[0] - 6.0 - start, bold=True), NAME, bold=True))
     if second:
         found.append(TextLine(x + PAD, base + 18.0, second, SMALL, "muted"))
     return found
@@ -190,13 +190,13 @@ def _second_line(node: PlannedNode, plan: Plan, room: float) -> str:
     published = [loop.name for loop in plan.loops if loop.writer == node.name]
     names = node.writes or published
     lead = "" if node.writes or not names else "publishes "
-    lines = [lead + words.elided(names, shown) for shown in (2, 1)]
-    return next((line for line in lines if width(line, SMALL) <= room + ROUNDING), fitted(lines[-1], SMALL, room))
+    lines = [lead + words.elide(names, shown) for shown in (2, 1)]
+    return next((line for line in lines if width(line, SMALL) <= room + ROUNDING), fit_text(lines[-1], SMALL, room))
 
 
 def loop_label(loop: PlannedLoop, y: float, middle: float, lower: Sequence[float], room: tuple[float, float]) -> TextLine:
     """Place the label of a feedback edge as near to `middle` as it fits in `room` beside the verticals `lower`."""
-    name = fitted(words.clean(loop.name), SMALL, 220.0)
+    name = fit_text(words.clean(loop.name), SMALL, 220.0)
     wide = width(f"{name}: {words.loop_terms(loop)}", SMALL)
     least, most = room[0] + wide / 2, room[1] - wide / 2
     wish = min(max(middle, least), max(most, least))

@@ -24,7 +24,7 @@ import msgspec
 from rlgraph.channels.host.connection import UNREADABLE, Connection, ProtocolError, bound, close_listener, dial, listen
 from rlgraph.errors import CheckpointError
 from rlgraph.runtime.checkpoint.store import sync
-from rlgraph.runtime.checkpoint.worker_snapshot import OnWritten, free, not_seen, read_shards, unfinished_name
+from rlgraph.runtime.checkpoint.worker_snapshot import OnWritten, describe_missing_folder, free, read_shards, unfinished_name
 from rlgraph.runtime.messages import Written
 from rlgraph.runtime.worker.spec import Resume, WorkerSpec
 
@@ -140,7 +140,7 @@ class Gatherer:
         with contextlib.ExitStack() as opened:
             if file is not None:
                 opened.enter_context(file)
-            found, late = _received(connection, offer.file.bytes, file)
+            found, late = _receive_file(connection, offer.file.bytes, file)
             trouble = trouble or late or ("" if found == offer.file.sha256 else "other bytes arrived than were sent")
             if file is not None and not trouble:
                 try:
@@ -189,7 +189,7 @@ class DriverFolder:
             _send(self._connection, Offer(step, file))
             with (folder / file.path).open("rb") as data, self._connection.deadline(STALL_S):
                 _send_file(self._connection, data, file.bytes)
-            self._answered(file.path)
+            self._request(file.path)
 
     def fetch(self, path: str, into: Path, sha256: str = "") -> None:
         """Copy a file of the checkpoint to resume from, unless it is there already. Raises CheckpointError where it arrives otherwise."""
@@ -197,18 +197,18 @@ class DriverFolder:
         if target.exists():
             return
         _send(self._connection, Wish(path))
-        size = self._answered(path).bytes
+        size = self._request(path).bytes
         target.parent.mkdir(parents=True, exist_ok=True)
         half = target.with_name(f"{target.name}.half")
         with half.open("wb", buffering=0) as file, self._connection.deadline(STALL_S):
-            found, trouble = _received(self._connection, size, file)
+            found, trouble = _receive_file(self._connection, size, file)
         if sha256 and found != sha256:
             trouble = trouble or "other bytes arrived than were saved"
         if trouble:
             raise CheckpointError(f"'{path}' of a checkpoint could not be copied to host '{socket.gethostname()}': {trouble}")
         half.rename(target)
 
-    def _answered(self, path: str) -> Receipt:
+    def _request(self, path: str) -> Receipt:
         answer = _receive(self._connection)
         if not isinstance(answer, Receipt):
             raise ProtocolError("no answer, where the driver was asked")
@@ -217,7 +217,7 @@ class DriverFolder:
         return answer
 
 
-def _received(connection: Connection, size: int, file: RawIOBase | None) -> tuple[str, str]:
+def _receive_file(connection: Connection, size: int, file: RawIOBase | None) -> tuple[str, str]:
     """Write the bytes that come into a file; return their checksum, and what went wrong with the disk.
 
     A thread computes the checksum of one chunk while the next arrives and is written: that alone takes as long as both.
@@ -258,13 +258,13 @@ def _inside(folder: Path, path: str) -> Path:
     return folder.joinpath(*parts)
 
 
-def seated(spec: WorkerSpec) -> WorkerSpec:
+def use_job_folder(spec: WorkerSpec) -> WorkerSpec:
     """Let a worker whose host does not see the driver's folder write, and read what it resumes from, in the job's folder of its host.
 
     Raises CheckpointError where that does not help: on one host, or for a checkpoint that cannot be fetched.
     """
     saving = spec.saving
-    if saving is None or not (found := not_seen(saving)):
+    if saving is None or not (found := describe_missing_folder(saving)):
         return spec
     if not saving.gatherer:
         raise CheckpointError(f"the checkpoint folder '{saving.folder}' is not that of the driver ({found}); give one that it can read")
@@ -290,7 +290,7 @@ def _fetch_checkpoint(spec: WorkerSpec, resume: Resume, of_host: Path) -> Resume
     return Resume(str(folder), resume.step)
 
 
-def gathering(spec: WorkerSpec) -> OnWritten:
+def make_sender(spec: WorkerSpec) -> OnWritten:
     """Make the function that brings a written shard to the driver's folder, and does nothing where it lies there."""
 
     def send(step: int, folder: Path, written: Sequence[Written]) -> None:

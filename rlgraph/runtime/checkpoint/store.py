@@ -19,7 +19,7 @@ import msgspec
 
 from rlgraph.analysis.words import graph_settings
 from rlgraph.engines.hf_models.model_files import revision_of
-from rlgraph.errors import CheckpointError, shown
+from rlgraph.errors import CheckpointError, show_value
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.checkpoint_cut import lookaheads
 from rlgraph.plan.plan import Plan
@@ -58,7 +58,7 @@ def difference(saved: Any, now: Any, where: str = "") -> str:
         return ""
     if isinstance(saved, Sequence) and isinstance(now, Sequence) and not isinstance(saved, str):
         return "" if list(saved) == list(now) else f"{where} was {list(saved)} and is {list(now)}"
-    return "" if saved == now else f"{where} was {shown(saved)} and is {shown(now)}"
+    return "" if saved == now else f"{where} was {show_value(saved)} and is {show_value(now)}"
 
 
 FORMAT = 1
@@ -108,7 +108,7 @@ class Checkpoints:
         try:
             self._take_folder()
             if self.recovery.fresh:
-                self._put_away()
+                self._move_earlier_runs()
             steps = self._steps()
             if steps:
                 self.newest = steps[-1]
@@ -173,7 +173,7 @@ class Checkpoints:
             self.tried = step
             try:
                 if step not in self.failed:
-                    self._make_whole(step, self.shards[step])
+                    self._complete(step, self.shards[step])
                     self.newest = step
                     done.append(step)
             except OSError as error:
@@ -186,7 +186,7 @@ class Checkpoints:
             shutil.rmtree(self._path(old), ignore_errors=True)
         return done
 
-    def _make_whole(self, step: int, shards: Mapping[str, CheckpointShard]) -> None:
+    def _complete(self, step: int, shards: Mapping[str, CheckpointShard]) -> None:
         unfinished = self.recovery.folder / unfinished_name(self.id, step)
         plan = self.plan.to_json()
         manifest = {
@@ -238,7 +238,7 @@ class Checkpoints:
         found = {node.name: node.operation.cursor(step) for node in self.graph.nodes}
         return {name: cursor for name, cursor in found.items() if cursor is not None}
 
-    def _put_away(self) -> None:
+    def _move_earlier_runs(self) -> None:
         """Move the checkpoints of earlier runs aside; nothing is deleted."""
         steps, exports = self._steps(), self.recovery.folder / EXPORTS
         if steps or exports.exists():

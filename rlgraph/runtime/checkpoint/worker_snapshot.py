@@ -20,7 +20,7 @@ import torch
 from rlgraph.columns import Column, Columns, concat_rows, rows_of_rank
 from rlgraph.errors import CheckpointError
 from rlgraph.graph.operation import Stateful
-from rlgraph.runtime.measure import averaged
+from rlgraph.runtime.measure import average_metrics
 from rlgraph.runtime.messages import CheckpointShard, NotSaved, SampledRows, Saved, Written
 from rlgraph.runtime.worker.spec import Resume, Saving
 
@@ -63,7 +63,7 @@ class WorkerSnapshots:
         self.wait()
         content = contents(self.worker, recent)
         folder = Path(self.saving.folder) / unfinished_name(self.saving.id, step)
-        write_model = self._copied(folder / str(self.worker.spec.worker.model)) if self.saving.trained else None
+        write_model = self._save_engine(folder / str(self.worker.spec.worker.model)) if self.saving.trained else None
         self._thread = threading.Thread(target=self._write, args=(step, folder, content, write_model), name="write checkpoint")
         self._thread.start()
         return time.monotonic() - began
@@ -73,7 +73,7 @@ class WorkerSnapshots:
         if self._thread is not None:
             self._thread.join()
 
-    def _copied(self, folder: Path) -> Callable[[], list[Path]]:
+    def _save_engine(self, folder: Path) -> Callable[[], list[Path]]:
         save: Callable[[Path, float], Callable[[], list[Path]]] = self.worker.context.engine.save
         return save(folder, self.worker.spec.deadline_s)
 
@@ -96,7 +96,7 @@ class WorkerSnapshots:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def not_seen(saving: Saving, patience_s: float = SEEN_S) -> str:
+def describe_missing_folder(saving: Saving, patience_s: float = SEEN_S) -> str:
     """Say what is here instead of the folder of checkpoints that the driver has locked; empty if it is here."""
     end = time.monotonic() + patience_s
     while (found := _locked_by(saving)) != saving.id:
@@ -195,11 +195,12 @@ def restore(worker: "Worker", resume: Resume) -> dict[int, Fired]:
     if same:
         set_random_states(mine["random"])
     return {
-        step: Fired(averaged(rank["metrics"][step] for rank in held), chunks, _recorded(recorded, step)) for step, chunks in opened.items()
+        step: Fired(average_metrics(rank["metrics"][step] for rank in held), chunks, _recorded_rows(recorded, step))
+        for step, chunks in opened.items()
     }
 
 
-def _recorded(held: Sequence[Mapping[str, Any]], step: int) -> list[SampledRows]:
+def _recorded_rows(held: Sequence[Mapping[str, Any]], step: int) -> list[SampledRows]:
     """Read the recorded rows of a step; checkpoints of older versions hold none."""
     found = [rank["samples"][step] for rank in held if "samples" in rank]
     return [rows for data in found for rows in msgspec.msgpack.decode(data, type=list[SampledRows])]

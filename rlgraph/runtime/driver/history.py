@@ -52,7 +52,9 @@ class Spans:
         names: list[Any] = list(self._codes)
         first = self._added if self.full else 0
         return [
-            Span(names[name], names[kind], step, names[worker], start - start_s, end - start_s, _known(version), _known(size))
+            Span(
+                names[name], names[kind], step, names[worker], start - start_s, end - start_s, _value_or_none(version), _value_or_none(size)
+            )
             for name, kind, step, worker, start, end, version, size in np.roll(self._rows, -first)[: len(self)].tolist()
         ]
 
@@ -60,7 +62,7 @@ class Spans:
         return self._codes.setdefault(name, len(self._codes))
 
 
-def _known(value: int) -> int | None:
+def _value_or_none(value: int) -> int | None:
     return None if value == _NONE else value
 
 

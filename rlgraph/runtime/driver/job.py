@@ -29,10 +29,10 @@ from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.history import Metrics, Spans
 from rlgraph.runtime.driver.restarts import PoisonPrompts, Restarts
 from rlgraph.runtime.driver.session import PLAIN, Links, Session
-from rlgraph.runtime.driver.signals import Signals, held
-from rlgraph.runtime.exports.models import check_apart, chosen, trained_models
+from rlgraph.runtime.driver.signals import Signals, hold_signals
+from rlgraph.runtime.exports.models import check_apart, choose_model, trained_models
 from rlgraph.runtime.exports.write import Source, check_source, model_card, write_export
-from rlgraph.runtime.measure import NO_STEP, Step, averaged, behind_by_loop, bits, oldest, timings
+from rlgraph.runtime.measure import NO_STEP, Step, average_metrics, behind_by_loop, bits, oldest, timings
 from rlgraph.runtime.messages import Message, ProfileRequest, Report, SampledRows, SampleRequest, sample_sources
 from rlgraph.runtime.worker.spec import Start
 from rlgraph.settings import Natural, checked
@@ -123,7 +123,7 @@ class JobExports:
         Raises ExportError where the folder cannot be made whole, with the session unharmed; else as `Session.step` does.
         """
         where = f"export('{folder}')"
-        model = chosen(trained_models(self.graph, self.plan), policy, where)
+        model = choose_model(trained_models(self.graph, self.plan), policy, where)
         check_target(folder)
         check_source(model, where)
         check_apart(model, adapter, where)
@@ -264,7 +264,7 @@ class Job:
         try:
             return self.session.step(last)
         except RlgraphError as error:
-            self._start_again(error)
+            self._restart(error)
             return None
 
     def _start(self) -> None:
@@ -272,11 +272,11 @@ class Job:
         try:
             self.session.start()
         except RlgraphError as error:
-            self._start_again(error)
+            self._restart(error)
         else:
-            self._started()
+            self._begin_session()
 
-    def _start_again(self, error: Exception) -> None:
+    def _restart(self, error: Exception) -> None:
         """Start the workers again from the newest checkpoint. Raises the error if no restart is left."""
         self._settle()
         while True:
@@ -295,10 +295,10 @@ class Job:
             except RlgraphError as again:
                 error = again
             else:
-                self._started()
+                self._begin_session()
                 return
 
-    def _started(self) -> None:
+    def _begin_session(self) -> None:
         self._signals.install()
         self.recorder.started()
         self.notice(self.session.notice)
@@ -328,7 +328,7 @@ class Job:
         self._published_bytes = sum(report.published_bytes for report in reports)
         for text in dict.fromkeys(text for told in reports for text in told.notices):
             self.notice(text)
-        metrics = averaged(report.metrics for report in reports)
+        metrics = average_metrics(report.metrics for report in reports)
         metrics |= (
             oldest(metrics) | timings(self.plan, spans) | bits(self.plan) | {"timing_s/step": seconds, "training/global_step": float(index)}
         )
@@ -407,7 +407,7 @@ class Job:
         except ExportError:
             raise
         except RlgraphError as error:
-            self._start_again(error)
+            self._restart(error)
             raise ExportError(f"export('{folder}'): {str(error).splitlines()[0]}\nthe workers were started again; export later") from error
 
     def _export_due(self) -> None:
@@ -489,7 +489,7 @@ class Job:
             self._release()
 
     def _release(self) -> None:
-        with held("ending the workers"):
+        with hold_signals("ending the workers"):
             self.session.close()
             if self._checkpoints is not None:
                 if not self.session.failed:  # workers that end write their shards first, also where the loop was left early

@@ -30,7 +30,7 @@ class _Note(msgspec.Struct, frozen=True):
     also: tuple[str, ...]
 
 
-def made() -> str:
+def make_job_folder() -> str:
     """Make a folder for a job that nobody else can enter, and return its path."""
     return tempfile.mkdtemp(prefix=PREFIX)
 
@@ -58,7 +58,7 @@ def sweep(*, folders: bool = True) -> list[str]:
     """
     swept = []
     for folder in sorted(Path(tempfile.gettempdir()).glob(PREFIX + "*")):
-        with contextlib.suppress(OSError), _own(folder) as handle:
+        with contextlib.suppress(OSError), _open_own_folder(folder) as handle:
             note = _note(handle)
             if note is None or _lives(note.owner):
                 continue
@@ -86,7 +86,7 @@ def free_semaphores() -> None:
 
 def _remove_folder(folder: Path) -> list[str]:
     """Remove a folder by its descriptor: a link that takes its place meanwhile is not followed."""
-    with contextlib.suppress(OSError), _own(folder, private=False) as handle:
+    with contextlib.suppress(OSError), _open_own_folder(folder, private=False) as handle:
         for name in os.listdir(handle):
             try:
                 os.unlink(name, dir_fd=handle)  # not `rmtree` at once: it would open a worker's pipe, and wait for a writer for ever
@@ -102,7 +102,7 @@ def _is_session(path: Path, owner: int) -> bool:
 
 
 @contextmanager
-def _own(folder: Path, *, private: bool = True) -> Iterator[int]:
+def _open_own_folder(folder: Path, *, private: bool = True) -> Iterator[int]:
     """Open a folder of this user. Raises OSError for a link, another user's, and, if `private`, one that others may enter."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:

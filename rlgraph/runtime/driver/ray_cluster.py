@@ -73,7 +73,7 @@ def _write(file: Path) -> None:
         os.link(whole.name, file)
 
 
-def described() -> str:
+def describe_mode() -> str:
     """Name Ray's mode here, and the file or variable from which it takes the token."""
     mode = os.environ.get(MODE)
     said = f"{MODE} is {mode}" if mode else f"{MODE} is not set"
@@ -93,7 +93,7 @@ RAY_S = 180  # for what Ray does at once, unless it hangs; it may start a proces
 T = TypeVar("T")
 
 
-def bounded(what: str, work: Callable[[], None], seconds: float) -> None:
+def call_or_abandon(what: str, work: Callable[[], None], seconds: float) -> None:
     """Run a call of Ray that has no deadline, and go on without it if it hangs: the processes that are left are killed next."""
     thread = threading.Thread(target=work, name=what, daemon=True)
     thread.start()
@@ -102,7 +102,7 @@ def bounded(what: str, work: Callable[[], None], seconds: float) -> None:
         dispatch_log.error("%s did not come within %g s; the job goes on without it", what, seconds)
 
 
-def within(otherwise: str, work: Callable[[], T]) -> T:
+def call_with_deadline(otherwise: str, work: Callable[[], T]) -> T:
     """Run a call of Ray that has no deadline and that the job needs. Raises what the call raises, ChannelTimeout if it hangs."""
     done: list[T] = []
     failed: list[BaseException] = []
@@ -152,7 +152,7 @@ def ray_hosts(plan: Plan) -> FoundHosts:
             "`rlgraph cluster join` on the others, or compile for a smaller cluster"
         )
     there = {node["NodeID"]: _gpus(node) for node in alive}
-    wanted = gpus_wanted(plan)
+    wanted = gpus_per_host(plan)
     left = sorted(alive, key=lambda node: (node["NodeID"] != here, there[node["NodeID"]], node["NodeManagerAddress"], node["NodeID"]))
     chosen: dict[int, tuple[str, str]] = {}
     for host in sorted(range(needed), key=lambda host: (-wanted[host], host)):
@@ -179,7 +179,7 @@ def _gpus(node: dict[str, Any]) -> int:
     return int(node["Resources"].get("GPU", 0))
 
 
-def gpus_wanted(plan: Plan) -> list[int]:
+def gpus_per_host(plan: Plan) -> list[int]:
     """Count the GPUs that the plan uses on each of its hosts, up to the last one."""
     per_node = plan.cluster.gpus_per_node
     used = [(worker.host, gpu - worker.host * per_node + 1) for worker in plan.workers for gpu in worker.gpus]
@@ -209,7 +209,7 @@ def awaited_hosts(plan: Plan, patience_s: float) -> FoundHosts:
 def _describe_shortage(plan: Plan) -> str:
     """Say what a plan takes beside what Ray has."""
     there = [_gpus(node) for node in _living_nodes()]
-    wanted = gpus_wanted(plan)
+    wanted = gpus_per_host(plan)
     if not any(wanted):
         return f"the plan takes {len(wanted)} hosts, Ray has {len(there)}"
     return f"the plan takes hosts with {sorted(wanted, reverse=True)} GPUs, Ray has hosts with {sorted(there, reverse=True)}"
@@ -218,7 +218,7 @@ def _describe_shortage(plan: Plan) -> str:
 @contextlib.contextmanager
 def _asked_for(plan: Plan) -> Iterator[None]:
     """Have a Ray that scales by itself start hosts with these GPUs; others do not heed it."""
-    bundles = [{"GPU": count} for count in gpus_wanted(plan) if count]
+    bundles = [{"GPU": count} for count in gpus_per_host(plan) if count]
     if bundles:
         request_resources(bundles=bundles)
     try:
@@ -438,7 +438,7 @@ def _last_lines(log_file: Path) -> str:
 def deaths_of(nodes: Collection[str]) -> str:
     """Say why Ray ended on hosts, by their ids; empty where it runs, or Ray does not say."""
     known: list[dict[str, Any]] = []
-    bounded("Ray's list of hosts", lambda: known.extend(ray.nodes()), LIST_S)
+    call_or_abandon("Ray's list of hosts", lambda: known.extend(ray.nodes()), LIST_S)
     ended = {node["NodeManagerAddress"]: node.get("DeathReasonMessage") for node in known if node["NodeID"] in nodes and not node["Alive"]}
     told = [
         f"Ray ended on {address}: {why.rstrip('.')}; its logs are in /tmp/ray/session_latest/logs there"
@@ -453,7 +453,7 @@ def _connect(hosts: int) -> None:
     refused = getattr(ray.exceptions, "AuthenticationError", ())  # older ones know no tokens
     try:
         with _preserve_signal_handlers():
-            within("Ray did not let this program in", lambda: ray.init(address="auto", logging_level=logging.ERROR))
+            call_with_deadline("Ray did not let this program in", lambda: ray.init(address="auto", logging_level=logging.ERROR))
     except refused as error:
         raise _not_let_in(hosts) from error
     except ConnectionError as error:
@@ -466,7 +466,7 @@ def _connect(hosts: int) -> None:
 
 
 def _not_let_in(hosts: int) -> PlanError:
-    return PlanError(f"the plan takes {hosts} hosts, whose Ray did not take this program's token: {described()}; {FIX}")
+    return PlanError(f"the plan takes {hosts} hosts, whose Ray did not take this program's token: {describe_mode()}; {FIX}")
 
 
 @contextlib.contextmanager
@@ -547,7 +547,7 @@ def session_folder() -> str:
 
 def stop_ray() -> None:
     """End the Ray that `start_ray` started, and what it leaves in shared memory when a worker of a Compiled Graph was killed."""
-    bounded("the end of Ray", ray.shutdown, RAY_S)
+    call_or_abandon("the end of Ray", ray.shutdown, RAY_S)
     while OWN:
         OWN.pop().end()
     free_semaphores()

@@ -12,7 +12,7 @@ from ray import cloudpickle
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlgraph.errors import DispatchError, GraphError, PlanError, RlgraphError, WorkerDied, shown
+from rlgraph.errors import DispatchError, GraphError, PlanError, RlgraphError, WorkerDied, show_value
 from rlgraph.graph.nodes import Graph
 from rlgraph.graph.operation import Operation
 from rlgraph.plan.plan import Plan
@@ -22,17 +22,17 @@ from rlgraph.runtime.driver.ray_cluster import (
     OWN,
     RAY_S,
     awaited_hosts,
-    bounded,
+    call_or_abandon,
+    call_with_deadline,
     deaths_of,
-    gpus_wanted,
+    gpus_per_host,
     on_host,
     ray_hosts,
     session_folder,
     start_ray,
     stop_ray,
-    within,
 )
-from rlgraph.runtime.driver.signals import held
+from rlgraph.runtime.driver.signals import hold_signals
 from rlgraph.runtime.worker.spec import WorkerSpec
 
 # GPUs of a Ray that others use too: reserved by a placement group, so that two jobs, or a job and other work on Ray, never share one.
@@ -51,7 +51,7 @@ class Reservation:
         self.gpus: Mapping[str, Sequence[str]] = {}
         self._group: Any = None
         self._holders: list[Any] = []
-        wanted = [(host, address, count) for (host, address), count in zip(hosts, gpus_wanted(plan), strict=True) if count]
+        wanted = [(host, address, count) for (host, address), count in zip(hosts, gpus_per_host(plan), strict=True) if count]
         if not wanted:
             return
         self._group = placement_group([{"GPU": count, f"node:{address}": SLIVER} for _, address, count in wanted], strategy="SPREAD")
@@ -172,7 +172,7 @@ class Actors:
 
     @said_by_ray()
     def begin(self, hosts: int, *, stores: bool = False) -> None:
-        with held("ending the start of Ray") as stopped:
+        with hold_signals("ending the start of Ray") as stopped:
             self._owns_ray = start_ray(hosts, stores=stores, stopped=stopped)
             self._started_ray = self._owns_ray and hosts == 1  # a Ray of several hosts is only connected to
 
@@ -193,7 +193,9 @@ class Actors:
 
     @said_by_ray()
     def host_agent(self, host: str, folder: str) -> HostAgent:
-        return RemoteHostAgent(_asking(ray.remote(LocalHostAgent).options(num_cpus=0, scheduling_strategy=on_host(host)).remote(folder)))
+        return RemoteHostAgent(
+            _make_asker(ray.remote(LocalHostAgent).options(num_cpus=0, scheduling_strategy=on_host(host)).remote(folder))
+        )
 
     def folders(self) -> Sequence[str]:
         return [session_folder()] if self._started_ray else []
@@ -217,7 +219,7 @@ class Actors:
             actor = ray.remote(_actor_class()).options(**options).remote(variables)
             return actor, actor.prepare.remote(spec, driver)  # unpickled there once the variables are set
 
-        actor, preparing = within(f"Ray made no actor for worker '{spec.worker.name}'", make)
+        actor, preparing = call_with_deadline(f"Ray made no actor for worker '{spec.worker.name}'", make)
         self._preparing[preparing] = spec.worker.name
         return actor
 
@@ -233,7 +235,7 @@ class Actors:
         pass
 
     def kill(self, actor: Any) -> None:
-        bounded("the end of a worker", lambda: ray.kill(actor), KILL_S)
+        call_or_abandon("the end of a worker", lambda: ray.kill(actor), KILL_S)
 
     def let_go(self, actor: Any) -> bool:
         self.kill(actor)
@@ -254,7 +256,7 @@ class CompiledGraph(Actors):
             graph = MultiOutputNode([actor.step.bind(tick) for actor in actors])
         self.refs: dict[int, Any] = {}
         # A worker returns from step k once step k + 1 is ticked, so one execution more than the window can be open.
-        self.graph = within(
+        self.graph = call_with_deadline(
             "the Compiled Graph did not come up",
             lambda: graph.experimental_compile(_max_inflight_executions=window + 2, _submit_timeout=-1),
         )
@@ -270,7 +272,7 @@ class CompiledGraph(Actors):
         ray.get(self.refs.pop(step), timeout=RAY_S)
 
     def stop(self) -> None:
-        bounded("the end of the Compiled Graph", lambda: self.graph.teardown(kill_actors=True), RAY_S)
+        call_or_abandon("the end of the Compiled Graph", lambda: self.graph.teardown(kill_actors=True), RAY_S)
         self.refs.clear()  # only now: a reference dropped before would still try to read its result
 
 
@@ -328,7 +330,7 @@ def _actor_class() -> type:
     return WorkerProcess
 
 
-def _asking(actor: Any) -> Ask:
+def _make_asker(actor: Any) -> Ask:
     """Make a function that calls a method of an actor by name; None if the call fails, or does not answer in time."""
 
     def ask(method: str, timeout_s: float, *arguments: object) -> Any:
@@ -340,7 +342,7 @@ def _asking(actor: Any) -> Ask:
     return ask
 
 
-def pickled(value: Any) -> bytes:
+def pickle_value(value: Any) -> bytes:
     """Pickle a value as it is sent to a worker: what has no module that others can import is sent by value."""
     found: bytes = cloudpickle.dumps(value)
     return found
@@ -349,7 +351,7 @@ def pickled(value: Any) -> bytes:
 def sendable(value: Any) -> bool:
     """Tell whether a value can be sent to a worker."""
     try:
-        pickled(value)
+        pickle_value(value)
     except Exception:  # noqa: BLE001 (whatever a user's object raises, it cannot be sent)
         return False
     return True
@@ -407,7 +409,7 @@ def _title(value: Any) -> str:
         return f"operation '{type(value).__name__}'"
     function = getattr(value, "function", value)
     function = function.func if isinstance(function, functools.partial) else function
-    return f"function '{getattr(function, '__name__', shown(function))}'"
+    return f"function '{getattr(function, '__name__', show_value(function))}'"
 
 
 def _describe_type(value: Any) -> str:

@@ -21,7 +21,7 @@ from rlgraph.runtime.checkpoint.gathering import Gatherer
 from rlgraph.runtime.driver import orphan_cleanup, ray_dispatch
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, Hosts, LocalHostAgent
 from rlgraph.runtime.driver.ray_dispatch import Dispatch
-from rlgraph.runtime.driver.signals import held
+from rlgraph.runtime.driver.signals import hold_signals
 from rlgraph.runtime.driver.warm import WARM, ForkedProcesses
 from rlgraph.runtime.driver.watchdog import FIRST_S
 from rlgraph.runtime.driver.worker_group import WorkerGroup
@@ -62,7 +62,7 @@ def start_workers(
             for spec in specs:
                 actors.append(dispatch.create(spec, address, ids[spec.worker.host] if ids else ""))
             group.tell(messages.Join(group.until_open(look)))
-            group.until_ready(look)
+            group.await_engines(look)
         if not console.is_terminal:
             console.print(f"all workers are ready after {time.monotonic() - began_s:.0f} s")
     finally:
@@ -159,7 +159,7 @@ class Session:
 
     def _start(self) -> None:
         orphan_cleanup.sweep()
-        self.folder = orphan_cleanup.made()
+        self.folder = orphan_cleanup.make_job_folder()
         orphan_cleanup.claim(Path(self.folder), (), ())
         authkey = secrets.token_bytes(32)
         self.dispatch.begin(self.plan.cluster.hosts, stores=lies_in_ray(self.plan))
@@ -167,7 +167,7 @@ class Session:
         self._hosts = self._made_hosts(found)
         patience_s = self._deadline_s + FIRST_S
         addresses, encrypt = self._hosts.addresses, self._links.encrypt
-        start_at = self._gathering(authkey, self._hosts)
+        start_at = self._listen_for_shards(authkey, self._hosts)
         specs = worker_specs(self._graph, self.plan, self.folder, authkey, patience_s, start_at, addresses, encrypt=encrypt)
         start_workers(self.dispatch, self.group, specs, self._actors, self._hosts, [host for host, _ in found.hosts])
         here = [
@@ -178,7 +178,7 @@ class Session:
         self.dispatch.tick(self.first - 1)  # nothing fires: the workers listen, also where an export comes before the first step
         self._dispatching = True
 
-    def _gathering(self, authkey: bytes, hosts: Hosts) -> Start | None:
+    def _listen_for_shards(self, authkey: bytes, hosts: Hosts) -> Start | None:
         """Listen for shards of hosts that do not see the folder of checkpoints, if there are other hosts."""
         start = self._start_at
         if start is None or not start.folder or not hosts.addresses:
@@ -208,9 +208,9 @@ class Session:
 
         Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, when the workers have ended.
         """
-        return self._guarded(lambda: self._step(last))
+        return self._explain_death(lambda: self._step(last))
 
-    def _guarded(self, ask: Callable[[], T]) -> T:
+    def _explain_death(self, ask: Callable[[], T]) -> T:
         try:
             return ask()
         except DispatchError as error:  # Ray may notice a death first, without knowing whose
@@ -252,18 +252,18 @@ class Session:
 
     def shards(self, model: str) -> Sequence[messages.ShardsDescribed]:
         """Ask the workers of a model for the shards that they hold, once the steps in flight are done. Raises as `step` does."""
-        return self._guarded(lambda: self.group.shards(self._workers_of(model)))
+        return self._explain_death(lambda: self.group.shards(self._workers_of(model)))
 
     def write_shards(self, model: str, order: messages.WriteShards) -> Sequence[messages.ShardsWritten]:
         """Have the workers of a model write their shards of an export. Raises as `step` does."""
-        return self._guarded(lambda: self.group.write_shards(self._workers_of(model), order))
+        return self._explain_death(lambda: self.group.write_shards(self._workers_of(model), order))
 
     def _workers_of(self, model: str) -> Sequence[str]:
         return [worker.name for worker in self.plan.workers if worker.model == model]
 
     def listen(self) -> None:
         """Wait for a worker's message. Raises as `step` does."""
-        self._guarded(self.group.listen)
+        self._explain_death(self.group.listen)
 
     def abandon(self) -> None:
         """End the workers of a session that failed, with little time for a graceful end."""
@@ -276,12 +276,12 @@ class Session:
         """End the workers: idle ones shut down, those that do not answer are killed. Nothing is left behind."""
         if not self.ended:
             self.ended = True
-            with held("ending the workers"):
+            with hold_signals("ending the workers"):
                 self._end()
 
     def _end(self) -> None:
         self.group.tell(messages.Shutdown(keep=not self.failed))
-        gone = self.group.until_gone(ABANDON_S if self.failed else GOODBYE_S)
+        gone = self.group.await_disconnects(ABANDON_S if self.failed else GOODBYE_S)
         if not gone:
             for actor in self._actors:
                 self.dispatch.kill(actor)
@@ -290,7 +290,7 @@ class Session:
             self.dispatch.stop()
         parted = self.dispatch.let_go if gone and not self.failed else self.dispatch.kill
         staying = [worker.name for worker, actor in zip(self.plan.workers, self._actors, strict=False) if parted(actor)]
-        self.group.until_ended(GOODBYE_S, staying)
+        self.group.await_exits(GOODBYE_S, staying)
         if self._gatherer is not None:
             self._gatherer.close()
         if self._hosts is not None:

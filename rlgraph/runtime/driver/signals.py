@@ -15,7 +15,7 @@ _holding: list[str] = []  # what the signals are held back for
 
 
 @contextlib.contextmanager
-def held(doing: str) -> Iterator[Callable[[], bool]]:
+def hold_signals(doing: str) -> Iterator[Callable[[], bool]]:
     """Hold both signals back during work that must not be interrupted; the first signal is raised again after it.
 
     `doing` tells the user what the program does meanwhile. The work must end by itself within seconds, or ask the function that the

@@ -21,7 +21,7 @@ from rlgraph.plan.channels import lies_in_ray
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent
 from rlgraph.runtime.driver.machine import worker_environment
-from rlgraph.runtime.driver.ray_dispatch import pickled
+from rlgraph.runtime.driver.ray_dispatch import pickle_value
 from rlgraph.runtime.messages import PID_BYTES, ForkOrder, send_order
 from rlgraph.runtime.worker.spec import WorkerSpec
 
@@ -154,13 +154,13 @@ class WarmWorker:
 
 # Warm processes: they have imported what workers need, and live from one launch of the program to the next.
 
-OTHERWISE = {"PYTHONPATH", "PYTEST_CURRENT_TEST"}  # variables that are not read by imports; a worker gets its own path
+IGNORED_VARIABLES = {"PYTHONPATH", "PYTEST_CURRENT_TEST"}  # variables that are not read by imports; a worker gets its own path
 MOST_TEMPLATES = 6  # processes that are kept; each takes some hundred MB
 Key: TypeAlias = tuple[str, frozenset[tuple[str, str]], Hashable]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ProcessRequirements:
     """What a worker needs of its process: environment, imports, whether these open a GPU, and what its engine is, if that can be kept."""
 
     name: str
@@ -177,7 +177,7 @@ class Wanted:
     @property
     def key(self) -> Key:
         """What processes have in common that serve the same."""
-        return self.imports, frozenset(pair for pair in self.environment.items() if pair[0] not in OTHERWISE), self.engine
+        return self.imports, frozenset(pair for pair in self.environment.items() if pair[0] not in IGNORED_VARIABLES), self.engine
 
 
 class Warm:
@@ -190,7 +190,7 @@ class Warm:
         self._kept: dict[Key, list[WarmWorker]] = {}
         self.ended = False
 
-    def announce(self, wanted: Sequence[Wanted]) -> None:
+    def announce(self, wanted: Sequence[ProcessRequirements]) -> None:
         """End the kept engines that none of these workers will take, so that their memory is free before others start."""
         needed = Counter(each.key for each in wanted)
         for key, workers in self._kept.items():
@@ -199,7 +199,7 @@ class Warm:
             del workers[needed[key] :]
         self._tidy()
 
-    def start(self, wanted: Wanted, order: ForkOrder) -> WarmWorker:
+    def start(self, wanted: ProcessRequirements, order: ForkOrder) -> WarmWorker:
         """Start a worker: with a kept engine, else from the process with its environment and imports, which is started if there is none."""
         if self.ended:
             raise RlgraphError(
@@ -213,11 +213,11 @@ class Warm:
                 return worker
         return self._template(wanted).fork(wanted.name, order)
 
-    def keep(self, wanted: Wanted, worker: WarmWorker) -> None:
+    def keep(self, wanted: ProcessRequirements, worker: WarmWorker) -> None:
         """Keep a worker that has done its job, for the next that wants the same."""
         self._kept.setdefault(wanted.key, []).append(worker)
 
-    def _template(self, wanted: Wanted) -> Template:
+    def _template(self, wanted: ProcessRequirements) -> Template:
         if wanted.opens_gpus:
             self._alone.append(Template.start(wanted.imports, wanted.environment, alone=True))
             return self._alone[-1]
@@ -303,7 +303,7 @@ def warm(*, engines: bool = False) -> Iterator[Warm]:
         mine.end()
 
 
-def here() -> Warm | None:
+def current_processes() -> Warm | None:
     """The warm processes of the block that this program is in."""
     return _HERE.get()
 
@@ -383,15 +383,15 @@ class ForkedProcesses(WithoutTicks):
     """A `Dispatch` to the warm processes of `rg.runs.warm()`."""
 
     def __init__(self) -> None:
-        warm = here()
+        warm = current_processes()
         if warm is None:
             raise RlgraphError("a job that was launched inside of rg.runs.warm() starts its workers there too, and the block has been left")
         self._warm = warm
-        self._announced: dict[str, Wanted] = {}  # by worker
-        self._workers: dict[WarmWorker, Wanted] = {}
+        self._announced: dict[str, ProcessRequirements] = {}  # by worker
+        self._workers: dict[WarmWorker, ProcessRequirements] = {}
 
     def announce(self, specs: Sequence[WorkerSpec]) -> None:
-        self._announced = {spec.worker.name: self._wanted(spec) for spec in specs}
+        self._announced = {spec.worker.name: self._requirements(spec) for spec in specs}
         for spec, wanted in zip(specs, self._announced.values(), strict=True):
             if self._warm.engines and wanted.engine is None and spec.model is not None and spec.model.traits.sampling is not None:
                 notices.here.say(
@@ -402,7 +402,7 @@ class ForkedProcesses(WithoutTicks):
     def create(self, spec: WorkerSpec, driver: str, host: str = "") -> WarmWorker:
         wanted = self._announced[spec.worker.name]
         path = tuple(wanted.environment["PYTHONPATH"].split(os.pathsep))
-        order = ForkOrder(os.getcwd(), path, pickled(spec), driver, keeps=wanted.engine is not None)
+        order = ForkOrder(os.getcwd(), path, pickle_value(spec), driver, keeps=wanted.engine is not None)
         worker = self._warm.start(wanted, order)
         self._workers[worker] = wanted
         return worker
@@ -414,10 +414,10 @@ class ForkedProcesses(WithoutTicks):
         self._warm.keep(wanted, actor)
         return True
 
-    def _wanted(self, spec: WorkerSpec) -> Wanted:
+    def _requirements(self, spec: WorkerSpec) -> ProcessRequirements:
         traits = spec.model.traits if spec.model is not None else ModelTraits()
         engine = kept_as(spec) if self._warm.engines else None
-        return Wanted(
+        return ProcessRequirements(
             name=spec.worker.name,
             environment={**os.environ, **worker_environment(spec)},
             prepare=traits.prepare or import_transformers,
@@ -445,7 +445,7 @@ def chosen_dispatch(plan: Plan, asked: str | None) -> str:
 
     Raises PlanError for a plan that cannot be.
     """
-    if here() is not None:
+    if current_processes() is not None:
         check_warm(plan, asked)
         return WARM
     if asked == "compiled_graph" and plan.cluster.hosts > 1:

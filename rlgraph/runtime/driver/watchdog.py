@@ -15,7 +15,7 @@ from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.plan.schedule import WORK
 from rlgraph.runtime.driver.hosts import Hosts
 from rlgraph.runtime.messages import Failure, Report
-from rlgraph.runtime.worker.activity import Heartbeat, described, edge_of, event_name
+from rlgraph.runtime.worker.activity import Heartbeat, describe_activity, edge_of, event_name
 from rlgraph.runtime.worker.stacks import of_interest
 
 # Find the worker that keeps others waiting: follow the waits from a worker that waited too long to one that does not wait.
@@ -105,7 +105,7 @@ class Cut:
     channels: tuple[str, ...]
 
 
-def cut(failures: Sequence[Failure], pids: Mapping[str, int]) -> Cut | None:
+def find_disconnected(failures: Sequence[Failure], pids: Mapping[str, int]) -> Cut | None:
     """Find the worker that lost its channels, from its own and its peers' reports; two workers if only one connection ended."""
     names = {pid: name for name, pid in pids.items()}
     lost = [(failure.worker, names.get(failure.peer), failure.channel) for failure in failures if failure.peer]
@@ -165,7 +165,7 @@ class Watchdog:
         """
         waited_s = time.monotonic() - since_s
         states = self.states()
-        self._look_for_stopped(states)
+        self._check_stopped_workers(states)
         for worker in missing:
             state = states.get(worker)
             if state is None:
@@ -177,7 +177,7 @@ class Watchdog:
             if for_s > deadline_s + (LATE_S if state.activity.waits else 0):
                 raise self.timeout(worker, states)
 
-    def _look_for_stopped(self, states: Mapping[str, Heartbeat]) -> None:
+    def _check_stopped_workers(self, states: Mapping[str, Heartbeat]) -> None:
         now = time.monotonic()
         for worker, state in states.items():
             if not state.stopped:
@@ -222,7 +222,7 @@ class Watchdog:
         return ChannelTimeout(f"{self._accusation(found, guilty)}{then}{told}{self.account(concerned)}")
 
     def _accusation(self, found: Culprit, guilty: Heartbeat) -> str:
-        activity, step = described(guilty.activity, self.plan), max(guilty.step, 0)
+        activity, step = describe_activity(guilty.activity, self.plan), max(guilty.step, 0)
         doing = f"{activity}, step {step}, for {guilty.for_s:.1f} s; deadline_s is {self.deadline_s:g}"
         if found.keeps is not None:
             return f"worker '{found.worker}' has not given back the slots of channel '{found.keeps}', and has been {doing}"
@@ -270,11 +270,11 @@ def _write_private_file(text: str) -> str:
 # Say which host was lost, or between which hosts the network is cut, from what the driver sees and what workers report.
 
 
-def host_lost(plan: Plan, hosts: Hosts, lost: Collection[int], why: str = "") -> WorkerDied:
+def host_error(plan: Plan, hosts: Hosts, lost: Collection[int], why: str = "") -> WorkerDied:
     """Make the error for hosts that answer nothing; `why` is what ended on the way, if anything did."""
     names = " and ".join(hosts.name(host) for host in sorted(lost))
     workers = [worker for host in sorted(lost) for worker in hosts.on(host)]
-    told = f"{names} {'was' if len(lost) == 1 else 'were'} lost, with worker{'s' * (len(workers) > 1)} {_listed(workers)}"
+    told = f"{names} {'was' if len(lost) == 1 else 'were'} lost, with worker{'s' * (len(workers) > 1)} {_quote_names(workers)}"
     silent_s = max(hosts.silent_s(host) for host in lost)
     asked = f"no answer for {silent_s:.1f} s" if silent_s else "connections to it ended without a word"
     advice = "it is down, frozen, or cut off from the network; start it again, with Ray on it"
@@ -284,7 +284,7 @@ def host_lost(plan: Plan, hosts: Hosts, lost: Collection[int], why: str = "") ->
     return WorkerDied(f"{told}: {asked}; {advice}\n  nodes there: {', '.join(nodes)}{why}")
 
 
-def link_lost(hosts: Hosts, failures: Sequence[Failure]) -> ChannelBroken | None:
+def connection_error(hosts: Hosts, failures: Sequence[Failure]) -> ChannelBroken | None:
     """Make the error for a connection between two hosts that ended though both answer; None if no worker reports one."""
     cuts: Counter[tuple[int, int]] = Counter()
     channels: dict[tuple[int, int], list[str]] = {}
@@ -300,11 +300,12 @@ def link_lost(hosts: Hosts, failures: Sequence[Failure]) -> ChannelBroken | None
     own = [list(hosts.on(host)) for host in (one, other)]
     names = sorted(set(channels[one, other]))
     return ChannelBroken(
-        f"the network between {hosts.name(one)}, with {_listed(own[0])}, and {hosts.name(other)}, with {_listed(own[1])}, is cut: "
-        f"the connection of channel{'s' * (len(names) > 1)} {_listed(names)} ended, and both hosts answer the driver\n"
+        f"the network between {hosts.name(one)}, with {_quote_names(own[0])}, and {hosts.name(other)}, with {_quote_names(own[1])}, "
+        "is cut: "
+        f"the connection of channel{'s' * (len(names) > 1)} {_quote_names(names)} ended, and both hosts answer the driver\n"
         f"  worker '{failures[0].worker}': {failures[0].message}"
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _quote_names(names: Sequence[str]) -> str:
     return " and ".join(f"'{name}'" for name in names) or "none"

@@ -16,12 +16,12 @@ from typing import TypeVar
 import msgspec
 
 from rlgraph.channels.host.connection import Connection
-from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, DispatchError, NodeError, RlgraphError, WorkerDied, shown
+from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelTimeout, DispatchError, NodeError, RlgraphError, WorkerDied, show_value
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.runtime import messages
 from rlgraph.runtime.driver.hosts import Hosts
-from rlgraph.runtime.driver.watchdog import LOOK_S, Watchdog, cut, host_lost, link_lost
-from rlgraph.runtime.worker.activity import Heartbeat, described
+from rlgraph.runtime.driver.watchdog import LOOK_S, Watchdog, connection_error, find_disconnected, host_error
+from rlgraph.runtime.worker.activity import Heartbeat, describe_activity
 
 T = TypeVar("T")
 CONSEQUENCES = {kind.__name__ for kind in (ChannelBroken, ChannelClosed, ChannelTimeout)}  # of trouble elsewhere
@@ -101,7 +101,7 @@ class WorkerGroup:
             self._listen([name for name in missing if name in self.connections], since_s, self.start_s)
         return {planned: address for addresses in self._opened.values() for planned, address in addresses.items()}
 
-    def until_ready(self, on_wait: Callable[[list[str]], None]) -> None:
+    def await_engines(self, on_wait: Callable[[list[str]], None]) -> None:
         """Wait until every worker has loaded its engine; `on_wait` gets the missing workers again and again.
 
         Raises what went wrong with the first that could not.
@@ -146,7 +146,7 @@ class WorkerGroup:
             self._listen(missing, since_s, self.deadline_s)
         return [heard[name] for name in workers]
 
-    def until_gone(self, timeout_s: float) -> bool:
+    def await_disconnects(self, timeout_s: float) -> bool:
         """Wait until every worker has closed its end; False if the time ran out."""
         end = time.monotonic() + timeout_s
         while self.connections and (left := end - time.monotonic()) > 0:
@@ -161,7 +161,7 @@ class WorkerGroup:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     signal.pidfd_send_signal(process, signal.SIGKILL)
 
-    def until_ended(self, timeout_s: float, staying: Collection[str] = ()) -> None:
+    def await_exits(self, timeout_s: float, staying: Collection[str] = ()) -> None:
         """Wait until the workers' processes of this host have ended, at most `timeout_s` for each, and release their handles.
 
         Those of the workers that are `staying` live on.
@@ -232,7 +232,7 @@ class WorkerGroup:
             case messages.Failure():
                 self._failures.append(message)
             case _:
-                raise OSError(f"a message that no worker sends: {shown(message)}")
+                raise OSError(f"a message that no worker sends: {show_value(message)}")
 
     def _on_own_clock(self, report: messages.Report) -> messages.Report:
         """Translate the spans of another host to the driver's clock."""
@@ -251,24 +251,24 @@ class WorkerGroup:
         """Find what the failed or dead worker did at that moment, if that is known. Nobody is to blame for the end of Ray."""
         if self._ray_death(()):
             return None
-        failed, perhaps = ([failure.worker for failure in self._failed(of_peers=peers)] for peers in (False, True))
+        failed, perhaps = ([failure.worker for failure in self._own_failures(of_peers=peers)] for peers in (False, True))
         states = self.states() if failed or perhaps or self._dead else {}
-        return next((states.get(name) for name in (*failed, *self._died(), *perhaps)), None)
+        return next((states.get(name) for name in (*failed, *self._silent_deaths(), *perhaps)), None)
 
     def explanation(self) -> RlgraphError | None:
         """Find the cause of trouble: a node that failed, else a worker that died. Listens a moment longer for either.
 
         A rank that fails in a collective can say so before we learn that its peer died: the death is the cause.
         """
-        lost = self._hosts.asked() if self._hosts and not self._failed(of_peers=False) else frozenset()
+        lost = self._hosts.asked() if self._hosts and not self._own_failures(of_peers=False) else frozenset()
         if lost and self._hosts:
             died = self._ray_death(lost)
-            return host_lost(self.plan, self._hosts, lost, (f"\n  {died}" if died else "") + self._told())
+            return host_error(self.plan, self._hosts, lost, (f"\n  {died}" if died else "") + self._first_trouble())
         stalled = any(failure.error == "ChannelTimeout" for failure in self._failures)  # then nobody has more to tell
         end = time.monotonic() + (0 if stalled else SETTLE_S)
         while not self._cause() and (left := end - time.monotonic()) > 0:
             self._hear(left)
-        return self._cause() or next(map(self._node_error, self._failed(of_peers=True)), None)
+        return self._cause() or next(map(self._node_error, self._own_failures(of_peers=True)), None)
 
     def _look_for_lost_hosts(self) -> None:
         """Raise WorkerDied for hosts that answer nothing, and from which no worker has said anything since."""
@@ -281,19 +281,19 @@ class WorkerGroup:
             if all(self._heard_s.get(worker, 0.0) < now - hosts.silent_s(host) + ANSWERED_S for worker in hosts.on(host))
         ]
         if lost:
-            raise host_lost(self.plan, hosts, lost)
+            raise host_error(self.plan, hosts, lost)
 
-    def _told(self) -> str:
+    def _first_trouble(self) -> str:
         """Quote the first worker that reported trouble."""
         return "".join(f"\n  worker '{failure.worker}': {failure.message}" for failure in self._failures[:1])
 
-    def _failed(self, *, of_peers: bool) -> list[messages.Failure]:
+    def _own_failures(self, *, of_peers: bool) -> list[messages.Failure]:
         """List the failures that no peer has caused; or those of ranks in a collective, which a peer's death may have caused."""
         several = {worker.name for worker in self.plan.workers if worker.world > 1}
         own = [failure for failure in self._failures if failure.error not in CONSEQUENCES]
         return [failure for failure in own if of_peers == (failure.error in IN_COLLECTIVES and failure.worker in several)]
 
-    def _died(self) -> list[str]:
+    def _silent_deaths(self) -> list[str]:
         """List the workers that are gone without having failed before."""
         failed = {failure.worker for failure in self._failures}
         return [name for name in self._dead if name not in failed]
@@ -306,16 +306,16 @@ class WorkerGroup:
         )
 
     def _cause(self) -> RlgraphError | None:
-        for failure in self._failed(of_peers=False):
+        for failure in self._own_failures(of_peers=False):
             return self._node_error(failure)
-        died = self._died()
+        died = self._silent_deaths()
         states = self.states() if died else {}
         if died and (ray_died := self._ray_death({self._hosts.of[name] for name in died} if self._hosts else ())):
             return _ray_died(ray_died)
         for name in died:
             last = states.get(name)
             unknown = "at work" if name in self._ready else "before its first step"
-            did = f"while {described(last.activity, self.plan)}, step {last.step}" if last else unknown
+            did = f"while {describe_activity(last.activity, self.plan)}, step {last.step}" if last else unknown
             where = self._hosts.place(name) if self._hosts else ""
             return WorkerDied(
                 f"worker '{name}' (process {self.pids[name]}){where} died {did}; "
@@ -332,10 +332,10 @@ class WorkerGroup:
         states = self.states()
         if timeouts and first.worker in states:
             return self.watchdog.timeout(first.worker, states, f"\n  {told}{trace}")
-        between = link_lost(self._hosts, self._failures) if self._hosts else None
+        between = connection_error(self._hosts, self._failures) if self._hosts else None
         if between is not None:
             return between
-        lost = cut(self._failures, self.pids)
+        lost = find_disconnected(self._failures, self.pids)
         if lost is not None:
             whose = " and ".join(f"'{name}' (process {self.pids[name]})" for name in lost.workers)
             of = "lost its connections" if len(lost.workers) == 1 else "lost the connection between them"

@@ -17,7 +17,7 @@ from rlgraph.engines.registry import TRAINERS, SavedShard
 from rlgraph.errors import CheckpointError, ExportError
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.checkpoint.store import checked_manifest, checkpoint_steps
-from rlgraph.runtime.exports.models import TrainedEntry, check_apart, chosen
+from rlgraph.runtime.exports.models import TrainedEntry, check_apart, choose_model
 from rlgraph.runtime.exports.write import Source, base_of, boxes, check_source, write_export
 
 
@@ -34,7 +34,7 @@ def export_checkpoint(
     where = f"export('{folder}')"
     check_target(folder)
     manifest = checked_manifest(found)
-    chosen_model = _chosen(manifest, policy, where, found)
+    chosen_model = _choose_entry(manifest, policy, where, found)
     there = Path(manifest.get("folder", ".")) / chosen_model.path  # the run may have begun in another folder than this one
     model = (
         chosen_model if Path(chosen_model.path).exists() or not there.exists() else msgspec.structs.replace(chosen_model, path=str(there))
@@ -68,12 +68,12 @@ def newest_checkpoint(folder: Path) -> Path:
     return steps[max(steps)]
 
 
-def _chosen(manifest: Mapping[str, Any], policy: str | None, where: str, checkpoint: Path) -> TrainedEntry:
+def _choose_entry(manifest: Mapping[str, Any], policy: str | None, where: str, checkpoint: Path) -> TrainedEntry:
     if "models" not in manifest:
         raise ExportError(
             f"{where}: checkpoint '{checkpoint}' is of an older version, which did not name its models; resume it and save again"
         )
-    return chosen(msgspec.convert(manifest["models"], list[TrainedEntry]), policy, where)
+    return choose_model(msgspec.convert(manifest["models"], list[TrainedEntry]), policy, where)
 
 
 def _find_shards(model: TrainedEntry, checkpoint: Path, where: str) -> list[SavedShard]:

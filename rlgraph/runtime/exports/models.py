@@ -7,7 +7,7 @@ import msgspec
 
 from rlgraph.engines.hf_export.layout import AdapterForm
 from rlgraph.engines.lora.peft_folder import SavedAdapter
-from rlgraph.errors import ExportError, shown
+from rlgraph.errors import ExportError, show_value
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.training.trained_model import TrainedModel
 from rlgraph.plan.plan import Plan
@@ -47,7 +47,7 @@ def check_apart(model: TrainedEntry, adapter: AdapterForm, where: str) -> None:
         raise ExportError(f"{where}: '{model.name}' trained no adapter that could be apart; leave out adapter='apart'")
 
 
-def chosen(models: Sequence[TrainedEntry], policy: str | None, where: str) -> TrainedEntry:
+def choose_model(models: Sequence[TrainedEntry], policy: str | None, where: str) -> TrainedEntry:
     """Choose the model to export: the one of this name, or the graph's only policy.
 
     Raises ExportError where none is meant, or several may be.
@@ -56,7 +56,7 @@ def chosen(models: Sequence[TrainedEntry], policy: str | None, where: str) -> Tr
     if not names:
         raise ExportError(f"{where}: the graph trains no model that has a Hugging Face folder; there is nothing to export")
     if policy is not None and policy not in names:
-        raise ExportError(f"{where} has policy={shown(policy)}; the trained models are {list(names)}: name one of them")
+        raise ExportError(f"{where} has policy={show_value(policy)}; the trained models are {list(names)}: name one of them")
     policies = [model for model in models if model.scores == "log_probs"]
     only = policies if len(policies) == 1 else list(models)
     if policy is None and len(only) > 1:

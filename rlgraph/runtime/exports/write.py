@@ -54,7 +54,7 @@ class AdapterExport:
     write: WriteBoxes
     files: Mapping[str, str]  # text files to add, by name
 
-    def write_apart(self, folder: str | Path) -> Exported:
+    def write_adapter(self, folder: str | Path) -> Exported:
         """Write PEFT's folder of the adapter. Raises ExportError, with nothing left, if it cannot."""
         layout = _layout(self.shapes, self.dtype)
         with GrowingExport(folder, layout) as growing:
@@ -67,7 +67,7 @@ class AdapterExport:
             growing.finish()
         return Exported(growing.target, self.step, self.dtype, layout.parameters, layout.bytes)
 
-    def write_merged(self, folder: str | Path, most_file_bytes: int) -> Exported:
+    def write_full_model(self, folder: str | Path, most_file_bytes: int) -> Exported:
         """Write the whole model with the adapter merged in: one tensor is in memory at a time, besides the adapter."""
         own, path = _layout(self.shapes, "float32"), self.path
         layout = plan_files(export_names(parameter_shapes(path), path, "log_probs", f"export('{folder}')"), self.dtype, most_file_bytes)
@@ -149,7 +149,7 @@ def write_export(
     if model.adapter is not None:
         files = {CARD: source.card}
         found = AdapterExport(model.adapter, model.path, base_of(model.path), source.step, dtype, shapes, write, files)
-        return found.write_apart(folder) if source.adapter == "apart" else found.write_merged(folder, most_file_bytes)
+        return found.write_adapter(folder) if source.adapter == "apart" else found.write_full_model(folder, most_file_bytes)
     others = other_tensors(model.path)
     if others and model.scores == "values":
         raise ExportError(f"{where}: '{model.path}' is no folder of a text model alone, so a critic of it cannot be exported")

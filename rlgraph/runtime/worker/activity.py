@@ -56,13 +56,13 @@ class Activity:
         return self.kind in WORKS
 
     def __str__(self) -> str:
-        return described(self)
+        return describe_activity(self)
 
 
 IDLE = Activity("idle")
 
 
-def described(activity: Activity, plan: Plan | None = None) -> str:
+def describe_activity(activity: Activity, plan: Plan | None = None) -> str:
     """Describe an activity in words; with a plan they name who is at the other end of its edge, too."""
     node, edge, version = activity.node, activity.edge, activity.version
     end = edge_of(plan, activity) if plan is not None else None
@@ -149,7 +149,7 @@ class Heartbeat:
         counts = f" ({self.done} of {self.total} {self.unit})" if self.total else ""
         at = f", step {self.step}" if self.step >= 0 else ""
         stopped = " (its process is stopped)" if self.stopped else ""
-        return f"{described(self.activity, plan)}{counts}{at}, for {self.for_s:.1f} s{stopped}"
+        return f"{describe_activity(self.activity, plan)}{counts}{at}, for {self.for_s:.1f} s{stopped}"
 
 
 class StatusWriter:
@@ -190,10 +190,10 @@ def read_status(folder: str, worker: str) -> Heartbeat | None:
         return None
     done, total, unit = COUNTS.unpack_from(data, LAYOUT.size)
     activity = Activity(KINDS[kind], _text(node), _text(edge), version, prompt)
-    return Heartbeat(step, activity, time.monotonic() - at_s, done, total, _text(unit), stopped(pid))
+    return Heartbeat(step, activity, time.monotonic() - at_s, done, total, _text(unit), is_stopped(pid))
 
 
-def stopped(pid: int) -> bool:
+def is_stopped(pid: int) -> bool:
     """Tell whether a process of this host is stopped, by a signal or by a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"

@@ -18,7 +18,7 @@ import torch
 from rlgraph.channels.api import Reader, Statistics, Writer
 from rlgraph.columns import Column, Columns, concat_rows, repeat_rows, rows_of_rank
 from rlgraph.engines.hf_models.model_files import forbid_downloads
-from rlgraph.errors import GraphError, StalenessError, shown
+from rlgraph.errors import GraphError, StalenessError, show_value
 from rlgraph.graph.operation import HasState, Stateful
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics, fired_parts
 from rlgraph.plan.events import TimeSlice, fire_event
@@ -264,7 +264,7 @@ class Worker:
         self.recorder.begin(step)
         self.time_slice = self.spec.time_slice(node.name, chunk)
         self._take(node, step, chunk, "order")  # before an engine wakes, so that the engine before it has given its memory back
-        for loop in self.weights.loaded_before(node.name) if chunk == 0 else ():
+        for loop in self.weights.loops_before(node.name) if chunk == 0 else ():
             self.doing = node.name
             self.weights.load(loop, node.name, step)
         columns = self._take(node, step, chunk, "batch") | self._take(node, step, chunk, "earlier")
@@ -293,8 +293,8 @@ class Worker:
         if chunk == node.chunks - 1:
             self.metrics.update({node.front + name: value for name, value in reduce_metrics(self.chunk_metrics.pop(node.name)).items()})
         if node.traits.work == "generate" and node.due is None:
-            self.sampled.append(sampled(node.name, step, self.spec.worker.name, written))
-        written = owned(written, columns)
+            self.sampled.append(count_sampled_tokens(node.name, step, self.spec.worker.name, written))
+        written = copy_views(written, columns)
         self._put(node, step * node.chunks + chunk, written)
         self.tap.keep(node, step, chunk, written)  # after `put`, so that no reader waits for it
         del columns
@@ -378,7 +378,7 @@ class Worker:
             for node in self.spec.nodes:
                 for chunk, columns in enumerate(opened[at].get(node.name, ())):
                     self._put(node, at * node.chunks + chunk, columns, again=True)
-        self.weights.publish_again(step)
+        self.weights.republish(step)
         self.kept = {}
 
     def _put(self, node: NodeSpec, message: int, columns: Columns, *, again: bool = False) -> None:
@@ -401,7 +401,7 @@ class Worker:
         metrics, self.metrics = self.metrics, {}
         return metrics, self.recorder.taken()
 
-    def taken_sampled(self) -> list[Sampled]:
+    def take_token_counts(self) -> list[Sampled]:
         """Take the counts of sampled tokens since the last report."""
         found, self.sampled = self.sampled, []
         return found
@@ -418,7 +418,8 @@ def checked_stage(node: str, stage: Any) -> Stage:
     """Check what an operation's `start` gave. Raises GraphError if it cannot be called, or has only one half of `Stateful`."""
     if not callable(stage):
         raise GraphError(
-            f"node '{node}': start(context) gave {shown(stage)}; it gives a function of (step, columns), which is called at each firing"
+            f"node '{node}': start(context) gave {show_value(stage)}; it gives a function of (step, columns), which is called at "
+            "each firing"
         )
     if isinstance(stage, HasState) and not isinstance(stage, Stateful):
         raise GraphError(f"node '{node}' has a state() for checkpoints and no load_state(state) to go on from it; add the other one")
@@ -426,7 +427,7 @@ def checked_stage(node: str, stage: Any) -> Stage:
     return found
 
 
-def owned(written: Columns, read: Columns) -> Columns:
+def copy_views(written: Columns, read: Columns) -> Columns:
     """Copy the written columns that are views of columns read: the slot of those is given back when the firing ends."""
     slots = {column.untyped_storage().data_ptr() for column in read.values() if isinstance(column, torch.Tensor)}
     return {
@@ -435,7 +436,7 @@ def owned(written: Columns, read: Columns) -> Columns:
     }
 
 
-def sampled(node: str, step: int, worker: str, columns: Columns) -> Sampled:
+def count_sampled_tokens(node: str, step: int, worker: str, columns: Columns) -> Sampled:
     """Count the tokens that a node has sampled; none if it writes no masks."""
     responses, prompts = columns.get("response_mask"), columns.get("prompt_mask")
     lengths = responses.sum(-1).tolist() if isinstance(responses, torch.Tensor) and len(responses) else []

@@ -21,13 +21,13 @@ from rlgraph.nodes.base import Context
 from rlgraph.plan.plan import PlannedLoop
 from rlgraph.plan.schedule import Span
 from rlgraph.runtime import messages
-from rlgraph.runtime.checkpoint.gathering import seated
+from rlgraph.runtime.checkpoint.gathering import use_job_folder
 from rlgraph.runtime.exports.write import boxes
 from rlgraph.runtime.worker.activity import IDLE, Activity, StatusWriter, status_path
 from rlgraph.runtime.worker.engine_slot import EngineSlot
 from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
 from rlgraph.runtime.worker.progress import Progress
-from rlgraph.runtime.worker.spec import Post, WorkerSpec
+from rlgraph.runtime.worker.spec import EdgeEndpoints, WorkerSpec
 from rlgraph.runtime.worker.stacks import offer_stacks
 from rlgraph.runtime.worker.weight_loops import Loop
 
@@ -84,7 +84,7 @@ class Process:
 
     def _open(self) -> None:
         self.status.enter(-1, Activity("open"))
-        self.spec = seated(self.spec)
+        self.spec = use_job_folder(self.spec)
         for channel, posts in self.spec.channels:
             self.mailbox.outboxes += [Outbox(channel, self._listen(post)) for post in posts if post.writer == self.name]
         for post in (post for post in self.spec.posts if post.passes_on(self.name)):
@@ -97,12 +97,12 @@ class Process:
             self.listen_fd = listener.detach()  # the engine closes it: from here on nobody else can take the port
         self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.spec.loops for post in posts if post.writer == self.name}
 
-    def _listen(self, post: Post) -> Writer:
+    def _listen(self, post: EdgeEndpoints) -> Writer:
         writer = open_writer(post.transport, post.listening(self.spec, self.here))
         self.addresses[post.address] = writer.address
         return writer
 
-    def _connect(self, post: Post) -> Reader:
+    def _connect(self, post: EdgeEndpoints) -> Reader:
         site = post.reading(self.spec, self.here, self.addresses, self.onward.get(post.address))
         return open_reader(post.transport, site)
 
@@ -140,7 +140,7 @@ class Process:
         with no_collector():
             self.progress.load()
 
-    def _loop(self, plan: PlannedLoop, posts: tuple[Post, ...], dtype: str) -> Loop:
+    def _loop(self, plan: PlannedLoop, posts: tuple[EdgeEndpoints, ...], dtype: str) -> Loop:
         import torch
 
         loop = Loop(plan)
@@ -177,7 +177,7 @@ class Process:
         assert self.progress is not None
         ends, worker = self.mailbox.statistics(), self.progress.worker
         slots = [messages.Slots(end, seen.used, seen.peak_used) for end, seen in ends.items()]
-        sampled, published = worker.taken_sampled(), worker.weights.published_bytes()
+        sampled, published = worker.take_token_counts(), worker.weights.published_bytes()
         for rows in self.progress.taken_samples():  # before the report: then the driver has all rows of a step that it gives
             self._tell(rows)
         self._tell(messages.Report(self.name, step, dict(metrics), spans, slots, sampled, published, notices.here.taken()))

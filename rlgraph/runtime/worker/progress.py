@@ -7,7 +7,7 @@ from typing import Any
 from rlgraph import notices
 from rlgraph.analysis.samples import MEMORY, OPERATORS, TRACE
 from rlgraph.plan.schedule import Span
-from rlgraph.runtime.checkpoint.gathering import gathering
+from rlgraph.runtime.checkpoint.gathering import make_sender
 from rlgraph.runtime.checkpoint.worker_snapshot import Fired, OnSaved, WorkerSnapshots, restore
 from rlgraph.runtime.messages import ProfileRequest, SampledRows
 from rlgraph.runtime.worker.executor import Worker
@@ -96,7 +96,7 @@ class Progress:
         self.fired = worker.spec.first
         self.saving = worker.spec.saving
         self.saved = 0
-        self._snapshots = WorkerSnapshots(worker, self.saving, told, gathering(worker.spec)) if self.saving else None
+        self._snapshots = WorkerSnapshots(worker, self.saving, told, make_sender(worker.spec)) if self.saving else None
 
     @property
     def lookahead(self) -> int:

@@ -10,7 +10,7 @@ from rlgraph.graph.nodes import Due, Graph, Model, Node
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.graph.rules import exact_models
 from rlgraph.nodes.prompts import Prompts
-from rlgraph.plan.checkpoint_cut import lookaheads, open_nodes, steps_back
+from rlgraph.plan.checkpoint_cut import lookaheads, open_nodes, steps_before_cut
 from rlgraph.plan.cluster import ITEMSIZE
 from rlgraph.plan.events import TimeSlice, time_slices
 from rlgraph.plan.memory import shared_bases
@@ -57,7 +57,7 @@ class NodeSpec:
 
 
 @dataclass(frozen=True)
-class Post:
+class EdgeEndpoints:
     """One writing rank of a channel or a loop: where it listens, and from whom each reader gets its messages."""
 
     name: str
@@ -84,17 +84,17 @@ class Post:
         """Say where a worker listens for those who get messages from it."""
         worker = spec.worker.name
         fed = [reader for reader, feeder in self.route.items() if feeder == worker]
-        local = sum(self._joined(worker, reader) for reader in fed)
+        local = sum(self._share_memory(worker, reader) for reader in fed)
         return replace(self._site(spec, ends), readers=len(fed), address=self.place(worker), local_readers=local)
 
     def reading(self, spec: "WorkerSpec", ends: dict[str, Any], addresses: Mapping[str, str], onward: Onward | None) -> Site:
         """Say where a worker gets messages, by the addresses at which the workers listen; readers of `onward` get them from it."""
         worker, feeder = spec.worker.name, self.route[spec.worker.name]
         place = self.place(feeder)
-        address = place if self._joined(feeder, worker) else addresses[place]
+        address = place if self._share_memory(feeder, worker) else addresses[place]
         return replace(self._site(spec, ends), address=address, timeout_s=spec.deadline_s, onward=onward)
 
-    def _joined(self, feeder: str, reader: str) -> bool:
+    def _share_memory(self, feeder: str, reader: str) -> bool:
         """Whether one maps the memory of the other, though others are on other hosts."""
         return self.transport.passes_on and self.hosts[feeder] == self.hosts[reader]
 
@@ -156,8 +156,8 @@ class WorkerSpec:
     nodes: tuple[NodeSpec, ...]
     firings: tuple[tuple[str, int], ...]  # (node, chunk) of one step, in order
     model: Model | None
-    channels: tuple[tuple[PlannedChannel, tuple[Post, ...]], ...]
-    loops: tuple[tuple[PlannedLoop, tuple[Post, ...], str], ...]  # the string is the dtype that its generators want
+    channels: tuple[tuple[PlannedChannel, tuple[EdgeEndpoints, ...]], ...]
+    loops: tuple[tuple[PlannedLoop, tuple[EdgeEndpoints, ...], str], ...]  # the string is the dtype that its generators want
     folder: str
     authkey: bytes = field(repr=False)  # no log and no error may show it
     deadline_s: float
@@ -179,7 +179,7 @@ class WorkerSpec:
     shared_base: str = ""  # where it meets other workers that hold the same frozen base; empty if there are none
 
     @property
-    def posts(self) -> Iterator[Post]:
+    def posts(self) -> Iterator[EdgeEndpoints]:
         """All ends that it writes or reads, and those at which it passes on."""
         return (post for posts in (*(found for _, found in self.channels), *(found for _, found, _ in self.loops)) for post in posts)
 
@@ -283,7 +283,7 @@ def _merging_bytes(plan: Plan, worker: PlannedWorker) -> int | None:
 
 def _saving_spec(plan: Plan, start: Start, lookahead: Mapping[str, int], worker: PlannedWorker) -> Saving:
     trained = any(plan.node(name).work == "train" for name in worker.nodes)
-    opened, back = open_nodes(plan, lookahead, worker), steps_back(plan, lookahead, worker)
+    opened, back = open_nodes(plan, lookahead, worker), steps_before_cut(plan, lookahead, worker)
     return Saving(start.folder, start.id, start.every, lookahead[worker.name], trained, opened, back, start.gatherer)
 
 
@@ -323,12 +323,12 @@ def _metric_prefix(graph: Graph, node: Node) -> str:
     return f"{node.name}/" if several else ""
 
 
-def _posts(plan: Plan, end: PlannedChannel | PlannedLoop, address: str) -> tuple[Post, ...]:
+def _posts(plan: Plan, end: PlannedChannel | PlannedLoop, address: str) -> tuple[EdgeEndpoints, ...]:
     """Describe the writing ends of a channel or a feedback edge."""
     found, everywhere, by_writer = transport_of(end.transport), hosts_of(plan), routes(plan, end)
     if found.reach == "process" and any(list(route) != list(by_writer) for route in by_writer.values()):
         found = transport_of(first_choice("host"))  # ranks of one model are processes of their own
     return tuple(
-        Post(end.name, f"{address}.{rank}", end.slots, writer, route, {one: everywhere[one] for one in (writer, *route)}, found)
+        EdgeEndpoints(end.name, f"{address}.{rank}", end.slots, writer, route, {one: everywhere[one] for one in (writer, *route)}, found)
         for rank, (writer, route) in enumerate(by_writer.items())
     )

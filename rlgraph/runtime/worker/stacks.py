@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from rlgraph.runtime.worker.activity import stopped
+from rlgraph.runtime.worker.activity import is_stopped
 
 SIGNAL = signal.SIGRTMIN + 9  # one that neither Ray, torch nor users' code takes
 ANSWER_S = 5.0  # for the answers of all workers; on a machine that is overloaded a process may wait this long for a core
@@ -49,7 +49,7 @@ def read_stacks(folder: str, pids: Mapping[str, int]) -> dict[str, str]:
                 handles[handle] = worker
                 _drain(handle)  # an earlier call may have left bytes in the pipe
                 silent[worker] = "(no answer: its process does not run, or the machine is overloaded)"
-                if stopped(pid):  # it would never answer
+                if is_stopped(pid):  # it would never answer
                     silent[worker] = "(its process is stopped)"
                     os.close(handle)
                     del handles[handle]

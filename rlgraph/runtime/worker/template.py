@@ -41,9 +41,9 @@ def main() -> None:
     asked, prepare, alone = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3:] == ["alone"]
     if alone:
         threading.Thread(target=end_with, args=(asked,), name="end with the driver", daemon=True).start()
-    imported(prepare)
+    import_modules(prepare)
     if alone:
-        be_asked(asked)
+        run_orders(asked)
         return
     libc = ctypes.CDLL(None, use_errno=True)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel takes away what ended
@@ -58,7 +58,7 @@ def main() -> None:
             asked.close()
             libc.prctl(PDEATHSIG, signal.SIGKILL)
             if os.getppid() == template:  # else it has ended before
-                be_forked(files)
+                run_forked(files)
             os._exit(1)
         tell(pid, files[3])
         for fd in files:
@@ -71,7 +71,7 @@ def tell(pid: int, to: int) -> None:
         os.write(to, pid.to_bytes(PID_BYTES, "little"))
 
 
-def be_forked(files: Sequence[int]) -> None:
+def run_forked(files: Sequence[int]) -> None:
     """Be a worker that was forked for an order."""
     from rlgraph.runtime.worker.warm_worker import be
 
@@ -80,7 +80,7 @@ def be_forked(files: Sequence[int]) -> None:
     be(files, socket.socket(fileno=files[4]) if files[4:] else None)
 
 
-def be_asked(asked: socket.socket) -> None:
+def run_orders(asked: socket.socket) -> None:
     """Be the worker of the first order, and of those that follow."""
     from rlgraph.runtime.worker.warm_worker import be
 
@@ -99,7 +99,7 @@ def end_with(asked: socket.socket) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def imported(prepare: str) -> None:
+def import_modules(prepare: str) -> None:
     """Import what workers need; what cannot be imported is left for the worker that needs it, whose error says what is missing."""
     module, function = prepare.split(":")
     gc.disable()  # a sixth of the time of the imports

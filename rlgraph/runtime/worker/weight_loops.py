@@ -36,25 +36,27 @@ class Merging:
         """The weights of a version: as `received`, unless they are those of an adapter."""
         if adapter is None:
             return received
-        return self._merged(adapter, received)
+        return self._merge_adapter(adapter, received)
 
     def beginning(self, adapter: PlannedAdapter, device: torch.device) -> Mapping[str, torch.Tensor] | None:
         """The weights with what an adapter begins with, merged on `device`; None if those of the folder are the same."""
         if adapter.folder is not None:
-            return self._merged(adapter, {name: tensor.to(device) for name, tensor in read_adapter(Path(adapter.folder)).items()})
+            return self._merge_adapter(adapter, {name: tensor.to(device) for name, tensor in read_adapter(Path(adapter.folder)).items()})
         if adapter.base is None:
             return None
         targets = PROJECTIONS if adapter.targets == ALL_LINEAR else adapter.targets
-        base = self._kept(adapter)
+        base = self._base_weights(adapter)
         changed = [name.removesuffix(".weight") for name in base if name.endswith(tuple(f".{target}.weight" for target in targets))]
         nothing = {name + A: torch.zeros(1, base[name + ".weight"].shape[1], device=device) for name in changed}
-        return self._merged(adapter, nothing | {name + B: torch.zeros(len(base[name + ".weight"]), 1, device=device) for name in changed})
+        return self._merge_adapter(
+            adapter, nothing | {name + B: torch.zeros(len(base[name + ".weight"]), 1, device=device) for name in changed}
+        )
 
-    def _merged(self, adapter: PlannedAdapter, matrices: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _merge_adapter(self, adapter: PlannedAdapter, matrices: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         assert self._model is not None
-        return self._kept(adapter).with_adapter(matrices, adapter.scale, getattr(torch, self._model.traits.dtype or "float32"))
+        return self._base_weights(adapter).with_adapter(matrices, adapter.scale, getattr(torch, self._model.traits.dtype or "float32"))
 
-    def _kept(self, adapter: PlannedAdapter) -> BaseWeights:
+    def _base_weights(self, adapter: PlannedAdapter) -> BaseWeights:
         assert self._model is not None
         self._base = self._base or BaseWeights(self._model.path, adapter.base)
         return self._base
@@ -101,7 +103,7 @@ class WeightLoops:
                 with self.recorder.moving(name, "room", loop.writer.blocked_s, (publish_event(name), "publish"), step, version=version):
                     loop.writer.publish(version, self.context.engine.weight_shards(), self.spec.deadline_s)
 
-    def publish_again(self, step: int) -> None:
+    def republish(self, step: int) -> None:
         """Resume from a checkpoint after `step` steps: publish its weights, the next version of every reader."""
         for loop in self.loops:
             if loop.writer is not None and loop.plan.due is None:
@@ -109,7 +111,7 @@ class WeightLoops:
             if loop.reader is not None:
                 self.context.version = step - 1
 
-    def loaded_before(self, node: str) -> list[Loop]:
+    def loops_before(self, node: str) -> list[Loop]:
         """List the edges whose weights load before a node: the first that uses them, as all nodes of a step use one version."""
         return [loop for loop in self.loops if loop.reader is not None and node == self._first_user(loop)]
 
@@ -130,7 +132,7 @@ class WeightLoops:
             return
         self.load_up_to(loop, node, step, step - loop.plan.depth)
         if loop.plan.latest:
-            self.load_published(loop, node, step)
+            self.load_arrived(loop, node, step)
 
     def _begin(self, loop: Loop, node: str, step: int) -> None:
         """Give an engine, which starts with the weights of its folder, what an adapter begins with, if that is more."""
@@ -154,7 +156,7 @@ class WeightLoops:
             weights = loop.reader.receive(version, self.spec.deadline_s)
         self._swap(loop, node, step, version, weights)
 
-    def load_published(self, loop: Loop, node: str, step: int) -> None:
+    def load_arrived(self, loop: Loop, node: str, step: int) -> None:
         """Load every version that has arrived, without waiting for more."""
         assert loop.reader is not None
         newest = self.spec.saving.newest_version(step) if self.spec.saving else float("inf")
@@ -206,7 +208,7 @@ class Arriving:
 
     def poll(self) -> None:
         with self._meanwhile():
-            self.weights.load_published(self.loop, self.node, self.step)
+            self.weights.load_arrived(self.loop, self.node, self.step)
 
     def wait(self, version: int) -> None:
         with self._meanwhile():
