@@ -62,7 +62,7 @@ def _by_old_spelling(name: str) -> Any:
     if not subject:
         raise AttributeError(f"module 'rlgraph' has no attribute '{name}'")
     warnings.warn(f"rlgraph.{name} is rlgraph.{subject}.{name} now; the old spelling ends with 0.4", DeprecationWarning, stacklevel=3)
-    return getattr(import_module(f"{__name__}.{subject}"), found)
+    return vars(import_module(f"{__name__}.{subject}"))[found]
 
 
 def __dir__() -> list[str]:

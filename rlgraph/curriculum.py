@@ -156,7 +156,7 @@ class StageFolder:
         """The folder of its checkpoints."""
         return self.path / CHECKPOINTS
 
-    def finished(self, stage: Stage) -> bool:
+    def has_run(self, stage: Stage) -> bool:
         """Tell whether the graph is done. Raises CheckpointError if another graph is done here, or its weights are gone."""
         if not (self.path / DONE).exists():
             return False
@@ -274,7 +274,7 @@ def run(
         raise PlanError(f"run(out='{out}'): it is a file; give a folder, which is made if it is not there")
     stages = planned_stages(graphs, steps, devices)
     folders = {stage.name: StageFolder(where / stage.name) for stage in stages}
-    done = [folders[stage.name].finished(stage) for stage in stages]
+    done = [folders[stage.name].has_run(stage) for stage in stages]
     if done != sorted(done, reverse=True):
         raise PlanError(f"run(out='{out}'): a later graph is done and an earlier one is not; give another folder")
     where.mkdir(parents=True, exist_ok=True)
@@ -321,7 +321,7 @@ def report(where: Path, stages: Sequence[Stage], folders: Mapping[str, StageFold
     found = []
     for stage in stages:
         own, lines = folders[stage.name], list(lines_of(folders[stage.name].path))
-        state = "done" if own.finished(stage) else "under way" if lines else "to come"
+        state = "done" if own.has_run(stage) else "under way" if lines else "to come"
         weights = " and ".join(f"the weights of '{name}'" for name in stage.takes) or "its own folders"
         found.append(joint_report.GraphReport(stage.name, state, stage.steps, weights, stage.name, lines, _run_of(own.path)))
     joint_report.write(where / FILE, where.absolute().name, found)

@@ -14,11 +14,11 @@ log = logging.getLogger("rlgraph.notices")
 
 
 class Notices:
-    """The notices of this process, each text once. `carried` says that a report fetches them with `taken`.
+    """The notices of this process, each text once. `carried` says that a report fetches them with `take_new`.
 
     >>> notices = Notices()
     >>> notices.carried = True
-    >>> notices.say("no NVLink: tensors go through the host"), notices.taken(), notices.taken()
+    >>> notices.say("no NVLink: tensors go through the host"), notices.take_new(), notices.take_new()
     (None, ['no NVLink: tensors go through the host'], [])
     """
 
@@ -34,7 +34,7 @@ class Notices:
         if not self.carried:
             log.warning("%s", text)
 
-    def said(self) -> tuple[str, ...]:
+    def list_all(self) -> tuple[str, ...]:
         """List all that was said."""
         return tuple(self._said)
 
@@ -42,7 +42,7 @@ class Notices:
         """Begin as a new process does: nothing has been said."""
         self._said.clear()
 
-    def taken(self) -> list[str]:
+    def take_new(self) -> list[str]:
         """Take the notices since the last call."""
         found = [text for text, gone in self._said.items() if not gone]
         self._said |= dict.fromkeys(found, True)

@@ -134,8 +134,8 @@ def intervals(row: Mapping[str, Any], models: Path) -> dict[str, Any]:
     bare_s = 0.0
     for every in INTERVALS:
         course = prepare_course(graph, case.cluster, costs, shapes_of(graph), site, STEPS, every, 0)[1]
-        calm = course.played().step_ends()
-        bare_s = bare_s or replace(course, saves={}).played().step_ends()[-1]
+        calm = course.play().step_ends()
+        bare_s = bare_s or replace(course, saves={}).play().step_ends()[-1]
         walls = [add_failures(course, calm, site, mtbf_s, every, seed) for seed in range(seeds)]
         formula = daly.expected_s(bare_s, bare_s / STEPS * every, CHECKPOINT_S, RESTART_S, mtbf_s)
         lost = 1 - bare_s / statistics.fmean(wall.seconds for wall in walls)

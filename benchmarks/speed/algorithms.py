@@ -92,7 +92,7 @@ def rlgraph_items(c: Columns) -> dict[str, Item]:
     def correct(correction: alg.RolloutCorrection) -> Item:
         weights = correction.weights
         assert weights is not None
-        return lambda: (weights(*policies), correction.kept(*policies), alg.diagnostics(*policies, correction))[:1]
+        return lambda: (weights(*policies), correction.acceptance_mask(*policies), alg.diagnostics(*policies, correction))[:1]
 
     rows = c["baseline_rewards"]
     return {

@@ -137,10 +137,10 @@ def course(point: Point) -> Course:
 def rehearsed_s(point: Point, restart_s: float) -> float:
     """Predict the seconds from the end of the first step to that of the last one, with a failure right after each step of `kills`."""
     played = course(point)
-    first_s = played.played(0, 1).step_ends()[0]
+    first_s = played.play(0, 1).step_ends()[0]
 
     def ends(first: int, count: int) -> Sequence[float]:
-        return played.played(first, count).step_ends()
+        return played.play(first, count).step_ends()
 
     def gaps() -> Iterator[float]:
         saved, waited = 0, 0.0

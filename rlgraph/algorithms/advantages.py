@@ -68,11 +68,11 @@ class GroupEstimator(ABC):
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Compute the advantage `[B]` of each response, whose tokens are under the mask `[B, T]`."""
 
-    def compared(self, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def subtract_group_means(self, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Subtract from rewards `[B]` the mean of their group, in float64; a group of one is handled as `singleton` says."""
-        return self.settled(groups.centered(rewards), rewards, groups)
+        return self.fill_singletons(groups.center(rewards), rewards, groups)
 
-    def settled(self, centered: torch.Tensor, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
+    def fill_singletons(self, centered: torch.Tensor, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
         """Replace the centered rewards `[B]` of groups of one as `singleton` says."""
         return torch.where(groups.singleton, rewards.double(), centered) if self.singleton == "reward" else centered
 
@@ -95,11 +95,11 @@ class GRPO(GroupEstimator):
     normalize_std: bool = True
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
-        return self.normalized(rewards, groups)
+        return self.divide_by_deviation(rewards, groups)
 
-    def normalized(self, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
-        centered = groups.centered(rewards)
-        compared = self.settled(centered, rewards, groups)
+    def divide_by_deviation(self, rewards: torch.Tensor, groups: Groups) -> torch.Tensor:
+        centered = groups.center(rewards)
+        compared = self.fill_singletons(centered, rewards, groups)
         return compared / (groups.std(centered) + STD_EPSILON) if self.normalize_std else compared
 
 
@@ -117,7 +117,7 @@ class RLOO(GroupEstimator):
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
         size = groups.sizes[groups.index]
-        return self.compared(rewards, groups) * size / (size - 1).clamp(min=1)
+        return self.subtract_group_means(rewards, groups) * size / (size - 1).clamp(min=1)
 
 
 @settings.refuse_unknown
@@ -136,7 +136,7 @@ class OPO(GroupEstimator):
         lengths = count(mask, -1).double()
         shifted = rewards.double() - groups.min(rewards).double()[groups.index]
         baseline = groups.sum(lengths * shifted) / groups.sum(lengths).clamp(min=1)
-        return self.settled(shifted - baseline[groups.index], rewards, groups)
+        return self.fill_singletons(shifted - baseline[groups.index], rewards, groups)
 
 
 @settings.refuse_unknown
@@ -155,7 +155,7 @@ class GPG(GroupEstimator):
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
         scale = len(rewards) / torch.count_nonzero(rewards).clamp(min=1)
-        return self.compared(rewards, groups) * scale / self.f_norm
+        return self.subtract_group_means(rewards, groups) * scale / self.f_norm
 
 
 @settings.refuse_unknown
@@ -184,7 +184,7 @@ class PassK(GroupEstimator):
         alone = best & (groups.sum(best.long()) == 1)[groups.index]
         second = groups.max(torch.where(best, float("-inf"), rewards))[groups.index]
         ahead = torch.where(alone, rewards.double() - second.double(), 0.0)
-        return ahead / (groups.std(groups.centered(rewards)) + STD_EPSILON) if self.normalize_std else ahead
+        return ahead / (groups.std(groups.center(rewards)) + STD_EPSILON) if self.normalize_std else ahead
 
 
 @settings.refuse_unknown
@@ -201,7 +201,7 @@ class ReinforcePlusPlusBaseline(GroupEstimator):
     """
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
-        return whiten_rows(self.compared(rewards, groups), count(mask, -1), "ReinforcePlusPlusBaseline")
+        return whiten_rows(self.subtract_group_means(rewards, groups), count(mask, -1), "ReinforcePlusPlusBaseline")
 
 
 @settings.refuse_unknown
@@ -241,7 +241,7 @@ class GDPO(GRPO):
         groups = groups_of("GDPO", batch, mask)
         rewards = [rowwise("GDPO", batch, key, mask) for key in self.keys]
         weights = self.weights or (1.0,) * len(rewards)
-        scores = torch.stack([w * self.normalized(r, groups) for w, r in zip(weights, rewards, strict=True)]).sum(0)
+        scores = torch.stack([w * self.divide_by_deviation(r, groups) for w, r in zip(weights, rewards, strict=True)]).sum(0)
         return {"advantages": spread(whiten_rows(scores, count(mask, -1), "GDPO").to(rewards[0].dtype), mask)}
 
 
@@ -289,15 +289,15 @@ class GAE:
         cut = reasons("GAE", batch, mask) != 0 if self.bootstrap else None
         for rows in blocks(mask):
             packing = Packing.of(mask[rows])
-            expected = packing.left(values[rows])
-            errors = packing.left(rewards[rows]) - expected
+            expected = packing.pack(values[rows])
+            errors = packing.pack(rewards[rows]) - expected
             errors[:, :-1].add_(expected[:, 1:], alpha=self.gamma)
             if cut is not None:
                 last = (count(mask[rows], -1).long() - 1).clamp(min=0)[:, None]  # the value of an empty row is 0 there
                 errors.scatter_add_(1, last, self.gamma * expected.gather(1, last) * cut[rows, None])
             ahead = discounted_sum(errors, self.gamma * self.lam)
-            returns[rows] = packing.back(ahead + expected)
-            advantages[rows] = packing.back(ahead)
+            returns[rows] = packing.unpack(ahead + expected)
+            advantages[rows] = packing.unpack(ahead)
         return {"advantages": whiten(advantages, mask, "GAE"), "returns": returns}
 
 
@@ -329,7 +329,7 @@ class ReinforcePlusPlus:
         returns = torch.empty_like(rewards)
         for rows in blocks(mask):
             packing = Packing.of(mask[rows])
-            returns[rows] = packing.back(discounted_sum(packing.left(rewards[rows]), self.gamma))
+            returns[rows] = packing.unpack(discounted_sum(packing.pack(rewards[rows]), self.gamma))
         return {"advantages": whiten(returns, mask, "ReinforcePlusPlus"), "returns": returns}
 
 
@@ -412,23 +412,23 @@ class OptimalTokenBaseline:
         returns, advantages = torch.empty_like(rewards), torch.empty_like(rewards)
         weighed, weights = rewards.new_zeros(2, len(groups.sizes), mask.shape[1])  # sums of the groups
         last = torch.empty(len(mask), dtype=torch.int32, device=mask.device)
-        packings = [(rows, Packing.of(mask[rows]) if self.align == "token" else Packing.still(mask[rows])) for rows in blocks(mask)]
+        packings = [(rows, Packing.of(mask[rows]) if self.align == "token" else Packing.identity(mask[rows])) for rows in blocks(mask)]
         for rows, packing in packings:
             energy = log_probs[rows].exp().mul_(-2).add_(1).add_(squares[rows])
             if scale is not None:
                 energy = energy * scale[rows].square()
-            weight = running_sum_(packing.left(energy.to(rewards.dtype)))
+            weight = running_sum_(packing.pack(energy.to(rewards.dtype)))
             weight = keep_bits(weight, bits(packing.packed, weight))
-            following = discounted_sum(packing.left(rewards[rows]), 1.0)
+            following = discounted_sum(packing.pack(rewards[rows]), 1.0)
             weights.index_add_(0, groups.index[rows], weight)
             weighed.index_add_(0, groups.index[rows], weight.mul_(following))
-            returns[rows] = packing.back(following)
+            returns[rows] = packing.unpack(following)
             last[rows] = ends(packing.packed)
         baselines, stops = weighed.div_(weights.add_(EPSILON)), self.stops(last, groups)[:, None]
         places = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
         for rows, packing in packings:
             shared = keep_bits(baselines.index_select(0, groups.index[rows]), bits(places < stops[rows], rewards))
-            torch.sub(returns[rows], packing.back(shared), out=advantages[rows])
+            torch.sub(returns[rows], packing.unpack(shared), out=advantages[rows])
         return {"advantages": advantages, "returns": returns}
 
     def stops(self, last: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -514,7 +514,7 @@ class ProcessGRPO:
         groups = groups_of("ProcessGRPO", batch, mask)
         row, column = ends.nonzero(as_tuple=True)
         of_steps = Groups(groups.index[row], torch.bincount(groups.index[row], minlength=len(groups.sizes)).clamp(min=1))
-        centered = of_steps.centered(rewards[row, column])
+        centered = of_steps.center(rewards[row, column])
         scaled = centered / (of_steps.std(centered) + STD_EPSILON) if self.normalize_std else centered
         placed = torch.zeros_like(rewards)
         placed[row, column] = scaled

@@ -13,6 +13,7 @@ from rlgraph.algorithms.inputs import check_choice, check_mask
 from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import keep, masked_mean
 from rlgraph.errors import DataError, GraphError, show_value
+from rlgraph.notices import old_attribute
 from rlgraph.settings import OneOf, Positive
 
 # Importance weights of the trainer's policy over the engine's, since the two give different log-probs to the same tokens.
@@ -51,7 +52,7 @@ class ImportanceWeights(ABC):
         Raises DataError for tensors of different shapes, or a mask that is not bool.
         """
         log_ratio = masked_log_ratio(type(self).__name__, old_log_probs, rollout_log_probs, response_mask)
-        weights = self.bounded(self.raw(log_ratio, response_mask))
+        weights = self.bound(self.raw(log_ratio, response_mask))
         return weights / self.scale(weights, response_mask) if self.normalize else weights
 
     def raw(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,7 @@ class ImportanceWeights(ABC):
         return keep(log_ratio.clamp(-CLAMP, CLAMP).exp(), mask)
 
     @abstractmethod
-    def bounded(self, weights: torch.Tensor) -> torch.Tensor:
+    def bound(self, weights: torch.Tensor) -> torch.Tensor:
         """Bound the weights."""
 
     @abstractmethod
@@ -94,7 +95,7 @@ class TruncatedIS(ImportanceWeights):
 
     threshold: Positive = 2.0
 
-    def bounded(self, weights: torch.Tensor) -> torch.Tensor:
+    def bound(self, weights: torch.Tensor) -> torch.Tensor:
         return weights.clamp(max=self.threshold)
 
     def bounds(self) -> tuple[float, float]:
@@ -122,7 +123,7 @@ class IcePop(ImportanceWeights):
                 f"IcePop(low={show_value(self.low)}, high={show_value(self.high)}): the lower bound is above the upper; swap them"
             )
 
-    def bounded(self, weights: torch.Tensor) -> torch.Tensor:
+    def bound(self, weights: torch.Tensor) -> torch.Tensor:
         return torch.where((weights >= self.low) & (weights <= self.high), weights, 0.0)
 
     def bounds(self) -> tuple[float, float]:
@@ -221,7 +222,7 @@ class Rejection:
         Raises DataError for tensors of different shapes, or a mask that is not bool.
         """
         distance = self.distance(masked_log_ratio("Rejection", old_log_probs, rollout_log_probs, response_mask), response_mask)
-        kept = self.within(distance)
+        kept = self.accepts(distance)
         return response_mask & (kept if self.by_token else kept[:, None])
 
     def distance(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -243,7 +244,7 @@ class Rejection:
         low = 1 / self.high if self.low is None else self.low
         return -math.log(self.high), -math.log(low)
 
-    def within(self, distance: torch.Tensor) -> torch.Tensor:
+    def accepts(self, distance: torch.Tensor) -> torch.Tensor:
         """Flag the distances that are kept."""
         low, high = self.bounds()
         return (distance >= low) & (distance <= high)
@@ -279,8 +280,8 @@ class RolloutCorrection:
         tensor([[1.0000, 1.6487, 0.0000]])
 
     A call gives weights that are 0 on rejected tokens. These still count in the loss's denominators, so that rejecting does not
-    scale up the rest (as in AReaL). `kept` gives the mask instead: used as the new `response_mask` it takes rejected tokens out of the
-    denominators too, and out of advantages computed later (as in verl).
+    scale up the rest (as in AReaL). `acceptance_mask` gives the mask instead: used as the new `response_mask` it takes rejected
+    tokens out of the denominators too, and out of advantages computed later (as in verl).
     """
 
     weights: ImportanceWeights | None = None
@@ -298,12 +299,14 @@ class RolloutCorrection:
         Raises DataError for tensors of different shapes, or a mask that is not bool.
         """
         check_mask("RolloutCorrection", response_mask)
-        kept = self.kept(old_log_probs, rollout_log_probs, response_mask)
+        kept = self.acceptance_mask(old_log_probs, rollout_log_probs, response_mask)
         if self.weights is None:
             return kept.to(old_log_probs.dtype)
         return torch.where(kept, self.weights(old_log_probs, rollout_log_probs, response_mask), 0.0)
 
-    def kept(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    kept = old_attribute("kept", "acceptance_mask")
+
+    def acceptance_mask(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
         """Compute the mask `[B, T]` of the tokens that no rejection takes out."""
         kept = response_mask
         for rejection in self.rejections:

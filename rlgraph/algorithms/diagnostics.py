@@ -47,7 +47,7 @@ def diagnostics(
         for rejection in correction.rejections:
             distance = rejection.distance(log_ratio, response_mask)
             metrics |= _rejection(rejection, distance, response_mask)
-            rejected |= ~(rejection.within(distance) if rejection.by_token else rejection.within(distance)[:, None])
+            rejected |= ~(rejection.accepts(distance) if rejection.by_token else rejection.accepts(distance)[:, None])
         rejected &= response_mask
         metrics["rollout_rs_masked_fraction"] = count(rejected) / tokens
         metrics["rollout_rs_seq_masked_fraction"] = rejected.any(-1).double().mean()
@@ -74,7 +74,7 @@ def partial_diagnostics(
     sums, rows = _policies(log_probs, rollout_log_probs, log_ratio, response_mask)
     if correction.weights is not None:
         raw = correction.weights.raw(log_ratio, response_mask)
-        sums["rollout_is_mean"] = correction.weights.bounded(raw).sum()
+        sums["rollout_is_mean"] = correction.weights.bound(raw).sum()
         high, low = _beyond(correction.weights, log_ratio, raw, response_mask)
         if correction.weights.level == "sequence":
             rows["rollout_is_ratio_fraction_high"], rows["rollout_is_ratio_fraction_low"] = high, low
@@ -119,7 +119,7 @@ def _policies(trainer: torch.Tensor, rollout: torch.Tensor, log_ratio: torch.Ten
 
 def _weights(weights: ImportanceWeights, log_ratio: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> Metrics:
     raw = weights.raw(log_ratio, mask)
-    bounded = weights.bounded(raw)
+    bounded = weights.bound(raw)
     low, high = weights.bounds()
     mean = _mean(bounded, tokens)
     # Of centered weights, so that a small variance is not lost beside the square of the mean.
@@ -200,7 +200,7 @@ def _rejection(rejection: Rejection, distance: torch.Tensor, mask: torch.Tensor)
         return masked_mean(values, mask) if rejection.by_token else (values * lengths_of_rows).sum() / lengths(mask, values.dtype, None)
 
     capped = distance.clamp(low if two_sided else 0.0, high)
-    rejected = ~rejection.within(distance)
+    rejected = ~rejection.accepts(distance)
     metrics = {
         "mean": mean(distance),
         "max": selected.max(),

@@ -10,6 +10,7 @@ from rlgraph import settings
 from rlgraph.algorithms.inputs import check_choice, check_number, check_tokens
 from rlgraph.algorithms.masks import keep, masked_mean
 from rlgraph.errors import DataError
+from rlgraph.notices import old_attribute
 from rlgraph.settings import AtLeastZero, Count, OneOf, Positive
 
 KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
@@ -81,7 +82,7 @@ def _value_and_slope(log_ratio: torch.Tensor, estimator: str) -> tuple[torch.Ten
 class FixedKL:
     """A constant coefficient of the KL in the reward.
 
-    >>> FixedKL(0.05).updated(kl=0.3, rows=64)
+    >>> FixedKL(0.05).advance(kl=0.3, rows=64)
     FixedKL(coef=0.05)
     """
 
@@ -90,7 +91,9 @@ class FixedKL:
     def __post_init__(self) -> None:
         settings.check(self)
 
-    def updated(self, kl: float, rows: int) -> "FixedKL":
+    updated = old_attribute("updated", "advance")
+
+    def advance(self, kl: float, rows: int) -> "FixedKL":
         """Return the coefficient for the next batch, which is the same."""
         return self
 
@@ -100,7 +103,7 @@ class FixedKL:
 class AdaptiveKL:
     """A coefficient that follows the KL: it rises while the KL is above `target` and falls below, by at most 20 % per `horizon` rows.
 
-        >>> AdaptiveKL(coef=0.1, target=0.1, horizon=100).updated(kl=0.3, rows=100).coef
+        >>> AdaptiveKL(coef=0.1, target=0.1, horizon=100).advance(kl=0.3, rows=100).coef
         0.12
 
     Source: Ziegler et al., 2019, 1909.08593.
@@ -113,7 +116,9 @@ class AdaptiveKL:
     def __post_init__(self) -> None:
         settings.check(self)
 
-    def updated(self, kl: float, rows: int) -> "AdaptiveKL":
+    updated = old_attribute("updated", "advance")
+
+    def advance(self, kl: float, rows: int) -> "AdaptiveKL":
         """Compute the coefficient for the next batch, after a batch of `rows` responses whose KL was `kl`."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         return replace(self, coef=self.coef * (1 + error * rows / self.horizon))
@@ -134,7 +139,7 @@ def penalize_rewards(
         >>> penalize_rewards(rewards, old, reference, torch.tensor([[True, True]]), coef=0.5)
         (tensor([[-0.5000,  1.0000]]), 0.5)
 
-    The coefficient of a batch is known before its KL: pass the KL to `updated` of `AdaptiveKL` for that of the next batch.
+    The coefficient of a batch is known before its KL: pass the KL to `advance` of `AdaptiveKL` for that of the next batch.
     Source: Ouyang et al., 2022, 2203.02155, equation 2.
 
     Raises GraphError for an unknown estimator or a negative coefficient, DataError for columns of another shape or dtype.

@@ -129,7 +129,7 @@ class Packing:
     """Moves the tokens under a mask `[B, T]` to the left of their rows, and back. Without gaps nothing has to move.
 
     >>> packing = Packing.of(torch.tensor([[True, False, True]]))
-    >>> packing.left(torch.tensor([[1.0, 2.0, 3.0]]))
+    >>> packing.pack(torch.tensor([[1.0, 2.0, 3.0]]))
     tensor([[1., 3., 0.]])
     """
 
@@ -142,15 +142,15 @@ class Packing:
         """Make the packing of a mask `[B, T]`."""
         packed = torch.arange(mask.shape[1], device=mask.device) < count(mask, -1)[:, None]
         if torch.equal(packed, mask):
-            return cls.still(mask)
+            return cls.identity(mask)
         return cls(mask, packed, (mask.cumsum(-1) - 1).clamp(min=0))
 
     @classmethod
-    def still(cls, mask: torch.Tensor) -> "Packing":
+    def identity(cls, mask: torch.Tensor) -> "Packing":
         """Make a packing that leaves every token at its place, gaps or not."""
         return cls(mask, mask, None)
 
-    def left(self, values: torch.Tensor) -> torch.Tensor:
+    def pack(self, values: torch.Tensor) -> torch.Tensor:
         """Move the values `[B, T]` under the mask to the left; 0 after them."""
         kept = keep_bits(values, bits(self.mask, values))
         if self.places is None:
@@ -158,7 +158,7 @@ class Packing:
         # Values outside of the mask are 0 and have the place of the token before them: adding them there changes nothing.
         return torch.zeros_like(kept).scatter_add_(1, self.places, kept)
 
-    def back(self, values: torch.Tensor) -> torch.Tensor:
+    def unpack(self, values: torch.Tensor) -> torch.Tensor:
         """Move packed values `[B, T]` back to their places; 0 outside of the mask."""
         return keep_bits(values if self.places is None else values.gather(1, self.places), bits(self.mask, values))
 
@@ -236,7 +236,7 @@ class Groups:
     def _extreme(self, values: torch.Tensor, reduce: str) -> torch.Tensor:
         return values.new_zeros(len(self.sizes)).scatter_reduce_(0, self.index, values, reduce, include_self=False)
 
-    def centered(self, values: torch.Tensor) -> torch.Tensor:
+    def center(self, values: torch.Tensor) -> torch.Tensor:
         """Subtract the mean of its group from each value `[B]`, in float64: exactly 0 in a group of equal values."""
         # Subtracting a member of the group first keeps the rounding error of the mean out of groups of equal values.
         shifted = values.double() - self.min(values).double()[self.index]

@@ -127,14 +127,14 @@ class PolicyLoss(ABC):
         loss, metrics = self.policy_term(tokens)
         metrics = {"actor/pg_loss": loss, **metrics}
         if entropy is not None:
-            bonus = self.aggregated(tokenwise(type(self).__name__, {"entropy": entropy}, "entropy", tokens.mask), tokens)
+            bonus = self.aggregate(tokenwise(type(self).__name__, {"entropy": entropy}, "entropy", tokens.mask), tokens)
             metrics["actor/entropy"] = bonus
             loss = loss - self.entropy_coef * bonus if self.needs_entropy else loss
         elif self.needs_entropy:
             raise DataError(f"{type(self).__name__}: entropy_coef is {self.entropy_coef}, but no entropy was given; pass entropy [b, T]")
         if self.kl_coef:
             difference = keep(log_probs - tokenwise(type(self).__name__, batch, "ref_log_probs", tokens.mask), tokens.mask)
-            kl = self.aggregated(kl_of_log_ratio(difference, self.kl_estimator), tokens)
+            kl = self.aggregate(kl_of_log_ratio(difference, self.kl_estimator), tokens)
             metrics["actor/kl_loss"] = kl
             loss = loss + self.kl_coef * kl
         return loss, to_floats(metrics)
@@ -145,7 +145,7 @@ class PolicyLoss(ABC):
             gains, slopes, metrics = self.gains(tokens)
             if tokens.weights is not None:
                 gains, slopes = gains * tokens.weights, slopes * tokens.weights
-            loss = -self.aggregated(gains, tokens)
+            loss = -self.aggregate(gains, tokens)
             rows = row_weights(gains, tokens.mask, tokens.totals, self.aggregation, self.horizon)
             gradient = keep(slopes, tokens.mask).mul_(-rows[:, None])
         return with_gradient(tokens.given, loss, gradient), metrics
@@ -158,7 +158,7 @@ class PolicyLoss(ABC):
         slopes itself, so that only one tensor is kept for the backward pass.
         """
 
-    def aggregated(self, losses: torch.Tensor, tokens: Tokens) -> torch.Tensor:
+    def aggregate(self, losses: torch.Tensor, tokens: Tokens) -> torch.Tensor:
         """Aggregate losses `[b, T]` as the options say, to this micro-batch's share."""
         return aggregate(losses, tokens.mask, tokens.totals, self.aggregation, self.horizon)
 

@@ -272,11 +272,11 @@ class ClipCov(PolicyLoss):
         plain = tokens.advantages * tokens.ratio
         lesser = torch.minimum(plain, tokens.advantages * tokens.ratio.clamp(1 - self.clip_low, 1 + self.clip_high))
         clipped = lesser < plain
-        dropped = self.dropped(tokens, clipped)
+        dropped = self.choose_drops(tokens, clipped)
         metrics = {"actor/pg_clipfrac": tokens.fraction(dropped), "actor/ppo_kl": tokens.approximate_kl}
         return keep(lesser, ~dropped), keep(plain, tokens.safe & ~(dropped | clipped)), metrics
 
-    def dropped(self, tokens: Tokens, clipped: torch.Tensor) -> torch.Tensor:
+    def choose_drops(self, tokens: Tokens, clipped: torch.Tensor) -> torch.Tensor:
         """Choose the tokens `[b, T]` to drop, as flags."""
         covariance = covariances(tokens)
         candidates = ((covariance > self.low) & (covariance < self.high) & ~clipped).flatten().nonzero().flatten()
@@ -334,7 +334,7 @@ class DPPO(PolicyLoss):
     clip_c: Annotated[float, Range(above=1)] = 20.0
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-        within = self.within(tokens)
+        within = self.in_bounds(tokens)
         metrics = {
             "actor/pg_clipfrac": tokens.fraction(~within),
             "actor/pg_clipfrac_lower": tokens.fraction(within & (tokens.ratio > self.clip_c)),
@@ -343,7 +343,7 @@ class DPPO(PolicyLoss):
         weights = torch.where(within, tokens.ratio.clamp(max=self.clip_c), 0.0).mul_(tokens.advantages)
         return weights * tokens.given, weights, metrics
 
-    def within(self, tokens: Tokens) -> torch.Tensor:
+    def in_bounds(self, tokens: Tokens) -> torch.Tensor:
         """Flag the tokens `[b, T]` that are within bounds, or that move back towards the old policy."""
         assert tokens.old is not None
         new, old = tokens.given.exp(), tokens.old.exp()
@@ -490,7 +490,7 @@ class Bypass:
         """Compute this micro-batch's share of the loss and of the metrics. Raises the errors of the inner loss."""
         mask = response_mask_of("Bypass", batch, log_probs.shape)
         rollout = tokenwise("Bypass", batch, "rollout_log_probs", mask)
-        kept = self.correction.kept(log_probs.detach(), rollout, mask)
+        kept = self.correction.acceptance_mask(log_probs.detach(), rollout, mask)
         columns: Mapping[str, torch.Tensor | list[str]] = {
             **{name: column for name, column in batch.items() if name != "rollout_is_weights"},
             "old_log_probs": rollout,

@@ -223,7 +223,7 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
     tokens, positions, segments, repeats = torch.zeros(4, *shape, dtype=torch.long).unbind()
     predicts, targets, rows, columns = [], [], [], []
     told = Routes.of(batch)
-    routes = None if told is None else told.unknown(*shape)
+    routes = None if told is None else told.all_missing(*shape)
     row_of_batch = 0
     for index, sequence in enumerate(sequences):
         prompt = sequence.prompt
@@ -287,7 +287,7 @@ class Routes:
     def response(self, row: int, count: int) -> torch.Tensor:
         return self.responses[row, :count]
 
-    def unknown(self, *shape: int) -> torch.Tensor:
+    def all_missing(self, *shape: int) -> torch.Tensor:
         return self.responses.new_full((*shape, *self.responses.shape[2:]), IGNORED)
 
 
@@ -358,7 +358,7 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: 
         lasts += [start + sequence.prompt - 1] * len(sequence.rows)
         firsts += [start + sequence.prompt] * len(sequence.rows)
     spare = -row.starts[-1] % multiple if sequences else multiple
-    row.add(torch.zeros(spare, dtype=torch.long), 0, routes=None if told is None else told.unknown(spare))
+    row.add(torch.zeros(spare, dtype=torch.long), 0, routes=None if told is None else told.all_missing(spare))
     rows = [r for s in sequences for r in s.rows]
     sizes = [size for s in sequences for size in s.responses]
     trained = [response_mask[r, :size].nonzero()[:, 0] for r, size in zip(rows, sizes, strict=True)]

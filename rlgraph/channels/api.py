@@ -96,7 +96,7 @@ class End:
     channel: str
     role: str
 
-    def stopped(self, step: int, stop: "Stop") -> ChannelClosed | ChannelBroken:
+    def stop_error(self, step: int, stop: "Stop") -> ChannelClosed | ChannelBroken:
         kind = ChannelClosed if stop.reason is None else ChannelBroken
         error = kind(f"{self._at(step)}: {stop.who} {stop.reason or 'closed the channel, so no further message can pass'}")
         error.channel, error.peer, error.host = self.channel, stop.peer, stop.host
@@ -133,7 +133,7 @@ class Meter:
         self._since: float | None = None
 
     @contextmanager
-    def blocked(self) -> Iterator[None]:
+    def count_wait(self) -> Iterator[None]:
         """Count the time inside as waiting for the other end."""
         since = self._since = time.monotonic()
         try:

@@ -37,7 +37,7 @@ class _Shared:
     reader_stop: Stop | None = None  # what a reader did, for the writer
 
     @property
-    def used(self) -> int:
+    def slots_in_use(self) -> int:
         return max(len(queue.messages) for queue in self.queues)
 
 
@@ -57,15 +57,15 @@ class LocalWriter:
         shared = self._shared
         stop = shared.stop or shared.reader_stop
         if stop is not None:
-            raise self._end.stopped(step, stop)
-        if shared.used == shared.slots:
+            raise self._end.stop_error(step, stop)
+        if shared.slots_in_use == shared.slots:
             state = f"all {shared.slots} slots are taken, and in one process nobody else could free one: take and release first"
             raise self._end.timeout(step, 0, state)
         stored = {name: _copy_column(column, dtype) for name, column in columns.items()}
         message = _Message(step, stored, sum(_size(column) for column in stored.values()))
         for queue in shared.queues:
             queue.messages.append(message)
-        self._meter.message(message.size, shared.used)
+        self._meter.message(message.size, shared.slots_in_use)
 
     def close(self) -> None:
         self._shared.stop = self._shared.stop or Stop("the writer")
@@ -74,7 +74,7 @@ class LocalWriter:
         self._shared.stop = self._shared.stop or Stop("the writer", f"failed: {reason}")
 
     def statistics(self) -> Statistics:
-        self._meter.use(self._shared.used)
+        self._meter.use(self._shared.slots_in_use)
         return self._meter.statistics()
 
 
@@ -92,9 +92,9 @@ class LocalReader:
         queue, stop = self._queue, self._shared.stop
         waiting = len(queue.messages) - len(queue.taken)
         if self._stop is not None:
-            raise self._end.stopped(step, self._stop)
+            raise self._end.stop_error(step, self._stop)
         if stop is not None and (stop.reason is not None or not waiting):
-            raise self._end.stopped(step, stop)
+            raise self._end.stop_error(step, stop)
         if not waiting:
             raise self._end.timeout(step, 0, "no message is there, and in one process nobody else could put one: fire the writer first")
         message = queue.messages[len(queue.taken)]

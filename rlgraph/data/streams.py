@@ -43,7 +43,7 @@ class Stream:
         """Convert each row by a function, as it comes. The function is sent to a worker."""
         return replace(self, convert=(*self.convert, function))
 
-    def converted(self, number: int, row: Any) -> Row | None:
+    def convert_row(self, number: int, row: Any) -> Row | None:
         """Convert a row; None for one that is left out. Raises DataError for a row that is none, or that cannot be converted."""
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} of the stream is {show_value(row)}; a row is a mapping, as {{'prompt': …}}")
@@ -134,7 +134,7 @@ class StreamReader:
             row, ended = self._next()
             if ended:
                 continue
-            found = self.stream.converted(self.number - 1, row)
+            found = self.stream.convert_row(self.number - 1, row)
             if found is not None:
                 self.kept += 1
                 return self.number - 1, found

@@ -56,7 +56,7 @@ class Gymnasium:
     def __call__(self, seed: int | None = None) -> "GymnasiumGame":
         return GymnasiumGame(self, seed)
 
-    def made(self) -> Any:
+    def make_environment(self) -> Any:
         """Make an environment."""
         if not isinstance(self.make, str):
             return self.make(**self.settings)
@@ -108,7 +108,7 @@ class GymnasiumGame:
         self.game: Any = None
 
     async def reset(self) -> list[Message]:
-        self.game = await asyncio.to_thread(self.of.made)
+        self.game = await asyncio.to_thread(self.of.make_environment)
         seen, _ = await asyncio.to_thread(lambda: self.game.reset(seed=self.seed))
         return [Message("user", f"{self.of.instruction}\n\n{await self._render(seen)}")]
 

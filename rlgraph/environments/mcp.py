@@ -133,7 +133,7 @@ class OwnSession:
         self.server = server
         self._sessions: list[_Session] = []
 
-    async def called(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool."""
         if not self._sessions or not self._sessions[-1].usable():
             self._sessions.append(_start_session(self.server))
@@ -146,7 +146,7 @@ class OwnSession:
 
 
 async def _call_session(name: str, session: OwnSession, /, **arguments: Any) -> str:
-    return await session.called(name, arguments)
+    return await session.call_tool(name, arguments)
 
 
 async def _call_server(server: McpServer, name: str, /, **arguments: Any) -> str:

@@ -61,7 +61,7 @@ class ProcessEnvironments:
         """The command of a process."""
         return [self.python, str(CHILD), self.environment, json.dumps(dict(self.options))]
 
-    def listed(self, deadline_s: float = 300.0) -> Any:
+    def list_rows(self, deadline_s: float = 300.0) -> Any:
         """Call `rows(**options)` beside the class in a process of its own, and return what it returned."""
         done = subprocess.run([*self.command, "rows"], capture_output=True, text=True, timeout=deadline_s, check=False, env=self.env)
         if done.returncode:
@@ -113,7 +113,7 @@ class ProcessEnvironment:
 
     async def close(self) -> None:
         if self.child is not None:
-            self.child.left(self.name)
+            self.child.forget(self.name)
             if self.child.lives():
                 await self.child.ask("close", self.name, None)
 
@@ -136,7 +136,7 @@ class _Child:
         self.open.add(name)
         return name
 
-    def left(self, name: str) -> None:
+    def forget(self, name: str) -> None:
         self.open.discard(name)
 
     async def ask(self, call: str, name: str, value: Any) -> Any:
@@ -208,5 +208,5 @@ def verifiers(
 
 def verifiers_rows(taskset: str, *, python: str | Path = sys.executable, most: int = 1000, **config: Any) -> list[dict[str, Any]]:
     """List the tasks of a task set as rows for `rg.prompts`: `prompt`, and `task`, its place."""
-    found = verifiers(taskset, python=python, most=most, **config).listed()
+    found = verifiers(taskset, python=python, most=most, **config).list_rows()
     return [dict(row) for row in found]

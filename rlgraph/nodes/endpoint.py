@@ -276,7 +276,7 @@ class Endpoint:
         self._sessions[key] = session
         return key
 
-    def shut(self, key: str) -> None:
+    def revoke(self, key: str) -> None:
         """Refuse the key from now on."""
         self._sessions.pop(key, None)
 

@@ -201,7 +201,7 @@ class Order(Protocol):
     def row(self, place: int) -> int:
         """Find the row at a place."""
 
-    def passed(self, row: int, first: int, before: int) -> int:
+    def count_passes(self, row: int, first: int, before: int) -> int:
         """Count a row's places from `first`, which is one of them, to `before`, which is not counted."""
 
 
@@ -215,7 +215,7 @@ class Shuffled:
         epoch, at = divmod(place, self.size)
         return _permutation(self.seed, epoch, self.size)[at]
 
-    def passed(self, row: int, first: int, before: int) -> int:
+    def count_passes(self, row: int, first: int, before: int) -> int:
         if before <= first:
             return 0
         epoch, at = divmod(before, self.size)
@@ -242,7 +242,7 @@ class Mixed:
 
     def row(self, place: int) -> int:
         step, at = divmod(place, self.count)
-        part = self.chosen(step)[at]
+        part = self.choose_parts(step)[at]
         drawn = self._before[step][part] + self._chosen[step][:at].count(part)
         return self.row_of(part, drawn)
 
@@ -250,7 +250,7 @@ class Mixed:
         """Find the row that a part gives after `drawn` others of its rows."""
         return self.parts[part][self._orders[part].row(drawn)]
 
-    def chosen(self, step: int) -> "array[int]":
+    def choose_parts(self, step: int) -> "array[int]":
         """Choose the part of each place of a step, and of the steps before it."""
         while len(self._chosen) <= step:
             at = len(self._chosen)
@@ -261,9 +261,9 @@ class Mixed:
 
     def part(self, place: int) -> int:
         """Find the part from which a place is drawn."""
-        return self.chosen(place // self.count)[place % self.count]
+        return self.choose_parts(place // self.count)[place % self.count]
 
-    def passed(self, row: int, first: int, before: int) -> int:
+    def count_passes(self, row: int, first: int, before: int) -> int:
         return sum(self.row(place) == row for place in range(first, before))
 
 

@@ -406,7 +406,7 @@ class Prompts(PromptSource):
         for position in sorted(set_aside, reverse=True):
             since[self.order.row(position)] = position
         at = start
-        while at != (further := start + sum(self.order.passed(index, first, at) for index, first in since.items())):
+        while at != (further := start + sum(self.order.count_passes(index, first, at) for index, first in since.items())):
             at = further
         kept = (position for position in itertools.count(at) if position < since.get(self.order.row(position), position + 1))
         return list(itertools.islice(kept, self.count))

@@ -388,7 +388,7 @@ def costs_of(traces: Sequence[Trace]) -> Costs:
             default=0.0,
         ),
         source="measured",
-        lengths=Lengths.measured(responses, prompts / len(responses)) if responses else None,
+        lengths=Lengths.fit(responses, prompts / len(responses)) if responses else None,
         publish_bytes=traces[0].published_bytes or None,
         on=_place(plan),
         sleep={model: cost for group in reversed(groups) for model, cost in _sleep(*group).items()},

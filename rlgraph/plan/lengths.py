@@ -43,7 +43,7 @@ class Lengths:
             )
 
     @classmethod
-    def measured(cls, responses: Sequence[int], prompt_tokens: float) -> "Lengths":
+    def fit(cls, responses: Sequence[int], prompt_tokens: float) -> "Lengths":
         """Fit the distribution to the lengths of the responses of a run."""
         found = np.quantile(np.asarray(responses, dtype=float), PROBABILITIES)
         return cls(PROBABILITIES, tuple(float(f"{value:.6g}") for value in found), float(f"{prompt_tokens:.6g}"))

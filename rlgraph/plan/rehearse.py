@@ -269,7 +269,7 @@ def prepare_course(
     settings = settings_on(graph, cluster, {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools})
     schedule, unknown = with_links(plan, graph, priced, site)
     drawn = drawn_times(schedule, graph, settings, priced, priced.steps_drawn(max(node.rows for node in graph.nodes)))
-    course = Course.drawn(schedule, drawn, plan.workers, _trainer_names(graph), site, steps, every, np.random.default_rng(seed))
+    course = Course.draw(schedule, drawn, plan.workers, _trainer_names(graph), site, steps, every, np.random.default_rng(seed))
     uneven = bursts(schedule, graph, steps + schedule.most_lag)
     seconds = {name: each * uneven[name][:, None] if name in uneven else each for name, each in course.seconds.items()}
     return plan, replace(course, seconds=seconds), unknown
@@ -307,7 +307,7 @@ class Course:
     steps: int
 
     @classmethod
-    def drawn(
+    def draw(
         cls,
         schedule: Schedule,
         drawn: Mapping[str, Array],
@@ -340,7 +340,7 @@ class Course:
         """The run in which these events take no time."""
         return replace(self, seconds={name: each * (name not in moving) for name, each in self.seconds.items()})
 
-    def played(self, first: int = 0, steps: int | None = None) -> Played:
+    def play(self, first: int = 0, steps: int | None = None) -> Played:
         """Play so many steps from step `first` on, with an empty pipeline before them; by default all to the end."""
         last = first + (self.steps - first if steps is None else steps)
         total = last + self.schedule.most_lag
@@ -437,13 +437,13 @@ def add_failures(course: Course, calm: Sequence[float], site: ClusterSite, mtbf_
     draw = np.random.default_rng([seed, 1])
 
     def ends(first: int, steps: int) -> Sequence[float]:
-        return calm[:steps] if first == 0 else course.played(first, steps).step_ends()
+        return calm[:steps] if first == 0 else course.play(first, steps).step_ends()
 
     return with_failures(ends, course.steps, calm[-1] / course.steps, every, site.restart_s, lambda: float(draw.exponential(mtbf_s)))
 
 
 def _summarize(plan: Plan, course: Course, site: ClusterSite, every: int | None, unknown: tuple[str, ...], seed: int) -> Rehearsal:
-    played = course.played()
+    played = course.play()
     ends = played.step_ends()
     calm_s, warm = ends[-1], course.steps // WARM_UP
     walls = Walls(calm_s, 0, 0)
@@ -454,9 +454,9 @@ def _summarize(plan: Plan, course: Course, site: ClusterSite, every: int | None,
         "weights": {e.name for e in events if e.kind in MOVING and e.edge},
         "batches": {e.name for e in events if e.kind == "receive" and not e.edge},
     }
-    saved = {name: calm_s - course.without(moving).played().step_ends()[-1] if moving else 0.0 for name, moving in kinds.items()}
-    saved["checkpoints"] = calm_s - replace(course, saves={}).played().step_ends()[-1] if course.saves else 0.0
-    saved["stragglers"] = calm_s - replace(course, slow={}).played().step_ends()[-1] if course.slow else 0.0
+    saved = {name: calm_s - course.without(moving).play().step_ends()[-1] if moving else 0.0 for name, moving in kinds.items()}
+    saved["checkpoints"] = calm_s - replace(course, saves={}).play().step_ends()[-1] if course.saves else 0.0
+    saved["stragglers"] = calm_s - replace(course, slow={}).play().step_ends()[-1] if course.slow else 0.0
     saved["failures"] = walls.seconds - calm_s
     lasted = np.diff(ends)[warm:] if len(ends) > warm + 1 else np.array(ends[:1])
     return Rehearsal(

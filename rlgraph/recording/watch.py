@@ -43,7 +43,7 @@ class RunState:
     host: str
     time_s: float
 
-    def said(self) -> str:
+    def sentence(self) -> str:
         """Say it in words, for the head of a page."""
         words = {"running": "running", "ended": "ended", "failed": "ended by an error"}
         stopped = self.state == "running" and self.host == socket.gethostname() and not Path(f"/proc/{self.pid}").exists()
@@ -52,7 +52,7 @@ class RunState:
     @property
     def goes_on(self) -> bool:
         """Whether the run is still at work, as far as can be seen from here."""
-        return self.said().startswith("running")
+        return self.sentence().startswith("running")
 
 
 def read_state(folder: Path) -> RunState | None:
@@ -154,7 +154,7 @@ class Watch:
     def state(self) -> dict[str, str]:
         """Tell the page's script which version there is, and how far the run is."""
         state = read_state(self.folder)
-        return {"version": self.version(), "said": state.said() if state else "not known to run"}
+        return {"version": self.version(), "said": state.sentence() if state else "not known to run"}
 
     def page(self) -> bytes:
         """Build the page of the run so far; the same version is built once."""

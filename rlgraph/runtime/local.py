@@ -110,10 +110,10 @@ class LocalJob:
         return Progress(worker, self.checkpoints.hear if self.checkpoints is not None else lambda news: None)
 
     def _writer(self, post: EdgeEndpoints) -> Writer:
-        return open_writer(first_choice("process"), post.here(self._here))
+        return open_writer(first_choice("process"), post.in_process(self._here))
 
     def _reader(self, post: EdgeEndpoints) -> Reader:
-        return open_reader(first_choice("process"), post.here(self._here))
+        return open_reader(first_choice("process"), post.in_process(self._here))
 
     @checked(PlanError)
     def steps(self, count: Natural) -> Iterator[Step]:

@@ -48,10 +48,10 @@ def test_the_straight_through_gradient_is_that_of_the_kl() -> None:
 
 
 def test_an_adaptive_coefficient_follows_the_kl_by_a_fifth_at_most() -> None:
-    first = alg.AdaptiveKL(coef=0.001).updated(kl=0.5, rows=256)
+    first = alg.AdaptiveKL(coef=0.001).advance(kl=0.5, rows=256)
     assert first.coef == pytest.approx(0.00100512)
-    assert first.updated(kl=0.0, rows=256).coef == pytest.approx(0.00099997, abs=1e-8)
-    assert alg.FixedKL(0.01).updated(kl=9.0, rows=256) == alg.FixedKL(0.01)
+    assert first.advance(kl=0.0, rows=256).coef == pytest.approx(0.00099997, abs=1e-8)
+    assert alg.FixedKL(0.01).advance(kl=9.0, rows=256) == alg.FixedKL(0.01)
 
 
 def test_rewards_lose_the_kl_of_tokens_under_the_mask_alone() -> None:

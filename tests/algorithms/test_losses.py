@@ -154,7 +154,7 @@ def _straight_through(name: str, columns: Columns) -> torch.Tensor:
         within = torch.where(a > 0, moved <= 0.2, moved >= -0.2)
         return torch.where(mask & within, -a * ratio.clamp(max=20), 0.0) / tokens
     if name == "bypass_clipped":
-        kept = LOSSES[name].correction.kept(lp, rollout, mask)
+        kept = LOSSES[name].correction.acceptance_mask(lp, rollout, mask)
         r = (lp - rollout).exp()
         return torch.where(kept & unclipped(r), -a * r, 0.0) / tokens
     if name == "bypass_reinforce":

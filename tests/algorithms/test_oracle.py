@@ -243,7 +243,7 @@ def test_kl_equals_verl(case: Case) -> None:
         control = alg.AdaptiveKL(coef=0.05, target=0.1, horizon=100) if adaptive else alg.FixedKL(0.05)
         names = ("token_rewards", "old_log_probs", "ref_log_probs", "response_mask")
         rewards, kl = alg.penalize_rewards(*(columns[name] for name in names), control.coef, case.options["estimator"])
-        got: Outputs = {"token_rewards": rewards, "kl": kl, "next_coef": control.updated(kl, len(rewards)).coef}
+        got: Outputs = {"token_rewards": rewards, "kl": kl, "next_coef": control.advance(kl, len(rewards)).coef}
     else:
         log_probs = columns["log_probs"].clone().requires_grad_()
         value = alg.kl_penalty(log_probs, columns["ref_log_probs"], case.options["estimator"])
@@ -258,7 +258,7 @@ def test_rollout_correction_equals_verl(case: Case) -> None:
     columns = case.columns()
     found = correction(case.options)
     inputs = [columns[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask")]
-    assert bool((found.kept(*inputs) == case.expected()["mask"]).all())
+    assert bool((found.acceptance_mask(*inputs) == case.expected()["mask"]).all())
     if found.weights is not None:
         assert_close({"weights": found.weights(*inputs)}, case, TOLERANCE[case.dtype])
 

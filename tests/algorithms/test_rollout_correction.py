@@ -110,7 +110,7 @@ def test_rejections_are_joined_and_rejected_tokens_weigh_nothing() -> None:
     columns = batch(1)
     low, high = alg.Rejection("token_k2", 0.01), alg.Rejection("seq_max_k3", 0.02)
     correction = alg.RolloutCorrection(alg.TruncatedIS(), (low, high))
-    kept = correction.kept(*of(columns))
+    kept = correction.acceptance_mask(*of(columns))
     assert torch.equal(kept, low(*of(columns)) & high(*of(columns)))
     assert torch.equal(correction(*of(columns)), torch.where(kept, alg.TruncatedIS()(*of(columns)), 0.0))
     assert torch.equal(alg.RolloutCorrection(None, (low,))(*of(columns)), low(*of(columns)).double())
@@ -119,7 +119,7 @@ def test_rejections_are_joined_and_rejected_tokens_weigh_nothing() -> None:
 def test_a_rejection_counts_in_the_denominator_or_does_not_as_it_is_used() -> None:
     columns = batch(1)
     correction = alg.RolloutCorrection(None, (alg.Rejection("token_k2", 0.003),))
-    kept = correction.kept(*of(columns))
+    kept = correction.acceptance_mask(*of(columns))
     before = evaluate(alg.ClippedLoss(), {**columns, "rollout_is_weights": correction(*of(columns))})[0]
     after = evaluate(alg.ClippedLoss(), {**columns, "rollout_is_weights": kept.double(), "response_mask": kept})[0]
     assert 0 < int(kept.sum()) < int(columns["response_mask"].sum())

@@ -13,11 +13,11 @@ import grimp
 import networkx as nx
 import pytest
 from ray import cloudpickle
+from support.public import BY_SUBJECT, PUBLIC
 
 import rlgraph as rg
 from rlgraph import api
 from rlgraph.engines.registry import ENGINES, TRAINERS
-from tests.support.public import BY_SUBJECT, PUBLIC
 
 PACKAGE = Path(rg.__file__).parent
 

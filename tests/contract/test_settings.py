@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.public import PUBLIC, unique_values
 
 import rlgraph as rg
 from rlgraph import algorithms, settings
@@ -27,7 +28,6 @@ from rlgraph.plan.plan import Plan
 from rlgraph.plan.replay import deeper
 from rlgraph.runtime.checkpoint.store import difference
 from rlgraph.runtime.local import LocalJob
-from tests.support.public import PUBLIC, unique_values
 
 LONG = "x" * 10**5
 POOL = rg.Pool("p")

@@ -170,5 +170,5 @@ def test_a_loader_that_does_more_or_less_than_copy_cannot_be_recorded_and_that_i
     notices.here.carried = True
     assert record(kind(), weights(0)) is None
     assert record(kind(), weights(1)) is None
-    [said] = notices.here.taken()
+    [said] = notices.here.take_new()
     assert said.startswith(f"{kind.__name__} loads weights with more than copies")

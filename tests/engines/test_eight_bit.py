@@ -51,7 +51,7 @@ def test_ten_steps_have_the_bits_of_the_librarys_own_optimizer(model: Path, adap
     from bitsandbytes.optim import AdamW8bit
 
     with engine_of(model, adapter=adapter) as engine:
-        named = engine.trained()
+        named = engine.trained_parameters()
         theirs = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in engine.weights().items()}
         library: Any = AdamW8bit(theirs.values(), lr=SETTINGS.lr, weight_decay=SETTINGS.weight_decay)
 

@@ -86,7 +86,7 @@ def check_update(engine: FsdpEngine, batch: dict[str, torch.Tensor], scores: tor
     found: dict[str, torch.Tensor] = {}
 
     def take(metrics: dict[str, float]) -> bool:
-        found.update({name: local(p.grad).clone() for name, p in engine.trained().items() if p.grad is not None})
+        found.update({name: local(p.grad).clone() for name, p in engine.trained_parameters().items() if p.grad is not None})
         return False
 
     torch.testing.assert_close(engine.scores(batch), scores, atol=CLOSE, rtol=0)

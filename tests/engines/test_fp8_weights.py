@@ -87,7 +87,7 @@ def test_a_version_is_quantised_into_the_tensors_that_the_engine_has() -> None:
         assert torch.equal(own["model.embed_tokens.weight"][:300], new["model.embed_tokens.weight"])
         assert torch.equal(own["model.norm.weight"], new["model.norm.weight"])
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == at
-    assert len(loader.quantised) == 7
+    assert len(loader.names) == 7
 
 
 def test_of_an_adapter_only_what_it_changes_is_quantised_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,4 +163,4 @@ def test_a_class_of_transformers_that_leaves_the_scale_of_logits_out_is_named(fa
 
     getattr(transformers, f"{family}Config")().save_pretrained(tmp_path)
     text_config(tmp_path)
-    assert any("logit_scale=0.0625" in said and str(tmp_path) in said for said in notices.here.said())
+    assert any("logit_scale=0.0625" in said and str(tmp_path) in said for said in notices.here.list_all())

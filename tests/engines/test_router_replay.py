@@ -69,7 +69,7 @@ def test_log_probs_and_gradients_are_those_of_the_named_experts_in_every_layout(
         taken: dict[str, torch.Tensor] = {}
 
         def guard(metrics: Any) -> bool:
-            taken.update({name: p.grad.full_tensor() for name, p in engine.trained().items() if p.grad is not None})
+            taken.update({name: p.grad.full_tensor() for name, p in engine.trained_parameters().items() if p.grad is not None})
             return False
 
         metrics = engine.update(batch, WeightedLikelihood(), guard=guard)

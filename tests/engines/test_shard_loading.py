@@ -36,7 +36,7 @@ Held = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.Tensor]]  # by pa
 def load_shards(kind: str, folder: Path, rank: int, world: int) -> Held:
     """Load a model, and copy the boxes that this rank has of it."""
     engine = fsdp_engine(HEADS[kind](folder), optimizer=AdamW(), rank=rank, world=world, dtype=torch.float32)
-    boxes = {name: own_box(name, parameter) for name, parameter in engine.trained().items()}
+    boxes = {name: own_box(name, parameter) for name, parameter in engine.trained_parameters().items()}
     found = {name: (box.global_shape, box.offsets, box.tensor.clone()) for name, box in boxes.items()}
     engine.close()
     return found

@@ -78,7 +78,7 @@ def test_a_critic_holds_the_layers_of_a_policy_and_its_own_head(untied: Path) ->
     assert left.keys() - right.keys() == {"lm_head.weight"}
     assert right.keys() < left.keys()
     assert all(tensor.data_ptr() == left[name].data_ptr() for name, tensor in right.items())
-    assert {"score.weight"} < critic.trained().keys()
+    assert {"score.weight"} < critic.trained_parameters().keys()
     policy.close()
     critic.close()
 

@@ -82,4 +82,4 @@ def test_dtensors_of_any_mesh_are_boxes_that_make_up_the_parameter(ranks, name):
     assert torch.equal(Assembly(sent).assemble([[shard.tensor for shard in shards] for shards in sent])[name], whole)
     copies = sum(len(one) for one in sent)
     assert sorted(shard.replica for shard in shards) == sorted([*range(8 // copies)] * copies)
-    assert all(torch.equal(shard.within(whole), shard.tensor) for shard in shards)
+    assert all(torch.equal(shard.view_of(whole), shard.tensor) for shard in shards)

@@ -34,7 +34,7 @@ def made(adapter: rg.LoRA | None) -> FsdpEngine:
 
 for adapter in (None, rg.LoRA(rank=64)):
     engine = made(adapter)
-    named = engine.trained()
+    named = engine.trained_parameters()
     theirs = {name: torch.nn.Parameter(tensor.clone()) for name, tensor in engine.weights().items()}
     library: Any = AdamW8bit(theirs.values(), lr=SETTINGS.lr, weight_decay=SETTINGS.weight_decay)
 

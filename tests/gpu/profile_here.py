@@ -14,7 +14,7 @@ from rlgraph.runtime.worker.progress import StepProfiler
 profiler = StepProfiler("policy", gpus=True)
 profiler.request = ProfileRequest(1, 2, ["policy"], ".")
 for step in range(4):
-    profiler.before(step)
+    profiler.begin_step(step)
     torch.ones(1 << 20, device="cuda").mul_(2).sum().item()
     profiler.after(step)
 events = json.loads(gzip.decompress(Path(f"policy-steps-1-2{TRACE}").read_bytes()))["traceEvents"]

@@ -16,7 +16,7 @@ def halves(logits, temperature):
     for mine in (0, 1):
         other = VocabularyShard(None, (1 - mine) * size, size, size)
         scaled = logits[:, other.first : other.first + size].float() / temperature
-        table, (own, here) = scaled.log_softmax(-1), other.own(tokens)
+        table, (own, here) = scaled.log_softmax(-1), other.local_ids(tokens)
         entropies = -(table.exp() * table).sum(-1)
         sent = torch.stack([scaled.amax(-1), -table.amax(-1), table.gather(-1, own[:, None])[:, 0], entropies, here.float()])
         head.stack_ranks = lambda own, group, sent=sent: torch.stack([own, sent])

@@ -225,7 +225,7 @@ def test_an_unpicklable_operation_is_named_before_anything_starts() -> None:
 
 
 def test_declare_refuses_an_object_that_is_no_operation() -> None:
-    with pytest.raises(GraphError, match=r"node 'mine' has operation=.*derive from rlgraph\.Operation"):
+    with pytest.raises(GraphError, match=r"node 'mine' has operation=.*derive from rlgraph\.extend\.Operation"):
         rg.extend.declare("mine", lambda step, columns: columns, (), reads=(), writes=("rewards",), rows=1)  # type: ignore[arg-type]
 
 

@@ -88,7 +88,7 @@ def test_a_record_that_was_left_half_written_is_left_out(tmp_path: Path) -> None
     (file,) = tmp_path.glob("*.scores")
     file.write_bytes(file.read_bytes() + keys[2] + (5).to_bytes(4, "little") + b"half")
     again = CachedScores(tmp_path)
-    assert again.missing(keys) == [2]
+    assert again.unknown_rows(keys) == [2]
     assert again.scores(keys[:2], 3).tolist() == [[1, 2, 0], [3, 0, 0]]
     assert CachedScores(tmp_path, writes=False).rows.keys() == known.rows.keys()
 

@@ -123,7 +123,7 @@ def test_a_limit_on_the_mismatch_asks_for_the_columns_it_needs() -> None:
     for guards, measured in ((Guards(), True), (Guards(warn_mismatch=None), False)):
         step = policy.update(*both, loss=rg.ClippedLoss(), guards=guards)
         assert ({"rollout_log_probs", "old_log_probs"} <= {*step.metrics.node.reads}) == measured, "the default warns"
-    with pytest.raises(GraphError, match=r"'update' has guards='stop'; guards is a Guards; write guards=rg\.Guards"):
+    with pytest.raises(GraphError, match=r"'update' has guards='stop'; guards is a Guards; write guards=rg\.options\.Guards"):
         policy.update(rollout, advantages, loss=rg.ClippedLoss(), guards="stop")
     with pytest.raises(GraphError, match="outliers=0"):
         rg.reward(lambda responses: [0.0], rollout, outliers=0)
@@ -158,6 +158,6 @@ def test_batches_whose_advantages_are_all_zero_are_measured_and_noticed_after_th
         shares.append(guard.metrics()["critic/advantages/zero"])
     rows = len(mixed["advantages"])
     assert shares == [1.0, 1.0, pytest.approx(1 - 1 / rows), 1.0, 1.0]
-    assert notices.here.said() == ()
+    assert notices.here.list_all() == ()
     guard.batch(equal)
-    assert "every advantage of 3 batches in a row is 0" in notices.here.said()[0]
+    assert "every advantage of 3 batches in a row is 0" in notices.here.list_all()[0]

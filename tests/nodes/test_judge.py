@@ -246,7 +246,7 @@ def test_many_calls_run_together(serve: Any) -> None:
 
 def test_a_parse_of_ones_own_may_tell_an_answer_too(serve: Any) -> None:
     judge = made(serve(), parse=lambda text: {"score": 1.0, "pred": text.split()[-1]})
-    graded = operation(judge).scoring.graded(Context(), COLUMNS)
+    graded = operation(judge).scoring.grade(Context(), COLUMNS)
     assert [score.pred for score in graded.scores] == ["0.1", "0.2", "0.3", "0.4"]
 
 

@@ -313,7 +313,7 @@ def test_calls_that_begin_together_do_not_look_like_one_that_blocks(monkeypatch:
     calls, ended = EnvironmentCalls(), []
     for _ in range(10):
         calls.begin(Call(None, "session"), slow, 1e9)
-    wait_until(lambda: ended.extend(calls.ended(0.0)) or len(calls) == 0)  # type: ignore[func-returns-value]
+    wait_until(lambda: ended.extend(calls.take_finished_calls(0.0)) or len(calls) == 0)  # type: ignore[func-returns-value]
     assert [call.failed for call in ended] == [None] * 10
 
 
@@ -329,7 +329,7 @@ def test_calls_that_begin_together_wake_the_event_loop_once() -> None:
     calls._loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
     for _ in range(100):
         calls.begin(Call(None, "step"), lambda: asyncio.sleep(0.0, "said"), 10.0)
-    wait_until(lambda: ended.extend(calls.ended(0.0)) or len(calls) == 0)  # type: ignore[func-returns-value]
+    wait_until(lambda: ended.extend(calls.take_finished_calls(0.0)) or len(calls) == 0)  # type: ignore[func-returns-value]
     assert [call.value for call in ended] == ["said"] * 100
     assert len(handed) == 1
 

@@ -38,7 +38,7 @@ def test_the_coefficient_follows_the_kl_and_a_batch_has_the_one_from_before_it()
         assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.5)
         found.append(metrics["actor/reward_kl_penalty_coeff"])
         expected.append(controller.coef)
-        controller = controller.updated(0.5, rows=1)
+        controller = controller.advance(0.5, rows=1)
     assert found == expected
     assert found[0] < found[1] < found[2]
 

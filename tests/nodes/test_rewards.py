@@ -292,7 +292,7 @@ def test_a_scorer_may_tell_the_answer_as_a_mapping_as_verls_do_or_as_a_score() -
         return {"score": len(response), "acc": True, "pred": response, "format": 1}
 
     assert rewards(told) == rewards(lambda response: rg.scorers.Score(len(response), response)) == [1.0, 2.0, 3.0, 4.0]
-    graded = operation(told).scoring.graded(Context(), COLUMNS).scores
+    graded = operation(told).scoring.grade(Context(), COLUMNS).scores
     assert [(score.pred, score.acc) for score in graded] == [(text, 1.0) for text in COLUMNS["responses"]]
     copied = pickle.loads(pickle.dumps(graded[2]))
     assert (copied, copied.pred, copied.acc) == (3.0, "ccc", 1.0)

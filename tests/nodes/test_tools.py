@@ -90,7 +90,7 @@ def test_a_tool_that_exits_has_failed_and_its_calls_go_on() -> None:
         said = rg.agents.Message("assistant", text, tool_calls=calls_of(text, hermes, {}))
         calls.begin(Call(None, "step"), partial(tools.step, said), 10.0)
         while len(calls):
-            ended += calls.ended(1.0)
+            ended += calls.take_finished_calls(1.0)
     assert [one.value.messages[0].content for one in ended] == ["error: SystemExit: bye", "found x"]
 
 

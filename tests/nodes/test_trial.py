@@ -38,7 +38,7 @@ def test_an_error_that_real_texts_may_not_cause_is_a_notice() -> None:
     answers = {"0 + 1 =": "1"}
     try_functions(graph(reward=lambda response: answers[response]))
     said = "node 'reward': its function raised KeyError: '2 + 2 = 4, so the answer is 4.' on a made-up batch"
-    assert any(text.startswith(said) for text in notices.here.said())
+    assert any(text.startswith(said) for text in notices.here.list_all())
 
 
 NODES: dict[str, tuple[Callable[[Columns], Any], str]] = {
@@ -99,7 +99,7 @@ def test_a_slow_function_is_left_with_a_notice(monkeypatch: pytest.MonkeyPatch) 
     end = threading.Event()
     try_functions(graph(reward=lambda response: float(end.wait(30))))
     end.set()
-    assert any("has not returned within 0.05 s, so it is not tried before the launch" in text for text in notices.here.said())
+    assert any("has not returned within 0.05 s, so it is not tried before the launch" in text for text in notices.here.list_all())
 
 
 def test_the_reward_of_an_evaluation_is_tried_too() -> None:

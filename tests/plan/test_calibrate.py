@@ -59,7 +59,7 @@ def test_two_batch_sizes_separate_the_constant_part_from_the_part_that_grows() -
     twice = rg.compile(Loop(depth=1, rows=2 * Loop().rows).graph(), rg.Cluster(cpus=2), costs)
     for node in ("rollout", "reward", "update"):
         assert twice.node(node).seconds == pytest.approx(seconds(node, [50] * 2 * Loop().rows), rel=1e-3)
-    assert costs.lengths == Lengths.measured([50], PROMPT_TOKENS)
+    assert costs.lengths == Lengths.fit([50], PROMPT_TOKENS)
 
 
 def claimed(sizes: tuple[int, ...], seed: int) -> set[str]:
@@ -208,7 +208,7 @@ def test_an_update_on_a_rollout_and_examples_is_predicted_to_take_what_it_took()
     chance = np.random.default_rng(5)
     sampled = [Sampled("rollout", step, "generator", 64 * 20, tuple(chance.integers(4, 9, 64).tolist())) for step in range(12)]
     cost = by_passes(setting, [share_of(setting, [each]) for each in sampled], np.full(12, 2.6), NodeCost())
-    lengths = Lengths.measured([length for each in sampled for length in each.response_tokens], 20)
+    lengths = Lengths.fit([length for each in sampled for length in each.response_tokens], 20)
     assert cost.token_s > 0
     assert cost.seconds(setting, lengths, 12, 72).mean() == pytest.approx(2.6, rel=0.01)
 

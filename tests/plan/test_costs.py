@@ -64,7 +64,7 @@ def test_drawn_batches_have_the_distributions_mean_and_never_exceed_its_longest(
 
 def test_lengths_measured_from_responses_give_their_quantiles_back() -> None:
     sample = np.random.default_rng(1).integers(1, 500, 5000).tolist()
-    found = Lengths.measured(sample, 12.0)
+    found = Lengths.fit(sample, 12.0)
     assert found.mean == pytest.approx(np.mean(sample), rel=0.01)
     assert found.longest == max(sample)
 

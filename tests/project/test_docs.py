@@ -12,10 +12,10 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
+from support.public import PUBLIC, unique_values
 
 import rlgraph as rg
 from rlgraph import algorithms
-from tests.support.public import PUBLIC, unique_values
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

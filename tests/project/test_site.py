@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.public import PUBLIC
 
 import rlgraph as rg
-from tests.support.public import PUBLIC
 
 pytestmark = pytest.mark.stage("recipes")
 

@@ -94,7 +94,7 @@ def test_a_report_of_a_run_that_was_killed_is_there(tmp_path: Path) -> None:
         os.killpg(program.pid, signal.SIGKILL)
     state = read_state(tmp_path)
     assert state is not None
-    assert state.said() == f"killed after {state.step} of 500 steps"
+    assert state.sentence() == f"killed after {state.step} of 500 steps"
     assert not (tmp_path / "run.html").exists()
     assert rg.report(tmp_path) == tmp_path / "run.html"
     assert "sample-data" in (tmp_path / "run.html").read_text()
@@ -111,7 +111,7 @@ def test_a_run_that_fails_and_one_that_is_left_say_so(job: Job, tmp_path: Path) 
         failing.throw(ZeroDivisionError())  # type: ignore[attr-defined]
     state = read_state(tmp_path / "failed")
     assert state is not None
-    assert state.said() == "ended by an error after 2 of 6 steps"
+    assert state.sentence() == "ended by an error after 2 of 6 steps"
 
 
 def test_a_folder_that_is_not_there_and_a_port_in_use_are_errors(tmp_path: Path) -> None:

@@ -86,9 +86,9 @@ def test_shards_of_a_step_that_nobody_has_seen_wait(tmp_path: Path) -> None:
     plan = compile_plan(graph, Cluster(cpus=2))
     held = Checkpoints(graph, plan, Recovery(tmp_path, every=2, keep=2))
     for worker in plan.workers:
-        assert held.ready(handed=4) == []
+        assert held.list_complete(handed=4) == []
         held.hear(Saved(4, CheckpointShard(worker.name, worker.nodes, rank=0, world=1, file="", written=())))
-    assert (held.ready(handed=3), held.ready(handed=4)) == ([], [4])
+    assert (held.list_complete(handed=3), held.list_complete(handed=4)) == ([], [4])
     held.close()
 
 

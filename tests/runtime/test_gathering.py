@@ -150,7 +150,7 @@ def test_shards_are_taken_at_the_plans_addresses_alone(outcomes: Mapping[str, Ma
 
 @on_hosts
 def test_an_export_to_a_folder_that_not_all_hosts_see_says_what_to_do(outcomes: Mapping[str, Mapping[str, Any]]) -> None:
-    assert re.search(r"host 'host[23]' does not see '.*/\.exported-.*'; .*`rg\.export`", outcomes[RESUMED]["refused"])
+    assert re.search(r"host 'host[23]' does not see '.*/\.exported-.*'; .*`rg\.runs\.export`", outcomes[RESUMED]["refused"])
 
 
 @on_hosts

@@ -105,10 +105,10 @@ def test_what_an_engine_said_as_it_loaded_is_said_in_each_job_and_nothing_else()
     said = notices.Notices()
     said.carried = True
     said.say("loaded slowly")
-    said.taken()
+    said.take_new()
     said.forget()
     said.say("loaded slowly")
-    assert said.taken() == ["loaded slowly"]
+    assert said.take_new() == ["loaded slowly"]
 
 
 @pytest.mark.vllm

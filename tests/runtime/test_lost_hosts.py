@@ -102,9 +102,9 @@ def test_clocks_of_hosts_are_compared() -> None:
 
 def test_a_host_is_lost_after_a_while_of_silence_and_asked_at_once_when_something_ended() -> None:
     hosts = three(0.0, 1.0, agents.SILENT_S + 1)
-    assert hosts.lost() == {2}
-    assert hosts.asked() == {1, 2}
-    assert Hosts("", (Fixed(),), (), {}).asked() == frozenset()
+    assert hosts.lost_hosts() == {2}
+    assert hosts.ask_all() == {1, 2}
+    assert Hosts("", (Fixed(),), (), {}).ask_all() == frozenset()
 
 
 LOST: Mapping[str, tuple[tuple[float, ...], str]] = {
@@ -119,7 +119,7 @@ LOST: Mapping[str, tuple[tuple[float, ...], str]] = {
 @pytest.mark.parametrize("case", LOST)
 def test_lost_hosts_are_named_with_their_workers_and_nodes(case: str) -> None:
     silent_s, pattern = LOST[case]
-    error = host_error(PLAN, hosts := three(*silent_s), hosts.asked(), "\n  worker 'generator': why")
+    error = host_error(PLAN, hosts := three(*silent_s), hosts.ask_all(), "\n  worker 'generator': why")
     with pytest.raises(type(error), match=pattern):
         raise error
     assert "'update'" in str(error).splitlines()[1]

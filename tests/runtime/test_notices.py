@@ -14,10 +14,10 @@ def test_a_process_says_each_thing_once_and_gives_it_away_once() -> None:
     here.carried = True
     here.say("slow")
     here.say("slow")
-    assert here.taken() == ["slow"]
+    assert here.take_new() == ["slow"]
     here.say("slow")
     here.say("slower")
-    assert here.taken() == ["slower"]
+    assert here.take_new() == ["slower"]
 
 
 def test_where_nobody_fetches_it_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -26,7 +26,7 @@ def test_where_nobody_fetches_it_is_logged(caplog: pytest.LogCaptureFixture) -> 
         here.say("slow")
         here.say("slow")
     assert [record.getMessage() for record in caplog.records] == ["slow"]
-    assert here.taken() == []
+    assert here.take_new() == []
 
 
 def complain(step: int) -> None:
@@ -47,6 +47,6 @@ def test_a_vllm_that_steps_with_prompts_are_not_recorded_for_is_named(monkeypatc
     monkeypatch.setattr(mixed_cudagraph_patch, "version", lambda package: "0.99.1")
     mixed_cudagraph_patch.record_prompts()
     mixed_cudagraph_patch.record_prompts()
-    [said] = notices.here.taken()
+    [said] = notices.here.take_new()
     assert "not recorded as CUDA graphs" in said
     assert "written for vLLM 0.26 and this is 0.99.1" in said

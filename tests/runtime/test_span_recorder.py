@@ -14,7 +14,7 @@ def test_spans_follow_one_another_without_a_gap() -> None:
     busy()
     recorder.begin(0)
     for step in range(3):
-        with recorder.moving("in", "wait", lambda: waited[0], ("node", "carry"), step):
+        with recorder.time_transfer("in", "wait", lambda: waited[0], ("node", "carry"), step):
             busy()
             waited[0] += 1e-5
         busy()
@@ -23,19 +23,19 @@ def test_spans_follow_one_another_without_a_gap() -> None:
             busy()
         busy()
         recorder.begin(step + 1)
-    spans = recorder.taken()
+    spans = recorder.take()
     assert [span.kind for span in spans[:5]] == ["start", "wait", "carry", "carry", "fire"]
     assert all(a.end_s == b.start_s for a, b in pairwise(spans))
-    assert recorder.taken() == []
+    assert recorder.take() == []
 
 
 def test_only_as_much_of_a_move_is_a_wait_as_its_channel_was_blocked() -> None:
     recorder, waited = SpanRecorder("w"), [7.0]
     recorder.begin(0)
-    with recorder.moving("out", "room", lambda: waited[0], ("publish weights", "publish"), 0, version=1):
+    with recorder.time_transfer("out", "room", lambda: waited[0], ("publish weights", "publish"), 0, version=1):
         busy()
         waited[0] += 1e-5
-    wait, publish = [span for span in recorder.taken() if span.kind in ("room", "publish")]
+    wait, publish = [span for span in recorder.take() if span.kind in ("room", "publish")]
     assert abs(wait.end_s - wait.start_s - 1e-5) < 1e-9
     assert (publish.name, publish.version, publish.start_s) == ("publish weights", 1, wait.end_s)
 
@@ -48,6 +48,6 @@ def test_a_span_inside_of_another_lies_within_it_and_the_outer_one_is_whole() ->
         with recorder.span("load weights for rollout", "load", 0, version=1):
             busy()
         busy()
-    inner, outer = recorder.taken()[-2:]
+    inner, outer = recorder.take()[-2:]
     assert outer.start_s < inner.start_s < inner.end_s < outer.end_s
     assert (inner.kind, outer.kind) == ("load", "fire")

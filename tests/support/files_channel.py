@@ -48,7 +48,7 @@ class Folder:
 
     def wait(self, ready: Callable[[], bool], late: Callable[[], ChannelTimeout], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        with self.meter.blocked():
+        with self.meter.count_wait():
             while not ready():
                 if time.monotonic() > deadline:
                     raise late()
@@ -87,7 +87,7 @@ class FilesWriter:
         def room() -> bool:
             for stop in (folder.stop, *(folder.stop_of(reader, "a reader") for reader in self._readers)):
                 if stop is not None:
-                    raise end.stopped(step, stop)
+                    raise end.stop_error(step, stop)
             return self._used() < self._slots
 
         folder.wait(room, lambda: end.timeout(step, timeout_s, f"all {self._slots} slots are taken"), timeout_s)
@@ -138,9 +138,9 @@ class FilesReader:
         def there() -> bool:
             stop, found = folder.stop_of("writer", "the writer"), (folder.path / f"{self._next}").exists()
             if folder.stop is not None:
-                raise end.stopped(step, folder.stop)
+                raise end.stop_error(step, folder.stop)
             if stop is not None and (stop.reason is not None or not found):
-                raise end.stopped(step, stop)
+                raise end.stop_error(step, stop)
             return found
 
         folder.wait(there, lambda: end.timeout(step, timeout_s, "no message is there"), timeout_s)

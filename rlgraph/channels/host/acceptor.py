@@ -46,10 +46,10 @@ class Acceptor:
     @property
     def full(self) -> bool:
         """Whether all readers have connected."""
-        return not self.missing
+        return not self.missing_readers
 
     @property
-    def missing(self) -> int:
+    def missing_readers(self) -> int:
         """How many readers have not connected."""
         return self._readers - len(self.connections)
 
@@ -67,7 +67,7 @@ class Acceptor:
         """Stop the bell."""
         os.eventfd_read(self.bell)
 
-    def shut(self, last: Goodbye | Failed | Lost) -> None:
+    def send_last(self, last: Goodbye | Failed | Lost) -> None:
         """Send a last message to the readers and accept no more of them."""
         with self._lock:
             if self._shut:

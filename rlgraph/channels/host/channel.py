@@ -79,7 +79,7 @@ def open_writer(transport: Transport, site: Site) -> "HostWriter":
 def open_onward(transport: Transport, site: Site) -> Acceptor:
     """Listen for the readers that a reader is to pass messages on to; `HostReader` takes what this returns."""
     welcome, shared = protocol.Welcome(site.slots, transport.carrier), site.local_readers > 0
-    buffers = None if transport.carrier is None else DeviceBuffers.here(site.channel, transport.carrier, shared=shared)
+    buffers = None if transport.carrier is None else DeviceBuffers.on_current_device(site.channel, transport.carrier, shared=shared)
     addresses = _addresses(transport, site)
     return Acceptor(site.channel, addresses, site.authkey, site.readers, welcome, buffers, encrypt=site.encrypt)
 
@@ -133,7 +133,7 @@ class HostWriter(HostEnd):
         self._write_views: dict[int, slot_memory.WriteView] = {}  # for each slot, its memory laid out for the last message
         self._device: dict[int, DeviceMemory] = {}  # for each slot, its memory on a GPU that readers of this host map
         shared = any(places.is_path(one) for one in addresses)
-        self._buffers = None if carrier is None else DeviceBuffers.here(name, carrier, shared=shared)
+        self._buffers = None if carrier is None else DeviceBuffers.on_current_device(name, carrier, shared=shared)
         self._apart = DEVICES[carrier] if carrier is not None else "cuda" if self._local else None
         self._acceptor = Acceptor(name, addresses, authkey, readers, protocol.Welcome(slots, carrier), self._buffers, encrypt=encrypt)
         self.address = self._acceptor.address
@@ -147,7 +147,7 @@ class HostWriter(HostEnd):
         self._await(step, timeout_s)
         with self._lock:
             if self._stop is not None:
-                raise self.end.stopped(step, self._stop)
+                raise self.end.stop_error(step, self._stop)
             slot = self._free[-1]  # the one used last: its pages are the warmest
             size = self._send(step, slot, self._layout, columns, self._bucket_bytes(bucket_bytes, self._layout))
             self._free.pop()
@@ -226,7 +226,7 @@ class HostWriter(HostEnd):
         deadline = time.monotonic() + timeout_s
         self._hear(deadline=0)
         while self._stop is None and not (self._free and self._acceptor.full):
-            with self._meter.blocked():
+            with self._meter.count_wait():
                 heard = self._hear(deadline)
             if not heard and self._stop is None:
                 raise self.end.timeout(step, timeout_s, self._state())
@@ -256,7 +256,7 @@ class HostWriter(HostEnd):
         return f"all {self._meter.slots} slots are taken: a reader has stopped, or is slower than this deadline"
 
     def _leave(self, last: Goodbye | Failed) -> None:
-        self._acceptor.shut(last)
+        self._acceptor.send_last(last)
         self._write_views.clear()
         self._device.clear()
 
@@ -277,7 +277,7 @@ class HostReader(HostEnd):
         super().__init__(name, "a reader", welcome.slots)
         buffers = onward.buffers if onward is not None else None
         if buffers is None and welcome.carrier is not None:
-            buffers = DeviceBuffers.here(name, welcome.carrier)
+            buffers = DeviceBuffers.on_current_device(name, welcome.carrier)
         self._carried = {} if buffers is None else buffers.memories
         self._connection = connection if connection.local else from_writer(name, connection, buffers, onward, welcome.slots)
         self._mapped = MappedMemory()
@@ -299,7 +299,7 @@ class HostReader(HostEnd):
         self._await(taken.step, timeout_s, lambda: slot not in self._there or self._there[slot][0] > beyond, one_by_one=True)
         if slot in self._there and self._there[slot][0] <= beyond:
             assert self._stop is not None
-            raise self.end.stopped(taken.step, self._stop)
+            raise self.end.stop_error(taken.step, self._stop)
         return self._there[slot][0] if slot in self._there else taken.tensors
 
     def _next(self, step: int, timeout_s: float, *, whole: bool) -> dict[str, Column]:
@@ -309,7 +309,7 @@ class HostReader(HostEnd):
         self._await(step, timeout_s, ready)
         with self._lock:
             if self._stop is not None and not (ready() and self._stop.reason is None):
-                raise self.end.stopped(step, self._stop)
+                raise self.end.stop_error(step, self._stop)
             full = self._full[0]
             if full.step != step:
                 raise self.end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
@@ -318,7 +318,7 @@ class HostReader(HostEnd):
                 columns, taken = self._read(full)
             except slot_memory.Malformed as error:
                 self._stop = Stop(f"the writer ({self._connection.peer})", f"put a malformed message: {error}", self._connection.pid)
-                raise self.end.stopped(step, self._stop) from error
+                raise self.end.stop_error(step, self._stop) from error
         self._taken.append((full.slot, taken))
         self._meter.message(full.size + full.carried, len(self._taken))
         return columns
@@ -360,7 +360,7 @@ class HostReader(HostEnd):
         if not one_by_one:
             self._hear(0, one_by_one=False)
         while self._stop is None and not ready():
-            with self._meter.blocked():
+            with self._meter.count_wait():
                 heard = self._hear(deadline, one_by_one)
             if not heard and self._stop is None:
                 raise self.end.timeout(step, timeout_s, "no message came: the writer has stopped, or is slower than this deadline")

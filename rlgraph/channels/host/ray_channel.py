@@ -258,7 +258,7 @@ class RayDeviceWriter(RayWriter):
     """The writer. Raises ChannelError where this process is none of Ray's, or has no GPU."""
 
     def __init__(self, site: Site, kind: CarrierName) -> None:
-        self._kind, self._staged = kind, DeviceBuffers.here(site.channel, kind)
+        self._kind, self._staged = kind, DeviceBuffers.on_current_device(site.channel, kind)
         self._senders: dict[Connection, _Sender] = {}
         super().__init__(site)
         self._apart = DEVICES[kind]
@@ -305,7 +305,7 @@ class RayDeviceReader(RayReader):
     """A reader. Raises ChannelError where this process is none of Ray's, or has no GPU."""
 
     def __init__(self, site: Site, kind: CarrierName) -> None:
-        self._kind, self._device = kind, DeviceBuffers.here(site.channel, kind).device
+        self._kind, self._device = kind, DeviceBuffers.on_current_device(site.channel, kind).device
         super().__init__(site)
         self._store = f"{site.address}.{secrets.token_hex(4)}"
         self._channel: Any = None

@@ -79,7 +79,7 @@ class _Inward(Relay):
             self.last = message if isinstance(message, Goodbye | Failed | Lost) else None
             protocol.tell(self.readers(), message)
 
-    def left(self, source: Connection, why: Disconnected) -> bool:
+    def has_work(self, source: Connection, why: Disconnected) -> bool:
         if source is self.remote:
             return False
         if source is self.near and self.ended:
@@ -88,7 +88,7 @@ class _Inward(Relay):
             self._leave(source, why)
         return bool(self.readers())
 
-    def heard(self, message: ControlMessage, source: Connection) -> None:
+    def note_message(self, message: ControlMessage, source: Connection) -> None:
         if source is self.remote and isinstance(message, Goodbye | Failed | Lost):
             self.last = message
 
@@ -101,7 +101,7 @@ class _Inward(Relay):
         if self.buffers is not None:
             self.buffers.forget_news()
         if self.onward is not None:
-            self.onward.shut(self.last or Lost(self.remote.peer, protocol.DIED.why))
+            self.onward.send_last(self.last or Lost(self.remote.peer, protocol.DIED.why))
         super().part()
 
     def _answer(self, message: ControlMessage, reader: Connection) -> None:
@@ -175,7 +175,9 @@ class _Inward(Relay):
         while not self.onward.full:
             handles = wait_readable([self.onward.bell, self.near.fileno()], end)
             if not handles:
-                missing = f"{self.onward.missing} of the readers that it passes messages on to did not connect within {relay.STALL_S:g} s"
+                missing = (
+                    f"{self.onward.missing_readers} of the readers that it passes messages on to did not connect within {relay.STALL_S:g} s"
+                )
                 raise PeerFailed(missing)
             if self.near.fileno() in handles:
                 raise HungUp  # before the first message a reader says nothing but that it ends
@@ -231,6 +233,6 @@ class _Inward(Relay):
         if not isinstance(message, Goodbye | Failed | Lost | Disconnected):
             raise ProtocolError(f"{show_value(message)}, in the middle of a message of which {before} of {full.carried} bytes were there")
         if not isinstance(message, Disconnected):
-            self.heard(message, self.remote)
+            self.note_message(message, self.remote)
             protocol.send(self.near, message)
         raise HungUp

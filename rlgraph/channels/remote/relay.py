@@ -74,7 +74,7 @@ class Relay:
         else:
             self.remote.send(protocol.encode(message))
 
-    def left(self, source: Connection, why: Disconnected) -> bool:
+    def has_work(self, source: Connection, why: Disconnected) -> bool:
         """Whether work is left after one side has ended."""
         return False
 
@@ -108,7 +108,7 @@ class Relay:
             message = protocol.receive(source)
             if not isinstance(message, Disconnected):
                 self.carry(message, source)
-            elif not self.left(source, message):
+            elif not self.has_work(source, message):
                 return False
         return bool(handles) or both
 
@@ -121,10 +121,10 @@ class Relay:
         for source, target in ((self.near, self.remote), (self.remote, self.near)):
             while wait_readable([source.fileno()], 0) and not isinstance(message := protocol.receive(source), Disconnected | Full):
                 if not isinstance(message, Staged):
-                    self.heard(message, source)
+                    self.note_message(message, source)
                     protocol.send(target, message)
 
-    def heard(self, message: ControlMessage, source: Connection) -> None:
+    def note_message(self, message: ControlMessage, source: Connection) -> None:
         """Note one of the last messages."""
 
     def part(self) -> None:
@@ -170,7 +170,7 @@ class _Outward(Relay):
             return super().sources()
         return [self.remote] if self.leaving else []
 
-    def left(self, source: Connection, why: Disconnected) -> bool:
+    def has_work(self, source: Connection, why: Disconnected) -> bool:
         self.writer_ended = source is self.near
         return self.writer_ended and not self._awaits()
 

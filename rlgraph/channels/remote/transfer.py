@@ -78,7 +78,7 @@ class DeviceBuffers:
     news: dict[int, Handle | Segment] = field(default_factory=dict)  # by slot, memory that those readers have not heard of
 
     @classmethod
-    def here(cls, channel: str, kind: CarrierName, *, shared: bool = False) -> "DeviceBuffers":
+    def on_current_device(cls, channel: str, kind: CarrierName, *, shared: bool = False) -> "DeviceBuffers":
         """Make empty buffers on this process's current device. Raises ChannelError where "nccl" finds no GPU."""
         if kind == "nccl" and not torch.cuda.is_available():
             raise ChannelError(

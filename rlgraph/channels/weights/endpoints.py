@@ -225,7 +225,7 @@ class Staging:
         kinds = {name: (torch.Size(parameter.shape), parameter.dtype) for name, parameter in found.items()}
         if {name: (weight.shape, weight.dtype) for name, weight in self.weights.items()} != kinds:
             self._allocate(kinds, next(iter(found.values())).boxes[0][1].tensor.device, tensors, source)
-        self.targets = [[shard.within(self.weights[shard.name]) for shard in shards] for shards in ranks]
+        self.targets = [[shard.view_of(self.weights[shard.name]) for shard in shards] for shards in ranks]
         self._shards, self._whole = list(ranks), None
         if any(shard.tensor.is_cuda for shards in ranks for shard in shards) and len(self._streams) != len(ranks):
             self._streams = [torch.cuda.Stream() for _ in ranks]

@@ -45,7 +45,7 @@ class WeightShard:
         """Begin and end of the box in every dim."""
         return [(offset, offset + length) for offset, length in zip(self.offsets, self.tensor.shape, strict=True)]
 
-    def within(self, parameter: torch.Tensor) -> torch.Tensor:
+    def view_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """View the part of the whole parameter that the box covers."""
         for dim, (offset, length) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             if length != parameter.shape[dim]:
@@ -127,7 +127,7 @@ class Assembly:
         self._parameters: list[tuple[str, Numbers, list[_Placement]]] = []
         for name, parameter in parameters(self.shards).items():
             whole = torch.empty(parameter.shape, device="meta")
-            boxes = [(shard.within(whole), *at[id(shard)]) for _, shard in parameter.boxes]
+            boxes = [(shard.view_of(whole), *at[id(shard)]) for _, shard in parameter.boxes]
             filled = [box for box in boxes if box[0].numel()] or boxes[:1]
             places = [
                 _Placement(rank, number, tuple(view.shape), view.stride(), int(view.storage_offset())) for view, rank, number in filled

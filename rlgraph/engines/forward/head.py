@@ -162,7 +162,7 @@ class Head(torch.nn.Module, ABC):
         return layers_of(self.backbone)
 
     @property
-    def trained_whole(self) -> tuple[torch.nn.Module, ...]:
+    def unadapted_modules(self) -> tuple[torch.nn.Module, ...]:
         """The modules that are trained beside an adapter, and not frozen: none of a language model."""
         return ()
 
@@ -224,7 +224,7 @@ class VocabularyShard:
         most = -(-vocab // ranks)
         return cls(group, rank * most, min(most, vocab - rank * most), most)
 
-    def own(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def local_ids(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Number `tokens [N]` among the words of this rank, and tell which of them are here; those of other ranks count as word 0."""
         here = (tokens >= self.first) & (tokens < self.first + self.size)
         return torch.where(here, tokens - self.first, 0), here
@@ -236,11 +236,11 @@ class VocabularyShard:
 
         A log-prob counts where its token is `here [N]`.
         """
-        whole, log_shares, (found, inner, is_here) = self.joined(normalisers, log_probs, entropies, here.float())
+        whole, log_shares, (found, inner, is_here) = self.gather(normalisers, log_probs, entropies, here.float())
         # The entropy of the choice of a rank, and those within its words.
         return whole, (is_here * (found + log_shares)).sum(0), (log_shares.exp() * (inner - log_shares)).sum(0)
 
-    def joined(self, normalisers: torch.Tensor, *of_shards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    def gather(self, normalisers: torch.Tensor, *of_shards: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
         """Gather what ranks know of `[N]` tokens: the normalisers `[2, N]` of each rank's words, and other numbers.
 
         A normaliser is the largest logit and the logarithm of the sum of `exp(logit - largest)`: added up, large logits would round it.

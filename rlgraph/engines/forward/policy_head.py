@@ -202,7 +202,7 @@ def sum_pi_squared(logits: torch.Tensor, *, temperature: float = 1.0, words: Voc
         sums[rows] = scaled.softmax(-1).square_().sum(-1)
     if words is None:
         return sums
-    _, log_shares, (of_ranks,) = words.joined(normalisers, sums)
+    _, log_shares, (of_ranks,) = words.gather(normalisers, sums)
     return ((2 * log_shares).exp() * of_ranks).sum(0)
 
 
@@ -211,7 +211,7 @@ class _TokenScores(torch.autograd.Function):
     def forward(
         ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, temperature: float, entropy: bool, words: VocabularyShard | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        own, here = (tokens, torch.ones_like(tokens, dtype=torch.bool)) if words is None else words.own(tokens)
+        own, here = (tokens, torch.ones_like(tokens, dtype=torch.bool)) if words is None else words.local_ids(tokens)
         log_probs = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         normalisers, entropies = log_probs.new_empty(2, len(log_probs)), torch.zeros_like(log_probs)
         for rows in _rows_of(logits):
@@ -246,7 +246,7 @@ class _TokenScores(torch.autograd.Function):
 
 
 def _normalisers(scaled: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Read the normaliser of each row `[2, N]` off its log-softmax, as `VocabularyShard.joined` describes it."""
+    """Read the normaliser of each row `[2, N]` off its log-softmax, as `VocabularyShard.gather` describes it."""
     return torch.stack([scaled.amax(-1), -table.amax(-1)])
 
 

@@ -83,7 +83,7 @@ class TritonScores(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         rows, vocab = logits.shape
-        own, here = (tokens, None) if words is None else words.own(tokens)
+        own, here = (tokens, None) if words is None else words.local_ids(tokens)
         log_probs = torch.empty(rows, dtype=torch.float32, device=logits.device)
         normalisers, entropies = log_probs.new_empty(2, rows), torch.zeros_like(log_probs)
         if rows:

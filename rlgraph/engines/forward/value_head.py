@@ -43,7 +43,7 @@ class ValueHead(Head):
         return self.model
 
     @property
-    def trained_whole(self) -> tuple[torch.nn.Module, ...]:
+    def unadapted_modules(self) -> tuple[torch.nn.Module, ...]:
         return (self.score,)
 
     def fill(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> bool:

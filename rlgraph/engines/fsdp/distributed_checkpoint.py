@@ -56,7 +56,7 @@ class Index(msgspec.Struct, frozen=True, array_like=True):
     offset: Numbers | None
     place: int | None
 
-    def restored(self) -> MetadataIndex:
+    def restore(self) -> MetadataIndex:
         return MetadataIndex(self.name, self.offset, self.place)
 
 
@@ -70,10 +70,10 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     whole: Numbers
 
-    def restored(self) -> WriteItem:
+    def restore(self) -> WriteItem:
         chunk = ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.size))
         data = TensorWriteData(chunk, TensorProperties(DTYPES[self.dtype]), torch.Size(self.whole))
-        return WriteItem(self.index.restored(), WriteItemType[self.kind], tensor_data=data)
+        return WriteItem(self.index.restore(), WriteItemType[self.kind], tensor_data=data)
 
 
 class PiecePlace(msgspec.Struct, frozen=True, array_like=True):
@@ -85,10 +85,10 @@ class PiecePlace(msgspec.Struct, frozen=True, array_like=True):
     at: int
     length: int
 
-    def restored(self) -> WriteResult:
+    def restore(self) -> WriteResult:
         if not re.fullmatch(FILE, self.file):
             raise ValueError(f"a rank says that it wrote '{self.file}', which is no name of a shard")
-        return WriteResult(self.index.restored(), self.size, _StorageInfo(self.file, self.at, self.length))
+        return WriteResult(self.index.restore(), self.size, _StorageInfo(self.file, self.at, self.length))
 
 
 def pieces(plan: SavePlan) -> list[Piece]:
@@ -105,7 +105,7 @@ def pieces(plan: SavePlan) -> list[Piece]:
 
 def plan(found: Iterable[Piece]) -> SavePlan:
     """Build the plan of a rank with these pieces."""
-    items = [piece.restored() for piece in found]
+    items = [piece.restore() for piece in found]
     return SavePlan(items, planner_data={item.index.fqn: (item.index.fqn,) for item in items})
 
 
@@ -208,7 +208,7 @@ def write(folder: Path, state: State, rank: int, group: Any) -> list[Path]:
 
     def complete() -> None:
         if rank == 0:
-            writer.finish(contents, [[place.restored() for place in found] for found in written])
+            writer.finish(contents, [[place.restore() for place in found] for found in written])
 
     try:
         found = all_gather_results(group, own_pieces, list[Piece], _reason)

@@ -90,7 +90,7 @@ class FsdpEngine:
         self.optimizer_settings, self._steps = settings.optimizer, 0
         self._head = head if head.folder is not None else head.to(self._device)
         self._most = rotary_limit(head.backbone.config.get_text_config())
-        self._flat = exact or (self._device.type == "cuda" or bool(recompute) or self._ranks.sharing > 1 if flat is None else flat)
+        self._flat = exact or (self._device.type == "cuda" or bool(recompute) or self._ranks.ranks_of_a_pass > 1 if flat is None else flat)
         self.shared = shared and not exact  # the engine attends to a prompt before each response by itself
         self._check_sharing(head)
         self._exchanged = self._install_operations(head, compiled=settings.compiled, exact=exact)
@@ -121,7 +121,7 @@ class FsdpEngine:
         return exchange(head, self._device.type) if exact else []
 
     def _check_sharing(self, head: Head) -> None:
-        if self._ranks.sharing == 1:
+        if self._ranks.ranks_of_a_pass == 1:
             return
         if not self._flat:
             raise GraphError("FsdpEngine(flat=False): ranks share passes that are packed flat; leave out flat")
@@ -245,7 +245,7 @@ class FsdpEngine:
         passes = plan_micro_batches(batch, ranks.data, most, flat=self._flat, shared=self.shared)[ranks.data_rank]
         for done, sequences in enumerate(passes):
             self._on_progress(done, len(passes))
-            multiple = ranks.sharing * (2 if ranks.ring > 1 else 1)  # a ring has two pieces for each place
+            multiple = ranks.ranks_of_a_pass * (2 if ranks.ring > 1 else 1)  # a ring has two pieces for each place
             packed = pack_flat(batch, sequences, multiple=multiple) if self._flat else pack(batch, sequences)
             own = (packed if ranks.context == 1 else self._shard(packed)).to(self._device)
             self._routing.begin(own.routes if self._routing.replay else None)
@@ -261,7 +261,7 @@ class FsdpEngine:
         own = row.shard(ranks.context_group, ranks.context_rank, ranks.context, ring=ranks.ring)
         return own if ranks.ring == 1 else replace(own, ring=RingPass(row, ranks.ring_group, ranks.heads_group, self._device))
 
-    def trained(self) -> dict[str, torch.nn.Parameter]:
+    def trained_parameters(self) -> dict[str, torch.nn.Parameter]:
         """The parameters that are trained, by the names that the model's folder has."""
         return {n.removeprefix("model."): parameter for n, parameter in self._head.named_parameters() if parameter.requires_grad}
 
@@ -270,12 +270,12 @@ class FsdpEngine:
 
         Ranks that share no matrices have rows, split as by `torch.chunk`.
         """
-        return {name: local(parameter.detach()) for name, parameter in self.trained().items()}
+        return {name: local(parameter.detach()) for name, parameter in self.trained_parameters().items()}
 
     def weight_shards(self) -> Iterator[WeightShard]:
         """Yield this rank's box of every parameter that is trained, live, in float32, by its name in the folder; see `TrainEngine`."""
         if not self._shards or any(storage_of(parameter) is not held for parameter, held in self._held):
-            named = self.trained()  # to find the shards takes longer than to copy those of a small model, so it is done once
+            named = self.trained_parameters()  # to find the shards takes longer than to copy those of a small model, so it is done once
             self._held = [(parameter, storage_of(parameter)) for parameter in named.values()]
             self._shards = list(folder_shards(map(own_box, named, named.values()), self._parts))
         return iter(self._shards)
@@ -285,16 +285,16 @@ class FsdpEngine:
 
         Raises DataError unless they are exactly the model's parameters.
         """
-        shapes = {name: whole_shape(parameter) for name, parameter in self.trained().items()}
+        shapes = {name: whole_shape(parameter) for name, parameter in self.trained_parameters().items()}
         check_weights(weights, folder_shapes(shapes, self._parts))
         for box in self.weight_shards():
-            box.tensor.copy_(box.within(weights[box.name]))
+            box.tensor.copy_(box.view_of(weights[box.name]))
         self._forget()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Weights, moments and the count of optimizer steps by name: the live tensors, DTensors where each rank has rows of its own."""
         self._offloaded.put_back()
-        return distributed_checkpoint.training_state(self.trained().items(), self._optimizer) | {
+        return distributed_checkpoint.training_state(self.trained_parameters().items(), self._optimizer) | {
             "optimizer_steps": torch.tensor(self._steps)
         }
 
@@ -348,4 +348,4 @@ def _attach_adapter(head: Head, adapter: LoRA, dtype: torch.dtype, world: int) -
     if adapter.base is not None and world > 1:
         raise GraphError(f"FsdpEngine(world={world}): a base in '{adapter.base}' is whole on one rank; leave out base")
     head.begins = InitialWeights(adapter)
-    return attach(head, head.layers, adapter, dtype, head.trained_whole)
+    return attach(head, head.layers, adapter, dtype, head.unadapted_modules)

@@ -230,7 +230,7 @@ def _embedding(module: Any, group: Any) -> Run:
     words = VocabularyShard.of(group, dist.get_rank(group), dist.get_world_size(group), module.num_embeddings)
 
     def run(tokens: torch.Tensor) -> torch.Tensor:
-        own, here = words.own(tokens)
+        own, here = words.local_ids(tokens)
         padding = None if module.padding_idx is None else module.padding_idx - words.first
         found = embedding(own, module.weight, padding if padding is not None and 0 <= padding < words.size else None)
         return collectives.scattered_sum(found * here[..., None], group)

@@ -277,7 +277,7 @@ class Ranks:
             self.heads_group = mesh["heads"].get_group() if ring < context else None
 
     @property
-    def sharing(self) -> int:
+    def ranks_of_a_pass(self) -> int:
         """The number of ranks that compute one pass together."""
         return self.tensor * self.context
 

@@ -79,7 +79,7 @@ class GrowingExport:
             take_room(self.path, self._layout)
         except OSError as error:
             self.discard()
-            raise self.failed(error) from error
+            raise self.note_failure(error) from error
         except BaseException:
             self.discard()
             raise
@@ -100,7 +100,7 @@ class GrowingExport:
             self.path.rename(self.target)
             _sync(self.target.parent)
         except OSError as error:
-            raise self.failed(error) from error
+            raise self.note_failure(error) from error
 
     def discard(self) -> None:
         """Remove what has not become whole."""
@@ -109,7 +109,7 @@ class GrowingExport:
             os.close(self._lock)
             self._lock = -1
 
-    def failed(self, error: OSError) -> ExportError:
+    def note_failure(self, error: OSError) -> ExportError:
         why = NO_ROOM.get(error.errno or 0)
         if why is None:
             return ExportError(f"export('{self.target}'): {type(error).__name__}: {error}; nothing is left there")

@@ -131,7 +131,7 @@ class FolderPart:
     spans: tuple[Span, ...]
     one_of_many: bool = False
 
-    def within(self, parameter: torch.Tensor) -> torch.Tensor:
+    def view_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """View the part of a whole parameter."""
         box = parameter[tuple(slice(*span) for span in self.spans)]
         return box.squeeze(0) if self.one_of_many else box

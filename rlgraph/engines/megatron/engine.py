@@ -223,7 +223,7 @@ class MegatronEngine:
         """
         check_weights(weights, folder_shapes(self._shapes, self._parts))
         for shard in self.weight_shards():
-            shard.tensor.copy_(shard.within(weights[shard.name]))
+            shard.tensor.copy_(shard.view_of(weights[shard.name]))
         self._masters.publish()
 
     def state(self) -> dict[str, torch.Tensor]:

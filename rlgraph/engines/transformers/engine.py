@@ -95,7 +95,7 @@ class TransformersEngine(GenerateEngine):
         ended = {request.id: Response([], []) for request in self._waiting if request.id in ids}
         self._waiting = [request for request in self._waiting if request.id not in ids]
         for batch in self._batches:
-            ended |= {row.id: batch.told(row) for row in batch.rows if row.id in ids}
+            ended |= {row.id: batch.response_of(row) for row in batch.rows if row.id in ids}
             batch.rows = [row for row in batch.rows if row.id not in ids]
         self._batches = [batch for batch in self._batches if batch.rows]
         return ended
@@ -108,7 +108,7 @@ class TransformersEngine(GenerateEngine):
         check_weights(describe_weights(weights), {part.name: part.shape for of in parts.values() for part in of})
         for name, parameter in parameters.items():
             for part in parts[name]:
-                part.within(parameter).copy_(weights[part.name])
+                part.view_of(parameter).copy_(weights[part.name])
         if running == "recompute":
             for batch in self._batches:
                 batch.cache = None
@@ -159,7 +159,7 @@ class _Batch:
         logits, self.cache = next_logits(model, self._tokens, self._mask, self.cache)
         if self._chosen is not None:
             fresh = self._tokens.shape[1] - sum(part.shape[1] for part in self._routes)  # what is read again keeps its routes
-            self._routes.append(self._chosen.taken(len(self._tokens))[:, -fresh:])
+            self._routes.append(self._chosen.take(len(self._tokens))[:, -fresh:])
         chosen, log_probs = sample(logits, self._numbers[:, self._steps], self.drawing)
         self._steps += 1
         self._tokens = torch.cat([self._tokens, chosen[:, None]], dim=1)
@@ -174,11 +174,11 @@ class _Batch:
             row.response.tokens.append(token)
             row.response.log_probs.append(log_probs[row.place])
             if token in row.stops or self._steps == row.limit:
-                finished[row.id] = replace(self.told(row), finish="stop" if token in row.stops else "length")
+                finished[row.id] = replace(self.response_of(row), finish="stop" if token in row.stops else "length")
         self.rows = [row for row in self.rows if row.id not in finished]
         return finished
 
-    def told(self, row: _Row) -> Response:
+    def response_of(self, row: _Row) -> Response:
         """The response of a row so far, with its routes if the engine tells them."""
         if self._chosen is None:
             return row.response
@@ -206,7 +206,7 @@ class ChosenExperts:
             )
         self._layers.append(output[2].to("cpu", torch.int16))
 
-    def taken(self, rows: int) -> torch.Tensor:
+    def take(self, rows: int) -> torch.Tensor:
         """Take the choice `[rows, n, layers, k]` of a pass over so many rows."""
         layers, self._layers = self._layers, []
         return torch.stack(layers, dim=1).unflatten(0, (rows, -1))

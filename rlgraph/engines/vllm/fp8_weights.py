@@ -74,7 +74,7 @@ class QuantisedWeights:
         self._rest: CopyPlan | None = None
 
     @property
-    def quantised(self) -> frozenset[str]:
+    def names(self) -> frozenset[str]:
         """The names of the weights that are quantised."""
         return frozenset(self._targets)
 

@@ -78,7 +78,7 @@ class EnvironmentCalls:
             del self._running[call]
         self._loop.call_soon_threadsafe(_cancel, gone)
 
-    def ended(self, wait_s: float) -> list[Call]:
+    def take_finished_calls(self, wait_s: float) -> list[Call]:
         """Take the calls that have ended; wait up to `wait_s` for the first."""
         self.send()
         found: list[Call] = []

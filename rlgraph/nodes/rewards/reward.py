@@ -55,7 +55,7 @@ class Reward(Operation):
         return lambda step, columns: self.fire(context, outliers, columns)
 
     def fire(self, context: Context, outliers: Outliers | None, columns: Columns) -> Fired:
-        graded = self.scoring.graded(context, columns)
+        graded = self.scoring.grade(context, columns)
         scores = graded.tensor
         metrics = spread(self.writes, scores)
         metrics |= {f"critic/{self.writes}/{name}": value for name, value in graded.metrics(self.scoring.retry).items()}
@@ -186,7 +186,7 @@ class _Shaper:
         rewards = on_last_token(tensor_of(columns, "rewards"), mask)
         policies = tensor_of(columns, "old_log_probs"), tensor_of(columns, "ref_log_probs")
         shaped, kl = penalize_rewards(rewards, *policies, mask, coef, self.estimator)
-        self.controller = self.controller.updated(kl, len(mask))
+        self.controller = self.controller.advance(kl, len(mask))
         return {"token_rewards": shaped}, {"actor/reward_kl_penalty": kl, "actor/reward_kl_penalty_coeff": coef}
 
     def state(self) -> dict[str, float]:

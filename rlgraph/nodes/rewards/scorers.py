@@ -45,7 +45,7 @@ class MathVerify(Scorer):
     def __call__(self, response: str, answer: str | float) -> Score:
         """Compare the answers: 1 if they are equal, 0 if they differ or the comparison exceeds the limit twice. `pred` is the one found."""
         children = _children.setdefault(self.limit_s, Children(self.limit_s))
-        equal, found = children.compared(response, text_of(answer))
+        equal, found = children.compare(response, text_of(answer))
         return Score(float(equal), pred=found)
 
     @property
@@ -91,7 +91,7 @@ class Children:
             child.kill()
             child.communicate()
 
-    def compared(self, response: str, answer: str) -> tuple[bool, str]:
+    def compare(self, response: str, answer: str) -> tuple[bool, str]:
         """Compare in an idle process, or a new one; return the answer found too.
 
         A process that exceeds the limit, or dies, is replaced, and the pair compared once more: the machine may have been busy. If it

@@ -136,7 +136,7 @@ class Scoring:
         if self.tokenizer is not None and self.decoded:
             context.tokenizer(self.tokenizer)
 
-    def graded(self, context: Context, columns: Columns) -> Graded:
+    def grade(self, context: Context, columns: Columns) -> Graded:
         """Score the responses: a finite number each, with the answer and its `acc` where the function tells them.
 
         Raises RlgraphError naming the response for which the function raises, misses the deadline, or returns no finite number.
@@ -164,11 +164,11 @@ class Scoring:
         return Graded(scores, pool.retries, defaults)
 
     def try_on(self, columns: Columns) -> torch.Tensor | None:
-        """Score made-up columns at the launch; None if the function is not to be tried. Raises as `graded` does."""
+        """Score made-up columns at the launch; None if the function is not to be tried. Raises as `grade` does."""
         if not self.trial:
             return None
         tokenizers = {} if self.tokenizer is None else {self.tokenizer: MadeUpTokenizer()}
-        return replace(self, function=copy_callable(self.function), deadline_s=LIMIT_S).graded(Context(cache=tokenizers), columns).tensor
+        return replace(self, function=copy_callable(self.function), deadline_s=LIMIT_S).grade(Context(cache=tokenizers), columns).tensor
 
     def _usable(self, value: object, rows: int) -> bool:
         try:

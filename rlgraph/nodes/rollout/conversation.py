@@ -66,7 +66,7 @@ class Conversation:
             self.task.request.id,
         )
 
-    def wrote(self, response: Response) -> None:
+    def append_turn(self, response: Response) -> None:
         """Append a turn of the model."""
         self.tokens += response.tokens
         self.log_probs += response.log_probs
@@ -75,12 +75,12 @@ class Conversation:
         self.finish = response.finish
         self.turn += 1
 
-    def rewarded(self, reward: float) -> None:
+    def add_reward(self, reward: float) -> None:
         """Add a reward for the last turn of the model: at its last token."""
         place = len(self.written) - 1 - self.written[::-1].index(True)
         self.rewards[place] = self.rewards.get(place, 0.0) + reward
 
-    def told(self, tokens: Sequence[int]) -> None:
+    def append_input(self, tokens: Sequence[int]) -> None:
         """Append what the model reads. These tokens are not trained, since the policy did not write them."""
         said = list(tokens)[: self.room]
         self.tokens += said
@@ -88,7 +88,7 @@ class Conversation:
         self.versions += [self.versions[-1] if self.versions else 0] * len(said)
         self.written += [False] * len(said)
 
-    def sampled(self) -> Outcome:
+    def response(self) -> Outcome:
         """The response as a rollout writes it."""
         counts = {
             "turns": self.turn,

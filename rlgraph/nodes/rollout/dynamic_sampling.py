@@ -255,7 +255,7 @@ class DynamicSampler:
             position = (self.passed + len(self.groups)) * self.context.world + self.context.rank
             item = source.item(position)
             columns = source.columns([item])
-            prompt = rollout.encoded(self.context, columns)[0] if rollout.agent is None else ()
+            prompt = rollout.encode_prompts(self.context, columns)[0] if rollout.agent is None else ()
             own = item_of(columns, 0) if rollout.agent is not None else {}
             tasks = [rollout.task(position, member, prompt, own) for member in range(rollout.group_size)]
             group = Group(position, item, tasks)
@@ -295,7 +295,7 @@ class DynamicSampler:
 
     def _score(self, groups: Sequence[Group]) -> None:
         if groups:
-            graded = self.operation.scoring.graded(self.context, self._columns(groups))
+            graded = self.operation.scoring.grade(self.context, self._columns(groups))
             self.calls.update(rows=len(graded.scores), retries=graded.retries, defaults=graded.defaults)
             for group, own in zip(groups, graded.tensor.view(len(groups), -1), strict=True):
                 group.score(own)
@@ -305,7 +305,7 @@ class DynamicSampler:
         rows = [(group, group.responses[task.request.id]) for group in groups for task in group.tasks]
         positions = torch.tensor([group.position for group, _ in rows], dtype=torch.int64)
         rollout = self.operation.rollout
-        sampled = pack_outcomes([one for _, one in rows], positions, rollout.rewarded, rollout.has_outputs, rollout.generator.routes)
+        sampled = pack_outcomes([one for _, one in rows], positions, rollout.gives_rewards, rollout.has_outputs, rollout.generator.routes)
         return self.operation.draws_from.columns([group.item for group, _ in rows]) | sampled
 
     def _spread(self, trained: Sequence[Group], batch: Sequence[Group]) -> dict[str, float]:

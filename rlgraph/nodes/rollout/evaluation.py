@@ -320,7 +320,7 @@ class Grade(Operation):
         if not len(groups):
             return {"rewards": torch.zeros(0)}, {}
         fields = {name: [column[i] for i in groups.tolist()] for name, column in self.items.items()}
-        graded = self.scoring.graded(context, {**columns, **fields})
+        graded = self.scoring.grade(context, {**columns, **fields})
         scores = graded.scores
         sources = [str(s) for s in fields.get(plural(self.source), [""] * len(scores))[:: self.samples]]
         found = summary([scores[i : i + self.samples] for i in range(0, len(scores), self.samples)], sources, self.passes)

@@ -288,11 +288,11 @@ class Rollout(Operation):
     @property
     def writes(self) -> tuple[str, ...]:
         """The columns of a response; an environment's rewards are among them."""
-        own = (*(ROUTES if self.generator.routes else ()), *(REWARDS if self.rewarded else ()))
+        own = (*(ROUTES if self.generator.routes else ()), *(REWARDS if self.gives_rewards else ()))
         return (*WRITES, *own, *((OUTPUTS,) if self.has_outputs else ()))
 
     @property
-    def rewarded(self) -> bool:
+    def gives_rewards(self) -> bool:
         """Whether its environments or programs give rewards."""
         return self.agent.rewarded if isinstance(self.agent, Program) else self.agent is not None and self.tools is None
 
@@ -344,7 +344,7 @@ class Rollout(Operation):
         described = self.tools.schemas if self.tools is not None else []
         tokenizer = check_prompts(node, self.generator, self.sampling, None)
         check_conversations_of(self, tokenizer, source)
-        if self.rewarded and isinstance(self.agent, Agent):
+        if self.gives_rewards and isinstance(self.agent, Agent):
             self.agent.warn_without_outcome(node.name)
         if self.tools is not None:  # an environment may begin with other messages than its prompt
             check_prompts(node, self.generator, self.sampling, source, lambda columns: chats_of(columns, tokenizer, described))
@@ -354,8 +354,8 @@ class Rollout(Operation):
         decoder = self.decoder(context)
         loop = DecodeLoop(context, decoder, self.admission, lambda step: chain_parts(self.tasks(context, self._draw_batch(context, step))))
         if self.chunks > 1:
-            return lambda step, columns: self.decoded(context, loop, step, columns)  # type: ignore[return-value]
-        return lambda step, columns: next(self.decoded(context, loop, step, columns))
+            return lambda step, columns: self.decode_chunks(context, loop, step, columns)  # type: ignore[return-value]
+        return lambda step, columns: next(self.decode_chunks(context, loop, step, columns))
 
     def decoder(self, context: Context) -> TaskDecoder:
         """Make what samples its responses: in one turn each, or in conversations."""
@@ -367,7 +367,7 @@ class Rollout(Operation):
         assert self.source is not None
         return self.source.batch(step, context.set_aside)
 
-    def decoded(self, context: Context, loop: DecodeLoop, step: int, columns: Columns) -> Iterator[Fired]:
+    def decode_chunks(self, context: Context, loop: DecodeLoop, step: int, columns: Columns) -> Iterator[Fired]:
         """Decode all chunks of the batch together; yield them in the order of the data, each as soon as its last response is there."""
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
@@ -376,7 +376,7 @@ class Rollout(Operation):
             loop.begin(step, chain_parts(chunks))
             for rows, tasks in zip(self.shares(context, ids), chunks, strict=True):
                 sampled = loop.take(step, tasks)
-                yield self.packed(context, loop.decoder, sampled, repeat_rows(ids[rows], self.group_size))
+                yield self.pack_part(context, loop.decoder, sampled, repeat_rows(ids[rows], self.group_size))
         except GeneratorExit:
             raise
         except BaseException:
@@ -384,9 +384,9 @@ class Rollout(Operation):
                 loop.decoder.close()
             raise
 
-    def packed(self, context: Context, decoder: TaskDecoder, sampled: Sequence[Outcome], ids: Column) -> Fired:
+    def pack_part(self, context: Context, decoder: TaskDecoder, sampled: Sequence[Outcome], ids: Column) -> Fired:
         """Pack the responses of a part into columns, with the metrics of its conversations."""
-        columns = pack_outcomes(sampled, ids, self.rewarded, self.has_outputs, self.generator.routes)
+        columns = pack_outcomes(sampled, ids, self.gives_rewards, self.has_outputs, self.generator.routes)
         found = context.engine.decode_metrics()
         if isinstance(decoder, ConversationLoop):
             found |= turn_metrics(sampled, decoder.seconds, self.tools is not None, context.world * self.chunks, decoder.counted)
@@ -399,7 +399,7 @@ class Rollout(Operation):
             for rows in (part.tolist() for part in torch.arange(len(ids)).chunk(self.chunks))
         ]
 
-    def encoded(self, context: Context, columns: Columns) -> list[list[int]]:
+    def encode_prompts(self, context: Context, columns: Columns) -> list[list[int]]:
         """Encode the prompts of a batch; cut off the beginning of long ones, where their data set says so."""
         most = most_tokens(self.overlong, context, self.generator.max_context, self.sampling)
         return encoded_prompts(context.tokenizer(self.generator.path), columns, most)
@@ -413,7 +413,7 @@ class Rollout(Operation):
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
         places = ids.tolist()
-        encoded = self.encoded(context, columns) if self.agent is None else [()] * len(places)
+        encoded = self.encode_prompts(context, columns) if self.agent is None else [()] * len(places)
         items = [item_of(columns, row) if self.agent is not None else {} for row in range(len(places))]
         return [
             [self.task(places[row], member, encoded[row], items[row]) for row in rows for member in range(self.group_size)]
@@ -456,7 +456,7 @@ def turn_loop(rollout: "Rollout", agent: Agent, context: Context) -> TurnLoop:
         concurrency=rollout.concurrency,
         most_prompt=rollout.overlong.limit(room),
         cut_prompts=rollout.overlong.policy == "truncate_left",
-        rewarded=rollout.rewarded,
+        rewarded=rollout.gives_rewards,
     )
     return TurnLoop(rules, template_of(path, tokenizer), context)
 

@@ -187,7 +187,7 @@ class SessionLoop(ConversationLoop):
         """Decode one step of the open calls. Waits for a program only if nothing can decode."""
         self._begin()
         self._receive()
-        for call in self.calls.ended(0.0):
+        for call in self.calls.take_finished_calls(0.0):
             self._end_session(call)
         if self._open:
             for name, response in self.context.engine.step(self.rules.prefix).items():
@@ -205,7 +205,7 @@ class SessionLoop(ConversationLoop):
             self._end(session, Ended())
         end = time.monotonic() + CLOSING_S
         while len(self.calls) and time.monotonic() < end:
-            self.calls.ended(WAIT_S)
+            self.calls.take_finished_calls(WAIT_S)
         self._waiting.clear()
         self._open.clear()
         self._done.clear()
@@ -292,7 +292,7 @@ class SessionLoop(ConversationLoop):
         chat = pending.chat.prompt
         if not self.rules.describes:
             chat = replace(chat, tools=())
-        parent = session.tree.before(chat)
+        parent = session.tree.find_call(chat)
         try:
             if parent is not None:
                 answers = list(chat.messages[len(parent.chat.messages) + 1 :])
@@ -368,7 +368,7 @@ class SessionLoop(ConversationLoop):
         session.ended = True
         self._live.discard(session)
         assert self._endpoint is not None
-        self._endpoint.shut(session.key)
+        self._endpoint.revoke(session.key)
         self._abandon(session, lambda one: True)
         self.context.engine.end_conversations([session.name])
         found = session.tree.sequences()

@@ -73,7 +73,7 @@ class SessionTree:
     def add(self, call: ModelCall) -> None:
         self._calls.setdefault(_key(call.chat, [*call.chat.messages, call.said]), []).append(call)
 
-    def before(self, chat: ChatPrompt) -> ModelCall | None:
+    def find_call(self, chat: ChatPrompt) -> ModelCall | None:
         """Find the call whose history, its answer included, these messages go on from; None if there is none."""
         last = next((place for place in range(len(chat.messages) - 1, -1, -1) if chat.messages[place]["role"] == "assistant"), None)
         if last is None:

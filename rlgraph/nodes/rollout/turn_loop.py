@@ -87,18 +87,18 @@ class TurnLoop(ConversationLoop):
         """Decode one step of the open turns. Waits for an environment only if nothing can decode."""
         self._begin()
         if self._open or self._done:
-            ended = self.calls.ended(0.0)
+            ended = self.calls.take_finished_calls(0.0)
         else:
             start = time.monotonic()
             with self.context.waiting():
-                ended = self.calls.ended(WAIT_S)
+                ended = self.calls.take_finished_calls(WAIT_S)
             self.seconds["idle_s"] += time.monotonic() - start
         for call in ended:
             self._handle_answer(call)
         if self._open:
             for name, response in self.context.engine.step(self.rules.prefix).items():
                 conversation = self._open.pop(name)
-                conversation.wrote(response)
+                conversation.append_turn(response)
                 self._pass_turn(conversation, response.tokens)
         self.calls.send()
         done, self._done = self._done, {}
@@ -121,7 +121,7 @@ class TurnLoop(ConversationLoop):
         """Wait a while for environments that close."""
         deadline = time.monotonic() + CLOSING_S
         while len(self.calls) and time.monotonic() < deadline:
-            for call in self.calls.ended(WAIT_S):
+            for call in self.calls.take_finished_calls(WAIT_S):
                 if call.kind == "close":
                     self._handle_answer(call)
 
@@ -271,7 +271,7 @@ class TurnLoop(ConversationLoop):
         """Submit the next turn, after what the environment has answered; none after the `last`."""
         if not isinstance(turn, Turn):
             raise _CannotGoOn("errors", f"{'truncated' if last else 'step'} returned a {type(turn).__name__}; it returns an rg.agents.Turn")
-        conversation.rewarded(turn.reward)
+        conversation.add_reward(turn.reward)
         for name, value in turn.info.items():
             conversation.counts[f"info/{name}"] += value
         conversation.counts["cost"] += turn.cost
@@ -298,7 +298,7 @@ class TurnLoop(ConversationLoop):
         except DataError as error:
             raise _CannotGoOn("template_errors", str(error)) from None
         conversation.chat = replace(conversation.chat, messages=[*conversation.chat.messages, said, *answers], continue_final=False)
-        conversation.told(tokens)
+        conversation.append_input(tokens)
         if conversation.room == 0:
             self._cut_off(conversation, "limit_tokens", "length")
         else:
@@ -339,7 +339,7 @@ class TurnLoop(ConversationLoop):
         conversation.ended, conversation.finish = True, finish or conversation.finish
         conversation.prompt = conversation.prompt or [self.template.close]  # of one that never began; a prompt has a token
         self.context.engine.end_conversations([conversation.task.request.id])
-        self._done[conversation.task.request.id] = conversation.sampled()
+        self._done[conversation.task.request.id] = conversation.response()
         self._call(conversation, "close", lambda: self._close(conversation))
 
 

@@ -180,7 +180,7 @@ class _Correct:
             return {"rollout_is_weights": self.correction(*policies)}, diagnostics(*policies)
         written = {}
         if "loss_mask" in self.writes:
-            written["loss_mask"] = self.correction.kept(*policies)
+            written["loss_mask"] = self.correction.acceptance_mask(*policies)
         if "rollout_is_weights" in self.writes:
             weights = self.correction.weights if "loss_mask" in self.writes else self.correction
             assert weights is not None

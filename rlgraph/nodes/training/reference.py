@@ -62,7 +62,7 @@ class CachedScores:
             self.rows[held[at : at + KEY]] = np.frombuffer(held, np.float32, count, begin)
             at = end
 
-    def missing(self, keys: Sequence[bytes]) -> list[int]:
+    def unknown_rows(self, keys: Sequence[bytes]) -> list[int]:
         """List the places of the rows that are not known."""
         return [place for place, key in enumerate(keys) if key not in self.rows]
 
@@ -125,7 +125,7 @@ class CachedLogProbs(LogProbs):
     def look_up(self, context: Context, known: CachedScores, columns: Columns) -> Fired:
         """Compute the rows that are not known, all at once, and put all of them together."""
         keys, mask = row_keys(columns), tensor_of(columns, "response_mask")
-        places = known.missing(keys)
+        places = known.unknown_rows(keys)
         if places:
             rows = {name: tensor_of(columns, name)[places] for name in TOKENS}
             lengths = response_lengths(rows["response_mask"]).tolist()

@@ -158,18 +158,18 @@ class Checkpoints:
                 f"the checkpoint of step {news.step} could not be written by worker '{news.worker}'{news.where}: {news.message}"
             )
 
-    def settled(self, step: int) -> bool:
+    def all_answered(self, step: int) -> bool:
         """Tell whether every worker has said that its shard is on the disk, or could not be written."""
         return len(self.shards.get(step, {})) + len(self.failed.get(step, ())) == len(self.plan.workers)
 
-    def ready(self, handed: int) -> list[int]:
+    def list_complete(self, handed: int) -> list[int]:
         """List the checkpoints that every worker is done with, and which hold no step beyond the `handed` that the user has seen."""
-        return sorted(step for step in {*self.shards, *self.failed} if step <= handed and self.settled(step))
+        return sorted(step for step in {*self.shards, *self.failed} if step <= handed and self.all_answered(step))
 
     def commit(self, handed: int) -> list[int]:
         """Finish the checkpoints whose shards are all written and which hold no step beyond the `handed` that the user has seen."""
         done = []
-        for step in self.ready(handed):
+        for step in self.list_complete(handed):
             self.tried = step
             try:
                 if step not in self.failed:

@@ -182,7 +182,7 @@ class Hosts:
             found |= self.agents[index].stacks({worker: pids[worker] for worker in own})
         return {worker: found[worker] for worker in pids if worker in found}
 
-    def asked(self) -> frozenset[int]:
+    def ask_all(self) -> frozenset[int]:
         """Ask all other hosts for a sign of life, at once, and return those that gave none."""
         others = [host for host in range(len(self.agents)) if host != self.driver]
         if not others:
@@ -191,7 +191,7 @@ class Hosts:
             answers = pool.map(lambda host: self.agents[host].answers(), others)
             return frozenset(host for host, answer in zip(others, answers, strict=True) if not answer)
 
-    def lost(self) -> frozenset[int]:
+    def lost_hosts(self) -> frozenset[int]:
         """The hosts that have answered nothing for so long that they are lost."""
         return frozenset(host for host, agent in enumerate(self.agents) if agent.silent_s() > SILENT_S)
 

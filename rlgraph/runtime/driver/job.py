@@ -68,7 +68,7 @@ class RecorderPort:
         """Whether nothing was asked for."""
         return not self._requests
 
-    def started(self) -> None:
+    def begin_session(self) -> None:
         """Tell the workers of a new session; they send again the rows of steps that were not given."""
         self._rows.clear()
         for request in self._requests.values():
@@ -175,7 +175,7 @@ class Job:
         self._exports = JobExports(graph, plan, self._checkpoints)
 
     def _new_session(self, start: Start | None = None, hosts_s: float = 0.0) -> Session:
-        links, name = self._links.waiting(hosts_s), self._dispatch_name
+        links, name = self._links.with_wait(hosts_s), self._dispatch_name
         return Session(self._graph, self.plan, dispatch_name=name, deadline_s=self._deadline_s, start=start, links=links)
 
     @property
@@ -254,7 +254,7 @@ class Job:
         while True:
             step = self.session.reported
             reports = self._reports(last)
-            self.recorder.take(self.session.sampled(), self._finished)
+            self.recorder.take(self.session.take_samples(), self._finished)
             self._hear()
             if step == self._finished and reports is not None:
                 return self._step(step, reports)
@@ -300,7 +300,7 @@ class Job:
 
     def _begin_session(self) -> None:
         self._signals.install()
-        self.recorder.started()
+        self.recorder.begin_session()
         self.notice(self.session.notice)
 
     def _tell(self, message: Message) -> None:
@@ -356,7 +356,7 @@ class Job:
         self._checkpoints.troubles.clear()
 
     def _commit(self, checkpoints: Checkpoints) -> None:
-        if checkpoints.ready(self._finished):
+        if checkpoints.list_complete(self._finished):
             self.recorder.before_commit()
         checkpoints.commit(self._finished)
 
@@ -370,7 +370,7 @@ class Job:
         self._settle()
         if checkpoints.tried < last:
             session.save(last)  # a worker that is beyond this step has written it, or is writing it
-            while not checkpoints.settled(last):
+            while not checkpoints.all_answered(last):
                 session.listen()
                 self._hear()
             self._commit(checkpoints)

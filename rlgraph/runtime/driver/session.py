@@ -82,7 +82,7 @@ class Links:
     wait_s: float = 0.0
     encrypt: bool = False
 
-    def waiting(self, wait_s: float) -> "Links":
+    def with_wait(self, wait_s: float) -> "Links":
         """The same, but with a wait of at least so many seconds."""
         return replace(self, wait_s=max(self.wait_s, wait_s))
 
@@ -241,7 +241,7 @@ class Session:
         """Send a message to every worker, which it takes before the next tick."""
         self.group.tell(message)
 
-    def sampled(self) -> Sequence[messages.SampledRows]:
+    def take_samples(self) -> Sequence[messages.SampledRows]:
         """Take the recorded rows that workers have sent since the last call."""
         rows, self.group.sampled = self.group.sampled, []
         return rows

@@ -66,9 +66,9 @@ class Template:
                 its.close()
         worker = WarmWorker(name, self, told, self.asked if self.alone else later)
         for known in self.workers:
-            if known.ended():
+            if known.is_gone():
                 known.close()
-        self.workers = [*(known for known in self.workers if not known.ended()), worker]
+        self.workers = [*(known for known in self.workers if not known.is_gone()), worker]
         return worker
 
     def lives(self) -> bool:
@@ -77,7 +77,7 @@ class Template:
 
     def idle(self) -> bool:
         """Whether all its workers have ended."""
-        return all(worker.ended() for worker in self.workers)
+        return all(worker.is_gone() for worker in self.workers)
 
     def end(self) -> None:
         """End it, and with it the workers that it has forked."""
@@ -96,7 +96,7 @@ class WarmWorker:
         self._template, self._told, self._process, self._later = template, told, -1, later
         self._over = False
 
-    def again(self, name: str, order: ForkOrder) -> None:
+    def serve_again(self, name: str, order: ForkOrder) -> None:
         """Have it serve another job, with the engine that it has kept."""
         self.name = name
         assert self._later is not None
@@ -105,7 +105,7 @@ class WarmWorker:
         except OSError as error:
             raise WorkerDied(f"worker '{name}' could not be started: the process that kept its engine has ended") from error
 
-    def ended(self) -> bool:
+    def is_gone(self) -> bool:
         """Whether its process is gone, or will not come since its template is."""
         if self._over:
             return True
@@ -128,7 +128,7 @@ class WarmWorker:
 
     def kill(self) -> None:
         """End its process, whatever it does; one that is still to come ends with its template."""
-        if self.ended():
+        if self.is_gone():
             return
         if self._process < 0:
             self._template.process.kill()
@@ -208,8 +208,8 @@ class Warm:
         kept = self._kept.get(wanted.key)
         while kept:
             worker = kept.pop(0)
-            if not worker.ended():
-                worker.again(wanted.name, order)
+            if not worker.is_gone():
+                worker.serve_again(wanted.name, order)
                 return worker
         return self._template(wanted).fork(wanted.name, order)
 
@@ -427,7 +427,7 @@ class ForkedProcesses(WithoutTicks):
 
     def check(self) -> None:
         for worker in self._workers:
-            if worker.ended():
+            if worker.is_gone():
                 raise WorkerDied(f"worker '{worker.name}' could not be started: its process has ended; what it wrote says why")
 
 

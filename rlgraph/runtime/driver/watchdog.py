@@ -217,7 +217,7 @@ class Watchdog:
         guilty = states[found.worker]
         readers = [w for w, s in states.items() if w != found.worker and s.activity.waits]
         waits = worker if worker in readers else max(readers, key=lambda w: states[w].for_s, default=None)
-        then = f"\n  worker '{waits}' has been {states[waits].told(self.plan)}" if waits else ""
+        then = f"\n  worker '{waits}' has been {states[waits].describe(self.plan)}" if waits else ""
         concerned = [found.worker, *([waits] if waits and not told else [])]
         return ChannelTimeout(f"{self._accusation(found, guilty)}{then}{told}{self.account(concerned)}")
 
@@ -242,7 +242,7 @@ class Watchdog:
     def table(self) -> str:
         """Write a line for each worker, the one with the oldest activity first, and a line for each channel."""
         states = sorted(self.states().items(), key=lambda item: -item[1].for_s)
-        lines = [f"  worker '{name}' has been {state.told(self.plan)}" for name, state in states]
+        lines = [f"  worker '{name}' has been {state.describe(self.plan)}" for name, state in states]
         ends = {channel.name: (channel.slots, channel.writer, channel.readers) for channel in self.plan.channels}
         ends |= {loop.name: (loop.slots, loop.writer, loop.readers) for loop in self.plan.loops}
         for name, (slots, writer, readers) in ends.items():

@@ -260,7 +260,7 @@ class WorkerGroup:
 
         A rank that fails in a collective can say so before we learn that its peer died: the death is the cause.
         """
-        lost = self._hosts.asked() if self._hosts and not self._own_failures(of_peers=False) else frozenset()
+        lost = self._hosts.ask_all() if self._hosts and not self._own_failures(of_peers=False) else frozenset()
         if lost and self._hosts:
             died = self._ray_death(lost)
             return host_error(self.plan, self._hosts, lost, (f"\n  {died}" if died else "") + self._first_trouble())
@@ -277,7 +277,7 @@ class WorkerGroup:
         now, hosts = time.monotonic(), self._hosts
         lost = [
             host
-            for host in hosts.lost()
+            for host in hosts.lost_hosts()
             if all(self._heard_s.get(worker, 0.0) < now - hosts.silent_s(host) + ANSWERED_S for worker in hosts.on(host))
         ]
         if lost:

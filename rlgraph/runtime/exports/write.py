@@ -63,7 +63,7 @@ class AdapterExport:
                 self._add_files(growing.path)
                 self.write(growing.path, layout)
             except OSError as error:
-                raise growing.failed(error) from error
+                raise growing.note_failure(error) from error
             growing.finish()
         return Exported(growing.target, self.step, self.dtype, layout.parameters, layout.bytes)
 
@@ -82,7 +82,7 @@ class AdapterExport:
                 write_shards(growing.path, layout, _merge_adapter(path, apart, self.adapter, DTYPES[self.dtype][1]))
                 shutil.rmtree(apart)
             except OSError as error:
-                raise growing.failed(error) from error
+                raise growing.note_failure(error) from error
             growing.finish()
         return Exported(growing.target, self.step, self.dtype, layout.parameters, layout.bytes)
 
@@ -162,7 +162,7 @@ def write_export(
             write(growing.path, layout)
             write_shards(growing.path, layout, _as_they_are(others))
         except OSError as error:
-            raise growing.failed(error) from error
+            raise growing.note_failure(error) from error
         growing.finish()
     return Exported(growing.target, source.step, dtype, layout.parameters, layout.bytes)
 

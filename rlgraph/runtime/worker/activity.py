@@ -142,9 +142,9 @@ class Heartbeat:
     stopped: bool = False  # whether the process is stopped: by `kill -STOP`, Ctrl-Z or a debugger
 
     def __str__(self) -> str:
-        return self.told()
+        return self.describe()
 
-    def told(self, plan: Plan | None = None) -> str:
+    def describe(self, plan: Plan | None = None) -> str:
         """Describe it in words; with a plan, also who is at the other end of the edge on which it waits."""
         counts = f" ({self.done} of {self.total} {self.unit})" if self.total else ""
         at = f", step {self.step}" if self.step >= 0 else ""

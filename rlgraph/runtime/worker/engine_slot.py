@@ -58,7 +58,7 @@ class EngineSlot:
         engine, self.held = self.held, None
         if engine is None:
             engine = model.load(context)
-            self.begun, self.said = ProcessState.now(), notices.here.said()
+            self.begun, self.said = ProcessState.now(), notices.here.list_all()
             return engine
         engine.renew()
         assert self.begun is not None

@@ -81,7 +81,7 @@ class SampleTap:
         self.request: SampleRequest | None = None
         self._kept: list[SampledRows] = []
 
-    def taken(self) -> list[SampledRows]:
+    def take(self) -> list[SampledRows]:
         """Take the rows kept since the last call."""
         found, self._kept = self._kept, []
         return found
@@ -157,7 +157,7 @@ class Inbox:
         """Sum the seconds for which `take` has waited for messages so far."""
         return sum(reader.statistics().blocked_s for reader in self.readers)
 
-    def done(self, node: str, messages: Iterable[int]) -> None:
+    def release(self, node: str, messages: Iterable[int]) -> None:
         """Release the slots of these messages when the last of the worker's nodes has used them."""
         if node != self.users[-1]:
             return
@@ -301,7 +301,7 @@ class Worker:
         for box in self.mailbox.read_by(node.name):
             messages = node.messages(box.channel, step, chunk)
             if len(messages) < box.channel.chunks or chunk == node.chunks - 1:
-                box.done(node.name, messages)
+                box.release(node.name, messages)
         self.recorder.carry(node.name, step)
         self.weights.publish(node.name, step)
 
@@ -359,7 +359,7 @@ class Worker:
             self.doing = node.name
             if step == self.spec.first and chunk == 0 and node.name == box.users[0]:
                 self._drop(box)
-            with self.recorder.moving(box.channel.name, "wait", box.blocked_s, (node.name, "carry"), step):
+            with self.recorder.time_transfer(box.channel.name, "wait", box.blocked_s, (node.name, "carry"), step):
                 batch = box.take(wanted, self.spec.deadline_s)
             for column, name, repeat in node.columns.get(box.channel.writer, ()) if kind != "order" else ():
                 columns[name] = repeat_rows(node.rows(batch[column], box.channel, chunk), repeat)
@@ -370,7 +370,7 @@ class Worker:
         chunks, begin = box.channel.chunks, [self.spec.begin[reader] for reader in box.channel.readers]
         for message in range(min(begin) * chunks, self.spec.first * chunks) if box.channel.kind == "batch" else ():
             box.take((message,), self.spec.deadline_s)
-            box.done(box.users[-1], (message,))
+            box.release(box.users[-1], (message,))
 
     def reopen(self, step: int, opened: Mapping[int, Mapping[str, Sequence[Columns]]]) -> None:
         """Resume from a checkpoint after `step` steps: put its open batches into the channels again, and publish its weights."""
@@ -393,13 +393,13 @@ class Worker:
             if again and box.channel.kind == "order":
                 continue
             self.on_enter(step, Activity("put", node.name, box.channel.name))
-            with self.recorder.moving(box.channel.name, "room", box.blocked_s, (node.name, "carry"), step):
+            with self.recorder.time_transfer(box.channel.name, "room", box.blocked_s, (node.name, "carry"), step):
                 box.put(message, columns, self.spec.deadline_s)
 
     def report(self) -> tuple[dict[str, float], list[Span]]:
         """Take the metrics and spans since the last report."""
         metrics, self.metrics = self.metrics, {}
-        return metrics, self.recorder.taken()
+        return metrics, self.recorder.take()
 
     def take_token_counts(self) -> list[Sampled]:
         """Take the counts of sampled tokens since the last report."""

@@ -88,7 +88,7 @@ class Process:
         for channel, posts in self.spec.channels:
             self.mailbox.outboxes += [Outbox(channel, self._listen(post)) for post in posts if post.writer == self.name]
         for post in (post for post in self.spec.posts if post.passes_on(self.name)):
-            self.onward[post.address] = onward = open_onward(post.transport, post.listening(self.spec, self.here))
+            self.onward[post.address] = onward = open_onward(post.transport, post.listener(self.spec, self.here))
             self.addresses[post.place(self.name)] = onward.address
         worker = self.spec.worker
         if self.spec.listen_at and worker.model and worker.rank == 0 and worker.world > 1:
@@ -98,12 +98,12 @@ class Process:
         self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.spec.loops for post in posts if post.writer == self.name}
 
     def _listen(self, post: EdgeEndpoints) -> Writer:
-        writer = open_writer(post.transport, post.listening(self.spec, self.here))
+        writer = open_writer(post.transport, post.listener(self.spec, self.here))
         self.addresses[post.address] = writer.address
         return writer
 
     def _connect(self, post: EdgeEndpoints) -> Reader:
-        site = post.reading(self.spec, self.here, self.addresses, self.onward.get(post.address))
+        site = post.reader(self.spec, self.here, self.addresses, self.onward.get(post.address))
         return open_reader(post.transport, site)
 
     def _start(self) -> None:
@@ -180,7 +180,7 @@ class Process:
         sampled, published = worker.take_token_counts(), worker.weights.published_bytes()
         for rows in self.progress.taken_samples():  # before the report: then the driver has all rows of a step that it gives
             self._tell(rows)
-        self._tell(messages.Report(self.name, step, dict(metrics), spans, slots, sampled, published, notices.here.taken()))
+        self._tell(messages.Report(self.name, step, dict(metrics), spans, slots, sampled, published, notices.here.take_new()))
 
     def _save(self, step: int) -> None:
         assert self.progress is not None

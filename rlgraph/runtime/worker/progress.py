@@ -27,7 +27,7 @@ class StepProfiler:
         self._began: int | None = None
         self._profiler: Any = None
 
-    def before(self, step: int) -> None:
+    def begin_step(self, step: int) -> None:
         """Begin, if the step is among those asked for and nothing has begun."""
         wanted = self.request
         if wanted is None or self._began is not None or not wanted.first <= step <= wanted.last or self.worker not in wanted.workers:
@@ -133,7 +133,7 @@ class Progress:
 
     def _fire_until(self, fired: int) -> None:
         while self.fired < fired:
-            self.profiler.before(self.fired)
+            self.profiler.begin_step(self.fired)
             self.worker.step(self.fired)
             self.profiler.after(self.fired)
             self.finish(self.fired)
@@ -142,7 +142,7 @@ class Progress:
         """Record that all nodes have fired for `step`, and take the snapshot if one is due."""
         self.fired = step + 1
         metrics, spans = self.worker.report()
-        samples = self.worker.tap.taken()
+        samples = self.worker.tap.take()
         self.samples += samples
         if self.saving is not None:
             self.recent[step] = Fired(metrics, self.worker.kept, samples)

@@ -42,7 +42,7 @@ class SpanRecorder:
             self._add(name, kind, step, start_s, time.monotonic(), version, sum(moved) or None)
 
     @contextmanager
-    def moving(
+    def time_transfer(
         self,
         name: str,
         blocked: SpanKind,
@@ -83,7 +83,7 @@ class SpanRecorder:
         if not self._open:
             self._until_s = end_s
 
-    def taken(self) -> list[Span]:
+    def take(self) -> list[Span]:
         """Take the spans since the last call."""
         spans, self._spans = self._spans, []
         return spans

@@ -68,7 +68,7 @@ class EdgeEndpoints:
     hosts: Mapping[str, int]  # of the writer and the readers
     transport: Transport  # the value itself, so that the worker need not know its name
 
-    def here(self, ends: dict[str, Any]) -> Site:
+    def in_process(self, ends: dict[str, Any]) -> Site:
         """Say where both ends are made if all of them are in one process."""
         return Site(self.name, self.slots, len(self.route), self.address, here=ends)
 
@@ -80,14 +80,14 @@ class EdgeEndpoints:
         """The address of a worker's own at which others get messages from it: a path, and the name of its port if it has one."""
         return self.address if worker == self.writer else f"{self.address}+{list(self.route).index(worker)}"
 
-    def listening(self, spec: "WorkerSpec", ends: dict[str, Any]) -> Site:
+    def listener(self, spec: "WorkerSpec", ends: dict[str, Any]) -> Site:
         """Say where a worker listens for those who get messages from it."""
         worker = spec.worker.name
         fed = [reader for reader, feeder in self.route.items() if feeder == worker]
         local = sum(self._share_memory(worker, reader) for reader in fed)
         return replace(self._site(spec, ends), readers=len(fed), address=self.place(worker), local_readers=local)
 
-    def reading(self, spec: "WorkerSpec", ends: dict[str, Any], addresses: Mapping[str, str], onward: Onward | None) -> Site:
+    def reader(self, spec: "WorkerSpec", ends: dict[str, Any], addresses: Mapping[str, str], onward: Onward | None) -> Site:
         """Say where a worker gets messages, by the addresses at which the workers listen; readers of `onward` get them from it."""
         worker, feeder = spec.worker.name, self.route[spec.worker.name]
         place = self.place(feeder)

@@ -38,7 +38,7 @@ class Merging:
             return received
         return self._merge_adapter(adapter, received)
 
-    def beginning(self, adapter: PlannedAdapter, device: torch.device) -> Mapping[str, torch.Tensor] | None:
+    def initial_weights(self, adapter: PlannedAdapter, device: torch.device) -> Mapping[str, torch.Tensor] | None:
         """The weights with what an adapter begins with, merged on `device`; None if those of the folder are the same."""
         if adapter.folder is not None:
             return self._merge_adapter(adapter, {name: tensor.to(device) for name, tensor in read_adapter(Path(adapter.folder)).items()})
@@ -100,7 +100,8 @@ class WeightLoops:
             if loop.writer is not None and node == loop.plan.writer and loop.plan.carries(step):
                 name, version = loop.plan.name, step + 1
                 self.enter(step, Activity("publish", node, name, version))
-                with self.recorder.moving(name, "room", loop.writer.blocked_s, (publish_event(name), "publish"), step, version=version):
+                wait_s, event = loop.writer.blocked_s, publish_event(name)
+                with self.recorder.time_transfer(name, "room", wait_s, (event, "publish"), step, version=version):
                     loop.writer.publish(version, self.context.engine.weight_shards(), self.spec.deadline_s)
 
     def republish(self, step: int) -> None:
@@ -140,7 +141,7 @@ class WeightLoops:
             return
         loop.begun = True
         resumed = self.spec.resume is not None  # then the first version that it samples with is one of the checkpoint
-        weights = None if resumed else self.merging.beginning(loop.plan.adapter, torch.device(self.context.device))
+        weights = None if resumed else self.merging.initial_weights(loop.plan.adapter, torch.device(self.context.device))
         if weights is not None:
             self._take(loop, node, step, self.context.version, weights)
 
