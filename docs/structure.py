@@ -48,7 +48,28 @@ IRREGULAR = set(
         whole within written wrote""",
     )
 )
-NOUNS = {"embed", "embedding", "feed", "heading", "mapping", "need", "nothing", "ring", "seed", "setting", "something", "training"}
+# First words that say what a function does, whatever follows: `put_back`, `find_shared`; `put` and `cut` are verbs by themselves too.
+VERBS = set(
+    "begin call choose convert count cut find fire give has init load mark multiply open pad put receive refuse run send set sum".split()
+)
+NOUNS = {
+    "chosen",
+    "rejected",
+    "spelling",
+    "thinking",
+    "embed",
+    "embedding",
+    "feed",
+    "heading",
+    "mapping",
+    "need",
+    "nothing",
+    "ring",
+    "seed",
+    "setting",
+    "something",
+    "training",
+}
 
 
 def participle(name: str) -> bool:
@@ -59,7 +80,7 @@ def participle(name: str) -> bool:
     """
     words = name.strip("_").split("_")
     last = words[-1]
-    if last in NOUNS or (len(words) > 1 and words[0] in ("check", "filter", "has", "is")):
+    if last in NOUNS or words[0] in VERBS or (len(words) > 1 and words[0] in ("check", "filter", "is")):
         return False
     return last in IRREGULAR or (len(last) > 3 and last.endswith("ed")) or (len(words) == 1 and len(last) > 4 and last.endswith("ing"))
 
