@@ -50,26 +50,17 @@ IRREGULAR = set(
 )
 # First words that say what a function does, whatever follows: `put_back`, `find_shared`; `put` and `cut` are verbs by themselves too.
 VERBS = set(
-    "begin call choose convert count cut find fire give has init load mark multiply open pad put receive refuse run send set sum".split()
+    re.findall(
+        r"\w+",
+        "begin call choose convert count cut find fire give has init load mark multiply open pad put receive refuse run send set sum",
+    )
 )
-NOUNS = {
-    "chosen",
-    "rejected",
-    "spelling",
-    "thinking",
-    "embed",
-    "embedding",
-    "feed",
-    "heading",
-    "mapping",
-    "need",
-    "nothing",
-    "ring",
-    "seed",
-    "setting",
-    "something",
-    "training",
-}
+NOUNS = set(
+    re.findall(
+        r"\w+",
+        "chosen embed embedding feed heading mapping need nothing rejected ring seed setting something spelling thinking training",
+    )
+)
 
 
 def participle(name: str) -> bool:
