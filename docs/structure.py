@@ -66,8 +66,8 @@ NOUNS = set(
 def participle(name: str) -> bool:
     """Whether the name of a function is, or ends in, a bare participle or adverb.
 
-    >>> [name for name in ("made", "_send_apart", "joined", "build_optimizer", "check_shared", "running") if participle(name)]
-    ['made', '_send_apart', 'joined', 'running']
+    >>> [name for name in ("made", "_kept_apart", "joined", "build_optimizer", "check_shared", "running") if participle(name)]
+    ['made', '_kept_apart', 'joined', 'running']
     """
     words = name.strip("_").split("_")
     last = words[-1]
