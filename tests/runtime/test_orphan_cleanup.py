@@ -83,6 +83,22 @@ def test_the_worker_of_a_dead_driver_is_ended_but_not_another_process_that_has_i
             worker.kill()
 
 
+def test_at_once_a_dead_drivers_workers_and_semaphores_are_ended_and_its_folder_stays_until_the_next_start() -> None:
+    folder, own = Path(orphan_cleanup.made()), Path(f"/dev/shm/sem.hdr{os.getpid()}-1")
+    with subprocess.Popen(["sleep", "100"]) as worker:
+        orphan_cleanup.claim(folder, [worker.pid], ())
+        note = json.loads((folder / orphan_cleanup.NOTE).read_text())
+        (folder / orphan_cleanup.NOTE).write_text(json.dumps(note | {"owner": DEAD}))
+        dead = [Path(f"/dev/shm/sem.{kind}{worker.pid}-1") for kind in ("hdr", "obj")]
+        for path in (own, *dead):
+            path.touch()
+        subprocess.run(orphan_cleanup.sweep_command(), env=os.environ | {"TMPDIR": str(folder.parent)}, cwd="/", check=True)
+        assert worker.wait(60) == -signal.SIGKILL
+    orphan_cleanup.free_semaphores()
+    assert [path.exists() for path in (folder, own, *dead)] == [True, True, False, False]
+    own.unlink()
+
+
 def test_a_folder_that_a_note_names_is_not_removed(tmp_path: Path, victim: Path) -> None:
     folder = of_a_dead_driver(tmp_path / f"{orphan_cleanup.PREFIX}1", also=(str(victim),))
     assert orphan_cleanup.sweep() == [str(folder)]

@@ -1,14 +1,21 @@
-"""Ray's own processes get the time that a busy machine takes to start them, and one token."""
+"""Ray's own processes get the time that a busy machine takes to start them, and one token; one that ends is named, and none is left."""
 
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+import psutil
 import pytest
 import ray
+from support import namespaces
+from support.paths import PROGRAMS, TESTS
 
+from rlgraph.errors import DispatchError
 from rlgraph.runtime.driver import ray_cluster
 
 LATE = RuntimeError("it has not registered yet")
@@ -99,7 +106,104 @@ def test_ray_is_started_with_that_time_for_each_of_its_processes(monkeypatch: py
     assert [os.environ[f"RAY_{process}_wait_time_s"] for process in ("gcs_server_port", "raylet_start")] == ["180", "7"]
 
 
-def test_a_token_is_made_once_for_this_user_alone(token: Path) -> None:
+@pytest.mark.usefixtures("token")
+@pytest.mark.parametrize("limit", ["START_S", "STOPPED_S"])
+def test_a_start_of_ray_that_hangs_is_an_error_at_its_deadline_and_soon_after_a_signal(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = threading.Event()
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda *mode, **options: end.wait(60))
+    monkeypatch.setattr(ray_cluster, limit, 0.2)
+    for process in ("gcs_server_port", "raylet_start"):
+        monkeypatch.setenv(f"RAY_{process}_wait_time_s", "7")  # not the seconds of this test
+    try:
+        with pytest.raises(DispatchError, match="Ray has not started within 0 s"):
+            ray_cluster.start_ray(stopped=lambda: limit == "STOPPED_S")
+    finally:
+        end.set()
+
+
+@pytest.mark.usefixtures("token")
+def test_what_ray_raises_as_it_starts_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_home(*mode: Any, **options: Any) -> NoReturn:
+        Path("/proc/nothome").mkdir()
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", without_home)
+    with pytest.raises(DispatchError, match=r"Ray did not start: FileNotFoundError: .*/proc/nothome"):
+        ray_cluster.start_ray()
+
+
+@pytest.mark.stage("hosts")
+@pytest.mark.skipif(bool(namespaces.explain_refusal()), reason="no network namespaces here")
+def test_a_launch_without_the_loopback_interface_says_how_to_bring_it_up() -> None:
+    code = f"import sys; sys.path.insert(0, {str(TESTS)!r}); from support import fakes; import rlgraph as rg; "
+    code += "rg.compile(fakes.vector_loop(1), rg.Cluster(cpus=2)).launch().__enter__()"
+    command = namespaces.isolate_command([sys.executable, "-c", code])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "this machine does not reach itself at 127.0.0.1 (Network is unreachable)" in done.stderr
+    assert "bring lo up with `ip link set lo up`" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("logged", "says"),
+    [
+        (
+            "E agent_manager.cc:87: because one Ray agent failed, agent_name = dashboard_agent.\n",
+            "dashboard_agent on this host ended; its log ",
+        ),
+        (
+            "F main.cc:1: Check failed: no room\n\n",
+            "raylet on this host ended with status 3; its log {}/raylet.err ends: F main.cc:1: Check failed",
+        ),
+        ("", "raylet on this host ended with status 3; its log is {}/raylet.out"),
+    ],
+)
+def test_the_process_of_ray_that_ended_is_named_with_its_log(logged: str, says: str, tmp_path: Path) -> None:
+    logs = tmp_path / "session_1_1" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "raylet.err").write_text(logged)
+    raylet = tmp_path / "raylet"
+    raylet.symlink_to("/bin/sh")
+    ended = subprocess.Popen([str(raylet), "-c", "exit 3", str(logs)])
+    ended.wait()
+    assert ray_cluster.Daemon.of(ended).death().startswith(f"Ray's {says.format(logs)}")
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.ray
+@pytest.mark.stage("kills")
+@pytest.mark.parametrize("victim", ["driver", "ray::RuntimeEnvAgent"])
+def test_what_is_left_of_a_job_ends_with_its_driver_and_an_agent_of_ray_that_ended_is_named(victim: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(PROGRAMS / "killed_driver.py"), str(tmp_path), "100000"]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    any(line.startswith("did") for line in program.stdout)
+    family = [psutil.Process(program.pid), *psutil.Process(program.pid).children(recursive=True)]
+    killed = family[0] if victim == "driver" else next(each for each in family if each.name() == victim)
+    semaphores = re.compile(f"sem.*[^0-9]({'|'.join(str(each.pid) for each in family)})-.*")
+    assert any(map(semaphores.fullmatch, os.listdir("/dev/shm")))
+    killed.kill()
+    errors = program.communicate(timeout=100)[1]
+    if victim != "driver":
+        assert re.search(r"DispatchError: Ray's runtime_env_agent on this host ended; its log /\S+/runtime_env_agent.log ends: ", errors), (
+            errors
+        )
+    end = time.monotonic() + 20
+    while (left := [*map(str, filter(alive, family)), *filter(semaphores.fullmatch, os.listdir("/dev/shm"))]) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert left == []
+
+
+@pytest.mark.parametrize("mode", ["", "token"])
+def test_a_token_is_made_once_for_this_user_alone(mode: str, token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ray_cluster.MODE, mode)
     ray_cluster.make_token()
     made = token.read_text()
     ray_cluster.make_token()

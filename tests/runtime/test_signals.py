@@ -98,8 +98,8 @@ def wait_until(done: Callable[[], bool], timeout_s: float = 60.0) -> None:
     ("signals", "says"),
     [
         ([("did 2", signal.SIGINT, 0.0), ("ending", signal.SIGINT, 0.0)], "SIGINT: ending the workers first"),
-        ([("starting Ray", signal.SIGINT, 0.7)], "SIGINT: ending the start of Ray first"),
-        ([("starting Ray", signal.SIGTERM, 0.7)], "SIGTERM: ending the start of Ray first"),
+        ([("starting Ray", signal.SIGINT, 0.7)], "SIGINT: waiting until Ray has started"),
+        ([("starting Ray", signal.SIGTERM, 0.7)], "SIGTERM: waiting until Ray has started"),
     ],
     ids=["twice", "while Ray starts", "SIGTERM while Ray starts"],
 )

@@ -20,7 +20,7 @@ from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.host.connection import Connection, listen
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Column, Columns
-from rlgraph.errors import ChannelBroken, ChannelTimeout, NodeError, RlgraphError, WorkerDied
+from rlgraph.errors import ChannelBroken, ChannelTimeout, DispatchError, NodeError, RlgraphError, WorkerDied
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, node
 from rlgraph.plan.cluster import Cluster
@@ -280,6 +280,15 @@ def group_of(tmp_path: Path) -> tuple[WorkerGroup, socket.socket, str]:
     listener = listen("driver", address, 8)
     group.welcome(listener, b"key", Hosts(str(tmp_path), (LocalHostAgent(str(tmp_path)),), (), {}))
     return group, listener, address
+
+
+def test_the_end_of_ray_is_named_before_the_workers_that_end_with_it() -> None:
+    group = WorkerGroup(compile_plan(fakes.vector_loop(0), Cluster(cpus=2)), DEADLINE_S, lambda hosts: "Ray's raylet on this host ended")
+    with pytest.raises(DispatchError, match=r"Ray's raylet on this host ended\n.*look at this log and at memory"):
+        group.reports(0)
+    group._dead["policy"] = ""
+    assert isinstance(group.explanation(), DispatchError)
+    assert group.did() is None
 
 
 def test_strangers_at_the_drivers_door_are_not_let_in_and_do_not_stop_it(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import ray
 from ray.autoscaler.sdk import request_resources
@@ -29,7 +29,7 @@ from rlgraph.errors import ChannelTimeout, DispatchError, PlanError, RlgraphErro
 from rlgraph.nodes.environments.leases import hold, lease
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts
-from rlgraph.runtime.driver.orphan_cleanup import free_semaphores, sweep_command
+from rlgraph.runtime.driver.orphan_cleanup import began, free_semaphores, sweep_command
 
 # Ray's token: in which mode Ray asks for one, and where it lies. Whoever knows it can run code on every host of the cluster.
 
@@ -40,7 +40,7 @@ FIX = f"copy the head's token there, or name its file by {MODE}=token {FILE}=FIL
 def token_file() -> Path:
     """The file in which Ray looks for its token."""
     named = os.environ.get(FILE)
-    return Path(named) if named else Path.home() / ".ray" / "auth_token"
+    return Path(named or os.path.expanduser("~/.ray/auth_token"))
 
 
 def make_token() -> None:
@@ -49,9 +49,12 @@ def make_token() -> None:
     Ray would write the file in place when it starts: another program could read half of it, or overwrite what is in use.
     """
     file = token_file()
-    if any(os.environ.get(name) for name in (MODE, FILE, TOKEN)) or file.exists():
+    chosen = os.environ.get(MODE, "token") not in ("", "token") or any(os.environ.get(name) for name in (FILE, TOKEN))
+    if chosen or os.path.exists(file):
         return
     try:
+        if not file.is_absolute():
+            raise FileNotFoundError("this user has no home")
         _write(file)
     except FileExistsError:
         return
@@ -125,10 +128,15 @@ def call_with_deadline(otherwise: str, work: Callable[[], T]) -> T:
 
 ANSWER_S = 30  # of a host, which may have to start a process for it
 SESSION = re.compile(r"/[^=,\s]*/session_[0-9][^/,\s]*")
+AGENTS = {  # by the names of their logs: what their command is, before and after they give themselves a title
+    "dashboard_agent": (b"dashboard/agent.py", b"ray::DashboardAgent"),
+    "runtime_env_agent": (b"runtime_env/agent/main.py", b"ray::RuntimeEnvAgent"),
+}
 AGENT = re.compile(r"Ray agent failed, agent_name = (\w+)")  # in the log of its raylet
 END = 4096  # bytes of a log that are read
 LIST_S = 3.0  # for Ray's list of hosts
 LOOK_S = 0.1  # between two looks at a start
+STOPPED_S = 20.0  # for a start to end by itself after a signal, with all that it has begun
 LAST_S = 60.0  # for the thread of a Ray that died, to take note of it
 STARTS = 3  # of Ray, where one of its processes ends as it starts
 START_S = 180  # of each of Ray's own processes: on a busy machine more than the 30 s that Ray gives them
@@ -253,8 +261,8 @@ def _sign_of_life() -> bool:
 def start_ray(hosts: int = 1, *, stores: bool = False, stopped: Callable[[], bool] = lambda: False) -> bool:
     """Start Ray on this machine unless the user has; return whether it is ours to shut down.
 
-    A start ends early once `stopped` returns True. Raises PlanError where several hosts are needed and no Ray spans them, and DispatchError
-    where Ray cannot start, or its own processes end as they start: nothing of it is left then.
+    A start that hangs ends soon after `stopped` has returned True. Raises PlanError where several hosts are needed and no Ray spans
+    them, and DispatchError where Ray cannot start, or its own processes end as they start: nothing of it is left then.
     """
     if ray.is_initialized():
         return False
@@ -301,20 +309,21 @@ class LocalRay:
 
     def __init__(self, *, stores: bool = False, stopped: Callable[[], bool] = lambda: False) -> None:
         self.daemons: list[Daemon] = []
+        self._agents: list[Agent] = []
         self._leases = [lease(sweep_command())]
         self._over, self._started = threading.Event(), Future[None]()
         self._thread = threading.Thread(target=self._run, args=(stores,), name="Ray", daemon=True)
         self._thread.start()
-        end = time.monotonic() + START_S
+        began_s = time.monotonic()
+        end = began_s + START_S
         try:
             while not self._started.done():
                 self._check()
-                if stopped():
-                    raise DispatchError("a signal has stopped the start of Ray")
-                if time.monotonic() > end:
-                    raise DispatchError(f"Ray has not started within {START_S:g} s{self._logs()}")
+                if time.monotonic() > (end := min(end, time.monotonic() + STOPPED_S) if stopped() else end):
+                    raise DispatchError(f"Ray has not started within {time.monotonic() - began_s:.0f} s{self._logs()}")
                 wait([self._started], timeout=LOOK_S)
             self._started.result()
+            self._agents = [agent for daemon in self.daemons if daemon.name == "raylet" for agent in agents_of(daemon.process.pid)]
         except BaseException as error:
             died = self.death()
             self.end()
@@ -327,7 +336,9 @@ class LocalRay:
 
     def death(self) -> str:
         """Name a process of this Ray that ended though Ray needs it, with its log; empty if none did."""
-        return next(filter(None, (daemon.death() for daemon in self.daemons)), "")
+        ended = next((agent for agent in self._agents if began(agent.pid) != agent.began), None)
+        agents = f"Ray's {ended.name} on this host ended{_ends(self.daemons[0].logs / f'{ended.name}.log')}" if ended else ""
+        return next(filter(None, (daemon.death() for daemon in self.daemons)), agents)
 
     def _check(self) -> None:
         if died := self.death():
@@ -420,6 +431,25 @@ class Daemon:
         if self.process.poll() is None:
             return ""
         return f"Ray's {self.name} on this host ended with status {self.process.returncode}{_ends(self.logs / f'{self.name}.err')}"
+
+
+class Agent(NamedTuple):
+    """A process that a raylet started, and with which it ends."""
+
+    name: str
+    pid: int
+    began: int
+
+
+def agents_of(raylet: int) -> list[Agent]:
+    """Find the agents of a raylet among its children."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if stat.read_text().rpartition(")")[2].split()[1] == str(raylet):
+                command, pid = (stat.parent / "cmdline").read_bytes(), int(stat.parent.name)
+                found += [Agent(name, pid, began(pid)) for name, marks in AGENTS.items() if any(mark in command for mark in marks)]
+    return found
 
 
 def _ends(log_file: Path) -> str:

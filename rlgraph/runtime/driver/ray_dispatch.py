@@ -172,7 +172,7 @@ class Actors:
 
     @said_by_ray()
     def begin(self, hosts: int, *, stores: bool = False) -> None:
-        with hold_signals("ending the start of Ray") as stopped:
+        with hold_signals("waiting until Ray has started, to end all of it") as stopped:
             self._owns_ray = start_ray(hosts, stores=stores, stopped=stopped)
             self._started_ray = self._owns_ray and hosts == 1  # a Ray of several hosts is only connected to
 

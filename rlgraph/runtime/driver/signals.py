@@ -18,8 +18,8 @@ _holding: list[str] = []  # what the signals are held back for
 def hold_signals(doing: str) -> Iterator[Callable[[], bool]]:
     """Hold both signals back during work that must not be interrupted; the first signal is raised again after it.
 
-    `doing` tells the user what the program does meanwhile. The work must end by itself within seconds, or ask the function that the
-    context returns whether a signal has come. Signals that the program ignores stay ignored.
+    `doing` tells the user what the program does meanwhile. The work must end by itself within seconds, also by asking the function that
+    the context returns, whether a signal has come. Signals that the program ignores stay ignored.
     """
     if _holding or threading.current_thread() is not threading.main_thread():
         yield lambda: False

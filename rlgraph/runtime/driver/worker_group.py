@@ -310,7 +310,7 @@ class WorkerGroup:
             return self._node_error(failure)
         died = self._silent_deaths()
         states = self.states() if died else {}
-        if died and (ray_died := self._ray_death({self._hosts.of[name] for name in died} if self._hosts else ())):
+        if died and (ray_died := self._ray_death({self._hosts.of.get(name, self._hosts.driver) for name in died} if self._hosts else ())):
             return _ray_died(ray_died)
         for name in died:
             last = states.get(name)
