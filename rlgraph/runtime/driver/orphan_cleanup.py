@@ -21,6 +21,7 @@ PREFIX = "rlgraph-job-"  # only job folders have it, so no model's code writes i
 NOTE = "owner.json"
 MOST_BYTES = 1 << 20  # of a note
 SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")  # of a Compiled Graph, in /dev/shm, with the process id of the raylet
+STARTING = b"ray/_private/workers/default_worker.py"  # the program of Ray's workers, until they give themselves a title
 SESSION = r"session_[0-9_-]+_{pid}"  # Ray's name for the folder of a Ray that process `pid` started, within a folder `ray`
 
 
@@ -65,14 +66,22 @@ def sweep(*, folders: bool = True) -> list[str]:
             for worker in note.workers:
                 if _lives(worker):
                     os.kill(worker[0], signal.SIGKILL)
-            if not folders:
-                continue
-            for session in map(Path, note.also):
-                if _is_session(session, note.owner[0]):
-                    swept += _remove_folder(session)
-            swept += _remove_folder(folder)
+            sessions = [path for path in map(Path, note.also) if _is_session(path, note.owner[0])]
+            for session in sessions:
+                _end_starting_workers(session)
+            for path in (*sessions, folder) if folders else ():
+                swept += _remove_folder(path)
     free_semaphores()
     return swept
+
+
+def _end_starting_workers(session: Path) -> None:
+    """End the workers of a dead Ray that had not reached it yet: they would wait for it for a minute."""
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            words = command.read_bytes()
+            if command.stat().st_uid == os.getuid() and STARTING in words and bytes(session) in words:
+                os.kill(int(command.parent.name), signal.SIGKILL)
 
 
 def free_semaphores() -> None:

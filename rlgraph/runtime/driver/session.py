@@ -163,6 +163,7 @@ class Session:
         orphan_cleanup.claim(Path(self.folder), (), ())
         authkey = secrets.token_bytes(32)
         self.dispatch.begin(self.plan.cluster.hosts, stores=lies_in_ray(self.plan))
+        orphan_cleanup.claim(Path(self.folder), (), self.dispatch.folders())
         found = self.dispatch.hosts(self.plan, self._links.wait_s)
         self._hosts = self._made_hosts(found)
         patience_s = self._deadline_s + FIRST_S
