@@ -196,7 +196,7 @@ class WorkerDied(RlgraphError):
 
 
 class DispatchError(RlgraphError):
-    """The dispatch (Ray) failed, and no worker reported a cause; the message is that of the dispatch."""
+    """The dispatch (Ray) failed: it names the process of Ray that ended, or has the message of Ray if no worker reported a cause."""
 
 
 class CheckpointError(RlgraphError):
