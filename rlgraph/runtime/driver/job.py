@@ -231,7 +231,8 @@ class Job:
         program does the steps that are left. Ctrl-C and SIGTERM end the program once the steps in flight are done and saved.
 
         Raises NodeError for a node that failed, WorkerDied for a worker that ended, DispatchError for a process of Ray that ended, and
-        ChannelTimeout for a deadline that expired, when the job was started again as often as `restarts` allows, and CertificateError for a run beyond its certificate; it is closed by then.
+        ChannelTimeout for a deadline that expired, when the job was started again as often as `restarts` allows, and CertificateError
+        for a run beyond its certificate; it is closed by then.
         """
         self._asked += count
         while self._finished < (last := self._last()):
