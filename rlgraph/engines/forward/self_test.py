@@ -8,16 +8,18 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch.utils._pytree import tree_map
 
 from rlgraph.batching.packing import pack, pack_flat, plan_micro_batches
 from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.hf_models.backbone import backbone_of, layers_of
 from rlgraph.engines.hf_models.pretrained import check_model
 from rlgraph.engines.hf_models.text_part import text_config
 from rlgraph.errors import DataError
@@ -229,7 +231,7 @@ def trainer_layout(
     if not found[PADDED].right:
         raise DataError(
             f"{where}: rlgraph does not compute what the model's own forward does: {found[PADDED]}; train a model of a family in "
-            "docs/models.md, or go without this test at your own risk: self_test=False"
+            "docs/families.md, or go without this test at your own risk: self_test=False"
         )
     wrong = [f"{way} ({result})" for way, result in found.items() if not result.right]
     note = f"{where}: batches are padded{'' if found[SHARED].right else ', each response with its own prompt'}, since rlgraph cannot lay"
@@ -272,7 +274,11 @@ def trainer_results(
     """
     model, batch, expected = _score_small_model(path, device)
     found = {}
+    error = "" if dtype == torch.float32 else _half_error(model, batch, dtype)
     for way in ways:
+        if error:
+            found[way] = SelfTestResult(error=error)
+            continue
         if way != PADDED and any(isinstance(module, torch.nn.Conv1d) for module in model.modules()):
             found[way] = SelfTestResult(error="its layers have a convolution over time, which runs on into the next sequence")
             continue
@@ -281,6 +287,25 @@ def trainer_results(
         kind = packed_attention.FLAT_HALF if half else packed_attention.FLAT if flat else packed_attention.PADDED
         found[way] = _result(lambda way=way, kind=kind: _laid_out(model, batch, way, kind), expected, batch, half)  # type: ignore[misc]
     return found
+
+
+def _half_error(model: Any, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> str:
+    """Run a pass in `dtype` as a trainer does, its tables in float32, and return the error: "" if there is none."""
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    half = deepcopy(model)
+    for parameter in half.parameters():
+        parameter.data = cast(parameter.data)
+    try:
+        for layer in layers_of(backbone_of(half)):
+            layer.register_forward_pre_hook(lambda layer, *given: tree_map(cast, given), with_kwargs=True)
+        with torch.no_grad(), quiet():
+            _laid_out(half, batch, PADDED, packed_attention.PADDED)
+    except Exception as error:  # noqa: BLE001, whatever the code of a model raises
+        return f"in {str(dtype).removeprefix('torch.')} {_reason(error)}"
+    return ""
 
 
 def generator_result(path: str | Path, *, device: str = "cpu") -> SelfTestResult:

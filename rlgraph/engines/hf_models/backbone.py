@@ -141,6 +141,10 @@ def load_text_model(path: str | Path, dtype: torch.dtype) -> Any:
         plain = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=padded_implementation(AutoModelForCausalLM, path)
         )
+        weights = FolderWeights(path, plain)
+        for place, module in plain.named_modules():  # some classes, as Youtu's, set the row of the padding token to 0 behind the loading
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                weights.fill(f"{place}.weight", (0, 0), module.weight.detach())
         return plain.eval()
     model = load_causal(path)
     weights = FolderWeights(path, model)
