@@ -1,15 +1,17 @@
 """What rlgraph does with each family of models is what docs/families.md says, and no engine gives other log-probs without a word."""
 
 import re
+from collections.abc import Mapping
 from contextlib import closing
 from copy import deepcopy
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
-from support.families import folder_of, is_listed_by_its_text_model, names, outcome, row, tiny_folder
+from support.families import folder_of, is_listed_by_its_text_model, names, outcome, table_row, tiny_folder
 from support.tiny import WeightedLikelihood
 from support.trainer_engines import fsdp_engine
 
@@ -78,14 +80,14 @@ def own_update(model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor
         found[row, :size] = scores.detach()
         loss = loss - (scores * batch["advantages"][row, :size] * mask[row, :size]).sum() / mask.sum()
     model.zero_grad()
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return found * mask, {in_text_model(name): p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def check_update(engine: FsdpEngine, batch: dict[str, torch.Tensor], scores: torch.Tensor, gradients: dict[str, torch.Tensor]) -> None:
     found: dict[str, torch.Tensor] = {}
 
-    def take(metrics: dict[str, float]) -> bool:
+    def take(metrics: Mapping[str, float]) -> bool:
         found.update({name: local(p.grad).clone() for name, p in engine.trained_parameters().items() if p.grad is not None})
         return False
 
@@ -98,8 +100,9 @@ def check_update(engine: FsdpEngine, batch: dict[str, torch.Tensor], scores: tor
 
 
 def adapted(model: Any, engine: FsdpEngine, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Compute what `own_update` does with the adapters of an engine: merged into the matrices, whose gradients give those of the factors."""
-    merged, factors, found = deepcopy(model), engine.weights(), {}
+    """Compute what `own_update` does with an engine's adapters merged: the gradients of matrices give those of their factors."""
+    merged, factors = deepcopy(model), engine.weights()
+    found: dict[str, torch.Tensor] = {}
     for name in (name.removesuffix(A) for name in factors if name.endswith(A)):
         merged.get_submodule(name).weight.data += LORA.scale * factors[name + B] @ factors[name + A]
     scores, gradients = own_update(merged, batch)
@@ -109,10 +112,13 @@ def adapted(model: Any, engine: FsdpEngine, batch: dict[str, torch.Tensor]) -> t
     return scores, found
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.stage("families")) for name in ROWS])
 def test_log_probs_and_gradients_of_a_family_are_its_own_or_it_is_refused_by_name(name: str, tmp_path: Path) -> None:
     words, why = outcome(name, tmp_path)
-    assert ROWS[name] == row(name, words, why), "docs/families.md is of another library: python tests/support/families.py docs/families.md"
+    assert ROWS[name] == table_row(name, words, why), (
+        "docs/families.md is of another library: python tests/support/families.py docs/families.md"
+    )
     if "right" not in words.values() or is_listed_by_its_text_model(name):
         return
     (folder, model), batch = tiny_folder(name, tmp_path), ragged_batch()
@@ -133,6 +139,13 @@ def test_log_probs_and_gradients_of_a_family_are_its_own_or_it_is_refused_by_nam
         asked = {"prompts": batch["prompts"], "prompt_mask": batch["prompt_mask"], **written}
         sampled = torch.tensor([r.log_probs for r in responses])
         torch.testing.assert_close(sampled, self_test.score_single_rows(model, asked), atol=NEAR, rtol=0)
+
+
+def test_a_model_that_fails_in_the_dtype_of_its_trainer_is_refused_by_name(tmp_path: Path) -> None:
+    folder, _ = tiny_folder("minimax", tmp_path)  # whose tables stay in float32
+    with pytest.raises(DataError, match=r"\(minimax\): rlgraph does not compute .*: in bfloat16 RuntimeError: expected m1 and m2"):
+        self_test.trainer_layout(folder, flat=False, dtype=torch.bfloat16)
+    assert self_test.trainer_layout(folder, flat=False) == self_test.BatchLayout(flat=False, shared=False, note=ANY)
 
 
 def test_the_table_has_all_causal_types_of_transformers() -> None:
@@ -270,7 +283,7 @@ def test_sinks_added_to_a_kernels_output_give_output_and_gradients_of_the_attent
     scores = torch.einsum("qhd,khd->hqk", given[0], given[1]).masked_fill(~mask, -torch.inf)
     table = torch.cat([scores, given[3][:, None, None].expand(-1, length, 1)], -1).softmax(-1)
     expected = torch.einsum("hqk,khd->qhd", table[..., :-1], given[2])
-    expected.backward(up)
+    expected.backward(up)  # type: ignore[no-untyped-call]
 
     plain = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, -torch.inf)
     out, sums = flash.with_sinks(torch.einsum("hqk,khd->qhd", plain.softmax(-1), v), plain.logsumexp(-1), sinks)

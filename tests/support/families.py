@@ -58,13 +58,17 @@ COLUMNS = {
 }
 TEXT = """# Families
 
-`python tests/support/families.py docs/families.md` writes this page with transformers {version}: all types of its causal language models, by their
-default configurations, and some with other settings. {right} are right, {refused} are refused by name before a run starts, and {skipped} are skipped.
+`python tests/support/families.py docs/families.md` writes this page with transformers {version}. It lists all types of transformers'
+causal language models, each with its default configuration, and some with other settings.
+Trainers accept {right} of them and refuse {refused} by name before a run starts. {skipped} are skipped.
 
-"right" is proven on tiny random models, in float32: log-probs and gradients equal those of the model's own forward over each row alone, to 1e-4, with
-rows on both sides of each window and block, gaps in masks and an empty row, and with each value of `recompute`; of the
-[families with adapters](lora.md), those of the adapters too. `tests/engines/test_families.py` does that, and checks each row of the table. "own prompts"
-and "padded" say what a trainer does instead of a layout that is wrong. "refused" is an error that begins with the model's folder, and says why.
+* **right**: log-probs and gradients equal those of the model's own forward over each row alone, to 1e-4 in float32.
+* **own prompts**, **padded**: the layout would give other log-probs; the trainer uses this one instead.
+* **refused**: an error names the model's folder and the reason in the last column.
+
+`tests/engines/test_families.py` checks each row of the table. It trains tiny random models in every layout with every value of
+`recompute`, and with adapters in the [families that have them](lora.md). Their rows are shorter and longer than each window and
+block; masks have gaps, and one response is empty.
 
 """
 KINDS = ["sliding_attention", "full_attention"]
@@ -98,13 +102,16 @@ COMPLETE: dict[str, dict[str, Any]] = {
 FITTING: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16},
     "blenderbot": {"max_position_embeddings": 128},
-    "cohere_compass_text": {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]} for kind in KINDS}},
+    "cohere_compass_text": {
+        "rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]} for kind in KINDS},
+    },
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8},
     "gemma3n_text": {
         "layer_types": KINDS * 2, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
         "intermediate_size": [48] * 4, "activation_sparsity_pattern": [0.95, 0.0, 0.95, 0.0], "hidden_size_per_layer_input": 8,
     },
     "gemma4_text": {"hidden_size_per_layer_input": 8, "global_head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"block_multiple_of": 16},
     "mamba2": {"num_heads": 8},
     "minimax_m3_vl_text": {"index_n_heads": 2},
@@ -151,7 +158,7 @@ def tiny_config(name: str) -> Any:
     """Make a configuration like that of a family's text model, with a layer of each kind, and all sizes small: windows and blocks too."""
     config = default_config(name).get_text_config()
     given, kind = config.to_dict(), config.model_type
-    found = _sizes(given)
+    found: dict[str, Any] = _sizes(given)
     if given.get("num_key_value_heads") == given.get("num_attention_heads") and "num_key_value_heads" in found:
         found["num_key_value_heads"] = found["num_attention_heads"]
     count = config.num_hidden_layers
@@ -169,7 +176,7 @@ def tiny_config(name: str) -> Any:
     return type(config)(**{**COMPLETE.get(kind, {}), **FAMILIES.get(name, (kind, {}))[1], **found, **FITTING.get(kind, {})})
 
 
-def _sizes(given: dict[str, Any]) -> dict[str, int]:
+def _sizes(given: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in given.items():
         most = next((size for rule, size in SIZES if rule.search(name)), None)
@@ -269,11 +276,11 @@ def names() -> list[str]:
 
 
 def is_listed_by_its_text_model(name: str) -> bool:
-    """Whether a family of multimodal models has a text model that is a family too; where a folder of it can be made, it is tried by itself."""
+    """Whether the text model of a multimodal family is a family too, and no folder of the whole is made to try it."""
     return name not in NESTED and default_config(name).get_text_config().model_type in {*names()} - {FAMILIES.get(name, (name,))[0]}
 
 
-def row(name: str, words: dict[str, str], why: str) -> str:
+def table_row(name: str, words: dict[str, str], why: str) -> str:
     return f"| {name} | " + " | ".join([*(words[column] for column in COLUMNS), why]) + " |"
 
 
@@ -282,7 +289,7 @@ def page() -> str:
     rows = []
     for name in names():
         with tempfile.TemporaryDirectory() as parent:
-            rows.append(row(name, *outcome(name, Path(parent))))
+            rows.append(table_row(name, *outcome(name, Path(parent))))
     counts = Counter(line.split(" | ")[1] for line in rows)
     head = ["| family | " + " | ".join([*COLUMNS.values(), "why"]) + " |", "|---" * (2 + len(COLUMNS)) + "|"]
     return TEXT.format(version=transformers_version(), **counts) + "\n".join([*head, *rows]) + "\n"
