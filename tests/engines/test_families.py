@@ -148,6 +148,19 @@ def test_a_model_that_fails_in_the_dtype_of_its_trainer_is_refused_by_name(tmp_p
     assert self_test.trainer_layout(folder, flat=False) == self_test.BatchLayout(flat=False, shared=False, note=ANY)
 
 
+def test_a_model_that_refuses_to_be_trained_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(gradient: torch.Tensor) -> None:
+        raise AssertionError("put the model into training mode")
+
+    folder = folder_of("llama", tmp_path)
+    model = self_test.small_model(folder)
+    model.get_input_embeddings().weight.register_hook(refuse)
+    monkeypatch.setattr(self_test, "_FOUND", {})
+    monkeypatch.setattr(self_test, "small_model", lambda path: model)
+    with pytest.raises(DataError, match=r"\(llama\): rlgraph does not compute .*: AssertionError: put the model into training mode"):
+        self_test.trainer_layout(folder, flat=False)
+
+
 def test_the_table_has_all_causal_types_of_transformers() -> None:
     assert list(ROWS) == names()
 
