@@ -27,7 +27,7 @@ from rlgraph.settings import Count, Natural, checked
 # The stages of a curriculum, planned before the first one starts, so that bad input is refused then.
 
 HOW = "it is a graph, or a function that makes one of the folders of earlier graphs, as `def rl(sft): return rg.Graph('rl', …)`"
-FOLDER = re.compile(r"\w[\w. -]*")  # what a graph's folder may be called
+FOLDER = re.compile(r"\w[\w. -]{0,59}")  # what a graph's folder may be called
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,9 @@ def _check_name(name: str, earlier: Sequence[str], where: str) -> None:
     if name in earlier:
         raise PlanError(f"run(), {where}, is called {show_value(name)}, as an earlier one; each has a folder of its name: give another one")
     if not FOLDER.fullmatch(name):
-        raise PlanError(f"run(), {where}, is called {show_value(name)}; each has a folder of its name: use letters, digits, - and _")
+        raise PlanError(
+            f"run(), {where}, is called {show_value(name)}; each has a folder of its name: use letters, digits, - and _, at most 60"
+        )
 
 
 # What a curriculum's folder says of its graphs: which are done, and from which weights each began.

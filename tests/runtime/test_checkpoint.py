@@ -15,6 +15,7 @@ import torch
 from support import fakes
 from torch.distributed.checkpoint import metadata
 
+from rlgraph.channels.host.slot_memory import new_segment
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.errors import CheckpointError
@@ -62,6 +63,18 @@ def test_a_resumed_run_repeats_the_run_that_was_never_stopped(depth: int, stop: 
 def test_a_run_may_be_resumed_at_every_step(depth: int, tmp_path: Path) -> None:
     found = [bit for stop in range(1, 9) for bit in run(fakes.vector_loop(depth), tmp_path, stop)]
     assert found == run(fakes.vector_loop(depth), None, 8)
+
+
+@pytest.mark.parametrize("name", ["a/b", "../up", "..", "a\0b", "é" * 200])
+def test_a_node_of_any_name_is_saved_inside_of_the_checkpoint(name: str, tmp_path: Path) -> None:
+    def graph() -> Graph:
+        return fakes.vector_loop(1, middle=lambda rollout: fakes.score(rollout, name=name))
+
+    new_segment(name, 1)[1].close()
+    found = run(graph(), tmp_path / "saved", 3)
+    assert len(list((tmp_path / "saved" / "step-00000003").iterdir())) == len(compile_plan(graph(), Cluster(cpus=2)).workers) + 4
+    assert found + run(graph(), tmp_path / "saved", 6) == run(graph(), None, 6)
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 @pytest.mark.parametrize("depth", [0, 2])

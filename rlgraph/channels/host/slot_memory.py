@@ -32,7 +32,8 @@ DTYPES = {
 def new_segment(channel: str, size: int) -> tuple[int, mmap.mmap]:
     """Allocate a segment of at least `size` bytes and return its handle. Pages that are never touched take no memory."""
     capacity = max(mmap.PAGESIZE, 1 << (size - 1).bit_length())
-    handle = os.memfd_create(f"rlgraph {channel}".encode()[:200].decode(errors="ignore"), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    name = f"rlgraph {channel}".replace("\0", " ").encode()[:200].decode(errors="ignore")  # as the system accepts it
+    handle = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(handle, capacity)
         fcntl.fcntl(handle, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)

@@ -26,7 +26,7 @@ from rlgraph.errors import CheckpointError
 from rlgraph.runtime.checkpoint.store import sync
 from rlgraph.runtime.checkpoint.worker_snapshot import OnWritten, describe_missing_folder, free, read_shards, unfinished_name
 from rlgraph.runtime.messages import Written
-from rlgraph.runtime.worker.spec import Resume, WorkerSpec
+from rlgraph.runtime.worker.spec import Resume, WorkerSpec, file_name
 
 CHUNK = 1 << 20  # bytes of a file in memory
 STALL_S = 120.0  # for the next bytes: a disk that writes back what it has cached may take none for long
@@ -269,7 +269,7 @@ def use_job_folder(spec: WorkerSpec) -> WorkerSpec:
     if not saving.gatherer:
         raise CheckpointError(f"the checkpoint folder '{saving.folder}' is not that of the driver ({found}); give one that it can read")
     of_host = Path(spec.folder) / "checkpoints"
-    own = of_host / spec.worker.name
+    own = of_host / file_name(spec.worker.name)
     own.mkdir(parents=True, exist_ok=True)
     spec = replace(spec, saving=replace(saving, folder=str(own), apart=True))
     return replace(spec, resume=_fetch_checkpoint(spec, spec.resume, of_host)) if spec.resume else spec

@@ -22,7 +22,7 @@ from rlgraph.errors import CheckpointError
 from rlgraph.graph.operation import Stateful
 from rlgraph.runtime.measure import average_metrics
 from rlgraph.runtime.messages import CheckpointShard, NotSaved, SampledRows, Saved, Written
-from rlgraph.runtime.worker.spec import Resume, Saving
+from rlgraph.runtime.worker.spec import Resume, Saving, file_name
 
 if TYPE_CHECKING:
     from rlgraph.runtime.worker.executor import Worker
@@ -81,7 +81,7 @@ class WorkerSnapshots:
         worker, where = self.worker.spec.worker, self.saving.folder
         try:
             folder.mkdir(exist_ok=True)
-            files = [_save(content, folder / f"{worker.name}.pt")]
+            files = [_save(content, folder / f"{file_name(worker.name)}.pt")]
             if write_model is not None:
                 files += write_model()
             written = tuple(_digest(folder, file) for file in files)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
-from urllib.parse import quote
 
 from rlgraph.plan.events import load_event, publish_event, sleep_event, wake_event
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
+from rlgraph.runtime.worker.spec import file_name
 
 # What a worker does at a moment, as a value. Words are made where a person reads them; nothing parses them back.
 
@@ -174,7 +174,7 @@ class StatusWriter:
 
 def status_path(folder: str, worker: str) -> Path:
     """Name the file of a worker's heartbeat."""
-    return Path(folder) / f"{quote(worker, safe='[]')}.status"
+    return Path(folder) / f"{file_name(worker)}.status"
 
 
 def read_status(folder: str, worker: str) -> Heartbeat | None:

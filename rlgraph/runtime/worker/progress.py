@@ -11,6 +11,7 @@ from rlgraph.runtime.checkpoint.gathering import make_sender
 from rlgraph.runtime.checkpoint.worker_snapshot import Fired, OnSaved, WorkerSnapshots, restore
 from rlgraph.runtime.messages import ProfileRequest, SampledRows
 from rlgraph.runtime.worker.executor import Worker
+from rlgraph.runtime.worker.spec import file_name
 
 # Profile some steps of a worker: torch's profiler, and the history of CUDA's memory.
 
@@ -44,7 +45,7 @@ class StepProfiler:
         if wanted is None or self._began is None or step < wanted.last:
             return
         try:
-            self._write(wanted, Path(wanted.folder), f"{self.worker}-steps-{self._began}-{step}")
+            self._write(wanted, Path(wanted.folder), f"{file_name(self.worker)}-steps-{self._began}-{step}")
         except Exception as error:  # noqa: BLE001
             self._give_up(error)
         self.request = self._profiler = self._began = None

@@ -1,8 +1,10 @@
 """What a worker needs to know of the plan, as values that can be sent to another process."""
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from urllib.parse import quote
 
 from rlgraph.channels.factory import Onward, Site, Transport, first_choice, transport_of
 from rlgraph.columns import Column
@@ -16,6 +18,22 @@ from rlgraph.plan.events import TimeSlice, time_slices
 from rlgraph.plan.memory import shared_bases
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.plan.routes import Route, hosts_of, routes
+
+MOST_FILE_NAME = 120  # characters of a file's name before its ending; file systems have room for 255 bytes
+
+
+def file_name(worker: str) -> str:
+    """Name the files of a worker: its name may be any text, that of a user's node.
+
+    >>> file_name("policy[1]"), file_name("reward/format"), file_name("..")
+    ('policy[1]', 'reward%2Fformat', '%2E.')
+    """
+    name = quote(worker, safe="[]")
+    if name.startswith("."):
+        name = f"%2E{name[1:]}"
+    if len(name) <= MOST_FILE_NAME:
+        return name
+    return f"{name[: MOST_FILE_NAME - 17]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)

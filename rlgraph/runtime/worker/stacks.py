@@ -11,9 +11,9 @@ import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import quote
 
 from rlgraph.runtime.worker.activity import is_stopped
+from rlgraph.runtime.worker.spec import file_name
 
 SIGNAL = signal.SIGRTMIN + 9  # one that neither Ray, torch nor users' code takes
 ANSWER_S = 5.0  # for the answers of all workers; on a machine that is overloaded a process may wait this long for a core
@@ -23,7 +23,7 @@ _handles: list[int] = []  # of this process, at most one
 
 
 def _pipe(folder: str, worker: str) -> Path:
-    return Path(folder) / f"{quote(worker, safe='[]')}.stacks"
+    return Path(folder) / f"{file_name(worker)}.stacks"
 
 
 def offer_stacks(folder: str, worker: str) -> None:
