@@ -96,7 +96,7 @@ def record(
     profile = take_request() or profile
     if profile is not None:
         job.recorder.request_profile(profile.request(job.plan, steps, folder))
-    with record_run(job, steps, folder, samples, to, Console(quiet=quiet)) as keep:
+    with record_run(job, steps, folder, samples, to, Console(quiet=quiet, markup=False)) as keep:
         for step in job.steps(steps):
             keep(step)
             yield step
@@ -178,7 +178,7 @@ def recorded_steps(job: "Job", folder: Path, samples: Samples | float, sinks: Si
 @contextmanager
 def shown_progress(job: "Job", steps: int, console: Console) -> Iterator[Callable[[Step], None]]:
     """Show a bar, or lines if the output is no terminal; what the context gives shows that a step is done."""
-    fields = (TextColumn("{task.fields[last]}"), TimeElapsedColumn(), TextColumn("{task.fields[now]}"))
+    fields = (TextColumn("{task.fields[last]}", markup=False), TimeElapsedColumn(), TextColumn("{task.fields[now]}", markup=False))
     progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), *fields, console=console, disable=not console.is_terminal)
     with progress, ExitStack() as stack:
         task = progress.add_task("steps", total=steps, completed=job.finished, last="starting the first step", now="")

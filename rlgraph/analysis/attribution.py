@@ -118,7 +118,7 @@ class Bubbles:
         return table(self)
 
     def __str__(self) -> str:
-        console = Console(width=words.PAGE, color_system=None)
+        console = Console(width=words.PAGE, color_system=None, markup=False)
         with console.capture() as captured:
             console.print(table(self))
         return captured.get().rstrip("\n")
@@ -135,11 +135,13 @@ def table(bubbles: Bubbles) -> Table:
         rows = by_model(bubbles.of_pool(pool))
         total = sum(row.seconds for row in rows)
         small = [row for row in rows if row.seconds < LEAST * total]
-        name = words.HOST if pool is None else words.clean(pool)
+        name = Text(words.HOST if pool is None else words.clean(pool))
         for row in rows:
             if row not in small:
                 style = "" if row.use in BUSY else "red" if row.use == "unexplained" else "yellow"
-                drawn.add_row(name, words.clean(row.worker), f"{row.seconds:.2f}", f"{row.seconds / total:.1%}", Text(str(row), style))
+                drawn.add_row(
+                    name, Text(words.clean(row.worker)), f"{row.seconds:.2f}", f"{row.seconds / total:.1%}", Text(str(row), style)
+                )
         if small:
             rest = sum(row.seconds for row in small)
             drawn.add_row(name, "", f"{rest:.2f}", f"{rest / total:.1%}", SMALL)

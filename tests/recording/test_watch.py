@@ -6,10 +6,12 @@ import os
 import signal
 import socket
 from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from programs import recorded_program
+from rich.console import Console
 from support import fakes, forked_programs, forked_workers  # noqa: F401 (a way of dispatch)
 from support.browser import Browser, needs_browser
 from support.sampled_runs import sample, write
@@ -125,3 +127,12 @@ def test_recording_into_a_file_is_an_error_of_rlgraph(job: Job, tmp_path: Path) 
     (tmp_path / "run").write_text("")
     with pytest.raises(rg.errors.PlanError, match="it is a file; give a folder"):
         next(rg.record(job, 1, tmp_path / "run"))
+
+
+def test_brackets_in_names_are_text_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = fakes.vector_loop(1, middle=lambda rollout: fakes.score(rollout, name="[/bold]"))
+    with Job(graph, rg.compile(graph, rg.Cluster(cpus=2)), dispatch_name="forked", deadline_s=60.0) as running:
+        list(rg.record(running, 2, tmp_path / "[" / "b]"))
+        Console(file=StringIO()).print(running.bubbles())
+        assert "[/bold]" in str(running.bubbles())
+    assert "[/b]/metrics.jsonl" in capsys.readouterr().out.replace("\n", "")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 from rlgraph.channels.host.connection import bound, close_listener, listen
 from rlgraph.errors import ChannelTimeout, DispatchError, RlgraphError
@@ -48,7 +49,7 @@ def start_workers(
         with Status("", console=console) as status:
 
             def look(missing: list[str]) -> None:
-                status.update(f"starting workers, waiting for {', '.join(missing)}")
+                status.update(Text(f"starting workers, waiting for {', '.join(missing)}"))
                 dispatch.check()
                 unseen = [name for name in missing if name not in group.pids]
                 if unseen and time.monotonic() > end:
