@@ -135,17 +135,16 @@ def table(bubbles: Bubbles) -> Table:
         rows = by_model(bubbles.of_pool(pool))
         total = sum(row.seconds for row in rows)
         small = [row for row in rows if row.seconds < LEAST * total]
-        name = Text(words.HOST if pool is None else words.clean(pool))
+        pool_name = Text(words.HOST if pool is None else words.clean(pool))
         for row in rows:
             if row not in small:
                 style = "" if row.use in BUSY else "red" if row.use == "unexplained" else "yellow"
-                drawn.add_row(
-                    name, Text(words.clean(row.worker)), f"{row.seconds:.2f}", f"{row.seconds / total:.1%}", Text(str(row), style)
-                )
+                worker, spent = Text(words.clean(row.worker)), Text(str(row), style)
+                drawn.add_row(pool_name, worker, f"{row.seconds:.2f}", f"{row.seconds / total:.1%}", spent)
         if small:
             rest = sum(row.seconds for row in small)
-            drawn.add_row(name, "", f"{rest:.2f}", f"{rest / total:.1%}", SMALL)
-        drawn.add_row(name, "", f"{total:.2f}", "100.0%", Text("all", "bold"), end_section=True)
+            drawn.add_row(pool_name, "", f"{rest:.2f}", f"{rest / total:.1%}", SMALL)
+        drawn.add_row(pool_name, "", f"{total:.2f}", "100.0%", Text("all", "bold"), end_section=True)
     return drawn
 
 

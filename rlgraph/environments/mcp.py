@@ -3,8 +3,7 @@
 import asyncio
 import contextlib
 import importlib
-import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from rlgraph.errors import GraphError, show_value
+from rlgraph.nodes.environments.calls import run_in_thread
 from rlgraph.nodes.environments.leases import leased_command
 from rlgraph.nodes.environments.tools import Tool
 from rlgraph.nodes.sandbox import ToolError
@@ -107,7 +107,7 @@ def mcp(
         raise GraphError("mcp: the package mcp is not installed: pip install 'rlgraph-dataflow[environments]'") from error
     server = McpServer(tuple(command), tuple(sorted((env or {}).items())), None if cwd is None else str(cwd), processes or 1)
     try:
-        found = _run_in_thread(_list_tools(server))
+        found = run_in_thread(_list_tools(server))
     except (ToolError, TimeoutError) as error:
         raise GraphError(f"{where}: {error or f'no answer within {START_S:g} s'}") from None
     missing = sorted(set(only or ()) - {tool.name for tool in found})
@@ -214,22 +214,3 @@ def _inner(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
-
-
-def _run_in_thread(work: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-    """Run a coroutine in an event loop of a thread: the caller may have one of its own."""
-    found: list[list[Any]] = []
-    wrong: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(asyncio.run(work))
-        except BaseException as error:  # noqa: BLE001 (it is raised again below)
-            wrong.append(error)
-
-    thread = threading.Thread(target=run, name="mcp")
-    thread.start()
-    thread.join()
-    if wrong:
-        raise wrong[0]
-    return found[0]

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from rlgraph import settings
 from rlgraph.errors import GraphError, show_value
+from rlgraph.nodes.environments.calls import run_in_thread
 from rlgraph.nodes.walls.session import ANSWER, READ, READY, REQUEST, RUN, TOO_LONG, TOO_MUCH, WRITE
 from rlgraph.settings import Count, Seconds
 
@@ -93,7 +94,7 @@ def check(limits: Limits, accept_missing: Collection[str] = (), what: str = "the
     if sys.platform != "linux":
         raise GraphError(f"{what} needs Linux 5.13 or newer, which keeps its code from files and network; leave it out")
     try:
-        asyncio.run(run("", limits, accept_missing))
+        run_in_thread(run("", limits, accept_missing))
     except (ToolError, OSError) as error:  # a system without room for a process raises OSError
         missing = next((layer for layer in LAYERS if f"lacks the layer '{layer}'" in str(error)), None)
         advice = f", or accept that with {maker}(accept_missing=('{missing}',))" if missing else ", or raise its limits"

@@ -195,6 +195,13 @@ def test_root_that_is_the_only_user_of_its_container_has_the_sandbox_too(tmp_pat
     assert done.returncode == 0, done.stderr
 
 
+def test_the_sandbox_is_checked_where_an_event_loop_runs_as_in_a_notebook() -> None:
+    async def cell() -> None:
+        check(QUICK)
+
+    asyncio.run(cell())
+
+
 def test_a_system_without_room_for_a_process_is_named_and_a_sandbox_keeps_its_files(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object, **__: object) -> int:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")

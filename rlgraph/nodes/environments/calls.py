@@ -8,13 +8,15 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 BLOCKED_S = 30.0  # without a heartbeat of the event loop, until it is given up
 BEAT_S = 1.0  # between two heartbeats
 
+T = TypeVar("T")
 Failure = Literal["errors", "timeouts", "blocked"]
 
 
@@ -169,3 +171,9 @@ def _run_on(loop: asyncio.AbstractEventLoop) -> None:
             return loop.run_forever()
         except (SystemExit, KeyboardInterrupt):
             continue
+
+
+def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine in an event loop of a thread: the caller may have one of its own, as a notebook has."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
