@@ -178,6 +178,36 @@ def test_an_engine_that_cannot_be_loaded_is_named_before_the_first_step(monkeypa
         raise AssertionError("the job must not start")
 
 
+def test_a_fork_of_the_program_takes_no_steps_keeps_no_signal_and_ends_nothing_of_the_job() -> None:
+    graph = fakes.vector_loop(1)
+    with job(graph, "forked") as running:
+        steps = running.steps(4)
+        found = [bits(next(steps))]
+        pid = os.fork()
+        if not pid:
+            try:
+                with running:  # as a child that leaves the block does
+                    pass
+            except RlgraphError:
+                running.__exit__(None, None, None)
+            try:
+                running.session.check_runs()
+            except RlgraphError as error:
+                os._exit(7 if "this is a fork of it" in str(error) and _ends_by(signal.SIGTERM) else 1)
+            os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        found += [bits(step) for step in steps]
+    assert found == oracle(graph, 4)
+
+
+def _ends_by(number: int) -> bool:
+    try:
+        signal.raise_signal(number)
+    except SystemExit as ends:
+        return ends.code == 128 + number
+    return False
+
+
 def test_a_job_is_entered_once_and_its_steps_are_taken_inside() -> None:
     waiting = forked_workers.job(fakes.vector_loop(0))
     with pytest.raises(RlgraphError, match="has not been started: take its steps inside"):

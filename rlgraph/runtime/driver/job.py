@@ -162,7 +162,7 @@ class Job:
         self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
         self._restarts = Restarts(recovery.restarts if recovery else 0)
         self._poison_prompts = PoisonPrompts(graph, plan)
-        self._signals = Signals(lambda: not self.session.ended and self.session.ticked > self.session.first)
+        self._signals = Signals(lambda: not self.session.ended and not self.session.forked and self.session.ticked > self.session.first)
         self.notices: tuple[str, ...] = ()  # what works otherwise than asked, as workers said
         self._console = Console(stderr=True, highlight=False, markup=False)
         self.session = self._new_session()
@@ -482,8 +482,11 @@ class Job:
     def close(self) -> None:
         """End the workers: idle ones shut down, those that do not answer are killed. Nothing is left behind.
 
-        Raises CheckpointError where the steps since the newest checkpoint could not be saved.
+        In a fork of the program it does nothing: the job goes on. Raises CheckpointError where the steps since the newest checkpoint
+        could not be saved.
         """
+        if self.session.forked:
+            return
         try:
             self._save()
         finally:

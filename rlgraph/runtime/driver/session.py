@@ -1,5 +1,6 @@
 """One session of a plan on Ray: its workers, from the first one's start to the last one's end."""
 
+import os
 import secrets
 import shutil
 import time
@@ -105,7 +106,7 @@ class Session:
         links: Links = PLAIN,
     ) -> None:
         self.plan, self.first = plan, start.resume.step if start and start.resume else 0
-        self._start_at, self._links = start, links
+        self._start_at, self._links, self._owner = start, links, os.getpid()
         # A graceful end waits for all steps in flight, so keep no more of them in flight than can overlap.
         self._window = plan.window - 2 if start else plan.window
         self._graph, self._deadline_s = graph, deadline_s
@@ -143,8 +144,15 @@ class Session:
         """Whether every worker has loaded what it needs."""
         return self._dispatching
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that made it, whose workers, sockets and folder these are."""
+        return os.getpid() != self._owner
+
     def check_runs(self) -> None:
-        """Raise RlgraphError if the workers have not been started, or have ended."""
+        """Raise RlgraphError if the workers have not been started, or have ended, or are those of another process."""
+        if self.forked:
+            raise RlgraphError(f"the job is that of process {self._owner}, and this is a fork of it; take its steps there")
         if self.ended:
             raise RlgraphError("the job is closed; launch the plan again")
         if not self._dispatching:
@@ -276,7 +284,7 @@ class Session:
 
     def close(self) -> None:
         """End the workers: idle ones shut down, those that do not answer are killed. Nothing is left behind."""
-        if not self.ended:
+        if not self.ended and not self.forked:
             self.ended = True
             with hold_signals("ending the workers"):
                 self._end()
