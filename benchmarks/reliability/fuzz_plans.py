@@ -4,7 +4,8 @@
 
 Each case either ends in an error of rlgraph, of at most three lines and 1,000 characters, or in a plan that can be printed, drawn, saved
 and read back, whose seconds are finite and not negative, and whose pools are busy for at most all of the time. A case of at most 50 nodes
-and 64 GPUs takes at most 5 s of a core. The first lines of each fault name the seed of its case: `--only SEED` runs it alone, with its traceback.
+and 64 GPUs takes at most 5 s of a core. The first lines of each fault name the seed of its case: `--only SEED` runs it alone, with its
+traceback.
 """
 
 import json

@@ -84,7 +84,7 @@ def test_the_worker_of_a_dead_driver_is_ended_but_not_another_process_that_has_i
 
 
 def test_at_once_a_dead_drivers_workers_and_semaphores_are_ended_and_its_folder_stays_until_the_next_start() -> None:
-    folder, own = Path(orphan_cleanup.made()), Path(f"/dev/shm/sem.hdr{os.getpid()}-1")
+    folder, own = Path(orphan_cleanup.make_job_folder()), Path(f"/dev/shm/sem.hdr{os.getpid()}-1")
     with subprocess.Popen(["sleep", "100"]) as worker:
         orphan_cleanup.claim(folder, [worker.pid], ())
         note = json.loads((folder / orphan_cleanup.NOTE).read_text())

@@ -309,7 +309,7 @@ class LocalRay:
 
     def __init__(self, *, stores: bool = False, stopped: Callable[[], bool] = lambda: False) -> None:
         self.daemons: list[Daemon] = []
-        self._agents: list[Agent] = []
+        self._agents: list[RayAgent] = []
         self._leases = [lease(sweep_command())]
         self._over, self._started = threading.Event(), Future[None]()
         self._thread = threading.Thread(target=self._run, args=(stores,), name="Ray", daemon=True)
@@ -433,7 +433,7 @@ class Daemon:
         return f"Ray's {self.name} on this host ended with status {self.process.returncode}{_ends(self.logs / f'{self.name}.err')}"
 
 
-class Agent(NamedTuple):
+class RayAgent(NamedTuple):
     """A process that a raylet started, and with which it ends."""
 
     name: str
@@ -441,14 +441,14 @@ class Agent(NamedTuple):
     began: int
 
 
-def agents_of(raylet: int) -> list[Agent]:
+def agents_of(raylet: int) -> list[RayAgent]:
     """Find the agents of a raylet among its children."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             if stat.read_text().rpartition(")")[2].split()[1] == str(raylet):
                 command, pid = (stat.parent / "cmdline").read_bytes(), int(stat.parent.name)
-                found += [Agent(name, pid, began(pid)) for name, marks in AGENTS.items() if any(mark in command for mark in marks)]
+                found += [RayAgent(name, pid, began(pid)) for name, marks in AGENTS.items() if any(mark in command for mark in marks)]
     return found
 
 
