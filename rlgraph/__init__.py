@@ -1,5 +1,8 @@
 """RL post-training of LLMs as dataflow graphs: declare stages as nodes, compile them to a plan, run the plan on Ray.
 
+What a recipe needs is here; the rest is in `losses`, `estimators`, `optim`, `options`, `stages`, `agents`, `planning`, `runs`, `extend` and
+`errors`.
+
 A public name is imported when it is first asked for: `import rlgraph` takes milliseconds, and a worker loads only what it runs.
 """
 
