@@ -40,7 +40,7 @@ def choices(name: str, known: Iterable[str], they: str = "there are", most: int 
 def show_value(value: Any, most: int = MOST_CHARACTERS) -> str:
     """Print a value on one line of a message, in about `most` characters; a large value is never printed whole.
 
-    >>> shown(0.5), shown([1, 2, 3, 4]), shown({"prompt": "1 + 1 =" * 100})
+    >>> show_value(0.5), show_value([1, 2, 3, 4]), show_value({"prompt": "1 + 1 =" * 100})
     ('0.5', '[1, 2, 3, … 4 items]', "{'prompt': '1 + 1 =1 + 1 =1 + 1 =1 +…'}")
     """
     if isinstance(value, type):

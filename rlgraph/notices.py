@@ -62,7 +62,7 @@ def accept_old_names(**names: str) -> Callable[[C], C]:
 
     The old name raises a DeprecationWarning at the caller's line. Raises TypeError for a call that gives both names.
 
-    >>> @renamed(freshest="latest")
+    >>> @accept_old_names(freshest="latest")
     ... def edge(latest=False):
     ...     return latest
     >>> with warnings.catch_warnings(action="ignore"):

@@ -52,7 +52,7 @@ class ImportanceWeights(ABC):
         Raises DataError for tensors of different shapes, or a mask that is not bool.
         """
         log_ratio = masked_log_ratio(type(self).__name__, old_log_probs, rollout_log_probs, response_mask)
-        weights = self.bound(self.raw(log_ratio, response_mask))
+        weights = self.bounded(self.raw(log_ratio, response_mask))
         return weights / self.scale(weights, response_mask) if self.normalize else weights
 
     def raw(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class ImportanceWeights(ABC):
         return keep(log_ratio.clamp(-CLAMP, CLAMP).exp(), mask)
 
     @abstractmethod
-    def bound(self, weights: torch.Tensor) -> torch.Tensor:
+    def bounded(self, weights: torch.Tensor) -> torch.Tensor:
         """Bound the weights."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class TruncatedIS(ImportanceWeights):
 
     threshold: Positive = 2.0
 
-    def bound(self, weights: torch.Tensor) -> torch.Tensor:
+    def bounded(self, weights: torch.Tensor) -> torch.Tensor:
         return weights.clamp(max=self.threshold)
 
     def bounds(self) -> tuple[float, float]:
@@ -123,7 +123,7 @@ class IcePop(ImportanceWeights):
                 f"IcePop(low={show_value(self.low)}, high={show_value(self.high)}): the lower bound is above the upper; swap them"
             )
 
-    def bound(self, weights: torch.Tensor) -> torch.Tensor:
+    def bounded(self, weights: torch.Tensor) -> torch.Tensor:
         return torch.where((weights >= self.low) & (weights <= self.high), weights, 0.0)
 
     def bounds(self) -> tuple[float, float]:

@@ -27,7 +27,7 @@ def fit_doubling(wider: Array, ideal_s: Array, seconds: Array) -> float | None:
 
     `wider` are the widths over the measured one, `ideal_s` the seconds of each firing with an ideal speed-up.
 
-    >>> doubling(np.array([2.0, 2.0]), np.array([1.0, 3.0]), np.array([1.25, 3.75]))
+    >>> fit_doubling(np.array([2.0, 2.0]), np.array([1.0, 3.0]), np.array([1.25, 3.75]))
     0.8
     """
     doublings = np.log2(wider)

@@ -253,7 +253,7 @@ def find_undivided_size(
 
     A vocabulary of None is one that they need not divide.
 
-    >>> undivided(32, 8, 151936, 12288, tensor=2, context=2), undivided(14, 2, 151936, 4864, tensor=4, context=1)
+    >>> find_undivided_size(32, 8, 151936, 12288, tensor=2, context=2), find_undivided_size(14, 2, 151936, 4864, tensor=4, context=1)
     (None, ('num_attention_heads', 14, 'tensor_parallel=4'))
     """
     both = {"tensor_parallel": tensor, "context_parallel": context}

@@ -115,7 +115,7 @@ def recomputed_operations(shape: ModelShape, attends: float, recompute: Recomput
     """Count the operations of a token that the backward pass does a second time, where attention takes `attends`.
 
     >>> shape = ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10)
-    >>> [operations_again(shape, 100.0, way) for way in (False, "selective", True)]
+    >>> [recomputed_operations(shape, 100.0, way) for way in (False, "selective", True)]
     [0, 512, 1444.0]
     """
     if recompute == "selective":

@@ -267,9 +267,9 @@ def split_text(traits: ModelTraits, ranks: int = 0, ring: int = 1) -> str:
 
     Of those that share a row `ring` pass keys and values round.
 
-    >>> split(ModelTraits(tensor_parallel=2), 4), split(ModelTraits(expert_parallel=2), 4)
+    >>> split_text(ModelTraits(tensor_parallel=2), 4), split_text(ModelTraits(expert_parallel=2), 4)
     ('tp 2 × dp 2', 'dp 4 (ep 2)')
-    >>> split(ModelTraits(context_parallel=4), 4, ring=2)
+    >>> split_text(ModelTraits(context_parallel=4), 4, ring=2)
     'cp 4 (ring 2) × dp 1'
     """
     if traits.together == 1:

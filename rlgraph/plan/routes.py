@@ -179,11 +179,11 @@ def route_messages(shape: Shape, writer: str, readers: Sequence[str], hosts: Map
     Readers on the writer's host get them from the writer. Of several `turns`, each lets others pass on, and begins at another host.
 
     >>> where = {"trainer": 0, "a": 1, "b": 1, "c": 2, "d": 2, "e": 3}
-    >>> routed("chain", "trainer", ["a", "b", "c", "d", "e"], where)
+    >>> route_messages("chain", "trainer", ["a", "b", "c", "d", "e"], where)
     {'a': 'trainer', 'b': 'a', 'c': 'a', 'd': 'c', 'e': 'c'}
-    >>> routed("chain", "trainer", ["a", "b", "c", "d", "e"], where, turn=1, turns=3)
+    >>> route_messages("chain", "trainer", ["a", "b", "c", "d", "e"], where, turn=1, turns=3)
     {'d': 'trainer', 'c': 'd', 'e': 'd', 'b': 'e', 'a': 'b'}
-    >>> routed("tree", "trainer", ["a", "b", "c", "d", "e"], where)
+    >>> route_messages("tree", "trainer", ["a", "b", "c", "d", "e"], where)
     {'a': 'trainer', 'b': 'a', 'c': 'trainer', 'd': 'c', 'e': 'a'}
     """
     if shape == "each":

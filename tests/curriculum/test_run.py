@@ -195,7 +195,7 @@ def test_a_mistake_anywhere_is_refused_before_the_first_graph_starts(what: str, 
 
 
 def test_a_folder_where_only_a_later_graph_is_done_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running.StageFolder, "finished", lambda self, stage: stage.name == "second")
+    monkeypatch.setattr(running.StageFolder, "has_run", lambda self, stage: stage.name == "second")
     monkeypatch.setattr(running, "_run", lambda *arguments: None)
     with pytest.raises(PlanError, match="a later graph is done and an earlier one is not"):
         rg.run(stages(model), tmp_path / "run", steps=STEPS, cluster=HOST, quiet=True)

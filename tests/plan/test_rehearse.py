@@ -48,7 +48,7 @@ def test_undisturbed_a_step_takes_the_predicted_period(loop: Loop) -> None:
 
 
 def test_a_rehearsal_plays_the_schedule_of_its_plan_and_makes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = dict.fromkeys(("with_sleep", "settled"), 0)  # costs, and schedules of which each places its workers
+    made = dict.fromkeys(("with_sleep", "place_and_configure"), 0)  # costs, and schedules of which each places its workers
 
     def counted(name: str) -> None:
         original = getattr(compiling, name)
@@ -62,9 +62,9 @@ def test_a_rehearsal_plays_the_schedule_of_its_plan_and_makes_no_other(monkeypat
     for name in made:
         counted(name)
     rg.compile(LOOP.graph(), rg.Cluster(cpus=LOOP.devices), costs())
-    alone, made["with_sleep"], made["settled"] = dict(made), 0, 0
+    alone, made["with_sleep"], made["place_and_configure"] = dict(made), 0, 0
     run()
-    assert made == alone == {"with_sleep": 1, "settled": 1}
+    assert made == alone == {"with_sleep": 1, "place_and_configure": 1}
 
 
 def test_with_lengths_drawn_the_mean_step_is_the_predicted_one() -> None:
