@@ -280,7 +280,8 @@ def _pools(graph: Graph, cluster: Cluster, counts: Counts, schedule: Schedule, s
     gpus = devices(graph, cluster, counts)
     planned = []
     for pool in graph.pools:
-        busy = sum(e.seconds for e in schedule.events if e.pool == pool.name) / step_s if step_s else 0.0
+        worked_s = sum(e.seconds for e in schedule.events if e.pool == pool.name)
+        busy = min(worked_s / step_s, 1.0) if step_s else 0.0  # versions are sent while the pool's next node works: the sum may be longer
         on_gpu = bool(gpus[pool.name])
         planned.append(PlannedPool(pool.name, "gpu" if on_gpu else "cpu", gpus[pool.name], 0 if on_gpu else counts[pool.name], busy))
     return planned

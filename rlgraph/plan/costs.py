@@ -146,6 +146,8 @@ class Costs:
             # While it is made: every reader finds numbers and functions.
             object.__setattr__(self, "nodes", {name: number_or_function(name, cost) for name, cost in self.nodes.items()})
         settings.check(self, PlanError)
+        for name in ("publish_s", "receive_s", "swap_s"):  # a plan read from its JSON has floats
+            object.__setattr__(self, name, float(getattr(self, name)))
         for name, cost in self.nodes.items():
             if self.lengths is None and isinstance(cost, NodeCost) and cost.by_length:
                 raise PlanError(

@@ -20,6 +20,12 @@ def test_strange_graphs_are_refused_or_planned(tmp_path: Path) -> None:
     assert sum(kind == "planned" for kind, _ in found.values()) > 30
 
 
+@pytest.mark.parametrize("seed", [1387, 1389], ids=["copies while its pool works", "seconds given as whole numbers"])
+@pytest.mark.filterwarnings("ignore")
+def test_cases_that_went_wrong_once(seed: int, tmp_path: Path) -> None:
+    assert fuzz_plans.outcome(seed, tmp_path) == ("planned", "")
+
+
 @pytest.mark.parametrize(
     ("made", "said"),
     [
