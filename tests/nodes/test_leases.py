@@ -16,11 +16,11 @@ from rlgraph.nodes.environments import leases
 
 HOLDER = """
 import subprocess, sys, time
-from rlgraph.nodes.environments.leases import held, lease
+from rlgraph.nodes.environments.leases import lease, leased_command
 mark, server = sys.argv[1:]
 lease(["/bin/sh", "-c", f"echo freed >> {mark}"])
 lease(["/bin/sh", "-c", f"echo never >> {mark}"]).end()
-command, _ = held(["/bin/sh", "-c", "trap '' TERM HUP; sleep 600 & echo $!; wait"])
+command, _ = leased_command(["/bin/sh", "-c", "trap '' TERM HUP; sleep 600 & echo $!; wait"])
 child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 grandchild = int(child.stdout.readline())
 pids = [child.pid, grandchild]

@@ -14,8 +14,8 @@ import rlgraph as rg
 from rlgraph.runtime.driver import warm
 
 model, alone = sys.argv[1], sys.argv[2] == "alone"
-found = warm.ForkedProcesses._wanted
-warm.ForkedProcesses._wanted = lambda self, spec: replace(found(self, spec), opens_gpus=alone)  # type: ignore[method-assign]
+found = warm.ForkedProcesses._requirements
+warm.ForkedProcesses._requirements = lambda self, spec: replace(found(self, spec), opens_gpus=alone)  # type: ignore[method-assign]
 generator = rg.Generator(model, pool=rg.Pool("rollout"), engine=ENGINE, sampling=rg.Sampling(max_tokens=4), dtype="float32")
 rollout = generator.rollout(rg.prompts(ITEMS, count=2, seed=3))
 with rg.runs.warm(engines=True):

@@ -39,13 +39,13 @@ def test_leaving_the_block_ends_what_is_kept(model: Path) -> None:
 
 
 def test_a_process_that_opens_gpus_as_it_imports_is_a_worker_itself(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = ForkedProcesses._wanted
+    wanted = ForkedProcesses._requirements
 
     def alone(self: ForkedProcesses, spec: object) -> ProcessRequirements:
         found = wanted(self, spec)  # type: ignore[arg-type]
         return replace(found, opens_gpus=found.engine is not None)
 
-    monkeypatch.setattr(ForkedProcesses, "_wanted", alone)
+    monkeypatch.setattr(ForkedProcesses, "_requirements", alone)
     with rg.runs.warm(engines=True) as warm:
         first, pid = run_job(renewable_loop(model))
         assert first == run_here(renewable_loop(model), 3)
