@@ -24,6 +24,7 @@ from rlgraph.render import charts, report, timeline
 from rlgraph.render.charts import REWARD
 from rlgraph.render.plan_svg import draw
 from rlgraph.render.timeline import last_steps, predicted_steps
+from rlgraph.runtime.checkpoint.store import lock_file, unlock_file
 from rlgraph.runtime.measure import Step
 from rlgraph.settings import Fraction, Natural, checked
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 DEFAULT_SAMPLES = Samples(share=0.02, most=8)
 TIMELINE_STEPS = 6
 BAR_S, LINE_S = 0.5, 10.0  # between two updates of the progress: in the bar, and in lines if the output is no terminal
+LOCK = "record.lock"
 KEPT_BY_SINKS = ("run.html", "plan.json", "costs.yaml")
 FILES = {
     "run.html": "the report; open it in a browser",
@@ -80,8 +82,8 @@ def record(
     `profile=rg.planning.Profile(steps=(3, 5), workers="policy")` writes traces of torch.profiler and CUDA's memory snapshots to
     `profiles/`. `rlgraph run RECIPE.py --profile 3-5 --worker policy` asks for the same, whatever the recipe says.
 
-    Files of an earlier run in the folder are replaced. A job that resumed from a checkpoint continues `metrics.jsonl`, with one line for
-    each step, and its report draws them all. `quiet` prints nothing.
+    Files of an earlier run in the folder are replaced; a folder that another job records into is refused. A job that resumed from a
+    checkpoint continues `metrics.jsonl`, with one line for each step, and its report draws them all. `quiet` prints nothing.
 
     >>> import tempfile, torch, rlgraph as rg
     >>> @rg.node(reads="prompt_texts", writes="rewards")
@@ -92,14 +94,14 @@ def record(
     ...     print([step.index for step in rg.record(job, 3, tempfile.mkdtemp(), quiet=True)])
     [0, 1, 2]
     """
-    folder = prepared_folder(job, Path(out))
-    profile = take_request() or profile
-    if profile is not None:
-        job.recorder.request_profile(profile.request(job.plan, steps, folder))
-    with record_run(job, steps, folder, samples, to, Console(quiet=quiet, markup=False)) as keep:
-        for step in job.steps(steps):
-            keep(step)
-            yield step
+    with prepared_folder(job, Path(out)) as folder:
+        profile = take_request() or profile
+        if profile is not None:
+            job.recorder.request_profile(profile.request(job.plan, steps, folder))
+        with record_run(job, steps, folder, samples, to, Console(quiet=quiet, markup=False)) as keep:
+            for step in job.steps(steps):
+                keep(step)
+                yield step
 
 
 @contextmanager
@@ -131,14 +133,28 @@ def record_run(
         sinks.close(ended, [folder / name for name in KEPT_BY_SINKS if (folder / name).exists()])
 
 
-def prepared_folder(job: "Job", folder: Path) -> Path:
-    """Make the folder of a run, with what is known before its first step. Raises PlanError for a path that is a file."""
+@contextmanager
+def prepared_folder(job: "Job", folder: Path) -> Iterator[Path]:
+    """Make the folder of a run, with what is known before its first step, and lock it while the run is recorded.
+
+    Raises PlanError for a path that is a file, cannot be written, or is the folder of a run that is being recorded.
+    """
+    where = f"record(out='{folder}')"
     if folder.exists() and not folder.is_dir():
-        raise PlanError(f"record(out='{folder}'): it is a file; give a folder, which is made if it is not there")
-    folder.mkdir(parents=True, exist_ok=True)
-    job.plan.draw(folder / "graph.svg")
-    (folder / "plan.json").write_text(job.plan.to_json())
-    return folder
+        raise PlanError(f"{where}: it is a file; give a folder, which is made if it is not there")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = lock_file(folder / LOCK)
+    except BlockingIOError:
+        raise PlanError(f"{where}: another job records into this folder; give each run its own folder, or wait until it ends") from None
+    except OSError as error:
+        raise PlanError(f"{where}: the folder cannot be written ({error}); give one that can") from None
+    try:
+        job.plan.draw(folder / "graph.svg")
+        (folder / "plan.json").write_text(job.plan.to_json())
+        yield folder
+    finally:
+        unlock_file(lock)
 
 
 def started_sinks(job: "Job", folder: Path, to: Sequence[Sink]) -> SinkFeeds:

@@ -127,6 +127,24 @@ def test_recording_into_a_file_is_an_error_of_rlgraph(job: Job, tmp_path: Path) 
     (tmp_path / "run").write_text("")
     with pytest.raises(rg.errors.PlanError, match="it is a file; give a folder"):
         next(rg.record(job, 1, tmp_path / "run"))
+    with pytest.raises(rg.errors.PlanError, match=r"cannot be written .*Not a directory.*; give one that can"):
+        next(rg.record(job, 1, tmp_path / "run" / "run"))
+
+
+def test_a_folder_belongs_to_one_recording_at_a_time(job: Job, tmp_path: Path) -> None:
+    first = rg.record(job, 2, tmp_path, quiet=True)
+    next(first)
+    with pytest.raises(rg.errors.PlanError, match=f"out='{tmp_path}'.*another job records into this folder; give each run its own folder"):
+        next(rg.record(job, 2, tmp_path, quiet=True))
+    if (child := os.fork()) == 0:  # a fork of the program that outlives the recording does not keep the folder
+        signal.pause()
+    first.close()  # type: ignore[attr-defined]
+    try:
+        list(rg.record(job, 2, tmp_path, quiet=True))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == list(range(4))
 
 
 def test_brackets_in_names_are_text_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,6 +61,23 @@ def difference(saved: Any, now: Any, where: str = "") -> str:
     return "" if saved == now else f"{where} was {show_value(saved)} and is {show_value(now)}"
 
 
+def lock_file(path: Path) -> int:
+    """Lock a file while this process lives, and make it if need be. Raises BlockingIOError if another process or job holds it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def unlock_file(handle: int) -> None:
+    """Release a lock, also if a fork of this process has its handle too."""
+    fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
+
+
 FORMAT = 1
 EXPORTS = "exports"  # the folder of exports, among the checkpoints
 
@@ -121,8 +138,7 @@ class Checkpoints:
         folder = self.recovery.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = lock_file(folder / "lock")
         except BlockingIOError:
             raise CheckpointError(f"checkpoint folder '{folder}' is in use by another job; one folder belongs to one run") from None
         except OSError as error:
@@ -131,7 +147,7 @@ class Checkpoints:
     def close(self) -> None:
         """Release the folder."""
         if self._lock >= 0:
-            os.close(self._lock)
+            unlock_file(self._lock)
             self._lock = -1
 
     def start(self, probe: tuple[str, int] | None = None) -> Start:
