@@ -9,6 +9,7 @@ import difflib
 import inspect
 import itertools
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -20,6 +21,7 @@ from typing import Any
 MOST_CHARACTERS = 80  # of a value in a message
 MOST_ITEMS = 3
 LEAST_CHARACTERS = 12  # of an item; deeper lists are not printed
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines: a terminal obeys them
 NOT_JSON = (ValueError, RecursionError)  # what json.loads raises for a text of outside: a deep list is a RecursionError
 
 
@@ -35,6 +37,15 @@ def choices(name: str, known: Iterable[str], they: str = "there are", most: int 
         return f"did you mean {near[0]!r}?"
     listed = ", ".join(names[:most]) + (f", … ({len(names)} in all)" if len(names) > most else "") if names else "none"
     return f"did you mean {near[0]!r}? {they[:1].upper()}{they[1:]} {listed}" if near else f"{they} {listed}"
+
+
+def escape_controls(text: str) -> str:
+    """Replace the characters that a terminal obeys by their escapes.
+
+    >>> escape_controls("a \\x1b[31mred\\x1b[0m line")
+    'a \\\\x1b[31mred\\\\x1b[0m line'
+    """
+    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def show_value(value: Any, most: int = MOST_CHARACTERS) -> str:
@@ -114,6 +125,9 @@ class RlgraphError(Exception):
     ...     print(error)
     Pool(share=0): share is a positive number, or None to let the compiler choose
     """
+
+    def __str__(self) -> str:  # it quotes names, data and errors of users
+        return escape_controls(super().__str__())
 
 
 class GraphError(RlgraphError):
@@ -241,7 +255,7 @@ def hook(kind: type[BaseException], error: BaseException, trace: TracebackType |
     if errors is None or not isinstance(error, errors.RlgraphError):
         sys.__excepthook__(kind, error, trace)
     else:
-        print(short(error), end="", file=sys.stderr)
+        print(escape_controls(short(error)), end="", file=sys.stderr)
 
 
 @cache
@@ -250,4 +264,5 @@ def _is_users(file: str) -> bool:
     paths = sysconfig.get_paths()
     roots = (here, f"{here}_cli", paths["stdlib"], paths["platstdlib"], paths["purelib"], paths["platlib"])
     inside = any(os.path.abspath(file).startswith(root + os.sep) for root in roots)
+    inside = inside or not {"site-packages", "dist-packages"}.isdisjoint(file.split(os.sep))  # another one, e.g. of PYTHONPATH
     return not inside and not file.startswith("<frozen") and os.path.basename(file) != "rlgraph"  # the script of the command

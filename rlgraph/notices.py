@@ -6,6 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rlgraph.errors import escape_controls
+
 # Notices of fallbacks: what works differently than asked, or slower than it could. Each is said once, in the job's output and report.
 #
 # A worker keeps its notices for its next report, and the driver prints them. A process that does not report logs them.
@@ -28,6 +30,7 @@ class Notices:
 
     def say(self, text: str) -> None:
         """Say a sentence, unless this process has said it before."""
+        text = escape_controls(text)
         if text in self._said:
             return
         self._said[text] = not self.carried

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from rlgraph.analysis.findings import findings
 from rlgraph.analysis.samples import Sample
+from rlgraph.analysis.words import Terminal
 from rlgraph.errors import PlanError
 from rlgraph.recording.profile import Profile, take_request
 from rlgraph.recording.samples import SampleRecorder, Samples
@@ -98,7 +99,7 @@ def record(
         profile = take_request() or profile
         if profile is not None:
             job.recorder.request_profile(profile.request(job.plan, steps, folder))
-        with record_run(job, steps, folder, samples, to, Console(quiet=quiet, markup=False)) as keep:
+        with record_run(job, steps, folder, samples, to, Terminal(quiet=quiet)) as keep:
             for step in job.steps(steps):
                 keep(step)
                 yield step

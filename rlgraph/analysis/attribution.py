@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Literal, TypeAlias
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -118,7 +117,7 @@ class Bubbles:
         return table(self)
 
     def __str__(self) -> str:
-        console = Console(width=words.PAGE, color_system=None, markup=False)
+        console = words.Terminal(width=words.PAGE, color_system=None)
         with console.capture() as captured:
             console.print(table(self))
         return captured.get().rstrip("\n")

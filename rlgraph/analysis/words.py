@@ -1,11 +1,16 @@
 """Quantities, names and settings as text that people read."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import PurePath
+from typing import Any
 
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from rlgraph.errors import escape_controls
 from rlgraph.graph.nodes import Due, Graph, Pool
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.plan import CostSource, Plan, PlannedAdapter, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
@@ -19,6 +24,18 @@ WAITS: Mapping[str, Callable[[str], str]] = {
 }
 PAGE = 100  # columns of what is printed
 HOST = "host"  # the lane of nodes that belong to no pool
+
+
+class Terminal(Console):
+    """A console of rich that prints text as it is: no markup in it, and no escapes that the terminal obeys."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Render as rich does, with control characters of texts escaped."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=escape_controls(segment.text))
 
 
 def seconds(value: float, cost: CostSource = "measured") -> str:

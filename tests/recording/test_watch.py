@@ -147,10 +147,13 @@ def test_a_folder_belongs_to_one_recording_at_a_time(job: Job, tmp_path: Path) -
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == list(range(4))
 
 
-def test_brackets_in_names_are_text_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    graph = fakes.vector_loop(1, middle=lambda rollout: fakes.score(rollout, name="[/bold]"))
+def test_brackets_and_escapes_in_names_are_text_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = fakes.vector_loop(1, middle=lambda rollout: fakes.score(rollout, name="[/bold]\x1b[2J"))
     with Job(graph, rg.compile(graph, rg.Cluster(cpus=2)), dispatch_name="forked", deadline_s=60.0) as running:
         list(rg.record(running, 2, tmp_path / "[" / "b]"))
         Console(file=StringIO()).print(running.bubbles())
         assert "[/bold]" in str(running.bubbles())
-    assert "[/b]/metrics.jsonl" in capsys.readouterr().out.replace("\n", "")
+    said = capsys.readouterr()
+    assert "[/b]/metrics.jsonl" in said.out.replace("\n", "")
+    assert "[/bold]\\x1b[2J" in said.err
+    assert "\x1b" not in said.out + said.err

@@ -5,8 +5,9 @@ import logging
 import pytest
 from support import fakes, forked_workers
 
-from rlgraph import notices
+from rlgraph import errors, notices
 from rlgraph.engines.vllm import mixed_cudagraph_patch
+from rlgraph.errors import NodeError
 
 
 def test_a_process_says_each_thing_once_and_gives_it_away_once() -> None:
@@ -27,6 +28,17 @@ def test_where_nobody_fetches_it_is_logged(caplog: pytest.LogCaptureFixture) -> 
         here.say("slow")
     assert [record.getMessage() for record in caplog.records] == ["slow"]
     assert here.take_new() == []
+
+
+def test_what_a_terminal_obeys_is_escaped_in_notices_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
+    here = notices.Notices()
+    here.carried = True
+    here.say("node '\x1b[2J\r'")
+    assert here.take_new() == [r"node '\x1b[2J\x0d'"]
+    error = NodeError("node 'a' failed: ValueError: \x1b]0;title\x07\n\tits line")
+    errors.hook(NodeError, error, None)
+    assert capsys.readouterr().err == f"rlgraph.errors.NodeError: {error}\n"
+    assert str(error) == "node 'a' failed: ValueError: \\x1b]0;title\\x07\n\tits line"
 
 
 def complain(step: int) -> None:

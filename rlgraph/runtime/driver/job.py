@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console
-
 from rlgraph.analysis.attribution import Bubbles
 from rlgraph.analysis.findings import findings
 from rlgraph.analysis.run import InvariantMonitor, Observed, Run
-from rlgraph.analysis.words import graph_settings
+from rlgraph.analysis.words import Terminal, graph_settings
 from rlgraph.engines.hf_export.folder import Exported, check_target
 from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
 from rlgraph.errors import CheckpointError, ExportError, PlanError, RlgraphError
@@ -164,7 +162,7 @@ class Job:
         self._poison_prompts = PoisonPrompts(graph, plan)
         self._signals = Signals(lambda: not self.session.ended and not self.session.forked and self.session.ticked > self.session.first)
         self.notices: tuple[str, ...] = ()  # what works otherwise than asked, as workers said
-        self._console = Console(stderr=True, highlight=False, markup=False)
+        self._console = Terminal(stderr=True, highlight=False)
         self.session = self._new_session()
         self._asked = self._finished = 0
         self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
