@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,7 +20,7 @@ from support.forked_workers import alive
 from support.paths import TESTS
 
 from rlgraph.columns import Column, Columns
-from rlgraph.errors import ChannelTimeout, NodeError, RlgraphError, WorkerDied
+from rlgraph.errors import ChannelTimeout, DispatchError, NodeError, RlgraphError, WorkerDied
 from rlgraph.graph.nodes import Graph, Pool
 from rlgraph.nodes.base import node
 from rlgraph.plan.cluster import Cluster
@@ -40,6 +41,12 @@ def bits(step: Step) -> tuple[int, float, float, int]:
 def oracle(graph: Graph, steps: int) -> list[tuple[int, float, float, int]]:
     with LocalJob(graph, compile_plan(graph, Cluster(cpus=2))) as here:
         return [bits(step) for step in here.steps(steps)]
+
+
+def test_a_launch_without_a_temporary_folder_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
+    with pytest.raises(DispatchError, match=r"the job's folder cannot be written \(.*'/proc/none/.*set TMPDIR"):
+        job(fakes.vector_loop(1), "forked").__enter__()
 
 
 @pytest.mark.usefixtures("ray_unless_forked")

@@ -84,6 +84,31 @@ def test_a_node_of_ray_that_never_registers_is_an_error_after_the_time_for_a_sta
         ray._private.services.get_node("address", "id")
 
 
+@pytest.mark.timeout(20)
+def test_a_wait_for_the_port_of_a_gcs_server_that_has_ended_ends_at_once(tmp_path: Path) -> None:
+    def ended() -> NoReturn:
+        raise ray_cluster._Died("it has ended")
+
+    with ray_cluster._patient(ended), pytest.raises(ray_cluster._Died):
+        ray._private.node.wait_for_persisted_port(str(tmp_path), "00" * 28, "gcs_server_port", timeout_ms=15_000)
+
+
+@pytest.mark.usefixtures("token")
+@pytest.mark.parametrize(("room", "why"), [(1 << 62, "File too large|No space left"), (1, "Not a directory")])
+def test_a_temporary_folder_without_room_or_that_cannot_be_written_is_named(
+    room: int, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" if room == 1 else tmp_path
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", None)
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(ray_cluster, "ROOM", room)
+    with pytest.raises(DispatchError, match=rf"temporary folder '{folder}/ray' cannot hold .* \(({why})\); free room there"):
+        ray_cluster.start_ray()
+
+
 @pytest.mark.ray
 @pytest.mark.stage("kills")
 @pytest.mark.parametrize(("killed", "says"), [(1, "a task ran"), (ray_cluster.STARTS, "Ray's raylet on this host ended with status -9")])

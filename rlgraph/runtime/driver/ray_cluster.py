@@ -135,6 +135,7 @@ AGENTS = {  # by the names of their logs: what their command is, before and afte
 AGENT = re.compile(r"Ray agent failed, agent_name = (\w+)")  # in the log of its raylet
 END = 4096  # bytes of a log that are read
 LIST_S = 3.0  # for Ray's list of hosts
+ROOM = 32 << 20  # bytes of Ray's temporary folder: logs, sockets, ports
 LOOK_S = 0.1  # between two looks at a start
 STOPPED_S = 20.0  # for a start to end by itself after a signal, with all that it has begun
 LAST_S = 60.0  # for the thread of a Ray that died, to take note of it
@@ -270,6 +271,7 @@ def start_ray(hosts: int = 1, *, stores: bool = False, stopped: Callable[[], boo
         _connect(hosts)
         return True
     check_loopback()
+    check_temporary()
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     for process in ("gcs_server_port", "raylet_start"):
         os.environ.setdefault(f"RAY_{process}_wait_time_s", str(START_S))
@@ -279,6 +281,8 @@ def start_ray(hosts: int = 1, *, stores: bool = False, stopped: Callable[[], boo
             OWN[:] = [LocalRay(stores=stores, stopped=stopped)]
             break
         except _Died as died:
+            if stopped():
+                raise DispatchError(str(died)) from None
             if not left:
                 raise DispatchError(
                     f"{died}; {STARTS} starts ended so, at a load of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores; launch "
@@ -297,6 +301,20 @@ def check_loopback() -> None:
         raise DispatchError(
             f"Ray cannot start: this machine does not reach itself at 127.0.0.1 ({error.strerror or error}). Its network interface lo is "
             "down, or a firewall blocks it; bring lo up with `ip link set lo up`"
+        ) from None
+
+
+def check_temporary() -> None:
+    """Raise DispatchError unless Ray's temporary folder can be written and has room: without, its processes end as they start."""
+    folder = os.path.join(os.environ.get("RAY_TMPDIR", os.environ.get("TMPDIR", "/tmp")), "ray")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, ROOM)
+    except OSError as error:
+        raise DispatchError(
+            f"Ray cannot start: its temporary folder '{folder}' cannot hold {ROOM >> 20} MiB ({error.strerror or error}); free room there, "
+            "or set RAY_TMPDIR to a folder that this user can write, with a short path"
         ) from None
 
 
@@ -546,27 +564,30 @@ def _preserve_signal_handlers() -> Iterator[None]:
 def _patient(check: Callable[[], None]) -> Iterator[None]:
     """Give Ray's node `START_S` to come up: Ray's own 30 s are no setting, and end before its processes are loaded on a busy machine.
 
+    Ray waits for the port of its gcs_server without letting other threads run, also after that has ended: it only looks once at a time.
     Raises what `check` raises, e.g. once a daemon has ended.
     """
-    services = ray._private.services
+    services, node = ray._private.services, ray._private.node
     get_node = services.get_node
+    get_port: Any = getattr(node, "wait_for_persisted_port", None)  # older ones have no such port
 
-    def get_node_in_time(*which: Any) -> Any:
+    def in_time(call: Callable[..., Any], *which: Any, **options: Any) -> Any:
         end = time.monotonic() + START_S
         while True:
             try:
-                return get_node(*which)
+                return call(*which, **options)
             except RuntimeError:  # it has not registered yet
                 check()
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.1)
 
-    services.get_node = get_node_in_time
+    services.get_node = partial(in_time, get_node)
+    node.wait_for_persisted_port = lambda *which, timeout_ms: in_time(get_port, *which, timeout_ms=min(timeout_ms, 1))
     try:
         yield
     finally:
-        services.get_node = get_node
+        services.get_node, node.wait_for_persisted_port = get_node, get_port
 
 
 def session_folder() -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from rlgraph.analysis.words import Terminal
 from rlgraph.channels.host.connection import bound, close_listener, listen
 from rlgraph.errors import ChannelTimeout, DispatchError, RlgraphError
 from rlgraph.graph.nodes import Graph
@@ -44,7 +44,7 @@ def start_workers(
     listener = listen("driver", wanted, backlog=len(specs) + 8)
     address = bound(listener) if hosts.addresses else wanted
     try:
-        console, began_s = Console(stderr=True, highlight=False, markup=False), time.monotonic()
+        console, began_s = Terminal(stderr=True, highlight=False), time.monotonic()
         if not console.is_terminal:  # no spinner is shown there
             console.print(f"starting workers: {', '.join(spec.worker.name for spec in specs)}", soft_wrap=True)
         with Status("", console=console) as status:
@@ -167,9 +167,15 @@ class Session:
             raise
 
     def _start(self) -> None:
-        orphan_cleanup.sweep()
-        self.folder = orphan_cleanup.make_job_folder()
-        orphan_cleanup.claim(Path(self.folder), (), ())
+        try:
+            orphan_cleanup.sweep()
+            self.folder = orphan_cleanup.make_job_folder()
+            orphan_cleanup.claim(Path(self.folder), (), ())
+        except OSError as error:
+            raise DispatchError(
+                f"launch: the job's folder cannot be written ({error}); a job needs a temporary folder: free room there, or set TMPDIR to "
+                "a folder that this user can write"
+            ) from None
         authkey = secrets.token_bytes(32)
         self.dispatch.begin(self.plan.cluster.hosts, stores=lies_in_ray(self.plan))
         orphan_cleanup.claim(Path(self.folder), (), self.dispatch.folders())
