@@ -9,7 +9,6 @@ import difflib
 import inspect
 import itertools
 import os
-import re
 import sys
 import sysconfig
 import traceback
@@ -21,7 +20,8 @@ from typing import Any
 MOST_CHARACTERS = 80  # of a value in a message
 MOST_ITEMS = 3
 LEAST_CHARACTERS = 12  # of an item; deeper lists are not printed
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and ends of lines: a terminal obeys them
+# All but tabs and ends of lines: a terminal obeys them.
+CONTROLS = {c: f"\\x{c:02x}" for c in (*range(9), *range(11, 32), *range(127, 160))}
 NOT_JSON = (ValueError, RecursionError)  # what json.loads raises for a text of outside: a deep list is a RecursionError
 
 
@@ -45,7 +45,7 @@ def escape_controls(text: str) -> str:
     >>> escape_controls("a \\x1b[31mred\\x1b[0m line")
     'a \\\\x1b[31mred\\\\x1b[0m line'
     """
-    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return text.translate(CONTROLS)
 
 
 def show_value(value: Any, most: int = MOST_CHARACTERS) -> str:

@@ -35,7 +35,7 @@ class Terminal(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as rich does, with control characters of texts escaped."""
         for segment in super().render(renderable, options):
-            yield segment if segment.control else segment._replace(text=escape_controls(segment.text))
+            yield segment if segment.control else Segment(escape_controls(segment.text), segment.style)
 
 
 def seconds(value: float, cost: CostSource = "measured") -> str:

@@ -567,9 +567,9 @@ def _patient(check: Callable[[], None]) -> Iterator[None]:
     Ray waits for the port of its gcs_server without letting other threads run, also after that has ended: it only looks once at a time.
     Raises what `check` raises, e.g. once a daemon has ended.
     """
-    services, node = ray._private.services, ray._private.node
+    services, launcher = ray._private.services, ray._private.node
     get_node = services.get_node
-    get_port: Any = getattr(node, "wait_for_persisted_port", None)  # older ones have no such port
+    get_port: Any = getattr(launcher, "wait_for_persisted_port", None)  # older ones have no such port
 
     def in_time(call: Callable[..., Any], *which: Any, **options: Any) -> Any:
         end = time.monotonic() + START_S
@@ -583,11 +583,11 @@ def _patient(check: Callable[[], None]) -> Iterator[None]:
                 time.sleep(0.1)
 
     services.get_node = partial(in_time, get_node)
-    node.wait_for_persisted_port = lambda *which, timeout_ms: in_time(get_port, *which, timeout_ms=min(timeout_ms, 1))
+    launcher.wait_for_persisted_port = lambda *which, timeout_ms: in_time(get_port, *which, timeout_ms=min(timeout_ms, 1))
     try:
         yield
     finally:
-        services.get_node, node.wait_for_persisted_port = get_node, get_port
+        services.get_node, launcher.wait_for_persisted_port = get_node, get_port
 
 
 def session_folder() -> str:
