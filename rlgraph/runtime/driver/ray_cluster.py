@@ -569,7 +569,7 @@ def _patient(check: Callable[[], None]) -> Iterator[None]:
     """
     services, launcher = ray._private.services, ray._private.node
     get_node = services.get_node
-    get_port: Any = getattr(launcher, "wait_for_persisted_port", None)  # older ones have no such port
+    get_port: Any = vars(launcher).get("wait_for_persisted_port")  # older ones have no such port
 
     def in_time(call: Callable[..., Any], *which: Any, **options: Any) -> Any:
         end = time.monotonic() + START_S
