@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rlgraph.errors import ConfigError, PlanError
+from rlgraph.nodes.environments.leases import began
 from rlgraph.runtime.driver import ray_cluster
-from rlgraph.runtime.driver.orphan_cleanup import began
 from rlgraph_cli import cluster
 
 

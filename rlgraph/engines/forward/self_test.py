@@ -331,7 +331,7 @@ def small_model(path: str | Path) -> Any:
 
 
 def _score_small_model(path: str | Path, device: str) -> tuple[Any, dict[str, torch.Tensor], torch.Tensor]:
-    """Build the small model of a folder's configuration, a batch, and the log-probs that its own forward gives."""
+    """Build the small model of a folder's configuration, a batch, and the log-probs of its own forward."""
     model, batch = small_model(path).to(device), _batch()
     try:
         return model, batch, score_single_rows(model, batch)

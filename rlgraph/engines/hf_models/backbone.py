@@ -141,10 +141,11 @@ def load_text_model(path: str | Path, dtype: torch.dtype) -> Any:
         plain = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=padded_implementation(AutoModelForCausalLM, path)
         )
-        weights = FolderWeights(path, plain)
-        for place, module in plain.named_modules():  # some classes, as Youtu's, set the row of the padding token to 0 behind the loading
-            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
-                weights.fill(f"{place}.weight", (0, 0), module.weight.detach())
+        tables = [(at, part) for at, part in plain.named_modules() if isinstance(part, torch.nn.Embedding) and part.padding_idx is not None]
+        if tables:  # some classes, as Youtu's, set the row of the padding token to 0 behind the loading
+            weights = FolderWeights(path, plain)
+            for at, table in tables:
+                weights.fill(f"{at}.weight", (0, 0), table.weight.detach())
         return plain.eval()
     model = load_causal(path)
     weights = FolderWeights(path, model)

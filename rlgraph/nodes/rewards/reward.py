@@ -219,7 +219,7 @@ def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", trial: boo
 
     Pass the result to later nodes in place of the plain rewards. Metrics: `critic/NAME/mean`, the mean change,
     `critic/NAME/fraction`, the share of responses changed, and `critic/rewards/...` if the plain rewards have another name.
-    The launch tries an object of your own on a made-up batch; `trial=False` leaves that out.
+    The launch tries a custom object on a made-up batch; `trial=False` leaves that out.
 
     Raises GraphError for an object that does not change rewards, a missing column, or a penalty that begins beyond the longest response.
     """

@@ -41,7 +41,7 @@ def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: 
     reads one reward a response and the inputs carry token rewards, these are summed. A `loss_mask` among the inputs, from a rollout
     correction or a filter, replaces `response_mask`.
 
-    The launch tries an estimator of your own on a made-up batch of two prompts with their groups, before anything starts; `trial=False`
+    The launch tries a custom estimator on a made-up batch of two prompts with their groups, before anything starts; `trial=False`
     leaves that out.
 
     Raises GraphError for a column that the estimator reads and no input carries.
@@ -125,7 +125,7 @@ def rollout_correction(
     With `denominator="kept"` rejections give `loss_mask` [B, T]: the loss's means do not count rejected tokens, as in verl. With "all"
     rejected tokens have weight 0 and still count, so that rejecting does not scale up the others, as in AReaL.
 
-    The launch tries a function of your own, given as `weights`, on a made-up batch; `trial=False` leaves that out.
+    The launch tries a custom function, given as `weights`, on a made-up batch; `trial=False` leaves that out.
 
     Reads `old_log_probs`, `rollout_log_probs`, `response_mask`, and `loss_mask` where an input carries it.
     Metrics: `rollout_corr/...`, see `rlgraph.algorithms.diagnostics`.

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import msgspec
 
+from rlgraph.nodes.environments.leases import began
+
 PREFIX = "rlgraph-job-"  # only job folders have it, so no model's code writes into a folder of such a name
 NOTE = "owner.json"
 MOST_BYTES = 1 << 20  # of a note
@@ -85,7 +87,7 @@ def _end_starting_workers(session: Path) -> None:
 
 
 def free_semaphores() -> None:
-    """Remove the semaphores that a Compiled Graph leaves whose worker was killed; those of a living Ray are in use."""
+    """Remove the semaphores that a Compiled Graph leaves whose worker was killed; a living Ray uses its own."""
     for path in Path("/dev/shm").glob("sem.*"):
         made_by = SEMAPHORE.fullmatch(path.name)
         if made_by and began(int(made_by[1])) < 0:
@@ -143,15 +145,6 @@ def _note(folder: int) -> _Note | None:
 def _birth(pid: int) -> tuple[int, int]:
     """Pair a process id with the time at which the process began, because the system uses ids again."""
     return pid, began(pid)
-
-
-def began(pid: int) -> int:
-    """Read when a process began, in ticks since the machine's start; -1 for one that has ended, a zombie included."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return -1
-    return -1 if fields[0] == "Z" else int(fields[19])
 
 
 def _lives(birth: tuple[int, int]) -> bool:

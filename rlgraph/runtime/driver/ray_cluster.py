@@ -26,10 +26,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rlgraph import notices
 from rlgraph.errors import ChannelTimeout, DispatchError, PlanError, RlgraphError
-from rlgraph.nodes.environments.leases import hold, lease
+from rlgraph.nodes.environments.leases import began, hold, lease
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts
-from rlgraph.runtime.driver.orphan_cleanup import began, free_semaphores, sweep_command
+from rlgraph.runtime.driver.orphan_cleanup import free_semaphores, sweep_command
 
 # Ray's token: in which mode Ray asks for one, and where it lies. Whoever knows it can run code on every host of the cluster.
 
@@ -471,7 +471,7 @@ def agents_of(raylet: int) -> list[RayAgent]:
 
 
 def _ends(log_file: Path) -> str:
-    """Quote the last line of a log; that of errors may be empty, where the other one is long."""
+    """Quote the last line of a log; where it is empty, name the log of outputs, which is long."""
     lines = [line for line in _last_lines(log_file).splitlines() if line.strip()]
     return f"; its log {log_file} ends: {lines[-1].strip():.200}" if lines else f"; its log is {log_file.with_suffix('.out')}"
 
@@ -489,9 +489,7 @@ def deaths_of(nodes: Collection[str]) -> str:
     call_or_abandon("Ray's list of hosts", lambda: known.extend(ray.nodes()), LIST_S)
     ended = {node["NodeManagerAddress"]: node.get("DeathReasonMessage") for node in known if node["NodeID"] in nodes and not node["Alive"]}
     told = [
-        f"Ray ended on {address}: {why.rstrip('.')}; its logs are in /tmp/ray/session_latest/logs there"
-        for address, why in ended.items()
-        if why
+        f"Ray ended on {address}: {why.rstrip('.')}; its logs are in {session_folder()}/logs there" for address, why in ended.items() if why
     ]
     return "; ".join(told)
 

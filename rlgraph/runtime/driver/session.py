@@ -150,9 +150,9 @@ class Session:
         return os.getpid() != self._owner
 
     def check_runs(self) -> None:
-        """Raise RlgraphError if the workers have not been started, or have ended, or are those of another process."""
+        """Raise RlgraphError if the workers have not been started, or have ended, or another process started them."""
         if self.forked:
-            raise RlgraphError(f"the job is that of process {self._owner}, and this is a fork of it; take its steps there")
+            raise RlgraphError(f"process {self._owner} started the job, and this is a fork of it; take its steps there")
         if self.ended:
             raise RlgraphError("the job is closed; launch the plan again")
         if not self._dispatching:

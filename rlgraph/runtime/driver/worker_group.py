@@ -36,7 +36,7 @@ class WorkerGroup:
     """All workers of a job, as the driver sees them. It sleeps until a message comes, and looks at the workers if none comes for long."""
 
     def __init__(self, plan: Plan, deadline_s: float, ray_death: Callable[[Collection[int]], str] = lambda hosts: "") -> None:
-        self.plan, self.deadline_s, self._ray_death = plan, deadline_s, ray_death
+        self.plan, self.deadline_s, self._ray_death, self._look_at_ray_s = plan, deadline_s, ray_death, 0.0
         self.start_s = max(deadline_s, START_LEAST_S)
         self.pids: dict[str, int] = {}
         self.connections: dict[str, Connection] = {}
@@ -189,8 +189,11 @@ class WorkerGroup:
 
     def _check_ray(self) -> None:
         """Raise DispatchError if a process of this job's own Ray has ended: without it the workers end soon, or never hear of it."""
-        if died := self._ray_death(()):
-            raise _ray_died(died)
+        now_s = time.monotonic()
+        if now_s >= self._look_at_ray_s:  # not at each step: a look reads the ends of two logs
+            self._look_at_ray_s = now_s + LOOK_S
+            if died := self._ray_death(()):
+                raise _ray_died(died)
 
     def _hear(self, timeout_s: float) -> bool:
         """Read the workers' messages; True if any came within the time."""

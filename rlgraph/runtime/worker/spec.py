@@ -23,7 +23,7 @@ MOST_FILE_NAME = 120  # characters of a file's name before its ending; file syst
 
 
 def file_name(worker: str) -> str:
-    """Name the files of a worker: its name may be any text, that of a user's node.
+    """Name the files of a worker: its name, which a user gives to a node, may be any text.
 
     >>> file_name("policy[1]"), file_name("reward/format"), file_name("..")
     ('policy[1]', 'reward%2Fformat', '%2E.')
