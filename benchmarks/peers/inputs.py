@@ -49,7 +49,7 @@ def write_data(folder: Path) -> None:
 
 
 def write_model(folder: Path, shape: str | None) -> None:
-    """Write SmolLM2-135M, or random weights of a Qwen3 shape with SmolLM2's vocabulary, with the template above."""
+    """Write SmolLM2-135M, or random weights of a Qwen3 shape with SmolLM2's tokenizer, with the template above."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
 
@@ -64,11 +64,11 @@ def write_model(folder: Path, shape: str | None) -> None:
     else:
         from benchmarks.lib.shapes import config
 
-        tiny: Any = config(shape)
-        tiny.vocab_size, tiny.eos_token_id = len(tokenizer), tokenizer.eos_token_id
+        own: Any = config(shape)
+        own.eos_token_id = tokenizer.eos_token_id
         torch.manual_seed(0)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-            model = Qwen3ForCausalLM(tiny).to(torch.bfloat16)
+            model = Qwen3ForCausalLM(own).to(torch.bfloat16)
     model.save_pretrained(folder, max_shard_size="40GB")
     tokenizer.save_pretrained(folder)
     text = sums(1)[0]["prompt"][0]["content"]

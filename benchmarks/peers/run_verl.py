@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HYDRA_FULL_ERROR": "1",
 }
+CAPTURED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024)  # sequences of a decode step that is a CUDA graph
 MODULES = {"one_step_off": "verl.experimental.one_step_off_policy.main_ppo", "colocated": "verl.trainer.main_ppo"}
 
 
@@ -96,7 +97,7 @@ def overrides(given: argparse.Namespace, work: Path) -> dict[str, Any]:
 
 def of_rollouts(given: argparse.Namespace) -> dict[str, Any]:
     """Make the part of the configuration that its rollouts have."""
-    rollout = "actor_rollout_ref.rollout"
+    rollout, sequences = "actor_rollout_ref.rollout", given.prompts * given.group_size
     return {
         f"{rollout}.name": "vllm",
         f"{rollout}.mode": "async",
@@ -107,11 +108,11 @@ def of_rollouts(given: argparse.Namespace) -> dict[str, Any]:
         f"{rollout}.gpu_memory_utilization": given.engine_memory,
         f"{rollout}.enforce_eager": False,
         f"{rollout}.max_model_len": 64 + given.response_tokens,
-        f"{rollout}.max_num_seqs": given.prompts * given.group_size,
+        f"{rollout}.max_num_seqs": sequences,
         f"{rollout}.max_num_batched_tokens": 16384,
         f"{rollout}.load_format": "auto",
         f"{rollout}.calculate_log_probs": True,
-        f"{rollout}.cudagraph_capture_sizes": "[1,2,4,8,16,32,64,128,256,512,768,1024]",
+        f"{rollout}.cudagraph_capture_sizes": str([size for size in CAPTURED if size <= sequences]).replace(" ", ""),
         f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes": given.bucket_mib,
         f"+{rollout}.engine_kwargs.vllm.attention_backend": "FLASH_ATTN",
     }

@@ -1,7 +1,7 @@
 """Step times of runs on GPUs, predicted and committed before the runs: from nothing, and from the costs of another plan's run.
 
     python benchmarks/prediction/announced.py predict [NAME ...]  # on any machine: predicts what has no measurement, then commit the file
-    python benchmarks/prediction/announced.py run NAME [--steps 7]  # on the GPUs: refuses a run that is not predicted, adds what it took
+    python benchmarks/prediction/announced.py run NAME [--steps 7] [--model FOLDER]  # on the GPUs: refuses a run that is not predicted
     python benchmarks/prediction/announced.py table
 
 A run is one job of `peer_job.py`. `results/announced_h200.json` holds what was said before, with the day and the commit that the code
@@ -45,6 +45,7 @@ class Announced:
 ALONE = Config(mode="colocated", model="1.7B", prompts=32, engines_per_gpu=1, micro_batch_tokens=16384, compiled=True)
 ADAPTER = dataclasses.replace(ALONE, model="4B", rank=32, compiled=False)
 SMALL = dataclasses.replace(ALONE, model="0.6B")
+PAIR = Config(model="4B", prompts=32, engines_per_gpu=1, micro_batch_tokens=8192, compiled=True)  # a GPU for each side
 RUNS = {
     "1.7B, one engine": Announced(1, ALONE),
     "1.7B, two engines": Announced(1, dataclasses.replace(ALONE, engines_per_gpu=2), "1.7B, one engine"),
@@ -56,6 +57,8 @@ RUNS = {
     "0.6B, 512 responses of 512 tokens": Announced(1, dataclasses.replace(SMALL, prompts=64, response_tokens=512), "0.6B, one engine"),
     "0.6B, half the responses": Announced(1, dataclasses.replace(SMALL, prompts=16), "0.6B, one engine"),
     "0.6B, layers recomputed": Announced(1, dataclasses.replace(SMALL, recompute=True), "0.6B, one engine"),
+    "4B, one step off": Announced(2, PAIR),
+    "4B, time-shared on both": Announced(2, dataclasses.replace(PAIR, mode="colocated"), "4B, one step off"),
 }
 
 
@@ -97,13 +100,14 @@ def predict(names: Iterable[str]) -> None:
     FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
-def run(name: str, steps: int) -> None:
-    """Run a predicted job, and add its seconds to the file."""
+def run(name: str, steps: int, model: str | None) -> None:
+    """Run a predicted job, and add its seconds to the file; `model` is a folder of the job's shape that a peer reads too."""
     row = read_results().get(name, {})
     if "from_nothing_s" not in row:
         raise SystemExit(f"{name!r} has no prediction in {FILE.name}; `announced.py predict` makes one, which is committed first")
     COSTS.mkdir(exist_ok=True)
-    cfg = dataclasses.replace(RUNS[name].job, steps=steps, write_costs=str(costs_of(name)), name=name)
+    job = RUNS[name].job
+    cfg = dataclasses.replace(job, model=model or job.model, steps=steps, write_costs=str(costs_of(name)), name=name)
     with tempfile.TemporaryDirectory() as folder:
         cfg.json = f"{folder}/run.json"
         peer_job.run(cfg)
@@ -129,13 +133,14 @@ def main() -> None:
     parser.add_argument("what", choices=("predict", "run", "table"))
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--model", metavar="FOLDER", help="folder of the job's shape, instead of one that the job makes")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in RUNS]:
         raise SystemExit(f"no run is named {unknown[0]!r}; there are {', '.join(RUNS)}")
     if given.what == "predict":
         predict(given.names or RUNS)
     for name in given.names if given.what == "run" else ():
-        run(name, given.steps)
+        run(name, given.steps, given.model)
     rows = [row for row in read_results().values() if "step_s" in row]
     for kind in ("nothing", "costs"):
         if errors := [max(row[key] / row["step_s"], row["step_s"] / row[key]) for row in rows if (key := f"from_{kind}_s") in row]:
