@@ -274,13 +274,15 @@ def interruptions(spans: Iterable[Span]) -> Mapping[Span, Sequence[Span]]:
     return found
 
 
-def latencies(schedule: Schedule, spans: Sequence[Span], first_step: int, together: Collection[str] = ()) -> Mapping[str, float]:
+def latencies(plan: Plan, spans: Sequence[Span], first_step: int, together: Collection[str] = ()) -> Mapping[str, float]:
     """Average, by event, the seconds from the end of all that it waits for until it began: copies, wake-ups, messages.
 
     Played with the events' own seconds and these, the schedule takes as long as the run did. An event that waited for room in a
-    channel ends when the room is there. Weights that load within a firing have no latency. Events that wait for a step before the
-    first span are left out. Of nodes that work `together` the last rank counts, because the others wait for it.
+    channel ends when the room is there. A step that waited for an older one to leave the window has no latency either: a slow first
+    step holds the nodes that would be far ahead. Weights that load within a firing have no latency. Events that wait for a step before
+    the first span are left out. Of nodes that work `together` the last rank counts, because the others wait for it.
     """
+    schedule = plan.schedule
     within = {span for inner in interruptions(spans).values() for span in inner}
     measured: dict[tuple[str, int], list[Span]] = {}
     for span in spans:
@@ -292,6 +294,7 @@ def latencies(schedule: Schedule, spans: Sequence[Span], first_step: int, togeth
     for dependency in schedule.dependencies:
         waits[dependency.after].append(dependency)
     ends: Ends = {}
+    step_ends: dict[int, float] = {}
     unknown: set[tuple[str, int]] = set()  # ended outside the spans
     late: dict[str, list[float]] = {event.name: [] for event in schedule.events}
     order = firing_order(schedule)
@@ -306,11 +309,13 @@ def latencies(schedule: Schedule, spans: Sequence[Span], first_step: int, togeth
                     unknown.add((event.name, step))
                 continue
             starts = [d for d in waits[event.name] if not d.holds]
+            window_s = step_ends.get(step - plan.window, 0.0)
             ends[event.name, step] = {
                 span.worker: max([span.end_s, *(_ready_time(ends, d, step, span.worker) for d in waits[event.name] if d.holds)])
                 for span in found
             }
-            began = [(span.start_s, max((_ready_time(ends, d, step, span.worker) for d in starts), default=0.0)) for span in found]
+            step_ends[step] = max(step_ends.get(step, 0.0), *ends[event.name, step].values())
+            began = [(span.start_s, max(window_s, *(_ready_time(ends, d, step, span.worker) for d in starts))) for span in found]
             if event.node in together:
                 began = [(max(start_s for start_s, _ in began), max(ready_s for _, ready_s in began))]
             if step >= first_step and known:
@@ -453,7 +458,7 @@ def _late(traces: Sequence[Trace]) -> Mapping[str, float]:
     found: dict[str, list[float]] = {}
     for trace in traces:
         together = [node.name for node in trace.plan.nodes if node.work in TOGETHER]
-        for event, seconds in latencies(trace.plan.schedule, trace.spans, _first(trace), together).items():
+        for event, seconds in latencies(trace.plan, trace.spans, _first(trace), together).items():
             found.setdefault(event, []).append(seconds)
     return {event: float(np.mean(seconds)) for event, seconds in found.items()}
 

@@ -72,7 +72,7 @@ def _period(schedule: Schedule, durations: Durations) -> float:
 
 def _durations(plan: Plan, trace: Trace, steps: Sequence[int]) -> Durations:
     """Measure the seconds of each event in each step, its latency included; of several workers the longest counts."""
-    late = latencies(plan.schedule, trace.spans, steps[0])
+    late = latencies(plan, trace.spans, steps[0])
     within = interruptions(trace.spans)
     longest: dict[tuple[str, int], float] = {}
     for span in trace.spans:

@@ -40,6 +40,21 @@ def test_noise_is_kept_as_spread() -> None:
     assert np.std(update.spread) == pytest.approx(0.4 / np.sqrt(12), rel=0.3)
 
 
+def test_a_slow_first_step_makes_no_latency_of_the_prompts_that_the_window_holds() -> None:
+    """The first update compiles for 100 s. The driver begins a step once all have ended that are as old as the window is long."""
+    updates = iter([100.0])
+    plan, spans, sampled = record_run(
+        Loop(depth=1), lambda event, lengths: next(updates, 2.0) if event == "update" else by_length(event, lengths)
+    )
+    ends = {step: max(span.end_s for span in spans if span.step == step) for step in range(STEPS)}
+    late = {span: max(ends.get(span.step - plan.window, 0.0) - span.start_s, 0.0) for span in spans if span.name == "prompts"}
+    assert max(late.values()) > 90
+    held = [
+        replace(span, start_s=span.start_s + late.get(span, 0.0), end_s=span.end_s + late.get(span, 0.0)) for span in spans if span.step < 8
+    ]
+    assert cost_of(measured_costs(plan, held, sampled), "prompts").serial_s == pytest.approx(0.0, abs=1e-3)
+
+
 def test_lengths_that_hardly_vary_claim_one_number_only() -> None:
     same = Lengths((0.0, 1.0), (50.0, 50.0))
     costs = measured_costs(*record_run(Loop(depth=1), by_length, lengths=same))
