@@ -112,6 +112,7 @@ def run(name: str, steps: int, model: str | None) -> None:
         cfg.json = f"{folder}/run.json"
         peer_job.run(cfg)
         took = json.loads(Path(cfg.json).read_text(encoding="utf-8"))[name]
+    took["settings"]["model"] = job.model
     found = read_results()
     found[name] |= {key: value for key, value in took.items() if not key.startswith("predicted")}
     FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

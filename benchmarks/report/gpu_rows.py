@@ -12,24 +12,27 @@ def peer_job(what: str, at: str, script: str) -> Row:
                script)  # fmt: skip
 
 
-def beside_trl(what: str, run: str, peer: str, file: str) -> Row:
-    """A step on policy on one H200, right before TRL's on the same GPU."""
+def beside(what: str, run: str, peer: str, file: str, step: str = "step_s") -> Row:
+    """A step on H200s, right before or after a peer's on the same GPUs."""
     return Row(
-        f"{what}, 256 responses of 1,024 tokens, on policy on one H200: a step, median of {{steps}}",
+        f"{what}: a step, median of {{steps}}",
         seconds("announced_h200.json", run, "step_s", form="{:.1f} s"),
         f'benchmarks/prediction/announced.py run "{run}"',
-        f"TRL 1.16 with {peer}, median of {{peer_steps}}",
-        seconds(file, "step_s", form="{:.1f} s"),
+        f"{peer}, median of {{peer_steps}}",
+        seconds(file, step, form="{:.1f} s"),
         {"steps": count("announced_h200.json", run, "steps_timed"), "peer_steps": count(file, "steps_timed")},
     )
 
 
-BESIDE_TRL = [
-    beside_trl("1.7B", "1.7B, one engine", "Liger", "trl_1.7b_h200.json"),
-    beside_trl("4B by an adapter of rank 32", "4B by an adapter, one engine", "PEFT and Liger", "trl_4b_adapter_h200.json"),
-]
+BATCH = "256 responses of 1,024 tokens"
+BESIDE_PEERS = [
+    beside(f"4B, {BATCH}, one step off on 1 + 1 H200", "4B, one step off", "verl 0.9.1", "verl_one_step_off_4b_h200.json", "wall_s"),
+    beside(f"1.7B, {BATCH}, on policy on one H200", "1.7B, one engine", "TRL 1.16 with Liger", "trl_1.7b_h200.json"),
+    beside(f"4B by an adapter of rank 32, {BATCH}, on policy on one H200", "4B by an adapter, one engine", "TRL 1.16 with PEFT and Liger",
+           "trl_4b_adapter_h200.json"),
+]  # fmt: skip
 PEERS = [
-    *BESIDE_TRL,
+    *BESIDE_PEERS,
     peer_job("1024 tokens, one step off", "one_step_off", "benchmarks/peers/peer_job.py"),
     peer_job("1024 tokens, time-shared on both", "colocated", "benchmarks/peers/peer_job.py mode=colocated"),
     peer_job("64 tokens, one step off", "one_step_off_64_tokens", "benchmarks/peers/peer_job.py response_tokens=64"),

@@ -17,7 +17,7 @@ from rlgraph.plan.events import load_event, publish_event, receive_event
 from rlgraph.plan.lengths import Array, Lengths
 from rlgraph.plan.plan import Plan, PlannedJoin, PlannedNode, with_new_names
 from rlgraph.plan.play import firing_order
-from rlgraph.plan.schedule import MOVING, WORK, Dependency, Sampled, Schedule, Span
+from rlgraph.plan.schedule import MOVING, WORK, Dependency, Sampled, Span
 
 # The trace of a run's firings: costs are fitted to it, and it is replayed under other settings.
 

@@ -31,7 +31,7 @@ def odd_tokens(batch: rg.Columns) -> rg.Columns:
     return {"rewards": (((batch["responses"] % 2 == 1) & mask).sum(-1) / mask.sum(-1).clamp(min=1)).float()}
 
 
-@rg.node(reads=TAKEN, writes="seen")
+@rg.node(reads=TAKEN, writes="seen", trial=False)
 def keep(batch: rg.Columns) -> rg.Columns:
     """Write the batch to a file of its own."""
     torch.save(dict(batch), kept / f"{len(list(kept.iterdir()))}.pt")
