@@ -26,10 +26,10 @@ WALKS: Mapping[str, str] = {
         engines/vllm/spec engines/vllm/engine runtime/worker/executor runtime/worker/spec channels/api channels/factory
         channels/host/channel channels/host/protocol channels/host/connection channels/host/slot_memory columns nodes/training/update
         nodes/training/guards engines/fsdp/engine batching/packing batching/cutting engines/forward/head engines/forward/policy_head
-        engines/hf_models/backbone engines/forward/packed_attention algorithms/aggregation algorithms/policy_loss""",
+        engines/hf/backbone engines/forward/packed_attention algorithms/aggregation algorithms/policy_loss""",
     "How the weights travel": """
         runtime/worker/executor runtime/worker/weight_loops engines/api engines/fsdp/engine engines/fsdp/sharding
-        engines/hf_models/text_part engines/hf_models/folder_weights channels/weights/shards channels/weights/endpoints channels/api
+        engines/hf/model_files engines/hf/folder_weights channels/weights/shards channels/weights/endpoints channels/api
         channels/factory channels/host/channel channels/host/protocol channels/host/connection channels/host/slot_memory
         engines/vllm/engine engines/vllm/tp_weight_loading engines/copy_plan""",
     "How a graph becomes a plan": """

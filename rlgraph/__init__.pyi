@@ -27,7 +27,7 @@ from rlgraph.api import tune as tune
 from rlgraph.columns import Columns as Columns
 from rlgraph.config import config as config
 from rlgraph.curriculum import run as run
-from rlgraph.engines.hf_models.pretrained import model_folder as model_folder
+from rlgraph.engines.hf.pretrained import model_folder as model_folder
 from rlgraph.errors import RlgraphError as RlgraphError
 from rlgraph.graph.nodes import Graph as Graph
 from rlgraph.graph.nodes import Output as Output

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from rlgraph.analysis.run import Run
-from rlgraph.engines.hf_export.folder import Exported
-from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype
-from rlgraph.engines.hf_models import model_files
+from rlgraph.engines.hf import model_files
+from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported
 from rlgraph.errors import DataError, PlanError, PlanWarning, show_value
 from rlgraph.graph.no_signal import no_signal_warnings
 from rlgraph.graph.nodes import Graph, unreached_warnings, with_models

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from rlgraph.analysis import words
 from rlgraph.engines.exact.diagnosis import LOG_PROBS, ComparedOperation, compare
 from rlgraph.engines.exact.rules import check_family
-from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import GraphError
 from rlgraph.nodes import sandbox
 from rlgraph.plan.cluster import Cluster, Precision

@@ -73,7 +73,7 @@ def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) 
     Matrices hold normal numbers of deviation 0.02 from one block that repeats, norms hold ones. With `headers_only` the file of weights
     is a hole of the right size: for engines that are started with random weights.
     """
-    from rlgraph.engines.hf_models.pretrained import byte_tokenizer
+    from rlgraph.engines.hf.pretrained import byte_tokenizer
 
     target = Path(folder) / f"qwen3-{shape}{'-headers' if headers_only else ''}"
     if (target / "config.json").exists():

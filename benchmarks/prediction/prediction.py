@@ -42,7 +42,7 @@ from support.tiny import WeightedLikelihood
 import rlgraph as rg
 from benchmarks.lib.accuracy import accuracy, summary
 from benchmarks.lib.command import command_line, write
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.plan import calibrate
 from rlgraph.runtime.driver.ray_cluster import start_ray, stop_ray
 

@@ -39,7 +39,7 @@ import rlgraph as rg  # noqa: E402
 from benchmarks.lib.machine import machine  # noqa: E402
 from benchmarks.reliability import kills  # noqa: E402
 from rlgraph.columns import Columns  # noqa: E402
-from rlgraph.engines.hf_models.pretrained import tiny_model  # noqa: E402
+from rlgraph.engines.hf.pretrained import tiny_model  # noqa: E402
 from rlgraph.graph.nodes import Output, declare  # noqa: E402
 from rlgraph.nodes.base import Context  # noqa: E402
 from rlgraph.runtime.checkpoint.store import Recovery  # noqa: E402

@@ -37,7 +37,7 @@ import rlgraph as rg
 from benchmarks.lib.command import write
 from benchmarks.reliability.victims import MARK, VICTIMS, chosen, kill, processes
 from rlgraph.columns import Column, Columns
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.nodes.base import Context
 from rlgraph.record import open_metrics
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery

@@ -90,7 +90,7 @@ def trained(seconds: float, smoke: bool) -> dict[str, Any]:
     """Train a model of bytes on the texts of this repository, and save it in bfloat16."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from rlgraph.engines.hf_models.pretrained import byte_tokenizer
+    from rlgraph.engines.hf.pretrained import byte_tokenizer
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     hidden, layers = (64, 2) if smoke else (1024, 16)
@@ -136,7 +136,7 @@ def trained(seconds: float, smoke: bool) -> dict[str, Any]:
 
 def written(name: str, settings: dict[str, Any], counts: tuple[int, ...], samples: Path) -> dict[str, Any]:
     """KL of an engine to itself, and of fp8 to it, with the trained weights and with random ones."""
-    from rlgraph.engines.hf_models.pretrained import parameter_shapes
+    from rlgraph.engines.hf.pretrained import parameter_shapes
     from rlgraph.engines.vllm.engine import VllmEngine
 
     engine = VllmEngine(FOLDER, max_model_len=256, max_sequences=max(counts), **MACHINE, **settings)

@@ -70,7 +70,7 @@ def write_process(shape: str, folder: str) -> None:
     import torch
 
     from benchmarks.lib.shapes import config, tensors_of
-    from rlgraph.engines.hf_models.pretrained import byte_tokenizer
+    from rlgraph.engines.hf.pretrained import byte_tokenizer
 
     tensors = list(tensors_of(shape))
     size = sum(2 * _numel(shape) for _, shape in tensors)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from rlgraph.engines.api import Request, Response
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.rollout.decode_loop import DecodeLoop, OneTurn, Task

@@ -47,7 +47,7 @@ class Rows:
         import torch
 
         from rlgraph.channels.weights.shards import WeightShard
-        from rlgraph.engines.hf_models.pretrained import parameter_shapes
+        from rlgraph.engines.hf.pretrained import parameter_shapes
 
         self.shards = []
         for name, (length, *others) in parameter_shapes(folder).items():

@@ -24,7 +24,7 @@ Matrices = dict[str, tuple[int, int]]
 
 def matrices(folder: str, rank: int) -> Matrices:
     """The shapes of an adapter's matrices, by name, in the order of a trainer."""
-    from rlgraph.engines.hf_models.pretrained import parameter_shapes
+    from rlgraph.engines.hf.pretrained import parameter_shapes
     from rlgraph.engines.lora.modules import A, B
 
     found: Matrices = {}

@@ -30,7 +30,7 @@ def on_gpu() -> bool:
 
 def weights_of(folder: str, seed: int) -> dict[str, torch.Tensor]:
     """Random weights of a folder's names and shapes on this device; the same in every process."""
-    from rlgraph.engines.hf_models.pretrained import parameter_shapes
+    from rlgraph.engines.hf.pretrained import parameter_shapes
 
     device, dtype = ("cuda", torch.bfloat16) if on_gpu() else ("cpu", torch.float32)
     draw = torch.Generator(device).manual_seed(seed)

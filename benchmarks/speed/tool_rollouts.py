@@ -32,7 +32,7 @@ from transformers import AutoTokenizer
 
 import rlgraph as rg
 from rlgraph.engines.api import GenerateEngine, Request
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.nodes.base import Context
 from rlgraph.values.sampling import Sampling
 

@@ -68,7 +68,7 @@ def trainer(folder: str, address: str, port: int, how: tuple[int, bool], orders:
     from rlgraph.channels.host.channel import HostWriter
     from rlgraph.channels.weights.endpoints import WeightsWriter
     from rlgraph.channels.weights.shards import unsharded_weights
-    from rlgraph.engines.hf_models.pretrained import parameter_shapes
+    from rlgraph.engines.hf.pretrained import parameter_shapes
 
     torch.manual_seed(1)
     weights = {name: torch.randn(shape, device="cuda").mul_(0.02) for name, shape in parameter_shapes(folder).items()}

@@ -7,7 +7,7 @@ from typing import Any
 
 from rlgraph.data.files import SUFFIXES, Paths, files_of, load_dataset_split, read
 from rlgraph.data.rows import Overlong, Policy, Row, Rows, at, present, present_row
-from rlgraph.engines.hf_models.model_files import is_hub_id
+from rlgraph.engines.hf.model_files import is_hub_id
 from rlgraph.errors import NOT_JSON, DataError, show_value
 from rlgraph.settings import Count, Name, checked
 

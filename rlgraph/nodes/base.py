@@ -17,7 +17,7 @@ from rlgraph.notices import accept_old_names, old_attribute
 from rlgraph.settings import refuse_unknown
 
 if TYPE_CHECKING:
-    from rlgraph.engines.lora.shared_base import SharedBase
+    from rlgraph.engines.lora.modules import SharedBase
 
 Metrics: TypeAlias = Mapping[str, float]
 Fired: TypeAlias = Columns | tuple[Columns, Metrics]
@@ -94,7 +94,7 @@ class Context:
     def tokenizer(self, path: str) -> Any:
         """Return the tokenizer of a model folder; only the first call loads it."""
         if path not in self.cache:
-            from rlgraph.engines.hf_models.model_files import load_tokenizer
+            from rlgraph.engines.hf.model_files import load_tokenizer
 
             self.cache[path] = load_tokenizer(path)
         return self.cache[path]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlgraph import settings
-from rlgraph.engines.hf_models.chat_template import ChatPrompt
+from rlgraph.engines.hf.chat_template import ChatPrompt
 from rlgraph.errors import NOT_JSON, DataError, show_value
 from rlgraph.settings import Name
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rlgraph.engines.hf_models.chat_template import ChatPrompt
+from rlgraph.engines.hf.chat_template import ChatPrompt
 from rlgraph.errors import NOT_JSON, DataError, show_value
 from rlgraph.nodes.conversations import check_json, checked_messages
 

@@ -13,9 +13,8 @@ from rlgraph.algorithms.advantages import LABELS
 from rlgraph.columns import Column, pad_rows
 from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset, digest, place_of, rows
-from rlgraph.engines.hf_models.chat_template import prompt_tokens
-from rlgraph.engines.hf_models.pretrained import check_model
-from rlgraph.engines.hf_models.supervised import Encoded, Example, Learns, encode_example
+from rlgraph.engines.hf.chat_template import Encoded, Example, Learns, encode_example, prompt_tokens
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError, show_value
 from rlgraph.graph.nodes import Model, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation, Preferences

@@ -14,7 +14,7 @@ from rlgraph.columns import Column, Columns
 from rlgraph.data.mixtures import Mix, Results
 from rlgraph.data.rows import Dataset, Overlong, Rows, digest, place_of, rows
 from rlgraph.data.streams import Stream, StreamReader, stream
-from rlgraph.engines.hf_models.chat_template import check_conversations, encoded_prompts
+from rlgraph.engines.hf.chat_template import check_conversations, encoded_prompts
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation

@@ -13,7 +13,7 @@ import numpy as np
 
 from rlgraph.analysis.samples import FIELDS, FOLDER, LINES, TABLE, Sample, parquet, read_file, sample_files
 from rlgraph.columns import FINISH_REASONS
-from rlgraph.engines.hf_models.model_files import load_tokenizer
+from rlgraph.engines.hf.model_files import load_tokenizer
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.plan import Plan

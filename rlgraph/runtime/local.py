@@ -13,9 +13,8 @@ from rlgraph import notices
 from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.factory import first_choice, open_reader, open_writer
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
-from rlgraph.engines.hf_export.folder import Exported, check_target
-from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout, write_shards
-from rlgraph.engines.lora.shared_base import ThreadBase
+from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, ExportLayout, check_target, write_shards
+from rlgraph.engines.lora.modules import ThreadBase
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.base import Context

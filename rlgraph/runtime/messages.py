@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from rlgraph.channels.host.connection import UNREADABLE, Connection, ProtocolError
-from rlgraph.engines.hf_export.layout import ExportLayout, ShardBox
+from rlgraph.engines.hf.export import ExportLayout, ShardBox
 from rlgraph.graph.nodes import Graph, Node
 from rlgraph.plan.plan import ChannelEnd
 from rlgraph.plan.schedule import Sampled, Span

@@ -10,7 +10,7 @@ import pytest
 import rlgraph as rg
 from rlgraph.algorithms import ESTIMATORS, LOSSES
 from rlgraph.algorithms.correction import DECOUPLED
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import GraphError
 
 sys.path.append(str(Path(__file__).parents[2] / "recipes"))

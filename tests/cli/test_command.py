@@ -20,7 +20,7 @@ from support.tunable_graph import build
 
 import rlgraph as rg
 from rlgraph import diagnosis
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import ConfigError
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob

@@ -14,7 +14,7 @@ from support import forked_programs, forked_workers
 import rlgraph as rg
 from rlgraph import curriculum as running
 from rlgraph.curriculum import digest, planned_stages
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import CheckpointError, DataError, ExportError, PlanError, RlgraphError
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 

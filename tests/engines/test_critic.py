@@ -13,7 +13,7 @@ from support.trainer_engines import fsdp_engine
 
 from rlgraph.algorithms import ValueLoss
 from rlgraph.algorithms.aggregation import Totals
-from rlgraph.engines.forward.value_head import ValueHead
+from rlgraph.engines.forward.head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import DataError
 from rlgraph.values.optimizers import AdamW

@@ -8,8 +8,8 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.chat_template import prompt_tokens
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.chat_template import prompt_tokens
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import DataError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.rollout.fitting import check_prompts

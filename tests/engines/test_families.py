@@ -22,8 +22,8 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.forward.self_test import VOCAB
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
-from rlgraph.engines.hf_models.pretrained import byte_tokenizer
-from rlgraph.engines.hf_models.text_part import in_text_model
+from rlgraph.engines.hf.model_files import in_text_model
+from rlgraph.engines.hf.pretrained import byte_tokenizer
 from rlgraph.engines.lora.modules import A, B
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError, GraphError

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rlgraph.engines.hf_models import backbone
+from rlgraph.engines.hf import backbone
 
 
 def passed(model: torch.nn.Module, fused: bool) -> tuple[int, torch.Tensor, dict[str, torch.Tensor]]:

@@ -21,8 +21,7 @@ from support.tiny import tiny_llama
 from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.spec import SPEC
-from rlgraph.engines.hf_export.folder import GrowingExport, check_target, export_names
-from rlgraph.engines.hf_export.layout import INDEX, ExportDtype, ExportLayout, plan_files, write_shards
+from rlgraph.engines.hf.export import INDEX, ExportDtype, ExportLayout, GrowingExport, check_target, export_names, plan_files, write_shards
 from rlgraph.errors import CheckpointError, ExportError
 
 WEIGHTS = {"a.0.w": torch.randn(5, 3), "a.10.w": torch.randn(7), "a.2.w": torch.randn(2, 3, 4), "b": torch.randn(())}
@@ -76,7 +75,7 @@ def test_files_are_bounded_numbered_and_indexed(tmp_path: Path) -> None:
 def test_boxes_cut_in_any_dim_come_to_their_places(
     cuts: list[list[int]], chunk_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlgraph.engines.hf_export.layout.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("rlgraph.engines.hf.export.CHUNK_BYTES", chunk_bytes)
     weights = {"w": torch.randn(4, 5, 6)}
     boxes = list(cut("w", weights["w"], cuts))
     found = written(tmp_path / "out", layout_of(weights, "bfloat16"), boxes[::2], boxes[1::2])
@@ -116,9 +115,9 @@ from pathlib import Path
 import torch
 from rlgraph.channels.weights.shards import unsharded_weights
 from rlgraph.engines.fsdp.spec import SPEC
-from rlgraph.engines.hf_export.folder import GrowingExport
-from rlgraph.engines.hf_export.layout import plan_files
-from rlgraph.engines.hf_export.layout import write_shards
+from rlgraph.engines.hf.export import GrowingExport
+from rlgraph.engines.hf.export import plan_files
+from rlgraph.engines.hf.export import write_shards
 
 def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) >> 10
@@ -186,9 +185,9 @@ STOPPED = """
 import os, sys, time
 import torch
 from rlgraph.channels.weights.shards import unsharded_weights
-from rlgraph.engines.hf_export.folder import GrowingExport
-from rlgraph.engines.hf_export.layout import plan_files
-from rlgraph.engines.hf_export.layout import write_shards
+from rlgraph.engines.hf.export import GrowingExport
+from rlgraph.engines.hf.export import plan_files
+from rlgraph.engines.hf.export import write_shards
 layout = plan_files({"w": ("w", (64,))}, "float32")
 with GrowingExport(sys.argv[1], layout) as growing:
     write_shards(growing.path, layout, unsharded_weights({"w": torch.zeros(64)}))

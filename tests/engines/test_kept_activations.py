@@ -13,7 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.hf_models import backbone
+from rlgraph.engines.hf import backbone
 from rlgraph.plan.memory_laws import kept_by_layer
 from rlgraph.plan.model_shapes import ModelShape
 from rlgraph.settings import Recompute

@@ -25,7 +25,7 @@ from support.tiny import tiny_mixture, tiny_qwen
 import rlgraph as rg
 from rlgraph.engines.forward import flash4
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.engines.megatron.modules import check_folder
 from rlgraph.engines.megatron.spec import SPEC
 from rlgraph.errors import DataError, GraphError
@@ -258,8 +258,8 @@ def _biased(folder: Path) -> Path:
 
 @installed
 def test_two_splits_in_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlgraph.engines.megatron import ranks
+    from rlgraph.engines.megatron import modules
 
-    monkeypatch.setattr(ranks, "_made", [(2, 1, 1, 1)])
+    monkeypatch.setattr(modules, "_made", [(2, 1, 1, 1)])
     with pytest.raises(GraphError, match=r"another model in these processes has tensor_parallel=2, .* or processes of their own"):
-        ranks.MegatronRanks(0, 2, pipeline=2)
+        modules.MegatronRanks(0, 2, pipeline=2)

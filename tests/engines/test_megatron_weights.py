@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.hf_models.pretrained import parameter_shapes
+from rlgraph.engines.hf.pretrained import parameter_shapes
 from rlgraph.values.optimizers import AdamW
 
 pytestmark = [

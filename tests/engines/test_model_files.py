@@ -14,9 +14,8 @@ from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph import notices
-from rlgraph.engines.hf_models.model_files import check_loadable, header_shapes
-from rlgraph.engines.hf_models.pretrained import check_model
-from rlgraph.engines.hf_models.text_part import text_config
+from rlgraph.engines.hf.model_files import check_loadable, header_shapes, text_config
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError
 
 

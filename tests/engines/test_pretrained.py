@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes, smollm2, tiny_model
+from rlgraph.engines.hf.pretrained import check_model, parameter_shapes, smollm2, tiny_model
 from rlgraph.errors import DataError
 
 

@@ -21,8 +21,8 @@ from rlgraph.channels.weights.shards import Assembly, WeightShard, unsharded_wei
 from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.hf_export.layout import write_shards
-from rlgraph.engines.hf_models.pretrained import parameter_shapes
+from rlgraph.engines.hf.export import write_shards
+from rlgraph.engines.hf.pretrained import parameter_shapes
 from rlgraph.runtime.exports.models import TrainedEntry
 from rlgraph.runtime.exports.write import Source, boxes, write_export
 from rlgraph.values.optimizers import AdamW

@@ -8,8 +8,8 @@ from programs.data_parallel_ranks import score_on_ranks
 from support.templates import model_with
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.chat_template import ChatPrompt
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.chat_template import ChatPrompt
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.engines.transformers.engine import ScoreEngine, _batches
 from rlgraph.errors import DataError, GraphError
 

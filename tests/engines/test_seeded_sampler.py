@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlgraph.engines.sglang.seeded_sampler import GREEDY, sample, uniform
+from rlgraph.engines.sglang.start import GREEDY, sample, uniform
 from rlgraph.engines.transformers.engine import _filter_logits
 from rlgraph.values.sampling import Sampling
 

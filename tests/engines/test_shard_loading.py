@@ -20,12 +20,12 @@ from support.tiny import tiny_llama, tiny_qwen
 from support.trainer_engines import fsdp_engine
 from transformers import AutoModel, AutoModelForCausalLM
 
+from rlgraph.engines.forward.head import ValueHead
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.forward.value_head import ValueHead
 from rlgraph.engines.fsdp.sharding import own_box
-from rlgraph.engines.hf_models import folder_weights
-from rlgraph.engines.hf_models.backbone import skeleton
-from rlgraph.engines.hf_models.folder_weights import FolderWeights, PieceReader
+from rlgraph.engines.hf import folder_weights
+from rlgraph.engines.hf.backbone import skeleton
+from rlgraph.engines.hf.folder_weights import FolderWeights, PieceReader
 from rlgraph.errors import DataError
 from rlgraph.values.optimizers import AdamW
 

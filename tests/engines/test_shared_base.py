@@ -13,9 +13,9 @@ from programs.lora_ranks import engine_of, train_adapter
 from support.forked_workers import server
 from support.trainer_engines import fsdp_engine
 
-from rlgraph.engines.forward.value_head import ValueHead
+from rlgraph.engines.forward.head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.lora.shared_base import ALIGNMENT, HostBase, SharedBase, ThreadBase
+from rlgraph.engines.lora.modules import ALIGNMENT, HostBase, SharedBase, ThreadBase
 from rlgraph.values.lora import LoRA
 from rlgraph.values.optimizers import AdamW
 

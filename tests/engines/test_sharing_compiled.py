@@ -11,7 +11,7 @@ from programs.parallel_ranks import Case, assemble_shards, run_one_process, run_
 from support.tiny import tiny_qwen
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import GraphError
 
 pytestmark = pytest.mark.stage("ranks")

@@ -14,8 +14,8 @@ from support.tiny import tiny_qwen
 
 from rlgraph.engines.fsdp.parallel import check_folder_parallel, check_parallel
 from rlgraph.engines.fsdp.sharding import Ranks
-from rlgraph.engines.hf_models.pretrained import tiny_model
-from rlgraph.engines.hf_models.text_part import text_config
+from rlgraph.engines.hf.model_files import text_config
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import GraphError
 
 pytestmark = pytest.mark.stage("ranks")

@@ -9,7 +9,7 @@ import pytest
 from support.tiny import tiny_qwen
 from transformers import AutoTokenizer
 
-from rlgraph.engines.hf_models.model_files import KNOWN, class_of, load_tokenizer
+from rlgraph.engines.hf.model_files import KNOWN, class_of, load_tokenizer
 
 TEXTS = ["2 + 3 = 5\n7 + 6 = 13", "naïve déjà vu", "<|end|> <|im_start|>user", ""]
 
@@ -44,7 +44,7 @@ def test_any_other_is_left_to_auto_tokenizer(tied: Path, tmp_path: Path) -> None
 
 
 def test_it_brings_no_compiler(tied: Path) -> None:
-    load = f"from rlgraph.engines.hf_models.model_files import load_tokenizer; load_tokenizer({str(tied)!r})"
+    load = f"from rlgraph.engines.hf.model_files import load_tokenizer; load_tokenizer({str(tied)!r})"
     code = f"import sys; {load}; print('torch._dynamo' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250, check=True)
     assert found.stdout.strip() == "False"

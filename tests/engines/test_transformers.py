@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlgraph.engines.api import Response
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.engines.transformers.engine import TransformersEngine, sample
 from rlgraph.errors import DataError
 from rlgraph.values.sampling import Sampling

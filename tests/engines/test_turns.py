@@ -7,8 +7,7 @@ import pytest
 from support.templates import SPECIAL, model_with, tokenizer_of
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.chat_template import ChatPrompt
-from rlgraph.engines.hf_models.turns import TurnTemplate
+from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate
 from rlgraph.errors import DataError, GraphError
 
 # In the manner of Llama 3.1, which leaves out the text of a turn that calls a tool and takes one call, and of Qwen 3 Coder.

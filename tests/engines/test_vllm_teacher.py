@@ -10,7 +10,7 @@ from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import GraphError
 
 NEAR = 1e-4  # in float32; 1.5e-6 was seen

@@ -85,7 +85,7 @@ def of(world: int, sharing: dict[str, int], folder: Path) -> Any:
 def main() -> None:
     import torch
 
-    from rlgraph.engines.hf_models.pretrained import tiny_model
+    from rlgraph.engines.hf.pretrained import tiny_model
 
     folder = tiny_model(Path("model"), hidden=256, tied=False)
     float32, bfloat16 = str(torch.float32), str(torch.bfloat16)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.training.reference import CachedScores, model_key, row_keys

@@ -11,7 +11,7 @@ from support.templates import model_with
 from transformers import AutoTokenizer
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import Context

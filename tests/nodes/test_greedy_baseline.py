@@ -7,7 +7,7 @@ import torch
 
 import rlgraph as rg
 from rlgraph.algorithms import Reinforce, ReMax
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.plan.events import load_event
 
 ITEMS = [{"prompt": f"item {i}"} for i in range(8)]

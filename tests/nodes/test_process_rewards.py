@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 
 import rlgraph as rg
 from rlgraph.algorithms import ProcessGRPO, StepwiseLoss, Totals
-from rlgraph.engines.hf_models.model_files import load_tokenizer
-from rlgraph.engines.hf_models.pretrained import check_model, tiny_model
+from rlgraph.engines.hf.model_files import load_tokenizer
+from rlgraph.engines.hf.pretrained import check_model, tiny_model
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.training.learned_reward import step_ends

@@ -11,7 +11,7 @@ from support.simulated_stages import Loop
 
 import rlgraph as rg
 from rlgraph import api
-from rlgraph.engines.hf_models import model_files
+from rlgraph.engines.hf import model_files
 from rlgraph.errors import PlanError
 from rlgraph.plan.calibrate import Trace
 from rlgraph.plan.compile import compile_plan

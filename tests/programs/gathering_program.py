@@ -22,7 +22,7 @@ from support.grpo import grpo_graph
 
 import rlgraph as rg
 from rlgraph.engines.fsdp.distributed_checkpoint import weights_of
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import ExportError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.cluster import Cluster

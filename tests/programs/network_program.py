@@ -22,7 +22,7 @@ from support import fakes, namespaces, placed_workers, wide_weights
 from support.grpo import grpo_graph
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import RlgraphError
 from rlgraph.graph.nodes import Graph, Pool
 from rlgraph.plan.cluster import Cluster

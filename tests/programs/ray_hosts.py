@@ -128,7 +128,7 @@ def jobs(hosts: Hosts) -> None:
     """`ray job submit` to the head's host, of a plan over two hosts and of a recipe on the head alone."""
     submit = "ray job submit --address http://127.0.0.1:8265"
     with_mode = {"RAY_AUTH_MODE": "token"}
-    tiny = "from pathlib import Path; from rlgraph.engines.hf_models.pretrained import tiny_model; tiny_model(Path('model'))"
+    tiny = "from pathlib import Path; from rlgraph.engines.hf.pretrained import tiny_model; tiny_model(Path('model'))"
     run_together(
         lambda: hosts.do("start", 1, f"{RLGRAPH} cluster start --address {FIRST} --jobs {SMALL}"),
         lambda: hosts.do("model", 2, f'cd {hosts.shared}; python -c "{tiny}"'),

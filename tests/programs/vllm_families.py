@@ -15,7 +15,7 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from rlgraph.engines import copy_plan
-from rlgraph.engines.hf_models.pretrained import parameter_shapes
+from rlgraph.engines.hf.pretrained import parameter_shapes
 from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.values.sampling import Sampling
 

@@ -15,8 +15,8 @@ from support import fakes, forked_programs, forked_workers  # noqa: F401 (a way 
 
 import rlgraph as rg
 from rlgraph.analysis.samples import FIELDS, read_samples, sample_files
-from rlgraph.engines.hf_models.model_files import load_tokenizer
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.model_files import load_tokenizer
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import PlanError
 from rlgraph.recording.samples import TokenTexts
 from rlgraph.runtime.driver.job import Job

@@ -10,7 +10,7 @@ from support.digests import ITEMS, DigestPolicy, digest, odd_tokens, plan, run_h
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.runtime.worker.activity import Activity
 
 LENGTHS = rg.Sampling(max_tokens=14, stop_token_ids=tuple(range(10, 50)))  # most responses are short, some are not

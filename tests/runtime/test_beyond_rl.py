@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 import rlgraph as rg
 from rlgraph.analysis.run import InvariantMonitor
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import CertificateError, GraphError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.training.advantages import Preferred

@@ -9,7 +9,7 @@ from support.digests import ITEMS, DigestPolicy
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS, Columns
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.nodes.base import tensor_of
 from rlgraph.nodes.rollout.decode_loop import WRITES
 from rlgraph.runtime.measure import Step

@@ -12,7 +12,7 @@ from support import forked_workers  # noqa: F401 (a way of dispatch)
 from support.digests import ITEMS, DigestPolicy, plan, run_here, run_in_workers
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 

@@ -8,7 +8,7 @@ import torch
 from support.direct_forward import SUMS, forward_log_probs, norm_of, policy, read_first_batch, run
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from support import digests, forked_workers
 from support.digests import ITEMS, DigestPolicy, odd_tokens
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 
 DATA = [{**item, "data_source": "even" if i % 2 == 0 else "odd"} for i, item in enumerate(ITEMS[:5])]
 

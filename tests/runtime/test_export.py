@@ -15,7 +15,7 @@ from support.digests import ITEMS, odd_tokens
 from support.tiny import tiny_llama
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.pretrained import check_model, tiny_model
+from rlgraph.engines.hf.pretrained import check_model, tiny_model
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 from rlgraph.runtime.local import LocalJob

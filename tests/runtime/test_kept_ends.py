@@ -18,7 +18,7 @@ from support.paths import PROGRAMS
 
 import rlgraph as rg
 from rlgraph import notices
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.runtime.driver.warm import ForkedProcesses, ProcessRequirements
 from rlgraph.runtime.worker import warm_worker
 from rlgraph.runtime.worker.engine_slot import ProcessState

@@ -15,7 +15,7 @@ from support.renewable_engine import ENGINE
 from support.templates import model_with
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import NodeError
 
 pytestmark = pytest.mark.stage("jobs")

@@ -13,7 +13,7 @@ from support.sharing_loop import grpo_graph, log_prob_gap
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import GraphError
 from rlgraph.plan.cluster import Cluster
 from rlgraph.runtime.checkpoint.store import Recovery

@@ -12,7 +12,7 @@ from support.digests import ITEMS, DigestCritic, DigestPolicy, clockless_metrics
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.schedule import Span
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery

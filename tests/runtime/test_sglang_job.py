@@ -15,7 +15,7 @@ from support.sharing_loop import SAMPLING, grpo_graph
 from support.tiny import tiny_qwen
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.plan.cluster import Cluster
 from rlgraph.runtime.driver.job import Job
 

@@ -9,7 +9,7 @@ from support import forked_workers
 from support.sharing_loop import grpo_graph
 from support.tiny import tiny_mixture
 
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 
 pytestmark = pytest.mark.stage("jobs")
 

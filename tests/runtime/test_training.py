@@ -7,7 +7,7 @@ import torch
 from support.digests import ITEMS, digest_loop, odd_tokens, run_here, run_in_workers, run_on_ray
 
 import rlgraph as rg
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.graph.nodes import Feedback, Output
 from rlgraph.nodes.base import tensor_of
 from rlgraph.runtime.worker.executor import copy_views

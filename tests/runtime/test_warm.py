@@ -15,7 +15,7 @@ from support.paths import PROGRAMS
 
 import rlgraph as rg
 from rlgraph.columns import Column, Columns
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import NodeError, PlanError, RlgraphError, WorkerDied
 from rlgraph.runtime.driver import warm as warm_module
 from rlgraph.runtime.driver.job import Job

@@ -214,7 +214,7 @@ def tiny_folder(name: str, parent: Path) -> tuple[Path, Any]:
 
 def save(model: Any, folder: Path) -> Path:
     from rlgraph.engines.forward.self_test import quiet
-    from rlgraph.engines.hf_models.pretrained import byte_tokenizer
+    from rlgraph.engines.hf.pretrained import byte_tokenizer
 
     with quiet():
         model.save_pretrained(folder)

@@ -36,7 +36,7 @@ PRELOADED = [
     "rlgraph.engines.fsdp.engine",
     "rlgraph.engines.fsdp.sharding",
     "rlgraph.engines.fsdp.spec",
-    "rlgraph.engines.hf_models.chat_template",
+    "rlgraph.engines.hf.chat_template",
     "rlgraph.engines.transformers.engine",
     "rlgraph.engines.transformers.spec",
     "transformers.models.auto.modeling_auto",

@@ -7,7 +7,7 @@ from typing import Any
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from rlgraph.engines.hf_models.pretrained import tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 
 FOLDER = Path(__file__).parent / "chat_templates"
 CHATML = ("<|im_start|>", "<|im_end|>")

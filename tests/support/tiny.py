@@ -8,7 +8,7 @@ import torch
 
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.columns import Columns
-from rlgraph.engines.hf_models.pretrained import byte_tokenizer, tiny_model
+from rlgraph.engines.hf.pretrained import byte_tokenizer, tiny_model
 
 VOCAB = 288
 LENGTHS = [7, 2, 5, 5, 1, 12]  # three prompts: of two ranks one has a pass without rows

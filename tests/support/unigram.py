@@ -15,7 +15,7 @@ from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.columns import Columns
 from rlgraph.engines.api import GenerateEngine, Guard, Loss, Place, Request, Response, check_request, check_weights
 from rlgraph.engines.fsdp import distributed_checkpoint
-from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.registry import EngineSpec, TrainerSpec
 from rlgraph.nodes.base import tensor_of
 from rlgraph.plan.estimates import stays_awake

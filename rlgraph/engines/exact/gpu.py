@@ -14,7 +14,7 @@ from rlgraph.engines.exact.gpu_products import forbid_split_sums, pad_single_row
 from rlgraph.engines.exact.rules import check_machine, check_model, check_plain, table_of
 from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.triton_scores import TritonScores
-from rlgraph.engines.hf_models.backbone import backbone_of, install_fused_norms, layers_of
+from rlgraph.engines.hf.backbone import backbone_of, install_fused_norms, layers_of
 from rlgraph.errors import DataError
 
 # Attention on a GPU by the engine's kernel, FlashAttention 3 with keys in one piece and one shape of tiles.

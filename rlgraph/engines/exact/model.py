@@ -18,7 +18,7 @@ def exchange(head: Any, device: str) -> list[Any]:
         return []
     from rlgraph.engines.exact import cpu
     from rlgraph.engines.exact.cpu import ExactLinear, LateRotation
-    from rlgraph.engines.hf_models.backbone import backbone_of, layers_of
+    from rlgraph.engines.hf.backbone import backbone_of, layers_of
 
     model = head.model
     cpu.register()

@@ -22,7 +22,7 @@ def check_family(path: str, model_type: str) -> None:
 
 def check_on_gpu(path: str) -> None:
     """Raise DataError for a model that is exact on a CPU and not proven to be so on a GPU."""
-    from rlgraph.engines.hf_models.text_part import text_config
+    from rlgraph.engines.hf.model_files import text_config
 
     check_model(text_config(path))
 

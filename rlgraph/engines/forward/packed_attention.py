@@ -18,7 +18,7 @@ from rlgraph.batching.packing import SharedPrompts
 from rlgraph.engines.forward import flash, flash4
 from rlgraph.engines.forward.collectives import ranks_in, whole_heads, whole_tokens
 from rlgraph.engines.forward.ring import RingPass, ring_attention
-from rlgraph.engines.hf_models.text_part import text_config
+from rlgraph.engines.hf.model_files import text_config
 from rlgraph.errors import DataError
 
 PADDED, FLAT, FLAT_HALF = "rlgraph_padded", "rlgraph_packed", "rlgraph_packed_half"

@@ -22,8 +22,8 @@ from rlgraph.batching.packing import MicroBatch
 from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn
 from rlgraph.engines.forward.head import ChosenTokens, Head, VocabularyShard, rows_per_chunk
-from rlgraph.engines.hf_models.backbone import LogitShape, backbone_of, load_causal, predicting_states
-from rlgraph.engines.hf_models.folder_weights import FolderWeights
+from rlgraph.engines.hf.backbone import LogitShape, backbone_of, load_causal, predicting_states
+from rlgraph.engines.hf.folder_weights import FolderWeights
 
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}  # 16 MiB of float32 stay in the cache of a CPU; a GPU wants few launches
 

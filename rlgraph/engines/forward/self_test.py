@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_map
 from rlgraph.batching.packing import pack, pack_flat, plan_micro_batches
 from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.policy_head import PolicyHead
-from rlgraph.engines.hf_models.backbone import backbone_of, layers_of
-from rlgraph.engines.hf_models.pretrained import check_model
-from rlgraph.engines.hf_models.text_part import text_config
+from rlgraph.engines.hf.backbone import backbone_of, layers_of
+from rlgraph.engines.hf.model_files import text_config
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError
 
 # A small random model of the same making as a large one: its attention and its kinds of layers, at a width that costs nothing.

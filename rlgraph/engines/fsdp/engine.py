@@ -36,11 +36,10 @@ from rlgraph.engines.fsdp.sharding import (
     sum_metrics,
     whole_shape,
 )
-from rlgraph.engines.hf_models import backbone
-from rlgraph.engines.hf_models.folder_weights import folder_shapes, folder_shards
-from rlgraph.engines.hf_models.text_part import rotary_limit
-from rlgraph.engines.lora.modules import InitialWeights, LoraLinear, attach
-from rlgraph.engines.lora.shared_base import SharedBase
+from rlgraph.engines.hf import backbone
+from rlgraph.engines.hf.folder_weights import folder_shapes, folder_shards
+from rlgraph.engines.hf.model_files import rotary_limit
+from rlgraph.engines.lora.modules import InitialWeights, LoraLinear, SharedBase, attach
 from rlgraph.errors import GraphError
 from rlgraph.plan.estimates import ring_ranks
 from rlgraph.values.lora import LoRA

@@ -18,8 +18,8 @@ from rlgraph.engines.forward.experts import experts_of, inverse, multiply_groupe
 from rlgraph.engines.forward.head import Head, VocabularyShard
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.sharding import cut_parameter, local
-from rlgraph.engines.hf_models.pretrained import check_model
-from rlgraph.engines.hf_models.text_part import text_config
+from rlgraph.engines.hf.model_files import text_config
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import GraphError, show_value
 from rlgraph.plan.estimates import find_undivided_size, ring_ranks
 

@@ -19,11 +19,10 @@ from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.distributed_checkpoint import moment_key
 from rlgraph.engines.fsdp.optimizers import OffloadedMoments, first_moments
 from rlgraph.engines.fsdp.sharding import init_distributed, sum_metrics
-from rlgraph.engines.hf_models.folder_weights import folder_shapes, folder_shards
-from rlgraph.engines.hf_models.text_part import rotary_limit
+from rlgraph.engines.hf.folder_weights import folder_shapes, folder_shards
+from rlgraph.engines.hf.model_files import rotary_limit
 from rlgraph.engines.megatron.masters import SCORE, Box, BoxedTensor, Masters, PieceTable
-from rlgraph.engines.megatron.modules import check_config, transformer_config
-from rlgraph.engines.megatron.ranks import MegatronRanks
+from rlgraph.engines.megatron.modules import MegatronRanks, check_config, transformer_config
 from rlgraph.engines.megatron.stage import PipelineStage, quiet
 from rlgraph.values.trainer import TrainerSettings
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from rlgraph.channels.weights.shards import copy_all
 from rlgraph.engines.fsdp.optimizers import TINY
-from rlgraph.engines.megatron.ranks import MegatronRanks
+from rlgraph.engines.megatron.modules import MegatronRanks
 
 # Each parameter's float32 weights and moments on one of the ranks that compute with it for other tokens (ZeRO-1, arXiv 1910.02054).
 #

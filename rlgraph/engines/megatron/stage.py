@@ -15,9 +15,8 @@ from rlgraph.batching.packing import MicroBatch
 from rlgraph.engines.forward.collectives import gathered_rows
 from rlgraph.engines.forward.head import Head, VocabularyShard
 from rlgraph.engines.forward.policy_head import PolicyHead, Scored, head_scores
-from rlgraph.engines.hf_models.backbone import LogitShape
-from rlgraph.engines.megatron.modules import Packed, RMSNorm, layer_spec
-from rlgraph.engines.megatron.ranks import MegatronRanks
+from rlgraph.engines.hf.backbone import LogitShape
+from rlgraph.engines.megatron.modules import MegatronRanks, Packed, RMSNorm, layer_spec
 
 # Megatron-Core on a CPU: its modules see a `torch` whose `cuda` is the host. Tests run there; the `torch` of everyone else stays as it is.
 #

@@ -14,9 +14,9 @@ import torch
 
 from rlgraph.engines import copy_plan
 from rlgraph.engines.api import GenerateEngine, Request, Response, check_request, check_weights
-from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
+from rlgraph.engines.hf.pretrained import check_model, parameter_shapes
 from rlgraph.engines.sglang import start
-from rlgraph.engines.sglang.seeded_sampler import GREEDY, SeededSampler
+from rlgraph.engines.sglang.start import GREEDY, SeededSampler
 from rlgraph.values.sampling import Running
 
 MEMORIES = ("weights", "kv_cache")  # that SGLang frees by name, in the order in which they come back

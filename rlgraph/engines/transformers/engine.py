@@ -10,11 +10,11 @@ import torch
 from rlgraph.engines.api import GenerateEngine, Request, Response, check_request, check_weights
 from rlgraph.engines.forward.experts import TELLING, routers_of, tells
 from rlgraph.engines.forward.packed_attention import padded_implementation
-from rlgraph.engines.hf_models.backbone import load_text_model
-from rlgraph.engines.hf_models.chat_template import prompt_tokens, render_with_response
-from rlgraph.engines.hf_models.folder_weights import FolderWeights, whole_part
-from rlgraph.engines.hf_models.pretrained import check_model
-from rlgraph.engines.hf_models.text_part import rotary_limit, text_config
+from rlgraph.engines.hf.backbone import load_text_model
+from rlgraph.engines.hf.chat_template import prompt_tokens, render_with_response
+from rlgraph.engines.hf.folder_weights import FolderWeights, whole_part
+from rlgraph.engines.hf.model_files import rotary_limit, text_config
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.lora.modules import describe_weights
 from rlgraph.errors import DataError, GraphError
 from rlgraph.values.sampling import Running, Sampling

@@ -19,9 +19,8 @@ import torch
 from rlgraph.engines import copy_plan
 from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, check_request, check_weights
 from rlgraph.engines.exact.rules import in_company
-from rlgraph.engines.hf_models.model_files import header_shapes
-from rlgraph.engines.hf_models.pretrained import check_model, parameter_shapes
-from rlgraph.engines.hf_models.text_part import in_text_model, is_head
+from rlgraph.engines.hf.model_files import header_shapes, in_text_model, is_head
+from rlgraph.engines.hf.pretrained import check_model, parameter_shapes
 from rlgraph.engines.lora.modules import MergedWeights, describe_weights
 from rlgraph.engines.vllm import arguments as engine_arguments
 from rlgraph.engines.vllm import drafts as vllm_drafts

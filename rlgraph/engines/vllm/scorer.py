@@ -9,7 +9,7 @@ import torch
 from rlgraph.batching.packing import response_lengths
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
-from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.vllm.engine import VllmEngine
 from rlgraph.errors import GraphError
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from rlgraph import notices, settings
-from rlgraph.engines.hf_models.chat_template import ChatPrompt
+from rlgraph.engines.hf.chat_template import ChatPrompt
 from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Pool
 from rlgraph.nodes.environments.messages import FORMATS, Message, ToolCall, Turn

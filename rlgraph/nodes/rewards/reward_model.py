@@ -100,8 +100,8 @@ class ModelReward(Operation):
         return NodeTraits(work="forward", by_group=True)
 
     def check(self, node: Node) -> None:
-        from rlgraph.engines.hf_models.chat_template import check_answered
-        from rlgraph.engines.hf_models.model_files import check_tokenizer
+        from rlgraph.engines.hf.chat_template import check_answered
+        from rlgraph.engines.hf.model_files import check_tokenizer
 
         check_folder(self.model.path)
         tokenizer = check_tokenizer(self.model.path)

@@ -10,9 +10,8 @@ from typing import Any, ClassVar
 
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Finish, Request, Response
-from rlgraph.engines.hf_models.chat_template import ChatPrompt, reads
-from rlgraph.engines.hf_models.turns import TurnTemplate
-from rlgraph.engines.tool_parsers import vllm_calls
+from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate, reads
+from rlgraph.engines.registry import vllm_calls
 from rlgraph.errors import GraphError, show_value
 from rlgraph.nodes.environments.agent import Agent, Environment
 from rlgraph.nodes.environments.messages import FORMATS, CallFormat, Message, ToolCall, call_id, calls_of

@@ -13,7 +13,7 @@ import torch
 from rlgraph.columns import Column, Columns, rows_of_rank, truncation_mask
 from rlgraph.data.mixtures import Mix
 from rlgraph.data.rows import Dataset
-from rlgraph.engines.hf_models.chat_template import encoded_prompts
+from rlgraph.engines.hf.chat_template import encoded_prompts
 from rlgraph.errors import DataError, GraphError, choices
 from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation

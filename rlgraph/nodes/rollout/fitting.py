@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from rlgraph import notices
 from rlgraph.columns import Columns
 from rlgraph.data.rows import Overlong, place_of
-from rlgraph.engines.hf_models.chat_template import check_conversations, encoded_prompts
+from rlgraph.engines.hf.chat_template import check_conversations, encoded_prompts
 from rlgraph.engines.registry import EngineSpec
 from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.graph.nodes import Node
@@ -35,8 +35,8 @@ def check_prompts(
 
     Raises DataError for a folder that is no model, or a prompt that leaves no room for a response.
     """
-    from rlgraph.engines.hf_models.model_files import check_tokenizer
-    from rlgraph.engines.hf_models.pretrained import check_model
+    from rlgraph.engines.hf.model_files import check_tokenizer
+    from rlgraph.engines.hf.pretrained import check_model
 
     model = check_model(generator.path, loadable=True)
     unknown = [token for token in sampling.stop_token_ids if token >= model.vocab_size]
@@ -62,7 +62,7 @@ def check_prompts(
 
 def check_rotation(where: str, path: str, most: int, room: str = "Generator(max_context=)") -> None:
     """Raise GraphError if rows of `most` tokens are so long that the rotary factors of a model depend on the rows beside them."""
-    from rlgraph.engines.hf_models.text_part import rotary_limit, text_config
+    from rlgraph.engines.hf.model_files import rotary_limit, text_config
 
     limit = rotary_limit(text_config(path))
     if limit is not None and most > limit:

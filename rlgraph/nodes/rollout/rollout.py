@@ -12,10 +12,9 @@ import torch
 from rlgraph.columns import Column, Columns, repeat_rows, rows_of_rank
 from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Request
-from rlgraph.engines.hf_models.chat_template import ChatPrompt, encoded_prompts, reads
-from rlgraph.engines.hf_models.model_files import header_shapes
-from rlgraph.engines.hf_models.pretrained import check_model
-from rlgraph.engines.hf_models.turns import TurnTemplate
+from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate, encoded_prompts, reads
+from rlgraph.engines.hf.model_files import header_shapes
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
 from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare

@@ -18,8 +18,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from rlgraph.engines.api import Finish, Request, Response
-from rlgraph.engines.hf_models.chat_template import ChatPrompt
-from rlgraph.engines.hf_models.turns import TurnTemplate
+from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate
 from rlgraph.errors import DataError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.endpoint import ApiError, ChatRequest, Endpoint, Pending, Reply

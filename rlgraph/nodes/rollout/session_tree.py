@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from rlgraph.engines.api import Finish, Response
-from rlgraph.engines.hf_models.chat_template import ChatPrompt
+from rlgraph.engines.hf.chat_template import ChatPrompt
 
 
 @dataclass(eq=False)

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rlgraph.engines.api import Finish
-from rlgraph.engines.hf_models.chat_template import ChatPrompt
-from rlgraph.engines.hf_models.turns import TurnTemplate
+from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate
 from rlgraph.errors import DataError, RlgraphError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.environments import leases

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from rlgraph.columns import Columns, rows_of
-from rlgraph.engines.hf_models.pretrained import ModelSummary
+from rlgraph.engines.hf.pretrained import ModelSummary
 from rlgraph.engines.precision import INSTALL, is_installed
 from rlgraph.errors import CertificateError, DataError, GraphError
 from rlgraph.graph.nodes import Node, Output
@@ -242,8 +242,8 @@ def writers(node: Node) -> Iterator[Node]:
 @functools.cache
 def difference(first: str, second: str) -> str | None:
     """Name a token id that two models read differently; None if there is none, or if one of the folders has no tokenizer to tell."""
-    from rlgraph.engines.hf_models.model_files import check_tokenizer
-    from rlgraph.engines.hf_models.pretrained import check_model
+    from rlgraph.engines.hf.model_files import check_tokenizer
+    from rlgraph.engines.hf.pretrained import check_model
 
     try:
         known, own = ({place: text for text, place in check_tokenizer(path).get_vocab().items()} for path in (first, second))

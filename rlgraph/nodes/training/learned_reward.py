@@ -13,8 +13,8 @@ from rlgraph.algorithms.policy_loss import WholeLoss
 from rlgraph.algorithms.supervised_losses import BradleyTerry
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns
-from rlgraph.engines.hf_export.folder import HEAD
-from rlgraph.engines.hf_models.model_files import header_shapes
+from rlgraph.engines.hf.export import HEAD
+from rlgraph.engines.hf.model_files import header_shapes
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Graph, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, list_columns, tensor_of

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from rlgraph.columns import Column, Columns
-from rlgraph.engines.hf_models.pretrained import check_model
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation

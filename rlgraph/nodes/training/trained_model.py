@@ -169,7 +169,7 @@ class ModelScores(Operation):
 
 def check_folder(path: str) -> None:
     """Raise DataError for a folder without a model that can be loaded."""
-    from rlgraph.engines.hf_models.pretrained import check_model
+    from rlgraph.engines.hf.pretrained import check_model
 
     check_model(path, loadable=True)
 
@@ -181,7 +181,7 @@ def check_trained(model: TrainedModel) -> None:
     The families in `TESTED` have library tests of their own, so for them the workers' self-test, which runs during their start, is enough.
     """
     from rlgraph.engines.exact.rules import check_family, check_on_gpu
-    from rlgraph.engines.hf_models.pretrained import check_model
+    from rlgraph.engines.hf.pretrained import check_model
 
     model.spec.check(model)
     check_installed(model)
@@ -219,7 +219,7 @@ def check_whole_vocabulary(name: str, model: TrainedModel) -> None:
 
 def check_rows_fit(node: Node, model: TrainedModel) -> None:
     """Raise GraphError for an engine that only scores and has less room for a row than the generator that writes it."""
-    from rlgraph.engines.hf_models.pretrained import check_model
+    from rlgraph.engines.hf.pretrained import check_model
 
     if not model.spec.only_scores:
         return
@@ -238,7 +238,7 @@ def check_rotary_factors(node: Node, model: TrainedModel) -> None:
 
     Rows that are no generator's are checked as they arrive.
     """
-    from rlgraph.engines.hf_models.pretrained import check_model
+    from rlgraph.engines.hf.pretrained import check_model
 
     for writer in writers(node):
         if writer.model is not None and writer.traits.work == "generate":

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from rlgraph.analysis.words import graph_settings
-from rlgraph.engines.hf_models.model_files import revision_of
+from rlgraph.engines.hf.model_files import revision_of
 from rlgraph.errors import CheckpointError, show_value
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.checkpoint_cut import lookaheads

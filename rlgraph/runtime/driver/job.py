@@ -13,8 +13,7 @@ from rlgraph.analysis.attribution import Bubbles
 from rlgraph.analysis.findings import findings
 from rlgraph.analysis.run import InvariantMonitor, Observed, Run
 from rlgraph.analysis.words import Terminal, graph_settings
-from rlgraph.engines.hf_export.folder import Exported, check_target
-from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout
+from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, ExportLayout, check_target
 from rlgraph.errors import CheckpointError, ExportError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.calibrate import Trace, costs_of

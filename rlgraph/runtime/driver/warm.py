@@ -314,7 +314,7 @@ MODULES = (
     "rlgraph.engines.forward.self_test",
     "rlgraph.engines.fsdp.engine",
     "rlgraph.engines.fsdp.sharding",
-    "rlgraph.engines.hf_models.chat_template",
+    "rlgraph.engines.hf.chat_template",
     "rlgraph.engines.transformers.engine",
     "rlgraph.engines.transformers.engine",
     "transformers.models.auto.modeling_auto",

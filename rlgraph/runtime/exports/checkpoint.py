@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 
 from rlgraph.analysis.run import CardFacts
-from rlgraph.engines.hf_export.folder import Exported, check_target
-from rlgraph.engines.hf_export.layout import AdapterForm, ExportDtype, ExportLayout, write_shards
-from rlgraph.engines.hf_models.backbone import parts_of
-from rlgraph.engines.hf_models.folder_weights import folder_shards
-from rlgraph.engines.hf_models.pretrained import parameter_shapes
+from rlgraph.engines.hf.backbone import parts_of
+from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, ExportLayout, check_target, write_shards
+from rlgraph.engines.hf.folder_weights import folder_shards
+from rlgraph.engines.hf.pretrained import parameter_shapes
 from rlgraph.engines.registry import TRAINERS, SavedShard
 from rlgraph.errors import CheckpointError, ExportError
 from rlgraph.plan.plan import Plan

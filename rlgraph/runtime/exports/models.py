@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from rlgraph.engines.hf_export.layout import AdapterForm
+from rlgraph.engines.hf.export import AdapterForm
 from rlgraph.engines.lora.peft_folder import SavedAdapter
 from rlgraph.errors import ExportError, show_value
 from rlgraph.graph.nodes import Graph

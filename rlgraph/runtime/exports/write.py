@@ -11,20 +11,24 @@ from safetensors import safe_open
 from rlgraph.analysis.run import CardFacts
 from rlgraph.analysis.words import graph_settings
 from rlgraph.channels.weights.shards import WeightShard, parameters
-from rlgraph.engines.hf_export.folder import Exported, GrowingExport, export_names, take_room, write_companions
-from rlgraph.engines.hf_export.layout import (
+from rlgraph.engines.hf.export import (
     DTYPES,
     MOST_FILE_BYTES,
     AdapterForm,
     ExportDtype,
+    Exported,
     ExportLayout,
+    GrowingExport,
     Numbers,
     ShardBox,
+    export_names,
     plan_files,
+    take_room,
+    write_companions,
     write_shards,
 )
-from rlgraph.engines.hf_models.model_files import revision_of
-from rlgraph.engines.hf_models.pretrained import check_model, other_tensors, parameter_shapes
+from rlgraph.engines.hf.model_files import revision_of
+from rlgraph.engines.hf.pretrained import check_model, other_tensors, parameter_shapes
 from rlgraph.engines.lora.modules import BaseWeights
 from rlgraph.engines.lora.peft_folder import SavedAdapter, peft_names, read_adapter, write_config
 from rlgraph.errors import ExportError, RlgraphError

@@ -17,7 +17,7 @@ import torch
 
 from rlgraph.channels.api import Reader, Statistics, Writer
 from rlgraph.columns import Column, Columns, concat_rows, repeat_rows, rows_of_rank
-from rlgraph.engines.hf_models.model_files import forbid_downloads
+from rlgraph.engines.hf.model_files import forbid_downloads
 from rlgraph.errors import GraphError, StalenessError, show_value
 from rlgraph.graph.operation import HasState, Stateful
 from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics, fired_parts

@@ -14,8 +14,8 @@ from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.factory import Onward, open_onward, open_reader, open_writer
 from rlgraph.channels.host.connection import Connection, bound, dial, listen, talk_at
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
-from rlgraph.engines.hf_export.layout import write_shards
-from rlgraph.engines.lora.shared_base import HostBase
+from rlgraph.engines.hf.export import write_shards
+from rlgraph.engines.lora.modules import HostBase
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout, short
 from rlgraph.nodes.base import Context
 from rlgraph.plan.plan import PlannedLoop

@@ -13,8 +13,16 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.hf_models.model_files import check_loadable, download_folder, header_shapes, is_hub_id
-from rlgraph.engines.hf_models.text_part import is_head, is_nested, is_text, text_entries
+from rlgraph.engines.hf.model_files import (
+    check_loadable,
+    download_folder,
+    header_shapes,
+    is_head,
+    is_hub_id,
+    is_nested,
+    is_text,
+    text_entries,
+)
 from rlgraph.errors import DataError
 
 TINY_TEMPLATE = (

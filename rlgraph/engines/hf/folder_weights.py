@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 import torch
 
 from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
-from rlgraph.engines.hf_models.model_files import header_places, header_shapes
-from rlgraph.engines.hf_models.pretrained import check_model
-from rlgraph.engines.hf_models.text_part import in_text_model, is_text
+from rlgraph.engines.hf.model_files import header_places, header_shapes, in_text_model, is_text
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError
 from rlgraph.plan.estimates import PIECE_BYTES
 

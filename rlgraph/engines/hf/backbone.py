@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from rlgraph.batching.packing import MicroBatch
 from rlgraph.engines.forward.packed_attention import padded_implementation
-from rlgraph.engines.hf_models.folder_weights import FolderWeights, PartsByName
-from rlgraph.engines.hf_models.pretrained import check_model
-from rlgraph.engines.hf_models.text_part import text_config
+from rlgraph.engines.hf.folder_weights import FolderWeights, PartsByName
+from rlgraph.engines.hf.model_files import text_config
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError
 
 # A Hugging Face model without the memory of its weights: parameters on the meta device, buffers as its code computes them.
