@@ -57,8 +57,8 @@ from rlgraph.nodes.training.reference import Reference as Reference
 from rlgraph.nodes.training.teacher import Teacher as Teacher
 from rlgraph.plan.cluster import Cluster as Cluster
 from rlgraph.plan.plan import Plan as Plan
+from rlgraph.runtime.driver.hosts import local_cluster as local_cluster
 from rlgraph.runtime.driver.job import Job as Job
-from rlgraph.runtime.driver.machine import local_cluster as local_cluster
 from rlgraph.values.lora import LoRA as LoRA
 from rlgraph.values.optimizers import AdamW as AdamW
 from rlgraph.values.sampling import Sampling as Sampling

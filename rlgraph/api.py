@@ -222,12 +222,12 @@ def launch(
     encrypt: bool = False,
 ) -> "Job":
     """Make the job of a plan; `Plan.launch` documents the arguments and the errors."""
+    from rlgraph.runtime.checkpoint.store import choose_model, trained_models
+    from rlgraph.runtime.driver.hosts import local_cluster
     from rlgraph.runtime.driver.job import Job
-    from rlgraph.runtime.driver.machine import local_cluster
     from rlgraph.runtime.driver.ray_dispatch import check_sendable
     from rlgraph.runtime.driver.session import Links
     from rlgraph.runtime.driver.warm import chosen_dispatch
-    from rlgraph.runtime.exports.models import choose_model, trained_models
 
     graph = checked_source(plan)
     check_sendable(graph)
@@ -272,7 +272,7 @@ def export(
     Raises CheckpointError for a checkpoint that is not whole, and ExportError for a folder that exists or cannot be written, a disk without
     room, and a model whose own folder is gone. No folder is left then.
     """
-    from rlgraph.runtime.exports.checkpoint import export_checkpoint
+    from rlgraph.runtime.checkpoint.export import export_checkpoint
 
     return export_checkpoint(checkpoint, folder, dtype, policy, adapter, model_card)
 
@@ -294,9 +294,9 @@ def ray_dag(plan: Plan, actors: Mapping[str, Any]) -> Any:
 
     Raises PlanError if a worker has no actor, or an actor has no method `fire`.
     """
-    from rlgraph.runtime.driver import ray_graph
+    from rlgraph.runtime.driver import ray_dispatch
 
-    return ray_graph.ray_dag(plan, actors)
+    return ray_dispatch.ray_dag(plan, actors)
 
 
 @checked(PlanError)
@@ -305,9 +305,9 @@ def draw_ray(compiled: Any, path: str | Path) -> None:
 
     Raises PlanError where graphviz is not installed, with the commands that install it, and for any other ending.
     """
-    from rlgraph.runtime.driver import ray_graph
+    from rlgraph.runtime.driver import ray_dispatch
 
-    ray_graph.draw(compiled, Path(path))
+    ray_dispatch.draw(compiled, Path(path))
 
 
 def checked_source(plan: Plan, to_come: Collection[str] = ()) -> Graph:

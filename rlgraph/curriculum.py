@@ -18,10 +18,9 @@ from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
 from rlgraph.render import joint_report
 from rlgraph.render.report import FILE
-from rlgraph.runtime.checkpoint.store import difference, fingerprint
-from rlgraph.runtime.driver.machine import local_cluster
+from rlgraph.runtime.checkpoint.store import choose_model, difference, fingerprint, trained_models
+from rlgraph.runtime.driver.hosts import local_cluster
 from rlgraph.runtime.driver.ray_dispatch import check_sendable
-from rlgraph.runtime.exports.models import choose_model, trained_models
 from rlgraph.settings import Count, Natural, checked
 
 # The stages of a curriculum, planned before the first one starts, so that bad input is refused then.

@@ -26,7 +26,7 @@ from rlgraph.errors import GraphError
 from rlgraph.nodes import sandbox
 from rlgraph.plan.cluster import Cluster, Precision
 from rlgraph.render.text import align_rows
-from rlgraph.runtime.driver.machine import local_cluster
+from rlgraph.runtime.driver.hosts import local_cluster
 
 # The result of a check, and all of them together.
 

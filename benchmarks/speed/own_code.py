@@ -2,7 +2,7 @@
 
     python benchmarks/speed/own_code.py [--json PATH] [--py-spy PROGRAM]
 
-Stacks: `rlgraph/runtime/worker/stacks.py`, which is `faulthandler` with a pipe for each worker, and `py-spy dump` look at four workers at
+Stacks: `rlgraph/runtime/worker/activity.py`, which is `faulthandler` with a pipe for each worker, and `py-spy dump` look at four workers at
 a time, which sleep, hold the interpreter's lock in C code, or are stopped. Told are the seconds for all four and how many dumps name the
 function that is stuck. `py-spy` asks once more as a user who may not trace the workers, as Yama and containers refuse it to their own
 user. The handshake: `channels/host/connection.py` and `multiprocessing.connection` connect a hundred times, then meet a peer that is
@@ -34,7 +34,7 @@ from typing import Any
 
 from rlgraph.channels.host.connection import Connection as AuthenticatedConnection
 from rlgraph.channels.host.connection import set_deadline
-from rlgraph.runtime.worker.stacks import offer_stacks, read_stacks
+from rlgraph.runtime.worker.activity import offer_stacks, read_stacks
 
 KEY, CONNECTS, WORKERS, NOBODY = b"key", 100, 4, 65534
 ROUNDS, TURNS = 5, 41

@@ -25,7 +25,7 @@ Matrices = dict[str, tuple[int, int]]
 def matrices(folder: str, rank: int) -> Matrices:
     """The shapes of an adapter's matrices, by name, in the order of a trainer."""
     from rlgraph.engines.hf.pretrained import parameter_shapes
-    from rlgraph.engines.lora.modules import A, B
+    from rlgraph.engines.lora import A, B
 
     found: Matrices = {}
     for name, shape in parameter_shapes(folder).items():
@@ -96,7 +96,7 @@ def lora_stage(smoke: bool) -> dict[str, Any]:
 def lora_publish(smoke: bool) -> dict[str, Any]:
     from rlgraph.channels.host.channel import HostReader
     from rlgraph.channels.weights.endpoints import WeightsReader
-    from rlgraph.engines.lora.modules import BaseWeights
+    from rlgraph.engines.lora import BaseWeights
     from rlgraph.engines.vllm.engine import VllmEngine
 
     on_gpu = torch.cuda.is_available()
@@ -157,8 +157,7 @@ def vllm_lora(smoke: bool) -> dict[str, Any]:
     from safetensors.torch import save_file
     from vllm.lora.request import LoRARequest
 
-    from rlgraph.engines.lora.modules import PEFT
-    from rlgraph.engines.lora.peft_folder import SavedAdapter, write_config
+    from rlgraph.engines.lora import PEFT, SavedAdapter, write_config
     from rlgraph.engines.vllm.engine import VllmEngine
     from rlgraph.values.lora import TENSORS
 

@@ -11,7 +11,7 @@ import torch
 from rlgraph.algorithms.aggregation import Totals
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
-from rlgraph.engines.lora.modules import SharedBase
+from rlgraph.engines.lora import SharedBase
 from rlgraph.errors import DataError
 from rlgraph.values.sampling import Running, Sampling
 

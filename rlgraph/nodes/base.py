@@ -17,7 +17,7 @@ from rlgraph.notices import accept_old_names, old_attribute
 from rlgraph.settings import refuse_unknown
 
 if TYPE_CHECKING:
-    from rlgraph.engines.lora.modules import SharedBase
+    from rlgraph.engines.lora import SharedBase
 
 Metrics: TypeAlias = Mapping[str, float]
 Fired: TypeAlias = Columns | tuple[Columns, Metrics]

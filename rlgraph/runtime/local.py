@@ -14,15 +14,14 @@ from rlgraph.channels.api import Reader, Writer
 from rlgraph.channels.factory import first_choice, open_reader, open_writer
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, ExportLayout, check_target, write_shards
-from rlgraph.engines.lora.modules import ThreadBase
+from rlgraph.engines.lora import ThreadBase
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.base import Context
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.schedule import Span
-from rlgraph.runtime.checkpoint.store import Checkpoints
-from rlgraph.runtime.exports.models import check_apart, choose_model, trained_models
-from rlgraph.runtime.exports.write import Source, boxes, check_source, model_card, write_export
+from rlgraph.runtime.checkpoint.export import Source, boxes, check_source, model_card, write_export
+from rlgraph.runtime.checkpoint.store import Checkpoints, check_apart, choose_model, trained_models
 from rlgraph.runtime.measure import NO_STEP, Step, bits, oldest, timings
 from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
 from rlgraph.runtime.worker.progress import Progress

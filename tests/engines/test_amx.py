@@ -13,7 +13,7 @@ from rlgraph.engines import precision
 FLAGS = "fpu avx512f avx512_bf16 amx_bf16 avx512_fp16 amx_tile amx_int8"
 PRODUCT = """
 import torch
-from rlgraph.runtime.driver.machine import local_cluster
+from rlgraph.runtime.driver.hosts import local_cluster
 local_cluster()
 a = torch.ones(256, 256, dtype=torch.bfloat16)
 assert (a @ a).eq(256).all()

@@ -24,7 +24,7 @@ from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.engines.hf.model_files import in_text_model
 from rlgraph.engines.hf.pretrained import byte_tokenizer
-from rlgraph.engines.lora.modules import A, B
+from rlgraph.engines.lora import A, B
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError, GraphError
 from rlgraph.settings import Recompute

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import rlgraph as rg
-from rlgraph.engines.lora.modules import A, B, BaseWeights
+from rlgraph.engines.lora import A, B, BaseWeights
 from rlgraph.engines.vllm.fp8_weights import QuantisedWeights, quantise, quantised_bytes
 from rlgraph.errors import PlanError
 

@@ -19,8 +19,7 @@ from rlgraph.engines.forward import self_test
 from rlgraph.engines.forward.head import ValueHead
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.lora.modules import BaseWeights, merge_adapter
-from rlgraph.engines.lora.peft_folder import SavedAdapter, peft_names, read_adapter, write_config
+from rlgraph.engines.lora import BaseWeights, SavedAdapter, merge_adapter, peft_names, read_adapter, write_config
 from rlgraph.errors import DataError, GraphError
 from rlgraph.values.lora import CONFIG, FAMILIES, TENSORS, LoRA
 from rlgraph.values.optimizers import AdamW

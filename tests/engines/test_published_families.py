@@ -23,8 +23,8 @@ from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf.export import write_shards
 from rlgraph.engines.hf.pretrained import parameter_shapes
-from rlgraph.runtime.exports.models import TrainedEntry
-from rlgraph.runtime.exports.write import Source, boxes, write_export
+from rlgraph.runtime.checkpoint.export import Source, boxes, write_export
+from rlgraph.runtime.checkpoint.store import TrainedEntry
 from rlgraph.values.optimizers import AdamW
 
 pytestmark = pytest.mark.stage("families")

@@ -15,7 +15,7 @@ from support.trainer_engines import fsdp_engine
 
 from rlgraph.engines.forward.head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
-from rlgraph.engines.lora.modules import ALIGNMENT, HostBase, SharedBase, ThreadBase
+from rlgraph.engines.lora import ALIGNMENT, HostBase, SharedBase, ThreadBase
 from rlgraph.values.lora import LoRA
 from rlgraph.values.optimizers import AdamW
 

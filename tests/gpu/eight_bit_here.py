@@ -19,7 +19,7 @@ import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
-from rlgraph.engines.lora.modules import round_matrix
+from rlgraph.engines.lora import round_matrix
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SETTINGS = rg.AdamW(lr=1e-2, weight_decay=0.1, warmup_steps=2, moments="8bit")

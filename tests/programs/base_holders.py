@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.engines.lora.modules import HostBase
+from rlgraph.engines.lora import HostBase
 
 BIG = 1 << 20  # numbers of the first weight
 NUMBERS = {"one": 1.5, "two": -2.0}  # that each weight is full of

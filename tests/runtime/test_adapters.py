@@ -14,8 +14,7 @@ from safetensors.torch import load_file
 from support.paths import PROGRAMS, PYTHONPATH
 
 import rlgraph as rg
-from rlgraph.engines.lora.modules import BaseWeights
-from rlgraph.engines.lora.peft_folder import read_adapter
+from rlgraph.engines.lora import BaseWeights, read_adapter
 from rlgraph.errors import ExportError, GraphError
 from rlgraph.graph.nodes import Output
 from rlgraph.plan.model_shapes import AdapterSize, ModelShape

@@ -12,8 +12,7 @@ from support import forked_workers
 from support.adapter_loops import LORAS, NAMES, loops, small_tokens
 
 import rlgraph as rg
-from rlgraph.engines.lora.modules import BaseWeights
-from rlgraph.engines.lora.peft_folder import read_adapter
+from rlgraph.engines.lora import BaseWeights, read_adapter
 from rlgraph.errors import GraphError
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob

@@ -4,7 +4,7 @@ import pytest
 from support.grpo import grpo_graph
 
 import rlgraph as rg
-from rlgraph.runtime.driver.machine import worker_environment
+from rlgraph.runtime.driver.hosts import worker_environment
 from rlgraph.runtime.worker.spec import worker_specs
 
 

@@ -21,7 +21,7 @@ from rlgraph import notices
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.runtime.driver.warm import ForkedProcesses, ProcessRequirements
 from rlgraph.runtime.worker import warm_worker
-from rlgraph.runtime.worker.engine_slot import ProcessState
+from rlgraph.runtime.worker.executor import ProcessState
 
 pytestmark = pytest.mark.stage("jobs")
 

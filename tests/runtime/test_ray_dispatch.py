@@ -14,7 +14,7 @@ from support import fakes
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver import ray_dispatch
-from rlgraph.runtime.driver.machine import worker_environment
+from rlgraph.runtime.driver.hosts import worker_environment
 from rlgraph.runtime.worker.spec import worker_specs
 
 READERS = ["torch", "numpy", "transformers", "huggingface_hub", "tokenizers", "vllm"]  # of OMP_NUM_THREADS, HF_HOME and others

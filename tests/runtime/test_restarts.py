@@ -11,9 +11,8 @@ import rlgraph as rg
 from rlgraph.errors import CheckpointError, DispatchError, NodeError, RlgraphError, StalenessError, WorkerDied
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
-from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.driver.job import Job, PoisonPrompts, Restarts
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES, said_by_ray
-from rlgraph.runtime.driver.restarts import PoisonPrompts, Restarts
 from rlgraph.runtime.driver.signals import Signals
 from rlgraph.runtime.worker.activity import Activity, Heartbeat
 

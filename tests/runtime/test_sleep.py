@@ -18,7 +18,7 @@ from rlgraph.plan.costs import Costs
 from rlgraph.plan.schedule import WORK, Sampled, Span
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.measure import Step
-from rlgraph.runtime.worker import span_recorder
+from rlgraph.runtime.worker import activity
 from rlgraph.runtime.worker.progress import Reported
 
 STEPS = 8
@@ -43,7 +43,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(simulated_stages, "time", clock)
-    monkeypatch.setattr(span_recorder, "time", clock)
+    monkeypatch.setattr(activity, "time", clock)
     return clock
 
 

@@ -2,7 +2,7 @@
 
 from itertools import pairwise
 
-from rlgraph.runtime.worker.span_recorder import SpanRecorder
+from rlgraph.runtime.worker.activity import SpanRecorder
 
 
 def busy(until: int = 20_000) -> int:

@@ -31,9 +31,8 @@ from rlgraph.runtime.driver.hosts import Hosts, LocalHostAgent
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.watchdog import Culprit, Cut, Watchdog, culprit, find_disconnected
 from rlgraph.runtime.driver.worker_group import WorkerGroup
-from rlgraph.runtime.worker.activity import Activity, Heartbeat
+from rlgraph.runtime.worker.activity import Activity, Heartbeat, offer_stacks, read_stacks
 from rlgraph.runtime.worker.spec import worker_specs
-from rlgraph.runtime.worker.stacks import offer_stacks, read_stacks
 
 DEADLINE_S = 3.0
 

@@ -21,7 +21,7 @@ from rlgraph.engines.forward.collectives import stack_ranks, sum_filled
 from rlgraph.engines.hf.backbone import layers_of, load_headless, predicting_states
 from rlgraph.engines.hf.folder_weights import FolderWeights
 from rlgraph.engines.hf.pretrained import value_head
-from rlgraph.engines.lora.modules import InitialWeights, is_adapter
+from rlgraph.engines.lora import InitialWeights, is_adapter
 from rlgraph.errors import DataError
 from rlgraph.plan.memory_laws import LOGITS_AT_ONCE
 

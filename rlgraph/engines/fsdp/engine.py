@@ -39,7 +39,7 @@ from rlgraph.engines.fsdp.sharding import (
 from rlgraph.engines.hf import backbone
 from rlgraph.engines.hf.folder_weights import folder_shapes, folder_shards
 from rlgraph.engines.hf.model_files import rotary_limit
-from rlgraph.engines.lora.modules import InitialWeights, LoraLinear, SharedBase, attach
+from rlgraph.engines.lora import InitialWeights, LoraLinear, SharedBase, attach
 from rlgraph.errors import GraphError
 from rlgraph.plan.estimates import ring_ranks
 from rlgraph.values.lora import LoRA

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.engines.api import Place
 from rlgraph.engines.forward.head import Head
-from rlgraph.engines.lora.modules import LoraLinear, SharedBase
+from rlgraph.engines.lora import LoraLinear, SharedBase
 from rlgraph.errors import GraphError
 from rlgraph.plan.memory_laws import UNIT_PARAMETERS
 

@@ -15,7 +15,7 @@ from rlgraph.engines.hf.chat_template import prompt_tokens, render_with_response
 from rlgraph.engines.hf.folder_weights import FolderWeights, whole_part
 from rlgraph.engines.hf.model_files import rotary_limit, text_config
 from rlgraph.engines.hf.pretrained import check_model
-from rlgraph.engines.lora.modules import describe_weights
+from rlgraph.engines.lora import describe_weights
 from rlgraph.errors import DataError, GraphError
 from rlgraph.values.sampling import Running, Sampling
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlgraph.engines.copy_plan import Copy, CopyPlan
-from rlgraph.engines.lora.modules import MergedWeights
+from rlgraph.engines.lora import MergedWeights
 
 LARGEST = 448.0  # the largest number of float8_e4m3fn
 LEAST = 1 / (LARGEST * 512)  # of a scale, as vLLM's kernel has it: a row of zeros has one too

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: find the newest whole one, check it, make a new one whole, drop the oldest.
+"""A folder of checkpoints: find the newest whole one, check it, make a new one whole, drop the oldest; and the trained models it names.
 
 A checkpoint grows in a folder with a hidden name and gets its own by one rename, when every worker's shard, the manifest with the
 sizes and checksums of all files, and the plan are on the disk: half of one is never taken for one.
@@ -13,20 +13,74 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from rlgraph.analysis.words import graph_settings
+from rlgraph.engines.hf.export import AdapterForm
 from rlgraph.engines.hf.model_files import revision_of
-from rlgraph.errors import CheckpointError, show_value
+from rlgraph.engines.lora import SavedAdapter
+from rlgraph.errors import CheckpointError, ExportError, show_value
 from rlgraph.graph.nodes import Graph
+from rlgraph.nodes.training.trained_model import TrainedModel
 from rlgraph.plan.checkpoint_cut import lookaheads
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.checkpoint.worker_snapshot import unfinished_name
-from rlgraph.runtime.exports.models import trained_models
 from rlgraph.runtime.messages import CheckpointShard, NotSaved, Saved
 from rlgraph.runtime.worker.spec import Resume, Start
+
+
+class TrainedEntry(msgspec.Struct, frozen=True):
+    """A trained model: its name in the plan, the folder it came from, what it scores, the trainer that saves it, and the adapter that alone
+    is trained, if one is."""
+
+    name: str
+    path: str
+    scores: Literal["log_probs", "values"]
+    trainer: str
+    adapter: SavedAdapter | None = None
+
+
+def trained_models(graph: Graph, plan: Plan) -> tuple[TrainedEntry, ...]:
+    """List the models that the graph trains and that have a Hugging Face folder, in the order of their updates."""
+    found: dict[str, TrainedEntry] = {}
+    for node in graph.nodes:
+        model = node.model
+        if node.traits.work == "train" and isinstance(model, TrainedModel):
+            name = plan.node(node.name).model or node.name
+            found.setdefault(name, TrainedEntry(name, model.path, model.scores, model.spec.name, _adapter(model)))
+    return tuple(found.values())
+
+
+def _adapter(model: TrainedModel) -> SavedAdapter | None:
+    return None if model.adapter is None else SavedAdapter.of(model.adapter)
+
+
+def check_apart(model: TrainedEntry, adapter: AdapterForm, where: str) -> None:
+    """Raise ExportError for an adapter that is to be exported apart and is none, and for one of a critic."""
+    if model.adapter is not None and model.scores == "values":
+        raise ExportError(f"{where}: '{model.name}' is a critic with an adapter, which checkpoints alone hold; export the policy")
+    if adapter == "apart" and model.adapter is None:
+        raise ExportError(f"{where}: '{model.name}' trained no adapter that could be apart; leave out adapter='apart'")
+
+
+def choose_model(models: Sequence[TrainedEntry], policy: str | None, where: str) -> TrainedEntry:
+    """Choose the model to export: the one of this name, or the graph's only policy.
+
+    Raises ExportError where none is meant, or several may be.
+    """
+    names: Mapping[str, TrainedEntry] = {model.name: model for model in models}
+    if not names:
+        raise ExportError(f"{where}: the graph trains no model that has a Hugging Face folder; there is nothing to export")
+    if policy is not None and policy not in names:
+        raise ExportError(f"{where} has policy={show_value(policy)}; the trained models are {list(names)}: name one of them")
+    policies = [model for model in models if model.scores == "log_probs"]
+    only = policies if len(policies) == 1 else list(models)
+    if policy is None and len(only) > 1:
+        raise ExportError(f"{where}: the graph trains {list(names)}; say which one: policy={next(iter(names))!r}")
+    return names[policy] if policy is not None else only[0]
+
 
 # Tell whether a graph can resume a checkpoint: by its nodes, columns and depths, not by learning rates, pools or ranks.
 

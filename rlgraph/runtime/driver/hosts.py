@@ -1,17 +1,26 @@
-"""Agents of a job, one a host: each keeps a folder, reads what the workers there do, and cleans up at the end."""
+"""The machine this runs on, as a cluster to compile for; and the agents of a job, one per host.
+
+An agent keeps a folder, reads what the workers of its host do, and cleans up at the end.
+"""
 
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from rlgraph.runtime.worker.activity import Heartbeat, read_status
-from rlgraph.runtime.worker.stacks import ANSWER_S as WORKERS_S
-from rlgraph.runtime.worker.stacks import read_stacks
+import torch
+
+from rlgraph.engines.precision import device_precision, leave_out_broken_amx
+from rlgraph.plan.cluster import Cluster
+from rlgraph.runtime.worker.activity import ANSWER_S as WORKERS_S
+from rlgraph.runtime.worker.activity import Heartbeat, read_stacks, read_status
+from rlgraph.runtime.worker.spec import WorkerSpec
 
 ANSWER_S = 3.0  # of another host
 STACKS_S = ANSWER_S + WORKERS_S  # of another host whose workers answer it
@@ -229,3 +238,56 @@ class Hosts:
         for worker in workers:
             found.setdefault(self.of.get(worker, self.driver), []).append(worker)
         return found
+
+
+def local_cluster() -> Cluster:
+    """Describe the GPUs and cores that this process may use: their number, their memory and the dtype that they compute in.
+
+    >>> import os
+    >>> local_cluster().cpus == len(os.sched_getaffinity(0))
+    True
+    """
+    leave_out_broken_amx()
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    properties = torch.cuda.get_device_properties(0) if gpus else None
+    return Cluster(
+        gpus=gpus,
+        cpus=len(os.sched_getaffinity(0)),
+        gpus_per_node=max(gpus, 1),
+        gpu=properties.name if properties else None,
+        gpu_memory_bytes=properties.total_memory if properties else None,
+        host_memory_bytes=_host_memory_bytes(),
+        gpu_precision=device_precision("cuda") if gpus else None,
+        cpu_precision=device_precision("cpu"),
+    )
+
+
+def _host_memory_bytes() -> int:
+    """Read the memory of the host, or the limit of the container where that is less."""
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return min(host, int(text)) if text.isdigit() else host
+
+
+# The environment variables of a worker: which GPUs it sees, how many threads it uses, what it may import.
+
+
+def worker_environment(spec: WorkerSpec, reserved: Sequence[str] | None = None) -> dict[str, str]:
+    """Build the variables that a worker needs before it imports anything; `reserved` are the GPUs of its host that the job may use."""
+    threads = str(spec.worker.threads)
+    visible = None if spec.listen_at else os.environ.get("CUDA_VISIBLE_DEVICES")  # which of several hosts it describes is not known
+    mine = reserved or (visible.split(",") if visible else [str(gpu) for gpu in range(max(spec.local_gpus, default=-1) + 1)])
+    # Ranks of one host meet at the loopback interface alone.
+    inside = {} if spec.listen_at else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return {
+        # The plan assigns the GPUs: models of one pool share them, which Ray's own count cannot express.
+        "CUDA_VISIBLE_DEVICES": ",".join(mine[gpu] for gpu in spec.local_gpus),
+        **inside,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # vLLM warns at each start that it binds memory to a node
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # a worker imports what the driver can
+    }

@@ -1,4 +1,7 @@
-"""A job: a plan that runs on Ray. It gives steps as they finish, restarts from the last checkpoint, and leaves nothing behind."""
+"""A job: a plan that runs on Ray. It yields steps as they finish, restarts from the last checkpoint, and leaves nothing behind.
+
+A failure counts against the restarts of the job, and against the prompt that killed its worker.
+"""
 
 import os
 import sys
@@ -14,25 +17,98 @@ from rlgraph.analysis.findings import findings
 from rlgraph.analysis.run import InvariantMonitor, Observed, Run
 from rlgraph.analysis.words import Terminal, graph_settings
 from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, ExportLayout, check_target
-from rlgraph.errors import CheckpointError, ExportError, PlanError, RlgraphError
+from rlgraph.errors import CheckpointError, ExportError, NodeError, PlanError, RlgraphError, StalenessError
 from rlgraph.graph.nodes import Graph
+from rlgraph.nodes.prompts import Prompts
 from rlgraph.plan.calibrate import Trace, costs_of
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.schedule import Sampled, Span
 from rlgraph.runtime import messages
-from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
+from rlgraph.runtime.checkpoint.export import Source, check_source, model_card, write_export
+from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery, check_apart, choose_model, trained_models
 from rlgraph.runtime.driver.history import Metrics, Spans
-from rlgraph.runtime.driver.restarts import PoisonPrompts, Restarts
 from rlgraph.runtime.driver.session import PLAIN, Links, Session
 from rlgraph.runtime.driver.signals import Signals, hold_signals
-from rlgraph.runtime.exports.models import check_apart, choose_model, trained_models
-from rlgraph.runtime.exports.write import Source, check_source, model_card, write_export
 from rlgraph.runtime.measure import NO_STEP, Step, average_metrics, behind_by_loop, bits, oldest, timings
 from rlgraph.runtime.messages import Message, ProfileRequest, Report, SampledRows, SampleRequest, sample_sources
+from rlgraph.runtime.worker.activity import Heartbeat
 from rlgraph.runtime.worker.spec import Start
 from rlgraph.settings import Natural, checked
+
+# Limit how often a job starts again without making progress in between.
+
+HOPELESS = (CheckpointError, StalenessError)  # errors that the same job meets again
+
+
+@dataclass
+class Restarts:
+    """Counts failures in a row; a checkpoint that is newer than at the last failure makes them count anew."""
+
+    allowed: int
+    used: int = 0
+    newest: int = 0
+
+    def allows(self, error: Exception, newest: int, *, ready: bool) -> bool:
+        """Count a failure and tell whether the job may start again; `ready` says that all workers were ready when it failed."""
+        if newest > self.newest:
+            self.used, self.newest = 0, newest
+        unloadable = isinstance(error, NodeError) and not ready  # an engine that failed to load will fail again
+        if isinstance(error, HOPELESS) or unloadable or self.used >= self.allowed:
+            return False
+        self.used += 1
+        return True
+
+
+# Find prompts that kill their worker by firing for one prompt at a time; set aside one that has killed a worker twice.
+
+
+@dataclass
+class PoisonPrompts:
+    """The evidence of the deaths so far. `probe` is the (node, step) that the next session tries prompt by prompt."""
+
+    graph: Graph
+    plan: Plan
+    probe: tuple[str, int] | None = None
+    accused: int | None = None  # the place in the data order of the prompt at which the last probe died
+
+    def saw(self, did: Heartbeat | None, set_aside: tuple[int, ...]) -> int | None:
+        """Learn from what a worker did when it failed; give the place of a prompt that has now killed its worker twice."""
+        if did is None:
+            return None
+        activity = did.activity
+        if activity.kind == "probe":
+            place = self._place(did.step, activity.prompt, set_aside)
+            guilty, self.accused = place == self.accused, place
+            if guilty:
+                self.probe = self.accused = None
+            return place if guilty else None
+        self.accused = None
+        self.probe = (activity.node, did.step) if activity.kind == "fire" and self._can_probe(activity.node) else None
+        return None
+
+    def _source(self) -> Prompts | None:
+        sources = [node.operation for node in self.graph.nodes if isinstance(node.operation, Prompts)]
+        return sources[0] if len(sources) == 1 and not sources[0].by_results else None  # whose order only its worker knows
+
+    def _place(self, step: int, prompt: int, set_aside: tuple[int, ...]) -> int:
+        source = self._source()
+        assert source is not None
+        return source.positions(step, set_aside)[prompt]
+
+    def _can_probe(self, node: str) -> bool:
+        """Tell whether a node can be fired for one prompt without changing the run: a node of a trained model cannot."""
+        planned = next((found for found in self.plan.nodes if found.name == node), None)
+        trained = {found.model for found in self.plan.nodes if found.work == "train"}
+        return planned is not None and bool(planned.reads) and planned.model not in {*trained} - {None} and self._source() is not None
+
+    def describe(self, place: int) -> str:
+        """Describe a prompt in words."""
+        source = self._source()
+        assert source is not None
+        return f"prompt {place} of the data order ({source.item(place)[source.prompt_field]!r:.80})"
+
 
 # What a recorder asks of a job's workers: rows of what they write, profiles of what they do.
 

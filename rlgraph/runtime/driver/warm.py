@@ -19,8 +19,7 @@ from rlgraph.errors import PlanError, RlgraphError, WorkerDied
 from rlgraph.graph.operation import ModelTraits
 from rlgraph.plan.channels import lies_in_ray
 from rlgraph.plan.plan import Plan
-from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent
-from rlgraph.runtime.driver.machine import worker_environment
+from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent, worker_environment
 from rlgraph.runtime.driver.ray_dispatch import pickle_value
 from rlgraph.runtime.messages import PID_BYTES, ForkOrder, send_order
 from rlgraph.runtime.worker.spec import WorkerSpec

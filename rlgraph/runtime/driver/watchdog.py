@@ -15,8 +15,7 @@ from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.plan.schedule import WORK
 from rlgraph.runtime.driver.hosts import Hosts
 from rlgraph.runtime.messages import Failure, Report
-from rlgraph.runtime.worker.activity import Heartbeat, describe_activity, edge_of, event_name
-from rlgraph.runtime.worker.stacks import of_interest
+from rlgraph.runtime.worker.activity import Heartbeat, describe_activity, edge_of, event_name, of_interest
 
 # Find the worker that keeps others waiting: follow the waits from a worker that waited too long to one that does not wait.
 #

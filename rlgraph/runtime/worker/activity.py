@@ -1,16 +1,27 @@
-"""What a worker does at a moment, as a value, and the few mapped bytes in which it tells the driver without a message."""
+"""What a worker does: at a moment as a value, over time as spans, and as Python stacks when it is stuck.
 
+The worker writes its activity to a few mapped bytes, in which the driver reads it without a message. Every moment of a step has a span,
+one after another. A stuck worker writes its stacks itself when it gets a signal, even inside C code: the handler needs neither the lock of
+the interpreter nor a free thread, so a blocking poll or an endless kernel is no obstacle.
+"""
+
+import contextlib
+import faulthandler
 import mmap
 import os
+import select
+import signal
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 from rlgraph.plan.events import load_event, publish_event, sleep_event, wake_event
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
+from rlgraph.plan.schedule import Span, SpanKind
 from rlgraph.runtime.worker.spec import file_name
 
 # What a worker does at a moment, as a value. Words are made where a person reads them; nothing parses them back.
@@ -219,3 +230,167 @@ def under_way(states: Mapping[str, Heartbeat], plan: Plan) -> str:
             found = counts.setdefault((name, state.unit), [0, 0])
             found[0], found[1] = found[0] + state.done, found[1] + state.total
     return ", ".join([f"{node} {done} of {total} {unit}" for (node, unit), (done, total) in counts.items()] or names)
+
+
+SIGNAL = signal.SIGRTMIN + 9  # one that neither Ray, torch nor users' code takes
+ANSWER_S = 5.0  # for the answers of all workers; on a machine that is overloaded a process may wait this long for a core
+QUIET_S = 0.3  # after the last line: an answer has no mark of its end
+MOST_BYTES = 1 << 16  # what a pipe holds
+_handles: list[int] = []  # of this process, at most one
+
+
+def _pipe(folder: str, worker: str) -> Path:
+    return Path(folder) / f"{file_name(worker)}.stacks"
+
+
+def offer_stacks(folder: str, worker: str) -> None:
+    """Let this process write its stacks into a pipe in the job's folder whenever it gets the signal."""
+    path = _pipe(folder, worker)
+    os.mkfifo(path, 0o600)
+    handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # never blocks, and needs no reader to be there
+    faulthandler.register(SIGNAL, file=handle, all_threads=True)
+    for earlier in _handles:  # of a job that this process served before
+        os.close(earlier)
+    _handles[:] = [handle]
+
+
+def read_stacks(folder: str, pids: Mapping[str, int]) -> dict[str, str]:
+    """Ask all workers of this host at once for the stacks of their threads; without an answer the reason stands in their place."""
+    found: dict[str, bytes] = {}
+    handles: dict[int, str] = {}
+    silent = dict.fromkeys(pids, "(it has not begun)")
+    try:
+        for worker, pid in pids.items():
+            with contextlib.suppress(FileNotFoundError):
+                handle = os.open(_pipe(folder, worker), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+                handles[handle] = worker
+                _drain(handle)  # an earlier call may have left bytes in the pipe
+                silent[worker] = "(no answer: its process does not run, or the machine is overloaded)"
+                if is_stopped(pid):  # it would never answer
+                    silent[worker] = "(its process is stopped)"
+                    os.close(handle)
+                    del handles[handle]
+                    continue
+                try:
+                    os.kill(pid, SIGNAL)
+                except ProcessLookupError:
+                    silent[worker] = "(its process has ended)"
+                    os.close(handle)
+                    del handles[handle]
+        _collect(handles, found)
+    finally:
+        for handle in handles:
+            os.close(handle)
+    return {worker: found.get(worker, b"").decode(errors="replace").strip() or why for worker, why in silent.items()}
+
+
+def _collect(handles: Mapping[int, str], found: dict[str, bytes]) -> None:
+    """Read until all have answered and are quiet, at most for the time that an answer may take."""
+    poll = select.poll()
+    for handle in handles:
+        poll.register(handle, select.POLLIN)
+    end = time.monotonic() + ANSWER_S
+    while (left_s := end - time.monotonic()) > 0:
+        answered = len(found) == len(handles) and all(answer.endswith(b"\n") for answer in found.values())
+        ready = poll.poll(1000 * (QUIET_S if answered else left_s))  # a line is written in pieces, by a thread that may have to wait
+        if not ready:
+            return
+        for handle, _ in ready:
+            found[handles[handle]] = found.get(handles[handle], b"") + _drain(handle)
+
+
+def _drain(handle: int) -> bytes:
+    try:
+        return os.read(handle, MOST_BYTES)
+    except BlockingIOError:
+        return b""
+
+
+def of_interest(stacks: str) -> str:
+    """Keep the threads that run code of a node or of rlgraph; the others are Ray's, and only wait."""
+    threads = stacks.split("\n\n")
+    ours = [thread for thread in threads if "/rlgraph/" in thread]
+    return "\n\n".join(ours or threads)
+
+
+ABSORBED_S = 20e-6  # a shorter gap joins the span after it, because recording it would take about as long
+
+
+class SpanRecorder:
+    """A worker's spans. The caller names the time in `span`; the time between two of them is rlgraph's own work.
+
+    Spans can nest, as when weights are loaded while a node decodes.
+    """
+
+    def __init__(self, worker: str) -> None:
+        self.worker = worker
+        self._spans: list[Span] = []
+        self._until_s = time.monotonic()  # everything before is accounted for
+        self._started = False
+        self._open = 0
+
+    def begin(self, step: int) -> None:
+        """Record the time since the last firing as idle; before the first firing the job was starting."""
+        self._close("between steps" if self._started else "start-up", "idle" if self._started else "start", step)
+        self._started = True
+
+    def carry(self, node: str, step: int) -> None:
+        """Record the time since the last span as work around a node: checks, copies, slots given back."""
+        self._close(node, "carry", step)
+
+    @contextmanager
+    def span(self, name: str, kind: SpanKind, step: int, version: int | None = None) -> Iterator[list[int]]:
+        """Time a block, also one that raises. The block appends the bytes that it moved to the list that it is given."""
+        start_s, moved = self._enter(), list[int]()
+        try:
+            yield moved
+        finally:
+            self._leave()
+            self._add(name, kind, step, start_s, time.monotonic(), version, sum(moved) or None)
+
+    @contextmanager
+    def time_transfer(
+        self,
+        name: str,
+        blocked: SpanKind,
+        blocked_s: Callable[[], float],
+        then: tuple[str, SpanKind],
+        step: int,
+        version: int | None = None,
+    ) -> Iterator[None]:
+        """Time a block that waits on channel `name` and moves data: what `blocked_s` grows by is the wait, the rest is `then`."""
+        start_s, before_s = self._enter(), blocked_s()
+        try:
+            yield
+        finally:
+            self._leave()
+            now = time.monotonic()
+            moved_s = min(start_s + max(blocked_s() - before_s, 0.0), now)
+            self._add(name, blocked, step, start_s, moved_s, version)
+            self._add(*then, step, moved_s, now, version)
+
+    def _enter(self) -> float:
+        """Open a span and give its start: the end of the span before it, or now if it lies within another."""
+        self._open += 1
+        return self._until_s if self._open == 1 else time.monotonic()
+
+    def _leave(self) -> None:
+        self._open -= 1
+
+    def _close(self, name: str, kind: SpanKind, step: int) -> None:
+        now = time.monotonic()
+        if now - self._until_s > ABSORBED_S:
+            self._add(name, kind, step, self._until_s, now)
+
+    def _add(
+        self, name: str, kind: SpanKind, step: int, start_s: float, end_s: float, version: int | None = None, size: int | None = None
+    ) -> None:
+        if end_s > start_s:
+            self._spans.append(Span(name, kind, step, self.worker, start_s, end_s, version, size))
+        if not self._open:
+            self._until_s = end_s
+
+    def take(self) -> list[Span]:
+        """Take the spans since the last call."""
+        spans, self._spans = self._spans, []
+        return spans

@@ -15,20 +15,18 @@ from rlgraph.channels.factory import Onward, open_onward, open_reader, open_writ
 from rlgraph.channels.host.connection import Connection, bound, dial, listen, talk_at
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.hf.export import write_shards
-from rlgraph.engines.lora.modules import HostBase
+from rlgraph.engines.lora import HostBase
 from rlgraph.errors import ChannelBroken, ChannelClosed, ChannelError, ChannelTimeout, short
 from rlgraph.nodes.base import Context
 from rlgraph.plan.plan import PlannedLoop
 from rlgraph.plan.schedule import Span
 from rlgraph.runtime import messages
+from rlgraph.runtime.checkpoint.export import boxes
 from rlgraph.runtime.checkpoint.gathering import use_job_folder
-from rlgraph.runtime.exports.write import boxes
-from rlgraph.runtime.worker.activity import IDLE, Activity, StatusWriter, status_path
-from rlgraph.runtime.worker.engine_slot import EngineSlot
-from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
+from rlgraph.runtime.worker.activity import IDLE, Activity, StatusWriter, offer_stacks, status_path
+from rlgraph.runtime.worker.executor import EngineSlot, Inbox, Mailbox, Outbox, Worker
 from rlgraph.runtime.worker.progress import Progress
 from rlgraph.runtime.worker.spec import EdgeEndpoints, WorkerSpec
-from rlgraph.runtime.worker.stacks import offer_stacks
 from rlgraph.runtime.worker.weight_loops import Loop
 
 

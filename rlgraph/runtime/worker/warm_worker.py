@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from rlgraph.runtime.messages import ForkOrder, receive_order, take_over
-from rlgraph.runtime.worker.engine_slot import EngineSlot
+from rlgraph.runtime.worker.executor import EngineSlot
 from rlgraph.runtime.worker.process import serve
 
 OF_LIBRARIES = tuple({str(Path(prefix)) + os.sep for prefix in (sys.prefix, sys.base_prefix)})

@@ -9,16 +9,14 @@ import torch
 
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.api import GenerateEngine
-from rlgraph.engines.lora.modules import A, B, BaseWeights
-from rlgraph.engines.lora.peft_folder import read_adapter
+from rlgraph.engines.lora import A, B, BaseWeights, read_adapter
 from rlgraph.errors import ChannelTimeout
 from rlgraph.graph.nodes import Model
 from rlgraph.nodes.base import Context
 from rlgraph.plan.events import load_event, publish_event
 from rlgraph.plan.model_shapes import PROJECTIONS
 from rlgraph.plan.plan import PlannedAdapter, PlannedLoop
-from rlgraph.runtime.worker.activity import Activity
-from rlgraph.runtime.worker.span_recorder import SpanRecorder
+from rlgraph.runtime.worker.activity import Activity, SpanRecorder
 from rlgraph.runtime.worker.spec import WorkerSpec
 from rlgraph.values.lora import ALL_LINEAR
 

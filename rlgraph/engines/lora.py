@@ -1,4 +1,4 @@
-"""The projections of a model with adapters, frozen matrices of 4 bits, adapters merged into their base, and a base in memory once.
+"""Adapters: the projections of a model with them, frozen matrices of 4 bits, PEFT's folders, and a frozen base that several models share.
 
 All models of one process share a frozen base, or all processes of a host. Processes share an unnamed segment of memory, which the kernel
 frees with the last process that maps it, however that ends. The first that loads makes it and leaves a note in the job's folder; the
@@ -9,12 +9,13 @@ other bits at other addresses, so the files cannot be mapped as they are.
 import contextlib
 import fcntl
 import hashlib
+import json
 import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import msgspec
 import torch
@@ -24,7 +25,7 @@ from torch.nn.functional import linear
 from rlgraph.engines.hf.pretrained import check_model, parameter_shapes
 from rlgraph.engines.precision import bitsandbytes
 from rlgraph.errors import DataError
-from rlgraph.values.lora import ALL_LINEAR, TENSORS, LoRA
+from rlgraph.values.lora import ALL_LINEAR, CONFIG, TENSORS, LoRA
 
 # Frozen matrices in NF4, 4 bits a number with a float32 scale for each block of 64, by bitsandbytes.
 
@@ -372,3 +373,67 @@ def _bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 def _view(memory: mmap.mmap, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=torch.Size(shape).numel(), offset=begin).view(shape)
+
+
+Numbers = tuple[int, ...]
+
+
+class SavedAdapter(msgspec.Struct, frozen=True):
+    """The settings of an adapter, as checkpoints name it."""
+
+    rank: int
+    alpha: float
+    targets: Literal["all-linear"] | tuple[str, ...]
+    base: str | None = None  # how its model was rounded
+
+    @classmethod
+    def of(cls, lora: LoRA) -> "SavedAdapter":
+        """The settings of a trained adapter."""
+        return cls(lora.rank, lora.alpha, lora.targets, lora.base)
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapter's product."""
+        return self.alpha / self.rank
+
+
+def peft_names(shapes: Mapping[str, Numbers]) -> dict[str, tuple[str, Numbers]]:
+    """Name the matrices of an adapter as PEFT does: (trainer's name, shape) by each name.
+
+    >>> peft_names({"model.layers.0.self_attn.q_proj.lora_A.weight": (8, 64)})
+    {'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight': ('model.layers.0.self_attn.q_proj.lora_A.weight', (8, 64))}
+    """
+    return {PEFT + name: (name, shape) for name, shape in shapes.items()}
+
+
+def write_config(folder: Path, adapter: SavedAdapter, base: str, names: Mapping[str, Numbers]) -> None:
+    """Write adapter_config.json; `base` is the hub id or the folder of the model, `names` are those of the trainer's matrices."""
+    targets = sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapter.rank,
+        "lora_alpha": adapter.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": targets,
+        "bias": "none",
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "fan_in_fan_out": False,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+        "revision": None,
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def read_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the matrices of an adapter's folder, float32, by the trainer's names."""
+    with safe_open(folder / TENSORS, "pt") as tensors:
+        return {name.removeprefix(PEFT): tensors.get_tensor(name).float() for name in tensors.keys()}  # noqa: SIM118
