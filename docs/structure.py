@@ -31,7 +31,7 @@ WALKS: Mapping[str, str] = {
         runtime/worker/executor runtime/worker/weight_loops engines/api engines/fsdp/engine engines/fsdp/sharding
         engines/hf/model_files engines/hf/folder_weights channels/weights/shards channels/weights/endpoints channels/api
         channels/factory channels/host/channel channels/host/protocol channels/host/connection channels/host/slot_memory
-        engines/vllm/engine engines/vllm/tp_weight_loading engines/copy_plan""",
+        engines/vllm/engine engines/vllm/weights engines/copy_plan""",
     "How a graph becomes a plan": """
         api plan/model_shapes plan/compile plan/placement plan/cluster plan/events plan/schedule plan/roofline plan/costs
         plan/cost_functions plan/estimates plan/memory_laws plan/assumptions plan/continuous plan/play plan/forecast plan/channels

@@ -43,7 +43,7 @@ def relative(found: torch.Tensor, other: torch.Tensor) -> float:
 
 def products(smoke: bool) -> list[dict[str, Any]]:
     """Relative errors of the first row of a product, by kernel and by the number of rows."""
-    from rlgraph.engines.vllm.fp8_weights import quantise
+    from rlgraph.engines.vllm.weights import quantise
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":

@@ -13,7 +13,9 @@ import torch
 
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.engines.api import GenerateEngine, Place, TrainEngine
+from rlgraph.engines.precision import device_precision, leave_out_broken_amx
 from rlgraph.errors import GraphError, show_value
+from rlgraph.plan.cluster import AUTO
 from rlgraph.plan.estimates import Estimates, fully_sharded_memory, master_weights, moments
 from rlgraph.plan.memory_laws import Need, Workload
 from rlgraph.settings import Name, OneOf, refuse_unknown
@@ -225,3 +227,29 @@ def vllm_calls(name: str, tokenizer: Any) -> Callable[[str, Mapping[str, Any]], 
         return [(call.function.name, call.function.arguments) for call in found.tool_calls]
 
     return parsed
+
+
+def score_engine(model: Any, place: Place) -> Any:
+    """Load a `RewardModel`; its ranks meet at `place.rendezvous`."""
+    import torch
+
+    from rlgraph.engines.fsdp.sharding import add_up, meet_at
+    from rlgraph.engines.transformers.engine import ScoreEngine
+
+    meet_at(place)
+    return ScoreEngine(
+        model.path,
+        device=place.device,
+        dtype=getattr(torch, dtype_of(model, place)),
+        label=model.label,
+        batch_tokens=model.batch_tokens,
+        rank=place.rank,
+        world=place.world,
+        add_up=add_up,
+    )
+
+
+def dtype_of(model: Any, place: Place) -> str:
+    """The dtype that a model computes in: its own, or for "auto" that of the device. Every engine asks for it before it computes."""
+    leave_out_broken_amx()
+    return device_precision(place.device).dtype if model.dtype == AUTO else str(model.dtype)

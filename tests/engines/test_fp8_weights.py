@@ -9,7 +9,7 @@ import torch
 
 import rlgraph as rg
 from rlgraph.engines.lora import A, B, BaseWeights
-from rlgraph.engines.vllm.fp8_weights import QuantisedWeights, quantise, quantised_bytes
+from rlgraph.engines.vllm.weights import QuantisedWeights, quantise, quantised_bytes
 from rlgraph.errors import PlanError
 
 HIDDEN, HEADS, KEYS, WIDE = 256, 256, 128, 384

@@ -13,7 +13,7 @@ from support.tiny import tiny_qwen
 
 from rlgraph.channels.host.slot_memory import Handle
 from rlgraph.channels.weights.endpoints import are_contiguous, flat_buffer
-from rlgraph.engines.vllm.tp_weight_loading import RankWeights, describe, view_weights
+from rlgraph.engines.vllm.weights import RankWeights, describe, view_weights
 
 HANDLE = Handle(4096, b"memory", 8192, 512, b"counter", 3, b"event", True)
 KINDS = {"a": (torch.Size([3, 5]), torch.bfloat16), "b": (torch.Size([7]), torch.float32), "c": (torch.Size([2, 2]), torch.bfloat16)}

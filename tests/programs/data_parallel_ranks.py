@@ -90,7 +90,7 @@ def score_on_ranks(folder: Path, out: Path, world: int, batch_tokens: int, texts
 
 
 def be_scorer(folder: Path, batch_tokens: int, texts: tuple[list[str], list[str]], out: Path, rank: int, world: int) -> None:
-    from rlgraph.engines.load import score_engine
+    from rlgraph.engines.registry import score_engine
 
     torch.set_num_threads(1)
     place = SimpleNamespace(rank=rank, world=world, rendezvous=f"file://{out}/scorers", listen_fd=-1, device="cpu")

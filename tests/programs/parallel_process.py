@@ -58,7 +58,7 @@ def arguments(folder: str):
         tensor_parallel_size=2,
         enforce_eager=True,
         kv_cache_memory_bytes=64 << 20,
-        worker_extension_cls="rlgraph.engines.vllm.tp_weight_loading.Extension",  # which the worker of a GPU is made with
+        worker_extension_cls="rlgraph.engines.vllm.weights.Extension",  # which the worker of a GPU is made with
         **engine_arguments.PARALLEL,
     )
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlgraph.plan.schedule import Span
-from rlgraph.runtime.driver.history import Metrics, Spans
+from rlgraph.runtime.measure import Metrics, Spans
 
 times = st.floats(0, 1e6)
 spans = st.builds(

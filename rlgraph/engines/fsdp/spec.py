@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph.engines.api import Place, TrainEngine
-from rlgraph.engines.load import dtype_of
-from rlgraph.engines.registry import TRAINER_SETTINGS, SavedShard, TrainerSpec
+from rlgraph.engines.registry import TRAINER_SETTINGS, SavedShard, TrainerSpec, dtype_of
 from rlgraph.errors import DataError
 
 log = logging.getLogger("rlgraph.engines")

@@ -5,8 +5,7 @@ from typing import Any
 
 from rlgraph.engines.api import Place, TrainEngine
 from rlgraph.engines.fsdp.spec import saved_shards
-from rlgraph.engines.load import dtype_of
-from rlgraph.engines.registry import TrainerSpec
+from rlgraph.engines.registry import TrainerSpec, dtype_of
 from rlgraph.errors import GraphError
 from rlgraph.plan.estimates import model_parallel
 

@@ -3,8 +3,7 @@
 from typing import Any
 
 from rlgraph.engines.api import GenerateEngine, Place
-from rlgraph.engines.load import dtype_of
-from rlgraph.engines.registry import EngineSpec
+from rlgraph.engines.registry import EngineSpec, dtype_of
 from rlgraph.engines.sglang import start
 
 

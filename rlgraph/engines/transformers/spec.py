@@ -5,8 +5,7 @@ from typing import Any
 import torch
 
 from rlgraph.engines.api import GenerateEngine, Place
-from rlgraph.engines.load import dtype_of
-from rlgraph.engines.registry import EngineSpec
+from rlgraph.engines.registry import EngineSpec, dtype_of
 from rlgraph.plan.estimates import stays_awake
 
 

@@ -24,9 +24,9 @@ from rlgraph.engines.hf.pretrained import check_model, parameter_shapes
 from rlgraph.engines.lora import MergedWeights, describe_weights
 from rlgraph.engines.vllm import arguments as engine_arguments
 from rlgraph.engines.vllm import drafts as vllm_drafts
-from rlgraph.engines.vllm import fp8_weights
+from rlgraph.engines.vllm import weights as fp8_weights
 from rlgraph.engines.vllm.routes import RouteRecorder
-from rlgraph.engines.vllm.tp_weight_loading import SharedWeights
+from rlgraph.engines.vllm.weights import SharedWeights
 from rlgraph.errors import GraphError
 from rlgraph.values.drafts import PromptLookup
 from rlgraph.values.sampling import Running, Sampling

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from rlgraph import notices
 from rlgraph.engines.vllm.arguments import mixed_sequences, mixed_sizes
 from rlgraph.engines.vllm.routes import write_down
-from rlgraph.engines.vllm.tp_weight_loading import Extension
+from rlgraph.engines.vllm.weights import Extension
 
 NOT_RECORDED = "steps that read prompts beside decoding are not recorded as CUDA graphs, which makes them slower: {}"
 MIN_MAX_SEQLEN_Q = 2  # tokens of the longest prompt, as kernels are told: with more than one they keep the causal mask

@@ -4,8 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlgraph.engines.api import Place, TrainEngine
-from rlgraph.engines.load import dtype_of
-from rlgraph.engines.registry import TrainerSpec
+from rlgraph.engines.registry import TrainerSpec, dtype_of
 from rlgraph.engines.vllm import arguments
 from rlgraph.engines.vllm.spec import import_vllm
 from rlgraph.plan.estimates import compute_weights, paged_memory

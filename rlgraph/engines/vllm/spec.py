@@ -5,8 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from rlgraph.engines.api import GenerateEngine, Place
-from rlgraph.engines.load import dtype_of
-from rlgraph.engines.registry import EngineSpec
+from rlgraph.engines.registry import EngineSpec, dtype_of
 from rlgraph.engines.vllm import arguments
 from rlgraph.engines.vllm.arguments import check_arguments
 

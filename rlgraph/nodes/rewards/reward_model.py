@@ -51,10 +51,10 @@ class RewardModel(Model):
     def traits(self) -> ModelTraits:
         return ModelTraits(dtype=self.dtype)
 
-    def load(self, context: Any) -> Any:
-        from rlgraph.engines import load
+    def registry(self, context: Any) -> Any:
+        from rlgraph.engines import registry
 
-        return load.score_engine(self, context)
+        return registry.score_engine(self, context)
 
     @checked()
     def rewards(self, *inputs: Output, writes: str = "rewards", name: str = "reward") -> Output:

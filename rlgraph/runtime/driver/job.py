@@ -28,10 +28,9 @@ from rlgraph.plan.schedule import Sampled, Span
 from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.export import Source, check_source, model_card, write_export
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery, check_apart, choose_model, trained_models
-from rlgraph.runtime.driver.history import Metrics, Spans
 from rlgraph.runtime.driver.session import PLAIN, Links, Session
 from rlgraph.runtime.driver.signals import Signals, hold_signals
-from rlgraph.runtime.measure import NO_STEP, Step, average_metrics, behind_by_loop, bits, oldest, timings
+from rlgraph.runtime.measure import NO_STEP, Metrics, Spans, Step, average_metrics, behind_by_loop, bits, oldest, timings
 from rlgraph.runtime.messages import Message, ProfileRequest, Report, SampledRows, SampleRequest, sample_sources
 from rlgraph.runtime.worker.activity import Heartbeat
 from rlgraph.runtime.worker.spec import Start
