@@ -26,7 +26,7 @@ WALKS: Mapping[str, str] = {
         engines/vllm/spec engines/vllm/engine runtime/worker/executor runtime/worker/spec channels/api channels/factory
         channels/host/channel channels/host/protocol channels/host/connection channels/host/slot_memory columns nodes/training/update
         nodes/training/guards engines/fsdp/engine batching/packing batching/cutting engines/forward/head engines/forward/policy_head
-        engines/hf/backbone engines/forward/packed_attention algorithms/aggregation algorithms/policy_loss""",
+        engines/hf/backbone engines/forward/packed_attention algorithms/masks algorithms/policy_loss""",
     "How the weights travel": """
         runtime/worker/executor runtime/worker/weight_loops engines/api engines/fsdp/engine engines/fsdp/sharding
         engines/hf/model_files engines/hf/folder_weights channels/weights/shards channels/weights/endpoints channels/api
@@ -34,8 +34,7 @@ WALKS: Mapping[str, str] = {
         engines/vllm/engine engines/vllm/weights engines/copy_plan""",
     "How a graph becomes a plan": """
         api plan/model_shapes plan/compile plan/placement plan/cluster plan/events plan/schedule plan/roofline plan/costs
-        plan/cost_functions plan/estimates plan/memory_laws plan/assumptions plan/continuous plan/play plan/forecast plan/channels
-        plan/memory plan/advice plan/plan""",
+        plan/cost_functions plan/estimates plan/play plan/forecast plan/channels plan/memory plan/advice plan/plan""",
 }
 
 # Last words of a name that say neither what a function does nor what it returns, besides regular participles; and nouns that end as these.

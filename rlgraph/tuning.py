@@ -14,8 +14,7 @@ from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.model_shapes import shapes_of
 from rlgraph.plan.plan import Plan
-from rlgraph.plan.replay import Replayed, replay_trace
-from rlgraph.plan.search import Objective, search
+from rlgraph.plan.search import Objective, Replayed, replay_trace, search
 from rlgraph.render.text import align_rows, wrap_line
 from rlgraph.settings import Natural, Positive, checked
 

@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.lib.command import command_line, write
 from benchmarks.speed import rollout
 from rlgraph.plan import estimates
-from rlgraph.plan.continuous import Machine
 from rlgraph.plan.cost_functions import Decode
+from rlgraph.plan.forecast import Machine
 
 RESULTS = Path(__file__).parents[1] / "results"
 FIRST = "depth 1, update 0.0 of a step"

@@ -27,10 +27,10 @@ from benchmarks.lib.command import command_line, write
 from benchmarks.prediction import daly
 from benchmarks.prediction.scale_graphs import LINK, Case, gathers_s, shape
 from rlgraph.channels.remote.transfer import PART_BYTES
+from rlgraph.plan.channels import crossing_s, soonest, ways
 from rlgraph.plan.model_shapes import shapes_of
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.rehearse import add_failures, prepare_course
-from rlgraph.plan.routes import crossing_s, soonest, ways
 
 # 419 unexpected interruptions in 54 days on 16,384 H100s (The Llama 3 Herd of Models, 2024, section 3.3.4), whatever failed.
 GPU_MTBF_S = 16_384 * 54 * 86_400 / 419

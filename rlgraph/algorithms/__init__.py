@@ -15,12 +15,11 @@ from rlgraph.algorithms.advantages import (
     ReMax,
     StepwiseLoss,
 )
-from rlgraph.algorithms.aggregation import AGGREGATIONS, Totals, aggregate
 from rlgraph.algorithms.correction import STATISTICS, IcePop, ImportanceWeights, Rejection, RolloutCorrection, TruncatedIS
 from rlgraph.algorithms.diagnostics import diagnostics
 from rlgraph.algorithms.distillation import DistillationLoss, TeacherKL
-from rlgraph.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, kl_penalty, penalize_rewards
-from rlgraph.algorithms.masks import masked_mean, masked_sum, whiten
+from rlgraph.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, FixedKL, OverlongPenalty, constant_groups, kl_penalty, penalize_rewards
+from rlgraph.algorithms.masks import AGGREGATIONS, Totals, aggregate, masked_mean, masked_sum, whiten
 from rlgraph.algorithms.names import ESTIMATORS, LOSSES, correction, estimator, loss
 from rlgraph.algorithms.policy_loss import PolicyLoss, WholeLoss
 from rlgraph.algorithms.policy_losses import (
@@ -38,7 +37,6 @@ from rlgraph.algorithms.policy_losses import (
     Reinforce,
     proximal_log_probs,
 )
-from rlgraph.algorithms.shaping import OverlongPenalty, constant_groups
 from rlgraph.algorithms.supervised_losses import DPO, IPO, KTO, ORPO, BradleyTerry, SFTLoss, SimPO, ValueLoss
 
 __all__ = [

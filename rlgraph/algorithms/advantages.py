@@ -8,12 +8,12 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rlgraph import settings
-from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.inputs import reasons, response_mask_of, rowwise, tensor, tokenwise
 from rlgraph.algorithms.masks import (
     EPSILON,
     Groups,
     Packing,
+    Totals,
     bits,
     blocks,
     count,

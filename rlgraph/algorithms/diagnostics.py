@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.correction import IcePop, ImportanceWeights, Rejection, RolloutCorrection, masked_log_ratio
 from rlgraph.algorithms.kl import CLAMP
-from rlgraph.algorithms.masks import EPSILON, count, keep, lengths, masked_mean, masked_sum
+from rlgraph.algorithms.masks import EPSILON, Totals, count, keep, lengths, masked_mean, masked_sum
 from rlgraph.algorithms.policy_loss import Metrics, to_floats
 
 

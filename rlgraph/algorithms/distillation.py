@@ -6,9 +6,8 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from rlgraph import settings
-from rlgraph.algorithms.aggregation import Aggregation, Totals, aggregate, check_aggregation
 from rlgraph.algorithms.inputs import response_mask_of, tensor, tokenwise
-from rlgraph.algorithms.masks import keep
+from rlgraph.algorithms.masks import Aggregation, Totals, aggregate, check_aggregation, keep
 from rlgraph.algorithms.policy_loss import to_floats
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError, show_value

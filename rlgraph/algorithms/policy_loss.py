@@ -9,10 +9,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rlgraph import settings
-from rlgraph.algorithms.aggregation import Aggregation, Totals, aggregate, check_aggregation, row_weights
 from rlgraph.algorithms.inputs import response_mask_of, tensor, tokenwise
 from rlgraph.algorithms.kl import CLAMP, KlEstimator, kl_of_log_ratio
-from rlgraph.algorithms.masks import count, keep
+from rlgraph.algorithms.masks import Aggregation, Totals, aggregate, check_aggregation, count, keep, row_weights
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError
 from rlgraph.settings import AtLeastZero, Count, Finite

@@ -7,12 +7,11 @@ from typing import Annotated, ClassVar, Literal
 import torch
 
 from rlgraph import settings
-from rlgraph.algorithms.aggregation import Aggregation, Totals
 from rlgraph.algorithms.correction import RolloutCorrection, TruncatedIS
 from rlgraph.algorithms.diagnostics import partial_diagnostics
 from rlgraph.algorithms.inputs import check_choice, response_mask_of, tensor, tokenwise
 from rlgraph.algorithms.kl import CLAMP
-from rlgraph.algorithms.masks import count, keep, lengths, masked_mean
+from rlgraph.algorithms.masks import Aggregation, Totals, count, keep, lengths, masked_mean
 from rlgraph.algorithms.policy_loss import Metrics, PolicyLoss, Tokens, with_gradient
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError, show_value

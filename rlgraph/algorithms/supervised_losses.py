@@ -9,9 +9,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from rlgraph import settings
-from rlgraph.algorithms.aggregation import Aggregation, Totals, aggregate, check_aggregation, row_weights
 from rlgraph.algorithms.inputs import response_mask_of, rowwise, tokenwise
-from rlgraph.algorithms.masks import count, keep
+from rlgraph.algorithms.masks import Aggregation, Totals, aggregate, check_aggregation, count, keep, row_weights
 from rlgraph.algorithms.policy_loss import WholeLoss, to_floats, with_gradient
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
-from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.masks import Totals
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.engines.lora import SharedBase

@@ -17,7 +17,7 @@ from rlgraph.engines.precision import device_precision, leave_out_broken_amx
 from rlgraph.errors import GraphError, show_value
 from rlgraph.plan.cluster import AUTO
 from rlgraph.plan.estimates import Estimates, fully_sharded_memory, master_weights, moments
-from rlgraph.plan.memory_laws import Need, Workload
+from rlgraph.plan.model_shapes import Need, Workload
 from rlgraph.settings import Name, OneOf, refuse_unknown
 from rlgraph.values.trainer import setting_names
 

@@ -1,11 +1,14 @@
-"""Declare a graph: pools, nodes, the outputs that join them, the feedback edge, and the graph found from its outputs."""
+"""Declare a graph: pools, nodes, the outputs that join them, the feedback edge, and the graph found from its outputs.
+
+Find graphs that keep the rules and still give no learning signal. The compiler warns of them, and makes the plan.
+"""
 
 import itertools
 from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import networkx as nx
 
@@ -15,9 +18,6 @@ from rlgraph.graph import rules
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
 from rlgraph.notices import accept_old_names
 from rlgraph.settings import Count, Name, Natural, Range, checked
-
-if TYPE_CHECKING:
-    from rlgraph.graph.operation import Operation
 
 # The nodes of a graph, found from its outputs, and those that it leaves out.
 
@@ -501,3 +501,32 @@ def _with_copies(value: Any, copies: dict[int, Any]) -> Any:
 
 
 COPIED = (Operation, Model, Node, Output, Feedback)  # what a container must hold to be copied; rows of data are not looked through
+
+
+def no_signal_warnings(graph: Graph) -> tuple[str, ...]:
+    """Warn of advantages that compare responses which cannot differ: groups of one, or greedy responses.
+
+    A group of one has its reward, or 0, as its advantage; all responses of a greedy rollout to one prompt are the same.
+    """
+    found = []
+    for node in graph.nodes:
+        name, rollout = node.traits.compares, _rollout(node)
+        if not name or rollout is None:
+            continue
+        sampling = rollout.traits.sampling
+        if rollout.traits.group_size == 1:
+            found.append(
+                f"node '{node.name}' compares the responses of a group by {name}, but '{rollout.name}' samples one per prompt "
+                "(group_size=1), which leaves no baseline; sample several, or use an estimator without groups"
+            )
+        elif sampling is not None and sampling.temperature == 0:
+            found.append(
+                f"node '{node.name}' compares the responses of a group by {name}, but '{rollout.name}' samples at temperature=0, so that "
+                "all responses of a group are the same and every advantage is 0; use a temperature above 0"
+            )
+    return tuple(found)
+
+
+def _rollout(node: Node) -> Node | None:
+    """The rollout whose groups a node compares, if there is one."""
+    return node.source_of("group_ids") if "group_ids" in node.reads else None

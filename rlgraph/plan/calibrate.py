@@ -9,14 +9,14 @@ import msgspec
 import numpy as np
 
 from rlgraph.errors import PlanError
-from rlgraph.plan.assumptions import with_doubling
-from rlgraph.plan.continuous import count_decode_work
 from rlgraph.plan.cost_functions import Decode, NodeCost, Setting, SleepCost
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.events import load_event, publish_event, receive_event
+from rlgraph.plan.forecast import count_decode_work
 from rlgraph.plan.lengths import Array, Lengths
 from rlgraph.plan.plan import Plan, PlannedJoin, PlannedNode, with_new_names
 from rlgraph.plan.play import firing_order
+from rlgraph.plan.roofline import with_doubling
 from rlgraph.plan.schedule import MOVING, WORK, Dependency, Sampled, Span
 
 # The trace of a run's firings: costs are fitted to it, and it is replayed under other settings.

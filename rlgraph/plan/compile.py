@@ -14,16 +14,15 @@ from rlgraph.channels.factory import transport_of
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph, Node
 from rlgraph.graph.rules import exact_models
-from rlgraph.plan import continuous, events
+from rlgraph.plan import events
 from rlgraph.plan.advice import advise
-from rlgraph.plan.assumptions import assumed_recompute, single_number_caveats, width_assumptions, with_decode_terms, with_recompute
 from rlgraph.plan.channels import batch_transports, planned_channels, planned_loops
 from rlgraph.plan.cluster import Cluster, precision_of
 from rlgraph.plan.cost_functions import Setting, passes_of
 from rlgraph.plan.costs import Costs, check_costs, warnings_of
 from rlgraph.plan.estimates import assumed_sharing, check_shared, ring_of, with_sharing
 from rlgraph.plan.events import Sleeps, sleep_cost, sleep_costs
-from rlgraph.plan.forecast import Settings, forecast
+from rlgraph.plan.forecast import Settings, forecast, is_played, left_out, plan_join, saturated_seconds
 from rlgraph.plan.memory import check_drafts, check_fp8, check_gpu_settings, check_moments_stay, needs_that_fit
 from rlgraph.plan.model_shapes import Shapes, has_shapes
 from rlgraph.plan.placement import (
@@ -53,7 +52,19 @@ from rlgraph.plan.plan import (
     Prediction,
 )
 from rlgraph.plan.play import Timed, critical_cycle
-from rlgraph.plan.roofline import assumed_lengths, assumed_shards, device_of, roofline, with_shards, with_sleep
+from rlgraph.plan.roofline import (
+    assumed_lengths,
+    assumed_recompute,
+    assumed_shards,
+    device_of,
+    roofline,
+    single_number_caveats,
+    width_assumptions,
+    with_decode_terms,
+    with_recompute,
+    with_shards,
+    with_sleep,
+)
 from rlgraph.plan.schedule import Dependency, Event, Schedule
 
 NOTHING_KNOWN: Shapes = {}
@@ -126,7 +137,7 @@ def build_plan(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, sh
             first_step_s=expected.first_step_s,
             waits=expected.waits(),
             warnings=warnings,
-            left_out=tuple(continuous.left_out(graph, priced)),
+            left_out=tuple(left_out(graph, priced)),
             assumed=(
                 *width_assumptions(graph, settings, priced, "GPUs" if cluster.gpus else "cores"),
                 *single_number_caveats(graph, settings, priced),
@@ -201,8 +212,8 @@ def place_and_schedule(
 
 def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
     """Predict the mean seconds of a firing. Where batches join others, every version is taken to arrive in time."""
-    if continuous.is_played(graph, node, costs):
-        return continuous.saturated_seconds(node, setting, costs, rows)
+    if is_played(graph, node, costs):
+        return saturated_seconds(node, setting, costs, rows)
     return costs.mean(node.name, setting, rows)
 
 
@@ -305,7 +316,7 @@ def _nodes(graph: Graph, workers: Sequence[PlannedWorker], settings: Settings, c
             due=node.due,
             passes=settings[node.name].passes,
             any_devices=node.pool is not None and costs.is_plain(node.name),
-            joins=continuous.plan_join(node),
+            joins=plan_join(node),
         )
         for node in graph.nodes
     ]

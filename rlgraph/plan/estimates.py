@@ -10,8 +10,19 @@ from rlgraph.graph.nodes import Graph, Node
 from rlgraph.graph.operation import ModelTraits, Work
 from rlgraph.plan.cost_functions import Decode, NodeCost
 from rlgraph.plan.costs import FORWARD, Costs, epochs_of, walks_of
-from rlgraph.plan.memory_laws import GRADIENT, MASTER, MOMENTS, OPTIMIZER, Need, Workload, scoring_memory, update, update_in_place
-from rlgraph.plan.model_shapes import ModelShape, Shapes
+from rlgraph.plan.model_shapes import (
+    GRADIENT,
+    MASTER,
+    MOMENTS,
+    OPTIMIZER,
+    ModelShape,
+    Need,
+    Shapes,
+    Workload,
+    scoring_memory,
+    update,
+    update_in_place,
+)
 
 # What a device's roofline leaves out, measured on H200s: the host's time for each decode step and pass, what logits take, and the share
 # of the peak that compiled layers reach.

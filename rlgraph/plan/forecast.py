@@ -1,20 +1,343 @@
-"""Forecast a schedule whose times vary by playing it: step time, first step, waits on each channel, staleness."""
+"""Forecast a schedule whose times vary by playing it: step time, first step, waits on each channel, staleness.
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+A firing of a rollout with `continuous` or `interrupt` has no fixed seconds: its work depends on what joined before, and on when versions
+came. So the schedule is played with an engine that keeps a state, from decode step to decode step.
+"""
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
 from math import lcm
+from typing import Protocol
 
 import numpy as np
 
-from rlgraph.graph.nodes import Due, Feedback, Graph
-from rlgraph.plan import continuous
-from rlgraph.plan.cost_functions import Setting
+from rlgraph.graph.nodes import Due, Feedback, Graph, Node
+from rlgraph.plan.cost_functions import Decode, NodeCost, Setting
 from rlgraph.plan.costs import Costs
-from rlgraph.plan.events import evaluation_loop, evaluations, load_event, publish_event, readers
-from rlgraph.plan.lengths import Array
-from rlgraph.plan.plan import PlannedWait
+from rlgraph.plan.events import evaluation_loop, evaluations, fire_event, load_event, publish_event, readers
+from rlgraph.plan.lengths import Array, Lengths
+from rlgraph.plan.plan import PlannedJoin, PlannedWait
 from rlgraph.plan.play import WARM_UP_STEPS, Engines, Played, play
 from rlgraph.plan.schedule import Dependency, Event, Reason, Schedule
+
+Arrivals = Callable[[int], float]  # when a version arrives, in seconds; infinity while unknown
+ALL = 1 << 20  # versions, more than any batch of a prediction needs
+ROWS = 1 << 16  # drawn at most, since every end of a response is played
+
+
+def never(version: int) -> float:
+    """Say that no version comes."""
+    return float("inf")
+
+
+class Rule(Protocol):
+    """When batches and versions join; `rlgraph.nodes.rollout.batch_admission.BatchAdmission` is one."""
+
+    @property
+    def interrupt(self) -> str | None: ...
+
+    @property
+    def continuous(self) -> bool: ...
+
+    @property
+    def running(self) -> str: ...
+
+    def needs(self, step: int) -> int: ...
+
+    def ahead(self) -> int: ...
+
+
+def rule_of(node: Node) -> Rule | None:
+    """Look up the rule by which batches or versions join while a node decodes; None if none do."""
+    rule = node.traits.admission
+    return rule if rule is not None and (rule.continuous or rule.interrupt) else None
+
+
+def shares_steps(node: Node) -> bool:
+    """Tell whether responses that join later share decode steps with those under way."""
+    return node.model is None or node.model.traits.shares_steps
+
+
+def is_played(graph: Graph, node: Node, costs: Costs) -> bool:
+    """Tell whether a prediction counts what joins while a node decodes.
+
+    It does if the node's cost has decode steps, each response has one turn and belongs to one batch that leaves whole, and no other
+    node uses the model."""
+    cost = costs.cost_of(node.name)
+    alone = all(other is node or other.model is not node.model for other in graph.nodes)
+    whole = node.chunks == 1 and node.traits.one_turn and alone
+    return rule_of(node) is not None and cost.decode is not None and costs.lengths is not None and whole
+
+
+@dataclass
+class Batch:
+    """The responses of one batch on an engine: how many, and how many are done."""
+
+    rows: int
+    done: int = 0
+
+    @property
+    def tail(self) -> bool:
+        return 2 * self.done >= self.rows
+
+
+@dataclass
+class Machine:
+    """One engine. `lengths` are those of its responses `[steps, rows]`, and repeat after the last step.
+
+    With `shared` all running responses take one decode step together; else those that began together have steps of their own.
+    """
+
+    rule: Rule
+    decode: Decode
+    lengths: Array
+    prompt_tokens: float
+    load_s: float
+    arrives: Arrivals
+    shared: bool = True
+    now: float = 0.0
+    version: int = 0
+    steps: int = 0  # decoded so far
+    batches: dict[int, Batch] = field(default_factory=dict)
+    running: list[tuple[float, int, int]] = field(default_factory=list)  # a heap: the step that ends it, its batch, the step it began
+    waiting: list[tuple[int, float]] = field(default_factory=list)  # for a slot: batch and length
+    decoded: list[list[float]] = field(default_factory=list)  # of each firing: decode steps, sequences summed over them, batches begun
+
+    def load(self, step: int) -> float:
+        """Load the version that batch `step` needs. Returns the seconds that this takes; 0 if it is loaded already."""
+        missing = max(self.rule.needs(step) - self.version, 0)
+        self.version += missing
+        return missing * self.load_s
+
+    def fire(self, step: int, at: float, pace: float = 1.0) -> float:
+        """Decode from time `at` until batch `step` is done. Returns the time of its end. A decode step takes `pace` times its cost."""
+        self.now = at + self.decode.start_s
+        self.decoded.append([0.0, 0.0, 0.0])
+        self.batches = {number: batch for number, batch in self.batches.items() if number >= step}
+        if step not in self.batches:
+            self._submit(step, pace)
+        batch = self.batches[step]
+        while batch.done < batch.rows:
+            self._join(step, pace)
+            self._advance(pace)
+        return self.now
+
+    def _submit(self, step: int, pace: float) -> None:
+        drawn = self.lengths[step % len(self.lengths)].tolist()
+        self.batches[step] = Batch(len(drawn))
+        self.decoded[-1][2] += 1
+        self.waiting += [(step, length) for length in drawn]
+        self.now += pace * self.decode.prefill_s * self.prompt_tokens * len(drawn)
+        self._admit()
+
+    def _admit(self) -> None:
+        slots = self.decode.slots
+        free = len(self.waiting) if slots is None else min(slots - len(self.running), len(self.waiting))
+        for batch, length in self.waiting[:free]:
+            heapq.heappush(self.running, (self.steps + max(length, 1), batch, self.steps))
+        del self.waiting[:free]
+
+    def _join(self, step: int, pace: float) -> None:
+        while self.rule.interrupt and self.arrives(self.version + 1) <= self.now:
+            self._swap(pace)
+        newest = max(self.batches)
+        while newest < step + self.rule.ahead() and self.batches[newest].tail:
+            needed = self.rule.needs(newest + 1)
+            while not self.rule.interrupt and self.version < needed:
+                self.now = max(self.now, self.arrives(self.version + 1))
+                self._swap(pace)
+            if self.version < needed:
+                return
+            newest += 1
+            self._submit(newest, pace)
+
+    def _swap(self, pace: float) -> None:
+        """Load the next version; with "recompute" all running responses are prefilled again."""
+        self.version += 1
+        self.now += self.load_s
+        if self.rule.running == "recompute":
+            read = sum(self.prompt_tokens + self.steps - began for _, _, began in self.running)
+            self.now += pace * self.decode.prefill_s * read
+
+    def _advance(self, pace: float) -> None:
+        """Decode until the next response ends, or a version comes that may interrupt."""
+        groups = 1 if self.shared else len({began for _, _, began in self.running})
+        step_s = pace * (self.decode.step_s * groups + self.decode.sequence_s * len(self.running))
+        count = int(self.running[0][0] - self.steps)
+        if self.rule.interrupt and step_s > 0:
+            left = (self.arrives(self.version + 1) - self.now) / step_s
+            count = min(count, max(int(np.ceil(left)), 1)) if np.isfinite(left) else count
+        self.decoded[-1][0] += count * groups
+        self.decoded[-1][1] += count * len(self.running)
+        self.steps += count
+        self.now += count * step_s
+        while self.running and self.running[0][0] <= self.steps:
+            self.batches[heapq.heappop(self.running)[1]].done += 1
+        self._admit()
+
+
+@dataclass
+class JoinedLoads(Engines):
+    """The loading of versions before a batch, less those that were loaded while the batch before it decoded."""
+
+    machines: Sequence[Machine] = ()
+
+    def fire(self, step: int) -> None:
+        self.seconds[step][:] = [machine.load(step) for machine in self.machines]
+        super().fire(step)
+
+
+@dataclass
+class JoinedFirings(Engines):
+    """The firings of a rollout whose engines keep a state. `seconds` excludes decoding until the firing has been played."""
+
+    machines: Sequence[Machine] = ()
+    paces: Sequence[float] = ()
+
+    def fire(self, step: int) -> None:
+        at, _ = self._latest(0, step, np.zeros(self.count))
+        own_s = self.seconds[step]
+        ends = [m.fire(step, a + s, self.paces[step]) for m, a, s in zip(self.machines, at, own_s, strict=True)]
+        self.seconds[step][:] = np.array(ends) - at
+        super().fire(step)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A rollout whose batches join, as its engines are built: its rule, its cost and where it runs. See `Machine` for `shared`."""
+
+    rule: Rule
+    cost: NodeCost
+    setting: Setting
+    lengths: Lengths
+    shared: bool
+
+    def machines(self, steps: int, rows: int, load_s: float, arrives: Arrivals, version: int = 0) -> list[Machine]:
+        """Make the engines as before the first step, with the responses of `steps` steps, drawn for `rows`."""
+        assert self.cost.decode is not None
+        setting, decode = self.setting, self.cost.decode_at(self.cost.decode, self.setting)
+        drawn = self.lengths.batches(steps, rows)[:, : setting.rows]
+        count = min(setting.engines, setting.rows)
+        firsts = [setting.rows * rank // count for rank in range(count + 1)]
+        prompts = self.lengths.prompt_tokens
+        return [
+            Machine(self.rule, decode, drawn[:, first:end], prompts, load_s, arrives, self.shared, version=version)
+            for first, end in pairwise(firsts)
+        ]
+
+
+def decoder(node: Node, setting: Setting, costs: Costs) -> Decoder:
+    """Describe the rollout of a node whose batches join."""
+    rule = rule_of(node)
+    assert rule is not None
+    assert costs.lengths is not None
+    return Decoder(rule, costs.cost_of(node.name), setting, costs.lengths, shares_steps(node))
+
+
+def beside(cost: NodeCost, setting: Setting, steps: int) -> Array:
+    """Predict the seconds `[steps]` of firings besides decoding."""
+    return replace(cost, decode=None, spread=()).of(setting, None, 0.0, steps)[:, 0]
+
+
+def saturated_seconds(node: Node, setting: Setting, costs: Costs, rows: int) -> float:
+    """Predict the mean seconds of a firing if every version arrives before it is needed; the load events count its loading."""
+    return _saturated_seconds(decoder(node, setting, costs), drawn_step_count(costs, rows), rows)
+
+
+@lru_cache(maxsize=1024)
+def _saturated_seconds(rollout: Decoder, steps: int, rows: int) -> float:
+    each = rollout.machines(steps, rows, 0.0, never, version=steps + ALL)
+    ends = np.array([[machine.fire(step, 0.0) for machine in each] for step in range(steps)])
+    return float((ends.max(axis=1) + beside(rollout.cost, rollout.setting, steps))[steps // 8 :].mean())
+
+
+def drawn_step_count(costs: Costs, rows: int) -> int:
+    """Choose the number of steps for which lengths are drawn if batches join."""
+    return max(min(costs.steps_drawn(rows), ROWS // max(rows, 1)), 64)
+
+
+def decode_events(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps: int, rows: int) -> dict[str, Engines]:
+    """Make the events of a node whose engines keep a state, by name: its loading and its firings."""
+    feedback, cost = node.feedback, costs.cost_of(node.name)
+    load = load_event(feedback.name, node.name) if feedback is not None else ""
+    load_s = schedule.seconds().get(load, 0.0)
+    count = min(setting.engines, setting.rows)
+    loads = JoinedLoads([np.zeros(count) for _ in range(steps)])
+
+    def arrives(version: int) -> float:
+        assert feedback is not None
+        published = loads.others[publish_event(feedback.name)]
+        received_s = costs.receive_s if feedback.buffers == 2 else 0.0
+        return published[version - 1] + received_s if 0 < version <= len(published) else float("inf")
+
+    each = decoder(node, setting, costs).machines(steps, rows, load_s, arrives if feedback is not None else never)
+    loads.machines = each
+    own_s = [np.full(count, seconds) for seconds in beside(cost, setting, steps)]
+    found: dict[str, Engines] = {fire_event(node.name): JoinedFirings(own_s, machines=each, paces=cost.paces(steps))}
+    return found if feedback is None else {load: loads, **found}
+
+
+def plan_join(node: Node) -> PlannedJoin | None:
+    """Describe how batches join a rollout; None if each decodes alone."""
+    rule = rule_of(node)
+    return PlannedJoin(rule.ahead(), shares_steps(node)) if rule is not None and rule.continuous else None
+
+
+@dataclass(frozen=True)
+class ReadyVersions:
+    """The rule of batches that join when every version has arrived in time."""
+
+    beside: int
+    interrupt: None = None
+    continuous: bool = True
+    running: str = "keep"
+
+    def needs(self, step: int) -> int:
+        return 0
+
+    def ahead(self) -> int:
+        return self.beside
+
+
+def count_decode_work(lengths: Array, join: PlannedJoin) -> Array:
+    """Count `[steps, 3]` the decode steps of each firing of an engine, the sequences summed over them, and the batches that it began,
+    for responses `[steps, rows]`.
+
+    They follow from the lengths alone: a batch joins when half of the responses before it have ended, whenever that is.
+    """
+    machine = Machine(ReadyVersions(join.ahead), Decode(), lengths, 0.0, 0.0, never, join.shared)
+    for step in range(len(lengths)):
+        machine.fire(step, 0.0)
+    return np.array(machine.decoded)
+
+
+def left_out(graph: Graph, costs: Costs) -> Iterator[str]:
+    """Say what the prediction leaves out, of the work of decoding nodes and of those that are due at some steps only, and why."""
+    for node in graph.nodes:
+        if node.due is not None and costs.source == "measured" and not costs.cost_of(node.name).measured:
+            yield f"'{node.name}' is due every {node.due.every} steps and did not fire in the run that was measured: it counts as no time"
+        rule = rule_of(node)
+        if rule is None:
+            continue
+        if not is_played(graph, node, costs):
+            if rule.continuous:
+                yield f"'{node.name}' is predicted as if batches did not join while others decode (continuous=True): the run may be faster"
+            if rule.interrupt:
+                yield (
+                    f"'{node.name}' is predicted as if no version came while it decodes (interrupt={rule.interrupt!r}): each one that does "
+                    "takes a swap, and where the keys and values are recomputed, a prefill of the responses under way"
+                )
+            continue
+        decode = costs.cost_of(node.name).decode
+        if rule.running == "recompute" and node.feedback is not None and decode is not None and not decode.prefill_s:
+            yield (
+                f"'{node.name}' is predicted as if reading took no time: its costs tell nothing of prompts (prefill_s), so that the "
+                "responses under way are read again with each version that joins is not counted; profile prompts of two lengths"
+            )
+
 
 Settings = Mapping[str, Setting]  # of each node, by name
 BURSTS = 600  # steps: rarer evaluations count as spread over the steps
@@ -102,15 +425,15 @@ def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs)
         once = play(schedule, steps, lambda event, step: event.seconds * (uneven[event.name][step] if event.name in uneven else 1.0))
         return Forecast(schedule, once, steps, WARM_UP_STEPS)
     rows = max(node.rows for node in nodes)
-    together = [node for node in nodes if continuous.is_played(graph, node, costs)]
-    steps = continuous.drawn_step_count(costs, rows) if together else costs.steps_drawn(rows)
+    together = [node for node in nodes if is_played(graph, node, costs)]
+    steps = drawn_step_count(costs, rows) if together else costs.steps_drawn(rows)
     drawn = drawn_times(schedule, graph, settings, costs, steps)
     mean = schedule.seconds()
     for name, factors in bursts(schedule, graph, steps).items():
         drawn[name] = np.asarray(factors[:, None] * drawn.get(name, mean[name]))
     apart: dict[str, Engines] = {name: Engines(list(each)) for name, each in drawn.items() if each.shape[1] > 1}
     for node in together:
-        apart |= continuous.decode_events(node, settings[node.name], costs, schedule, steps, rows)
+        apart |= decode_events(node, settings[node.name], costs, schedule, steps, rows)
     alone = {name: each[:, 0].tolist() for name, each in drawn.items() if name not in apart}
 
     def seconds(event: Event, step: int) -> float:

@@ -14,8 +14,7 @@ from rlgraph.plan.costs import Costs
 from rlgraph.plan.estimates import PIECE_BYTES, default_estimates
 from rlgraph.plan.events import Sleeps, evaluations, readers, sleep_costs
 from rlgraph.plan.lengths import Lengths
-from rlgraph.plan.memory_laws import MOMENTS, Need, Workload
-from rlgraph.plan.model_shapes import ModelShape, Shapes, adapter_size, frozen_bytes
+from rlgraph.plan.model_shapes import MOMENTS, ModelShape, Need, Shapes, Workload, adapter_size, frozen_bytes
 from rlgraph.plan.placement import model_names
 from rlgraph.plan.plan import PlannedMemory, PlannedWorker
 from rlgraph.settings import RECOMPUTE, Recompute

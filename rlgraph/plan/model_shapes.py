@@ -1,14 +1,19 @@
-"""The shapes of models and adapters, read from config.json: parameters, layers and bytes."""
+"""The shapes of models and adapters, read from config.json, and their bytes on a device.
+
+A device holds the parts of a model, what each instant of an update adds, and what a layer keeps for the backward pass.
+"""
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Graph, Model
+from rlgraph.graph.operation import ModelTraits
+from rlgraph.settings import Recompute
 from rlgraph.values.lora import ALL_LINEAR
 
 # The shape of a model by its config.json, and the parameters and bytes that follow.
@@ -193,3 +198,272 @@ def adapter_size(model: Model | None, shape: ModelShape | None) -> AdapterSize |
     """Count the numbers of a model's adapter; None for a model without one, or of unknown shape."""
     adapter = model.traits.adapter if model is not None else None
     return None if adapter is None or shape is None else AdapterSize.of(shape, adapter.rank, adapter.targets)
+
+
+# A model as it is to run, and the memory that it needs on a device.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One model of a graph as it is to run: `workers` engines or ranks, each on `width` devices.
+
+    `itemsize` is the bytes of a number that passes compute with, `rows` the responses of a step over all workers. Prompt and response
+    together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that generates.
+    `traits` are those of the model, with the settings of its trainer. Only the `adapter` numbers of a model that trains an adapter have
+    gradients and moments; the model itself has `frozen_bytes`, and if its matrices are `remade`, one of them is there in the dtype of
+    passes at a time. An engine that merges adapters keeps the `merged` numbers of the matrices that they change, and its further copies
+    have `version_bytes` (None: whole weights). An engine `in_fp8` has its layers in fp8; versions on their way are not. Its keys and values
+    have `kv_itemsize` bytes a number (None: as passes). With `packed` each rank has all matrices a second time, as its kernels want them.
+    With `plain_scores` scores are computed of logits without a kernel of their own, in copies in float32.
+    """
+
+    shape: ModelShape
+    itemsize: int
+    workers: int
+    width: float
+    rows: int
+    longest: float
+    usual: float
+    copies: int = 1
+    trained: bool = False
+    traits: ModelTraits = field(default_factory=ModelTraits)
+    adapter: int | None = None
+    frozen_bytes: int = 0
+    remade: bool = False
+    merged: int = 0
+    version_bytes: int | None = None
+    packed: bool = False
+    in_fp8: bool = False
+    kv_itemsize: int | None = None
+    plain_scores: bool = False
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of one model on one device: what stays, and what is there only while its own nodes run, at the instant when that is most. It
+    needs at least `least`. `instants` has the parts of each instant, where they are known."""
+
+    stays: Mapping[str, int]
+    runs: Mapping[str, int]
+    least: int
+    instants: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, stays: Mapping[str, int], instants: Mapping[str, Mapping[str, int]]) -> "Need":
+        """Make a need that is as large as the largest of its instants.
+
+        >>> Need.of({"weights": 8}, {"head": {"logits": 4}, "a layer": {"activations": 3}}).runs
+        {'logits': 4}
+        """
+        runs = max(instants.values(), key=lambda parts: sum(parts.values()))
+        return cls(stays, runs, sum(runs.values()), instants)
+
+    def while_it_runs(self, part: str) -> "Need":
+        """Make the need of a model whose `part` does not stay, but is there while its nodes run."""
+        size = self.stays.get(part, 0)
+        if not size:
+            return self
+        stays = {what: held for what, held in self.stays.items() if what != part}
+        instants = {instant: {part: size, **parts} for instant, parts in self.instants.items()}
+        return Need(stays, {part: size, **self.runs}, self.least + size, instants)
+
+
+# What a layer keeps of a token for the backward pass, and what it then computes again, by the setting `recompute`.
+
+
+def kept_by_layer(shape: ModelShape, recompute: Recompute = False, tensor: int = 1, *, compiled: bool = False) -> int:
+    """Count the numbers that a layer keeps of a token for the backward pass, with fused norms and FlashAttention, over all of `tensor`
+    ranks that share its matrices.
+
+    Input and output of both norms; queries and keys before and after the rotation (a norm of heads keeps them before), values, and the
+    output of attention; of a gated MLP the gate, its activation, what it multiplies, and the product. An adapter keeps the same inputs.
+    With "selective" it keeps its input, and the results of attention and of its products, but not of the last one where ranks sum that.
+    With True it keeps its input. A layer that is `compiled` computes the activation of the gate again. Of what both norms give, ranks keep
+    what they have gathered: each has it of all tokens.
+
+    >>> shape = ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10)
+    >>> kept_by_layer(shape), kept_by_layer(shape, "selective"), kept_by_layer(shape, True)
+    (132, 40, 8)
+    >>> kept_by_layer(shape, tensor=2)
+    148
+    """
+    queries, keys = _sizes(shape)
+    if recompute == "selective":
+        return (1 + (tensor == 1)) * shape.hidden + 2 * (queries + keys)
+    if recompute:
+        return shape.hidden
+    return (2 + 2 * tensor + _copies(shape)) * shape.hidden + 3 * (queries + keys) + (4 - compiled) * _inner(shape)
+
+
+def kept_beside_feed_forward(shape: ModelShape) -> int:
+    """Count the numbers that a layer keeps of a token which computes all of its feed-forward block again, and nothing else.
+
+    >>> kept_beside_feed_forward(ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10))
+    68
+    """
+    return 4 * shape.hidden + 3 * sum(_sizes(shape))
+
+
+def recomputed_operations(shape: ModelShape, attends: float, recompute: Recompute, tensor: int = 1) -> float:
+    """Count the operations of a token that the backward pass does a second time, where attention takes `attends`.
+
+    >>> shape = ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10)
+    >>> [recomputed_operations(shape, 100.0, way) for way in (False, "selective", True)]
+    [0, 512, 1444.0]
+    """
+    if recompute == "selective":
+        queries, _ = _sizes(shape)
+        return shape.layers * 2 * shape.hidden * (2 * _inner(shape) + (tensor > 1) * queries)  # gate and up
+    return 2 * shape.active_parameters + attends if recompute else 0
+
+
+def _sizes(shape: ModelShape) -> tuple[int, int]:
+    """The numbers of queries and of keys of a token."""
+    return shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+
+
+def _inner(shape: ModelShape) -> int:
+    """The inner width of what a token passes through: of all its experts."""
+    return shape.intermediate * shape.experts_used
+
+
+def _copies(shape: ModelShape) -> int:
+    """Copies of a token, one for each of its experts."""
+    return shape.experts_used if shape.experts > 1 else 0
+
+
+# What is in memory at each instant of an update besides what stays: the peak is that of the largest instant, not the sum of all parts.
+#
+# * "head": all layers keep what their backward pass needs, and the head computes with logits and their gradient. With a fused head these
+# are of a few rows, beside the gradient of the head in float32 and what it is cast to, or what some rows add to it. * "backward of a
+# layer": a layer that kept a part has computed the rest of it. Its unit has gradients in the dtype of passes, and a copy of them in float32
+# that is summed over ranks; the head has its gradient. * "backward of the embedding": the gradients of the vocabulary, and their copy in
+# float32. * "optimizer step": moments that are in host memory come and go, those of one parameter at a time.
+#
+# Gradients of earlier passes are there all the time. `tests/plan/test_recorded_peaks.py` holds these against recorded peaks.
+
+MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
+MOMENTS = {"32bit": OPTIMIZER, "16bit": 4, "8bit": 2 * (1 + 4 / 256)}  # of two moments; those of 8 bits have a float32 scale for each block
+LOGITS_AT_ONCE = 1 << 28  # of a GPU's fused head: 1767 rows of a vocabulary of 151936
+SCORED_AT_ONCE, SCORE_COPIES = 1 << 27, 5  # logits that are scored at once by plain operations, and how many float32 copies that takes
+# The least size of a unit of FSDP: the host takes as long to gather, cast and scatter a small unit as a large one, and in a model of less
+# than some billion parameters longer than the GPU computes.
+UNIT_PARAMETERS = 200_000_000
+HEAD, LAYER, EMBEDDING, STEP = "head", "backward of a layer", "backward of the embedding", "optimizer step"
+
+Instants = Mapping[str, Mapping[str, int]]
+
+
+def update(work: Workload, *, cast: bool) -> Instants:
+    """Estimate what a rank has at each instant of an update besides what stays; passes `cast` what it holds of weights.
+
+    >>> from rlgraph.plan.model_shapes import ModelShape
+    >>> shape = ModelShape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10, tied=True)
+    >>> work = Workload(shape=shape, itemsize=2, workers=1, width=1, rows=1, longest=4, usual=4, trained=True,
+    ...     traits=ModelTraits(micro_batch_tokens=4))
+    >>> {instant: parts["activations"] for instant, parts in update(work, cast=True).items() if "activations" in parts}
+    {'head': 2112, 'backward of a layer': 2112}
+    """
+    shape, traits, tokens, gathered = work.shape, work.traits, tokens_of(work), _cast_weights_memory(work, cast)
+    kept = kept_by_layer(shape, traits.recompute, traits.tensor_parallel, compiled=traits.compiled)
+    layers, rest = _activations(work, tokens, kept, kept_by_layer(shape, tensor=traits.tensor_parallel, compiled=traits.compiled))
+    of_unit, of_vocabulary = (_with_copy(work, count) for count in (_unit(work), _vocabulary(work)))
+    no_head = work.adapter is not None or traits.fused_head is None
+    of_head = 0 if no_head else work.itemsize * shape.vocab * shape.hidden // traits.tensor_parallel
+    found = {
+        HEAD: {"activations": layers, "gathered layers": gathered},
+        LAYER: {"activations": layers + rest, "gathered layers": gathered, "gradients of layers": of_unit + of_head},
+        EMBEDDING: {"gathered layers": _gathered_at_the_end(work, cast), "gradients of layers": of_vocabulary},
+    }
+    if work.traits.fused_head is not None:
+        found[HEAD]["logits"] = _logits(work, tokens)
+    if work.traits.host_moments:
+        learnt = shape.vocab * shape.hidden if work.adapter is None else work.adapter
+        found[STEP] = {"moments of a parameter": int(MOMENTS[work.traits.optimizer.moments] * learnt) // work.workers}
+    return found
+
+
+def update_in_place(work: Workload) -> Instants:
+    """Estimate what a rank has at each instant of an update if it gathers and casts nothing, and gradients are added up where they stay:
+    a rank of Megatron-Core."""
+    tokens, recompute, whole = tokens_of(work), work.traits.recompute, kept_by_layer(work.shape)
+    kept = kept_beside_feed_forward(work.shape) if recompute == "selective" else kept_by_layer(work.shape, recompute)
+    layers, rest = _activations(work, tokens, min(kept, whole), whole)
+    head = {"activations": layers} if work.traits.fused_head is None else {"activations": layers, "logits": _logits(work, tokens)}
+    return {HEAD: head, LAYER: {"activations": layers + rest}}
+
+
+def scoring_memory(work: Workload, *, cast: bool, gathers: bool = True) -> Instants:
+    """Estimate what a rank has while it scores: the states of one layer, weights that it `gathers`, and some rows of logits."""
+    tokens = tokens_of(work)
+    parts = {"activations": tokens * work.shape.hidden * work.itemsize // work.traits.tensor_parallel}
+    if gathers:
+        parts["gathered layers"] = _cast_weights_memory(work, cast)
+    if work.traits.fused_head is not None:
+        numbers = tokens * work.shape.vocab // work.traits.tensor_parallel
+        parts["logits"] = min(numbers, LOGITS_AT_ONCE) * work.itemsize + _score_copies(numbers)
+    return {HEAD: parts}
+
+
+def tokens_of(work: Workload) -> int:
+    """Bound the tokens that a rank has of a pass."""
+    groups = max(work.workers // work.traits.sharing, 1)
+    return min(work.traits.micro_batch_tokens or 0, int(-(-work.rows // groups) * work.longest) // work.traits.context_parallel)
+
+
+def _activations(work: Workload, tokens: int, kept: float, whole: int) -> tuple[int, int]:
+    """Estimate what all layers keep, and what one layer has beside that in its backward pass: the `whole` that it would have kept."""
+    each = work.itemsize / work.traits.tensor_parallel * tokens
+    return int(work.shape.layers * kept * each), max(0, int((whole - kept) * each)) if work.traits.recompute else 0
+
+
+def _vocabulary(work: Workload) -> int:
+    """Count the parameters that are no layer's: of the embedding, and of a head of its own."""
+    shape = work.shape
+    return shape.vocab * shape.hidden if work.traits.fused_head is None else shape.embedding_parameters
+
+
+def _unit(work: Workload) -> int:
+    """Count the parameters of a unit of layers, with a rank's own experts."""
+    shape = work.shape
+    return min(shape.layers, -(-UNIT_PARAMETERS // shape.layer_parameters)) * shape.own_layer(work.traits.expert_parallel)
+
+
+def _with_copy(work: Workload, parameters: int) -> int:
+    """The bytes of the gradients of so many parameters, of which an adapter has a part, and of their copy in float32."""
+    learnt = parameters if work.adapter is None else parameters * work.adapter // work.shape.parameters
+    return (work.itemsize + GRADIENT) * learnt // work.traits.tensor_parallel
+
+
+def _cast_weights_memory(work: Workload, cast: bool) -> int:
+    """Estimate the memory of weights that are cast to the dtype of passes: of two units and the vocabulary, or of all that is trained where
+    no rank shares them, which are then cast once an update."""
+    shape, alone = work.shape, work.workers == work.traits.tensor_parallel
+    if alone and work.adapter is not None:  # frozen weights are used as they lie
+        return (work.adapter + (shape.hidden * max(shape.intermediate, shape.heads * shape.head_dim) if work.remade else 0)) * work.itemsize
+    if alone and cast:
+        return shape.parameters * work.itemsize // work.traits.tensor_parallel
+    layers = min(2 * _unit(work), shape.layers * shape.own_layer(work.traits.expert_parallel))
+    return (layers + _vocabulary(work)) * work.itemsize // work.traits.tensor_parallel
+
+
+def _gathered_at_the_end(work: Workload, cast: bool) -> int:
+    """Estimate what is still cast when all layers have had their backward pass: the vocabulary, or all of what no rank shares."""
+    if work.workers == work.traits.tensor_parallel:
+        return _cast_weights_memory(work, cast)
+    return _vocabulary(work) * work.itemsize // work.traits.tensor_parallel
+
+
+def _logits(work: Workload, tokens: int) -> int:
+    """Estimate the memory of the logits of a pass: whole ones with their gradient, or some rows and the head's gradient in float32."""
+    words = work.shape.vocab // work.traits.tensor_parallel
+    numbers = tokens * words
+    copies = _score_copies(numbers) if work.plain_scores else 0
+    if work.traits.fused_head and numbers > LOGITS_AT_ONCE:
+        head = words * work.shape.hidden if work.adapter is None else 0  # its gradient in float32, and what some rows add to it
+        return 2 * LOGITS_AT_ONCE * work.itemsize + copies + (GRADIENT + work.itemsize) * head
+    return 2 * numbers * work.itemsize + copies
+
+
+def _score_copies(numbers: int) -> int:
+    return SCORE_COPIES * 4 * min(numbers, SCORED_AT_ONCE)

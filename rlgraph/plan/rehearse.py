@@ -14,7 +14,8 @@ from rlgraph.channels.factory import transport_of
 from rlgraph.columns import COLUMNS
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph
-from rlgraph.plan import continuous
+from rlgraph.plan import forecast
+from rlgraph.plan.channels import OnHosts, crossing_s, ends_on_hosts, least_part, shape_of
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import best_plan, priced_for, settings_on
 from rlgraph.plan.costs import Costs
@@ -23,7 +24,6 @@ from rlgraph.plan.lengths import Array
 from rlgraph.plan.model_shapes import Shapes
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.plan.play import Engines, Played, play
-from rlgraph.plan.routes import OnHosts, crossing_s, ends_on_hosts, least_part, shape_of
 from rlgraph.plan.schedule import MOVING, Dependency, Event, Schedule
 from rlgraph.settings import AtLeastZero, Fraction, Positive, Range, Seconds
 
@@ -260,7 +260,7 @@ def prepare_course(
     priced = priced_for(graph, cluster, costs, shapes)
     plan = best_plan(graph, cluster, priced, shapes)
     _check(plan, graph, site, every)
-    joining = [node.name for node in graph.nodes if continuous.is_played(graph, node, priced)]
+    joining = [node.name for node in graph.nodes if forecast.is_played(graph, node, priced)]
     if joining:
         raise PlanError(
             f"rehearse: batches or versions join while '{joining[0]}' decodes, and a rehearsal does not play that; leave `continuous` and "

@@ -7,8 +7,7 @@ from rich.cells import cell_len, set_cell_size
 from rlgraph.analysis import words
 from rlgraph.channels.host.protocol import part_bytes
 from rlgraph.plan.advice import critical
-from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker
-from rlgraph.plan.routes import (
+from rlgraph.plan.channels import (
     UNKNOWN_BYTES,
     Route,
     Shape,
@@ -20,6 +19,7 @@ from rlgraph.plan.routes import (
     seconds_of,
     shape_of,
 )
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker
 from rlgraph.render.plan_svg.layout import drawn_channels
 
 WIDTH = 100

@@ -17,7 +17,7 @@ from rlgraph.channels.host.protocol import More, Portion
 from rlgraph.channels.remote import inward, transfer
 from rlgraph.channels.remote.transfer import Finish, Gloo
 from rlgraph.errors import ChannelBroken, ChannelClosed
-from rlgraph.plan.routes import SHAPES, crossings, route_messages
+from rlgraph.plan.channels import SHAPES, crossings, route_messages
 
 LONG = 20.0
 PART = 1 << 16

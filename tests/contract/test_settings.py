@@ -25,7 +25,7 @@ from rlgraph.nodes.training.update import UpdateSchedule
 from rlgraph.plan.cost_functions import Decode, NodeCost, Setting, SleepCost
 from rlgraph.plan.lengths import Lengths
 from rlgraph.plan.plan import Plan
-from rlgraph.plan.replay import deeper
+from rlgraph.plan.search import deeper
 from rlgraph.runtime.checkpoint.store import difference
 from rlgraph.runtime.local import LocalJob
 

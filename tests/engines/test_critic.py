@@ -12,7 +12,7 @@ from support.tiny import LENGTHS, batch_of, returns_of
 from support.trainer_engines import fsdp_engine
 
 from rlgraph.algorithms import ValueLoss
-from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.masks import Totals
 from rlgraph.engines.forward.head import ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.errors import DataError

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from rlgraph.algorithms import AGGREGATIONS, GMPO, GSPO, Bypass, ClippedLoss, Reinforce, Rejection, RolloutCorrection, TruncatedIS
-from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.masks import Totals
 from rlgraph.batching.packing import plan_micro_batches
 from rlgraph.channels.weights.shards import Assembly, WeightShard
 from rlgraph.engines.forward.policy_head import PolicyHead

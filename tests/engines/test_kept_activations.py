@@ -14,8 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 import rlgraph as rg
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.hf import backbone
-from rlgraph.plan.memory_laws import kept_by_layer
-from rlgraph.plan.model_shapes import ModelShape
+from rlgraph.plan.model_shapes import ModelShape, kept_by_layer
 from rlgraph.settings import Recompute
 
 HIDDEN, HEADS, HEAD, INTERMEDIATE, VOCAB = 64, 4, 32, 256, 288  # as many heads of keys: with fewer a CPU repeats them

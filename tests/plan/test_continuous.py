@@ -12,8 +12,8 @@ import rlgraph as rg
 from rlgraph.engines.api import Request, Response
 from rlgraph.nodes.rollout.decode_loop import DecodeLoop, OneTurn, Task
 from rlgraph.plan.calibrate import measured_costs, spread
-from rlgraph.plan.continuous import Machine, never
 from rlgraph.plan.cost_functions import Decode, NodeCost
+from rlgraph.plan.forecast import Machine, never
 from rlgraph.plan.schedule import Sampled, Span
 from rlgraph.values.sampling import BatchAdmission
 

@@ -15,9 +15,9 @@ from rlgraph.channels.host.channel import PART_BYTES
 from rlgraph.errors import PlanError
 from rlgraph.plan import compile as compiling
 from rlgraph.plan import rehearse
+from rlgraph.plan.channels import crossing_s, ends_on_hosts, shape_of
 from rlgraph.plan.cost_functions import Decode, NodeCost, SleepCost
 from rlgraph.plan.rehearse import Rehearsal, with_failures
-from rlgraph.plan.routes import crossing_s, ends_on_hosts, shape_of
 
 PLAIN = {"prompts": 0.0, "rollout": 4.0, "reward": 0.25, "update": 5.0}
 CALM = rg.planning.ClusterSite()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlgraph.channels.host.channel import PART_BYTES
-from rlgraph.plan.routes import BRANCHES, SHAPES, AssumedLink, Shape, crossing_s, feeders, route_messages, soonest, ways
+from rlgraph.plan.channels import BRANCHES, SHAPES, AssumedLink, Shape, crossing_s, feeders, route_messages, soonest, ways
 
 ONE, GB, MB = {0: 1}, 10**9, 10**6
 EVEN = AssumedLink(bandwidth=1.0, latency_s=0.0)

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from support import fakes
 
 from rlgraph.graph.nodes import Pool
+from rlgraph.plan.channels import SHAPES, Shape, crossings, hosts_of, kinds_of_routes, route_messages, routes, shape_of
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
-from rlgraph.plan.routes import SHAPES, Shape, crossings, hosts_of, kinds_of_routes, route_messages, routes, shape_of
 from rlgraph.render.text import text
 
 

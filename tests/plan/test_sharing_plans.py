@@ -15,8 +15,7 @@ from rlgraph.errors import PlanError
 from rlgraph.graph.operation import ModelTraits
 from rlgraph.plan.cost_functions import NodeCost, Passes, Setting
 from rlgraph.plan.estimates import Device, exchange_s, fully_sharded_memory, model_parallel
-from rlgraph.plan.memory_laws import Workload
-from rlgraph.plan.model_shapes import ModelShape
+from rlgraph.plan.model_shapes import ModelShape, Workload
 
 
 def folder(path: Path, config: dict[str, Any] = QWEN3_8B) -> str:

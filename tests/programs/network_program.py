@@ -25,9 +25,9 @@ import rlgraph as rg
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import RlgraphError
 from rlgraph.graph.nodes import Graph, Pool
+from rlgraph.plan.channels import shape_of
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
-from rlgraph.plan.routes import shape_of
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.session import Links

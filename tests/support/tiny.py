@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.masks import Totals
 from rlgraph.columns import Columns
 from rlgraph.engines.hf.pretrained import byte_tokenizer, tiny_model
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.masks import Totals
 from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.columns import Columns
 from rlgraph.engines.api import GenerateEngine, Guard, Loss, Place, Request, Response, check_request, check_weights
@@ -19,7 +19,7 @@ from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.registry import EngineSpec, TrainerSpec
 from rlgraph.nodes.base import tensor_of
 from rlgraph.plan.estimates import stays_awake
-from rlgraph.plan.memory_laws import Need, Workload
+from rlgraph.plan.model_shapes import Need, Workload
 from rlgraph.values.sampling import Running
 
 CONTEXT = 128

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.masks import Totals
 from rlgraph.batching.packing import MicroBatch, response_lengths
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.api import ValueLossFn
@@ -23,7 +23,7 @@ from rlgraph.engines.hf.folder_weights import FolderWeights
 from rlgraph.engines.hf.pretrained import value_head
 from rlgraph.engines.lora import InitialWeights, is_adapter
 from rlgraph.errors import DataError
-from rlgraph.plan.memory_laws import LOGITS_AT_ONCE
+from rlgraph.plan.model_shapes import LOGITS_AT_ONCE
 
 # The rows of a batch that a pass is of: picked from the batch, so many of their logits at once, and scores put back in their places.
 

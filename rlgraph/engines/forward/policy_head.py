@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.masks import Totals
 from rlgraph.batching.packing import MicroBatch
 from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rlgraph.algorithms.aggregation import Totals
 from rlgraph.algorithms.distillation import CHOSEN
+from rlgraph.algorithms.masks import Totals
 from rlgraph.batching.packing import MicroBatch, pack, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns

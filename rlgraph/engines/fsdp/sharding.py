@@ -20,7 +20,7 @@ from rlgraph.engines.api import Place
 from rlgraph.engines.forward.head import Head
 from rlgraph.engines.lora import LoraLinear, SharedBase
 from rlgraph.errors import GraphError
-from rlgraph.plan.memory_laws import UNIT_PARAMETERS
+from rlgraph.plan.model_shapes import UNIT_PARAMETERS
 
 # The whole parameters that ranks cut among them: a pass computes with plain tensors, and at rest a tensor is a box of its whole.
 #

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.masks import Totals
 from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns

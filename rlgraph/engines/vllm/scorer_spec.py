@@ -8,7 +8,7 @@ from rlgraph.engines.registry import TrainerSpec, dtype_of
 from rlgraph.engines.vllm import arguments
 from rlgraph.engines.vllm.spec import import_vllm
 from rlgraph.plan.estimates import compute_weights, paged_memory
-from rlgraph.plan.memory_laws import Need, Workload
+from rlgraph.plan.model_shapes import Need, Workload
 
 LONGEST = 32_768.0
 

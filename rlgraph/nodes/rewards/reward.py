@@ -6,8 +6,7 @@ from typing import Annotated, Any, Protocol, TypeAlias
 
 import torch
 
-from rlgraph.algorithms.kl import AdaptiveKL, FixedKL, KlEstimator, penalize_rewards
-from rlgraph.algorithms.shaping import OverlongPenalty
+from rlgraph.algorithms.kl import AdaptiveKL, FixedKL, KlEstimator, OverlongPenalty, penalize_rewards
 from rlgraph.columns import COLUMNS, Columns
 from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Node, Output, declare

@@ -9,7 +9,7 @@ import torch
 from rlgraph.algorithms.advantages import GroupEstimator
 from rlgraph.algorithms.correction import ImportanceWeights, Rejection, RolloutCorrection
 from rlgraph.algorithms.diagnostics import diagnostics
-from rlgraph.algorithms.shaping import constant_groups
+from rlgraph.algorithms.kl import constant_groups
 from rlgraph.columns import Column, Columns, truncation_mask
 from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Output, declare

@@ -9,7 +9,7 @@ import torch
 
 from rlgraph import settings
 from rlgraph.algorithms.advantages import StepwiseLoss
-from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.masks import Totals
 from rlgraph.algorithms.policy_loss import GRADIENTS, SlopedLoss, WholeLoss
 from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns, concat_rows, rows_of, truncation_mask

@@ -22,8 +22,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rlgraph.errors import DispatchError, GraphError, PlanError, RlgraphError, WorkerDied, show_value
 from rlgraph.graph.nodes import Graph
 from rlgraph.graph.operation import Operation
+from rlgraph.plan.channels import writers_of
 from rlgraph.plan.plan import Plan
-from rlgraph.plan.routes import writers_of
 from rlgraph.runtime.driver.hosts import Ask, FoundHosts, HostAgent, LocalHostAgent, RemoteHostAgent, worker_environment
 from rlgraph.runtime.driver.ray_cluster import (
     OWN,

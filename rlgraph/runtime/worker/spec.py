@@ -12,12 +12,12 @@ from rlgraph.graph.nodes import Due, Graph, Model, Node
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.graph.rules import exact_models
 from rlgraph.nodes.prompts import Prompts
+from rlgraph.plan.channels import Route, hosts_of, routes
 from rlgraph.plan.checkpoint_cut import lookaheads, open_nodes, steps_before_cut
 from rlgraph.plan.cluster import ITEMSIZE
 from rlgraph.plan.events import TimeSlice, time_slices
 from rlgraph.plan.memory import shared_bases
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
-from rlgraph.plan.routes import Route, hosts_of, routes
 
 MOST_FILE_NAME = 120  # characters of a file's name before its ending; file systems have room for 255 bytes
 
