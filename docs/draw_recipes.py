@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import rlgraph as rg
-from rlgraph.render.plan_svg.draw import svg
-from rlgraph.render.plan_svg.layout import layout
+from rlgraph.render.plan_layout import layout
+from rlgraph.render.plan_picture import svg
 from rlgraph_cli.recipe import read
 
 RECIPES = Path(__file__).parents[1] / "recipes"

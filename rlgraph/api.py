@@ -28,7 +28,7 @@ from rlgraph.plan.rehearse import ClusterSite, Rehearsal, rehearse_graph
 from rlgraph.plan.schedule import Event
 from rlgraph.record import record
 from rlgraph.render import report as report_page
-from rlgraph.render.plan_svg.draw import svg
+from rlgraph.render.plan_picture import svg
 from rlgraph.render.report import model_card
 from rlgraph.render.text import mermaid, text
 from rlgraph.render.timeline import write_trace

@@ -9,4 +9,4 @@ from rlgraph.plan.cost_functions import NodeCost as NodeCost
 from rlgraph.plan.costs import Costs as Costs
 from rlgraph.plan.lengths import Lengths as Lengths
 from rlgraph.plan.rehearse import ClusterSite as ClusterSite
-from rlgraph.recording.profile import Profile as Profile
+from rlgraph.recording.samples import Profile as Profile

@@ -17,13 +17,11 @@ from rlgraph.analysis.findings import findings
 from rlgraph.analysis.samples import Sample
 from rlgraph.analysis.words import Terminal
 from rlgraph.errors import PlanError
-from rlgraph.recording.profile import Profile, take_request
-from rlgraph.recording.samples import SampleRecorder, Samples
+from rlgraph.recording.samples import Profile, SampleRecorder, Samples, take_request
 from rlgraph.recording.sinks import RecordedRun, Sink, SinkFeeds, new_id
 from rlgraph.recording.watch import LiveFiles
-from rlgraph.render import charts, report, timeline
+from rlgraph.render import charts, plan_picture, report, timeline
 from rlgraph.render.charts import REWARD
-from rlgraph.render.plan_svg import draw
 from rlgraph.render.timeline import last_steps, predicted_steps
 from rlgraph.runtime.checkpoint.store import lock_file, unlock_file
 from rlgraph.runtime.measure import Step
@@ -292,7 +290,7 @@ def _write_results(job: "Job", done: list[Step], folder: Path, console: Console)
     job.costs().to_file(folder / "costs.yaml")
     job.trace().to_file(folder / "trace.json")
     if run.priced is not None:
-        (folder / "graph.svg").write_text(draw.svg(run.priced), encoding="utf-8")
+        (folder / "graph.svg").write_text(plan_picture.svg(run.priced), encoding="utf-8")
         fitted_s = run.priced.prediction.step_s
         console.print(f"a step took {run.step_s:.2f} s (median), {fitted_s:.2f} s fitted to its own nodes", highlight=False)
     for line in findings(run):

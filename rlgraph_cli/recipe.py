@@ -18,7 +18,7 @@ from rlgraph.graph.nodes import Graph
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
-from rlgraph.recording import profile as profiles
+from rlgraph.recording import samples as profiles
 from rlgraph_cli.choices import steps_of
 
 RULE = (

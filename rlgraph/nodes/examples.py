@@ -11,8 +11,7 @@ import torch
 from rlgraph import notices
 from rlgraph.algorithms.advantages import LABELS
 from rlgraph.columns import Column, pad_rows
-from rlgraph.data.mixtures import Mix
-from rlgraph.data.rows import Dataset, digest, place_of, rows
+from rlgraph.data.rows import Dataset, Mix, digest, place_of, rows
 from rlgraph.engines.hf.chat_template import Encoded, Example, Learns, encode_example, prompt_tokens
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError, show_value

@@ -11,8 +11,7 @@ from typing import Annotated, Any, TypeAlias
 import torch
 
 from rlgraph.columns import Column, Columns
-from rlgraph.data.mixtures import Mix, Results
-from rlgraph.data.rows import Dataset, Overlong, Rows, digest, place_of, rows
+from rlgraph.data.rows import Dataset, Mix, Overlong, Results, Rows, digest, place_of, rows
 from rlgraph.data.streams import Stream, StreamReader, stream
 from rlgraph.engines.hf.chat_template import check_conversations, encoded_prompts
 from rlgraph.errors import DataError

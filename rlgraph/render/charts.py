@@ -7,7 +7,7 @@ from statistics import fmean
 
 from rlgraph.analysis import words
 from rlgraph.analysis.run import Run
-from rlgraph.render.plan_svg.labels import fit_text, width
+from rlgraph.render.plan_labels import fit_text, width
 
 # A small line chart as SVG, for metrics by step.
 

@@ -17,8 +17,8 @@ from rlgraph.analysis.run import CardFacts, EventComparison, Run, compare_events
 from rlgraph.analysis.samples import LINES, Sample, profile_files, read_file, sample_files
 from rlgraph.analysis.samples import PROFILES_FOLDER as PROFILES
 from rlgraph.plan.plan import Plan
+from rlgraph.render import plan_picture
 from rlgraph.render.charts import REWARD, curves, metric_names, of_version
-from rlgraph.render.plan_svg import draw
 from rlgraph.render.text import mermaid, text
 from rlgraph.render.timeline import last_steps, predicted_steps, timeline
 
@@ -268,7 +268,7 @@ def _graph(run: Run) -> Iterator[str]:
     said = (
         "measured seconds of each node" if run.priced is not None else f"{plan.prediction.cost} seconds, since too few steps were measured"
     )
-    yield f'<p>With {said}; the critical cycle is red.</p><div class="drawing">{draw.svg(plan)}</div>'
+    yield f'<p>With {said}; the critical cycle is red.</p><div class="drawing">{plan_picture.svg(plan)}</div>'
 
 
 def _timeline(run: Run) -> Iterator[str]:

@@ -20,7 +20,7 @@ from rlgraph.plan.channels import (
     shape_of,
 )
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker
-from rlgraph.render.plan_svg.layout import drawn_channels
+from rlgraph.render.plan_layout import drawn_channels
 
 WIDTH = 100
 NAME_MOST = 30  # cells of a table's columns, but the last, which is wrapped

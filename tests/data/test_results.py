@@ -13,7 +13,7 @@ from support import fakes, forked_workers  # noqa: F401 (a way of dispatch)
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.data.mixtures import Results
+from rlgraph.data.rows import Results
 from rlgraph.errors import RlgraphError
 from rlgraph.graph.nodes import Graph, Output, declare
 from rlgraph.plan.cluster import Cluster

@@ -13,7 +13,7 @@ import rlgraph as rg
 from rlgraph.analysis.samples import OPERATORS, TRACE
 from rlgraph.errors import PlanError
 from rlgraph.plan.plan import Plan
-from rlgraph.recording import profile as profiles
+from rlgraph.recording import samples as profiles
 from rlgraph.runtime.driver.job import Job
 
 

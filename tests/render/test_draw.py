@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from rlgraph.analysis.words import clean
 from rlgraph.plan.plan import Plan
-from rlgraph.render.plan_svg.draw import svg
-from rlgraph.render.plan_svg.layout import drawn_channels
+from rlgraph.render.plan_layout import drawn_channels
+from rlgraph.render.plan_picture import svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rlgraph.plan.plan import Plan
-from rlgraph.render.plan_svg.labels import loop_label
-from rlgraph.render.plan_svg.layout import Box, Layout, Point, drawn_channels, layout
+from rlgraph.render.plan_labels import loop_label
+from rlgraph.render.plan_layout import Box, Layout, Point, drawn_channels, layout
 
 # A failing plan is shown as drawn: making it smaller takes minutes.
 randomly = settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck))

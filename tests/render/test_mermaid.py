@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from rlgraph.analysis.words import clean
 from rlgraph.plan.plan import Plan
-from rlgraph.render.plan_svg.layout import drawn_channels
+from rlgraph.render.plan_layout import drawn_channels
 from rlgraph.render.text import mermaid
 
 STRING = r'"(?:[^"#;]|#\d+;)+"'

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlgraph.render.plan_svg.labels import fit_text, width
+from rlgraph.render.plan_labels import fit_text, width
 
 # Advance widths in em of the widest common sans-serif fonts, from their horizontal metrics tables.
 DEJAVU = {"i": 0.278, "m": 0.974, "a": 0.613, "0": 0.636, "_": 0.5, ".": 0.318, "W": 0.989, "%": 0.95, " ": 0.318, "~": 0.838, "r": 0.411}

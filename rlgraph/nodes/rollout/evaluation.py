@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 
 from rlgraph.columns import Column, Columns, rows_of_rank, truncation_mask
-from rlgraph.data.mixtures import Mix
-from rlgraph.data.rows import Dataset
+from rlgraph.data.rows import Dataset, Mix
 from rlgraph.engines.hf.chat_template import encoded_prompts
 from rlgraph.errors import DataError, GraphError, choices
 from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare

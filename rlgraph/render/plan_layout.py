@@ -7,8 +7,8 @@ from typing import TypeAlias
 
 from rlgraph.plan.advice import Critical, critical
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
-from rlgraph.render.plan_svg import labels
-from rlgraph.render.plan_svg.labels import LegendItem, TextLine
+from rlgraph.render import plan_labels
+from rlgraph.render.plan_labels import LegendItem, TextLine
 
 # Place each node in the grid of the picture: its lane, its column (how far downstream it is) and its row in the lane.
 
@@ -286,14 +286,14 @@ def layout(plan: Plan) -> Layout:
     edges = _edges(plan, grid, lines, frame, boxes)
     loops = _loops(plan, grid, frame, boxes)
     content = [
-        *labels.header(plan, EDGE),
-        *labels.lane_labels([(y, grid.lanes[i]) for i, (y, _) in enumerate(frame.lanes)], plan, EDGE),
+        *plan_labels.header(plan, EDGE),
+        *plan_labels.lane_labels([(y, grid.lanes[i]) for i, (y, _) in enumerate(frame.lanes)], plan, EDGE),
     ]
     for box in boxes.values():
-        content += labels.box_texts(box.node, box.order, (box.x, box.y, box.width, box.height), plan, red)
+        content += plan_labels.box_texts(box.node, box.order, (box.x, box.y, box.width, box.height), plan, red)
     foot = frame.bottom + LOOP_STEP * len(plan.loops)
     written = _loop_labels(plan, loops, frame)
-    legend = labels.legend(plan, red, EDGE, foot + 30, frame.right)
+    legend = plan_labels.legend(plan, red, EDGE, foot + 30, frame.right)
     content += written
     right = max([frame.right, *(text.span[1] for text in content), *(item.right for item in legend)])
     lanes = tuple(Lane(grid.lanes[i], EDGE, y, right - EDGE, height) for i, (y, height) in enumerate(frame.lanes))
@@ -302,13 +302,13 @@ def layout(plan: Plan) -> Layout:
 
 
 def _frame(plan: Plan, grid: Grid, lines: Mapping[str, Trunk]) -> _Frame:
-    left = EDGE + labels.label_width(grid.lanes, plan)
+    left = EDGE + plan_labels.label_width(grid.lanes, plan)
     side = 6.0 * len(plan.loops)
     crossings = _crossings(plan, grid)
     columns, x = [], left + 22.0 + side
     for index in range(grid.columns):
         members = [node for node in plan.nodes if grid.cells[node.name].column == index]
-        width = max(labels.box_width(node, order_in_pool(plan, node), plan) for node in members)
+        width = max(plan_labels.box_width(node, order_in_pool(plan, node), plan) for node in members)
         columns.append((x, width))
         x += width + min(44.0 + 4.0 * crossings[index], 80.0) + side
     right = sum(columns[-1]) + 18.0 + side
@@ -450,7 +450,7 @@ def _loop_labels(plan: Plan, loops: Sequence[LoopLine], frame: _Frame) -> list[T
         lower = [x for other in plan.loops[index + 1 :] for line in loops if line.loop.name == other.name for x in _falls(line)]
         ends = [x for line in own for x in _falls(line)]
         y = frame.bottom + LOOP_STEP * index + 18.0
-        written.append(labels.loop_label(loop, y + 15.0, (min(ends) + max(ends)) / 2, lower, (EDGE, frame.right)))
+        written.append(plan_labels.loop_label(loop, y + 15.0, (min(ends) + max(ends)) / 2, lower, (EDGE, frame.right)))
     return written
 
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 from rlgraph.analysis import words
 from rlgraph.channels.factory import transport_of
 from rlgraph.plan.plan import Plan, PlannedChannel
-from rlgraph.render.plan_svg.labels import LegendItem, TextLine
-from rlgraph.render.plan_svg.layout import ARROW, Box, Edge, Lane, Layout, LoopLine, Point, layout
+from rlgraph.render.plan_labels import LegendItem, TextLine
+from rlgraph.render.plan_layout import ARROW, Box, Edge, Lane, Layout, LoopLine, Point, layout
 
 FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
 INK, MUTED, RED = "#1c2130", "#4d5464", "#c2330f"
