@@ -34,7 +34,7 @@ def never(version: int) -> float:
 
 
 class Rule(Protocol):
-    """When batches and versions join; `rlgraph.nodes.rollout.batch_admission.BatchAdmission` is one."""
+    """When batches and versions join; `rlgraph.nodes.rollout.rollout.BatchAdmission` is one."""
 
     @property
     def interrupt(self) -> str | None: ...

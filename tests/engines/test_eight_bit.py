@@ -142,7 +142,7 @@ def test_what_moments_of_8_bits_do_not_work_with_is_refused(monkeypatch: pytest.
             rg.Policy("tiny", pool=rg.Pool("train"), optimizer=SETTINGS, **given)  # type: ignore[arg-type]
     with pytest.raises(GraphError, match=r"Muon\(moments='8bit'\): only AdamW's moments have fewer than 32 bits"):
         rg.optim.Muon(moments="8bit")
-    monkeypatch.setattr("rlgraph.nodes.training.compatibility.is_installed", lambda: False)
+    monkeypatch.setattr("rlgraph.nodes.training.trained_model.is_installed", lambda: False)
     with pytest.raises(GraphError, match=r"bitsandbytes is not installed: pip install 'rlgraph-dataflow\[lowbit\]'"):
         checked_source(compiled(model, SETTINGS))
 

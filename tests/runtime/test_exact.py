@@ -15,7 +15,7 @@ from support.tiny import tiny_llama, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.errors import CertificateError, DataError, GraphError, PlanError
-from rlgraph.nodes.training.compatibility import checked_rows
+from rlgraph.nodes.training.trained_model import checked_rows
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.model_shapes import ModelShape
 from rlgraph.runtime.driver.job import Job

@@ -1,4 +1,7 @@
-"""Rollout: the generator, and its node that samples responses under the current weights."""
+"""Rollout: the generator, and its node that samples responses under the current weights.
+
+With continuous decoding the next batch and new weights may join a batch that still decodes.
+"""
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -24,7 +27,6 @@ from rlgraph.nodes.environments.agent import Agent, Environment
 from rlgraph.nodes.environments.program import Program
 from rlgraph.nodes.environments.tools import Tools
 from rlgraph.nodes.prompts import Prompts, PromptSource
-from rlgraph.nodes.rollout.batch_admission import admission_rule
 from rlgraph.nodes.rollout.conversation import ConversationLoop, chats_of, check_turns, form_of, turn_metrics
 from rlgraph.nodes.rollout.decode_loop import (
     OUTPUTS,
@@ -49,6 +51,29 @@ from rlgraph.nodes.rollout.turn_loop import TurnLoop, TurnRules
 from rlgraph.settings import Count, Dtype, Named, Natural, Range, checked, refuse_unknown
 from rlgraph.values.drafts import PromptLookup, check_no_model
 from rlgraph.values.sampling import BatchAdmission, Running, Sampling
+
+
+def admission_rule(node: str, weights: Feedback | None, interrupt: Running | None, continuous: bool, source: object) -> BatchAdmission:
+    """Make the rule. Raises GraphError for a setting that has no effect, or that cannot keep the staleness bound."""
+    if interrupt is not None and weights is None:
+        raise GraphError(f"node '{node}' has interrupt={interrupt!r} but no weights that change; pass a feedback edge, or leave it out")
+    if interrupt is not None and weights is not None and weights.depth == 0:
+        raise GraphError(
+            f"node '{node}' has interrupt={interrupt!r}, but at depth=0 of feedback '{weights.name}' no version is published while "
+            "responses decode: use depth>=1, or leave it out"
+        )
+    if continuous and weights is not None and weights.depth == 0:
+        raise GraphError(
+            f"node '{node}' has continuous=True at depth=0 of feedback '{weights.name}', where the next batch may only start on weights "
+            "trained on this one: use depth>=1, or leave it out"
+        )
+    if continuous and source is not None and not isinstance(source, Prompts):
+        raise GraphError(
+            f"node '{node}' has continuous=True, so it looks up the next prompts while it decodes, which only rlgraph.prompts can tell, "
+            "and of a data set with a length: pass its output, read a stream into rg.data.rows(list(...)), or leave continuous out"
+        )
+    return BatchAdmission(interrupt, continuous, weights.depth if weights is not None else None)
+
 
 if TYPE_CHECKING:
 

@@ -11,9 +11,8 @@ from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import Operation
 from rlgraph.nodes.base import Context, Stage, list_columns
-from rlgraph.nodes.training.compatibility import columns_to_check, routes_read
 from rlgraph.nodes.training.guards import Guards
-from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary
+from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary, columns_to_check, routes_read
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Part, PolicyUpdate, Update, check_taken, checked_also, checked_schedule, own_name
 from rlgraph.settings import Count, Natural, checked, refuse_unknown
 from rlgraph.values.sampling import Sampling

@@ -18,9 +18,8 @@ from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
-from rlgraph.nodes.training.compatibility import check_vocabulary, checked_rows
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
-from rlgraph.nodes.training.trained_model import TrainedModel, check_rotary_factors, check_trained
+from rlgraph.nodes.training.trained_model import TrainedModel, check_rotary_factors, check_trained, check_vocabulary, checked_rows
 from rlgraph.settings import Count
 
 # An update on several batches: each with its loss and its weight, in one optimizer step.
