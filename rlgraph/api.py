@@ -271,7 +271,7 @@ def export(
     Raises CheckpointError for a checkpoint that is not whole, and ExportError for a folder that exists or cannot be written, a disk without
     room, and a model whose own folder is gone. No folder is left then.
     """
-    from rlgraph.runtime.checkpoint.export import export_checkpoint
+    from rlgraph.runtime.checkpoint.offline_export import export_checkpoint
 
     return export_checkpoint(checkpoint, folder, dtype, policy, adapter, model_card)
 

@@ -1,23 +1,16 @@
-"""Export a model of a running job or of a checkpoint as a folder.
-
-Describe what the ranks hold, lay out the files, let each rank write its boxes, add the rest, make the folder whole. From a checkpoint one
-process does this: it holds one shard of one parameter at a time, and needs no engine.
-"""
+"""Write an export: describe what the ranks hold, lay out the files, let each rank write its boxes, add the rest, make it whole."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
 from safetensors import safe_open
 
 from rlgraph.analysis.run import CardFacts
 from rlgraph.analysis.words import graph_settings
 from rlgraph.channels.weights.shards import WeightShard, parameters
-from rlgraph.engines.hf.backbone import parts_of
 from rlgraph.engines.hf.export import (
     DTYPES,
     MOST_FILE_BYTES,
@@ -28,22 +21,19 @@ from rlgraph.engines.hf.export import (
     GrowingExport,
     Numbers,
     ShardBox,
-    check_target,
     export_names,
     plan_files,
     take_room,
     write_companions,
     write_shards,
 )
-from rlgraph.engines.hf.folder_weights import folder_shards
 from rlgraph.engines.hf.model_files import revision_of
 from rlgraph.engines.hf.pretrained import check_model, other_tensors, parameter_shapes
 from rlgraph.engines.lora import BaseWeights, SavedAdapter, peft_names, read_adapter, write_config
-from rlgraph.engines.registry import TRAINERS, SavedShard
-from rlgraph.errors import CheckpointError, ExportError, RlgraphError
+from rlgraph.errors import ExportError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.plan.plan import Plan
-from rlgraph.runtime.checkpoint.store import TrainedEntry, check_apart, checked_manifest, checkpoint_steps, choose_model
+from rlgraph.runtime.checkpoint.store import TrainedEntry
 from rlgraph.values.lora import TENSORS
 
 # Export a model that trained an adapter: the adapter apart, as PEFT's folder, or merged into its base, as a whole model.
@@ -200,68 +190,3 @@ def _as_they_are(tensors: Mapping[str, tuple[Path, tuple[int, ...]]]) -> Iterato
 
 def _meta_shard(box: ShardBox) -> WeightShard:
     return WeightShard(box.name, box.shape, box.offsets, torch.empty(box.size, device="meta"))
-
-
-def export_checkpoint(
-    checkpoint: str | Path,
-    folder: str | Path,
-    dtype: ExportDtype,
-    policy: str | None,
-    adapter: AdapterForm,
-    card: Callable[[Plan, CardFacts], str],
-) -> Exported:
-    """Export a model of a checkpoint, or of the newest one in a folder of checkpoints; see `rlgraph.api.export`."""
-    found = newest_checkpoint(Path(checkpoint))
-    where = f"export('{folder}')"
-    check_target(folder)
-    manifest = checked_manifest(found)
-    chosen_model = _choose_entry(manifest, policy, where, found)
-    there = Path(manifest.get("folder", ".")) / chosen_model.path  # the run may have begun in another folder than this one
-    model = (
-        chosen_model if Path(chosen_model.path).exists() or not there.exists() else msgspec.structs.replace(chosen_model, path=str(there))
-    )
-    check_source(model, where)
-    check_apart(model, adapter, where)
-    shards = _find_shards(model, found, where)
-    known = parameter_shapes(model.path)
-    parts = {} if model.adapter is not None or all(shard.box.name in known for shard in shards) else parts_of(model.path, model.scores)
-    base = base_of(chosen_model.path)
-    facts = CardFacts(model.name, base, manifest["step"], dtype, manifest["settings"], **manifest.get("figures", NO_FIGURES))
-    source = Source(model, manifest["step"], card(Plan.from_json((found / "plan.json").read_text()), facts), adapter)
-
-    def write(path: Path, layout: ExportLayout) -> None:
-        write_shards(path, layout, folder_shards((replace(shard.box, tensor=shard.read()) for shard in shards), parts))
-
-    return write_export(folder, source, dtype, [boxes(folder_shards((shard.box for shard in shards), parts))], write)
-
-
-NO_FIGURES: Mapping[str, Mapping[str, float]] = {"first": {}, "last": {}}
-
-
-def newest_checkpoint(folder: Path) -> Path:
-    """Find the checkpoint that is meant: the folder itself, or the newest in it. Raises CheckpointError if there is none."""
-    if (folder / "manifest.json").exists():
-        return folder
-    steps = checkpoint_steps(folder)
-    if not steps:
-        there = "is no checkpoint and holds none" if folder.is_dir() else "does not exist"
-        raise CheckpointError(f"'{folder}' {there}; give a folder as `step-00000100`, or the one that launch(checkpoint=…) named")
-    return steps[max(steps)]
-
-
-def _choose_entry(manifest: Mapping[str, Any], policy: str | None, where: str, checkpoint: Path) -> TrainedEntry:
-    if "models" not in manifest:
-        raise ExportError(
-            f"{where}: checkpoint '{checkpoint}' is of an older version, which did not name its models; resume it and save again"
-        )
-    return choose_model(msgspec.convert(manifest["models"], list[TrainedEntry]), policy, where)
-
-
-def _find_shards(model: TrainedEntry, checkpoint: Path, where: str) -> list[SavedShard]:
-    spec = TRAINERS.find(model.trainer) if model.trainer in TRAINERS.names() else None
-    if spec is None or spec.saved_shards is None:
-        why = "is not registered here" if spec is None else "gives no `saved_shards`, by which its checkpoints are read"
-        raise ExportError(
-            f"{where}: the trainer '{model.trainer}' of '{model.name}' {why}; export from the running job: job.export(folder)"
-        )
-    return list(spec.saved_shards(checkpoint / model.name))
