@@ -12,7 +12,7 @@ import site
 import struct
 import sys
 
-from . import calls, files, spaces
+from . import calls, spaces
 from .kernel import CAPSET, PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, call, check_result, libc
 
 TYPE_CHECKING = False  # loading `typing` and `collections` would take a fifth of the start
@@ -49,7 +49,7 @@ def main() -> None:
 def enter_inner_layers(limits: tuple[int, int, int], enclosed: bool, accepted: list[str], packages: list[str], readable: list[str]) -> None:
     """Enter the layers inside the namespaces, in the process that runs code, and give it its packages."""
     limit(*limits, count_threads=enclosed)
-    layer("landlock", accepted, lambda: files.restrict_files(readable, os.getcwd()))
+    layer("landlock", accepted, lambda: spaces.restrict_files(readable, os.getcwd()))
     layer("seccomp", accepted, calls.leave_calls)
     sys.path += packages
     site.setquit()  # gives the code `exit()`; Python's own search for packages would too, and takes ten milliseconds

@@ -1,17 +1,29 @@
-"""Namespaces for a tool's code: a file system of Python and an empty folder, no network, no other process, no shared memory.
+"""What a tool's code can reach: namespaces leave it a file system of Python and an empty folder, Landlock some paths to read.
 
-An ordinary user makes them in a user namespace. Root makes them as root, then goes on as nobody.
+In its namespaces there is no network, no other process and no shared memory. An ordinary user makes them in a user namespace. Root makes
+them as root, then goes on as nobody.
 """
 
 import os
 import struct
 
-from .files import DEVICES
-from .kernel import MOUNT_SETATTR, MOVE_MOUNT, OPEN_TREE, PIVOT_ROOT, call, check_result, libc, mount
+from .kernel import (
+    LANDLOCK_ADD,
+    LANDLOCK_CREATE,
+    LANDLOCK_RESTRICT,
+    MOUNT_SETATTR,
+    MOVE_MOUNT,
+    OPEN_TREE,
+    PIVOT_ROOT,
+    call,
+    check_result,
+    libc,
+    mount,
+)
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 FOLDER = "/tmp"  # the code's own folder
 NOBODY = 65534
@@ -98,3 +110,28 @@ def _place(path: str, tree: int, is_folder: bool) -> None:
     if real != path and not os.path.lexists(f".{path}"):
         os.makedirs(os.path.dirname(f".{path}"), exist_ok=True)
         os.symlink(real, f".{path}")
+
+
+# Landlock lets the code read some paths and write its own folder.
+
+EXECUTE, WRITE, READ, READ_FOLDER = 1, 2, 4, 8
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+
+
+def restrict_files(readable: "Iterable[str]", folder: str) -> None:
+    """Leave the `readable` paths to read, a few harmless devices, and `folder` to write. Raises OSError if the kernel has no Landlock."""
+    abi = call(LANDLOCK_CREATE, "landlock_create_ruleset", None, 0, 1)
+    everything = (1 << (13 if abi < 2 else 14 if abi < 3 else 15 if abi < 5 else 16)) - 1
+    parts = [everything, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0]  # files; TCP; signals and abstract sockets
+    attributes = struct.pack("=3Q", *parts)[: 8 if abi < 4 else 16 if abi < 6 else 24]
+    rules = call(LANDLOCK_CREATE, "landlock_create_ruleset", attributes, len(attributes), 0)
+    access = dict.fromkeys(readable, EXECUTE | READ | READ_FOLDER) | dict.fromkeys(DEVICES, READ | WRITE) | {folder: everything}
+    for path, allowed in access.items():
+        if not os.path.exists(path):
+            continue
+        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", allowed if os.path.isdir(path) else allowed & (EXECUTE | WRITE | READ), handle)
+        call(LANDLOCK_ADD, f"landlock_add_rule {path}", rules, 1, rule, 0)
+        os.close(handle)
+    call(LANDLOCK_RESTRICT, "landlock_restrict_self", rules, 0)
+    os.close(rules)
