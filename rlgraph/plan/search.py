@@ -1,6 +1,6 @@
 """Search all combinations of settings and splits of the devices, and rank them by their predicted rates.
 
-`replay` plays a recorded run under another depth or another split.
+A recorded run is also replayed under another depth or another split.
 """
 
 import heapq

@@ -1,4 +1,8 @@
-"""Ranks that share each layer: tensor and expert parallel, by the plans of transformers that are known here."""
+"""Ranks that share each layer: tensor and expert parallel, by the plans of transformers that are known here.
+
+In a compiled layer they send each other rows by operations of torch, which a compiler passes on as they are. A compiler sees only shapes,
+and knows a group by its name. Each of the two operations is the backward pass of the other.
+"""
 
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
@@ -12,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import embedding, linear
 
-from rlgraph.engines.forward import collectives, traced_collectives
+from rlgraph.engines.forward import collectives
 from rlgraph.engines.forward.collectives import exchange_parts, own_part, ranks_in, sent_rows
 from rlgraph.engines.forward.experts import experts_of, inverse, multiply_grouped, spread, takes
 from rlgraph.engines.forward.head import Head, VocabularyShard
@@ -22,6 +26,59 @@ from rlgraph.engines.hf.model_files import text_config
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import GraphError, show_value
 from rlgraph.plan.estimates import find_undivided_size, ring_ranks
+
+_groups: dict[str, Any] = {}
+
+
+def register_group(group: Any) -> str:
+    """Make a group known to the operations, and give its name; call it on each rank before a layer is compiled."""
+    name: str = group.group_name
+    _groups[name] = group
+    return name
+
+
+def _ranks(group: str) -> int:
+    """Count the ranks of a group; an argument of this number would be a symbol in a layer that is compiled for rows of any length."""
+    return collectives.ranks_in(_groups[group])
+
+
+@torch.library.custom_op("rlgraph::gathered_rows", mutates_args=())
+def gathered_rows_traced(part: torch.Tensor, group: str) -> torch.Tensor:
+    """Gather the rows `[1, l, H]` of all ranks as `[1, L, H]`, and sum the gradients that each rank has of them."""
+    return collectives.all_rows(part, _groups[group])
+
+
+@gathered_rows_traced.register_fake
+def _(part: torch.Tensor, group: str) -> torch.Tensor:
+    return part.new_empty((1, _ranks(group) * part.shape[1], *part.shape[2:]))
+
+
+@torch.library.custom_op("rlgraph::scattered_sum", mutates_args=())
+def scattered_sum_traced(part: torch.Tensor, group: str) -> torch.Tensor:
+    """Sum the tensors `[1, L, H]` of all ranks, and keep this rank's rows `[1, l, H]`."""
+    return collectives.sum_of_rows(part, _groups[group])
+
+
+@scattered_sum_traced.register_fake
+def _(part: torch.Tensor, group: str) -> torch.Tensor:
+    return part.new_empty((1, part.shape[1] // _ranks(group), *part.shape[2:]))
+
+
+def _keep(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> None:
+    ctx.group = inputs[1]
+
+
+def _backward_gather(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return scattered_sum_traced(grad, ctx.group), None
+
+
+def _backward_scatter(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return gathered_rows_traced(grad, ctx.group), None
+
+
+gathered_rows_traced.register_autograd(_backward_gather, setup_context=_keep)
+scattered_sum_traced.register_autograd(_backward_scatter, setup_context=_keep)
+
 
 # How the ranks of a model may share it: the plans of transformers that are known here, and the numbers that the ranks divide.
 
@@ -149,18 +206,18 @@ class _Sharers:
     """
 
     def __init__(self, group: Any) -> None:
-        self.group, self.name = group, traced_collectives.register_group(group)
+        self.group, self.name = group, register_group(group)
 
     def gathered_rows(self, part: torch.Tensor) -> torch.Tensor:
         """Gather the rows `[1, l, H]` of all ranks, and sum the gradients that each has of them."""
         if torch.compiler.is_compiling():
-            return traced_collectives.gathered_rows(part, self.name)
+            return gathered_rows_traced(part, self.name)
         return collectives.gathered_rows(part, self.group)
 
     def scattered_sum(self, part: torch.Tensor) -> torch.Tensor:
         """Sum the tensors `[1, L, H]` of all ranks, and keep this rank's rows."""
         if torch.compiler.is_compiling():
-            return traced_collectives.scattered_sum(part, self.name)
+            return scattered_sum_traced(part, self.name)
         return collectives.scattered_sum(part, self.group)
 
 
