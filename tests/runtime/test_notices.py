@@ -6,7 +6,7 @@ import pytest
 from support import fakes, forked_workers
 
 from rlgraph import errors, notices
-from rlgraph.engines.vllm import gpu_worker
+from rlgraph.engines.vllm import mixed_cudagraph_patch
 from rlgraph.errors import NodeError
 
 
@@ -56,9 +56,9 @@ def test_a_job_says_once_what_its_workers_said(capfd: pytest.CaptureFixture[str]
 def test_a_vllm_that_steps_with_prompts_are_not_recorded_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "here", notices.Notices())
     notices.here.carried = True
-    monkeypatch.setattr(gpu_worker, "version", lambda package: "0.99.1")
-    gpu_worker.record_prompts()
-    gpu_worker.record_prompts()
+    monkeypatch.setattr(mixed_cudagraph_patch, "version", lambda package: "0.99.1")
+    mixed_cudagraph_patch.record_prompts()
+    mixed_cudagraph_patch.record_prompts()
     [said] = notices.here.take_new()
     assert "not recorded as CUDA graphs" in said
     assert "written for vLLM 0.26 and this is 0.99.1" in said

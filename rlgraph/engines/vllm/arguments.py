@@ -103,7 +103,7 @@ def arguments(
         "async_scheduling": True,  # the next step is scheduled while the GPU is at this one
         "enable_sleep_mode": shared,
         "attention_backend": "FLASH_ATTN",
-        # Steps that only decode; those that read prompts too are recorded by `record_prompts`.
+        # Steps that only decode; those that read prompts too are recorded by `mixed_cudagraph_patch`.
         "compilation_config": {
             "mode": 0,
             "cudagraph_mode": "FULL_DECODE_ONLY",

@@ -51,7 +51,7 @@ class RewardModel(Model):
     def traits(self) -> ModelTraits:
         return ModelTraits(dtype=self.dtype)
 
-    def registry(self, context: Any) -> Any:
+    def load(self, context: Any) -> Any:
         from rlgraph.engines import registry
 
         return registry.score_engine(self, context)
