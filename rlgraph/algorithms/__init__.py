@@ -56,6 +56,8 @@ from rlgraph.algorithms.policy_losses import (
 from rlgraph.algorithms.supervised_losses import DPO, IPO, KTO, ORPO, BradleyTerry, SFTLoss, SimPO, ValueLoss
 from rlgraph.errors import GraphError
 
+# Algorithms by name, for configuration: `estimator("grpo")`, `loss("gspo", clip_high=4e-4)`, `correction("decoupled_k3_rs")`.
+
 ESTIMATORS: Mapping[str, Callable[..., Any]] = {
     "gae": advantages.GAE,
     "grpo": advantages.GRPO,

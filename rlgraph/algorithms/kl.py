@@ -154,6 +154,9 @@ def penalize_rewards(
     return token_rewards - coef * kl, float(masked_mean(kl, mask, -1).sum() / max(len(mask), 1))
 
 
+# DAPO's penalty on long responses, and the groups that its dynamic sampling drops.
+
+
 @settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class OverlongPenalty:

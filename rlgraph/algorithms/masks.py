@@ -268,6 +268,8 @@ def groups_of(where: str, batch: Columns, mask: torch.Tensor) -> Groups:
     return Groups.of(ids)
 
 
+# Reduce the losses of tokens to one number, the same however the batch is split over micro-batches and ranks.
+
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
 Aggregation: TypeAlias = Annotated[str, OneOf(AGGREGATIONS)]
 

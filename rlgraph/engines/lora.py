@@ -375,6 +375,8 @@ def _view(memory: mmap.mmap, begin: int, shape: tuple[int, ...], dtype: torch.dt
     return torch.frombuffer(memory, dtype=dtype, count=torch.Size(shape).numel(), offset=begin).view(shape)
 
 
+# An adapter on disk as PEFT writes it: its names, its config, and its matrices read back.
+
 Numbers = tuple[int, ...]
 
 

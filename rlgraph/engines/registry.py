@@ -203,6 +203,9 @@ def _check_choice(model: Any, choice: str, table: SpecTable[S], optional: tuple[
     return spec
 
 
+# vLLM's parsers of tool calls, by name.
+
+
 def vllm_calls(name: str, tokenizer: Any) -> Callable[[str, Mapping[str, Any]], Sequence[tuple[str, str]]]:
     """Make the parser `name` of vLLM: a function of a text and the tools' schemas that returns the name and the JSON of each call.
 
@@ -227,6 +230,9 @@ def vllm_calls(name: str, tokenizer: Any) -> Callable[[str, Mapping[str, Any]], 
         return [(call.function.name, call.function.arguments) for call in found.tool_calls]
 
     return parsed
+
+
+# Load the engine of a model in its place: a scorer, and the dtype in which an engine computes there.
 
 
 def score_engine(model: Any, place: Place) -> Any:

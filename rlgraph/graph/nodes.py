@@ -503,6 +503,9 @@ def _with_copies(value: Any, copies: dict[int, Any]) -> Any:
 COPIED = (Operation, Model, Node, Output, Feedback)  # what a container must hold to be copied; rows of data are not looked through
 
 
+# Find graphs that keep the rules and still give no learning signal. The compiler warns of them, and makes the plan.
+
+
 def no_signal_warnings(graph: Graph) -> tuple[str, ...]:
     """Warn of advantages that compare responses which cannot differ: groups of one, or greedy responses.
 

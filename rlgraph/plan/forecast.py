@@ -23,6 +23,8 @@ from rlgraph.plan.plan import PlannedJoin, PlannedWait
 from rlgraph.plan.play import WARM_UP_STEPS, Engines, Played, play
 from rlgraph.plan.schedule import Dependency, Event, Reason, Schedule
 
+# Simulate batches and versions that join while responses decode: an engine, played from decode step to decode step by its rule.
+
 Arrivals = Callable[[int], float]  # when a version arrives, in seconds; infinity while unknown
 ALL = 1 << 20  # versions, more than any batch of a prediction needs
 ROWS = 1 << 16  # drawn at most, since every end of a response is played
@@ -338,6 +340,8 @@ def left_out(graph: Graph, costs: Costs) -> Iterator[str]:
                 "responses under way are read again with each version that joins is not counted; profile prompts of two lengths"
             )
 
+
+# Forecast a schedule whose times vary by playing it: step time, first step, waits on each channel, staleness.
 
 Settings = Mapping[str, Setting]  # of each node, by name
 BURSTS = 600  # steps: rarer evaluations count as spread over the steps

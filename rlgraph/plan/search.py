@@ -270,6 +270,8 @@ def _device_split(candidate: Candidate) -> str:
     return " + ".join(f"{len(p.gpus) or p.cpus} ({p.name})" for p in pools)
 
 
+# Replay a recorded run under another depth or another split of the devices.
+
 LEAST_STEPS = 4
 PLAYED_STEPS = 200
 Durations = Mapping[str, Sequence[float]]  # of each event, by recorded step after the warm-up

@@ -357,6 +357,8 @@ class SampleRecorder:
         return found
 
 
+# The setting for profiles of some steps of some workers.
+
 StepRange = tuple[Natural, Natural]
 _asked: "list[Profile]" = []  # by the command line, for the first run that this program records
 

@@ -99,6 +99,8 @@ def behind_by_loop(plan: Plan, metrics: Mapping[str, float]) -> dict[str, int]:
     return {name: int(value) for name, value in measured.items() if value is not None}
 
 
+# What a job remembers of its steps: numbers in arrays and each name once, so that the memory of a long run is small and bounded.
+
 _ROW = np.dtype(
     [
         ("name", "i4"),

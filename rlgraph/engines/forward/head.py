@@ -259,6 +259,9 @@ class VocabularyShard:
         return torch.stack([largest, whole]), sums - whole, [*ranks[:, 2:].unbind(1)]
 
 
+# The head of a critic: one number for each token.
+
+
 class ValueHead(Head):
     """A model whose head is one linear map to a number: the return that is expected before a token is written, `[N]` float32.
 

@@ -27,6 +27,8 @@ from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import GraphError, show_value
 from rlgraph.plan.estimates import find_undivided_size, ring_ranks
 
+# What ranks that share matrices send each other in a layer that is compiled: operations of torch, which a compiler passes on as they are.
+
 _groups: dict[str, Any] = {}
 
 

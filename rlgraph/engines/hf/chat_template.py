@@ -185,6 +185,8 @@ def _repeats(ids: list[int], own: list[int]) -> bool:
     return front > 0 and own[:front] == ids[:front]
 
 
+# Put what a chat template writes between two turns of a model: the tokens that the model reads after its own.
+
 MARK = "7bfd1c93e5"  # stands for a turn of the model in a rendered conversation
 AROUND = 60  # characters of each text in an error
 
@@ -353,6 +355,8 @@ def _mark_turn(said: Mapping[str, Any]) -> list[dict[str, Any]]:
     last = {**calls[-1], "function": {**calls[-1]["function"], "arguments": {"x": MARK}}}
     return [plain | {"tool_calls": calls}, {"role": "assistant", "content": "", "tool_calls": [*calls[:-1], last]}, plain]
 
+
+# Tokenise examples that a model learns from: text, or conversations by the model's own chat template, and the tokens to learn.
 
 Learns: TypeAlias = Literal["all", "last"]
 

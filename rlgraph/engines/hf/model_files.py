@@ -18,6 +18,8 @@ from typing import Any
 from rlgraph import notices
 from rlgraph.errors import DataError, show_value
 
+# The text part of a model folder: of a folder of a text model all of it, of a multimodal one its language model.
+
 NESTED = "text_config"
 PREFIXES = ("model.language_model.", "language_model.")
 UNSCALED = ("aya_vision", "cohere2_vision")  # types whose class of transformers ignores the text model's logit_scale

@@ -227,6 +227,8 @@ def _leave(weight: torch.Tensor) -> None:
     """Initialise nothing: weights are read from a folder."""
 
 
+# Train with Megatron-Core: its layers and its pipeline schedule, our losses and our AdamW over float32 weights.
+
 Done = tuple[torch.Tensor, torch.Tensor, None]  # a loss, a number of tokens that the schedule adds up and nobody reads, and no more
 
 

@@ -21,6 +21,9 @@ from rlgraph.errors import GraphError, show_value
 from rlgraph.plan.estimates import find_undivided_size
 from rlgraph.settings import Recompute
 
+# The ranks of a model that Megatron-Core cuts: those that share matrices (tensor), rows of tokens (context) or layers (pipeline), or have
+# other sequences (data).
+
 ORDER = "tp-cp-ep-dp-pp"
 _made: list[tuple[int, int, int, int]] = []  # Megatron-Core's groups are of a process, however many models it has
 

@@ -378,6 +378,8 @@ def _silence(weight_utils: Any) -> None:
     weight_utils.tqdm = Silent
 
 
+# The sampler that takes the place of SGLang's: a token depends on its request's seed and its position, not on the batch.
+
 GREEDY = -1  # in place of a seed
 # SplitMix64 (Steele, Lea and Flood, 2014), its constants as signed numbers.
 GOLDEN, MIX_A, MIX_B = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15

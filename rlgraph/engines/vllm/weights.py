@@ -23,6 +23,8 @@ from rlgraph.engines import copy_plan
 from rlgraph.engines.copy_plan import Copy, CopyPlan, same_tensors
 from rlgraph.engines.lora import MergedWeights
 
+# New weights for an engine that spans GPUs: its ranks map the memory that they arrived in, and each copies its own part of them.
+
 Weights = Mapping[str, torch.Tensor]
 
 
@@ -153,6 +155,8 @@ class Extension:
             self.rank_weights.forget()
             self._mapped_weights = MappedMemory()
 
+
+# Weights of an engine in fp8: each new version is quantised on its way in, a matrix at a time, into the engine's own tensors.
 
 LARGEST = 448.0  # the largest number of float8_e4m3fn
 LEAST = 1 / (LARGEST * 512)  # of a scale, as vLLM's kernel has it: a row of zeros has one too

@@ -52,6 +52,8 @@ from rlgraph.settings import Count, Dtype, Named, Natural, Range, checked, refus
 from rlgraph.values.drafts import PromptLookup, check_no_model
 from rlgraph.values.sampling import BatchAdmission, Running, Sampling
 
+# Continuous decoding: whether the next batch and new weights may join a batch that still decodes.
+
 
 def admission_rule(node: str, weights: Feedback | None, interrupt: Running | None, continuous: bool, source: object) -> BatchAdmission:
     """Make the rule. Raises GraphError for a setting that has no effect, or that cannot keep the staleness bound."""

@@ -266,6 +266,8 @@ def difference(first: str, second: str) -> str | None:
     return f"it goes up to token {max(known)}, the model up to {size - 1}" if max(known) >= size else None
 
 
+# A trained model: the base of policy, critic and reference, and the checks of its folder and its ranks.
+
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
 TESTED = frozenset(  # by tests/engines/test_families.py
     (

@@ -30,6 +30,8 @@ from rlgraph.runtime.checkpoint.worker_snapshot import unfinished_name
 from rlgraph.runtime.messages import CheckpointShard, NotSaved, Saved
 from rlgraph.runtime.worker.spec import Resume, Start
 
+# The trained models of a graph, as an export and a checkpoint name them.
+
 
 class TrainedEntry(msgspec.Struct, frozen=True):
     """A trained model: its name in the plan, the folder it came from, what it scores, the trainer that saves it, and the adapter that alone

@@ -240,6 +240,9 @@ class Hosts:
         return found
 
 
+# The machine this runs on: as a cluster to compile for, and the environment of a worker on it.
+
+
 def local_cluster() -> Cluster:
     """Describe the GPUs and cores that this process may use: their number, their memory and the dtype that they compute in.
 

@@ -424,6 +424,8 @@ def _describe_type(value: Any) -> str:
     return f"a {kind}" if type(value).__module__ in ("builtins", "_thread", "_io") else f"a {type(value).__module__}.{kind}"
 
 
+# The forward graph of a plan as a Compiled Graph of Ray, for Ray's own tools: an edge for each channel.
+
 BY_GRAPHVIZ = (".svg", ".png", ".pdf")
 
 

@@ -232,6 +232,8 @@ def under_way(states: Mapping[str, Heartbeat], plan: Plan) -> str:
     return ", ".join([f"{node} {done} of {total} {unit}" for (node, unit), (done, total) in counts.items()] or names)
 
 
+# The Python stacks of a worker that is stuck: it writes them itself when it gets a signal, even inside of C code.
+
 SIGNAL = signal.SIGRTMIN + 9  # one that neither Ray, torch nor users' code takes
 ANSWER_S = 5.0  # for the answers of all workers; on a machine that is overloaded a process may wait this long for a core
 QUIET_S = 0.3  # after the last line: an answer has no mark of its end
@@ -312,6 +314,8 @@ def of_interest(stacks: str) -> str:
     ours = [thread for thread in threads if "/rlgraph/" in thread]
     return "\n\n".join(ours or threads)
 
+
+# Record what a worker spends its time on: one span after another, so that every moment of a step has a name.
 
 ABSORBED_S = 20e-6  # a shorter gap joins the span after it, because recording it would take about as long
 

@@ -35,6 +35,8 @@ from rlgraph.runtime.worker.activity import Activity, SpanRecorder
 from rlgraph.runtime.worker.spec import NodeSpec, WorkerSpec
 from rlgraph.runtime.worker.weight_loops import Loop, OnEnter, WeightLoops
 
+# Where a worker's engine comes from, and where it goes: it is loaded and closed, or kept for the next job of this process.
+
 
 @dataclass(frozen=True)
 class ProcessState:
