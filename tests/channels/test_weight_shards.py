@@ -11,7 +11,7 @@ from support.weight_cuts import Cut, as_bfloat16, next_version, random_cut, rand
 
 from rlgraph.channels.local import local_channel
 from rlgraph.channels.weights import endpoints
-from rlgraph.channels.weights.endpoints import SHARDS, Staging, WeightsReader, WeightsWriter
+from rlgraph.channels.weights.endpoints import DESCRIPTION, Staging, WeightsReader, WeightsWriter
 from rlgraph.channels.weights.shards import Assembly, WeightShard, check_own, parameters, unsharded_weights
 from rlgraph.errors import ChannelError
 
@@ -186,7 +186,7 @@ def test_many_boxes_are_checked_in_no_time() -> None:
 def test_a_message_without_a_description_is_refused(make_shm: Any) -> None:
     writer, [reader] = make_shm()
     writer.put(1, {"w": torch.ones(2)}, LONG)
-    with pytest.raises(ChannelError, match=f"no column '{SHARDS}'"):
+    with pytest.raises(ChannelError, match=f"no column '{DESCRIPTION}'"):
         WeightsReader([reader], buffers=1).receive(1, LONG)
 
 
@@ -195,7 +195,7 @@ def test_a_message_without_a_description_is_refused(make_shm: Any) -> None:
 )
 def test_a_description_that_no_rank_makes_is_refused(make_shm: Any, description: bytes) -> None:
     writer, [reader] = make_shm()
-    writer.put(1, {SHARDS: torch.tensor(list(description), dtype=torch.uint8), "w": torch.ones(2)}, LONG)
+    writer.put(1, {DESCRIPTION: torch.tensor(list(description), dtype=torch.uint8), "w": torch.ones(2)}, LONG)
     with pytest.raises(ChannelError, match="weights"):
         WeightsReader([reader], buffers=1).receive(1, LONG)
 

@@ -8,7 +8,7 @@ their checksums if enabled. With two buffers a reader copies a version in one bu
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias, cast
 
 import torch
@@ -46,14 +46,103 @@ def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
 
 
-SHARDS = "shards of all below"  # the first column: where the others belong
+# The message that carries a version of one trainer rank's weights.
+
+DESCRIPTION = "shards of all below"  # the first column of a message
 CHECKSUMS = "checksums of all above"  # the last one
+Weights: TypeAlias = Mapping[str, torch.Tensor]
+Shards: TypeAlias = list[WeightShard]
+
+
+@dataclass(frozen=True)
+class WeightMessage:
+    """A version of one trainer rank's weights. Its columns are the description, then each shard, and last the checksums, if enabled."""
+
+    description: bytes  # where the shards belong, encoded
+    shards: Weights  # by a name of each, in the order of the description
+    checksums: torch.Tensor | None = None  # [shards] int64
+
+    @classmethod
+    def describe(cls, shards: Shards) -> "WeightMessage":
+        """Name the shards and say where they belong. Raises ChannelError for shards that leave their parameter or overlap."""
+        check_own(shards)
+        return cls(encode_shards(shards), dict(zip(_column_names(shards), (shard.tensor for shard in shards), strict=True)))
+
+    def columns(self) -> dict[str, Column]:
+        """List the columns in the order in which they are sent."""
+        found: dict[str, Column] = {DESCRIPTION: torch.frombuffer(bytearray(self.description), dtype=torch.uint8), **self.shards}
+        if self.checksums is not None:
+            found[CHECKSUMS] = self.checksums
+        return found
+
+    @classmethod
+    def read(cls, rank: int, columns: Mapping[str, Column]) -> "WeightMessage":
+        """Read the columns of trainer rank `rank`. Raises ChannelError where they are no weights."""
+        found = cast(dict[str, torch.Tensor], dict(columns))
+        if DESCRIPTION not in found:
+            raise ChannelError(
+                f"weights: the message of trainer rank {rank} has no column '{DESCRIPTION}'; both ends run one version of rlgraph"
+            )
+        return cls(found.pop(DESCRIPTION).numpy().tobytes(), checksums=found.pop(CHECKSUMS, None), shards=found)
+
+    @property
+    def sharding(self) -> tuple[object, ...]:
+        """What decides how the shards of all ranks are assembled."""
+        return self.description, [(tensor.shape, tensor.dtype) for tensor in self.shards.values()]
+
+    def weight_shards(self) -> Shards:
+        return shards_of(self.description, list(self.shards.values()))
+
+    def check(self, version: int, rank: int, shards: Shards, arrived: Sequence[torch.Tensor]) -> None:
+        """Compare what arrived with the checksums, if any. Raises ChannelBroken."""
+        if self.checksums is None:
+            return
+        for shard, here, there in zip(shards, checksums(arrived).tolist(), self.checksums.tolist(), strict=True):
+            if here != there:
+                raise ChannelBroken(
+                    f"version {version} of the weights: parameter '{shard.name}' {shard} of trainer rank {rank} arrived with other bits "
+                    f"than it was sent with (checksum {here}, sent {there}); a device, its memory or a link corrupts data: look into its "
+                    "error counters, and go on from the last checkpoint without it"
+                )
+
+
+class ArrivingMessage:
+    """A message of weights of which the columns arrive one after the other."""
+
+    def __init__(self, reader: Reader, rank: int, version: int) -> None:
+        self.reader, self.rank = reader, rank
+        self._columns = reader.begin(version, NO_DEADLINE_S)
+
+    def wait_for_description(self) -> WeightMessage:
+        """Wait until the description has arrived; the shards of what this returns may be still to come."""
+        self.reader.arrived(0, NO_DEADLINE_S)
+        return WeightMessage.read(self.rank, self._columns)
+
+    def wait_for_shards(self, beyond: int) -> int:
+        """Wait until more than `beyond` shards have arrived, and count them."""
+        columns = self.reader.arrived(beyond + 1, NO_DEADLINE_S)  # the description is one of them
+        return min(columns - 1, len(self._columns) - 1 - (CHECKSUMS in self._columns))
+
+    def wait_for_all(self) -> None:
+        self.reader.arrived(len(self._columns) - 1, NO_DEADLINE_S)
+
+
+def _column_names(shards: Sequence[WeightShard]) -> list[str]:
+    """Name a column for each shard: by its parameter, with a number from its second box on."""
+    count: dict[str, int] = {}
+    names = []
+    for shard in shards:
+        count[shard.name] = count.get(shard.name, 0) + 1
+        names.append(shard.name if count[shard.name] == 1 else f"{shard.name} #{count[shard.name]}")
+    return names
+
+
+# The ends of a feedback edge.
+
 SWITCH_S = 0.0001  # after which one thread gives the interpreter to another
 NO_DEADLINE_S = 86_400.0  # the receiving thread waits without a deadline; `receive` has one
 
-Weights: TypeAlias = Mapping[str, torch.Tensor]
 Kinds: TypeAlias = Mapping[str, tuple[torch.Size, torch.dtype]]
-Shards: TypeAlias = list[WeightShard]
 Arrived: TypeAlias = Callable[[int, int], int]
 
 
@@ -62,8 +151,8 @@ class WeightsWriter:
 
     def __init__(self, writer: Writer, dtype: torch.dtype, bucket_bytes: int | None = None, checksum: bool = False) -> None:
         self.writer, self.dtype, self.bucket_bytes, self.checksum = writer, dtype, bucket_bytes, checksum
-        self._sent: Shards = []  # of the last version, and its columns
-        self._columns: dict[str, Column] = {}
+        self._sent: Shards = []  # of the last version, and its message: finding out anew takes a millisecond for 500 matrices of an adapter
+        self._message: WeightMessage | None = None
 
     def publish(self, version: int, shards: Iterable[WeightShard], timeout_s: float) -> None:
         """Stage this rank's shards, cast to the generator's dtype; returns as soon as they are copied.
@@ -71,20 +160,14 @@ class WeightsWriter:
         Raises ChannelError for shards that leave their parameter or overlap, and the channel's errors.
         """
         sent = [shard for shard in shards if shard.replica == 0]
-        if not self._columns or len(sent) != len(self._sent) or any(new is not old for new, old in zip(sent, self._sent, strict=True)):
-            self._describe(sent)
-        columns = self._columns
+        message = self._message
+        if message is None or len(sent) != len(self._sent) or any(new is not old for new, old in zip(sent, self._sent, strict=True)):
+            message = self._message = WeightMessage.describe(sent)
+            self._sent = sent
         if self.checksum:
             cast = (s.tensor.to(self.dtype) if s.tensor.is_floating_point() else s.tensor for s in sent)
-            columns = {**columns, CHECKSUMS: checksums(cast)}
-        self.writer.put(version, columns, timeout_s, dtype=self.dtype, bucket_bytes=self.bucket_bytes)
-
-    def _describe(self, sent: Shards) -> None:
-        """Name the shards and say where they belong. A trainer gives the same ones each time, and finding that out anew takes a
-        millisecond for an adapter of 500 matrices."""
-        check_own(sent)
-        tensors = (shard.tensor for shard in sent)
-        self._columns, self._sent = {SHARDS: encode_shards(sent), **dict(zip(_column_names(sent), tensors, strict=True))}, sent
+            message = replace(message, checksums=checksums(cast))
+        self.writer.put(version, message.columns(), timeout_s, dtype=self.dtype, bucket_bytes=self.bucket_bytes)
 
     def blocked_s(self) -> float:
         """The seconds that `publish` has waited for a free slot so far."""
@@ -99,7 +182,7 @@ class WeightsReader:
 
     def __init__(self, readers: Sequence[Reader], buffers: int, first: int = 1) -> None:
         self.readers = readers
-        self._messages: list[dict[str, torch.Tensor]] = []  # of the version that is arriving, by rank
+        self._messages: list[WeightMessage] = []  # of the version that is arriving, by rank
         self._sharding: Sequence[tuple[object, ...]] = []  # what the assembly depends on, of the last version
         self._assembly = Assembly([])
         self._prefetch = _Prefetch(readers, first) if buffers == 2 else None
@@ -126,42 +209,16 @@ class WeightsReader:
     def _take(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
         """Take the shards of all ranks and assemble the parameters. After a timeout the next call goes on with what has arrived."""
         for reader in self.readers[len(self._messages) :]:
-            self._messages.append(_tensors(reader.take(version, timeout_s)))
+            self._messages.append(WeightMessage.read(len(self._messages), reader.take(version, timeout_s)))
         messages, self._messages = self._messages, []
-        received = [_RankShards.of(rank, message) for rank, message in enumerate(messages)]
-        sharding = [(rank_shards.description, [(tensor.shape, tensor.dtype) for tensor in rank_shards.tensors]) for rank_shards in received]
+        sharding = [message.sharding for message in messages]
         if sharding != self._sharding:
-            self._assembly = Assembly([rank_shards.shards() for rank_shards in received])
+            self._assembly = Assembly([message.weight_shards() for message in messages])
             self._sharding = sharding
+        tensors = [list(message.shards.values()) for message in messages]
         for rank, message in enumerate(messages):
-            check(version, rank, self._assembly.shards[rank], received[rank].tensors, message)
-        return self._assembly.assemble([rank_shards.tensors for rank_shards in received])
-
-
-@dataclass(frozen=True)
-class _RankShards:
-    """The shards of one trainer rank in a version: their description and their tensors."""
-
-    rank: int
-    description: bytes
-    tensors: list[torch.Tensor]
-
-    @classmethod
-    def of(cls, rank: int, message: Mapping[str, torch.Tensor]) -> "_RankShards":
-        """Split a message whose first column has arrived."""
-        if SHARDS not in message:
-            raise ChannelError(
-                f"weights: the message of trainer rank {rank} has no column '{SHARDS}'; both ends run one version of rlgraph"
-            )
-        return cls(rank, message[SHARDS].numpy().tobytes(), [tensor for name, tensor in message.items() if name not in (SHARDS, CHECKSUMS)])
-
-    def shards(self) -> list[WeightShard]:
-        return shards_of(self.description, self.tensors)
-
-    def same(self, other: "_RankShards") -> bool:
-        """Whether these are the same tensor objects as the other's, with the same description."""
-        alike = self.description == other.description and len(self.tensors) == len(other.tensors)
-        return alike and all(a is b for a, b in zip(self.tensors, other.tensors, strict=True))
+            message.check(version, rank, self._assembly.shards[rank], tensors[rank])
+        return self._assembly.assemble(tensors)
 
 
 class Staging:
@@ -250,7 +307,7 @@ class _Prefetch:
     readers: Sequence[Reader]
     first: int
     staging: Staging = field(default_factory=Staging)
-    last: dict[int, tuple["_RankShards", list[WeightShard]]] = field(default_factory=dict)  # by rank, of the last version
+    last: dict[int, tuple[WeightMessage, Shards]] = field(default_factory=dict)  # by rank, of the last version
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # what is staged there, checked
     read: torch.cuda.Event | None = None  # when the engine has read the buffer
 
@@ -274,28 +331,27 @@ class _Prefetch:
             self.staged.release()
 
     def _next(self, version: int) -> None:
-        """Copy each rank's shards as they are staged, once the engine has released the buffer."""
-        messages = [_tensors(reader.begin(version, NO_DEADLINE_S)) for reader in self.readers]
-        for reader in self.readers:
-            reader.arrived(0, NO_DEADLINE_S)  # the description, which comes first
-        shards = [self._shards(_RankShards.of(rank, message)) for rank, message in enumerate(messages)]
-        self.empty.acquire()
-        self.staging.fill(
-            shards, lambda rank, beyond: min(self.readers[rank].arrived(beyond + 1, NO_DEADLINE_S) - 1, len(shards[rank])), self.read
-        )
-        for rank, message in enumerate(messages):
-            self.readers[rank].arrived(len(message) - 1, NO_DEADLINE_S)  # what comes behind the last shard
-            check(version, rank, shards[rank], self.staging.targets[rank], message)
-        self.weights = dict(self.staging.weights)
-        del messages
+        """Copy each rank's shards as they are staged, once the engine has released the buffer, and release their slots."""
+        self._copy(version)
         for reader in self.readers:
             reader.release()
 
-    def _shards(self, rank_shards: "_RankShards") -> list[WeightShard]:
+    def _copy(self, version: int) -> None:
+        arriving = [ArrivingMessage(reader, rank, version) for rank, reader in enumerate(self.readers)]
+        messages = [message.wait_for_description() for message in arriving]
+        shards = [self._shards(rank, message) for rank, message in enumerate(messages)]
+        self.empty.acquire()
+        self.staging.fill(shards, lambda rank, beyond: arriving[rank].wait_for_shards(beyond), self.read)
+        for rank, message in enumerate(messages):
+            arriving[rank].wait_for_all()
+            message.check(version, rank, shards[rank], self.staging.targets[rank])
+        self.weights = dict(self.staging.weights)
+
+    def _shards(self, rank: int, message: WeightMessage) -> Shards:
         """The rank's shards: the same list object for every version with the same sharding and the same tensors."""
-        last = self.last.get(rank_shards.rank)
-        if last is None or not rank_shards.same(last[0]):
-            last = self.last[rank_shards.rank] = rank_shards, rank_shards.shards()
+        last = self.last.get(rank)
+        if last is None or not _same_tensors(last[0], message):
+            last = self.last[rank] = message, message.weight_shards()
         return last[1]
 
     def receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
@@ -310,33 +366,11 @@ class _Prefetch:
         self.empty.release()
 
 
-def check(
-    version: int, rank: int, shards: Sequence[WeightShard], arrived: Sequence[torch.Tensor], message: Mapping[str, torch.Tensor]
-) -> None:
-    """Compare a rank's received shards with the checksums in its message, if any. Raises ChannelBroken."""
-    if CHECKSUMS not in message:
-        return
-    for shard, here, there in zip(shards, checksums(arrived).tolist(), message[CHECKSUMS].tolist(), strict=True):
-        if here != there:
-            raise ChannelBroken(
-                f"version {version} of the weights: parameter '{shard.name}' {shard} of trainer rank {rank} arrived with other bits than "
-                f"it was sent with (checksum {here}, sent {there}); a device, its memory or a link corrupts data: look into its error "
-                "counters, and go on from the last checkpoint without it"
-            )
-
-
-def _column_names(shards: Sequence[WeightShard]) -> list[str]:
-    """Name a column for each shard: by its parameter, with a number from its second box on."""
-    count: dict[str, int] = {}
-    names = []
-    for shard in shards:
-        count[shard.name] = count.get(shard.name, 0) + 1
-        names.append(shard.name if count[shard.name] == 1 else f"{shard.name} #{count[shard.name]}")
-    return names
-
-
-def _tensors(columns: Mapping[str, Column]) -> dict[str, torch.Tensor]:
-    return cast(dict[str, torch.Tensor], columns)
+def _same_tensors(one: WeightMessage, other: WeightMessage) -> bool:
+    """Whether both have the same tensor objects, with the same description."""
+    if one.description != other.description or len(one.shards) != len(other.shards):
+        return False
+    return all(a is b for a, b in zip(one.shards.values(), other.shards.values(), strict=True))
 
 
 def flat_buffer(kinds: Kinds, device: torch.device) -> dict[str, torch.Tensor]:

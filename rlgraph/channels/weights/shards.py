@@ -170,10 +170,9 @@ class _ShardEntry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 _decoder = msgspec.msgpack.Decoder(list[_ShardEntry])
 
 
-def encode_shards(shards: Iterable[WeightShard]) -> torch.Tensor:
-    """Encode the names, shapes and offsets of shards as a column of bytes."""
-    entries = [_ShardEntry(shard.name, tuple(shard.global_shape), tuple(shard.offsets)) for shard in shards]
-    return torch.frombuffer(bytearray(msgspec.msgpack.encode(entries)), dtype=torch.uint8)
+def encode_shards(shards: Iterable[WeightShard]) -> bytes:
+    """Encode the names, shapes and offsets of shards."""
+    return msgspec.msgpack.encode([_ShardEntry(shard.name, tuple(shard.global_shape), tuple(shard.offsets)) for shard in shards])
 
 
 def shards_of(description: bytes, tensors: Sequence[torch.Tensor]) -> list[WeightShard]:
