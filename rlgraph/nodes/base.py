@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 Metrics: TypeAlias = Mapping[str, float]
 Fired: TypeAlias = Columns | tuple[Columns, Metrics]
 Stage: TypeAlias = Callable[[int, Columns], Fired]
+
+
+@dataclass(frozen=True)
+class ChunkedStage:
+    """The stage of a node that gives the batch of a step in chunks, each as soon as it is ready; it is called once a step."""
+
+    chunks: Callable[[int, Columns], Iterator[Fired]]
 
 
 class Arrivals(Protocol):

@@ -16,7 +16,7 @@ from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.columns import Column, Columns
 from rlgraph.graph.nodes import Feedback, Graph, Model, Output, Pool, declare, feedback
 from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.nodes.base import Context, Fired, Stage, node
+from rlgraph.nodes.base import ChunkedStage, Context, Fired, Stage, node
 from rlgraph.nodes.prompts import prompts
 
 ITEMS = [{"prompt": f"item {i}", "answer": str(i)} for i in range(12)]
@@ -112,7 +112,7 @@ class Generate(Operation):
                 self.begun(step)
             return part(columns["prompt_ids"])  # type: ignore[arg-type]
 
-        return parts if self.chunks > 1 else whole
+        return ChunkedStage(parts) if self.chunks > 1 else whole
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import rlgraph as rg
 from rlgraph.columns import concat_rows
 from rlgraph.engines.api import GenerateEngine, Request, Response
-from rlgraph.nodes.base import Context
+from rlgraph.nodes.base import ChunkedStage, Context
 from rlgraph.values.sampling import Running
 
 Script = Callable[[str], str]
@@ -100,8 +100,7 @@ class Rolled:
         self.engine = Scripted(self.tokenizer, script, close, max_context + 1000)
         self.stage = node.operation.start(Context(engine=self.engine, cache={str(folder): self.tokenizer}))
         batch = source.node.operation.batch(0)  # type: ignore[attr-defined]
-        fired = self.stage(0, batch)
-        parts = [fired] if isinstance(fired, tuple) else list(fired)
+        parts = list(self.stage.chunks(0, batch)) if isinstance(self.stage, ChunkedStage) else [self.stage(0, batch)]
         self.columns: dict[str, Any] = concat_rows([columns for columns, _ in parts])
         self.metrics: dict[str, float] = {name: sum(m[name] for _, m in parts) / len(parts) for name in parts[0][1]}
         assert set(self.columns) == set(node.writes)

@@ -22,7 +22,7 @@ from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
 from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.nodes.base import Context, Fired, Stage
+from rlgraph.nodes.base import ChunkedStage, Context, Fired, Stage
 from rlgraph.nodes.environments.agent import Agent, Environment
 from rlgraph.nodes.environments.program import Program
 from rlgraph.nodes.environments.tools import Tools
@@ -375,12 +375,12 @@ class Rollout(Operation):
         if self.tools is not None:  # an environment may begin with other messages than its prompt
             check_prompts(node, self.generator, self.sampling, source, lambda columns: chats_of(columns, tokenizer, described))
 
-    def start(self, context: Context) -> Stage:
+    def start(self, context: Context) -> Stage | ChunkedStage:
         context.tokenizer(self.generator.path)  # here, so that the first step does not load it
         decoder = self.decoder(context)
         loop = DecodeLoop(context, decoder, self.admission, lambda step: chain_parts(self.tasks(context, self._draw_batch(context, step))))
         if self.chunks > 1:
-            return lambda step, columns: self.decode_chunks(context, loop, step, columns)  # type: ignore[return-value]
+            return ChunkedStage(partial(self.decode_chunks, context, loop))
         return lambda step, columns: next(self.decode_chunks(context, loop, step, columns))
 
     def decoder(self, context: Context) -> TaskDecoder:

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from statistics import fmean
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from rlgraph.engines.hf.model_files import forbid_downloads
 from rlgraph.errors import GraphError, StalenessError, show_value
 from rlgraph.graph.nodes import Model
 from rlgraph.graph.operation import HasState, Stateful
-from rlgraph.nodes.base import Context, Fired, Metrics, Stage, checked_columns, checked_metrics, fired_parts
+from rlgraph.nodes.base import ChunkedStage, Context, Fired, Metrics, Stage, checked_columns, checked_metrics, fired_parts
 from rlgraph.plan.events import TimeSlice, fire_event
 from rlgraph.plan.plan import ChannelEnd, PlannedChannel, PlannedLoop
 from rlgraph.plan.schedule import Sampled, Span
@@ -286,6 +286,33 @@ class Mailbox:
                 reader.close()
 
 
+@dataclass(frozen=True)
+class Firing:
+    """One firing of a node: for a step, or for one chunk of the step's batch."""
+
+    node: NodeSpec
+    step: int
+    chunk: int = 0
+
+    @property
+    def due(self) -> bool:
+        """Whether the node has work at this step; without, it passes on an empty batch."""
+        return self.node.due is None or self.node.due(self.step)
+
+    @property
+    def ends_batch(self) -> bool:
+        return self.chunk == self.node.chunks - 1
+
+    @property
+    def message(self) -> int:
+        """The number of the message that it puts into each channel."""
+        return self.step * self.node.chunks + self.chunk
+
+    def messages(self, channel: PlannedChannel) -> range:
+        """Number the messages of a channel that it takes."""
+        return self.node.messages(channel, self.step, self.chunk)
+
+
 @dataclass
 class Worker:
     """The nodes of one worker, ready to fire. It calls `on_enter(step, activity)` when an activity begins, so that a stall has a name."""
@@ -296,7 +323,7 @@ class Worker:
     context: Context
     on_enter: OnEnter = lambda step, activity: None
     slot: EngineSlot = field(default_factory=EngineSlot)
-    stages: dict[str, Stage] = field(default_factory=dict)
+    stages: dict[str, Stage | ChunkedStage] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     sampled: list[Sampled] = field(default_factory=list)
     chunk_metrics: dict[str, list[Metrics]] = field(default_factory=dict)  # of the batch that a node is at work on
@@ -327,21 +354,42 @@ class Worker:
             self.fire(self.spec.node(name), step, chunk)
 
     def fire(self, node: NodeSpec, step: int, chunk: int = 0) -> None:
-        """Fire one node: wait in the pool, then weights, inputs, the node's own work, outputs, and last the weights it publishes."""
-        self.recorder.begin(step)
-        self.time_slice = self.spec.time_slice(node.name, chunk)
-        self._take(node, step, chunk, "order")  # before an engine wakes, so that the engine before it has given its memory back
-        for loop in self.weights.loops_before(node.name) if chunk == 0 else ():
-            self.doing = node.name
-            self.weights.load(loop, node.name, step)
-        columns = self._take(node, step, chunk, "batch") | self._take(node, step, chunk, "earlier")
-        publishing = [loop for loop in self.weights.written_by(node.name) if loop.due is None]
+        """Fire one node, for a step or for one chunk of its batch."""
+        firing = Firing(node, step, chunk)
+        self._wait_for_turn(firing)
+        self._load_weights(firing)
+        written = self._run(firing, self._take_inputs(firing))
+        self._put(node, firing.message, written)
+        self.tap.keep(node, step, chunk, written)  # after `put`, so that no reader waits for it
+        self._release_inputs(firing)
+        self._publish_weights(firing)
+
+    def _wait_for_turn(self, firing: Firing) -> None:
+        """Wait for the node of the pool before this one: where engines take turns, it has given its memory back by then."""
+        self.recorder.begin(firing.step)
+        self.time_slice = self.spec.time_slice(firing.node.name, firing.chunk)
+        self._take(firing, "order")
+
+    def _load_weights(self, firing: Firing) -> None:
+        """Load the version of each edge that the node is the first of this worker to use."""
+        for loop in self.weights.loops_before(firing.node.name) if firing.chunk == 0 else ():
+            self.doing = firing.node.name
+            self.weights.load(loop, firing.node.name, firing.step)
+
+    def _take_inputs(self, firing: Firing) -> Columns:
+        """Take what the node reads from its channels, and measure how stale it is if the node trains on it."""
+        columns = self._take(firing, "batch") | self._take(firing, "earlier")
+        publishing = [loop for loop in self.weights.written_by(firing.node.name) if loop.due is None]
         if publishing:  # the deepest edge is the rollout's; other edges lead to nodes that only read the batch on its way
-            behind = staleness(columns, step, max(publishing, key=lambda loop: loop.depth))
-            self.metrics.update({node.front + name: value for name, value in behind.items()})
+            behind = staleness(columns, firing.step, max(publishing, key=lambda loop: loop.depth))
+            self.metrics.update({firing.node.front + name: value for name, value in behind.items()})
+        return columns
+
+    def _run(self, firing: Firing, columns: Columns) -> Columns:
+        """Run the node's own work, with the memory of the devices if it is due; measure it, and check what it gives."""
+        node, step = firing.node, firing.step
         self.doing = node.name
-        idle = node.due is not None and not node.due(step)
-        if not idle:
+        if firing.due:
             self._wake(step)
         if self.spec.probe == (node.name, step) and node.chunks == 1 and not node.traits.looks_ahead:
             self._probe(node, step, columns)
@@ -349,36 +397,45 @@ class Worker:
         self.context.arrivals = self.weights.arrivals(node.name, step)
         self.context.waiting = partial(self.recorder.span, node.name, "tools", step)
         self.recorder.carry(node.name, step)
-        with nullcontext() if idle else self.recorder.span(fire_event(node.name, chunk, node.chunks), "fire", step):
-            fired = self._run(node, step, chunk, columns)
-        if self.time_slice is not None and self.time_slice.firings[-1] == (node.name, chunk):  # before the next of the pool is told
+        with self.recorder.span(fire_event(node.name, firing.chunk, node.chunks), "fire", step) if firing.due else nullcontext():
+            fired = self._call_stage(firing, columns)
+        if self.time_slice is not None and self.time_slice.firings[-1] == (node.name, firing.chunk):  # before the next of the pool is told
             self._sleep(self.time_slice, step)
         written, metrics = fired_parts(fired)
+        self._record(firing, written, metrics)
+        return copy_views(written, columns)
+
+    def _call_stage(self, firing: Firing, columns: Columns) -> Fired:
+        """Call the node's stage; one that gives its batch in chunks goes on until its next chunk is ready."""
+        stage = self.stages[firing.node.name]
+        if not isinstance(stage, ChunkedStage):
+            return stage(firing.step, columns)
+        if firing.chunk == 0:
+            self.streams[firing.node.name] = stage.chunks(firing.step, columns)
+        return next(self.streams[firing.node.name])
+
+    def _record(self, firing: Firing, written: Columns, metrics: Metrics) -> None:
+        """Check what a firing gave, and keep its metrics and token counts for the report of the step."""
+        node = firing.node
         if node.writes:
             checked_columns(node.name, node.writes, written, node.count if self.spec.worker.world == 1 else None)
         self.chunk_metrics.setdefault(node.name, []).append(checked_metrics(node.name, metrics))
-        if chunk == node.chunks - 1:
+        if firing.ends_batch:
             self.metrics.update({node.front + name: value for name, value in reduce_metrics(self.chunk_metrics.pop(node.name)).items()})
         if node.traits.work == "generate" and node.due is None:
-            self.sampled.append(count_sampled_tokens(node.name, step, self.spec.worker.name, written))
-        written = copy_views(written, columns)
-        self._put(node, step * node.chunks + chunk, written)
-        self.tap.keep(node, step, chunk, written)  # after `put`, so that no reader waits for it
-        del columns
-        for box in self.mailbox.read_by(node.name):
-            messages = node.messages(box.channel, step, chunk)
-            if len(messages) < box.channel.chunks or chunk == node.chunks - 1:
-                box.release(node.name, messages)
-        self.recorder.carry(node.name, step)
-        self.weights.publish(node.name, step)
+            self.sampled.append(count_sampled_tokens(node.name, firing.step, self.spec.worker.name, written))
 
-    def _run(self, node: NodeSpec, step: int, chunk: int, columns: Columns) -> Fired:
-        """Run the node's own work; a node that gives its batch in chunks runs until its next chunk is ready."""
-        if node.chunks == 1 or node.follows is not None:
-            return self.stages[node.name](step, columns)
-        if chunk == 0:
-            self.streams[node.name] = cast("Iterator[Fired]", self.stages[node.name](step, columns))
-        return next(self.streams[node.name])
+    def _release_inputs(self, firing: Firing) -> None:
+        """Release the slots of what the node has read: of a chunk at once, of a whole batch after its last chunk."""
+        for box in self.mailbox.read_by(firing.node.name):
+            messages = firing.messages(box.channel)
+            if len(messages) < box.channel.chunks or firing.ends_batch:
+                box.release(firing.node.name, messages)
+
+    def _publish_weights(self, firing: Firing) -> None:
+        """Publish what the node has trained."""
+        self.recorder.carry(firing.node.name, firing.step)
+        self.weights.publish(firing.node.name, firing.step)
 
     def _wake(self, step: int) -> None:
         """Wake an engine that time-shares its devices, unless it is awake."""
@@ -416,20 +473,21 @@ class Worker:
         if before is not None:
             stage.load_state(before)
 
-    def _take(self, node: NodeSpec, step: int, chunk: int, kind: Literal["batch", "order", "earlier"]) -> dict[str, Column]:
-        columns: dict[str, Column] = {}
+    def _take(self, firing: Firing, kind: Literal["batch", "order", "earlier"]) -> dict[str, Column]:
+        """Take messages of the node's channels of one kind as columns: by the node's names, rows repeated, cut to its chunk."""
+        node, step, columns = firing.node, firing.step, dict[str, Column]()
         for box in (box for box in self.mailbox.read_by(node.name) if box.channel.kind == kind):
-            wanted = node.messages(box.channel, step, chunk)
-            if wanted.start < 0 or (box.channel.kind == "order" and wanted.start < self.spec.begin[box.channel.writer]):
+            wanted = firing.messages(box.channel)
+            if wanted.start < 0 or (kind == "order" and wanted.start < self.spec.begin[box.channel.writer]):
                 continue
             self.on_enter(step, Activity("take", node.name, box.channel.name))
             self.doing = node.name
-            if step == self.spec.first and chunk == 0 and node.name == box.users[0]:
+            if step == self.spec.first and firing.chunk == 0 and node.name == box.users[0]:
                 self._drop(box)
             with self.recorder.time_transfer(box.channel.name, "wait", box.blocked_s, (node.name, "carry"), step):
                 batch = box.take(wanted, self.spec.deadline_s)
             for column, name, repeat in node.columns.get(box.channel.writer, ()) if kind != "order" else ():
-                columns[name] = repeat_rows(node.rows(batch[column], box.channel, chunk), repeat)
+                columns[name] = repeat_rows(node.rows(batch[column], box.channel, firing.chunk), repeat)
         return columns
 
     def _drop(self, box: Inbox) -> None:
@@ -481,8 +539,10 @@ class Worker:
             self.slot.end(self.context.engine, keep=keep)
 
 
-def checked_stage(node: str, stage: Any) -> Stage:
+def checked_stage(node: str, stage: Any) -> Stage | ChunkedStage:
     """Check what an operation's `start` gave. Raises GraphError if it cannot be called, or has only one half of `Stateful`."""
+    if isinstance(stage, ChunkedStage):
+        return stage
     if not callable(stage):
         raise GraphError(
             f"node '{node}': start(context) gave {show_value(stage)}; it gives a function of (step, columns), which is called at "
