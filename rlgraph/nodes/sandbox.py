@@ -96,9 +96,32 @@ def check(limits: Limits, accept_missing: Collection[str] = (), what: str = "the
     try:
         run_in_thread(run("", limits, accept_missing))
     except (ToolError, OSError) as error:  # a system without room for a process raises OSError
-        missing = next((layer for layer in LAYERS if f"lacks the layer '{layer}'" in str(error)), None)
-        advice = f", or accept that with {maker}(accept_missing=('{missing}',))" if missing else ", or raise its limits"
-        raise GraphError(f"{what} cannot be run here: {error}; leave it out{advice}") from None
+        raise GraphError(f"{what} cannot be run here: {error}; leave it out{_advice(str(error), maker)}") from None
+
+
+# Settings of a kernel that keep users from making namespaces: the file, the value, and the command that allows them.
+REFUSING = (
+    ("/proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
+    ("/proc/sys/kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
+    ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1", "sysctl -w kernel.apparmor_restrict_unprivileged_userns=0"),
+)
+
+
+def _advice(error: str, maker: str) -> str:
+    """Say what to do about a sandbox that cannot be made."""
+    missing = next((layer for layer in LAYERS if f"lacks the layer '{layer}'" in error), None)
+    if missing is None:
+        return ", or raise its limits"
+    commands = [command for path, value, command in REFUSING if missing == "namespaces" and _holds(path, value)]
+    allow = f", allow namespaces as root ({'; '.join(commands)})" if commands else ""
+    return f"{allow}, or accept that with {maker}(accept_missing=('{missing}',))"
+
+
+def _holds(path: str, value: str) -> bool:
+    """Whether a setting of the kernel has a value; a kernel may lack the setting."""
+    with contextlib.suppress(OSError):
+        return Path(path).read_text().strip() == value
+    return False
 
 
 def check_layers(names: Collection[str]) -> None:
@@ -350,5 +373,6 @@ class LocalSandbox:
             said = await self._process.stdout.readline()
             if said != READY:
                 await self.close()
-                raise ToolError(f"the sandbox could not be made: {said.decode(errors='replace').strip()}")
+                reason = said.decode(errors="replace").strip()
+                raise ToolError(f"the sandbox could not be made: {reason}; leave it out{_advice(reason, 'rg.agents.LocalSandbox')}")
         return self._process

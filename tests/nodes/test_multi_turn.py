@@ -13,6 +13,8 @@ from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.columns import FINISH_REASONS
+from rlgraph.errors import GraphError
+from rlgraph.nodes.sandbox import ToolError
 
 CALL = '<tool_call>\n{"name": "double", "arguments": {"number": %d}}\n</tool_call>'
 POOL = rg.Pool("sandbox", cpus=2)
@@ -48,6 +50,17 @@ def test_a_call_is_answered_as_the_template_says_and_the_response_goes_on(folder
     assert '"name": "double", "description": "Double a number."' in rolled.tokenizer.decode(rolled.engine.asked[0].prompt)
     found = {name: rolled.metrics[f"tools/{name}"] for name in ("turns_mean", "calls", "failures", "malformed_calls", "limit_turns")}
     assert found == {"turns_mean": 2, "calls": 1, "failures": 0, "malformed_calls": 0, "limit_turns": 0}
+
+
+def test_a_worker_whose_host_cannot_run_code_says_so_before_its_first_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the model would read that its code could not be run, in each conversation, and learn from that."""
+
+    async def refuses(*_: Any) -> str:
+        raise ToolError("the code could not be run: this machine lacks the layer 'seccomp' (refused)")
+
+    monkeypatch.setattr("rlgraph.nodes.sandbox.run", refuses)
+    with pytest.raises(GraphError, match=r"the tool 'python' cannot be run here: .*lacks the layer 'seccomp'"):
+        Rolled(folder, ask_once, [{"prompt": "2 x 7?"}], tools=tools(rg.tools.python))
 
 
 def test_what_the_model_reads_is_what_the_template_renders_of_the_whole_conversation(folder: Path) -> None:

@@ -176,16 +176,20 @@ def test_code_uses_what_python_has_installed() -> None:
     assert ran("import shutil\nopen('a', 'w').write('b'); shutil.copyfile('a', 'c'); exit(open('c').read() != 'b')") == ""
 
 
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_machine_that_lacks_a_layer_is_refused_with_its_name_unless_that_is_accepted(layer: str) -> None:
-    script = PROGRAMS / "sandbox_layers.py"
-    done = subprocess.run([sys.executable, "-c", BARE, script, layer], capture_output=True, text=True, timeout=250)
+@pytest.mark.parametrize("lacks", [*LAYERS, "namespaces mounts"])
+def test_a_machine_that_lacks_a_layer_is_refused_with_its_name_unless_that_is_accepted(lacks: str) -> None:
+    layer, _, mounts = lacks.partition(" ")
+    command = [sys.executable, "-c", BARE, PROGRAMS / "sandbox_layers.py", *lacks.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
-    refused, written, of_another = done.stdout.splitlines()
+    refused, written, of_another, in_thread, *stays = done.stdout.splitlines()
     assert f"lacks the layer '{layer}'" in refused
     assert f"rg.tools.python(accept_missing=('{layer}',))" in refused
+    assert ("(sysctl -w user.max_user_namespaces=15000)" in refused) == (layer == "namespaces" and not mounts)
     assert written == "'written'"
     assert "Error" in of_another  # the layers that are left keep it
+    assert in_thread == "in a thread"  # what could not be entered takes nothing away
+    assert stays == ["'written'", "'written'"]
 
 
 def test_root_that_is_the_only_user_of_its_container_has_the_sandbox_too(tmp_path: Path) -> None:

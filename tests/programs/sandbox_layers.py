@@ -1,4 +1,7 @@
-"""Run as a script on a machine that lacks a layer: prints why the tool is refused, then what its code gives where that is accepted."""
+"""Run as a script on a machine that lacks a layer: prints why the tool is refused, then what its code gives where that is accepted.
+
+The last lines are those of two runs in a sandbox that stays.
+"""
 
 import asyncio
 import ctypes
@@ -7,12 +10,14 @@ import struct
 import sys
 
 from rlgraph.errors import GraphError
-from rlgraph.nodes.sandbox import Limits, check, run
+from rlgraph.nodes.sandbox import Limits, LocalSandbox, check, run
 from rlgraph.nodes.walls import calls
 from rlgraph.nodes.walls.kernel import LANDLOCK_CREATE, PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, check_result, libc
 
 NEW_USER_AND_MOUNTS = 0x10020000
+MOUNT = {"x86_64": 165, "aarch64": 40}
 WRITTEN = "open('f', 'w').write('written'); open('f').read()"
+THREAD = "import threading\nt = threading.Thread(target=print, args=('in a thread',)); t.start(); t.join()"
 
 
 def without_namespaces() -> None:
@@ -38,10 +43,22 @@ def refusing(number: int, *first: int) -> None:
     check_result(libc.prctl(PR_SET_SECCOMP, 2, struct.pack("@HP", len(steps), ctypes.addressof(packed)), 0, 0), "seccomp")
 
 
-def main(layer: str) -> None:
+async def run_twice(layer: str) -> None:
+    """Run code in a sandbox that stays: the second run needs a process of its own."""
+    sandbox = LocalSandbox(Limits(), (layer,))
+    try:
+        for code in (WRITTEN, "open('f').read()"):
+            done = await sandbox.exec(code)
+            print(done.failed or done.output, end="" if done.output else "\n")
+    finally:
+        await sandbox.close()
+
+
+def main(layer: str, mounts: str = "") -> None:
     prctl = calls.numbers(calls.LIMITED, calls.platform_column()[0])["prctl"]
     {
-        "namespaces": without_namespaces,
+        # A machine may allow the namespaces and refuse the mounts in them, as AppArmor's rule does.
+        "namespaces": (lambda: refusing(MOUNT[os.uname().machine])) if mounts else without_namespaces,
         "landlock": lambda: refusing(LANDLOCK_CREATE),
         "seccomp": lambda: refusing(prctl, PR_SET_SECCOMP),
     }[layer]()
@@ -50,9 +67,10 @@ def main(layer: str) -> None:
     except GraphError as error:
         print(error)
     check(Limits(), (layer,))
-    for code in (WRITTEN, "open('/etc/passwd').read()"):
+    for code in (WRITTEN, "open('/etc/passwd').read()", THREAD):
         print(asyncio.run(run(code, Limits(), (layer,))), end="")
+    asyncio.run(run_twice(layer))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -384,7 +384,12 @@ class Rollout(Operation):
         return lambda step, columns: next(self.decode_chunks(context, loop, step, columns))
 
     def decoder(self, context: Context) -> TaskDecoder:
-        """Make what samples its responses: in one turn each, or in conversations."""
+        """Make what samples its responses: in one turn each, or in conversations.
+
+        Raises GraphError where this worker's host cannot run one of the tools: the launch has checked the driver's host only.
+        """
+        if self.tools is not None:
+            self.tools.check()
         if self.agent is None:
             return OneTurn(context.engine, self.prefix)
         return session_loop(self, self.agent, context) if isinstance(self.agent, Program) else turn_loop(self, self.agent, context)

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 FOLDER = "/tmp"  # the code's own folder
 NOBODY = 65534
 MOST_FILES = 4096  # each takes about a KiB of the kernel's memory
-SPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x20000000 | 0x40000000  # mounts, cgroups, names, IPC, processes, network
-NEW_USER = 0x10000000
+SPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x40000000  # mounts, cgroups, names, IPC, network
+NEW_USER, NEW_PROCESSES = 0x10000000, 0x20000000
 SLAVE, RECURSIVE, NO_SUID, NO_DEVICES, NO_PROGRAMS = 1 << 19, 1 << 14, 2, 4, 8
 CLONE_TREE, AT_RECURSIVE, AT_EMPTY_PATH, EMPTY_SOURCE, HERE = 1, 0x8000, 0x1000, 4, -100
 CLOSED_AT_EXEC, DETACH = 0o2000000, 2
@@ -44,7 +44,7 @@ def enclose(readable: "Sequence[str]", folder_bytes: int) -> None:
     user, group = os.geteuid(), os.getegid()
     as_root = user == 0 and _is_mapped(NOBODY) and libc.unshare(SPACES) == 0
     if not as_root:
-        check_result(libc.unshare(NEW_USER | SPACES), "unshare of user, mount, process, network and IPC namespaces")
+        check_result(libc.unshare(NEW_USER | SPACES), "unshare of user, mount, network and IPC namespaces")
         for what, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             try:
                 with open(f"/proc/self/{what}", "w") as file:
@@ -54,6 +54,8 @@ def enclose(readable: "Sequence[str]", folder_bytes: int) -> None:
     mount(None, "/", None, SLAVE | RECURSIVE)  # so that changes to mounts in here do not reach the host
     check_result(libc.sethostname(b"sandbox", 7), "sethostname")
     _rebuild(readable, folder_bytes)
+    # Last: if a kernel refuses an earlier step, this process can still start threads, and more than one child.
+    check_result(libc.unshare(NEW_PROCESSES), "unshare of the process namespace")
     if as_root:
         check_result(libc.setgroups(0, None), "setgroups")
         check_result(libc.setresgid(NOBODY, NOBODY, NOBODY), "setresgid to nobody")
