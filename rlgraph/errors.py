@@ -58,8 +58,8 @@ def show_value(value: Any, most: int = MOST_CHARACTERS) -> str:
         return f"the class {value.__name__}"
     if isinstance(value, str | bytes | bytearray):
         return _text(value, most)
-    if hasattr(value, "shape") and hasattr(value, "dtype") and len(value.shape):
-        return f"{_a(value)} {list(value.shape)} of {value.dtype}"
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"{_a(value)} {list(value.shape)} of {value.dtype}" if len(value.shape) else _repr(value, most)
     if type(value) in (list, tuple, set, frozenset, dict):
         return _items(value, most)
     if inspect.isroutine(value):
@@ -128,6 +128,10 @@ class RlgraphError(Exception):
 
     def __str__(self) -> str:  # it quotes names, data and errors of users
         return escape_controls(super().__str__())
+
+    def _render_traceback_(self) -> list[str]:
+        """Format the error of a notebook's cell as `hook` does that of a program; IPython calls this."""
+        return escape_controls(short(self)).splitlines()
 
 
 class GraphError(RlgraphError):

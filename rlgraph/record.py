@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rlgraph.analysis.findings import findings
 from rlgraph.analysis.samples import Sample
 from rlgraph.analysis.words import Terminal
-from rlgraph.errors import PlanError
+from rlgraph.errors import PlanError, show_value
 from rlgraph.recording.samples import Profile, SampleRecorder, Samples, take_request
 from rlgraph.recording.sinks import RecordedRun, Sink, SinkFeeds, new_id
 from rlgraph.recording.watch import LiveFiles
@@ -93,6 +93,8 @@ def record(
     ...     print([step.index for step in rg.record(job, 3, tempfile.mkdtemp(), quiet=True)])
     [0, 1, 2]
     """
+    if not hasattr(job, "recorder"):
+        raise PlanError(f"record(job={show_value(job)}): only a job of plan.launch() is recorded; take another's steps by job.steps(n)")
     with prepared_folder(job, Path(out)) as folder:
         profile = take_request() or profile
         if profile is not None:

@@ -27,10 +27,15 @@ HOST = "host"  # the lane of nodes that belong to no pool
 
 
 class Terminal(Console):
-    """A console of rich that prints text as it is: no markup in it, and no escapes that the terminal obeys."""
+    """A console of rich that prints text as it is: no markup in it, and no escapes that the terminal obeys.
+
+    In a notebook it prints lines of text too: rich would make a box of HTML for each, and ask for ipywidgets.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, **settings)
+        if self.is_jupyter:
+            super().__init__(markup=False, **settings, force_jupyter=False, force_terminal=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render as rich does, with control characters of texts escaped."""

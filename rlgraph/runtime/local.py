@@ -50,7 +50,7 @@ class LocalJob:
         found = [replace(spec, ahead=0) for spec in worker_specs(graph, plan, "", b"", 0.0, start)]
         self.progress = {s.worker.name: self._progress(s) for s in found}
         self._homes = {node: progress for progress in self.progress.values() for node in progress.worker.spec.worker.nodes}
-        self._entered = False
+        self._entered = self._open = self._stepped = False
         self._asked, self._finished = 0, checkpoints.newest if checkpoints is not None else 0
 
     @property
@@ -58,23 +58,42 @@ class LocalJob:
         """The number of steps that are done."""
         return self._finished
 
+    def start(self) -> "LocalJob":
+        """Load the models without `with`, e.g. in a cell of a notebook whose further cells take steps; `close()` ends the job."""
+        return self.__enter__()
+
     def __enter__(self) -> "LocalJob":
         if self._entered:
             raise RlgraphError("the job is already running, or was: make another with `plan.run_here()`")
         self._entered = True
         for progress in self.progress.values():
             progress.load()
+        self._open = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None and not self._asked:
+        if kind is None and not self._stepped:
             notices.here.say(NO_STEP)
-        if kind is None and self.checkpoints is not None and self._finished > self.checkpoints.newest:
-            self._save(self._finished)
-        for progress in self.progress.values():
-            progress.close()
-        if self.checkpoints is not None:
-            self.checkpoints.close()
+        if kind is None:
+            self.close()
+        else:
+            self._release()
+
+    def close(self) -> None:
+        """Save the steps since the newest checkpoint, and end the models. Raises CheckpointError where the steps could not be saved."""
+        try:
+            if self._open and self.checkpoints is not None and self._finished > self.checkpoints.newest:
+                self._save(self._finished)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        if self._open:
+            self._open = False
+            for progress in self.progress.values():
+                progress.close()
+            if self.checkpoints is not None:
+                self.checkpoints.close()
 
     def _progress(self, spec: WorkerSpec) -> Progress:
         name, mailbox = spec.worker.name, Mailbox()
@@ -116,14 +135,21 @@ class LocalJob:
     @checked(PlanError)
     def steps(self, count: Natural) -> Iterator[Step]:
         """Run the next `count` steps and give each as it finishes; steps that the checkpoint holds are not given again."""
+        before, self._stepped = self._asked, True
         self._asked += count
-        while self._finished < self._asked:
-            step, start = self._finished, time.monotonic()
-            self._fire(step, step + 1)
-            self._finished = step + 1
-            yield self._report(step, time.monotonic() - start)
-            if self.checkpoints is not None and self._finished % self.checkpoints.recovery.every == 0:
-                self._save(self._finished)  # only after the caller has seen the step: a checkpoint holds no step that nobody has seen
+        try:
+            while self._finished < self._asked:
+                if not self._open:
+                    how = "inside `with plan.run_here() as job:`, or between job.start() and job.close()"
+                    raise RlgraphError(f"the job is not running: take its steps {how}")
+                step, start = self._finished, time.monotonic()
+                self._fire(step, step + 1)
+                self._finished = step + 1
+                yield self._report(step, time.monotonic() - start)
+                if self.checkpoints is not None and self._finished % self.checkpoints.recovery.every == 0:
+                    self._save(self._finished)  # only after the caller has seen the step: a checkpoint holds no step that nobody has seen
+        finally:  # a loop that is left early asks for none of the steps that it has not been given
+            self._asked -= max(before + count - max(self._finished, before), 0)
 
     @checked(PlanError)
     def export(

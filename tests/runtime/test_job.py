@@ -3,6 +3,7 @@
 What does not depend on how workers are started and ticked is tested with forked workers.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -226,6 +227,33 @@ def test_a_job_is_entered_once_and_its_steps_are_taken_inside() -> None:
         assert [step.index for step in running.steps(2)] == [0, 1]
     with pytest.raises(RlgraphError, match="closed; launch the plan again"), running:
         raise AssertionError("it must not be entered again")
+
+
+@pytest.mark.parametrize("where", ["forked", "here"])
+def test_a_notebook_takes_the_steps_of_a_job_in_several_cells_and_leaves_loops_early(where: str) -> None:
+    """A loop that is left early, as by an interrupt, asked for all of its steps: the next loop gave those that were left of it, too."""
+    graph = fakes.vector_loop(1)
+    running = LocalJob(graph, compile_plan(graph, Cluster(cpus=2))) if where == "here" else forked_workers.job(graph)
+    with pytest.raises(RlgraphError, match=r"job\.start\(\)"):
+        next(running.steps(1))
+    running.start()
+    try:
+        kept = running.steps(3)  # a generator that goes on later
+        assert next(kept).index == 0
+        for step in running.steps(50):
+            if step.index == 4:
+                break
+        with contextlib.suppress(KeyboardInterrupt):
+            for _ in running.steps(50):
+                raise KeyboardInterrupt
+        assert [step.index for step in kept] == []
+        found = [bits(step) for step in running.steps(2)]
+    finally:
+        running.close()
+    assert found == oracle(graph, 8)[6:]
+    running.close()
+    with pytest.raises(RlgraphError, match=r"closed|not running"):
+        next(running.steps(1))
 
 
 STOPPED_RAYLET = """

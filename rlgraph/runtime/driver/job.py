@@ -239,6 +239,7 @@ class Job:
         self._console = Terminal(stderr=True, highlight=False)
         self.session = self._new_session()
         self._asked = self._finished = 0
+        self._stepped = False
         self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
         self._published_bytes = 0
         self._monitor = InvariantMonitor(plan)
@@ -263,6 +264,16 @@ class Job:
     def under_way(self) -> str:
         """Describe what the nodes do now and how far they are, as `rollout 34 of 128 responses, update 2 of 6 micro-batches`."""
         return self.session.under_way()
+
+    def start(self) -> "Job":
+        """Start the workers without `with`, e.g. in a cell of a notebook whose further cells take steps; `close()` ends them.
+
+        >>> job = plan.launch().start()  # doctest: +SKIP
+        >>> next(job.steps(1)).index  # doctest: +SKIP
+        0
+        >>> job.close()  # doctest: +SKIP
+        """
+        return self.__enter__()
 
     def __enter__(self) -> "Job":
         if self._launch_s:
@@ -290,7 +301,7 @@ class Job:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if kind is not None:
             self.session.abandon()
-        self.notice("" if kind is not None or self._asked else NO_STEP)
+        self.notice("" if kind is not None or self._stepped else NO_STEP)
         self.close()
         if kind is None and self._signals.asked is not None:
             Signals.stop(self._signals.asked)
@@ -306,13 +317,17 @@ class Job:
         ChannelTimeout for a deadline that expired, when the job was started again as often as `restarts` allows, and CertificateError
         for a run beyond its certificate; it is closed by then.
         """
+        before, self._stepped = self._asked, True
         self._asked += count
-        while self._finished < (last := self._last()):
-            self.session.check_runs()
-            step = self._next(min(last, self._exports.next_due(self._finished)))
-            self._export_due()
-            yield step
-            self._settle()
+        try:
+            while self._finished < (last := self._last()):
+                self.session.check_runs()
+                step = self._next(min(last, self._exports.next_due(self._finished)))
+                self._export_due()
+                yield step
+                self._settle()
+        finally:  # a loop that is left early asks for none of the steps that it has not been given
+            self._asked -= max(before + count - max(self._finished, before), 0)
         if self._signals.asked is not None:
             self.close()
             Signals.stop(self._signals.asked)

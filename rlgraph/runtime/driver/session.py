@@ -156,7 +156,10 @@ class Session:
         if self.ended:
             raise RlgraphError("the job is closed; launch the plan again")
         if not self._dispatching:
-            raise RlgraphError("the job has not been started: take its steps inside `with plan.launch() as job:`")
+            raise RlgraphError(
+                "the job has not been started: take its steps inside `with plan.launch() as job:`, or start it by job.start() and end it "
+                "by job.close()"
+            )
 
     def start(self) -> None:
         """Start the workers and wait until each is ready. If one fails, end the others and raise its error."""
