@@ -3,16 +3,19 @@
 import contextlib
 import copy
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import numpy as np
 import torch
 
 from rlgraph import notices
+from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.policy_loss import WholeLoss
 from rlgraph.columns import COLUMNS, Column, Columns, repeat_rows
-from rlgraph.errors import GraphError, RlgraphError
+from rlgraph.engines.api import chosen_at
+from rlgraph.errors import GraphError, RlgraphError, show_value
 from rlgraph.nodes.base import Context, ReadColumns, checked_columns, checked_metrics, fired_parts
 from rlgraph.nodes.rewards.calls import CallFailed, FunctionPool
 
@@ -170,9 +173,16 @@ def _column(name: str, rows: int) -> Column:
     if spec.dtype != torch.float32 or name == "step_labels":
         value = {"prompts": PROMPT_TOKEN, "responses": RESPONSE_TOKEN}.get(name, 0)
         return torch.full(shape, spec.dtype == torch.bool or value, dtype=spec.dtype)
+    if name == "preferences":  # each row with a worse one behind it
+        return 1.0 - 2.0 * torch.arange(rows).remainder(2)
     if spec.dims == ("B",):
         return torch.arange(rows).remainder(2).float()
-    varied = (torch.arange(prod(shape)) + list(COLUMNS).index(name)).remainder(7).reshape(shape) / 8 + 0.125  # equal numbers deviate by 0
+    return _make_up_numbers(name, shape, list(COLUMNS).index(name))
+
+
+def _make_up_numbers(name: str, shape: Sequence[int], begin: int) -> torch.Tensor:
+    """Make up numbers of which neighbours differ: equal numbers deviate by 0."""
+    varied = (torch.arange(prod(shape)) + begin).remainder(7).reshape(tuple(shape)) / 8 + 0.125
     return varied.log() if name.endswith("log_probs") else varied
 
 
@@ -184,3 +194,102 @@ def _preserve_random_states() -> Iterator[None]:
         yield
     random.setstate(python)
     np.random.set_state(arrays)
+
+
+# Losses: called as a trainer calls them, with made-up log-probs, or values, that require a gradient.
+
+LIKE_DATA = ("preferences", "margins", "step_labels")  # columns of numbers that have a meaning of their own
+
+
+class _LossColumns(dict[str, Column]):
+    """The columns of a loss; those that it asked for and that are not there."""
+
+    absent: str = ""
+
+    def __missing__(self, name: str) -> Column:
+        self.absent = name
+        raise KeyError(name)
+
+
+def try_loss(node: str, loss: Any, batch: Columns, scores: Literal["log_probs", "values"]) -> None:
+    """Call a loss of the user's on a made-up batch, and take its gradient.
+
+    A notice tells if the loss of the batch is not the sum of those of its halves. Raises RlgraphError for what a run refuses.
+    """
+    mask = batch["response_mask"]
+    assert isinstance(mask, torch.Tensor)
+    if not mask.any() or chosen_at(loss) is not None:
+        return  # a run takes no step there; and log-probs of chosen tokens are the trainer's to make
+    what = f"its loss '{type(loss).__name__}'"
+    if not hasattr(loss, "needs_entropy"):
+        raise GraphError(f"{what} has no `needs_entropy`: set it to False, or to True for a loss that is given the entropy")
+    tried = _TriedLoss(node, what, copy_callable(loss), mask, scores)
+    value, finite = tried.take(batch)
+    if not finite:  # made-up advantages may all be 0, as those of few batches are
+        value, finite = tried.take({name: _vary_column(name, column) for name, column in batch.items()})
+    if not finite:
+        raise GraphError(
+            f"{what} is {value:g}, or its gradient is not finite; look for a division by 0, the log of 0, or padding: leave out the tokens "
+            "where batch['response_mask'] is false before they are summed"
+        )
+    halves = [slice(0, len(mask) // 2), slice(len(mask) // 2, None)]
+    if isinstance(loss, WholeLoss) or not all(bool(mask[rows].any()) for rows in halves):
+        return
+    whole, parts = tried.take(batch)[0], [tried.take(batch, rows)[0] for rows in halves]
+    if abs(sum(parts) - whole) > 1e-3 * (abs(whole) + sum(map(abs, parts))):
+        notices.here.say(
+            f"node '{node}': {what} is {whole:.4g} for a made-up batch, and {sum(parts):.4g} for its two halves together: the results of "
+            "micro-batches must add up, else they depend on micro_batch_tokens; divide sums by totals.tokens or totals.rows"
+        )
+
+
+class _TriedLoss:
+    """A loss of the user, and how a trainer calls it."""
+
+    def __init__(self, node: str, what: str, loss: Any, mask: torch.Tensor, scores: Literal["log_probs", "values"]) -> None:
+        self.node, self.what, self.loss, self.mask, self.scores = node, what, loss, mask, scores
+
+    def take(self, batch: Columns, rows: slice = slice(None)) -> tuple[float, bool]:
+        """Call the loss with some rows, and say whether it and its gradient are finite. Raises RlgraphError for what a run refuses."""
+        columns = _LossColumns({name: column[rows] for name, column in batch.items()})
+        try:
+            (found,) = FunctionPool(lambda: self._call(columns, rows), [{}], 1, LIMIT_S).run()
+        except CallFailed as failure:
+            if failure.late:
+                raise TooLong(f"{self.what} {failure.what}") from None
+            cause = failure.__cause__
+            if isinstance(cause, KeyError) and columns.absent in cause.args:
+                raise GraphError(
+                    f"{self.what} reads column {show_value(columns.absent)}, but its node reads {list(batch)}: add it to the loss's `reads`"
+                ) from None
+            raise GraphError(str(cause) if isinstance(cause, RlgraphError) else f"{self.what} {failure.what}") from cause
+        value, finite = cast(tuple[float, bool], found)
+        return value, finite
+
+    def _call(self, columns: _LossColumns, rows: slice) -> tuple[float, bool]:
+        scores, entropy = (torch.where(self.mask, _make_up_numbers(n, self.mask.shape, 3), 0.0)[rows] for n in (self.scores, "entropy"))
+        scores.requires_grad_()
+        totals = [] if isinstance(self.loss, WholeLoss) else [Totals.of(self.mask)]
+        more = [entropy if self.loss.needs_entropy else None] if totals and self.scores == "log_probs" else []
+        found = self.loss(scores, columns, *totals, *more)
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[1], Mapping):
+            raise GraphError(f"{self.what} returned {show_value(found)}; it returns its value and its metrics: return loss, {{}}")
+        value, metrics = found
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            raise GraphError(
+                f"{self.what} returned {show_value(value)} as its value; it is a tensor of one number: sum the losses of tokens"
+            )
+        if not value.requires_grad:
+            given = "log-probs" if self.scores == "log_probs" else "values"
+            raise GraphError(f"{self.what} has no gradient; compute it from the {given} that it is given, without detach() or item()")
+        checked_metrics(self.node, metrics)
+        value.sum().backward()
+        finite = value.isfinite().all() & (scores.grad is None or scores.grad.isfinite().all())
+        return value.item(), bool(finite)
+
+
+def _vary_column(name: str, column: Column) -> Column:
+    """Vary the numbers of a column of rlgraph's own."""
+    if name not in COLUMNS or name in LIKE_DATA or not isinstance(column, torch.Tensor) or not column.is_floating_point():
+        return column
+    return _make_up_numbers(name, column.shape, list(COLUMNS).index(name))

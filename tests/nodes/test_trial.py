@@ -217,3 +217,119 @@ def test_weights_and_changes_of_rewards_of_the_user_are_tried_too() -> None:
     ):
         with pytest.raises(RlgraphError, match=words.replace("[", r"\[")):
             try_functions(rg.Graph("g", output))
+
+
+class Loss:
+    """A loss of the user."""
+
+    reads, needs_entropy = ("advantages", "old_log_probs"), False
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, log_probs: torch.Tensor, batch: Columns, totals: Any, entropy: torch.Tensor | None) -> Any:
+        return self.function(log_probs, batch, totals)
+
+
+def surrogate(log_probs: Any, batch: Any) -> torch.Tensor:
+    return ((log_probs - batch["old_log_probs"]).exp() * batch["advantages"])[batch["response_mask"]]  # type: ignore[no-any-return]
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
+    "nothing": (lambda *_: None, "node 'update': its loss 'Loss' returned None; it returns its value and its metrics"),
+    "no metrics": (
+        lambda p, batch, totals: surrogate(p, batch).sum().detach(),
+        "returned tensor(15.5101); it returns its value and its metrics",
+    ),
+    "a loss of each token": (lambda p, batch, totals: (surrogate(p, batch), {}), "as its value; it is a tensor of one number"),
+    "a plain number": (lambda p, batch, totals: (surrogate(p, batch).sum().item(), {}), "as its value; it is a tensor of one number"),
+    "no gradient": (lambda p, batch, totals: (surrogate(p.detach(), batch).sum(), {}), "has no gradient; compute it from the log-probs"),
+    "NaN": (lambda p, batch, totals: (surrogate(p, batch).sum() * 0 / 0, {}), "is nan, or its gradient is not finite"),
+    "NaN in padding": (lambda p, batch, totals: ((surrogate(p, batch).sum() + (1 - p.exp()).log().sum()), {}), "leave out the tokens"),
+    "a metric that is a tensor": (lambda p, batch, totals: (surrogate(p, batch).sum(), {"a": p}), "returned the metric 'a' as Tensor"),
+    "an undeclared column": (
+        lambda p, batch, totals: ((p * batch["ref_log_probs"]).sum(), {}),
+        "reads column 'ref_log_probs', but its node reads ['prompts', 'prompt_mask', ",
+    ),
+    "an unknown name": (lambda p, batch, totals: (undefined, {}), "its loss 'Loss' raised NameError"),  # type: ignore[name-defined]  # noqa: F821
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_goes_wrong_is_found_before_the_launch(name: str) -> None:
+    function, words = LOSSES[name]
+    with pytest.raises(RlgraphError) as caught:
+        try_functions(graph(loss=Loss(function)))
+    assert words in str(caught.value)
+    assert "(found on a made-up batch; trial=False leaves that out)" in str(caught.value)
+    try_functions(graph(loss=Loss(function), update={"trial": False}))
+
+
+class Pairs(rg.losses.WholeLoss):
+    """A loss that compares the rows of the mini-batch."""
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return ("preferences",)
+
+    def __call__(self, scores: torch.Tensor, batch: Columns) -> tuple[torch.Tensor, dict[str, float]]:
+        better, worse = (scores.sum(-1)[batch["preferences"] == sign].mean() for sign in (1, -1))  # type: ignore[index]
+        return -torch.nn.functional.logsigmoid(better - worse), {}
+
+
+def test_losses_that_work_in_a_run_pass_the_trial() -> None:
+    notices.here.forget()
+
+    def optional(log_probs: torch.Tensor, batch: Any, totals: Any) -> Any:
+        try:
+            weights = batch["rollout_is_weights"]
+        except KeyError:
+            weights = batch.get("no such column", 1.0)
+        scaled = batch["advantages"] / batch["advantages"].abs()  # NaN where all are 0, as those of made-up rewards may be
+        return (log_probs * scaled * weights)[batch["response_mask"]].sum() / totals.tokens, {"mine/size": 1}
+
+    try_functions(graph(loss=Loss(optional), reward=lambda response: 1.0))
+    try_functions(graph(loss=rg.ClippedLoss(entropy_coef=0.1)))
+    critic = rg.Critic("m", pool=rg.Pool("train"))
+    rollout = rg.Generator("m", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 ="}], 3), group_size=2)
+    rewards = rg.reward(lambda response: 1.0, rollout)
+    advantages = rg.advantages(rollout, rewards, critic.values(rollout), estimator=rg.GAE())
+
+    class Squared:
+        reads, needs_entropy = ("returns",), False
+
+        def __call__(self, values: torch.Tensor, batch: Any, totals: Any) -> Any:
+            return ((values - batch["returns"]) ** 2)[batch["response_mask"]].sum() / totals.tokens, {}
+
+    try_functions(rg.Graph("g", critic.update(rollout, advantages, loss=Squared()).metrics))
+    judge = rg.LearnedReward("m", pool=rg.Pool("train"))
+    policy = rg.Policy("m", pool=rg.Pool("train"))
+    for model in (judge, policy):
+        pairs = rg.pairs([{"prompt": "1 + 1 =", "chosen": " 2", "rejected": " 3"}], 8, model)
+        try_functions(rg.Graph("g", model.update(pairs, loss=Pairs()).metrics))
+    assert not [text for text in notices.here.list_all() if "made-up" in text]
+
+
+def test_a_loss_whose_micro_batches_do_not_add_up_is_a_notice() -> None:
+    """It trains otherwise with each `micro_batch_tokens`."""
+    notices.here.forget()
+    try_functions(graph(loss=Loss(lambda p, batch, totals: (surrogate(p, batch).sum() / totals.tokens, {}))))
+    assert not notices.here.list_all()
+    try_functions(graph(loss=Loss(lambda p, batch, totals: (surrogate(p, batch).mean() + p.mean(), {}))))
+    [said] = notices.here.list_all()
+    assert "node 'update': its loss 'Loss' is " in said
+    assert "divide sums by totals.tokens or totals.rows" in said
+
+
+def test_the_losses_of_further_batches_are_tried_too() -> None:
+    policy = rg.Policy("m", pool=rg.Pool("train"))
+    rollout = rg.Generator("m", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 ="}], 3), group_size=2)
+    advantages = rg.advantages(rollout, rg.reward(lambda response: 1.0, rollout), estimator=rg.GRPO())
+    examples = rg.examples([{"prompt": "1 + 1 =", "answer": " 2"}], 4, policy)
+    step = policy.update(rollout, advantages, loss=rg.ClippedLoss(), also=[(examples, Plain(lambda *_: None), 0.1)])
+    with pytest.raises(RlgraphError, match="node 'update': its loss 'Plain' returned None"):
+        try_functions(rg.Graph("g", step.metrics))
+
+
+class Plain(Loss):
+    reads = ()

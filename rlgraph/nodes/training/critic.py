@@ -48,12 +48,13 @@ class Critic(TrainedModel):
         epochs: Count = 1,
         mini_batches: Count = 1,
         guards: Guards = DEFAULT_GUARDS,
+        trial: bool = True,
         name: str = "critic_update",
     ) -> Update:
         """Declare the critic's update: `epochs` walks over the batch, in `mini_batches` optimizer steps each.
 
         The loss declares the columns that it reads, and `guards` refuse batches and steps. Given `values`, the update also measures
-        `critic/vf_explained_var`.
+        `critic/vf_explained_var`. The launch tries a custom loss on a made-up batch; `trial=False` leaves that out.
 
         Raises GraphError for a column that the loss reads and no input carries, or mini-batches of different sizes.
         """
@@ -61,7 +62,7 @@ class Critic(TrainedModel):
         given = list_columns(inputs)
         optional = [c for c in ("values", "loss_mask") if c in given]
         schedule = checked_schedule(name, inputs, epochs, mini_batches)
-        training = CriticUpdate(model=self, loss=loss, schedule=schedule, guards=guards, name=name)
+        training = CriticUpdate(model=self, loss=loss, schedule=schedule, guards=guards, name=name, tried=trial)
         return training.declare(inputs, (*TOKENS, *loss.reads, *optional))
 
 

@@ -1,7 +1,7 @@
 """A reward model that is trained: one number for a prompt and a response, read off behind the last token."""
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -133,9 +133,12 @@ class LearnedReward(TrainedModel):
         epochs: Count = 1,
         mini_batches: Count = 1,
         guards: Guards = DEFAULT_GUARDS,
+        trial: bool = True,
         name: str = "reward_update",
     ) -> Update:
         """Declare the training on pairs, the outputs of `rg.pairs` or of `rg.preferred`, or by `StepwiseLoss` on `rg.stepwise`.
+
+        The launch tries a custom loss on a made-up batch; `trial=False` leaves that out.
 
         Raises GraphError for a column that the loss reads and no input carries, or mini-batches of different sizes.
         """
@@ -143,7 +146,7 @@ class LearnedReward(TrainedModel):
         given = list_columns(inputs)
         optional = [column for column in loss.optional_reads if column in given]
         schedule = checked_schedule(name, inputs, epochs, mini_batches)
-        training = RewardUpdate(model=self, loss=loss, schedule=schedule, guards=guards, name=name)
+        training = RewardUpdate(model=self, loss=loss, schedule=schedule, guards=guards, name=name, tried=trial)
         return training.declare(inputs, (*TOKENS, *loss.reads, *optional))
 
 
@@ -164,8 +167,14 @@ class LearnedRewards(ModelScores):
 class RewardUpdate(Training):
     """Take the reward model's optimizer steps on pairs, or on solutions with a label for each step."""
 
+    def losses(self, columns: Columns) -> Iterator[tuple[Any, Columns]]:
+        yield self.loss, self._batch(columns)
+
+    def _batch(self, columns: Columns) -> Columns:
+        return behind_the_steps(columns) if LABELS in columns else behind_the_end(columns)
+
     def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
-        learnt = self.learn(context, guard, behind_the_steps(columns) if LABELS in columns else behind_the_end(columns))
+        learnt = self.learn(context, guard, self._batch(columns))
         return {}, {**learnt, **guard.metrics()}
 
 

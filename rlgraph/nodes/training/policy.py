@@ -108,6 +108,7 @@ class Policy(TrainedModel):
         critic_warmup: Natural = 0,
         guards: Guards = DEFAULT_GUARDS,
         also: Sequence[Any] = (),
+        trial: bool = True,
         name: str = "update",
     ) -> Update:
         """Declare the training on a batch. Give its `weights` to a feedback edge and its `metrics` to the graph.
@@ -124,9 +125,9 @@ class Policy(TrainedModel):
 
         `also` are further batches of each optimizer step, as `also=[(examples, rg.SFTLoss(), 0.1)]`: (batch, loss, weight) each, where
         a batch is an output or a list of outputs. Each loss is normalised by its own batch. Its metrics begin with the batch's name.
+        The launch tries custom losses on a made-up batch; `trial=False` leaves that out.
 
-        Raises GraphError for a column that the loss reads and no input carries, mini-batches of different sizes, or a critic's
-        warm-up without a critic.
+        Raises GraphError for a column that no input carries, mini-batches of different sizes, or a critic's warm-up without a critic.
         """
         check_taken(name, loss, self.scores, inputs, mini_batches)
         check_warmup(name, inputs, critic_warmup)
@@ -150,6 +151,7 @@ class Policy(TrainedModel):
             schedule=checked_schedule(name, inputs, epochs, mini_batches),
             guards=guards,
             name=name,
+            tried=trial,
             behaviour=behaviour,
             temperature=sampling_temperature(more),
             critic_warmup=critic_warmup,

@@ -17,9 +17,10 @@ from rlgraph.engines.api import Loss, chosen_at
 from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Node, Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
+from rlgraph.nodes.base import Context, Fired, Stage, custom, tensor_of
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.trained_model import TrainedModel, check_rotary_factors, check_trained, check_vocabulary, checked_rows
+from rlgraph.nodes.trial import try_loss
 from rlgraph.settings import Count
 
 # An update on several batches: each with its loss and its weight, in one optimizer step.
@@ -241,12 +242,13 @@ class Training(Operation):
     schedule: UpdateSchedule
     guards: Guards
     name: str
+    tried: bool = True  # at the launch, on a made-up batch
 
     @property
     def traits(self) -> NodeTraits:
         epochs, mini_batches = self.schedule.epochs, self.schedule.mini_batches
         scored = float(isinstance(self.loss, WholeLoss))
-        return NodeTraits(work="train", epochs=epochs, mini_batches=mini_batches, scored=scored, given=(self.loss,))
+        return NodeTraits(work="train", epochs=epochs, mini_batches=mini_batches, scored=scored, given=(self.loss,), trial=self.tried)
 
     def declare(self, inputs: Sequence[Output], reads: Sequence[str]) -> Update:
         """Declare the node. `reads` may name a column twice; it trains on the rows of all batches, which prefixes keep apart."""
@@ -261,6 +263,17 @@ class Training(Operation):
         check_trained(self.model)
         check_vocabulary(node)
         check_rotary_factors(node, self.model)
+
+    def trial(self, node: Node, columns: Columns, rows: int) -> Columns:
+        """Call the losses of the user's. Raises RlgraphError as the first step would."""
+        for loss, batch in self.losses(columns):
+            if custom(loss):
+                try_loss(self.name, loss, batch, self.model.scores)
+        return {}
+
+    def losses(self, columns: Columns) -> Iterator[tuple[Any, Columns]]:
+        """Yield each loss with its batch, out of the columns that the node reads."""
+        yield self.loss, {**columns, "response_mask": columns.get("loss_mask", columns["response_mask"])}
 
     def start(self, context: Context) -> Stage:
         guard = UpdateGuard(self.name, self.guards)
@@ -295,8 +308,16 @@ class PolicyUpdate(Training):
     def traits(self) -> NodeTraits:
         return replace(super().traits, scored=self.scored, given=(self.loss, *(part.loss for part in self.parts)))
 
+    def losses(self, columns: Columns) -> Iterator[tuple[Any, Columns]]:
+        yield self.loss, _batch(self._own_columns(columns), self.behaviour, 0)
+        for part in self.parts:
+            yield part.loss, _batch(part.of(columns), part.behaviour, 0)
+
+    def _own_columns(self, columns: Columns) -> Columns:
+        return {name: column for name, column in columns.items() if not name.startswith(tuple(part.prefix for part in self.parts))}
+
     def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
-        own = {name: column for name, column in columns.items() if not name.startswith(tuple(part.prefix for part in self.parts))}
+        own = self._own_columns(columns)
         if step < self.critic_warmup:
             return {}, _sizes(own)
         batch = _batch(own, self.behaviour, step)
