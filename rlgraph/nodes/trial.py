@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from rlgraph import notices
-from rlgraph.algorithms.aggregation import Totals
+from rlgraph.algorithms.masks import Totals
 from rlgraph.algorithms.policy_loss import WholeLoss
 from rlgraph.columns import COLUMNS, Column, Columns, repeat_rows
 from rlgraph.engines.api import chosen_at
