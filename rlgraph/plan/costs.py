@@ -191,7 +191,9 @@ class Costs:
         return max(min(DRAWN_STEPS, DRAWN_ROWS // max(rows, 1)), LEAST_STEPS)
 
     def source_at(self, node: str, setting: Setting) -> CostSource:
-        """Tell where the seconds of `node` at this setting come from: "scaled" if they were measured at another one."""
+        """Tell where the seconds of `node` at this setting come from: "scaled" if they were measured or given at another one."""
+        if self.source in ("nominal", "roofline"):
+            return self.source
         cost = self.cost_of(node)
         counts = [count for count, _ in cost.by_devices]
         elsewhere = cost.measured not in (None, setting) or (counts and setting.devices not in counts) or cost.recomputes_otherwise(setting)

@@ -44,6 +44,13 @@ def test_an_estimate_of_a_small_model_counts_the_host_that_no_gpu_shortens(tmp_p
     assert "nothing was measured" in str(plan)
 
 
+def test_no_node_of_an_estimate_says_that_it_was_measured_elsewhere(tmp_path: Path) -> None:
+    graph = peer_job.graph(peer_job.Config(mode="colocated", model=a_priori.folder("4B", tmp_path), prompts=32, engines_per_gpu=1))
+    plan = rg.compile(graph, a_priori.cluster(2))
+    assert {node.cost for node in plan.nodes} == {"roofline"}
+    assert "scaled" not in str(plan)
+
+
 def test_prompts_and_lengths_that_are_known_are_estimated_as_they_are(tmp_path: Path) -> None:
     graph = peer_job.graph(peer_job.Config(model=a_priori.folder("smollm2", tmp_path)))
     found = a_priori.priced_for(graph, a_priori.cluster(2), None, a_priori.shapes_of(graph)).lengths
