@@ -84,7 +84,7 @@ worth: .venv-worth/.ready
 	.venv-worth/bin/python tests/worth.py coverage
 	.venv-worth/bin/python tests/worth.py faults
 
-# On a machine with GPUs and its own torch, vLLM and Ray, as docs/gpu.md says: no environment is made.
+# On a machine with GPUs and its own torch, vLLM and Ray, as docs/parallel.md says: no environment is made.
 test-gpu:
 	$(PYTHON) -m pytest --stage=gpu tests/gpu
 

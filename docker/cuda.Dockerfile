@@ -1,6 +1,6 @@
 # rlgraph on NVIDIA GPUs:  docker build -f docker/cuda.Dockerfile -t rlgraph:cuda .
 #                          docker run --rm --gpus all --shm-size=8g rlgraph:cuda doctor
-# The versions are those that docs/gpu.md was measured with. The image has a compiler, with which vLLM and torch build kernels while they run.
+# The versions are those that docs/parallel.md was measured with. The image has a compiler, with which vLLM and torch build kernels while they run.
 FROM nvidia/cuda:13.0.1-devel-ubuntu24.04
 
 RUN apt-get update \

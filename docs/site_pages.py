@@ -24,4 +24,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if here in OUTSIDE:
         depth = here.count("/")
         return re.sub(rf"\]\(((?:\.\./){{{depth}}})docs/", r"](\1", markdown)
-    return re.sub(r"\]\(\.\./", "](" + "../" * here.count("/"), markdown) if here.count("/") == 0 else markdown
+    return markdown.replace("](" + "../" * (here.count("/") + 1), "](" + "../" * here.count("/"))

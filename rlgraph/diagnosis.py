@@ -252,7 +252,7 @@ def layer_check(layer: str) -> Check:
     try:
         sandbox.check(sandbox.Limits(), others)
     except GraphError as error:
-        fix = f"docs/security.md says what takes it away; or run without it: rg.tools.python(accept_missing=('{layer}',))"
+        fix = f"docs/developers/security.md says what takes it away; or run without it: rg.tools.python(accept_missing=('{layer}',))"
         return Check(f"sandbox: {layer}", "warning", str(error).splitlines()[0], fix)
     return Check(f"sandbox: {layer}", "ok", "works")
 

@@ -8,7 +8,7 @@
 
 Settings of the recipe, as `steps=40`, hold for all runs. A run that stands in the file is not done again, one that was killed begins anew.
 Runs that share a machine learn the same, and their seconds mean nothing; what each prints is in `--work`.
-`python benchmarks/report/table.py` writes the table into docs/lora.md.
+`python benchmarks/report/table.py` writes the table into docs/developers/measurements.md.
 """
 
 import json

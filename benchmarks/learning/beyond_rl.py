@@ -1,7 +1,7 @@
 """What each recipe beyond policy gradients learns on two cores, and what its step takes, as predicted before the run and as measured.
 
     python benchmarks/learning/beyond_rl.py [--json PATH] [--fresh] [--only NAME] [--steps N] [--profiled N] [--smoke]
-    python benchmarks/learning/beyond_rl.py --json PATH --table       # write the table of docs/beyond_rl.md again
+    python benchmarks/learning/beyond_rl.py --json PATH --table       # write the table of docs/developers/measurements.md again
 
 Each recipe is profiled for a few steps. These costs predict its step. Then it runs from the beginning, and its step is measured: the
 median after the warm-up, or where every eighth step also evaluates, the mean over eight steps. A metric is given at both ends of the
@@ -151,8 +151,8 @@ def ends(values: list[float]) -> dict[str, Any]:
 
 
 def write_table(held: dict[str, Any]) -> None:
-    """Write the rows of all graphs into docs/beyond_rl.md, between its two marks."""
-    page = ROOT / "docs" / "beyond_rl.md"
+    """Write the rows of all graphs into docs/developers/measurements.md, between its two marks."""
+    page = ROOT / "docs" / "developers" / "measurements.md"
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     page.write_text(before + BEGIN + "\n".join(table_of(held["recipes"])) + "\n" + END + rest.partition(END)[2], encoding="utf-8")
 
@@ -179,7 +179,7 @@ def main() -> None:
     arguments.add_argument("--profiled", type=int, default=6, help="steps of a profile, after the one that warms up; 0 predicts nothing")
     arguments.add_argument("--work", type=Path, default=ROOT / "runs" / "beyond_rl", help="the folder of records and weights")
     arguments.add_argument("--fresh", action="store_true", help="leave out what an earlier run measured")
-    arguments.add_argument("--table", action="store_true", help="write the table of docs/beyond_rl.md from the file, and run nothing")
+    arguments.add_argument("--table", action="store_true", help="write the table from the file, and run nothing")
     arguments.add_argument("--smoke", action="store_true", help="two steps of each on a tiny random model")
     given = arguments.parse_args()
     if given.table:

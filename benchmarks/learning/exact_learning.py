@@ -7,7 +7,7 @@
 
 The losses take ratios against the rollout's own log-probs. With `exact=True` these are the trainer's, so each ratio is 1 and `ppo_kl` is
 0; without it they differ by rounding in bfloat16. The settings are those of `learning_runs.ON_GPU`. Runs that share a GPU learn the same,
-and their seconds mean nothing. `python benchmarks/report/table.py` writes the table into docs/exact.md.
+and their seconds mean nothing. `python benchmarks/report/table.py` writes the table into docs/developers/measurements.md.
 """
 
 import json

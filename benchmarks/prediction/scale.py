@@ -1,7 +1,7 @@
 """Runs on 1,024 and 10,240 GPUs, rehearsed: step time, best split, time lost to failures by checkpoint interval, the weights' fan-out.
 
     python benchmarks/prediction/scale.py --json benchmarks/results/scale.json    # three minutes; needs no GPU
-    python benchmarks/report/table.py                                         # the tables and the picture of docs/scale.md
+    python benchmarks/report/table.py                                         # the tables and the picture of docs/developers/scale.md
     python benchmarks/prediction/scale.py --smoke
 
 Nothing here was measured on such a machine. Costs come from the models' shapes (`rlgraph/plan/roofline.py`), calibrated by runs on one

@@ -1,4 +1,4 @@
-"""The picture of docs/scale.md: failures by checkpoint interval, the weights' fan-out, and what others have published."""
+"""The picture of docs/developers/scale.md: failures by checkpoint interval, the weights' fan-out, and what others have published."""
 
 from collections.abc import Mapping
 from typing import Any

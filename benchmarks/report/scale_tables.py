@@ -1,4 +1,4 @@
-"""The tables of docs/scale.md, from the results of `scale.py` and `scale_hosts.py`."""
+"""The tables of docs/developers/scale.md, from the results of `scale.py` and `scale_hosts.py`."""
 
 import json
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The tables of docs/small_gpu.md: jobs whose models take turns on one H200, and learning with fp8 rollouts on an H100."""
+"""The tables of docs/developers/measurements.md: jobs whose models take turns on one H200, and learning with fp8 rollouts on an H100."""
 
 import json
 import statistics

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.lib.figures import Figure, NotMeasured
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")))
+PAGES = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
 TABLE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end of table -->)", re.S)
 FIGURE = re.compile(r"\S+(?: (?:s|ms|µs|%|GB/s|times))?( ?<!-- figure: ([\w-]+) -->)")
 

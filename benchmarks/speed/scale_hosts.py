@@ -1,4 +1,4 @@
-"""Runs on one, two and three hosts beside the rehearsal of each, which was made before it: what docs/scale.md says of the model's error.
+"""Runs on one, two and three hosts beside the rehearsal of each, made before it, for docs/developers/scale.md.
 
     python benchmarks/speed/scale_hosts.py --json benchmarks/results/scale_hosts_cpu.json
 

@@ -21,7 +21,7 @@ from rlgraph.nodes.environments.calls import run_in_thread
 from rlgraph.nodes.walls.session import ANSWER, READ, READY, REQUEST, RUN, TOO_LONG, TOO_MUCH, WRITE
 from rlgraph.settings import Count, Seconds
 
-LAYERS = ("namespaces", "landlock", "seccomp")  # docs/security.md says what each of them holds
+LAYERS = ("namespaces", "landlock", "seccomp")  # docs/developers/security.md says what each of them holds
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache")
 START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from walls.{} import main; del sys.path[0]; main()"
 

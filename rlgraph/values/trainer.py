@@ -24,7 +24,7 @@ class TrainerSettings:
     * `expert_parallel`: the processes with the same layers that share the experts of a mixture, whole ones; others hold the same experts.
     * `recompute`: True keeps only the input of each layer for the backward pass, and takes a third more time. "selective" keeps also
       what costs most for its bytes, the results of attention and of its products: a quarter of what a layer keeps otherwise, for half of
-      that time or, with long sequences, less. See docs/models.md.
+      that time or, with long sequences, less. See docs/memory.md.
     * `fused_head`: computes the logits of some tokens at a time, and in the backward pass again, so that those of all tokens of a pass
       are never in memory. It takes one more product with the head. None: if it recomputes. Without training it costs nothing and is
       always so.

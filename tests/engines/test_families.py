@@ -1,4 +1,4 @@
-"""What rlgraph does with each family of models is what docs/families.md says, and no engine gives other log-probs without a word."""
+"""rlgraph treats each family of models as docs/developers/families.md says, and no engine gives other log-probs without a word."""
 
 import re
 from collections.abc import Mapping
@@ -32,7 +32,8 @@ from rlgraph.values.lora import FAMILIES as ADAPTED
 from rlgraph.values.optimizers import AdamW
 from rlgraph.values.sampling import Sampling
 
-ROWS = dict(re.findall(r"^(?=\| (.+?) \|)(.+)$", (Path(__file__).parents[2] / "docs" / "families.md").read_text(), re.MULTILINE)[1:])
+PAGE = Path(__file__).parents[2] / "docs" / "developers" / "families.md"
+ROWS = dict(re.findall(r"^(?=\| (.+?) \|)(.+)$", PAGE.read_text(), re.MULTILINE)[1:])
 WAYS: dict[str, tuple[str, str, dict[str, bool]]] = {  # the column of a layout, what is in it where the layout is used, and its settings
     "padded": ("padded", "right", {"flat": False, "shared": False}),
     "shared": ("shared", "right", {"flat": False}),
@@ -117,7 +118,7 @@ def adapted(model: Any, engine: FsdpEngine, batch: dict[str, torch.Tensor]) -> t
 def test_log_probs_and_gradients_of_a_family_are_its_own_or_it_is_refused_by_name(name: str, tmp_path: Path) -> None:
     words, why = outcome(name, tmp_path)
     assert ROWS[name] == table_row(name, words, why), (
-        "docs/families.md is of another library: python tests/support/families.py docs/families.md"
+        "docs/developers/families.md is of another library: python tests/support/families.py docs/developers/families.md"
     )
     if "right" not in words.values() or is_listed_by_its_text_model(name):
         return

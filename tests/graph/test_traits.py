@@ -232,7 +232,7 @@ def test_declare_refuses_an_object_that_is_no_operation() -> None:
 def test_the_page_on_nodes_shows_what_runs(tmp_path: Path) -> None:
     """Its nodes run in the small training loop too, and the state is part of a checkpoint."""
     page: dict[str, Any] = {}
-    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "nodes.md").read_text(), re.S):
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "developers" / "nodes.md").read_text(), re.S):
         exec(code, page)
     assert page["plan"].node("judge").work == "forward"
     assert next(len(pool.gpus) for pool in page["plan"].pools if pool.name == "judge") == 1

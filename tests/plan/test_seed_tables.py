@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """Return the figures and the document as the script makes them today."""
     folder = tmp_path_factory.mktemp("seed_tables")
-    (folder / "doc.md").write_text((ROOT / "docs" / "seed_tables.md").read_text())
+    (folder / "doc.md").write_text((ROOT / "docs" / "developers" / "seed_tables.md").read_text())
     options = "--json", str(folder / "out.json"), "--markdown", str(folder / "doc.md")
     run = forked_programs.run(str(ROOT / "benchmarks" / "prediction" / "seed_tables.py"), *options, cwd=ROOT)
     assert run.returncode == 0, run.stdout + run.stderr
@@ -27,7 +27,7 @@ def row(figures: dict[str, Any], name: str, table: str = "") -> dict[str, Any]:
 
 def test_the_document_and_the_results_are_those_of_the_script(made: tuple[dict[str, Any], str]) -> None:
     figures, document = made
-    assert document == (ROOT / "docs" / "seed_tables.md").read_text()
+    assert document == (ROOT / "docs" / "developers" / "seed_tables.md").read_text()
     assert figures == json.loads((ROOT / "benchmarks" / "results" / "seed_tables.json").read_text())
 
 

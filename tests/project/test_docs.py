@@ -18,7 +18,9 @@ import rlgraph as rg
 from rlgraph import algorithms
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FOR_USERS = [page for page in PAGES if page.parent.name not in ("developers", "api") and page.stem not in ("architecture", "structure")]
+LONG = {"algorithms.md", "benchmarks.md", "prediction.md"}  # a reference, and two pages of measurements
 WITH_EXAMPLES = [path for path in sorted(ROOT.glob("rlgraph*/**/*.py")) if ">>>" in path.read_text()]
 
 
@@ -61,6 +63,17 @@ def unknown_names(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlgraph"):
             module = importlib.import_module(node.module or "")
             yield from (f"{node.module}.{alias.name}" for alias in node.names if not hasattr(module, alias.name))
+
+
+def prose(page: Path) -> list[str]:
+    """The words of a page outside of its code, tables and comments."""
+    lines = re.sub(r"```.*?```", "", page.read_text(), flags=re.S).splitlines()
+    return " ".join(line for line in lines if not line.startswith(("|", "<!--", "    "))).split()
+
+
+def test_there_are_few_pages_for_users_and_none_is_long() -> None:
+    assert len(FOR_USERS) <= 20
+    assert {page.name: len(words) for page in FOR_USERS if page.name not in LONG and len(words := prose(page)) > 1500} == {}
 
 
 MADE = {rg.Plan, rg.Output}  # by the library alone

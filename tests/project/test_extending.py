@@ -22,7 +22,7 @@ from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.measure import NO_STEP, Step
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "extending.md").read_text()
+PAGE = (ROOT / "docs" / "developers" / "extending.md").read_text()
 BLOCKS = re.findall(r"(?:<!-- from (\S+) -->\n)?```python\n(.*?)```", PAGE, re.S)
 
 

@@ -11,7 +11,7 @@ import pytest
 import rlgraph as rg
 
 ROOT = Path(__file__).parents[2]
-WHERE = ("*.md", "docs/*.md", "benchmarks/*.md", "benchmarks/*/*.md", "recipes/*.md", "tests/*.md")
+WHERE = ("*.md", "docs/**/*.md", "benchmarks/*.md", "benchmarks/*/*.md", "recipes/*.md", "tests/*.md")
 PAGES = sorted(str(page.relative_to(ROOT)) for pattern in WHERE for page in ROOT.glob(pattern))
 NOW = [page for page in PAGES if page != "CHANGELOG.md"]  # whose older sections name what was there then
 PARTS = sorted(f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").iterdir() if path.is_dir())

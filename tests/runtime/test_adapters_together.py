@@ -186,7 +186,7 @@ def test_a_checkpoint_holds_the_adapter_of_each_policy_alone(runs: tuple[Found, 
 
 
 def test_the_example_of_the_docs_trains_and_exports_both_policies(model: str, tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "lora.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
     example = next(code for code in re.findall(r"```python\n(.*?)```", page, re.S) if "def two(" in code)
     scope: dict[str, Any] = {"rg": rg}
     exec(example, scope)

@@ -1,4 +1,6 @@
-"""Families of causal models, and what rlgraph does with each: `python tests/support/families.py docs/families.md` writes the table.
+"""Families of causal models, and what rlgraph does with each.
+
+`python tests/support/families.py docs/developers/families.md` writes the table.
 
 They are all types of transformers' own mapping, each with its default configuration, and some with other settings.
 """
@@ -58,8 +60,8 @@ COLUMNS = {
 }
 TEXT = """# Families
 
-`python tests/support/families.py docs/families.md` writes this page with transformers {version}. It lists all types of transformers'
-causal language models, each with its default configuration, and some with other settings.
+`python tests/support/families.py docs/developers/families.md` writes this page with transformers {version}. It lists all types of
+transformers' causal language models, each with its default configuration, and some with other settings.
 Trainers accept {right} of them and refuse {refused} by name before a run starts. {skipped} are skipped.
 
 * **right**: log-probs and gradients equal those of the model's own forward over each row alone, to 1e-4 in float32.
@@ -67,8 +69,8 @@ Trainers accept {right} of them and refuse {refused} by name before a run starts
 * **refused**: an error names the model's folder and the reason in the last column.
 
 `tests/engines/test_families.py` checks each row of the table. It trains tiny random models in every layout with every value of
-`recompute`, and with adapters in the [families that have them](lora.md). Their rows are shorter and longer than each window and
-block; masks have gaps, and one response is empty.
+`recompute`, and with adapters in the [families that have them](../memory.md#adapters). Their rows are shorter and longer than each
+window and block; masks have gaps, and one response is empty.
 
 """
 KINDS = ["sliding_attention", "full_attention"]

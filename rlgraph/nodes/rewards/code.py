@@ -126,8 +126,8 @@ def code(
 
     The field holds JSON: pairs `[{"input": …, "output": …}]` or `{"inputs": […], "outputs": […]}`, assertions `["assert f(1) == 2"]`, or
     `{"assert_case": […]}`. The code is the last fenced block, or else the whole response. Each test runs in a process of the sandbox
-    (docs/security.md) with `seconds`, `memory_bytes` and `output_bytes` of its own. Outputs are equal if their lines are, but for space
-    at ends. `score` "all" gives 1 if all tests pass, else 0, and runs none after the first that fails; "share" gives the share that pass.
+    (docs/developers/security.md) with its own `seconds`, `memory_bytes` and `output_bytes`. Outputs are equal if their lines are, but for
+    space at ends. `score` "all" gives 1 if all tests pass, else 0, and stops at the first that fails; "share" gives the share that pass.
     A pair's right output never enters the process. Code can find and forge an assertion that runs beside it: prefer pairs.
 
     `accept_missing` is that of `rg.tools.python`. `concurrency` responses run at a time, by default as many as this program has cores.

@@ -195,7 +195,7 @@ def evaluate(
     run's number of `steps` to evaluate the last one too. `at_start` adds step 0; a generator of its own then uses its initial weights.
     A step's metrics wait for its evaluation, and those of later steps follow it.
 
-    Metrics (docs/evaluation.md): `val/version` of the weights; `val/acc/mean@n` of n samples; verl's
+    Metrics (docs/checkpoints.md): `val/version` of the weights; `val/acc/mean@n` of n samples; verl's
     bootstrap `val/acc/best@k/mean`, `worst@k`, and `maj@k` if the reward returns answers, as `rg.scorers.math_verify` does; the unbiased
     `val/pass@k`; `val/reward/mean@n`. An answer is right if its reward is at least `passes`. If items have the field `source`, each
     source has metrics of its own, such as `val/gsm8k/acc/mean@4`. With a `name` of its own an evaluation writes `val/NAME/acc/mean@4`.

@@ -475,7 +475,7 @@ class Job:
     def export(
         self, folder: str | Path, *, dtype: ExportDtype = "bfloat16", policy: str | None = None, adapter: AdapterForm = "merged"
     ) -> Exported:
-        """Write the trained model as a Hugging Face folder, which transformers, vLLM and others load; `docs/export.md` says what is in it.
+        """Write the trained model as a Hugging Face folder, which transformers, vLLM and others load; see docs/checkpoints.md.
 
             with plan.launch() as job:
                 for step in job.steps(100):
