@@ -30,6 +30,10 @@ WRITTEN = {  # by a run, a user or another library, in a folder of theirs
         "sums.py",
         "gpus.py",
         "train.py",
+        "task.py",
+        "make_data.py",
+        "train.jsonl",
+        "held_out.jsonl",
     ),
 }
 
