@@ -99,7 +99,10 @@ def test_the_readme_example_compiles_as_it_stands(tmp_path: Path) -> None:
     assert code is not None
     before_launch, launch = code[1].split("with plan.launch()")
     assert "job.steps(10)" in launch
-    script = before_launch.replace('"smollm2"', '"tiny"')
+    lines = [line for line in code[1].splitlines() if line]
+    assert len(lines) <= 16
+    assert max(map(len, lines)) <= 88
+    script = before_launch.replace('"smollm2"', '"tiny"') + "print(plan)"
     found = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False)
     assert found.returncode == 0, found.stderr
     assert "staleness at most 1" in found.stdout
