@@ -129,12 +129,25 @@ def test_the_picture_of_the_packages_is_what_is_imported_today(tmp_path: Path) -
     assert drawn, "imports have changed: python docs/architecture.py docs/architecture.svg"
 
 
-def test_the_numbers_of_the_structure_are_those_of_today(tmp_path: Path) -> None:
+def test_the_numbers_of_the_structure_are_those_of_today_and_none_grows(tmp_path: Path) -> None:
     """All but the sizes, which any change changes."""
     subprocess.run([sys.executable, str(ROOT / "docs" / "structure.py"), str(tmp_path / "now.md")], check=True, timeout=250)
     pages = (tmp_path / "now.md", ROOT / "docs" / "structure.md")
     now, then = ([line for line in page.read_text().splitlines() if "lines |" not in line] for page in pages)
     assert now == then, "the structure has changed: python docs/structure.py docs/structure.md"
+    cells = [line.strip("| ").rpartition(" | ") for line in now]
+    numbers = {what: int(cell) for what, _, cell in cells if cell.isdigit()}
+    more = {what: most for what, most in MOST.items() if numbers[what] > most}
+    assert not more, "rename or merge what is new; where a number fell, lower it here"
+
+
+# What may only become less.
+MOST = {
+    "modules of `rlgraph/` that exactly one module imports": 52,
+    "functions of `rlgraph/` named by a bare participle or adverb": 90,
+    "`type: ignore` in `rlgraph/`": 68,
+    "`getattr` with a default in `rlgraph/`": 67,
+}
 
 
 # How many files one opens to follow each of these through the code. A file more is one too many to keep in mind.
