@@ -72,10 +72,10 @@ def arguments(cls: type) -> list[inspect.Parameter]:
 
 
 def plain_type(parameter: inspect.Parameter) -> str:
-    """Write a type without modules, and None as the last choice."""
+    """Write a type without modules, and its choices with "or": a pipe would end the cell of a table."""
     text = inspect.formatannotation(parameter.annotation)
     text = re.sub(r"\b(?:\w+\.)+(?=\w)", "", text).replace("NoneType", "None")
-    return re.sub(r"^Optional\[(.*)\]$", r"\1 | None", text)
+    return re.sub(r"^Optional\[(.*)\]$", r"\1 | None", text).replace(" | ", " or ")
 
 
 def sentence(cls: type, name: str) -> str:
@@ -99,8 +99,13 @@ def table(cls: type) -> str:
     for parameter in arguments(cls):
         named = parameter.default.__name__ if inspect.isfunction(parameter.default) else repr(parameter.default)
         default = "required" if parameter.default is parameter.empty else f"`{named}`"
-        cells = (f"`{parameter.name}`", f"`{plain_type(parameter)}`", default, sentence(cls, parameter.name))
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        cells = (
+            f"`{parameter.name}`",
+            f"`{plain_type(parameter)}`",
+            default,
+            sentence(cls, parameter.name).rstrip(".").replace("|", "\\|"),
+        )
+        rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows)
 
 
