@@ -93,7 +93,9 @@ def record(
     ...     print([step.index for step in rg.record(job, 3, tempfile.mkdtemp(), quiet=True)])
     [0, 1, 2]
     """
-    if not hasattr(job, "recorder"):
+    from rlgraph.runtime.local import LocalJob
+
+    if isinstance(job, LocalJob):
         raise PlanError(f"record(job={show_value(job)}): only a job of plan.launch() is recorded; take another's steps by job.steps(n)")
     with prepared_folder(job, Path(out)) as folder:
         profile = take_request() or profile
