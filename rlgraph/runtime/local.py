@@ -59,7 +59,7 @@ class LocalJob:
         return self._finished
 
     def start(self) -> "LocalJob":
-        """Load the models without `with`, e.g. in a cell of a notebook whose further cells take steps; `close()` ends the job."""
+        """Load the models without `with`, e.g. in a cell of a notebook whose further cells run steps; `close()` ends the job."""
         return self.__enter__()
 
     def __enter__(self) -> "LocalJob":

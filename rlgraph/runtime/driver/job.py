@@ -266,7 +266,7 @@ class Job:
         return self.session.under_way()
 
     def start(self) -> "Job":
-        """Start the workers without `with`, e.g. in a cell of a notebook whose further cells take steps; `close()` ends them.
+        """Start the workers without `with`, e.g. in a cell of a notebook whose further cells run steps; `close()` ends them.
 
         >>> job = plan.launch().start()  # doctest: +SKIP
         >>> next(job.steps(1)).index  # doctest: +SKIP
