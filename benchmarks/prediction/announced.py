@@ -3,6 +3,7 @@
     python benchmarks/prediction/announced.py predict [NAME ...]  # on any machine: predicts what has no measurement, then commit the file
     python benchmarks/prediction/announced.py run NAME [--steps 7] [--model FOLDER]  # on the GPUs: refuses a run that is not predicted
     python benchmarks/prediction/announced.py table
+    python benchmarks/prediction/announced.py parts     # rollouts and updates as the present code estimates them, over what they took
 
 A run is one job of `peer_job.py`. `results/announced_h200.json` holds what was said before, with the day and the commit that the code
 was at, and what was measured. Costs that a run took are kept in `announced_costs/`, for the predictions of those that follow.
@@ -71,14 +72,18 @@ def costs_of(name: str) -> Path:
     return COSTS / f"{name.replace(',', '').replace(' ', '_').lower()}.yaml"
 
 
-def predict_one(run: Announced, models: Path) -> dict[str, Any]:
-    """Predict a run both ways; without a GPU, and without weights."""
+def plan_of(run: Announced, models: Path, costs: rg.planning.Costs | None = None) -> rg.Plan:
+    """Plan a run; without a GPU, and without weights."""
     cfg = dataclasses.replace(run.job, model=a_priori.folder(run.job.model, models))
-    graph, cluster = peer_job.graph(cfg), a_priori.cluster(run.gpus)
-    said: dict[str, Any] = {"from_nothing_s": rg.compile(graph, cluster).prediction.step_s}
+    return rg.compile(peer_job.graph(cfg), a_priori.cluster(run.gpus), costs)
+
+
+def predict_one(run: Announced, models: Path) -> dict[str, Any]:
+    """Predict a run both ways."""
+    said: dict[str, Any] = {"from_nothing_s": plan_of(run, models).prediction.step_s}
     if run.after and costs_of(run.after).is_file():
         costs = rg.planning.Costs.from_file(costs_of(run.after))
-        said["from_costs_s"] = rg.compile(graph, cluster, costs).prediction.step_s
+        said["from_costs_s"] = plan_of(run, models, costs).prediction.step_s
         said["costs_of"] = run.after
     return said
 
@@ -129,9 +134,19 @@ def tables() -> dict[str, str]:
     return {"announced": "\n".join(lines) + "\n"}
 
 
+def parts() -> None:
+    """Print the rollout and the update of each run as the present code estimates them from nothing, over what they took."""
+    with tempfile.TemporaryDirectory() as models:
+        for name, row in read_results().items():
+            if "step_s" in row:
+                plan = plan_of(RUNS[name], Path(models))
+                took = {node: row["timings"][f"timing_s/{part}"] for node, part in (("rollout", "gen"), ("update", "update_actor"))}
+                print(f"{name}: " + ", ".join(f"{node} {plan.node(node).seconds / took_s:.2f}" for node, took_s in took.items()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("predict", "run", "table"))
+    parser.add_argument("what", choices=("predict", "run", "table", "parts"))
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--model", metavar="FOLDER", help="folder of the job's shape, instead of one that the job makes")
@@ -146,6 +161,8 @@ def main() -> None:
     for kind in ("nothing", "costs"):
         if errors := [max(row[key] / row["step_s"], row["step_s"] / row[key]) for row in rows if (key := f"from_{kind}_s") in row]:
             print(f"from {kind}: median factor {statistics.median(errors):.3f}, worst {max(errors):.3f} of {len(errors)}")
+    if given.what == "parts":
+        parts()
     if given.what == "table":
         print(tables()["announced"])
 
