@@ -144,7 +144,7 @@ def test_a_folder_belongs_to_one_recording_at_a_time(job: Job, tmp_path: Path) -
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == list(range(4))
+    assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == list(range(3))
 
 
 def test_brackets_and_escapes_in_names_are_text_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
