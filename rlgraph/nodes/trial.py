@@ -3,9 +3,9 @@
 import contextlib
 import copy
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -107,17 +107,21 @@ def _fire_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
 def _written(node: "Node", columns: Columns) -> Columns:
     operation, read = copy_callable(node.operation), columns if node.earlier is not None else ReadColumns(columns)
     what = "the function" if node.traits.given is not None else f"its operation '{type(operation).__name__}'"
+    written, metrics = fired_parts(_call_in_time(what, lambda: operation.start(Context())(0, read)))
+    checked_metrics(node.name, metrics)
+    checked_columns(node.name, node.writes, written)
+    return written
+
+
+def _call_in_time(what: str, call: Callable[[], Any]) -> Any:
+    """Call what runs a user's function. Raises TooLong after `LIMIT_S`, and GraphError, with its cause, for what it raises."""
     try:
-        (fired,) = FunctionPool(lambda: operation.start(Context())(0, read), [{}], 1, LIMIT_S).run()
+        return FunctionPool(call, [{}], 1, LIMIT_S).run()[0]
     except CallFailed as failure:
         if failure.late:
             raise TooLong(f"{what} {failure.what}") from None
         cause = failure.__cause__
         raise GraphError(str(cause) if isinstance(cause, RlgraphError) else f"{what} {failure.what}") from cause
-    written, metrics = fired_parts(fired)
-    checked_metrics(node.name, metrics)
-    checked_columns(node.name, node.writes, written)
-    return written
 
 
 def _not_finite(columns: Columns, written: Columns) -> str:
@@ -253,18 +257,14 @@ class _TriedLoss:
         """Call the loss with some rows, and say whether it and its gradient are finite. Raises RlgraphError for what a run refuses."""
         columns = _LossColumns({name: column[rows] for name, column in batch.items()})
         try:
-            (found,) = FunctionPool(lambda: self._call(columns, rows), [{}], 1, LIMIT_S).run()
-        except CallFailed as failure:
-            if failure.late:
-                raise TooLong(f"{self.what} {failure.what}") from None
-            cause = failure.__cause__
-            if isinstance(cause, KeyError) and columns.absent in cause.args:
+            found: tuple[float, bool] = _call_in_time(self.what, lambda: self._call(columns, rows))
+        except GraphError as error:
+            if isinstance(error.__cause__, KeyError) and columns.absent in error.__cause__.args:
                 raise GraphError(
                     f"{self.what} reads column {show_value(columns.absent)}, but its node reads {list(batch)}: add it to the loss's `reads`"
                 ) from None
-            raise GraphError(str(cause) if isinstance(cause, RlgraphError) else f"{self.what} {failure.what}") from cause
-        value, finite = cast(tuple[float, bool], found)
-        return value, finite
+            raise
+        return found
 
     def _call(self, columns: _LossColumns, rows: slice) -> tuple[float, bool]:
         scores, entropy = (torch.where(self.mask, _make_up_numbers(n, self.mask.shape, 3), 0.0)[rows] for n in (self.scores, "entropy"))
