@@ -86,7 +86,7 @@ class WeightMessage:
         return cls(found.pop(DESCRIPTION).numpy().tobytes(), checksums=found.pop(CHECKSUMS, None), shards=found)
 
     @property
-    def sharding(self) -> tuple[object, ...]:
+    def layout(self) -> tuple[object, ...]:
         """What decides how the shards of all ranks are assembled."""
         return self.description, [(tensor.shape, tensor.dtype) for tensor in self.shards.values()]
 
@@ -211,7 +211,7 @@ class WeightsReader:
         for reader in self.readers[len(self._messages) :]:
             self._messages.append(WeightMessage.read(len(self._messages), reader.take(version, timeout_s)))
         messages, self._messages = self._messages, []
-        sharding = [message.sharding for message in messages]
+        sharding = [message.layout for message in messages]
         if sharding != self._sharding:
             self._assembly = Assembly([message.weight_shards() for message in messages])
             self._sharding = sharding

@@ -45,23 +45,23 @@ def _ranks(group: str) -> int:
 
 
 @torch.library.custom_op("rlgraph::gathered_rows", mutates_args=())
-def gathered_rows_traced(part: torch.Tensor, group: str) -> torch.Tensor:
+def trace_row_gather(part: torch.Tensor, group: str) -> torch.Tensor:
     """Gather the rows `[1, l, H]` of all ranks as `[1, L, H]`, and sum the gradients that each rank has of them."""
     return collectives.all_rows(part, _groups[group])
 
 
-@gathered_rows_traced.register_fake
+@trace_row_gather.register_fake
 def _(part: torch.Tensor, group: str) -> torch.Tensor:
     return part.new_empty((1, _ranks(group) * part.shape[1], *part.shape[2:]))
 
 
 @torch.library.custom_op("rlgraph::scattered_sum", mutates_args=())
-def scattered_sum_traced(part: torch.Tensor, group: str) -> torch.Tensor:
+def trace_sum_scatter(part: torch.Tensor, group: str) -> torch.Tensor:
     """Sum the tensors `[1, L, H]` of all ranks, and keep this rank's rows `[1, l, H]`."""
     return collectives.sum_of_rows(part, _groups[group])
 
 
-@scattered_sum_traced.register_fake
+@trace_sum_scatter.register_fake
 def _(part: torch.Tensor, group: str) -> torch.Tensor:
     return part.new_empty((1, part.shape[1] // _ranks(group), *part.shape[2:]))
 
@@ -71,15 +71,15 @@ def _keep(ctx: Any, inputs: tuple[torch.Tensor, str], output: torch.Tensor) -> N
 
 
 def _backward_gather(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return scattered_sum_traced(grad, ctx.group), None
+    return trace_sum_scatter(grad, ctx.group), None
 
 
 def _backward_scatter(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return gathered_rows_traced(grad, ctx.group), None
+    return trace_row_gather(grad, ctx.group), None
 
 
-gathered_rows_traced.register_autograd(_backward_gather, setup_context=_keep)
-scattered_sum_traced.register_autograd(_backward_scatter, setup_context=_keep)
+trace_row_gather.register_autograd(_backward_gather, setup_context=_keep)
+trace_sum_scatter.register_autograd(_backward_scatter, setup_context=_keep)
 
 
 # How the ranks of a model may share it: the plans of transformers that are known here, and the numbers that the ranks divide.
@@ -213,13 +213,13 @@ class _Sharers:
     def gathered_rows(self, part: torch.Tensor) -> torch.Tensor:
         """Gather the rows `[1, l, H]` of all ranks, and sum the gradients that each has of them."""
         if torch.compiler.is_compiling():
-            return gathered_rows_traced(part, self.name)
+            return trace_row_gather(part, self.name)
         return collectives.gathered_rows(part, self.group)
 
     def scattered_sum(self, part: torch.Tensor) -> torch.Tensor:
         """Sum the tensors `[1, L, H]` of all ranks, and keep this rank's rows."""
         if torch.compiler.is_compiling():
-            return scattered_sum_traced(part, self.name)
+            return trace_sum_scatter(part, self.name)
         return collectives.scattered_sum(part, self.group)
 
 
