@@ -190,9 +190,31 @@ def test_the_process_of_ray_that_ended_is_named_with_its_log(logged: str, says: 
     (logs / "raylet.err").write_text(logged)
     raylet = tmp_path / "raylet"
     raylet.symlink_to("/bin/sh")
-    ended = subprocess.Popen([str(raylet), "-c", "exit 3", str(logs)])
+    command = [str(raylet), "-c", "exit 3", str(logs)]
+    ended = subprocess.Popen(command)
     ended.wait()
-    assert ray_cluster.Daemon.of(ended).death().startswith(f"Ray's {says.format(logs)}")
+    assert ray_cluster.Daemon.of(ended, command).death().startswith(f"Ray's {says.format(logs)}")
+
+
+FORKS_CRASH = """
+import ctypes, signal, subprocess
+libc = ctypes.CDLL(None)
+libc["__register_atfork"](None, None, libc.abort, None)  # what some libraries of C register, with a fault in it
+assert subprocess.Popen(["true"], preexec_fn=lambda: None).wait() == -signal.SIGABRT
+
+from rlgraph.runtime.driver import ray_cluster
+ray_cluster.start_ray()
+import ray
+print(ray.get(ray.remote(lambda: "a task ran").remote()))
+ray_cluster.stop_ray()
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.stage("jobs")
+def test_ray_starts_from_a_program_in_which_a_fork_crashes() -> None:
+    done = subprocess.run([sys.executable, "-c", FORKS_CRASH], capture_output=True, text=True, timeout=200)
+    assert "a task ran" in done.stdout, done.stderr[-2000:]
 
 
 def alive(process: psutil.Process) -> bool:

@@ -10,10 +10,11 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
@@ -383,11 +384,15 @@ class LocalRay:
             self._started.set_result(None)
             self._over.wait()
 
-    def _start_daemon(self, start: "Callable[..., subprocess.Popen[bytes]]", *arguments: Any, **options: Any) -> "subprocess.Popen[bytes]":
+    def _start_daemon(
+        self, start: "Callable[..., subprocess.Popen[bytes]]", command: list[str], **options: Any
+    ) -> "subprocess.Popen[bytes]":
         if self._over.is_set():
             raise _Died("Ray is ended while it starts")
-        process = start(*arguments, **options)
-        self.daemons.append(Daemon.of(process))
+        # Ray would run Python between fork and exec. In a program with many libraries a fork can crash, by what one of them does in it.
+        launched = [sys.executable, "-ISc", BEFORE_DAEMON, *command] if options.pop("preexec_fn", None) else command
+        process = start(launched, **options)
+        self.daemons.append(Daemon.of(process, command))
         self._leases.append(hold(process.pid))
         return process
 
@@ -396,6 +401,14 @@ class LocalRay:
 
 
 OWN: list[LocalRay] = []  # the one that runs
+
+# What Ray does in the process of a daemon before it becomes the daemon: it ends with the thread that started it, and Ctrl-C is not for it.
+BEFORE_DAEMON = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 def _start_local_ray(*, stores: bool) -> None:
@@ -434,11 +447,10 @@ class Daemon:
     logs: Path
 
     @staticmethod
-    def of(process: "subprocess.Popen[bytes]") -> "Daemon":
+    def of(process: "subprocess.Popen[bytes]", command: Sequence[str]) -> "Daemon":
         """Read name and logs from the command."""
-        words = [str(word) for word in process.args] if isinstance(process.args, list | tuple) else []
-        folder = SESSION.search(" ".join(words))
-        return Daemon(process, Path(*words[:1]).name, Path(folder[0] if folder else "") / "logs")
+        folder = SESSION.search(" ".join(command))
+        return Daemon(process, Path(command[0]).name, Path(folder[0] if folder else "") / "logs")
 
     def death(self) -> str:
         """Say that it ended though Ray needs it, or an agent of it, with which it ends; empty for others."""
