@@ -69,8 +69,10 @@ def _read_settings(file: str, keys: list[str]) -> DictConfig:
 
 
 def _quote_text_setting(cls: type, pair: str) -> str:
-    """Quote the value of an argument whose setting is text, where YAML would read something else: `name=007`."""
+    """Quote the value of an argument whose setting is text, where YAML would read something else: `name=007`, or nothing: `name=`."""
     key, _, text = pair.partition("=")
+    if not text and get_type_hints(cls).get(key) is str:
+        return f'{key}=""'
     found = OmegaConf.from_dotlist([pair])
     if [name for name, _ in _misread(cls, OmegaConf.to_container(found))] == [key]:
         return f"{key}={json.dumps(text)}"

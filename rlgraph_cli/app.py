@@ -29,7 +29,7 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE.py", help="A Python 
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the recipe; config=FILE.yaml reads them from a file.")
 ]
-NOTHING_STARTS = ("plan", "tune", "export", "report", "compare")  # whose errors are of the call or its files
+NOTHING_STARTS = ("plan", "tune", "export", "report", "compare", "from-verl")  # whose errors are of the call or its files
 MACHINE = "Another machine than this one"
 Gpus = Annotated[int | None, typer.Option(min=0, help="GPUs of all hosts together.", rich_help_panel=MACHINE)]
 Gpu = Annotated[str | None, typer.Option(help="The kind of GPU, as H100: times are then estimated for it.", rich_help_panel=MACHINE)]
@@ -232,6 +232,37 @@ def compare(
     import rlgraph as rg
 
     typer.echo(str(rg.runs.compare(*runs, metrics=metric or [])))
+
+
+@app.command("from-verl", context_settings={"allow_interspersed_args": False})
+def from_verl(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT.sh|CONFIG.yaml|-- [OVERRIDE]...", help="What starts verl, and overrides that come behind it."),
+    ],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The recipe to write [default: NAME.py].")] = None,
+    skip: Annotated[bool, typer.Option("--skip", help="Leave out what is not possible; the table names it.")] = False,
+    show_plan: Annotated[bool, typer.Option("--plan", help="Print the plan on the cluster that the script names.")] = False,
+    run_it: Annotated[bool, typer.Option("--run", help="Run the recipe.")] = False,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the recipe, for --plan and --run.")
+    ] = None,
+) -> None:
+    """Write the recipe that stands for a training of verl, and print what becomes of each of its settings."""
+    from rlgraph_cli import recipe as recipes
+    from rlgraph_cli.from_verl.command import translate
+
+    if settings and not (show_plan or run_it):
+        raise typer.BadParameter("--set is for --plan and --run; a recipe takes settings as `python RECIPE.py KEY=VALUE`")
+    named = Path(words[0]) if words[0].endswith((".sh", ".yaml", ".yml")) and "=" not in words[0] else None
+    file, table = translate(named, words[1:] if named else words, out, skip)
+    typer.echo(f"{table}\n\n{file}: written; run it with `python {file}`, look at its plan with `rlgraph plan {file}`")
+    if show_plan:
+        found = recipes.read(file)
+        cfg = found.configured(settings or [])
+        typer.echo("\n" + "\n\n".join(map(str, found.plans(cfg, _cluster(found, cfg, None, None, None, None, None), None))))
+    if run_it:
+        recipes.run(file, settings or [])
 
 
 def _cluster(recipe: "Recipe", cfg: Any, gpus: Any, gpu: Any, gpus_per_host: Any, cpus: Any, hosts: Any) -> "rg.Cluster":

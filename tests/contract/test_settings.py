@@ -305,6 +305,7 @@ class Texts:
 @pytest.mark.parametrize("text", ["007", "on", "1e3", "1_0"])
 def test_a_text_setting_is_the_text_as_it_is_written_or_an_error(text: str, tmp_path: Path) -> None:
     assert rg.config(Texts, [f"name={text}", "limit=3"]) == Texts(text, limit=3)
+    assert rg.config(Texts, ["name="]) == Texts("")
     file = tmp_path / "settings.yaml"
     file.write_text(f"name: '{text}'\nmore: ['{text}']\n")
     assert rg.config(Texts, [f"config={file}"]) == Texts(text, [text])

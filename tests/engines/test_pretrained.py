@@ -6,13 +6,23 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlgraph.engines.hf.pretrained import check_model, parameter_shapes, smollm2, tiny_model
+from rlgraph.engines.hf.pretrained import check_model, model_folder, parameter_shapes, smollm2, tiny_model
 from rlgraph.errors import DataError
 
 
 def test_a_model_folder_is_summarised(tied: Path) -> None:
     summary = check_model(tied)
     assert (summary.vocab_size, summary.layers, summary.context_length, summary.tied, summary.eos_token_ids) == (288, 2, 256, True, (0,))
+
+
+def test_a_model_folder_with_other_values_of_its_config_is_a_folder_of_links(tied: Path, tmp_path: Path) -> None:
+    made = [Path(model_folder(str(tied), tmp_path, config={"max_position_embeddings": context})) for context in (4096, 4096, 8192)]
+    assert made[0] == made[1] != made[2]
+    assert [check_model(folder).context_length for folder in made] == [4096, 4096, 8192]
+    assert check_model(tied).context_length == 256
+    assert (made[0] / "model.safetensors").resolve() == (tied / "model.safetensors").resolve()
+    with pytest.raises(DataError, match=r"has no 'max_positions'; did you mean 'max_position_embeddings'\?"):
+        model_folder(str(tied), tmp_path, config={"max_positions": 1})
 
 
 def test_the_end_tokens_of_generation_come_before_those_of_the_model(tied: Path, tmp_path: Path) -> None:

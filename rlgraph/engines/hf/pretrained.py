@@ -2,11 +2,12 @@
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from rlgraph.engines.hf.model_files import (
     is_text,
     text_entries,
 )
-from rlgraph.errors import DataError
+from rlgraph.errors import DataError, choices
 
 TINY_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '<|end|>' }}{% endfor %}"
@@ -285,11 +286,14 @@ def _without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def model_folder(name: str, folder: str | Path = ".models") -> str:
+def model_folder(name: str, folder: str | Path = ".models", config: Mapping[str, Any] | None = None) -> str:
     """Look up the folder of a model. `smollm2` and `tiny` are made inside `folder` at the first call, a hub id is downloaded
     once to the cache of huggingface_hub, and any other name is a path.
 
-    Raises DataError for a path that holds no model.
+    With `config`, such as `{"max_position_embeddings": 32768}`, the folder is a copy inside `folder` with these values in its config.json,
+    whose other files are links. Engine and trainer then agree on them.
+
+    Raises DataError for a path that holds no model, and for a name that its config.json does not have.
 
     >>> import rlgraph as rg
     >>> generator = rg.Generator(rg.model_folder("tiny"), pool=rg.Pool("rollout"))  # doctest: +SKIP
@@ -300,8 +304,27 @@ def model_folder(name: str, folder: str | Path = ".models") -> str:
     """
     makers: dict[str, Callable[[Path], Path]] = {"smollm2": smollm2, "tiny": functools.partial(tiny_model, context=1024, chat=True)}
     if name in makers:
-        return str(makers[name](Path(folder) / name))
-    if is_hub_id(name):
-        return download_folder(name)
-    check_model(name)
-    return name
+        found = str(makers[name](Path(folder) / name))
+    elif is_hub_id(name):
+        found = download_folder(name)
+    else:
+        check_model(name)
+        found = name
+    return _changed_folder(Path(found), Path(folder), config) if config else found
+
+
+def _changed_folder(source: Path, folder: Path, config: Mapping[str, Any]) -> str:
+    """Make a folder of links to a model's files, whose config.json has other values."""
+    read = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    if missing := sorted(config.keys() - read.keys()):
+        raise DataError(f"model_folder('{source}', config=…): its config.json has no {missing[0]!r}; {choices(missing[0], read, 'it has')}")
+    text = json.dumps({**read, **config}, indent=2, sort_keys=True)
+    digest = hashlib.sha256(f"{source.resolve()} {text}".encode()).hexdigest()[:8]
+
+    def write(target: Path) -> None:
+        for file in source.resolve().iterdir():
+            if file.name != "config.json":
+                (target / file.name).symlink_to(file)
+        (target / "config.json").write_text(text, encoding="utf-8")
+
+    return str(_write_atomically(folder / f"{source.resolve().name}-{digest}", write))

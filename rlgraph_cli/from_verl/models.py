@@ -1,0 +1,190 @@
+"""Writes the models of a training: generator, policy, and those that score."""
+
+from typing import Any
+
+from rlgraph_cli.from_verl.page import Page, call, show
+from rlgraph_cli.from_verl.settings import Values
+from rlgraph_cli.from_verl.shape import ACTOR, MODEL, ROLLOUT, Shape, shares_of
+
+
+def write_models(values: Values, page: Page, shape: Shape, model: str, critic: bool, reference: bool) -> None:
+    """Write the models: generator, policy, and those that score."""
+    lines = page.body
+    trains, rolls = "pool", "pool"
+    if shape.apart:
+        train, roll = shares_of(values)
+        lines += [f'    train, rollouts = rg.Pool("train", share={train}), rg.Pool("rollout", share={roll})']
+        trains, rolls = "train", "rollouts"
+    else:
+        lines += ['    pool = rg.Pool("gpus")']
+    top_k = values.whole(f"{ROLLOUT}top_k")
+    temperature, top_p = (
+        values.decimal(f"{ROLLOUT}temperature"),
+        values.decimal(f"{ROLLOUT}top_p"),
+    )
+    sampling = call(
+        "rg.Sampling",
+        max_tokens="cfg.max_tokens",
+        temperature=show(temperature) if temperature != 1 else None,
+        top_p=show(top_p) if top_p != 1 else None,
+        top_k=str(top_k) if top_k > 0 else None,
+        ignore_eos="True" if values.has(f"{ROLLOUT}ignore_eos") else None,
+    )
+    engine = {"hf": "transformers"}.get(values[f"{ROLLOUT}name"], values[f"{ROLLOUT}name"] or "vllm")
+    spans = values.whole(f"{ROLLOUT}tensor_model_parallel_size")
+    arguments = {
+        key: values[f"{ROLLOUT}{key}"]
+        for key in ("max_num_batched_tokens", "enforce_eager")
+        if engine == "vllm" and values.has(f"{ROLLOUT}{key}")
+    }
+    context = values[f"{ROLLOUT}max_model_len"]
+    routes = replays_routes(values)
+    host = values.whole("rollout.n_gpus_per_node" if shape.apart else "trainer.n_gpus_per_node")
+    spans = min(spans, host)  # an engine lies on one host
+    spans = 1 if engine == "sglang" or routes or values[f"{MODEL}lora_rank"] else spans  # then more engines, of a GPU each
+    width = values.whole(f"{ROLLOUT}max_num_seqs") if values.has(f"{ROLLOUT}max_num_seqs") else None
+    generator = {
+        "pool": rolls,
+        "sampling": sampling,
+        "engine": page.setting("engine", engine, "vllm, sglang or transformers"),
+        "tensor_parallel": page.setting("rollout_tensor_parallel", spans, "GPUs an engine spans") if spans > 1 else None,
+        "max_context": f"max({context}, cfg.max_prompt_tokens + cfg.max_tokens)" if context else "cfg.max_prompt_tokens + cfg.max_tokens",
+        "memory": page.setting(
+            "memory",
+            values.decimal(f"{ROLLOUT}gpu_memory_utilization"),
+            "the engine's share of a GPU",
+            none=True,
+        ),
+        "max_sequences": str(width) if width else None,
+        "weights_dtype": '"fp8"' if values.has(f"{ROLLOUT}quantization") else None,
+        "routes": "True" if routes else None,
+        "engine_args": f'{show(arguments)} if cfg.engine == "vllm" else {{}}' if arguments else None,
+        "seed": "cfg.seed",
+    }
+    lines += [f"    generator = {call('rg.Generator', model, **generator)}"]
+    recompute = recompute_of(values)
+    adapter = adapter_of(values, MODEL)
+    parallel = declare_parallel(values, page, ACTOR)
+    balance = values[f"{ACTOR}megatron.override_transformer_config.moe_aux_loss_coeff"]
+    common = {"pool": trains, "trainer": page.setting("trainer", trainer_of(values), "fsdp or megatron"), **parallel}
+    policy = {
+        **common,
+        "optimizer": optimizer_of(values, page, f"{ACTOR}optim.", values[f"{ACTOR}grad_clip"], "cfg.lr"),
+        "adapter": adapter,
+        "micro_batch_tokens": page.setting("micro_batch_tokens", pass_tokens(values), "tokens of a pass; no result depends on it"),
+        "recompute": recompute,
+        "load_balance": str(balance) if balance else None,
+        "router_replay": "True" if routes else None,
+    }
+    lines += [f"    policy = {call('rg.Policy', model, **policy)}"]
+    if reference and not adapter:
+        lines += [f"    reference = {call('rg.Reference', model, **common, micro_batch_tokens='cfg.micro_batch_tokens')}"]
+    if critic:
+        path = values["critic.model.path"]
+        page.setting("critic", path if path and path != values[f"{MODEL}path"] else "", "the critic's folder; empty: the model's")
+        page.setting("critic_lr", values.decimal("critic.optim.lr"))
+        options = {
+            **common,
+            "optimizer": optimizer_of(values, page, "critic.optim.", values["critic.grad_clip"], "cfg.critic_lr"),
+            "micro_batch_tokens": "cfg.micro_batch_tokens",
+            "recompute": "True" if values["critic.model.enable_gradient_checkpointing"] else None,
+        }
+        lines += [f"    critic = {call('rg.Critic', f'cfg.critic or {model}', **options)}"]
+    bucket = values.whole(f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes", 0)
+    interrupts = shape.streamed and shape.depth > 0
+    weights = call(
+        "rg.feedback",
+        '"weights"',
+        depth="cfg.depth",
+        buffers="2" if interrupts or values.has(f"{ROLLOUT}enable_dual_buffer") else None,
+        bucket_bytes=f"{bucket} * 2**20" if bucket else None,
+    )
+    lines += [f"    weights = {weights}"]
+
+
+def declare_parallel(values: Values, page: Page, whose: str) -> dict[str, str | None]:
+    """Declare how a trainer shares its model among GPUs."""
+    sizes = {"context_parallel": values.whole(f"{whose}ulysses_sequence_parallel_size", 1)}
+    if trainer_of(values) == "megatron":
+        sizes = {
+            "tensor_parallel": values.whole(f"{whose}megatron.tensor_model_parallel_size", 1),
+            "pipeline_parallel": values.whole(f"{whose}megatron.pipeline_model_parallel_size", 1),
+            "expert_parallel": values.whole(f"{whose}megatron.expert_model_parallel_size", 1),
+            "context_parallel": values.whole(f"{whose}megatron.context_parallel_size", 1),
+        }
+    return {name: page.setting(name, size, "GPUs of the trainer that share a model") for name, size in sizes.items() if size > 1}
+
+
+def trainer_of(values: Values) -> str:
+    """Choose the trainer: with Megatron-Core there are no adapters that ranks share, and no replayed routes."""
+    if values[f"{MODEL}lora_rank"] or replays_routes(values):
+        return "fsdp"
+    named = [values["model_engine"], values[f"{ACTOR}strategy"]]
+    return "megatron" if "megatron" in named or values["megatron"] else "fsdp"
+
+
+def replays_routes(values: Values) -> bool:
+    return values.has(f"{ROLLOUT}enable_rollout_routing_replay") and values[f"{ACTOR}megatron.router_replay.mode"] == "R3"
+
+
+def pass_tokens(values: Values) -> int:
+    longest = values.whole("data.max_prompt_length") + values.whole("data.max_response_length")
+    rows = values.whole(f"{ACTOR}ppo_micro_batch_size_per_gpu", 0)
+    if values[f"{ACTOR}use_dynamic_bsz"] or not rows:
+        return max(longest, values.whole(f"{ACTOR}ppo_max_token_len_per_gpu"))
+    return longest * rows
+
+
+def recompute_of(values: Values) -> str | None:
+    key = f"{ACTOR}megatron.override_transformer_config.recompute_granularity"
+    if trainer_of(values) == "megatron":
+        return {"full": "True", "selective": '"selective"'}.get(values[key])
+    return "True" if values[f"{MODEL}enable_gradient_checkpointing"] else None
+
+
+def adapter_of(values: Values, prefix: str) -> str | None:
+    rank, folder = values[f"{prefix}lora_rank"], values[f"{prefix}lora_adapter_path"] if prefix == MODEL else None
+    if not rank:
+        return None
+    targets = values[f"{prefix}target_modules"] or "all-linear"
+    named = targets if isinstance(targets, list) else None
+    alpha = values[f"{prefix}lora_alpha"]
+    return call(
+        "rg.LoRA",
+        rank=str(rank),
+        alpha=str(float(alpha if alpha is not None else 16)),
+        targets=show(named) if named else None,
+        folder=show(folder) if folder else None,
+    )
+
+
+def optimizer_of(values: Values, page: Page, prefix: str, clip: Any, lr: str) -> str:
+    """Write AdamW with its schedule; verl counts the steps of a schedule by batches, rlgraph by optimizer steps."""
+    betas = values[f"{prefix}betas"] if prefix != "critic.optim." else None
+    decay = values.decimal(f"{prefix}weight_decay")
+    warm = values.whole(f"{prefix}lr_warmup_steps", -1)
+    share = values.decimal(f"{prefix}lr_warmup_steps_ratio") if prefix != "critic.optim." else 0.0
+    batches = "" if "mini_batches" not in page.fields else " * cfg.mini_batches"
+    steps = f"{warm}{batches}" if warm > 0 else (f"int({share} * steps(cfg)){batches}" if share else None)
+    kind = "constant"
+    schedule = None
+    if prefix != "critic.optim.":
+        kind = values[f"{prefix}lr_scheduler_type"] or values[f"{prefix}lr_decay_style"] or "constant"
+        over, final = values.whole(f"{prefix}lr_decay_steps", 0) if prefix != "optim." else 0, values[f"{prefix}min_lr_ratio"] or 0.0
+        if values[f"{prefix}min_lr"]:
+            final = values.decimal(f"{prefix}min_lr") / values.decimal(f"{prefix}lr")
+        if kind in ("cosine", "linear"):
+            length = f"{over}{batches}" if over else f"steps(cfg){batches}"
+            schedule = call(
+                f"rg.optim.{kind.capitalize()}", warmup_steps=steps, steps=length, final=show(round(final, 6)) if final else None
+            )
+            steps = None
+    return call(
+        "rg.AdamW",
+        lr=lr,
+        betas=show(betas) if betas and list(betas) != [0.9, 0.999] else None,
+        weight_decay=show(decay) if decay else None,
+        grad_clip=show(float(clip)) if clip is not None and float(clip) != 1 else None,
+        warmup_steps=steps,
+        schedule=schedule,
+    )
