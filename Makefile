@@ -104,6 +104,7 @@ docs: $(READY)
 oracle: .venv-oracle/.ready
 	.venv-oracle/bin/python -W ignore tests/oracle/generate.py
 	.venv-oracle/bin/python -W ignore tests/oracle/validation.py
+	.venv-oracle/bin/python -W ignore tests/oracle/scripts.py
 
 .venv-oracle/.ready: tests/oracle/requirements.txt $(READY)
 	$(INSTALL) .venv-oracle -r tests/oracle/requirements.txt

@@ -32,7 +32,7 @@ LOSSES = {
     "dppo_kl": "rg.losses.DPPO",
     "dro": "rg.losses.DRO",
 }
-ONE_AGGREGATION = ("gspo", "sapo", "geo_mean")  # which verl, too, takes the mean of each response of
+ONE_AGGREGATION = ("sapo", "geo_mean")  # which verl, too, takes the mean of each response of
 
 
 def estimator_of(values: Values) -> str:
@@ -73,7 +73,7 @@ def loss_of(values: Values, page: Page, shape: Shape, corrected: Mapping[str, st
     }.get(mode, {})
     options |= {ours: show(special[theirs]) for theirs, ours in renamed.items() if theirs in special}
     aggregation, horizon = values[f"{ACTOR}loss_agg_mode"], values[f"{ACTOR}loss_scale_factor"]
-    if aggregation != "token-mean" and mode not in ONE_AGGREGATION:
+    if aggregation != ("seq-mean-token-mean" if mode == "gspo" else "token-mean") and mode not in ONE_AGGREGATION:
         options["aggregation"] = show(aggregation)
     if horizon and aggregation == "seq-mean-token-sum-norm":
         options["horizon"] = str(horizon)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle.batches import batch
 from pyarrow import Table
 from pyarrow.parquet import write_table
 from safetensors.torch import save_file
@@ -183,6 +184,17 @@ def graph_of(file: Path, settings: dict[str, str]) -> tuple[Graph, rg.Cluster]:
     return found.graph(cfg), found.cluster_of(cfg)
 
 
+def call_of(name: str) -> Call:
+    """The call of a script of verl's."""
+    found = FACTS["scripts"][name]
+    return Call(name, found["module"], found["config"], tuple(parse_override(FACTS["settings"][at], 0) for at in found["settings"]))
+
+
+def recipe_of(name: str) -> str:
+    call = call_of(name)
+    return write_recipe(call, Values.of(call, [outcome_of(setting) for setting in call.settings]), "recipe")
+
+
 WITHOUT = {  # what a script needs and a recipe does not have
     "examples/mtp_trainer/run_mimo_7b_mtp_fully_async_megatron_multinode": "heads of multi-token prediction are not trained",
     "examples/mtp_trainer/run_mimo_7b_mtp_megatron": "heads of multi-token prediction are not trained",
@@ -197,9 +209,8 @@ WITHOUT = {  # what a script needs and a recipe does not have
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_examples_of_verl_become_recipes_that_compile_for_their_clusters(tmp_path: Path) -> None:
     settings, kinds, failed = stand_in(tmp_path), Counter[str](), {}
-    for name, found in FACTS["scripts"].items():
-        texts = [FACTS["settings"][at] for at in found["settings"]]
-        call = Call(name, found["module"], found["config"], tuple(parse_override(text, 0) for text in texts))
+    for name in FACTS["scripts"]:
+        call = call_of(name)
         outcomes = [outcome_of(setting) for setting in call.settings]
         kinds.update(outcome.kind for outcome in outcomes)
         impossible = next((outcome.text for outcome in outcomes if outcome.kind not in ("becomes", "no effect")), "")
@@ -271,6 +282,26 @@ def test_one_step_off_becomes_a_graph_of_depth_one(tmp_path: Path) -> None:
     assert (update.model.optimizer.warmup_steps, update.model.optimizer.weight_decay) == (160, 0.1)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", ["ragged", "singles"])
+@pytest.mark.parametrize("of", json.loads((TESTS / "oracle" / "scripts.json").read_text()))
+def test_the_first_loss_of_a_recipe_is_that_of_verl_with_its_own_configuration(of: str, name: str, tmp_path: Path) -> None:
+    golden = json.loads((TESTS / "oracle" / "scripts.json").read_text())[of][name]
+    file = tmp_path / "recipe.py"
+    file.write_text(recipe_of(of))
+    graph, _ = graph_of(file, stand_in(tmp_path))
+    operations = {node.name: node.operation for node in graph.nodes}
+    columns = {key: torch.from_numpy(value) for key, value in batch(name, "float64").items()}
+    mask = columns["response_mask"]
+    del columns["rollout_is_weights"]  # no script of these has them
+    given = operations["advantages"].function(columns)
+    torch.testing.assert_close(given["advantages"], torch.tensor(golden["advantages"], dtype=torch.float64), atol=1e-6, rtol=1e-6)
+    update = operations["update"]
+    columns |= {**given, "old_log_probs": columns[update.behaviour]}
+    loss, _ = update.loss(columns["log_probs"], columns, rg.algorithms.Totals.of(mask))
+    assert float(loss) == pytest.approx(golden["loss"], rel=1e-6)
+
+
 RUNS = {  # a script, and what a step of its recipe writes
     "examples/cispo_trainer/run_qwen3_8b_fsdp": "actor/pg_loss",
     "examples/gmpo_trainer/run_qwen3_8b_fsdp": "actor/pg_loss",
@@ -312,10 +343,8 @@ SMALL = {
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.stage("recipes")
 def test_recipes_of_scripts_train(name: str, tmp_path: Path) -> None:
-    found = FACTS["scripts"][name]
-    call = Call(name, found["module"], found["config"], tuple(parse_override(FACTS["settings"][at], 0) for at in found["settings"]))
     file = tmp_path / "small.py"
-    file.write_text(write_recipe(call, Values.of(call, [outcome_of(setting) for setting in call.settings]), "small"))
+    file.write_text(recipe_of(name))
     own = stand_in(tmp_path) | SMALL | {"model": str(tiny_model(tmp_path / "model", chat=True, context=1024))}
     own |= {"max_tokens": "200"} if "sft" in name else {}
     graph, cluster = graph_of(file, own)
