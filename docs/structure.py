@@ -62,6 +62,10 @@ NOUNS = set(
 )
 
 
+# Names that users write, with the reason why each stays.
+PUBLIC = {"preferred": "names the pairs that the node declares, as `pairs` and `rewards` name what theirs do"}
+
+
 def participle(name: str) -> bool:
     """Whether the name of a function is, or ends in, a bare participle or adverb.
 
@@ -70,7 +74,7 @@ def participle(name: str) -> bool:
     """
     words = name.strip("_").split("_")
     last = words[-1]
-    if last in NOUNS or words[0] in VERBS or (len(words) > 1 and words[0] in ("check", "filter", "is")):
+    if name in PUBLIC or last in NOUNS or words[0] in VERBS or (len(words) > 1 and words[0] in ("check", "filter", "is")):
         return False
     return last in IRREGULAR or (len(last) > 3 and last.endswith("ed")) or (len(words) == 1 and len(last) > 4 and last.endswith("ing"))
 

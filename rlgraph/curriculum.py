@@ -21,7 +21,7 @@ from rlgraph.render.report import FILE
 from rlgraph.runtime.checkpoint.store import choose_model, difference, fingerprint, trained_models
 from rlgraph.runtime.driver.hosts import local_cluster
 from rlgraph.runtime.driver.ray_dispatch import check_sendable
-from rlgraph.settings import Count, Natural, checked
+from rlgraph.settings import Count, Natural, check_arguments
 
 # The stages of a curriculum, planned before the first one starts, so that bad input is refused then.
 
@@ -48,7 +48,7 @@ class Stage:
         """The graph's name."""
         return self.plan.graph
 
-    def planned(self, folders: Mapping[str, str], cluster: Cluster, costs: Costs | None = None) -> Plan:
+    def compile(self, folders: Mapping[str, str], cluster: Cluster, costs: Costs | None = None) -> Plan:
         """Plan the graph on the weights in these folders."""
         return compile(self.make(**{name: folders[name] for name in self.takes}), cluster, costs)
 
@@ -231,7 +231,7 @@ class Finished:
     metrics: Mapping[str, float]
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def run(
     graphs: Sequence[Any],
     out: str | Path,
@@ -295,7 +295,7 @@ def _run(stage: Stage, folders: Mapping[str, StageFolder], cluster: Cluster, pro
     own, models = folders[stage.name], {name: folders[name].model for name in stage.takes}
     own.begin({name: digest(folder) for name, folder in models.items()})
     paths = {name: str(folder) for name, folder in models.items()}
-    plan = stage.planned(paths, cluster, _costs(stage, own, paths, cluster, profiled))
+    plan = stage.compile(paths, cluster, _costs(stage, own, paths, cluster, profiled))
     with launch(plan, checkpoint=own.checkpoints, every=every, restarts=restarts) as job:
         for _ in record(job, stage.steps, own.path, quiet=quiet):
             pass

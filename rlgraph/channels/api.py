@@ -65,9 +65,9 @@ class Reader(Protocol):
         """
 
     def begin(self, step: int, timeout_s: float) -> dict[str, Column]:
-        """Take the next message while it is still being written; `arrived` counts its tensors that can be read. Raises as `take` does."""
+        """Take the next message while it is still being written. `wait_for_tensors` waits for its parts. Raises as `take` does."""
 
-    def arrived(self, beyond: int, timeout_s: float) -> int:
+    def wait_for_tensors(self, beyond: int, timeout_s: float) -> int:
         """Count the tensors that have arrived of the message begun last; blocks until it is more than `beyond`, or all.
 
         Raises as `take` does.
@@ -168,11 +168,11 @@ class Taken:
         self._tensors = {name: c for name, c in columns.items() if isinstance(c, torch.Tensor) and not c.is_inference()}
         self._versions = [tensor._version for tensor in self._tensors.values()]
 
-    def again(self, step: int) -> None:
+    def renew(self, step: int) -> None:
         """Hold the same tensors for the slot's next message."""
         self.step, self._versions = step, [tensor._version for tensor in self._tensors.values()]
 
-    def as_given(self) -> bool:
+    def is_reusable(self) -> bool:
         """Whether the tensors can be reused for the slot's next message: nobody changed them or asked for gradients."""
         return all(t._version == v and not t.requires_grad for t, v in zip(self._tensors.values(), self._versions, strict=True))
 

@@ -107,7 +107,7 @@ class LocalReader:
     def begin(self, step: int, timeout_s: float) -> dict[str, Column]:
         return self.take(step, timeout_s)
 
-    def arrived(self, beyond: int, timeout_s: float) -> int:
+    def wait_for_tensors(self, beyond: int, timeout_s: float) -> int:
         return self._queue.taken[-1].tensors
 
     def release(self) -> None:

@@ -89,7 +89,7 @@ def check_plan(model: Any) -> None:
                     f"experts between ranks with passes of their own; leave out {name}"
                 )
         check_folder_experts(type(model).__name__, model.path, model.expert_parallel)
-    if model.traits.sharing > 1:
+    if model.traits.ranks_per_pass > 1:
         check_folder_parallel(type(model).__name__, model.path, tensor=model.tensor_parallel, context=model.context_parallel)
 
 
@@ -223,13 +223,13 @@ def vllm_calls(name: str, tokenizer: Any) -> Callable[[str, Mapping[str, Any]], 
     except Exception as error:  # noqa: BLE001 (whatever a parser of vLLM raises for another tokenizer)
         raise GraphError(f"{where}: vLLM's parser cannot be used with this model ({type(error).__name__}: {error!s:.200})") from None
 
-    def parsed(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def parse(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]]:
         tools = [{"type": "function", "function": {"name": tool, "parameters": dict(schema)}} for tool, schema in schemas.items()]
         request = ChatCompletionRequest(model="policy", messages=[], tools=tools or None)
         found = parser.extract_tool_calls(text, request)
         return [(call.function.name, call.function.arguments) for call in found.tool_calls]
 
-    return parsed
+    return parse
 
 
 # Load the engine of a model in its place: a scorer, and the dtype in which an engine computes there.

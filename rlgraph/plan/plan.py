@@ -16,7 +16,7 @@ from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.cost_functions import Passes
 from rlgraph.plan.model_shapes import Shapes, adapter_size
 from rlgraph.plan.schedule import Reason, Schedule
-from rlgraph.settings import Count, Natural, Seconds, checked
+from rlgraph.settings import Count, Natural, Seconds, check_arguments
 from rlgraph.values.lora import ALL_LINEAR
 
 # The keys of a plan in JSON: those that an older version wrote, and those that mean nothing.
@@ -402,7 +402,7 @@ class Plan:
         """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
         self.facade.timeline(self, path, steps)
 
-    @checked(PlanError)
+    @check_arguments(PlanError)
     def launch(
         self,
         *,

@@ -58,10 +58,10 @@ class Scripted(GenerateEngine):
     def end_conversations(self, conversations: Iterable[str]) -> None:
         self.ended += conversations
 
-    def unfinished(self) -> int:
+    def count_requests(self) -> int:
         return len(self.open)
 
-    def written(self) -> dict[str, int]:
+    def count_tokens(self) -> dict[str, int]:
         return {name: count for name, (_, count) in self.open.items()}
 
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:
@@ -110,7 +110,7 @@ class Rolled:
         pairs = [(bool(own), token) for token, own in zip(tokens, mask, strict=True) if own or token]
         return [(own, self.tokenizer.decode([t for _, t in part])) for own, part in itertools.groupby(pairs, key=lambda pair: pair[0])]
 
-    def written(self, row: int = 0) -> list[str]:
+    def count_tokens(self, row: int = 0) -> list[str]:
         return [text for own, text in self.turns(row) if own]
 
     def read(self, row: int = 0) -> list[str]:

@@ -22,7 +22,7 @@ def load(model: Any, place: Place) -> TrainEngine:
         dtype=dtype_of(model, place),
         threads=place.threads,
         context=model.max_context,
-        shared=place.shared and place.device == "cuda",
+        shared=place.shares_devices and place.device == "cuda",
         on_progress=lambda done, total: place.report_progress(done, total, "rows"),
     )
 

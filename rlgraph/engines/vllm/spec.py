@@ -44,7 +44,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
         max_sequences=generator.max_sequences or arguments.most_sequences(place.device == "cpu", place.sequences),
         memory=generator.memory,
         engines=generator.engines_per_gpu,
-        shared=place.shared and place.device == "cuda",
+        shared=place.shares_devices and place.device == "cuda",
         copies=place.copies,
         merging_bytes=place.merging_bytes,
         exact=place.exact,
