@@ -16,8 +16,7 @@ from rlgraph.graph.nodes import Graph
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
-from rlgraph.render import joint_report
-from rlgraph.render.report import FILE
+from rlgraph.render.report import FILE, GraphReport, write_joint
 from rlgraph.runtime.checkpoint.store import choose_model, difference, fingerprint, trained_models
 from rlgraph.runtime.driver.hosts import local_cluster
 from rlgraph.runtime.driver.ray_dispatch import check_sendable
@@ -324,8 +323,8 @@ def report(where: Path, stages: Sequence[Stage], folders: Mapping[str, StageFold
         own, lines = folders[stage.name], list(lines_of(folders[stage.name].path))
         state = "done" if own.has_run(stage) else "under way" if lines else "to come"
         weights = " and ".join(f"the weights of '{name}'" for name in stage.takes) or "its own folders"
-        found.append(joint_report.GraphReport(stage.name, state, stage.steps, weights, stage.name, lines, _run_of(own.path)))
-    joint_report.write(where / FILE, where.absolute().name, found)
+        found.append(GraphReport(stage.name, state, stage.steps, weights, stage.name, lines, _run_of(own.path)))
+    write_joint(where / FILE, where.absolute().name, found)
 
 
 def _run_of(folder: Path) -> Run | None:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlgraph.channels.api import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
-from rlgraph.channels.factory import Site, Transport
+from rlgraph.channels.api import End, Meter, Site, Statistics, Stop, Taken, Transport, check_channel, check_columns
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError
 

@@ -10,7 +10,7 @@ from operator import itemgetter
 
 import networkx as nx
 
-from rlgraph.channels.factory import transport_of
+from rlgraph.channels.api import transport_of
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph, Node
 from rlgraph.graph.rules import exact_models

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rlgraph.channels.factory import transport_of
+from rlgraph.channels.api import transport_of
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Pool
 from rlgraph.plan.channels import homes_of, slot_bytes, staged_versions, weights_transport

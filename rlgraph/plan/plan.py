@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from rlgraph.channels.factory import TRANSPORTS
+from rlgraph.channels.api import TRANSPORTS
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import BUCKET_BYTES, Due, Graph, Model
 from rlgraph.plan.cluster import Cluster
@@ -244,7 +244,7 @@ class PlannedChannel:
     writer: str
     readers: tuple[str, ...]
     columns: tuple[str, ...]
-    transport: str  # a name of `channels.factory.TRANSPORTS`
+    transport: str  # a name of `channels.api.TRANSPORTS`
     slots: int
     bytes: int | None  # of one message, where the columns' sizes are known
     kind: Literal["batch", "order", "earlier"] = "batch"
@@ -273,7 +273,7 @@ class PlannedLoop:
     buffers: int
     latest: bool
     staleness: float  # expected in the steady state; the bound is `depth`
-    transport: str  # a name of `channels.factory.TRANSPORTS`
+    transport: str  # a name of `channels.api.TRANSPORTS`
     slots: int
     publish_s: float
     hidden: bool  # whether publishing costs the period nothing

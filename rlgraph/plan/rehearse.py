@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 
 from rlgraph import settings
-from rlgraph.channels.factory import transport_of
+from rlgraph.channels.api import transport_of
 from rlgraph.columns import COLUMNS
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph

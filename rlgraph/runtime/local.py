@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from rlgraph import notices
-from rlgraph.channels.api import Reader, Writer
-from rlgraph.channels.factory import first_choice, open_reader, open_writer
+from rlgraph.channels.api import Reader, Writer, first_choice, open_reader, open_writer
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, ExportLayout, check_target, write_shards
 from rlgraph.engines.lora import ThreadBase

@@ -10,7 +10,7 @@ import torch
 from support.relay_channels import make_relay_channel, make_routed_channel
 
 from rlgraph.channels import Reader, Writer
-from rlgraph.channels.factory import transport_of
+from rlgraph.channels.api import transport_of
 from rlgraph.channels.host import channel as host_channel
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.protocol import More, Portion

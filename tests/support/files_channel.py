@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rlgraph.channels.api import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
-from rlgraph.channels.factory import Site, Transport
+from rlgraph.channels.api import End, Meter, Site, Statistics, Stop, Taken, Transport, check_channel, check_columns
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError, ChannelTimeout
 

@@ -17,8 +17,7 @@ from typing import cast
 
 import torch
 
-from rlgraph.channels.api import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
-from rlgraph.channels.factory import Site, Transport
+from rlgraph.channels.api import End, Meter, Site, Statistics, Stop, Taken, Transport, check_channel, check_columns
 from rlgraph.channels.host import connection as places
 from rlgraph.channels.host import protocol, slot_memory
 from rlgraph.channels.host.acceptor import Acceptor

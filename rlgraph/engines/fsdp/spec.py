@@ -55,7 +55,7 @@ def saved_shards(folder: Path) -> Iterable[SavedShard]:
     return weights_of(folder)
 
 
-SPEC = TrainerSpec(
+TRAINER = TrainerSpec(
     name="fsdp",
     load=load,
     settings=tuple(name for name in TRAINER_SETTINGS if name not in ("pipeline_parallel", "max_context")),

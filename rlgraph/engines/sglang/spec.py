@@ -25,7 +25,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
     )
 
 
-SPEC = EngineSpec(
+ENGINE = EngineSpec(
     name="sglang",
     load=load,
     settings=("memory", "max_sequences"),

@@ -544,7 +544,7 @@ class Job:
             end_s=min(ends) if self.session.in_flight else max(ends),
             priced=compile_plan(self._graph, self.plan.cluster, self.costs()) if len(self._metrics) > 1 else None,
             settings=self.settings(),
-            observed=self.observed,
+            observed=self.observed_maxima,
             notices=self.notices,
         )
 

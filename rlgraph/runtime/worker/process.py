@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph import notices
-from rlgraph.channels.api import Reader, Writer
-from rlgraph.channels.factory import Onward, open_onward, open_reader, open_writer
+from rlgraph.channels.api import Onward, Reader, Writer, open_onward, open_reader, open_writer
 from rlgraph.channels.host.connection import Connection, bound, dial, listen, talk_at
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.hf.export import write_shards

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
-from rlgraph.channels.factory import Onward, Site, Transport, first_choice, transport_of
+from rlgraph.channels.api import Onward, Site, Transport, first_choice, transport_of
 from rlgraph.columns import Column
 from rlgraph.graph.nodes import Due, Graph, Model, Node
 from rlgraph.graph.operation import NodeTraits, Operation
