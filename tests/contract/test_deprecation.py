@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import rlgraph as rg
+from rlgraph.engines.api import GenerateEngine
 from rlgraph.nodes.base import Context
 from rlgraph.notices import accept_old_names
 from rlgraph.values.trainer import TrainerSettings
@@ -88,6 +89,19 @@ def test_a_class_of_a_user_may_define_a_method_by_its_old_name() -> None:
     assert warned[0].filename == __file__
     ones = torch.zeros(1, 1)
     assert Halved()(ones, ones, ones == 0).item() == 0.5  # type: ignore[abstract]
+
+
+def test_an_engine_of_a_user_may_define_its_counts_by_their_old_names() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Old\.(unfinished|written) is now Old\.count_(requests|tokens)"):
+
+        class Old(GenerateEngine):
+            def unfinished(self) -> int:
+                return 0
+
+            def written(self) -> dict[str, int]:
+                return {}
+
+    assert not {"count_requests", "count_tokens"} & Old.__abstractmethods__
 
 
 def test_both_spellings_in_one_call_are_refused() -> None:
