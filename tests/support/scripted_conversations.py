@@ -110,7 +110,7 @@ class Rolled:
         pairs = [(bool(own), token) for token, own in zip(tokens, mask, strict=True) if own or token]
         return [(own, self.tokenizer.decode([t for _, t in part])) for own, part in itertools.groupby(pairs, key=lambda pair: pair[0])]
 
-    def count_tokens(self, row: int = 0) -> list[str]:
+    def written(self, row: int = 0) -> list[str]:
         return [text for own, text in self.turns(row) if own]
 
     def read(self, row: int = 0) -> list[str]:
