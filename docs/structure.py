@@ -23,18 +23,71 @@ TITLE = """# Structure
 WALKS: Mapping[str, str] = {
     "How a batch travels": """
         nodes/base nodes/rollout/rollout nodes/rollout/decode_loop engines/api values/sampling engines/registry
-        engines/vllm/spec engines/vllm/engine runtime/worker/executor runtime/worker/spec channels/api channels/factory
+        engines/vllm/spec engines/vllm/engine runtime/worker/executor runtime/worker/spec channels/api
         channels/host/channel channels/host/protocol channels/host/connection channels/host/slot_memory columns nodes/training/update
         nodes/training/guards engines/fsdp/engine batching/packing batching/cutting engines/forward/head engines/forward/policy_head
         engines/hf/backbone engines/forward/packed_attention algorithms/masks algorithms/policy_loss""",
     "How the weights travel": """
         runtime/worker/executor runtime/worker/weight_loops engines/api engines/fsdp/engine engines/fsdp/sharding
         engines/hf/model_files engines/hf/folder_weights channels/weights/shards channels/weights/endpoints channels/api
-        channels/factory channels/host/channel channels/host/protocol channels/host/connection channels/host/slot_memory
+        channels/host/channel channels/host/protocol channels/host/connection channels/host/slot_memory
         engines/vllm/engine engines/vllm/weights engines/copy_plan""",
     "How a graph becomes a plan": """
         api plan/model_shapes plan/compile plan/placement plan/cluster plan/events plan/schedule plan/roofline plan/costs
         plan/cost_functions plan/estimates plan/play plan/forecast plan/channels plan/memory plan/advice plan/plan""",
+}
+
+# Modules with one importer that are no part of it, each with the reason. The others are to be merged into their importers.
+SEPARATE: Mapping[str, str] = {
+    "rlgraph": "the package itself",
+    "rlgraph.algorithms.policy_losses": "the losses of `rg.losses`, apart from the exports of its package",
+    "rlgraph.channels.local": "a transport, imported by its name",
+    "rlgraph.channels.remote.inward": "the relay on the reader's host; its acceptor imports the relay on the writer's host",
+    "rlgraph.comparing": "`rg.runs.compare`",
+    "rlgraph.data.schemas": "`rg.data.verl` and the readers of other published schemas",
+    "rlgraph.diagnosis": "`rg.runs.doctor`",
+    "rlgraph.engines.exact.cpu": "imports vLLM, which its importer does on a CPU only",
+    "rlgraph.engines.exact.diagnosis": "`rlgraph doctor exact`, a part of the plug-in",
+    "rlgraph.engines.exact.model": "the plug-in's one entry from the core",
+    "rlgraph.engines.fsdp.recompute": "activation checkpointing",
+    "rlgraph.engines.fsdp.spec": "found by the registry by name",
+    "rlgraph.engines.megatron.attention": "imports Megatron-Core, whose classes it derives from",
+    "rlgraph.engines.megatron.engine": "imports torch.distributed and Megatron-Core, which the spec does without",
+    "rlgraph.engines.megatron.masters": "the float32 weights and ZeRO's owners",
+    "rlgraph.engines.sglang.engine": "imports SGLang, which the spec does without",
+    "rlgraph.engines.vllm.drafts": "speculative decoding",
+    "rlgraph.engines.vllm.mixed_cudagraph_patch": "a patch of vLLM 0.26, to be dropped as one file",
+    "rlgraph.engines.vllm.scorer": "imports vLLM, which the spec does without",
+    "rlgraph.environments.mcp": "`rg.environments.mcp`",
+    "rlgraph.environments.nemo_gym": "`rg.environments.nemo_gym`",
+    "rlgraph.environments.openenv": "`rg.environments.openenv`",
+    "rlgraph.environments.process": "`rg.environments.process`",
+    "rlgraph.environments.reasoning_gym": "`rg.environments.reasoning_gym`",
+    "rlgraph.nodes.endpoint": "the HTTP server of chat completions",
+    "rlgraph.nodes.environments.supervisor": "runs as a file of its own, with Python's library only",
+    "rlgraph.nodes.rewards.code": "`rg.scorers.code`",
+    "rlgraph.nodes.rewards.judge": "`rg.scorers.judge`",
+    "rlgraph.nodes.rewards.reward_model": "`rg.RewardModel`",
+    "rlgraph.nodes.rewards.scorers": "`rg.scorers`",
+    "rlgraph.nodes.rollout.dynamic_sampling": "`rg.options.Refill`",
+    "rlgraph.nodes.rollout.session_loop": "sessions of agent programs",
+    "rlgraph.nodes.rollout.session_tree": "the prefix tree of an agent's calls",
+    "rlgraph.nodes.rollout.turn_loop": "conversations of several turns",
+    "rlgraph.nodes.training.learned_reward": "`rg.LearnedReward`",
+    "rlgraph.nodes.training.reference": "`rg.Reference`",
+    "rlgraph.nodes.training.teacher": "`rg.Teacher`",
+    "rlgraph.nodes.walls.calls": "the seccomp filter",
+    "rlgraph.nodes.walls.child": "a program that runs a model's code",
+    "rlgraph.nodes.walls.session": "a program that holds a sandbox between runs",
+    "rlgraph.plan.search": "the search of `rg.tune`; what is above it prints",
+    "rlgraph.record": "`rg.record`",
+    "rlgraph.runtime.checkpoint.offline_export": "imports 800 modules for models that a driver of a job does without",
+    "rlgraph.runtime.driver.job": "`rg.Job`",
+    "rlgraph.runtime.driver.ray_cluster": "Ray's start and end",
+    "rlgraph.runtime.driver.worker_group": "the connections of workers, and who is to blame",
+    "rlgraph.runtime.worker.warm_worker": "imports the executor and unpickles, which the template does not",
+    "rlgraph.tuning": "`rg.tune` and `rg.planning.replay`",
+    "rlgraph_cli": "the package of the command",
 }
 
 # Last words of a name that say neither what a function does nor what it returns, besides regular participles; and nouns that end as these.
@@ -62,6 +115,10 @@ NOUNS = set(
 )
 
 
+# Names that users write, with the reason why each stays.
+PUBLIC = {"preferred": "names the pairs that the node declares, as `pairs` and `rewards` name what theirs do"}
+
+
 def participle(name: str) -> bool:
     """Whether the name of a function is, or ends in, a bare participle or adverb.
 
@@ -70,7 +127,7 @@ def participle(name: str) -> bool:
     """
     words = name.strip("_").split("_")
     last = words[-1]
-    if last in NOUNS or words[0] in VERBS or (len(words) > 1 and words[0] in ("check", "filter", "is")):
+    if name in PUBLIC or last in NOUNS or words[0] in VERBS or (len(words) > 1 and words[0] in ("check", "filter", "is")):
         return False
     return last in IRREGULAR or (len(last) > 3 and last.endswith("ed")) or (len(words) == 1 and len(last) > 4 and last.endswith("ing"))
 
@@ -87,6 +144,14 @@ def modules(*, types: bool) -> "nx.DiGraph[str]":
     graph.add_nodes_from(name for name in found.modules if name.startswith("rlgraph"))
     graph.add_edges_from((name, other) for name in [*graph] for other in found.find_modules_directly_imported_by(name) if other in graph)
     return graph
+
+
+def single_importers(graph: "nx.DiGraph[str]") -> set[str]:
+    """Find the modules that exactly one module imports. Raises SystemExit if SEPARATE names another."""
+    found = {name for name, degree in graph.in_degree() if degree == 1}
+    if others := sorted(SEPARATE.keys() - found):
+        raise SystemExit(f"docs/structure.py: SEPARATE names {others}, which none or several import; remove them from it")
+    return found
 
 
 def walk_length(title: str, graph: "nx.DiGraph[str]") -> int:
@@ -113,7 +178,9 @@ def rows() -> Iterator[tuple[str, str]]:
         texts = [path.read_text(encoding="utf-8") for path in (ROOT / folder).rglob("*.py")]
         yield f"`{folder}/`: modules, lines", f"{len(texts):,}, {sum(text.count(chr(10)) for text in texts):,}"
     runs, types = modules(types=False), modules(types=True)
-    yield "modules of `rlgraph/` that exactly one module imports", str(sum(degree == 1 for _, degree in runs.in_degree()))
+    single = single_importers(runs)
+    yield "modules of `rlgraph/` that exactly one module imports", str(len(single))
+    yield "of these, modules that are part of their importer", str(len(single - SEPARATE.keys()))
     for what, graph in ("", runs), (", imports for types counted", types):
         found_circles = circles(graph)
         yield f"circles of imports{what}: number, modules of the largest", f"{len(found_circles)}, {max(found_circles, default=0)}"

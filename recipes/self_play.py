@@ -38,7 +38,7 @@ def wins(name: str, own: rg.Output, other: rg.Output) -> rg.Output:
         right = torch.as_tensor(batch["own.right"])
         return {"rewards": right - torch.as_tensor(batch["other.right"])}, {f"{name}/right": float(right.mean())}
 
-    return win(own.apart("own."), other.apart("other."), name=f"{name} wins")
+    return win(own.with_prefix("own."), other.with_prefix("other."), name=f"{name} wins")
 
 
 def graph(cfg: Config) -> rg.Graph:

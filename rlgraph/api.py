@@ -32,7 +32,7 @@ from rlgraph.render.plan_picture import svg
 from rlgraph.render.report import model_card
 from rlgraph.render.text import mermaid, text
 from rlgraph.render.timeline import write_trace
-from rlgraph.settings import Count, Natural, Range, Seconds, checked
+from rlgraph.settings import Count, Natural, Range, Seconds, check_arguments
 from rlgraph.tuning import replay, tune
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     """Plan a graph on a cluster: placement, channels, schedule, staleness bound, predicted step time.
 
@@ -103,7 +103,7 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     return plan
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def rehearse(
     graph: Graph,
     cluster: Cluster,
@@ -136,7 +136,7 @@ def rehearse(
     return rehearse_graph(graph, cluster, costs, shapes_of(graph), site or ClusterSite(), steps, every, seed)
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def draw(plan: Plan, path: str | Path) -> None:
     """Write the picture of a plan: SVG, or Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
     writers: dict[str, Callable[[Plan], str]] = {".svg": svg, ".mmd": mermaid}
@@ -145,7 +145,7 @@ def draw(plan: Plan, path: str | Path) -> None:
     Path(path).write_text(writers[Path(path).suffix](plan), encoding="utf-8")
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def timeline(plan: Plan, path: str | Path, steps: Count = 6) -> None:
     """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
     nodes = {worker.name: worker.nodes for worker in plan.workers}
@@ -160,7 +160,7 @@ def timeline(plan: Plan, path: str | Path, steps: Count = 6) -> None:
     write_trace(path, ranks, plan)
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def report(run: Run | str | Path, path: str | Path | None = None) -> Path:
     """Write the report of a run, or of the folder of one: one HTML file that needs no server and no network. Returns its path.
 
@@ -182,7 +182,7 @@ def report(run: Run | str | Path, path: str | Path | None = None) -> Path:
     return target
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, rule="a port, or 0 for any that is free")] = 0) -> "Watch":
     """Serve the report of a run's folder on 127.0.0.1 only; the page updates itself while the run goes on.
 
@@ -204,7 +204,7 @@ def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, ru
     return Watch(Path(folder), port)
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def launch(
     plan: Plan,
     *,
@@ -251,7 +251,7 @@ def launch(
     return Job(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s, recovery=recovery, links=links)
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def export(
     checkpoint: str | Path, folder: str | Path, dtype: ExportDtype = "bfloat16", policy: str | None = None, adapter: AdapterForm = "merged"
 ) -> Exported:
@@ -298,7 +298,7 @@ def ray_dag(plan: Plan, actors: Mapping[str, Any]) -> Any:
     return ray_dispatch.ray_dag(plan, actors)
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def draw_ray(compiled: Any, path: str | Path) -> None:
     """Draw a compiled graph of Ray: as Mermaid text if the name ends in `.mmd`, by Ray and graphviz for `.svg`, `.png` and `.pdf`.
 
@@ -341,7 +341,7 @@ def _recovery(
     return Recovery(Path(checkpoint), every, keep, restarts, fresh, export_every)
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: Count = 3) -> Costs:
     """Run a few steps of a graph on Ray and measure the costs of its nodes, for `compile` and `tune`.
 

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from rlgraph.analysis.run import Run
 from rlgraph.errors import PlanError, choices, show_value
 from rlgraph.render.text import align_rows
-from rlgraph.settings import checked
+from rlgraph.settings import check_arguments
 
 REWARD, STALENESS, TOKENS, STEP_S = "critic/rewards/mean", "staleness/mean", "perf/total_num_tokens", "timing_s/step"
 LAST = 4  # steps whose mean reward is that of the end
@@ -50,7 +50,7 @@ class RunComparison:
         return "\n".join(line.rstrip() for line in lines)
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def compare(*folders: str | Path, metrics: Sequence[str] = ()) -> RunComparison:
     """Compare recorded runs: step time, reward, staleness, tokens a second, validation, and the settings that differ.
 

@@ -16,12 +16,11 @@ from rlgraph.graph.nodes import Graph
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
-from rlgraph.render import joint_report
-from rlgraph.render.report import FILE
+from rlgraph.render.report import FILE, GraphReport, write_joint
 from rlgraph.runtime.checkpoint.store import choose_model, difference, fingerprint, trained_models
 from rlgraph.runtime.driver.hosts import local_cluster
 from rlgraph.runtime.driver.ray_dispatch import check_sendable
-from rlgraph.settings import Count, Natural, checked
+from rlgraph.settings import Count, Natural, check_arguments
 
 # The stages of a curriculum, planned before the first one starts, so that bad input is refused then.
 
@@ -48,7 +47,7 @@ class Stage:
         """The graph's name."""
         return self.plan.graph
 
-    def planned(self, folders: Mapping[str, str], cluster: Cluster, costs: Costs | None = None) -> Plan:
+    def compile(self, folders: Mapping[str, str], cluster: Cluster, costs: Costs | None = None) -> Plan:
         """Plan the graph on the weights in these folders."""
         return compile(self.make(**{name: folders[name] for name in self.takes}), cluster, costs)
 
@@ -231,7 +230,7 @@ class Finished:
     metrics: Mapping[str, float]
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def run(
     graphs: Sequence[Any],
     out: str | Path,
@@ -295,7 +294,7 @@ def _run(stage: Stage, folders: Mapping[str, StageFolder], cluster: Cluster, pro
     own, models = folders[stage.name], {name: folders[name].model for name in stage.takes}
     own.begin({name: digest(folder) for name, folder in models.items()})
     paths = {name: str(folder) for name, folder in models.items()}
-    plan = stage.planned(paths, cluster, _costs(stage, own, paths, cluster, profiled))
+    plan = stage.compile(paths, cluster, _costs(stage, own, paths, cluster, profiled))
     with launch(plan, checkpoint=own.checkpoints, every=every, restarts=restarts) as job:
         for _ in record(job, stage.steps, own.path, quiet=quiet):
             pass
@@ -324,8 +323,8 @@ def report(where: Path, stages: Sequence[Stage], folders: Mapping[str, StageFold
         own, lines = folders[stage.name], list(lines_of(folders[stage.name].path))
         state = "done" if own.has_run(stage) else "under way" if lines else "to come"
         weights = " and ".join(f"the weights of '{name}'" for name in stage.takes) or "its own folders"
-        found.append(joint_report.GraphReport(stage.name, state, stage.steps, weights, stage.name, lines, _run_of(own.path)))
-    joint_report.write(where / FILE, where.absolute().name, found)
+        found.append(GraphReport(stage.name, state, stage.steps, weights, stage.name, lines, _run_of(own.path)))
+    write_joint(where / FILE, where.absolute().name, found)
 
 
 def _run_of(folder: Path) -> Run | None:

@@ -118,3 +118,27 @@ def old_attribute(old: str, new: str) -> Any:
         setattr(owner, new, value)
 
     return property(read, write)
+
+
+def accept_old_methods(cls: type, **names: str) -> None:
+    """Accept methods that a class defines by their old names too; `names` maps each old name to the new one.
+
+    The base of such classes, an ABC, calls it in `__init_subclass__`. An old name raises a DeprecationWarning at the line of the class.
+
+    >>> from abc import ABC, abstractmethod
+    >>> class Shape(ABC):
+    ...     def __init_subclass__(cls):
+    ...         accept_old_methods(cls, surface="area")
+    ...
+    ...     @abstractmethod
+    ...     def area(self): ...
+    >>> with warnings.catch_warnings(action="ignore"):
+    ...     class Square(Shape):
+    ...         def surface(self):
+    ...             return 4
+    >>> Square().area()
+    4
+    """
+    for old in names.keys() & vars(cls).keys():
+        warnings.warn(f"{cls.__name__}.{old} is now {cls.__name__}.{names[old]}", DeprecationWarning, stacklevel=4)
+        setattr(cls, names[old], vars(cls)[old])

@@ -25,7 +25,7 @@ from rlgraph.render.charts import REWARD
 from rlgraph.render.timeline import last_steps, predicted_steps
 from rlgraph.runtime.checkpoint.store import lock_file, unlock_file
 from rlgraph.runtime.measure import Step
-from rlgraph.settings import Fraction, Natural, checked
+from rlgraph.settings import Fraction, Natural, check_arguments
 
 if TYPE_CHECKING:
     from rlgraph.runtime.driver.job import Job
@@ -50,7 +50,7 @@ FILES = {
 }
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def record(
     job: "Job",
     steps: Natural,
@@ -130,7 +130,7 @@ def record_run(
         ended = "ended"
         raise
     finally:
-        live.say(ended, job.finished)
+        live.say(ended, job.finished_steps)
         if done:
             _write_results(job, done, folder, console)
         sinks.close(ended, [folder / name for name in KEPT_BY_SINKS if (folder / name).exists()])
@@ -164,7 +164,7 @@ def started_sinks(job: "Job", folder: Path, to: Sequence[Sink]) -> SinkFeeds:
     """Start the sinks of a run, on threads of their own."""
     settings = {f"{part}/{name}": value for part, values in job.settings().items() for name, value in values.items()}
     name = folder.absolute().name
-    return SinkFeeds(to, RecordedRun(name, folder, settings, new_id(), job.finished), job.notice)
+    return SinkFeeds(to, RecordedRun(name, folder, settings, new_id(), job.finished_steps), job.notice)
 
 
 @contextmanager
@@ -172,12 +172,12 @@ def recorded_steps(job: "Job", folder: Path, samples: Samples | float, sinks: Si
     """Open the files that grow with each step; what the context gives writes a step to them, and to the sinks."""
     waiting: dict[int, Mapping[str, float]] = {}  # metrics of steps whose samples are being decoded: a sink gets both together
 
-    def heard(step: int, found: Sequence[Sample]) -> None:
+    def write_to_sinks(step: int, found: Sequence[Sample]) -> None:
         sinks.step(step, waiting.pop(step), found)
 
     wanted = samples if isinstance(samples, Samples) else Samples(share=samples)
-    with open_metrics(folder / "metrics.jsonl", job.finished) as lines, ExitStack() as stack:
-        recorder = SampleRecorder(job, folder, wanted, heard) if wanted.share else None
+    with open_metrics(folder / "metrics.jsonl", job.finished_steps) as lines, ExitStack() as stack:
+        recorder = SampleRecorder(job, folder, wanted, write_to_sinks) if wanted.share else None
         if recorder is not None:
             stack.callback(recorder.close)
             job.recorder.before_commit = recorder.flush
@@ -189,7 +189,7 @@ def recorded_steps(job: "Job", folder: Path, samples: Samples | float, sinks: Si
             if recorder is not None:
                 recorder.take(step.index, job.recorder.sampled_rows(step.index))
             else:
-                heard(step.index, ())
+                write_to_sinks(step.index, ())
 
         yield write
 
@@ -200,13 +200,13 @@ def shown_progress(job: "Job", steps: int, console: Console) -> Iterator[Callabl
     fields = (TextColumn("{task.fields[last]}", markup=False), TimeElapsedColumn(), TextColumn("{task.fields[now]}", markup=False))
     progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), *fields, console=console, disable=not console.is_terminal)
     with progress, ExitStack() as stack:
-        task = progress.add_task("steps", total=steps, completed=job.finished, last="starting the first step", now="")
+        task = progress.add_task("steps", total=steps, completed=job.finished_steps, last="starting the first step", now="")
 
         def show_progress() -> None:
             now = job.under_way()
             progress.update(task, now=now)
             if now and not console.is_terminal:
-                console.print(f"step {job.finished + 1}/{steps}  {now}", highlight=False, markup=False, soft_wrap=True)
+                console.print(f"step {job.finished_steps + 1}/{steps}  {now}", highlight=False, markup=False, soft_wrap=True)
 
         postpone = stack.enter_context(call_every(BAR_S if console.is_terminal else LINE_S, show_progress))
 
@@ -288,7 +288,7 @@ def _write_results(job: "Job", done: list[Step], folder: Path, console: Console)
     timeline.write_two_traces(folder / "timeline.json", predicted, last_steps(run.spans, count).spans, run.plan)
     xs, rewards = zip(*((step["training/global_step"], step.get(REWARD, math.nan)) for step in run.all_steps), strict=True)
     (folder / "reward.svg").write_text(charts.svg("mean reward", xs, {"reward": rewards}, "reward"))
-    seen, proof = job.observed, job.plan.certificate
+    seen, proof = job.observed_maxima, job.plan.certificate
     stale = f"staleness {seen.staleness} of at most {proof.staleness_bound}"
     console.print(f"the certificate held: {stale}, {seen.open_batches} of at most {proof.open_batches} batches open", highlight=False)
     job.costs().to_file(folder / "costs.yaml")

@@ -1,6 +1,6 @@
 """Settings: the arguments of a user are checked where they are declared, and converted to their types.
 
-The annotation of a field or a parameter is its rule, as in `group_size: Count`; `check` (for a dataclass) and `checked` (for a
+The annotation of a field or a parameter is its rule, as in `group_size: Count`; `check` (for a dataclass) and `check_arguments` (for a
 function) apply it to every value. Equivalent values are accepted: numpy's numbers, a list for a tuple, a path for text.
 """
 
@@ -469,10 +469,10 @@ def _without_rules(annotation: Any) -> Any:
     return annotation
 
 
-def checked(error: type[RlgraphError] = GraphError, what: str = "node") -> Callable[[Callable[P, R]], Callable[P, R]]:
+def check_arguments(error: type[RlgraphError] = GraphError, what: str = "node") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function: check each of its arguments and convert it to its type.
 
-        >>> @checked(what="pool")
+        >>> @check_arguments(what="pool")
         ... def pool(name: Name, *, cpus: Count):
         ...     return name, cpus
         >>> pool("host", cpus="four")

@@ -16,7 +16,7 @@ from rlgraph.plan.model_shapes import shapes_of
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.search import Objective, Replayed, replay_trace, search
 from rlgraph.render.text import align_rows, wrap_line
-from rlgraph.settings import Natural, Positive, checked
+from rlgraph.settings import Natural, Positive, check_arguments
 
 if TYPE_CHECKING:
     from rlgraph.runtime.driver.job import Job
@@ -105,7 +105,7 @@ class Tuning:
         return table(self.ranked[:SHOWN], self.looked_at, self.left_out, self.verdict, self.warnings)
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def replay(trace: "Job | str | Path", *, shares: Mapping[str, Positive] | None = None, depth: Natural | None = None) -> Replayed:
     """Play a recorded run again with other shares of the devices or another depth, and predict its step time; prints as a line.
 
@@ -129,7 +129,7 @@ def replay(trace: "Job | str | Path", *, shares: Mapping[str, Positive] | None =
     return replay_trace(recorded, shares, depth)
 
 
-@checked(PlanError)
+@check_arguments(PlanError)
 def tune(
     build: Callable[..., Graph],
     cluster: Cluster,

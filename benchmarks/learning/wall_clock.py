@@ -73,7 +73,7 @@ def fine_tuned(cfg: Settings, folder: Path, begin: float) -> dict[str, Any]:
                 if accuracy >= begin:
                     break
         job.export(folder, dtype="float32")
-    return {"updates": job.finished, "accuracy": found, "machine": machine()}
+    return {"updates": job.finished_steps, "accuracy": found, "machine": machine()}
 
 
 def accuracy_of(metrics: Mapping[str, float]) -> float | None:

@@ -186,7 +186,7 @@ def run_until_flat(cfg: Settings, folder: Path, flat: Flat, until_s: float, expo
     seconds: list[float] = []
     try:
         with plan.launch(checkpoint=folder / "checkpoints", every=SAVED_AT_ITS_END, keep=1) as job:
-            first = job.finished
+            first = job.finished_steps
             for step in rg.record(job, cfg.steps, folder, samples=0.0, quiet=True):
                 if "val/version" in step.metrics:
                     found = accuracy_of(metrics_of(folder))

@@ -126,7 +126,7 @@ def run_here(folder: Path, depth: int, steps: int, *, recover: bool = True) -> N
     plan = plan_of(folder, depth)
     assert isinstance(plan.source, rg.Graph)
     checkpoints = Checkpoints(plan.source, plan, Recovery(folder / "checkpoints", EVERY, 2)) if recover else None
-    with LocalJob(plan.source, plan, checkpoints) as job, open_metrics(folder / "metrics.jsonl", job.finished) as lines:
+    with LocalJob(plan.source, plan, checkpoints) as job, open_metrics(folder / "metrics.jsonl", job.finished_steps) as lines:
         for step in job.steps(steps):
             lines.write(json.dumps({"step": step.index, "staleness": step.staleness, **step.metrics}) + "\n")
             lines.flush()

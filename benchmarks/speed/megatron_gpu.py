@@ -167,7 +167,7 @@ def receiver(folder: str, job: str, out: Any) -> None:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             load = time.monotonic() - start
-            weights.done()
+            weights.release()
             out.put((start, load, loaded_sums(engine)[0] if torch.cuda.is_available() else placed_hashes(arrived)))
         reader.close()
         out.put("closed")

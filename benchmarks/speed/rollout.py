@@ -67,7 +67,7 @@ class Trainer:
         start = time.perf_counter()
         self.context.version += 1
         weights = self.weights[self.context.version % len(self.weights)]
-        self.context.engine.load_weights(weights, version=self.context.version, running=self.rule.running)
+        self.context.engine.load_weights(weights, version=self.context.version, running=self.rule.interrupt_rule)
         self.loads_s += time.perf_counter() - start
 
 
@@ -119,7 +119,7 @@ def run(
             tokens += sum(len(response.tokens) for response in batch)
             staleness += [step - version for response in batch for version in response.versions]
     seconds = time.perf_counter() - start
-    engine.abort(list(engine.written()))
+    engine.abort(list(engine.count_tokens()))
     return {
         "tokens_per_s": tokens / seconds,
         "step_s": seconds / size.batches,

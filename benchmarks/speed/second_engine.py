@@ -116,7 +116,7 @@ def swap(engine: Any, given: argparse.Namespace) -> dict[str, float]:
             torch.cuda.synchronize()
         found[f"gap_s_{running}"] = time.perf_counter() - start - usual
         found[f"step_s_{running}"] = usual
-        engine.abort(list(engine.written()))
+        engine.abort(list(engine.count_tokens()))
         say(f"swap, {running}: {found[f'gap_s_{running}'] * 1e3:,.1f} ms more than a step of {usual * 1e3:.1f} ms")
     return found
 
@@ -171,8 +171,8 @@ def one(name: str, given: argparse.Namespace) -> bool:
         except Exception:  # noqa: BLE001 (whatever it is, its traceback is printed)
             traceback.print_exc()
             well = False
-            if engine.unfinished():
-                engine.abort(list(engine.written()))
+            if engine.count_requests():
+                engine.abort(list(engine.count_tokens()))
         given.out.write_text(json.dumps(found, indent=1) + "\n")
     return well
 

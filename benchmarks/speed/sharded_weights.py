@@ -152,7 +152,7 @@ def engine_process(folder: str, job: str, trainers: list[str], gpu: int, ranks: 
             arrived = weights.receive(version, LONGEST_S) if SMOKE else decoding.receive(weights, version)
             before, tokens = (decoding.steps or [(0.0, 0.0)])[-1][1], decoding.tokens()
             generator.load_weights(arrived, running="keep")
-            weights.done()
+            weights.release()
             gap = 0.0 if SMOKE else decoding.lost(before, tokens, normal)
             size, (begun, ended) = sum(tensor.nbytes for tensor in arrived.values()), copies[-1]
             loaded = placed_hashes(arrived) if SMOKE else loaded_sums(generator)[0]

@@ -84,7 +84,7 @@ def lora_stage(smoke: bool) -> dict[str, Any]:
         orders.put(version)
         staged.append(results.get(timeout=LONGEST_S)[1])
         reader.receive(version, 60)
-        reader.done()
+        reader.release()
     orders.put(None)
     timed = sorted(staged[WARM_UP:])
     size = sum(a * b for a, b in shapes.values()) * 4
@@ -127,7 +127,7 @@ def lora_publish(smoke: bool) -> dict[str, Any]:
         if on_gpu:
             torch.cuda.synchronize()
         merged.append(time.monotonic() - there)
-        reader.done()
+        reader.release()
         staged.append(seconds)
         received.append(there - began - seconds)
         say(f"version {version}: staged {seconds * 1e3:.2f} ms, merged into live weights {merged[-1] * 1e3:.1f} ms")

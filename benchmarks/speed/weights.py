@@ -147,7 +147,7 @@ class Decoding:
         self.steps: list[tuple[float, float]] = []
 
     def step(self) -> None:
-        while self.engine.unfinished() < SEQUENCES:
+        while self.engine.count_requests() < SEQUENCES:
             self.number += 1
             self.engine.submit(self.request(str(self.number), list(range(1, 33)), self.sampling, self.number))
         start = time.monotonic()
@@ -156,7 +156,7 @@ class Decoding:
 
     def tokens(self) -> int:
         """Count the tokens decoded so far."""
-        return self.finished + int(sum(self.engine.written().values()))
+        return self.finished + int(sum(self.engine.count_tokens().values()))
 
     def receive(self, weights: Any, version: int) -> Any:
         """Receive a version of the weights, decoding until it has arrived."""
@@ -210,7 +210,7 @@ def engine(folder: str, address: str, port: int, width: int, orders: Any, result
         start = time.monotonic()
         generator.load_weights(arrived, running="keep")
         load = time.monotonic() - start
-        weights.done()
+        weights.release()
         gap = decoding.lost(before, tokens, normal)
         published, stall, sums = results.get(timeout=120)
         row = {

@@ -13,7 +13,7 @@ from rlgraph.algorithms.inputs import check_choice, check_mask
 from rlgraph.algorithms.kl import CLAMP
 from rlgraph.algorithms.masks import keep, masked_mean
 from rlgraph.errors import DataError, GraphError, show_value
-from rlgraph.notices import old_attribute
+from rlgraph.notices import accept_old_methods, old_attribute
 from rlgraph.settings import OneOf, Positive
 
 # Importance weights of the trainer's policy over the engine's, since the two give different log-probs to the same tokens.
@@ -28,7 +28,7 @@ class ImportanceWeights(ABC):
     `normalize` divides by the mean over the batch. Log-ratios are clamped to [-20, 20]. Weights of your own derive from it:
 
         >>> class Unbounded(ImportanceWeights):
-        ...     def bounded(self, weights):
+        ...     def bound(self, weights):
         ...         return weights
         ...     def bounds(self):
         ...         return 0.0, float("inf")
@@ -42,6 +42,10 @@ class ImportanceWeights(ABC):
     level: Literal["token", "sequence"] = "token"
     normalize: bool = False
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        accept_old_methods(cls, bounded="bound")
+
     def __post_init__(self) -> None:
         settings.check(self)
 
@@ -52,7 +56,7 @@ class ImportanceWeights(ABC):
         Raises DataError for tensors of different shapes, or a mask that is not bool.
         """
         log_ratio = masked_log_ratio(type(self).__name__, old_log_probs, rollout_log_probs, response_mask)
-        weights = self.bounded(self.raw(log_ratio, response_mask))
+        weights = self.bound(self.raw(log_ratio, response_mask))
         return weights / self.scale(weights, response_mask) if self.normalize else weights
 
     def raw(self, log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -62,8 +66,10 @@ class ImportanceWeights(ABC):
         return keep(log_ratio.clamp(-CLAMP, CLAMP).exp(), mask)
 
     @abstractmethod
-    def bounded(self, weights: torch.Tensor) -> torch.Tensor:
+    def bound(self, weights: torch.Tensor) -> torch.Tensor:
         """Bound the weights."""
+
+    bounded = old_attribute("bounded", "bound")
 
     @abstractmethod
     def bounds(self) -> tuple[float, float]:
@@ -95,7 +101,7 @@ class TruncatedIS(ImportanceWeights):
 
     threshold: Positive = 2.0
 
-    def bounded(self, weights: torch.Tensor) -> torch.Tensor:
+    def bound(self, weights: torch.Tensor) -> torch.Tensor:
         return weights.clamp(max=self.threshold)
 
     def bounds(self) -> tuple[float, float]:
@@ -123,7 +129,7 @@ class IcePop(ImportanceWeights):
                 f"IcePop(low={show_value(self.low)}, high={show_value(self.high)}): the lower bound is above the upper; swap them"
             )
 
-    def bounded(self, weights: torch.Tensor) -> torch.Tensor:
+    def bound(self, weights: torch.Tensor) -> torch.Tensor:
         return torch.where((weights >= self.low) & (weights <= self.high), weights, 0.0)
 
     def bounds(self) -> tuple[float, float]:

@@ -73,7 +73,7 @@ def partial_diagnostics(
     sums, rows = _policies(log_probs, rollout_log_probs, log_ratio, response_mask)
     if correction.weights is not None:
         raw = correction.weights.raw(log_ratio, response_mask)
-        sums["rollout_is_mean"] = correction.weights.bounded(raw).sum()
+        sums["rollout_is_mean"] = correction.weights.bound(raw).sum()
         high, low = _beyond(correction.weights, log_ratio, raw, response_mask)
         if correction.weights.level == "sequence":
             rows["rollout_is_ratio_fraction_high"], rows["rollout_is_ratio_fraction_low"] = high, low
@@ -118,7 +118,7 @@ def _policies(trainer: torch.Tensor, rollout: torch.Tensor, log_ratio: torch.Ten
 
 def _weights(weights: ImportanceWeights, log_ratio: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> Metrics:
     raw = weights.raw(log_ratio, mask)
-    bounded = weights.bounded(raw)
+    bounded = weights.bound(raw)
     low, high = weights.bounds()
     mean = _mean(bounded, tokens)
     # Of centered weights, so that a small variance is not lost beside the square of the mean.

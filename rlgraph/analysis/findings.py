@@ -100,15 +100,15 @@ def _balance(run: Run, side: LoopBalance) -> Iterator[str]:
             )
         else:
             even = "" if tail is None else f", and lengths are even (the longest {tail:.1f} times the mean)"
-            yield f"{head}{even}: {_equal_split(generator, trainer, side)}"
+            yield f"{head}{even}: {_split_advice(generator, trainer, side)}"
     elif side.generator_waits > NOTICED:
         yield (
             f"'{name}' waits {side.generator_waits:.0%} of its time for '{loop.writer}' to make a version: training sets the step; "
-            f"{_equal_split(generator, trainer, side)}"
+            f"{_split_advice(generator, trainer, side)}"
         )
 
 
-def _equal_split(generator: PlannedPool, trainer: PlannedPool, side: LoopBalance) -> str:
+def _split_advice(generator: PlannedPool, trainer: PlannedPool, side: LoopBalance) -> str:
     """Name the split of the devices at which both sides take equally long, if a side speeds up in proportion to its devices."""
     counts = [len(pool.gpus) or pool.cpus for pool in (generator, trainer)]
     total = sum(counts)

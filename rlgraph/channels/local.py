@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from rlgraph.channels.api import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
-from rlgraph.channels.factory import Site, Transport
+from rlgraph.channels.api import End, Meter, Site, Statistics, Stop, Taken, Transport, check_channel, check_columns
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError
 
@@ -107,7 +106,7 @@ class LocalReader:
     def begin(self, step: int, timeout_s: float) -> dict[str, Column]:
         return self.take(step, timeout_s)
 
-    def arrived(self, beyond: int, timeout_s: float) -> int:
+    def wait_for_tensors(self, beyond: int, timeout_s: float) -> int:
         return self._queue.taken[-1].tensors
 
     def release(self) -> None:

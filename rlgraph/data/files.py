@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 from rlgraph.data.rows import Dataset, Policy, Row, Rows, build_rows, in_order, place_of, present_row
 from rlgraph.errors import NOT_JSON, DataError, choices, show_value
-from rlgraph.settings import Count, Name, checked
+from rlgraph.settings import Count, Name, check_arguments
 
 Paths: TypeAlias = str | Path | Sequence[str | Path]
 BATCH = 1024  # rows
@@ -20,7 +20,7 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 INSTALL = "pip install 'rlgraph-dataflow[data]'"
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def parquet(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None, **fields: str) -> Rows:
     """Read parquet files: a path, a folder, a glob as "data/*.parquet", or a list of these.
 
@@ -37,7 +37,7 @@ def parquet(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Coun
     return _read(files_of(paths, (".parquet",)), fields, overlong, max_prompt_tokens, kind="parquet")
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def jsonl(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None, **fields: str) -> Rows:
     """Read JSON lines, or JSON files with a list of rows: a path, a folder, a glob as "data/*.jsonl", or a list of these.
 
@@ -198,7 +198,7 @@ def _lines(file: Path) -> Dataset:
 # Rows of a data set of the Hugging Face hub, or of a folder that `save_to_disk` wrote.
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def huggingface(
     path: Name,
     split: Name = "train",

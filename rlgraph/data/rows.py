@@ -17,7 +17,7 @@ import torch
 
 from rlgraph import settings
 from rlgraph.errors import NOT_JSON, DataError, choices, show_value
-from rlgraph.settings import Count, checked, refuse_unknown
+from rlgraph.settings import Count, check_arguments, refuse_unknown
 
 LIST = "the data set"  # what errors call rows that are of no file
 DIGESTED = 4096  # rows of which a digest is made at most
@@ -221,7 +221,7 @@ def build_rows(
     return Rows(source, name, functions, overlong=Overlong(overlong, max_prompt_tokens))
 
 
-@settings.checked(DataError)
+@settings.check_arguments(DataError)
 def rows(data: Dataset, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None, **fields: str) -> Rows:
     """Take a list, a Hugging Face `Dataset` or another data set as rows, with fields by their paths.
 
@@ -411,7 +411,7 @@ def _is_weight(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def mix(sources: Mapping[str, Any], weights: Mapping[str, float] | Curriculum) -> Mix:
     """Mix data sets: each prompt is drawn from one of them by its weight, and each data set in a seeded order of its own.
 

@@ -9,14 +9,14 @@ from rlgraph.data.files import SUFFIXES, Paths, files_of, load_dataset_split, re
 from rlgraph.data.rows import Overlong, Policy, Row, Rows, at, present, present_row
 from rlgraph.engines.hf.model_files import is_hub_id
 from rlgraph.errors import NOT_JSON, DataError, show_value
-from rlgraph.settings import Count, Name, checked
+from rlgraph.settings import Count, Name, check_arguments
 
 STEPS = 'Let\'s think step by step and output the final answer after "####".'
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 MEDIA = ("images", "videos", "audios")
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def verl(paths: Paths, *, prompt: Name = "prompt", overlong: Policy = "error", max_prompt_tokens: Count | None = None) -> Rows:
     """Read data as verl has it, as it is: parquet or JSON files with messages under `prompt` and `reward_model.ground_truth`.
 
@@ -77,7 +77,7 @@ def as_text(value: Any) -> str:
     return "" if value is None else json.dumps(present(value), ensure_ascii=False, default=str)
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def conversational(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None) -> Rows:
     """Read data in TRL's formats: rows with `prompt`, with `prompt` and `completion`, or with `messages`, as text or as messages.
 
@@ -119,7 +119,7 @@ def _completion_text(completion: Any) -> str:
     return completion if isinstance(completion, str) else "\n".join(as_text(message.get("content")) for message in completion or ())
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def gsm8k(
     source: Paths = "openai/gsm8k",
     split: Name = "train",
@@ -168,7 +168,7 @@ def question_message(question: str, instruction: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": f"{question} {instruction}".rstrip()}]
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def dapo_math(
     source: Paths = "BytedTsinghua-SIA/DAPO-Math-17k",
     split: Name = "train",
@@ -190,7 +190,7 @@ def dapo_math(
     return _problems(source, split, None, None, overlong, max_prompt_tokens).distinct()
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def aime(
     source: Paths = "HuggingFaceH4/aime_2024",
     split: Name = "train",
@@ -233,14 +233,14 @@ def _problems(
     if isinstance(source, str) and is_hub_id(source):
         rows = Rows(load_dataset_split(source, split, config, None), f"'{source}'", (present_row,), overlong=Overlong(overlong, most))
     else:
-        rows = read(_files_of_split(source, split), overlong=overlong, max_prompt_tokens=most)
+        rows = read(_split_files(source, split), overlong=overlong, max_prompt_tokens=most)
     first = rows[0]
     if convert is None or "reward_model" in first:
         return rows.map(_Verl("prompt", _optional(first)))
     return rows.map(convert)
 
 
-def _files_of_split(source: Paths, split: str) -> Paths:
+def _split_files(source: Paths, split: str) -> Paths:
     """Choose the files of a split in a folder, by their names; all of them where no name has it."""
     if not isinstance(source, str | Path) or not Path(source).is_dir():
         return source

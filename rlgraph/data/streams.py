@@ -10,7 +10,7 @@ from typing import Any
 
 from rlgraph.data.rows import Convert, Fields, Overlong, Policy, Row, present_row
 from rlgraph.errors import DataError, show_value
-from rlgraph.settings import Count, checked, refuse_unknown
+from rlgraph.settings import Count, check_arguments, refuse_unknown
 
 SHUFFLES = "BufferShuffledExamplesIterable"  # of datasets: its state lacks the rows in its buffer
 
@@ -80,7 +80,7 @@ class Keep:
         return row if self.keep(row) else None
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def stream(source: Any, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None, **fields: str) -> Stream:
     """Take rows from a stream: a `datasets.IterableDataset`, or a function without arguments that yields rows.
 

@@ -13,6 +13,7 @@ from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.engines.lora import SharedBase
 from rlgraph.errors import DataError
+from rlgraph.notices import accept_old_methods, old_attribute
 from rlgraph.values.sampling import Running, Sampling
 
 Finish: TypeAlias = Literal["stop", "length", "turns", "abort"]  # as in `columns.FINISH_REASONS`
@@ -57,6 +58,13 @@ class GenerateEngine(ABC):
     Your own engine defines the abstract methods; `step`, `abort`, `load_weights` and `generate` are built on them.
     """
 
+    unfinished = old_attribute("unfinished", "count_requests")
+    written = old_attribute("written", "count_tokens")
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        accept_old_methods(cls, unfinished="count_requests", written="count_tokens")
+
     def __init__(self) -> None:
         self.version = 0
         self._ends: dict[str, list[tuple[int, int]]] = {}  # by request: (its tokens so far, version) at each change of weights
@@ -74,11 +82,11 @@ class GenerateEngine(ABC):
         """Run one decode step and return the responses that it finished, without versions. Each says why it ended (`finish`)."""
 
     @abstractmethod
-    def unfinished(self) -> int:
+    def count_requests(self) -> int:
         """Count the requests that the engine holds."""
 
     @abstractmethod
-    def written(self) -> dict[str, int]:
+    def count_tokens(self) -> dict[str, int]:
         """Count the tokens that each unfinished request has so far; 0 while it waits."""
 
     @abstractmethod
@@ -109,7 +117,7 @@ class GenerateEngine(ABC):
 
     def forget(self) -> None:
         """End all requests and begin again at version 0, so that the engine can wait for another job; see `EngineSpec.renews`."""
-        self.drop([*self.written()])
+        self.drop([*self.count_tokens()])
         self._ends.clear()
         self._finished.clear()
         self.version = 0
@@ -130,7 +138,7 @@ class GenerateEngine(ABC):
 
         Nodes that share the engine pass the `prefix` of their own ids. A node also gets its responses that finished in another node's step.
         """
-        if self.unfinished():
+        if self.count_requests():
             self._finished |= self._tag_versions(self.decode())
         mine = {name: response for name, response in self._finished.items() if name.startswith(prefix)}
         for name in mine:
@@ -151,7 +159,7 @@ class GenerateEngine(ABC):
         Raises DataError unless `weights` are exactly the model's parameters, each of its full shape.
         """
         self.replace_weights(weights, running)
-        for request_id, count in self.written().items():
+        for request_id, count in self.count_tokens().items():
             if count:
                 self._ends.setdefault(request_id, []).append((count, self.version))
         self.version = self.version + 1 if version is None else version
@@ -347,7 +355,7 @@ class Place(Protocol):
     def device(self) -> str: ...
 
     @property
-    def shared(self) -> bool: ...
+    def shares_devices(self) -> bool: ...
 
     @property
     def copies(self) -> int: ...

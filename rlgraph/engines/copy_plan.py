@@ -93,7 +93,7 @@ def record(model: Loadable, weights: Mapping[str, torch.Tensor]) -> CopyPlan | N
 
     with recorder:
         model.load_weights(one_by_one())
-    if recorder.foreign or not all(_covers_once(parameter, recorder.written) for parameter in model.parameters()):
+    if recorder.foreign or not all(_covers_exactly(parameter, recorder.written) for parameter in model.parameters()):
         notices.here.say(
             f"{type(model).__name__} loads weights with more than copies, so every new version goes through its own loader instead of "
             "recorded copies: swaps take longer"
@@ -106,7 +106,7 @@ def _place(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _covers_once(parameter: torch.Tensor, written: Mapping[int, list[tuple[int, torch.Tensor]]]) -> bool:
+def _covers_exactly(parameter: torch.Tensor, written: Mapping[int, list[tuple[int, torch.Tensor]]]) -> bool:
     """Whether every element was copied or is a constant, and none is both: a replay would lose a constant set after a copy."""
     last = torch.zeros(parameter.untyped_storage().nbytes() // parameter.itemsize, dtype=torch.uint8, device=parameter.device)
     for kind, part in written.get(_place(parameter), []):

@@ -1,6 +1,6 @@
 """The engines by name: how each is loaded, the settings it takes, and the estimates that a plan needs; and parsers of tool calls.
 
-A new engine is one file with a `SPEC` and one line in a table below. Nothing outside this folder compares the name of an engine.
+A new engine is one file with an `ENGINE` and one line in a table below. Nothing outside this folder compares the name of an engine.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,7 +89,7 @@ def check_plan(model: Any) -> None:
                     f"experts between ranks with passes of their own; leave out {name}"
                 )
         check_folder_experts(type(model).__name__, model.path, model.expert_parallel)
-    if model.traits.sharing > 1:
+    if model.traits.ranks_per_pass > 1:
         check_folder_parallel(type(model).__name__, model.path, tensor=model.tensor_parallel, context=model.context_parallel)
 
 
@@ -142,7 +142,7 @@ class TrainerSpec(Estimates):
 
 
 class SpecTable(Generic[S]):
-    """Specs by name. A spec given by its module is imported at its first use."""
+    """Specs by name. A spec given as `module:name` is imported at its first use."""
 
     def __init__(self, known: Mapping[str, str | S]) -> None:
         self._known: dict[str, str | S] = dict(known)
@@ -164,17 +164,18 @@ class SpecTable(Generic[S]):
     def find(self, asked: str | S) -> S:
         """Look up a spec by its name; a spec is returned as it is."""
         found: Any = self._known[asked] if isinstance(asked, str) else asked
-        return import_module(found).SPEC if isinstance(found, str) else found
+        if not isinstance(found, str):
+            return found
+        module, _, name = found.partition(":")
+        return vars(import_module(module))[name]
 
     def with_setting(self, name: str) -> list[str]:
         """List the names of the specs that take a setting."""
         return [known for known in self._known if self.find(known).takes(name)]
 
 
-ENGINES: SpecTable[EngineSpec] = SpecTable({name: f"rlgraph.engines.{name}.spec" for name in ("vllm", "transformers", "sglang")})
-TRAINERS: SpecTable[TrainerSpec] = SpecTable(
-    {"fsdp": "rlgraph.engines.fsdp.spec", "megatron": "rlgraph.engines.megatron.spec", "vllm": "rlgraph.engines.vllm.scorer_spec"}
-)
+ENGINES: SpecTable[EngineSpec] = SpecTable({name: f"rlgraph.engines.{name}.spec:ENGINE" for name in ("vllm", "transformers", "sglang")})
+TRAINERS: SpecTable[TrainerSpec] = SpecTable({name: f"rlgraph.engines.{name}.spec:TRAINER" for name in ("fsdp", "megatron", "vllm")})
 
 
 def engine_of(generator: Any) -> EngineSpec:
@@ -223,13 +224,13 @@ def vllm_calls(name: str, tokenizer: Any) -> Callable[[str, Mapping[str, Any]], 
     except Exception as error:  # noqa: BLE001 (whatever a parser of vLLM raises for another tokenizer)
         raise GraphError(f"{where}: vLLM's parser cannot be used with this model ({type(error).__name__}: {error!s:.200})") from None
 
-    def parsed(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def parse(text: str, schemas: Mapping[str, Any]) -> list[tuple[str, str]]:
         tools = [{"type": "function", "function": {"name": tool, "parameters": dict(schema)}} for tool, schema in schemas.items()]
         request = ChatCompletionRequest(model="policy", messages=[], tools=tools or None)
         found = parser.extract_tool_calls(text, request)
         return [(call.function.name, call.function.arguments) for call in found.tool_calls]
 
-    return parsed
+    return parse
 
 
 # Load the engine of a model in its place: a scorer, and the dtype in which an engine computes there.

@@ -16,8 +16,8 @@ from rlgraph import settings
 from rlgraph.errors import GraphError, choices
 from rlgraph.graph import rules
 from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
-from rlgraph.notices import accept_old_names
-from rlgraph.settings import Count, Name, Natural, Range, checked
+from rlgraph.notices import accept_old_names, old_attribute
+from rlgraph.settings import Count, Name, Natural, Range, check_arguments
 
 # The nodes of a graph, found from its outputs, and those that it leaves out.
 
@@ -271,14 +271,16 @@ class Output:
     def columns(self) -> tuple[str, ...]:
         return tuple(self.prefix + column for column in self.node.writes) if self.kind == "batch" else ()
 
-    def apart(self, prefix: str) -> "Output":
+    def with_prefix(self, prefix: str) -> "Output":
         """Give the same batch under other names: a node that takes it keeps its rows apart from those without the prefix.
 
         >>> import rlgraph as rg
-        >>> rg.prompts([{"prompt": "1 + 1 ="}], count=1).apart("more.").columns
+        >>> rg.prompts([{"prompt": "1 + 1 ="}], count=1).with_prefix("more.").columns
         ('more.prompt_texts', 'more.prompt_ids')
         """
         return replace(self, prefix=prefix + self.prefix)
+
+    apart = old_attribute("apart", "with_prefix")
 
 
 class Feedback:
@@ -304,7 +306,7 @@ class Feedback:
 
 
 @accept_old_names(freshest="latest")
-@checked(what="feedback")
+@check_arguments(what="feedback")
 def feedback(
     name: Name,
     *,
@@ -339,7 +341,7 @@ def feedback(
     return Feedback(name, depth, buffers, latest, bucket_bytes, checksum, columns)
 
 
-@checked()
+@check_arguments()
 def declare(
     name: Name,
     operation: Operation,
@@ -407,7 +409,7 @@ class Graph:
 
     HOW: ClassVar[str] = "pass a graph, as rg.Graph('name', step.metrics)"
 
-    @checked(what="graph")
+    @check_arguments(what="graph")
     def __init__(self, name: Name, *outputs: Output) -> None:
         self.name = name
         if not outputs:
@@ -435,11 +437,13 @@ class Graph:
                 graph.add_edge(output.node, node, columns=tuple(dict.fromkeys((*columns, column.removeprefix(output.prefix)))))
         return graph
 
-    def evaluates_apart(self, node: Node) -> bool:
+    def is_separate_evaluation(self, node: Node) -> bool:
         """Whether a node evaluates on a generator of its own, and not on one that time-shares with rollouts."""
         if node.due is None or node.feedback is None:
             return False
         return all(other.due is not None for other in self.nodes if other.model is node.model and other.feedback is node.feedback)
+
+    evaluates_apart = old_attribute("evaluates_apart", "is_separate_evaluation")
 
     @cached_property
     def pools(self) -> tuple[Pool, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
+from rlgraph.notices import old_attribute
 from rlgraph.settings import document_arguments
 from rlgraph.values.trainer import TrainerSettings
 
@@ -99,9 +100,11 @@ class NodeTraits:
         return self.admission is not None and self.admission.continuous
 
     @property
-    def running(self) -> "Running":
+    def interrupt_rule(self) -> "Running":
         """What happens to the keys and values of running responses when new weights come."""
         return self.interrupt or "recompute"
+
+    running = old_attribute("running", "interrupt_rule")
 
     @property
     def ahead(self) -> int:
@@ -280,6 +283,8 @@ class ModelTraits(TrainerSettings):
         return 1 if str(self.engine_args.get("kv_cache_dtype")).startswith("fp8") else None
 
     @property
-    def together(self) -> int:
+    def worker_multiple(self) -> int:
         """The workers of which a model has a multiple: whole groups that compute a pass, and that share experts."""
-        return lcm(self.sharing, self.pipeline_parallel * self.expert_parallel)
+        return lcm(self.ranks_per_pass, self.pipeline_parallel * self.expert_parallel)
+
+    together = old_attribute("together", "worker_multiple")

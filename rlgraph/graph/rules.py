@@ -66,7 +66,7 @@ def _check_reader(graph: "Graph", feedback: "Feedback", source: "Model", node: "
     own = [name for name, given in (("weights_dtype", model.traits.weights_dtype), ("drafts", model.traits.drafts)) if given is not None]
     if own:
         raise GraphError(f"{where}, and its engine has {own[0]}=, which computes in another way; leave out {own[0]}, or exact")
-    if sampling is not None and not sampling.whole:
+    if sampling is not None and not sampling.is_full_distribution:
         raise GraphError(
             f"{where}, and samples with top_p={sampling.top_p}, top_k={sampling.top_k} and temperature={sampling.temperature}: the "
             "trainer's log-probs are those of all tokens; use top_p=1, top_k=0 and a temperature above 0"
@@ -107,7 +107,7 @@ def check_adapters(graph: "Graph") -> None:
 # The rule of graphs whose engines tell which experts they chose, `Generator(routes=True)`.
 
 
-def routes_have_a_reader(graph: "Graph") -> None:
+def check_route_readers(graph: "Graph") -> None:
     """Refuse routes that nobody reads: they are the largest columns of a rollout."""
     read = {node.source_of("routes") for node in graph.nodes if "routes" in node.reads}
     for node in graph.nodes:
@@ -137,7 +137,7 @@ def lags(graph: "Graph") -> "Mapping[Node, int]":
     late: set[Node] = set()
     driven = [node for node in graph.nodes if node.feedback is not None and node.feedback.depth > 0 and node.due is None]
     for rollout in driven:
-        late.update(_nodes_waiting_elsewhere(graph, rollout))
+        late.update(_blocked_nodes(graph, rollout))
     most = max(1, min((node.feedback.depth for node in driven if node.feedback is not None), default=1) - 1)
     size = -1
     while late and size != len(late):
@@ -146,7 +146,7 @@ def lags(graph: "Graph") -> "Mapping[Node, int]":
     return {node: most if node in late and late.isdisjoint(driven) else 0 for node in graph.nodes}
 
 
-def _nodes_waiting_elsewhere(graph: "Graph", rollout: "Node") -> "Iterator[Node]":
+def _blocked_nodes(graph: "Graph", rollout: "Node") -> "Iterator[Node]":
     """Yield the nodes of the rollout's pool that wait for work on other devices, if the update that publishes its weights is among them."""
     elsewhere = [node for node in nx.descendants(graph.forward, rollout) if node.pool is not rollout.pool]
     behind = {node for other in elsewhere for node in nx.descendants(graph.forward, other) if node.pool is rollout.pool}
@@ -157,7 +157,7 @@ def _nodes_waiting_elsewhere(graph: "Graph", rollout: "Node") -> "Iterator[Node]
 def _must_be_late(graph: "Graph", node: "Node", late: "set[Node]", most: int) -> bool:
     """Tell whether a node reads from a late one, fires in its worker, works on the same chunks, or needs its weights too soon."""
     feedback = node.feedback
-    soon = feedback is not None and (graph.evaluates_apart(node) or feedback.depth < most)
+    soon = feedback is not None and (graph.is_separate_evaluation(node) or feedback.depth < most)
     return (
         any(output.node in late for output in node.inputs)
         or any(node.model is not None and node.model is other.model for other in late)
@@ -262,7 +262,7 @@ def check_whole_distribution(name: str, inputs: Sequence["Output"], reads: Seque
     """Refuse a reader of a rollout's log-probs if they are those of some tokens only: a trainer's are always those of all tokens."""
     for output in inputs:
         sampling = output.node.traits.sampling
-        if sampling is None or sampling.whole or output.prefix + SAMPLED not in {*output.columns} & {*reads}:
+        if sampling is None or sampling.is_full_distribution or output.prefix + SAMPLED not in {*output.columns} & {*reads}:
             continue
         raise GraphError(
             f"node '{name}' reads '{SAMPLED}' of '{output.node.name}', which samples with top_p={sampling.top_p}, "
@@ -308,7 +308,7 @@ def check_chunks(node: "Node") -> None:
             )
 
 
-def names_are_unique(graph: "Graph") -> None:
+def check_unique_names(graph: "Graph") -> None:
     """Plans, channels and reports identify nodes and pools by their names."""
     for name, count in Counter(node.name for node in graph.nodes).items():
         if count > 1:
@@ -318,7 +318,7 @@ def names_are_unique(graph: "Graph") -> None:
             raise GraphError(f"graph '{graph.name}' has {count} different pools called '{name}'; use one Pool object, or two names")
 
 
-def feedbacks_are_closed(graph: "Graph") -> None:
+def check_closed_edges(graph: "Graph") -> None:
     """An open feedback edge has no update that sends weights."""
     for feedback in (*graph.feedbacks, *graph.earlier):
         if feedback.source is None:
@@ -326,7 +326,7 @@ def feedbacks_are_closed(graph: "Graph") -> None:
             raise GraphError(f"graph '{graph.name}' has an open feedback '{feedback.name}'; close it with {fix}")
 
 
-def feedbacks_close_a_cycle(graph: "Graph") -> None:
+def check_edge_cycles(graph: "Graph") -> None:
     """Weights go to rollouts on whose responses they are trained."""
     for feedback in graph.feedbacks:
         assert feedback.source is not None
@@ -339,7 +339,7 @@ def feedbacks_close_a_cycle(graph: "Graph") -> None:
                 )
 
 
-def closed_edges_are_read(graph: "Graph") -> None:
+def check_edge_readers(graph: "Graph") -> None:
     """An edge that no node reads leaves the generator at its first weights for ever."""
     read = {*graph.feedbacks, *graph.earlier}
     for node in graph.nodes:
@@ -352,7 +352,7 @@ def closed_edges_are_read(graph: "Graph") -> None:
             )
 
 
-def earlier_columns_close_a_cycle(graph: "Graph") -> None:
+def check_column_cycles(graph: "Graph") -> None:
     """Columns of an earlier step come from a node that depends on the one that gets them: neither is then ahead of the other."""
     for node in graph.nodes:
         source = node.earlier.source if node.earlier is not None else None
@@ -369,7 +369,7 @@ def earlier_columns_close_a_cycle(graph: "Graph") -> None:
             )
 
 
-def drawn_prompts_have_one_reader(graph: "Graph") -> None:
+def check_prompt_readers(graph: "Graph") -> None:
     """A node that draws prompts by itself takes them from the source, so no other node can read the same ones."""
     takers = {id(n.traits.draws_from): n for n in graph.nodes if n.traits.draws_from is not None}
     for node in graph.nodes:
@@ -387,7 +387,7 @@ def drawn_prompts_have_one_reader(graph: "Graph") -> None:
             )
 
 
-def depth_buys_something(graph: "Graph") -> None:
+def check_useful_depth(graph: "Graph") -> None:
     """A depth above 0 lets a rollout overlap with an update; without that it would only make batches stale."""
     pools = {node.pool.name for node in graph.nodes if node.pool is not None and node.due is None}
     for feedback in graph.feedbacks:
@@ -404,7 +404,7 @@ def depth_buys_something(graph: "Graph") -> None:
             )
 
 
-def continuous_rollouts_have_their_pool_alone(graph: "Graph") -> None:
+def check_continuous_pools(graph: "Graph") -> None:
     """Responses stay in the engine between two firings, so no other model may take their memory."""
     for node in graph.nodes:
         if not node.traits.continuous:
@@ -417,7 +417,7 @@ def continuous_rollouts_have_their_pool_alone(graph: "Graph") -> None:
             )
 
 
-def a_model_is_updated_once(graph: "Graph") -> None:
+def check_single_update(graph: "Graph") -> None:
     """One step makes one version of the weights: two updates of a model would make two, and the edge carries the first alone."""
     updates: dict[int, Any] = {}
     for node in (node for node in graph.nodes if node.model is not None and node.traits.work == "train"):
@@ -429,7 +429,7 @@ def a_model_is_updated_once(graph: "Graph") -> None:
             )
 
 
-def a_model_follows_one_edge(graph: "Graph") -> None:
+def check_single_edge(graph: "Graph") -> None:
     """A model holds the weights of one feedback edge: nodes that follow another, and rollouts that follow none, would use them too."""
     for node in (node for node in graph.nodes if node.model is not None and node.feedback is not None):
         works = {node.traits.work, "generate"}
@@ -443,7 +443,7 @@ def a_model_follows_one_edge(graph: "Graph") -> None:
             )
 
 
-def passes_come_before_the_update(graph: "Graph") -> None:
+def check_update_order(graph: "Graph") -> None:
     """Old log-probs and values are computed before the update: the nodes of a model fire in the order of their declaration."""
     for node in graph.nodes:
         trained = next((n for n in graph.nodes if n.model is node.model and n.traits.work == "train" and n.serial < node.serial), None)
@@ -454,7 +454,7 @@ def passes_come_before_the_update(graph: "Graph") -> None:
             )
 
 
-def chunks_have_a_reader(graph: "Graph") -> None:
+def check_chunk_readers(graph: "Graph") -> None:
     """Chunks help only if some node works on one while the rest decodes."""
     for rollout in (node for node in graph.nodes if node.stream is node):
         readers = list(graph.forward.successors(rollout))
@@ -474,7 +474,7 @@ def _why_full_batch(reader: "Node", rollout: "Node") -> str:
     return "also reads a column of the whole batch, or of another rollout's chunks"
 
 
-def chunks_fit_a_channel(graph: "Graph") -> None:
+def check_chunk_sizes(graph: "Graph") -> None:
     """All chunks of the open batches fit into the slots of a channel."""
     open_batches = 1 + max((feedback.depth for feedback in graph.feedbacks), default=0)
     for node in graph.nodes:
@@ -485,9 +485,9 @@ def chunks_fit_a_channel(graph: "Graph") -> None:
             )
 
 
-def evaluations_delay_nobody(graph: "Graph") -> None:
+def check_evaluation_delay(graph: "Graph") -> None:
     """An evaluation with a generator of its own may not keep other nodes of its pool waiting."""
-    for node in (node for node in graph.nodes if graph.evaluates_apart(node)):
+    for node in (node for node in graph.nodes if graph.is_separate_evaluation(node)):
         others = [other.name for other in graph.nodes if other.pool is node.pool and other.due is None]
         if others:
             raise GraphError(
@@ -497,23 +497,23 @@ def evaluations_delay_nobody(graph: "Graph") -> None:
 
 
 GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
-    names_are_unique,
-    feedbacks_are_closed,
-    closed_edges_are_read,
-    feedbacks_close_a_cycle,
-    earlier_columns_close_a_cycle,
-    drawn_prompts_have_one_reader,
-    depth_buys_something,
-    continuous_rollouts_have_their_pool_alone,
-    a_model_is_updated_once,
-    a_model_follows_one_edge,
-    passes_come_before_the_update,
-    chunks_have_a_reader,
-    chunks_fit_a_channel,
-    evaluations_delay_nobody,
+    check_unique_names,
+    check_closed_edges,
+    check_edge_readers,
+    check_edge_cycles,
+    check_column_cycles,
+    check_prompt_readers,
+    check_useful_depth,
+    check_continuous_pools,
+    check_single_update,
+    check_single_edge,
+    check_update_order,
+    check_chunk_readers,
+    check_chunk_sizes,
+    check_evaluation_delay,
     check_adapters,
     check_exact,
-    routes_have_a_reader,
+    check_route_readers,
 )
 
 

@@ -41,19 +41,19 @@ class Arrivals(Protocol):
         """Wait for this version and load it, after those before it. Raises ChannelTimeout at the deadline."""
 
 
-@accept_old_names(meeting="listen_fd", counted="report_progress")
+@accept_old_names(meeting="listen_fd", counted="report_progress", shared="shares_devices")
 @refuse_unknown
 @dataclass
 class Context:
     """The worker's side of a node: its engine, its rank, and the version of the weights that the engine holds.
 
     `rendezvous` is the torch.distributed address at which the ranks of one model meet. If they are on several hosts, `listen_fd` is the
-    descriptor of the socket on which rank 0 listens there. The engine computes on `device`; `shared` says whether other models time-share
-    it, `copies` how many versions of the weights it keeps there, `merging_bytes` what it keeps there instead to merge adapters (None: whole
-    weights arrive), and `sequences` how many responses it decodes at once at most. `exact` says whether a policy that the engine follows
-    computes its log-probs to the bit, and `shared_base` has the frozen weights that other models hold as well. `arrivals` loads new
-    versions for a node that reads a feedback edge. `set_aside` lists places of the data order to skip, because their prompts killed a
-    worker. What a node does within `waiting()` is recorded as its wait for tools or environments.
+    descriptor of the socket on which rank 0 listens there. The engine computes on `device`; `shares_devices` says whether other models
+    time-share it, `copies` how many versions of the weights it keeps there, `merging_bytes` what it keeps there instead to merge adapters
+    (None: whole weights arrive), and `sequences` how many responses it decodes at once at most. `exact` says whether a policy that the
+    engine follows computes its log-probs to the bit, and `shared_base` has the frozen weights that other models hold as well. `arrivals`
+    loads new versions for a node that reads a feedback edge. `set_aside` lists places of the data order to skip, because their prompts
+    killed a worker. What a node does within `waiting()` is recorded as its wait for tools or environments.
 
     A long node reports its progress with `report_progress(done, total, unit)`; progress bars and reports of stalls show it:
 
@@ -83,7 +83,7 @@ class Context:
     listen_fd: int = -1
     version: int = 0
     device: str = "cpu"
-    shared: bool = False
+    shares_devices: bool = False
     copies: int = 1
     merging_bytes: int | None = None
     arrivals: Arrivals | None = None
@@ -97,6 +97,7 @@ class Context:
 
     meeting = old_attribute("meeting", "listen_fd")
     counted = old_attribute("counted", "report_progress")
+    shared = old_attribute("shared", "shares_devices")
 
     def tokenizer(self, path: str) -> Any:
         """Return the tokenizer of a model folder; only the first call loads it."""

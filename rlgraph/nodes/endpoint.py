@@ -313,11 +313,11 @@ class Endpoint:
         await runner.setup()
         server = runner.server
         assert server is not None
-        self._listener = await self._loop.create_server(lambda: self._admitted(server()), HOST, 0, backlog=128)
+        self._listener = await self._loop.create_server(lambda: self._admit(server()), HOST, 0, backlog=128)
         self.port = self._listener.sockets[0].getsockname()[1]
         return runner
 
-    def _admitted(self, connection: Any) -> Any:
+    def _admit(self, connection: Any) -> Any:
         """Count a new connection as a stranger's, and close the oldest of them where they hold a quarter of this process's descriptors."""
         self._strangers[connection] = None
         if len(self._strangers) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4:
@@ -330,7 +330,7 @@ class Endpoint:
         """Wrap a handler: check the key, and answer errors in OpenAI's shape."""
         from aiohttp import web
 
-        async def answered(request: Any) -> Any:
+        async def answer(request: Any) -> Any:
             try:
                 key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
                 if key not in self._sessions:
@@ -346,7 +346,7 @@ class Endpoint:
                 broken = ApiError(400, f"the body cannot be read: {error!s:.300}", "invalid_request")
                 return web.json_response(broken.body(), status=400)
 
-        return answered
+        return answer
 
     async def _refuse_path(self, request: Any, session: Any) -> Any:
         raise ApiError(404, f"there is no {request.method} {request.path}; this endpoint has {PATHS}", "not_found")

@@ -21,7 +21,7 @@ from rlgraph.nodes.base import Context, Stage, tensor_of
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, checked_messages, is_conversation
 from rlgraph.nodes.items import Mixed, Order, Shuffled, check_data, notify_repeats, read
 from rlgraph.nodes.prompts import RowsPerStep, is_stream
-from rlgraph.settings import Count, Name, Natural, checked
+from rlgraph.settings import Count, Name, Natural, check_arguments
 
 # What a row of a data set gives to learn from: one example, or two of which one is better.
 
@@ -250,7 +250,7 @@ def _characters(example: Example) -> int:
     )
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def examples(
     data: Dataset,
     count: RowsPerStep,
@@ -297,7 +297,7 @@ def examples(
     return _declare_examples(name, data, count, model, seed, chat, learns, each, numbers, max_tokens, overlong)
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def pairs(
     data: Dataset,
     count: RowsPerStep,
@@ -445,7 +445,7 @@ def solution_of(where: str, row: Any, separator: str) -> Solution:
     return prompt, steps, good
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def stepwise(
     data: Dataset, count: RowsPerStep, model: Model, *, separator: Name = "\n", seed: Natural = 0, name: Name = "stepwise"
 ) -> Output:

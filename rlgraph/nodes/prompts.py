@@ -34,7 +34,7 @@ from rlgraph.nodes.items import (
     read,
 )
 from rlgraph.nodes.trial import PROMPTS
-from rlgraph.settings import Name, Natural, Range, checked
+from rlgraph.settings import Name, Natural, Range, check_arguments
 
 # A source of prompts: what those that draw from a data set and those that read a stream have in common.
 
@@ -451,7 +451,7 @@ class Prompts(PromptSource):
             )
 
 
-@checked(DataError)
+@check_arguments(DataError)
 def prompts(
     data: Dataset | Stream,
     count: PerStep,

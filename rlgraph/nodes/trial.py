@@ -88,9 +88,9 @@ def _fire_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
     many = node.chunks > 1 and node.follows is None  # it makes the chunks of a batch
     if node.model is not None or many or node.traits.given == () or any(output.prefix for output in node.inputs):
         return None
-    written, rewards = _written(node, columns), columns.get("rewards")
+    written, rewards = _fire(node, columns), columns.get("rewards")
     if _not_finite(columns, written) and isinstance(rewards, torch.Tensor):  # made-up texts may all score the same, as few batches do
-        written = _written(node, {**columns, "rewards": (torch.arange(len(rewards)) % 2).to(rewards) / 2 + 0.25})
+        written = _fire(node, {**columns, "rewards": (torch.arange(len(rewards)) % 2).to(rewards) / 2 + 0.25})
     if name := _not_finite(columns, written):
         raise GraphError(
             f"node '{node.name}' returned {name} with NaN or an infinity; its numbers must be finite: look for a division by 0, e.g. by a "
@@ -104,7 +104,7 @@ def _fire_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
     return {name: column[:rows] for name, column in written.items()}
 
 
-def _written(node: "Node", columns: Columns) -> Columns:
+def _fire(node: "Node", columns: Columns) -> Columns:
     operation, read = copy_callable(node.operation), columns if node.earlier is not None else ReadColumns(columns)
     what = "the function" if node.traits.given is not None else f"its operation '{type(operation).__name__}'"
     written, metrics = fired_parts(_call_in_time(what, lambda: operation.start(Context())(0, read)))

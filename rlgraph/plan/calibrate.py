@@ -164,7 +164,7 @@ class Share:
 
     tokens: float
     passes: Array | None = None
-    alone: bool = True
+    is_unsharded: bool = True
 
     def at_least(self, floor: float) -> float:
         """Sum the tokens, with each pass counted as at least `floor`."""
@@ -178,21 +178,21 @@ def share_of(setting: Setting, sampled: Sequence[Sampled]) -> Share:
     if 0 < lengths.size < setting.rows:
         prompts *= setting.rows / lengths.size
         lengths = np.resize(lengths, (1, int(setting.rows)))  # repeats them
-    tokens, alone = (prompts + float(lengths.sum())) / setting.devices, setting.alone
+    tokens, unsharded = (prompts + float(lengths.sum())) / setting.devices, setting.is_unsharded
     if setting.passes is None or not lengths.size:
-        return Share(tokens, None, alone)
+        return Share(tokens, None, unsharded)
     passes = setting.passes.of_a_rank(lengths, prompts / lengths.size, setting.engines)[0] / setting.width
-    return Share(tokens if setting.passes.group == 1 else float(passes.sum()), passes[passes > 0], alone)
+    return Share(tokens if setting.passes.group == 1 else float(passes.sum()), passes[passes > 0], unsharded)
 
 
 def by_passes(setting: Setting, shares: Sequence[Share], seconds: Array, plain: NodeCost) -> NodeCost:
     """Fit the function of the measured ranks, and from runs on other devices the least seconds of a pass with, or without, a sharded
     model. It is `plain` if tokens explain nothing."""
-    alone = setting.alone
-    own = np.array([share.alone == alone for share in shares])
-    cost = _by_tokens(setting, [share for share in shares if share.alone == alone], seconds[own], plain)
-    floor = _least(cost, [share for share in shares if share.alone != alone], seconds[~own])
-    pass_s, sharded_s = (cost.pass_s, floor) if alone else (floor, cost.pass_s)
+    unsharded = setting.is_unsharded
+    own = np.array([share.is_unsharded == unsharded for share in shares])
+    cost = _by_tokens(setting, [share for share in shares if share.is_unsharded == unsharded], seconds[own], plain)
+    floor = _least(cost, [share for share in shares if share.is_unsharded != unsharded], seconds[~own])
+    pass_s, sharded_s = (cost.pass_s, floor) if unsharded else (floor, cost.pass_s)
     return replace(cost, pass_s=pass_s, sharded_pass_s=sharded_s)
 
 
@@ -364,7 +364,7 @@ def costs_of(traces: Sequence[Trace]) -> Costs:
     everything = [replace(s, step=_global_step(run, s.step)) for run, trace in enumerate(traces) for s in trace.sampled]
     tokens = {node.name: _by_firing(s for s in everything if s.node == node.name and s.response_tokens) for node in plan.nodes}
 
-    def moving(event: str) -> float:
+    def move_seconds(event: str) -> float:
         found = [span.seconds for span in here if span.name == event and span.kind in MOVING]
         return mean(np.array(found)) + late[event] if found else 0.0
 
@@ -386,10 +386,10 @@ def costs_of(traces: Sequence[Trace]) -> Costs:
     prompts = sum(s.prompt_tokens for s in traces[0].sampled)
     return Costs(
         nodes,
-        publish_s=sum(moving(publish_event(loop.name)) for loop in plan.loops),
-        receive_s=max((moving(receive_event(loop.name, reader)) for loop in plan.loops for reader in loop.readers), default=0.0),
+        publish_s=sum(move_seconds(publish_event(loop.name)) for loop in plan.loops),
+        receive_s=max((move_seconds(receive_event(loop.name, reader)) for loop in plan.loops for reader in loop.readers), default=0.0),
         swap_s=max(
-            (moving(load_event(loop.name, reader, apart=loop.due is not None)) for loop in plan.loops for reader in loop.readers),
+            (move_seconds(load_event(loop.name, reader, apart=loop.due is not None)) for loop in plan.loops for reader in loop.readers),
             default=0.0,
         ),
         source="measured",

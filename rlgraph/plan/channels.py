@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol, TypeAlias, TypeVar
 
-from rlgraph.channels.factory import TRANSPORTS, Reach, first_choice, transport_of
+from rlgraph.channels.api import TRANSPORTS, Reach, first_choice, transport_of
 from rlgraph.channels.host.channel import PART_BYTES
 from rlgraph.channels.host.protocol import part_bytes
 from rlgraph.channels.remote import transfer

@@ -55,7 +55,7 @@ def open_nodes(plan: Plan, lookahead: Mapping[str, int], worker: PlannedWorker) 
     )
 
 
-def steps_before_cut(plan: Plan, lookahead: Mapping[str, int], worker: PlannedWorker) -> int:
+def count_steps_before_cut(plan: Plan, lookahead: Mapping[str, int], worker: PlannedWorker) -> int:
     """Count the steps before the cut whose batches of this worker are still to be read, by nodes that get columns of earlier steps."""
     channels = [channel for channel in plan.channels if channel.kind == "earlier" and channel.writer in worker.nodes]
     return max((-_read(plan, lookahead, channel, reader) for channel in channels for reader in channel.readers), default=0)

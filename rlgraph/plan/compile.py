@@ -10,7 +10,7 @@ from operator import itemgetter
 
 import networkx as nx
 
-from rlgraph.channels.factory import transport_of
+from rlgraph.channels.api import transport_of
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph, Node
 from rlgraph.graph.rules import exact_models
@@ -228,17 +228,17 @@ def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Co
     for node in (node for node in graph.nodes if node.chunks > 1):
         cost = costs.cost_of(node.name)
         shares[node.name] = (
-            cost.chunk_shares(settings[node.name], costs.lengths, costs.steps_drawn(rows), rows, node.chunks).mean(axis=0).tolist()
+            cost.chunk_shares(settings[node.name], costs.lengths, costs.choose_draws(rows), rows, node.chunks).mean(axis=0).tolist()
         )
     if not shares:
         return schedule
 
-    def timed(event: Event) -> Event:
+    def with_time(event: Event) -> Event:
         if event.kind != "fire" or event.node not in shares:
             return event
         return replace(event, seconds=event.seconds * len(shares[event.node]) * shares[event.node][event.chunk])
 
-    return replace(schedule, events=tuple(map(timed, schedule.events)))
+    return replace(schedule, events=tuple(map(with_time, schedule.events)))
 
 
 def candidates(graph: Graph, cluster: Cluster, costs: Costs, divisions: Divisions) -> Iterator[tuple[Counts, float]]:
@@ -265,7 +265,7 @@ def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Cal
     It is an approximation: with other counts other channels can leave a host, which changes the order of puts.
     """
     workers, settings, schedule = place_and_schedule(graph, cluster, like, costs)
-    timed, seconds, rows = Timed(schedule), schedule.seconds(), max(node.rows for node in graph.nodes)
+    with_time, seconds, rows = Timed(schedule), schedule.seconds(), max(node.rows for node in graph.nodes)
     asleep = sleep_costs(graph, workers, settings, costs.sleep)
     first = {name: worker for worker in reversed(workers) for name in worker.nodes}
     usual = {node.name: mean_seconds(graph, node, settings[node.name], costs, rows) for node in graph.nodes}
@@ -282,7 +282,7 @@ def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Cal
 
     def period(counts: Counts) -> float:
         there = settings_on(graph, cluster, counts)
-        return timed.period_s({event.name: seconds[event.name] * scale(event, there) for event in schedule.events})
+        return with_time.period_s({event.name: seconds[event.name] * scale(event, there) for event in schedule.events})
 
     return period
 

@@ -42,7 +42,7 @@ class Passes:
     recompute: Recompute | None = field(default=None, compare=False)
 
     @property
-    def sharing(self) -> int:
+    def ranks_per_pass(self) -> int:
         """The ranks that compute one pass together."""
         return self.tensor * self.context * self.pipeline
 
@@ -52,7 +52,7 @@ class Passes:
         Ranks wait for each other in every pass, so a pass counts the tokens of the rank that has the most. Of a pass that ranks share each
         counts its share. Of more than `ALIKE` ranks that many, with their share of the rows, stand for all.
         """
-        ranks_of_data = max(ranks // self.sharing, 1)
+        ranks_of_data = max(ranks // self.ranks_per_pass, 1)
         if ranks_of_data > ALIKE:
             rows = max(round(lengths.shape[1] * ALIKE / ranks_of_data), ALIKE, self.mini_batches)
             lengths, ranks_of_data = lengths[:, :rows], ALIKE
@@ -61,7 +61,7 @@ class Passes:
         by_mini_batch = [self._pass_tokens(batch, of_rows, max(prompt_tokens, 1.0), ranks_of_data) for batch, of_rows in mini_batches]
         filling = [batch.max(axis=1, keepdims=True).repeat(self.pipeline - 1, axis=1) for batch in by_mini_batch]
         found: Array = np.concatenate([*by_mini_batch, *filling], axis=1)
-        return found if self.sharing == 1 else found / self.sharing
+        return found if self.ranks_per_pass == 1 else found / self.ranks_per_pass
 
     def _pass_tokens(self, lengths: Array, groups: Array, prompt_tokens: float, ranks: int) -> Array:
         """Count the tokens `[steps, passes]` of the passes of a mini-batch `[steps, rows]`, each step cut in its best way."""
@@ -77,7 +77,7 @@ def passes_of(node: "Node", gpus: int) -> Passes | None:
     """Describe the passes in which a node computes its batch; None if it does not pack them without padding, as on a CPU."""
     model = node.model.traits if node.model is not None else ModelTraits()
     on_gpus = gpus > 0 and node.pool is not None and node.pool.cpus is None
-    if model.micro_batch_tokens is None or not (on_gpus or model.recompute or model.sharing > 1):
+    if model.micro_batch_tokens is None or not (on_gpus or model.recompute or model.ranks_per_pass > 1):
         return None
     tensor, context = model.tensor_parallel, model.context_parallel
     group = _group(node) if model.shared_prompts else 1
@@ -133,7 +133,7 @@ class Setting:
         return max(self.engines // apart, 1)
 
     @property
-    def alone(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether no rank gathers shards of others: one rank, or those that share the matrices of one model."""
         return self.engines == (1 if self.passes is None else self.passes.tensor)
 
@@ -346,7 +346,7 @@ class NodeCost:
         return _spread(self.spread, steps).tolist() if self.spread else [1.0] * steps
 
     def _training(self, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
-        floor = self.pass_s if setting.alone else self.sharded_pass_s or self.pass_s
+        floor = self.pass_s if setting.is_unsharded else self.sharded_pass_s or self.pass_s
         gathering = self.gathering_s(setting)
         if setting.passes is not None and (floor or gathering or setting.passes.group > 1):
             passes = setting.passes.of_a_rank(batch, prompt_tokens, setting.engines) / setting.width

@@ -179,14 +179,14 @@ class Costs:
     def mean(self, node: str, setting: Setting, rows_drawn: int | None = None) -> float:
         """Predict the mean seconds of one firing of `node`."""
         rows = rows_drawn or setting.rows
-        return _mean(self.cost_of(node), setting, self.lengths, self.steps_drawn(rows) if self.varies(node) else 1, rows)
+        return _mean(self.cost_of(node), setting, self.lengths, self.choose_draws(rows) if self.varies(node) else 1, rows)
 
     def varies(self, node: str) -> bool:
         """Tell whether single firings of `node` differ."""
         cost = self.cost_of(node)
         return bool(cost.spread) or cost.by_length
 
-    def steps_drawn(self, rows: int) -> int:
+    def choose_draws(self, rows: int) -> int:
         """Choose the number of steps for which a prediction draws lengths."""
         return max(min(DRAWN_STEPS, DRAWN_ROWS // max(rows, 1)), LEAST_STEPS)
 

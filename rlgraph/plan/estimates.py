@@ -307,7 +307,7 @@ def check_shared(graph: Graph, shapes: Shapes) -> None:
     """Raise PlanError for a model of known shape that its ranks do not divide."""
     for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None):
         shape, traits = shapes.get(model.path), model.traits
-        if shape is None or traits.together == 1:
+        if shape is None or traits.worker_multiple == 1:
             continue
         _check_experts(f"graph '{graph.name}': model '{model.path}'", shape.experts, traits.expert_parallel)
         inner = shape.intermediate if shape.experts == 1 else traits.tensor_parallel  # experts are not cut
@@ -373,10 +373,10 @@ def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shap
             continue
         trains, traits = node.traits.work == "train", node.model.traits
         change = epochs_of(node) * sum(
-            sign * each.sharing * exchange_s(shape, device, each, trains=trains) for sign, each in ((1, traits), (-1, measured))
+            sign * each.ranks_per_pass * exchange_s(shape, device, each, trains=trains) for sign, each in ((1, traits), (-1, measured))
         )
         pass_s = cost.pass_s
-        if not pass_s and traits.sharing > measured.sharing:
+        if not pass_s and traits.ranks_per_pass > measured.ranks_per_pass:
             walks = walks_of(node) * (1.0 if trains else FORWARD)
             pass_s = walks * launch_s(shape, traits, trains=trains)
         nodes[node.name] = replace(cost, token_s=max(cost.token_s + change, 0.0), pass_s=pass_s)

@@ -263,12 +263,12 @@ def load_event(feedback: str, reader: str, *, apart: bool = False) -> str:
 
 def readers(graph: Graph, feedback: Feedback) -> list[Node]:
     """List the nodes that use the weights of a feedback edge, without evaluations apart, which have an edge of their own."""
-    return [node for node in graph.nodes if node.feedback is feedback and not graph.evaluates_apart(node)]
+    return [node for node in graph.nodes if node.feedback is feedback and not graph.is_separate_evaluation(node)]
 
 
 def evaluations(graph: Graph, feedback: Feedback) -> list[Node]:
     """List the nodes that evaluate the weights of a feedback edge apart from its rollouts."""
-    return [node for node in graph.nodes if node.feedback is feedback and graph.evaluates_apart(node)]
+    return [node for node in graph.nodes if node.feedback is feedback and graph.is_separate_evaluation(node)]
 
 
 def evaluation_loop(feedback: str, node: str) -> str:
@@ -336,7 +336,7 @@ def place(graph: Graph, node: Node) -> tuple[int, int, int]:
     """
     if node.stream is not None:
         return node.stream.serial, 0, node.serial
-    if any(graph.evaluates_apart(other) for other in (node, *nx.ancestors(graph.forward, node))):
+    if any(graph.is_separate_evaluation(other) for other in (node, *nx.ancestors(graph.forward, node))):
         return sys.maxsize, 0, node.serial  # after the update whose weights it evaluates
     waiting = [other.follows.serial for other in nx.descendants(graph.forward, node) if other.follows is not None]
     return min([node.serial, *waiting]), -1, node.serial

@@ -45,7 +45,7 @@ class Rule(Protocol):
     def continuous(self) -> bool: ...
 
     @property
-    def running(self) -> str: ...
+    def interrupt_rule(self) -> str: ...
 
     def needs(self, step: int) -> int: ...
 
@@ -160,7 +160,7 @@ class Machine:
         """Load the next version; with "recompute" all running responses are prefilled again."""
         self.version += 1
         self.now += self.load_s
-        if self.rule.running == "recompute":
+        if self.rule.interrupt_rule == "recompute":
             read = sum(self.prompt_tokens + self.steps - began for _, _, began in self.running)
             self.now += pace * self.decode.prefill_s * read
 
@@ -258,7 +258,7 @@ def _saturated_seconds(rollout: Decoder, steps: int, rows: int) -> float:
 
 def drawn_step_count(costs: Costs, rows: int) -> int:
     """Choose the number of steps for which lengths are drawn if batches join."""
-    return max(min(costs.steps_drawn(rows), ROWS // max(rows, 1)), 64)
+    return max(min(costs.choose_draws(rows), ROWS // max(rows, 1)), 64)
 
 
 def decode_events(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps: int, rows: int) -> dict[str, Engines]:
@@ -295,7 +295,7 @@ class ReadyVersions:
     beside: int
     interrupt: None = None
     continuous: bool = True
-    running: str = "keep"
+    interrupt_rule: str = "keep"
 
     def needs(self, step: int) -> int:
         return 0
@@ -334,7 +334,7 @@ def left_out(graph: Graph, costs: Costs) -> Iterator[str]:
                 )
             continue
         decode = costs.cost_of(node.name).decode
-        if rule.running == "recompute" and node.feedback is not None and decode is not None and not decode.prefill_s:
+        if rule.interrupt_rule == "recompute" and node.feedback is not None and decode is not None and not decode.prefill_s:
             yield (
                 f"'{node.name}' is predicted as if reading took no time: its costs tell nothing of prompts (prefill_s), so that the "
                 "responses under way are read again with each version that joins is not counted; profile prompts of two lengths"
@@ -430,7 +430,7 @@ def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs)
         return Forecast(schedule, once, steps, WARM_UP_STEPS)
     rows = max(node.rows for node in nodes)
     together = [node for node in nodes if is_played(graph, node, costs)]
-    steps = drawn_step_count(costs, rows) if together else costs.steps_drawn(rows)
+    steps = drawn_step_count(costs, rows) if together else costs.choose_draws(rows)
     drawn = drawn_times(schedule, graph, settings, costs, steps)
     mean = schedule.seconds()
     for name, factors in bursts(schedule, graph, steps).items():

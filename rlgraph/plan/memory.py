@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rlgraph.channels.factory import transport_of
+from rlgraph.channels.api import transport_of
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Pool
 from rlgraph.plan.channels import homes_of, slot_bytes, staged_versions, weights_transport
@@ -354,14 +354,14 @@ def needs_that_fit(
 ) -> tuple[PlannedMemory, ...]:
     """Estimate memory as `needs` does. Raises PlanError if it does not fit; the error names the least recomputing that is enough."""
 
-    def needed(recompute: Recompute = False) -> tuple[PlannedMemory, ...]:
+    def needs_with(recompute: Recompute = False) -> tuple[PlannedMemory, ...]:
         return needs(graph, cluster, workers, settings, shapes, costs, recompute)
 
-    memory = needed()
+    memory = needs_with()
     if not all(map(_fits, memory)):
         trained = [node.model for node in graph.nodes if node.traits.work == "train" and node.model is not None]
         most = max((RECOMPUTE.index(model.traits.recompute) for model in trained), default=len(RECOMPUTE))
-        enough = next((more for more in RECOMPUTE[most + 1 :] if all(map(_fits, needed(more)))), None)
+        enough = next((more for more in RECOMPUTE[most + 1 :] if all(map(_fits, needs_with(more)))), None)
         check_memory(graph.name, memory, None if enough is None else f"set recompute={enough!r}, with which it fits")
     return memory
 

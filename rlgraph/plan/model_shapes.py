@@ -407,7 +407,7 @@ def scoring_memory(work: Workload, *, cast: bool, gathers: bool = True) -> Insta
 
 def tokens_of(work: Workload) -> int:
     """Bound the tokens that a rank has of a pass."""
-    groups = max(work.workers // work.traits.sharing, 1)
+    groups = max(work.workers // work.traits.ranks_per_pass, 1)
     return min(work.traits.micro_batch_tokens or 0, int(-(-work.rows // groups) * work.longest) // work.traits.context_parallel)
 
 

@@ -92,7 +92,7 @@ def splits(graph: Graph, cluster: Cluster) -> Divisions:
     exact = sum(p.gpus or 0 for p in graph.pools)
     total = (cluster.gpus or cluster.cpus) - exact
     _check_host_pools(graph, cluster)
-    groups = {p.name: lcm(*(m.group * m.traits.together for m in models if m.pool is p)) if cluster.gpus else 1 for p in shared}
+    groups = {p.name: lcm(*(m.group * m.traits.worker_multiple for m in models if m.pool is p)) if cluster.gpus else 1 for p in shared}
     least = sum(groups.values())
     if exact > cluster.gpus or (cluster.gpus and total < least):
         raise PlanError(
@@ -234,15 +234,15 @@ def _ranks(
 
 def _groups(model: Model, count: int, *, on_gpus: bool) -> int:
     """Count the groups of devices on which a model has its workers."""
-    together = model.traits.together
+    together = model.traits.worker_multiple
     return model.ranks or (count // (model.group * together) if on_gpus else 1) * together
 
 
 def _check_sharing(model: Model, name: str, gpus: int, groups: int) -> None:
     """Raise PlanError for a pool that the workers of one pass, or of one set of experts, do not divide."""
-    together = model.traits.together
+    together = model.traits.worker_multiple
     if together > 1 and gpus and model.ranks is None and (not groups or gpus % (model.group * together)):
-        what = "computes each pass" if together == model.traits.sharing else "has its passes and experts"
+        what = "computes each pass" if together == model.traits.ranks_per_pass else "has its passes and experts"
         raise PlanError(
             f"{name} {what} on {together} GPUs ({split_text(model.traits)}), but pool '{model.pool.name}' has {gpus}; give it a "
             "multiple of "
@@ -272,10 +272,10 @@ def split_text(traits: ModelTraits, ranks: int = 0, ring: int = 1) -> str:
     >>> split_text(ModelTraits(context_parallel=4), 4, ring=2)
     'cp 4 (ring 2) × dp 1'
     """
-    if traits.together == 1:
+    if traits.worker_multiple == 1:
         return ""
     shared = [("tp", traits.tensor_parallel), ("cp", traits.context_parallel), ("pp", traits.pipeline_parallel)]
-    parts = [*shared, ("dp", ranks // traits.sharing)]
+    parts = [*shared, ("dp", ranks // traits.ranks_per_pass)]
     rings = {"cp": f" (ring {ring})"} if ring > 1 else {}
     found = " × ".join(f"{what} {size}{rings.get(what, '')}" for what, size in parts if size > 1 or (what == "dp" and size))
     return f"{found} (ep {traits.expert_parallel})".strip() if traits.expert_parallel > 1 else found

@@ -9,14 +9,14 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
-from rlgraph.channels.factory import TRANSPORTS
+from rlgraph.channels.api import TRANSPORTS
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import BUCKET_BYTES, Due, Graph, Model
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.cost_functions import Passes
 from rlgraph.plan.model_shapes import Shapes, adapter_size
 from rlgraph.plan.schedule import Reason, Schedule
-from rlgraph.settings import Count, Natural, Seconds, checked
+from rlgraph.settings import Count, Natural, Seconds, check_arguments
 from rlgraph.values.lora import ALL_LINEAR
 
 # The keys of a plan in JSON: those that an older version wrote, and those that mean nothing.
@@ -244,7 +244,7 @@ class PlannedChannel:
     writer: str
     readers: tuple[str, ...]
     columns: tuple[str, ...]
-    transport: str  # a name of `channels.factory.TRANSPORTS`
+    transport: str  # a name of `channels.api.TRANSPORTS`
     slots: int
     bytes: int | None  # of one message, where the columns' sizes are known
     kind: Literal["batch", "order", "earlier"] = "batch"
@@ -273,7 +273,7 @@ class PlannedLoop:
     buffers: int
     latest: bool
     staleness: float  # expected in the steady state; the bound is `depth`
-    transport: str  # a name of `channels.factory.TRANSPORTS`
+    transport: str  # a name of `channels.api.TRANSPORTS`
     slots: int
     publish_s: float
     hidden: bool  # whether publishing costs the period nothing
@@ -402,7 +402,7 @@ class Plan:
         """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
         self.facade.timeline(self, path, steps)
 
-    @checked(PlanError)
+    @check_arguments(PlanError)
     def launch(
         self,
         *,

@@ -151,10 +151,10 @@ def _links(schedule: Schedule) -> tuple[list[Point], list[_Link]]:
         link = number[(d.before, d.left_at) if d.left_at else last[d.before]], number[d.after, d.holds]
         tightest[link] = min(d.credits, tightest.get(link, d.credits))
 
-    def spent(point: Point) -> float:  # between this point and the next of the event
+    def link_seconds(point: Point) -> float:  # between this point and the next of the event
         return seconds[point[0]] if point[1] == 0 else 0.0
 
-    return points, [_Link(before, after, spent(points[before]), credits) for (before, after), credits in tightest.items()]
+    return points, [_Link(before, after, link_seconds(points[before]), credits) for (before, after), credits in tightest.items()]
 
 
 def _puts(schedule: Schedule) -> list[Point]:

@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 
 from rlgraph import settings
-from rlgraph.channels.factory import transport_of
+from rlgraph.channels.api import transport_of
 from rlgraph.columns import COLUMNS
 from rlgraph.errors import PlanError
 from rlgraph.graph.nodes import Graph
@@ -121,13 +121,13 @@ def with_links(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) -> tup
             else:
                 seconds[channel] = _crossing_s(size, plan, channel, site)
 
-    def carried(d: Dependency) -> tuple[str, float] | None:
+    def cross_link(d: Dependency) -> tuple[str, float] | None:
         reading = next(
             (c for c in seconds if d.reason == "data" and c.writer == d.via and d.after in _firings(plan.schedule, c.readers)), None
         )
         return None if reading is None else (reading.name, seconds[reading])
 
-    return _add_transfers(found, carried), tuple(unknown)
+    return _add_transfers(found, cross_link), tuple(unknown)
 
 
 def _crossing_s(size: float, plan: Plan, end: PlannedChannel | PlannedLoop, site: ClusterSite) -> float:
@@ -268,7 +268,7 @@ def prepare_course(
         )
     settings = settings_on(graph, cluster, {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools})
     schedule, unknown = with_links(plan, graph, priced, site)
-    drawn = drawn_times(schedule, graph, settings, priced, priced.steps_drawn(max(node.rows for node in graph.nodes)))
+    drawn = drawn_times(schedule, graph, settings, priced, priced.choose_draws(max(node.rows for node in graph.nodes)))
     course = Course.draw(schedule, drawn, plan.workers, _trainer_names(graph), site, steps, every, np.random.default_rng(seed))
     uneven = bursts(schedule, graph, steps + schedule.most_lag)
     seconds = {name: each * uneven[name][:, None] if name in uneven else each for name, each in course.seconds.items()}
@@ -403,7 +403,7 @@ def with_failures(
     clock, saved, failures, redone, stuck = 0.0, 0, 0, 0, 0
     left = gaps()  # until the next failure
     while True:
-        done = _step_ends_within(ends, saved, steps, step_s, left)
+        done = _finished_step_ends(ends, saved, steps, step_s, left)
         if len(done) == steps - saved:
             return Walls(clock + done[-1], failures, redone)
         reached = saved + len(done)
@@ -422,7 +422,7 @@ def with_failures(
             )
 
 
-def _step_ends_within(ends: Callable[[int, int], Sequence[float]], first: int, steps: int, step_s: float, left: float) -> Sequence[float]:
+def _finished_step_ends(ends: Callable[[int, int], Sequence[float]], first: int, steps: int, step_s: float, left: float) -> Sequence[float]:
     """List when the steps from `first` on end, those that end within `left` seconds."""
     for factor in count(1):
         wanted = min(int(factor * (left / max(step_s, 1e-12) + 4)) + 1, steps - first) if left < float("inf") else steps - first

@@ -272,7 +272,7 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     reached = estimates.COMPILED_TRAINING.value if compiled else TRAINING
     logit = estimates.FUSED_LOGIT_BYTES if compiled or (trains and traits.fused_head) else estimates.LOGIT_BYTES
     logits = logit.value * shape.vocab / (device.bandwidth * DECODING)
-    exchange = traits.sharing * exchange_s(shape, device, traits, trains=trains)
+    exchange = traits.ranks_per_pass * exchange_s(shape, device, traits, trains=trains)
     return NodeCost(
         parallel_s=epochs_of(node) * _optimizer_s(node.model, shape, device) if trains else 0.0,
         token_s=walks

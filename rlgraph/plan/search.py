@@ -249,8 +249,8 @@ def verdict(ranked: Sequence[Candidate], by: Objective) -> str:
         )
     return (
         f"async loses: the best plan with stale batches gives {gain:.2f} times the best synchronous one. Overlap hides the shorter of "
-        f"two sides, but splitting the devices makes both longer: {_sum(stale)} on {_device_split(stale)}, a step of {stale.step_s:.3g} s, "
-        f"against {_sum(sync)} on {_device_split(sync)}, a step of {sync.step_s:.3g} s"
+        f"two sides, but splitting the devices makes both longer: {_sum(stale)} on {_devices_of(stale)}, a step of {stale.step_s:.3g} s, "
+        f"against {_sum(sync)} on {_devices_of(sync)}, a step of {sync.step_s:.3g} s"
     )
 
 
@@ -265,7 +265,7 @@ def _sum(candidate: Candidate) -> str:
     return " and ".join(f"{node.name} {node.seconds:.3g} s" for node in nodes)
 
 
-def _device_split(candidate: Candidate) -> str:
+def _devices_of(candidate: Candidate) -> str:
     pools = [p for p in candidate.plan.pools if any(n.pool == p.name for n in candidate.plan.nodes)]
     return " + ".join(f"{len(p.gpus) or p.cpus} ({p.name})" for p in pools)
 
@@ -406,9 +406,9 @@ def deeper(plan: Plan, depth: int) -> Schedule:
             )
     more = depth - max(loop.depth for loop in plan.loops)
 
-    def changed(d: Dependency) -> Dependency:
+    def with_depth(d: Dependency) -> Dependency:
         if d.reason == "loop" and d.via in loops and d.credits == loops[d.via].depth + 1:
             return replace(d, credits=depth + 1)
         return replace(d, credits=d.credits + more) if d.reason == "slots" and d.via not in loops else d
 
-    return replace(plan.schedule, dependencies=tuple(map(changed, plan.schedule.dependencies)))
+    return replace(plan.schedule, dependencies=tuple(map(with_depth, plan.schedule.dependencies)))

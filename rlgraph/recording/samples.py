@@ -300,7 +300,7 @@ class SampleRecorder:
         plan: Plan = job.plan
         assert isinstance(plan.source, Graph)
         self._graph, self._sources, self._heard = plan.source, sample_sources(plan.source), heard
-        self._files = SampleFiles(folder, job.finished, table=samples.format == "parquet", file_bytes=samples.file_bytes)
+        self._files = SampleFiles(folder, job.finished_steps, table=samples.format == "parquet", file_bytes=samples.file_bytes)
         self._waiting: queue.Queue[tuple[int, Sequence[SampledRows]] | None] = queue.Queue(WAITING)
         self._failed, self._notice = False, job.notice
         job.recorder.request_samples(samples.share, samples.most, samples.seed)

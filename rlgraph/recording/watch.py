@@ -69,7 +69,7 @@ class LiveFiles:
     def __init__(self, job: "Job", folder: Path, steps: int) -> None:
         self.job, self.folder, self.steps = job, folder, steps
         self._due_s = 0.0
-        self.say("running", job.finished)
+        self.say("running", job.finished_steps)
 
     def say(self, state: Literal["running", "ended", "failed"], step: int) -> None:
         """Write `state.json`."""

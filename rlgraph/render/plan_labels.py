@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from rlgraph.analysis import words
-from rlgraph.channels.factory import transport_of
+from rlgraph.channels.api import transport_of
 from rlgraph.plan.advice import Critical
 from rlgraph.plan.plan import Plan, PlannedLoop, PlannedNode, PlannedPool
 

@@ -5,7 +5,7 @@ from html import escape
 from itertools import pairwise
 
 from rlgraph.analysis import words
-from rlgraph.channels.factory import transport_of
+from rlgraph.channels.api import transport_of
 from rlgraph.plan.plan import Plan, PlannedChannel
 from rlgraph.render.plan_labels import LegendItem, TextLine
 from rlgraph.render.plan_layout import ARROW, Box, Edge, Lane, Layout, LoopLine, Point, layout

@@ -141,7 +141,7 @@ def _arrows(spans: Sequence[Span], process: int, tracks: Sequence[int], plan: Pl
     for loop in plan.loops:
         published = _publishing_spans(spans, loop, plan)
         for index in _uses(spans, loop, plan):
-            version = _version_used(spans, index, loop, published)
+            version = _version_of(spans, index, loop, published)
             if version not in published:
                 continue
             number += 1
@@ -178,7 +178,7 @@ def _uses(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> list[int]:
     ]
 
 
-def _version_used(spans: Sequence[Span], index: int, loop: PlannedLoop, published: Mapping[int, int]) -> int:
+def _version_of(spans: Sequence[Span], index: int, loop: PlannedLoop, published: Mapping[int, int]) -> int:
     """The version that a span uses: the measured one, or else the one that the rule of its loop gives."""
     span = spans[index]
     if span.version is not None:

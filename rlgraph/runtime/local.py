@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from rlgraph import notices
-from rlgraph.channels.api import Reader, Writer
-from rlgraph.channels.factory import first_choice, open_reader, open_writer
+from rlgraph.channels.api import Reader, Writer, first_choice, open_reader, open_writer
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, ExportLayout, check_target, write_shards
 from rlgraph.engines.lora import ThreadBase
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.base import Context
+from rlgraph.notices import old_attribute
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.schedule import Span
 from rlgraph.runtime.checkpoint.export import Source, boxes, check_source, model_card, write_export
@@ -27,7 +27,7 @@ from rlgraph.runtime.worker.executor import Inbox, Mailbox, Outbox, Worker
 from rlgraph.runtime.worker.progress import Progress
 from rlgraph.runtime.worker.spec import EdgeEndpoints, WorkerSpec, worker_specs
 from rlgraph.runtime.worker.weight_loops import Loop
-from rlgraph.settings import Natural, checked
+from rlgraph.settings import Natural, check_arguments
 
 
 class LocalJob:
@@ -54,9 +54,11 @@ class LocalJob:
         self._asked, self._finished = 0, checkpoints.newest if checkpoints is not None else 0
 
     @property
-    def finished(self) -> int:
+    def finished_steps(self) -> int:
         """The number of steps that are done."""
         return self._finished
+
+    finished = old_attribute("finished", "finished_steps")
 
     def start(self) -> "LocalJob":
         """Load the models without `with`, e.g. in a cell of a notebook whose further cells run steps; `close()` ends the job."""
@@ -117,7 +119,7 @@ class LocalJob:
             loops,
             Context(
                 threads=spec.worker.threads,
-                shared=spec.shared,
+                shares_devices=spec.shares_devices,
                 set_aside=spec.set_aside,
                 sequences=spec.sequences,
                 exact=spec.exact,
@@ -132,7 +134,7 @@ class LocalJob:
     def _reader(self, post: EdgeEndpoints) -> Reader:
         return open_reader(first_choice("process"), post.in_process(self._here))
 
-    @checked(PlanError)
+    @check_arguments(PlanError)
     def steps(self, count: Natural) -> Iterator[Step]:
         """Run the next `count` steps and give each as it finishes; steps that the checkpoint holds are not given again."""
         before, self._stepped = self._asked, True
@@ -151,7 +153,7 @@ class LocalJob:
         finally:  # a loop that is left early asks for none of the steps that it has not been given
             self._asked -= max(before + count - max(self._finished, before), 0)
 
-    @checked(PlanError)
+    @check_arguments(PlanError)
     def export(
         self, folder: str | Path, *, dtype: ExportDtype = "bfloat16", policy: str | None = None, adapter: AdapterForm = "merged"
     ) -> Exported:

@@ -62,7 +62,7 @@ class _Ending(RateSchedule):
                 "the warm-up included; give more of them"
             )
 
-    def share_done(self, step: int) -> float:
+    def decay_progress(self, step: int) -> float:
         """The share of the steps after the warm-up that is done."""
         return min(step / (self.steps - self.warmup_steps), 1.0)
 
@@ -82,7 +82,7 @@ class Linear(_Ending):
     """
 
     def after(self, step: int) -> float:
-        return self.between(1.0 - self.share_done(step))
+        return self.between(1.0 - self.decay_progress(step))
 
 
 @settings.refuse_unknown
@@ -96,7 +96,7 @@ class Cosine(_Ending):
     """
 
     def after(self, step: int) -> float:
-        return self.between(0.5 * (1.0 + math.cos(math.pi * self.share_done(step))))
+        return self.between(0.5 * (1.0 + math.cos(math.pi * self.decay_progress(step))))
 
 
 @settings.refuse_unknown

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Annotated, Literal, TypeAlias
 
 from rlgraph import settings
+from rlgraph.notices import old_attribute
 from rlgraph.settings import Count, Natural, Range
 
 Running: TypeAlias = Literal["keep", "recompute"]  # what becomes of the keys and values of running requests at new weights
@@ -37,9 +38,11 @@ class Sampling:
         settings.check(self)
 
     @property
-    def whole(self) -> bool:
+    def is_full_distribution(self) -> bool:
         """Whether any token of the vocabulary may be sampled, so that log-probs are those that a trainer computes."""
         return self.top_p == 1 and self.top_k == 0 and self.temperature > 0
+
+    whole = old_attribute("whole", "is_full_distribution")
 
     def of_turn(self, most: int, close: int) -> "Sampling":
         """The same for a turn of a conversation: at most `most` tokens, and it also ends with the token `close`.
@@ -74,7 +77,7 @@ class BatchAdmission:
     depth: int | None = None
 
     @property
-    def running(self) -> Running:
+    def interrupt_rule(self) -> Running:
         """What the engine does with the keys and values of running responses when the weights change."""
         return self.interrupt or "recompute"
 

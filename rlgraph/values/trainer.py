@@ -5,6 +5,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any, Literal
 
+from rlgraph.notices import old_attribute
 from rlgraph.settings import AtLeastZero, Count, Recompute
 from rlgraph.values.lora import LoRA
 from rlgraph.values.optimizers import AdamW, Muon
@@ -38,7 +39,7 @@ class TrainerSettings:
     * `exact`: computes the log-probs of the engine `vllm` to the bit, and checks some tokens of each step before its update. It is for
       depth 0, on pools of one core with `dtype="float32"` or on Hopper GPUs with `dtype="bfloat16"`.
 
-    >>> TrainerSettings(recompute="selective", tensor_parallel=2).sharing
+    >>> TrainerSettings(recompute="selective", tensor_parallel=2).ranks_per_pass
     2
     """
 
@@ -64,9 +65,11 @@ class TrainerSettings:
         return dict(zip(names, attrgetter(*names)(self), strict=True))
 
     @property
-    def sharing(self) -> int:
+    def ranks_per_pass(self) -> int:
         """The workers that compute one pass together."""
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
+    sharing = old_attribute("sharing", "ranks_per_pass")
 
     @property
     def fuses_head(self) -> bool:

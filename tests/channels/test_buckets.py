@@ -66,15 +66,15 @@ def test_a_reader_that_begins_sees_each_bucket_as_soon_as_it_is_there(make_shm, 
     thread = beside(lambda: writer.put(0, COLUMNS, LONG, bucket_bytes=A_TENSOR))
     columns = reader.begin(0, LONG)
     with pytest.raises(ChannelTimeout):
-        reader.arrived(0, SHORT)
+        reader.wait_for_tensors(0, SHORT)
     there = 0
     for expected in (1, 2, 4):  # an empty tensor comes with the next
         gate.open.release()
-        there = reader.arrived(there, LONG)
+        there = reader.wait_for_tensors(there, LONG)
         assert there == expected
         for name in list(COLUMNS)[:there]:
             assert torch.equal(columns[name], COLUMNS[name])
-    assert reader.arrived(there, LONG) == len(COLUMNS)
+    assert reader.wait_for_tensors(there, LONG) == len(COLUMNS)
     thread.join(LONG)
     reader.release()
 
@@ -84,7 +84,7 @@ def test_a_reader_that_takes_gets_the_message_when_all_of_it_is_there(make_shm, 
     beside(lambda: writer.put(0, COLUMNS, LONG, bucket_bytes=A_TENSOR))
     early.begin(0, LONG)
     gate.open.release()
-    assert early.arrived(0, LONG) == 1
+    assert early.wait_for_tensors(0, LONG) == 1
     with pytest.raises(ChannelTimeout):
         late.take(0, SHORT)
     gate.open.release(2)
@@ -112,11 +112,11 @@ def test_a_writer_that_fails_between_buckets_breaks_the_channel(make_shm, gate, 
     beside(put)
     readers[0].begin(0, LONG)
     gate.open.release()
-    assert readers[0].arrived(0, LONG) == 1
+    assert readers[0].wait_for_tensors(0, LONG) == 1
     gate.broken = True
     gate.open.release()
     with pytest.raises(ChannelBroken, match="no memory"):
-        readers[0].arrived(1, LONG)
+        readers[0].wait_for_tensors(1, LONG)
     with pytest.raises(ChannelBroken, match="no memory"):
         readers[1].take(0, LONG)
 
@@ -142,10 +142,10 @@ def test_a_writer_that_announces_impossible_tensors_is_cut_off(make_shm, gate, b
     beside(lambda: writer.put(0, COLUMNS, LONG, bucket_bytes=A_TENSOR))
     reader.begin(0, LONG)
     gate.open.release()
-    assert reader.arrived(0, LONG) == 1
+    assert reader.wait_for_tensors(0, LONG) == 1
     writer._tell(More(1, tensors))
     with pytest.raises(ChannelBroken, match="where no such message belongs"):
-        reader.arrived(1, LONG)
+        reader.wait_for_tensors(1, LONG)
     gate.open.release(2)
 
 
@@ -166,7 +166,7 @@ def test_buckets_make_no_difference_between_hosts_and_within_a_process(make):
     columns = reader.begin(0, LONG)
     there = 0
     while there < len(COLUMNS):
-        there = reader.arrived(there, LONG)
+        there = reader.wait_for_tensors(there, LONG)
     assert all(torch.equal(columns[name], column) for name, column in COLUMNS.items())
     reader.release()
 
@@ -196,7 +196,7 @@ def test_weights_that_arrive_in_buckets_are_those_that_were_published(make_shm, 
         assert list(received) == [shard.name for shard in parts[0]]
         for name, *rows in zip(received, *parts, strict=True):
             assert torch.equal(received[name], torch.cat([row.tensor for row in rows]).bfloat16()), name
-        reader.done()
+        reader.release()
 
 
 @pytest.mark.parametrize(("buffers", "name", "box"), [(1, "p5", "[1:3, 0:3]"), (2, "p0", "[0:1, 0:3]")], ids=["part", "whole"])

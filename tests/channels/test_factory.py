@@ -7,7 +7,7 @@ from support.fakes import vector_loop
 
 import rlgraph as rg
 from rlgraph.channels import TRANSPORTS, Site, open_reader, open_writer
-from rlgraph.channels.factory import first_choice
+from rlgraph.channels.api import first_choice
 from rlgraph.errors import ChannelError, PlanError
 
 

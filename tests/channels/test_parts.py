@@ -119,10 +119,10 @@ def test_a_reader_that_begins_sees_the_columns_that_are_there_while_others_are_o
     at = data.index(columns["second"].numpy().tobytes()[8:80]) - 8  # where the second begins
     reader, thread = written_by_hand([(Full(0, 0, header, len(data), 0, 0, 3), b""), (Portion(0, at + 40, 1), data[: at + 40])])
     got = reader.begin(0, LONG)
-    assert reader.arrived(0, LONG) == 1
+    assert reader.wait_for_tensors(0, LONG) == 1
     assert torch.equal(got["first"], columns["first"])
     with pytest.raises(ChannelTimeout):
-        reader.arrived(1, SHORT)
+        reader.wait_for_tensors(1, SHORT)
     reader.close()
     thread.join(LONG)
 

@@ -10,7 +10,7 @@ import torch
 from support.relay_channels import make_relay_channel, make_routed_channel
 
 from rlgraph.channels import Reader, Writer
-from rlgraph.channels.factory import transport_of
+from rlgraph.channels.api import transport_of
 from rlgraph.channels.host import channel as host_channel
 from rlgraph.channels.host import protocol
 from rlgraph.channels.host.protocol import More, Portion
@@ -95,7 +95,7 @@ def test_readers_of_one_host_hear_of_whole_tensors_and_other_hosts_of_parts(ends
     writer.put(0, expected, LONG)
     for reader in readers:
         reader.begin(0, LONG)
-        assert reader.arrived(3, LONG) == 4
+        assert reader.wait_for_tensors(3, LONG) == 4
         reader.release()
     to_hosts, on_hosts = told.count((True, Portion)), told.count((False, More))
     assert to_hosts > 2 * 24, "two other hosts, each a part of 64 KiB of 1.6 MiB"

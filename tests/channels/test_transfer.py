@@ -174,7 +174,7 @@ def test_a_version_of_weights_arrives_bit_for_bit(carried: Any, buffers: int, ra
         got = reader.receive(version, LONG)
         assert all(torch.equal(got[name], (tensor * version).bfloat16()) for name, tensor in whole.items())
         del got
-        reader.done()
+        reader.release()
     for writer in writers:
         writer.writer.close()
 

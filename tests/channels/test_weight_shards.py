@@ -50,7 +50,7 @@ def test_any_sharding_arrives_bit_for_bit_at_every_reader(make_weights: Any, req
                 assert received[name].dtype == as_bfloat16(tensor).dtype, name
                 assert tensor_bytes(received[name]) == tensor_bytes(as_bfloat16(tensor)), name
             del received
-            reader.done()
+            reader.release()
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -168,7 +168,7 @@ def test_the_reader_plans_the_assembly_again_only_for_another_sharding(make_shm:
         for writer, shard in zip(writers, (weight[:end], weight[end:]), strict=True):
             writer.publish(version, [WeightShard("w", (4, 2), (0 if writer is writers[0] else end, 0), shard)], LONG)
         assert torch.equal(reader.receive(version, LONG)["w"], weight)
-        reader.done()
+        reader.release()
         assert all(shard.tensor.is_meta for shards in reader._assembly.shards for shard in shards)
     assert len(cuts) == 3  # the empty one it begins with, and one for each way of cutting
 
@@ -210,4 +210,4 @@ def test_boxes_that_swap_places_land_at_their_new_places(make_shm: Any, buffers:
         shards = [WeightShard("w", (4,), (offset,), torch.full((2,), float(offset))) for offset in (first, second)]
         publisher.publish(version, shards, LONG)
         assert receiver.receive(version, LONG)["w"].tolist() == [0, 0, 2, 2]
-        receiver.done()
+        receiver.release()

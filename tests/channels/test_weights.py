@@ -26,7 +26,7 @@ def test_a_version_that_one_rank_has_not_published_yet_is_not_lost_by_looking_fo
         writers[1].publish(version, [WeightShard("w", (3, 3), (1, 0), torch.full((2, 3), 10.0 * version))], 1.0)
         found = reader.receive(version, 0.0)["w"]
         assert found.tolist() == [[version] * 3] + [[10 * version] * 3] * 2
-        reader.done()
+        reader.release()
 
 
 @pytest.mark.parametrize("on_gpus", [False, True])
@@ -39,7 +39,7 @@ def test_the_last_versions_of_a_run_need_no_further_step(tmp_path: Path, depth: 
     for step in range(6):
         if step > depth:
             reader.receive(step - depth, 5.0)
-            reader.done()
+            reader.release()
         writer.publish(step + 1, unsharded_weights({"w": torch.ones(2)}), 5.0)
     end.close()
     reader.readers[0].close()

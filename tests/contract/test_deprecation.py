@@ -4,10 +4,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+import torch
 
 import rlgraph as rg
+from rlgraph.engines.api import GenerateEngine
 from rlgraph.nodes.base import Context
 from rlgraph.notices import accept_old_names
+from rlgraph.values.trainer import TrainerSettings
 
 
 def right(prompt_texts: Sequence[str]) -> list[float]:
@@ -54,6 +57,51 @@ def test_old_attributes_of_a_context_are_those_of_their_new_names() -> None:
     with pytest.warns(DeprecationWarning, match=r"Context\.meeting is now Context\.listen_fd"):
         context.meeting = 3
     assert (said, context.listen_fd) == ([(1, 2, "responses")], 3)
+
+
+ATTRIBUTES: dict[str, tuple[object, str, str]] = {
+    "Output": (rg.prompts([{"prompt": "1 + 1 ="}], count=1), "apart", "with_prefix"),
+    "Sampling": (rg.Sampling(max_tokens=1), "whole", "is_full_distribution"),
+    "TrainerSettings": (TrainerSettings(tensor_parallel=2), "sharing", "ranks_per_pass"),
+    "TruncatedIS": (rg.estimators.TruncatedIS(), "bounded", "bound"),
+    "Context": (Context(shares_devices=True), "shared", "shares_devices"),
+}
+
+
+@pytest.mark.parametrize("name", ATTRIBUTES)
+def test_an_old_attribute_is_the_new_one(name: str) -> None:
+    value, old, new = ATTRIBUTES[name]
+    with pytest.warns(DeprecationWarning, match=rf"{name}\.{old} is now {name}\.{new}") as warned:
+        assert getattr(value, old) == getattr(value, new)
+    assert warned[0].filename == __file__
+
+
+def test_a_class_of_a_user_may_define_a_method_by_its_old_name() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Halved\.bounded is now Halved\.bound") as warned:
+
+        class Halved(rg.estimators.ImportanceWeights):
+            def bounded(self, weights: torch.Tensor) -> torch.Tensor:
+                return weights / 2
+
+            def bounds(self) -> tuple[float, float]:
+                return 0.0, 2.0
+
+    assert warned[0].filename == __file__
+    ones = torch.zeros(1, 1)
+    assert Halved()(ones, ones, ones == 0).item() == 0.5  # type: ignore[abstract]
+
+
+def test_an_engine_of_a_user_may_define_its_counts_by_their_old_names() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Old\.(unfinished|written) is now Old\.count_(requests|tokens)"):
+
+        class Old(GenerateEngine):
+            def unfinished(self) -> int:
+                return 0
+
+            def written(self) -> dict[str, int]:
+                return {}
+
+    assert not {"count_requests", "count_tokens"} & Old.__abstractmethods__
 
 
 def test_both_spellings_in_one_call_are_refused() -> None:

@@ -113,7 +113,7 @@ def test_a_curriculum_that_stopped_in_its_second_graph_goes_on_there(model: str,
     began: list[tuple[str, int]] = []
 
     def record(job: Any, steps: int, out: Path, **settings: Any) -> Iterator[Any]:
-        began.append((job.plan.graph, job.finished))
+        began.append((job.plan.graph, job.finished_steps))
         yield from rg.record(job, 3 if began == [("first", 0), ("second", 0)] else steps, out, **settings)
 
     def killed(self: running.StageFolder, stage: Any, plan: rg.Plan) -> None:

@@ -20,7 +20,7 @@ from support.tiny import tiny_llama
 
 from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.engines.fsdp import distributed_checkpoint
-from rlgraph.engines.fsdp.spec import SPEC
+from rlgraph.engines.fsdp.spec import TRAINER
 from rlgraph.engines.hf.export import INDEX, ExportDtype, ExportLayout, GrowingExport, check_target, export_names, plan_files, write_shards
 from rlgraph.errors import CheckpointError, ExportError
 
@@ -92,7 +92,7 @@ def test_two_gloo_ranks_and_what_they_saved_give_the_bytes_of_one(tmp_path: Path
     model = tiny_llama(tmp_path)
     ranks = run_ranks("policy", model, tmp_path, 2)
     shards = [[WeightShard(*shard) for shard in rank["shards"]] for rank in ranks]
-    saved = [replace(shard.box, tensor=shard.read()) for shard in SPEC.saved_shards(tmp_path / "stored")]  # type: ignore[misc]
+    saved = [replace(shard.box, tensor=shard.read()) for shard in TRAINER.saved_shards(tmp_path / "stored")]  # type: ignore[misc]
     assert len(saved) == sum(len(rank) for rank in shards)
     layout = plan_files(export_names({shard.name: shard.global_shape for shard in saved}, model, "log_probs", "export"), "bfloat16")
     live, stored = written(tmp_path / "live", layout, *shards), written(tmp_path / "of_state", layout, saved)
@@ -105,7 +105,7 @@ def test_two_gloo_ranks_and_what_they_saved_give_the_bytes_of_one(tmp_path: Path
 
 def test_a_folder_without_a_state_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="metadata"):
-        list(SPEC.saved_shards(tmp_path))  # type: ignore[misc]
+        list(TRAINER.saved_shards(tmp_path))  # type: ignore[misc]
 
 
 MEASURE = """
@@ -114,7 +114,7 @@ from dataclasses import replace
 from pathlib import Path
 import torch
 from rlgraph.channels.weights.shards import unsharded_weights
-from rlgraph.engines.fsdp.spec import SPEC
+from rlgraph.engines.fsdp.spec import TRAINER
 from rlgraph.engines.hf.export import GrowingExport
 from rlgraph.engines.hf.export import plan_files
 from rlgraph.engines.hf.export import write_shards
@@ -123,7 +123,7 @@ def peak():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) >> 10
 
 live = {"w": torch.ones(64 << 20)} if sys.argv[2] == "live" else None
-saved = list(unsharded_weights(live)) if live else list(SPEC.saved_shards(Path(sys.argv[1])))
+saved = list(unsharded_weights(live)) if live else list(TRAINER.saved_shards(Path(sys.argv[1])))
 layout = plan_files({s.name: (s.name, s.global_shape) for s in (saved if live else [each.box for each in saved])}, "float32")
 torch.ones(1 << 20).bfloat16()
 open("/proc/self/clear_refs", "w").write("5")

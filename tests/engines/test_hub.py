@@ -17,7 +17,7 @@ from huggingface_hub import constants
 from support.tiny import tiny_llama
 
 import rlgraph as rg
-from rlgraph.engines.transformers.spec import SPEC
+from rlgraph.engines.transformers.spec import ENGINE
 
 pytestmark = pytest.mark.stage("jobs")
 
@@ -144,7 +144,7 @@ def test_an_engine_loads_offline_and_a_reward_in_its_process_finds_what_the_user
 
     def load(generator: Any, place: Any) -> Any:
         note("engine")
-        return SPEC.load(generator, place)
+        return ENGINE.load(generator, place)
 
     def reward(responses: list[str]) -> list[float]:
         note("reward")

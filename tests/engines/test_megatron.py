@@ -27,7 +27,7 @@ from rlgraph.engines.forward import flash4
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.engines.megatron.modules import check_folder
-from rlgraph.engines.megatron.spec import SPEC
+from rlgraph.engines.megatron.spec import TRAINER
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.training.trained_model import check_whole_vocabulary
 from rlgraph.settings import Recompute
@@ -233,13 +233,13 @@ def test_a_model_that_is_not_offered_is_refused(
 )
 def test_an_optimizer_that_is_not_offered_is_refused(optimizer: rg.AdamW, said: str, cases: dict[str, Case]) -> None:
     with pytest.raises(GraphError, match=said):
-        SPEC.check(rg.Policy(str(cases["llama"].folder), pool=rg.Pool("train"), trainer="megatron", optimizer=optimizer))
+        TRAINER.check(rg.Policy(str(cases["llama"].folder), pool=rg.Pool("train"), trainer="megatron", optimizer=optimizer))
 
 
 def test_where_megatron_is_not_installed_the_error_says_how(monkeypatch: pytest.MonkeyPatch, cases: dict[str, Case]) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(GraphError, match=r"Policy\(trainer='megatron'\): megatron-core is not installed; pip install"):
-        SPEC.check(rg.Policy(str(cases["llama"].folder), pool=rg.Pool("train"), trainer="megatron"))
+        TRAINER.check(rg.Policy(str(cases["llama"].folder), pool=rg.Pool("train"), trainer="megatron"))
 
 
 @installed

@@ -82,6 +82,6 @@ def test_a_version_is_published_by_one_call_and_received_without_a_copy(engine: 
             assert calls.bytes == 2 * sum(torch.Size(shape).numel() for shape in parameter_shapes(folder).values())
         for shard in trainer.weight_shards():
             assert torch.equal(found[shard.name], shard.tensor.bfloat16()), shard.name
-        receiving.done()
+        receiving.release()
     writer.close()
     reader.close()

@@ -58,7 +58,7 @@ def read(buffers: int, turn: Any, found: Any) -> None:
                 assert received[name].shape == tensor.shape, name
                 assert tensor_bytes(received[name].cpu()) == tensor_bytes(as_bfloat16(tensor)), (seed, version, name)
             del received
-            reader.done()
+            reader.release()
         turn.wait(LONG)
     found.put(len(SEEDS))
 

@@ -61,7 +61,7 @@ if __name__ == "__main__":
         torch.manual_seed(version)
         for name, shape in (("a", (1000, 1000)), ("b", (7,))):
             assert torch.equal(received[name], torch.randn(*shape, device="cuda").bfloat16()), (version, name)
-        receiver.done()
+        receiver.release()
     done.put(None)
     if "kill" in sys.argv:
         try:

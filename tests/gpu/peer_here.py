@@ -60,7 +60,7 @@ if __name__ == "__main__":
             received = receiver.receive(version, 60)
             for name, parameter in parameters(version).items():
                 assert torch.equal(received[name], parameter.bfloat16()), (version, name)
-            receiver.done()
+            receiver.release()
         print("equal")
     except ChannelBroken as error:
         print("ChannelBroken at version", version, error)

@@ -64,7 +64,7 @@ class End:
             received = receiver.receive(version, 30)
             for name, wanted in weights_of(version).items():
                 assert torch.equal(received[name].cpu(), wanted), (version, name)
-            receiver.done()
+            receiver.release()
         into, ends = torch.empty(BYTES, dtype=torch.uint8, device=DEVICE), []
         for step in range(100, 100 + HOPS):
             into.copy_(self.reader.take(step, 30)["x"])

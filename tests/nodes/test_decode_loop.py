@@ -37,10 +37,10 @@ class Echo(GenerateEngine):
         done = [name for name, (request, tokens) in self.rows.items() if len(tokens) == request.sampling.max_tokens]
         return self.drop(done)
 
-    def unfinished(self) -> int:
+    def count_requests(self) -> int:
         return len(self.rows)
 
-    def written(self) -> dict[str, int]:
+    def count_tokens(self) -> dict[str, int]:
         return {name: len(tokens) for name, (_, tokens) in self.rows.items()}
 
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:

@@ -80,7 +80,7 @@ def run(rule: BatchAdmission, rows: int, engines: int, update_s: float, shares_s
     """When each step's update is done: engines that the rollout's own code drives, and a trainer that takes batches in order."""
     drawn = LENGTHS.batches(STEPS, rows)
     published: dict[int, float] = {}
-    clocks = [Clocked(DECODE, rule.running == "recompute", shares_steps, published) for _ in range(engines)]
+    clocks = [Clocked(DECODE, rule.interrupt_rule == "recompute", shares_steps, published) for _ in range(engines)]
 
     def tasks(engine: int, step: int) -> list[Task]:
         mine = range(rows * engine // engines, rows * (engine + 1) // engines)

@@ -155,7 +155,7 @@ def driver_killed(control: hosts.Control) -> Mapping[str, object]:
     seen = {"half": half.stat().st_size, "whole": sorted(checkpoint_steps(folder))}
     control("join", 3)
     with job(made, folder) as running:
-        begin = running.finished
+        begin = running.finished_steps
         found = [comparable_parts(step) for step in running.steps(STEPS)]
     return {"error": "", "begin": begin, "full": _size(folder, half), **seen, **compare_uninterrupted(control, made, found, folder)}
 

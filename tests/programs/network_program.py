@@ -125,7 +125,7 @@ def host_is_back(n: int) -> Fault:
 
 
 def until_up(n: int) -> None:
-    while placed_workers.call(n, 1.0, "ready") is None:
+    while placed_workers.call(n, 1.0, "read_clock") is None:
         time.sleep(0.05)
 
 

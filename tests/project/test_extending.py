@@ -13,7 +13,7 @@ from support.tiny import tiny_llama
 
 import rlgraph as rg
 from rlgraph import notices
-from rlgraph.channels.factory import TRANSPORTS, Transport, register
+from rlgraph.channels.api import TRANSPORTS, Transport, register
 from rlgraph.engines import registry
 from rlgraph.errors import ChannelError
 from rlgraph.plan.channels import with_transport

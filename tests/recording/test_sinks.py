@@ -281,7 +281,7 @@ def test_a_sink_that_raises_or_hangs_never_stops_the_run_and_is_said_once(tmp_pa
     monkeypatch.setattr(sinks.SinkFeed, "put", patient_for(kept, sinks.SinkFeed.put))
     job = record(tmp_path, [kept, raising, hanging, dead])
     hanging.what = "keep"
-    assert job.finished == STEPS
+    assert job.finished_steps == STEPS
     assert kept.steps == kept.samples_of == list(range(STEPS))
     assert kept.files == ["run.html", "plan.json", "costs.yaml"]
     assert kept.ended == ["ended"]

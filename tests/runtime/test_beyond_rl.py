@@ -114,7 +114,7 @@ def test_a_graph_without_a_generator_goes_on_from_its_checkpoint_with_the_same_n
     with job(tmp_path / "cut") as running:
         first = [step.metrics["actor/nll"] for step in running.steps(2)]
     with job(tmp_path / "cut") as running:
-        assert running.finished == 2
+        assert running.finished_steps == 2
         rest = [step.metrics["actor/nll"] for step in running.steps(5)]
         running.export(tmp_path / "model", dtype="float32")
     assert first + rest == whole
@@ -216,7 +216,7 @@ def two_players(model: str, depths: tuple[int, int]) -> rg.Graph:
         rollouts.append(generator.rollout(asked, weights, group_size=2, name=name))
     for number, (name, weights) in enumerate(zip(("first", "second"), edges, strict=True)):
         own, other = rollouts[number], rollouts[1 - number]
-        rewards = longer(own.apart("own."), other.apart("other."), name=f"{name} rewards")
+        rewards = longer(own.with_prefix("own."), other.with_prefix("other."), name=f"{name} rewards")
         trained = rg.Policy(model, pool=rg.Pool(f"{name} train"), optimizer=rg.AdamW(lr=1e-3 * (number + 1)), dtype="float32")
         scored = rg.advantages(own, rewards, estimator=rg.GRPO(), name=f"{name} advantages")
         updates.append(trained.update(own, scored, loss=rg.ClippedLoss(), name=f"{name} update"))
@@ -292,8 +292,8 @@ def test_two_policies_play_each_other_on_ray_with_the_bits_of_one_process(model:
     assert found == alone
     assert [staleness for staleness, _ in found] == [0, 1, 1, 1], "the second loop is one version behind"
     assert all(metrics["first update/staleness/max"] == 0 for _, metrics in found)
-    assert (job.observed.staleness, plan.certificate.staleness_bound, plan.certificate.deadlock_free) == (1, 1, True)
-    assert 1 <= (job.observed.open_batches or 0) <= plan.certificate.open_batches
+    assert (job.observed_maxima.staleness, plan.certificate.staleness_bound, plan.certificate.deadlock_free) == (1, 1, True)
+    assert 1 <= (job.observed_maxima.open_batches or 0) <= plan.certificate.open_batches
 
 
 @rg.node(reads=["own.response_mask", "other.response_mask"], writes="rewards")

@@ -32,7 +32,7 @@ class Host:
         self.asked += 1
         if not self.up.is_set():
             return None
-        return time.monotonic() + self.ahead_s if method == "ready" else {}
+        return time.monotonic() + self.ahead_s if method == "read_clock" else {}
 
 
 class Fixed(LocalHostAgent):

@@ -227,7 +227,7 @@ def test_a_killed_program_goes_on_and_a_terminated_one_saves_what_it_did(tmp_pat
 
     graph = fakes.vector_loop(1, generate_s=0.05, train_s=0.05)  # that of the program
     with job(graph, tmp_path / "checkpoints", dispatch="forked") as finishing:
-        assert finishing.finished == done
+        assert finishing.finished_steps == done
         list(rg.record(finishing, done + 3, tmp_path))
     assert recorded(tmp_path) == list(range(done + 3))
     assert not any(Path(f"/proc/{pid}").exists() for pid in workers)

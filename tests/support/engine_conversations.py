@@ -83,7 +83,7 @@ def inspect_caches(engine: Any) -> dict[str, Any]:
     end_conversations(engine)
     for row in range(2):
         engine.submit(Request(f"at once {row}", PROMPTS[row], TURN, row, "talk 0"))
-    while engine.unfinished():
+    while engine.count_requests():
         engine.step()
     found["two at once"] = left()
     end_conversations(engine)

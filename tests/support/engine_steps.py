@@ -41,7 +41,7 @@ def swap_weights(
     late, new = requests(LATE, "late"), requests(LATE, "new")
     for request in late:
         engine.submit(request)
-    written = engine.written()
+    written = engine.count_tokens()
     engine.load_weights(after, running=running)
     for request in new:
         engine.submit(request)

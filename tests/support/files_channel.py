@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rlgraph.channels.api import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
-from rlgraph.channels.factory import Site, Transport
+from rlgraph.channels.api import End, Meter, Site, Statistics, Stop, Taken, Transport, check_channel, check_columns
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError, ChannelTimeout
 
@@ -155,7 +154,7 @@ class FilesReader:
     def begin(self, step: int, timeout_s: float) -> dict[str, Column]:
         return self.take(step, timeout_s)
 
-    def arrived(self, beyond: int, timeout_s: float) -> int:
+    def wait_for_tensors(self, beyond: int, timeout_s: float) -> int:
         return self._taken[-1].tensors
 
     def release(self) -> None:

@@ -100,7 +100,7 @@ class Placed(forked_workers.Forked):
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
         wanted = range(1, plan.cluster.hosts + 1)
         end = time.monotonic() + patience_s
-        while silent := [n for n in wanted if call(n, 1.0, "ready") is None]:
+        while silent := [n for n in wanted if call(n, 1.0, "read_clock") is None]:
             if time.monotonic() > end:
                 raise PlanError(f"hosts {silent} did not answer")
             time.sleep(0.2)

@@ -58,10 +58,10 @@ class Scripted(GenerateEngine):
     def end_conversations(self, conversations: Iterable[str]) -> None:
         self.ended += conversations
 
-    def unfinished(self) -> int:
+    def count_requests(self) -> int:
         return len(self.open)
 
-    def written(self) -> dict[str, int]:
+    def count_tokens(self) -> dict[str, int]:
         return {name: count for name, (_, count) in self.open.items()}
 
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:

@@ -52,10 +52,10 @@ class Unigram(GenerateEngine):
             sequence.response.log_probs.append(float(log_probs[token]))
         return self.drop([name for name, s in self.held.items() if len(s.response.tokens) == s.request.sampling.max_tokens])
 
-    def unfinished(self) -> int:
+    def count_requests(self) -> int:
         return len(self.held)
 
-    def written(self) -> dict[str, int]:
+    def count_tokens(self) -> dict[str, int]:
         return {name: len(sequence.response.tokens) for name, sequence in self.held.items()}
 
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:

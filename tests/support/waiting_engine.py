@@ -37,10 +37,10 @@ class WaitingEngine(GenerateEngine):
         self.have = {name: count + 1 for name, count in self.have.items()}
         return self.drop([name for name, count in self.have.items() if count >= self.ends[name]])
 
-    def unfinished(self) -> int:
+    def count_requests(self) -> int:
         return len(self.have)
 
-    def written(self) -> dict[str, int]:
+    def count_tokens(self) -> dict[str, int]:
         return dict(self.have)
 
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:

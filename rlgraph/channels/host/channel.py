@@ -17,8 +17,7 @@ from typing import cast
 
 import torch
 
-from rlgraph.channels.api import End, Meter, Statistics, Stop, Taken, check_channel, check_columns
-from rlgraph.channels.factory import Site, Transport
+from rlgraph.channels.api import End, Meter, Site, Statistics, Stop, Taken, Transport, check_channel, check_columns
 from rlgraph.channels.host import connection as places
 from rlgraph.channels.host import protocol, slot_memory
 from rlgraph.channels.host.acceptor import Acceptor
@@ -292,7 +291,7 @@ class HostReader(HostEnd):
     def begin(self, step: int, timeout_s: float) -> dict[str, Column]:
         return self._next(step, timeout_s, whole=False)
 
-    def arrived(self, beyond: int, timeout_s: float) -> int:
+    def wait_for_tensors(self, beyond: int, timeout_s: float) -> int:
         slot, taken = self._taken[-1]
         if slot not in self._there:
             return taken.tensors
@@ -303,12 +302,12 @@ class HostReader(HostEnd):
         return self._there[slot][0] if slot in self._there else taken.tensors
 
     def _next(self, step: int, timeout_s: float, *, whole: bool) -> dict[str, Column]:
-        def ready() -> bool:
+        def is_ready() -> bool:
             return bool(self._full) and not (whole and self._full[0].slot in self._there)
 
-        self._await(step, timeout_s, ready)
+        self._await(step, timeout_s, is_ready)
         with self._lock:
-            if self._stop is not None and not (ready() and self._stop.reason is None):
+            if self._stop is not None and not (is_ready() and self._stop.reason is None):
                 raise self.end.stop_error(step, self._stop)
             full = self._full[0]
             if full.step != step:
@@ -334,7 +333,7 @@ class HostReader(HostEnd):
         with self._lock:
             if self._open:
                 protocol.send(self._connection, Free(slot))
-        if taken.text or not taken.as_given():  # text lies in the header, and is never given twice
+        if taken.text or not taken.is_reusable():  # text lies in the header, and is never given twice
             self._read_views.pop(slot, None)
         taken.check_unchanged(self.end)
 
@@ -342,9 +341,9 @@ class HostReader(HostEnd):
         """Read the message's columns: the views of the slot's last message, if both have the same layout."""
         segment, carried = self._segments[full.slot], self._carried.get(full.slot) if full.carried else None
         header = segment[: full.header]
-        if full.slot in self._read_views and self._read_views[full.slot][0].again(header, full.size, segment, carried):
+        if full.slot in self._read_views and self._read_views[full.slot][0].matches(header, full.size, segment, carried):
             view, taken = self._read_views[full.slot]
-            taken.again(full.step)
+            taken.renew(full.step)
         else:
             columns = slot_memory.read(segment, full.header, full.size, self._mapped, carried)
             view, taken = slot_memory.ReadView(header, full.size, segment, carried, columns), Taken(full.step, columns)

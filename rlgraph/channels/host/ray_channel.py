@@ -25,8 +25,7 @@ from ray.experimental.channel.torch_tensor_type import TorchTensorType
 from ray.experimental.channel.utils import get_self_actor
 from torch._C._distributed_c10d import FileStore
 
-from rlgraph.channels.api import Stop, Taken
-from rlgraph.channels.factory import Site, Transport
+from rlgraph.channels.api import Site, Stop, Taken, Transport
 from rlgraph.channels.host import slot_memory
 from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.host.connection import Connection

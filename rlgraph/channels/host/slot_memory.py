@@ -318,7 +318,7 @@ class ReadView:
     carried: torch.Tensor | None
     columns: dict[str, Column]
 
-    def again(self, header: bytes, size: int, segment: mmap.mmap, carried: torch.Tensor | None) -> bool:
+    def matches(self, header: bytes, size: int, segment: mmap.mmap, carried: torch.Tensor | None) -> bool:
         """Whether a message has the same place and layout as the last one."""
         return self.segment is segment and self.carried is carried and self.size == size and self.header == header
 

@@ -115,16 +115,16 @@ class ArrivingMessage:
 
     def wait_for_description(self) -> WeightMessage:
         """Wait until the description has arrived; the shards of what this returns may be still to come."""
-        self.reader.arrived(0, NO_DEADLINE_S)
+        self.reader.wait_for_tensors(0, NO_DEADLINE_S)
         return WeightMessage.read(self.rank, self._columns)
 
     def wait_for_shards(self, beyond: int) -> int:
         """Wait until more than `beyond` shards have arrived, and count them."""
-        columns = self.reader.arrived(beyond + 1, NO_DEADLINE_S)  # the description is one of them
+        columns = self.reader.wait_for_tensors(beyond + 1, NO_DEADLINE_S)  # the description is one of them
         return min(columns - 1, len(self._columns) - 1 - (CHECKSUMS in self._columns))
 
     def wait_for_all(self) -> None:
-        self.reader.arrived(len(self._columns) - 1, NO_DEADLINE_S)
+        self.reader.wait_for_tensors(len(self._columns) - 1, NO_DEADLINE_S)
 
 
 def _column_names(shards: Sequence[WeightShard]) -> list[str]:
@@ -188,14 +188,14 @@ class WeightsReader:
         self._prefetch = _Prefetch(readers, first) if buffers == 2 else None
 
     def receive(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
-        """Receive version `version` of all parameters, valid until `done`. Versions are received in order.
+        """Receive version `version` of all parameters, valid until `release`. Versions are received in order.
 
         Raises ChannelError for shards that do not make up whole parameters, ChannelTimeout, ChannelBroken or ChannelClosed as the
         channel does.
         """
         return self._take(version, timeout_s) if self._prefetch is None else self._prefetch.receive(version, timeout_s)
 
-    def done(self) -> None:
+    def release(self) -> None:
         """Free the version's buffer: the engine has copied it, or will have once this thread's CUDA stream gets here."""
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         if self._prefetch is not None:

@@ -76,8 +76,8 @@ def exchange_engines_lone_rows(model: Any) -> None:
             module.quant_method.apply = _in_company(module.quant_method.apply)
 
 
-def _in_company(apply: Any) -> Any:
-    def applied(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return in_company(lambda rows: apply(layer, rows, bias), x)
+def _in_company(of_layer: Any) -> Any:
+    def apply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return in_company(lambda rows: of_layer(layer, rows, bias), x)
 
-    return applied
+    return apply

@@ -73,13 +73,13 @@ def passed_on(block: torch.Tensor, group: Any) -> Callable[[], torch.Tensor]:
     sent = dist.P2POp(dist.isend, block, following, group)  # which keeps the block until it has arrived
     under_way = dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, found, before, group)])
 
-    def arrived() -> torch.Tensor:
+    def receive() -> torch.Tensor:
         for one in under_way:
             one.wait()
         assert sent.tensor is block
         return found
 
-    return arrived
+    return receive
 
 
 def sum_filled(part: torch.Tensor, group: Any) -> torch.Tensor:

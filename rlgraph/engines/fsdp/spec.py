@@ -21,7 +21,7 @@ def load(model: Any, place: Place) -> TrainEngine:
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import meet_at
 
-    sharing = model.sharing > 1
+    sharing = model.ranks_per_pass > 1
     dtype, flat = getattr(torch, dtype_of(model, place)), place.device != "cpu" or bool(model.recompute) or sharing
     shared = True
     if model.self_test:
@@ -55,7 +55,7 @@ def saved_shards(folder: Path) -> Iterable[SavedShard]:
     return weights_of(folder)
 
 
-SPEC = TrainerSpec(
+TRAINER = TrainerSpec(
     name="fsdp",
     load=load,
     settings=tuple(name for name in TRAINER_SETTINGS if name not in ("pipeline_parallel", "max_context")),

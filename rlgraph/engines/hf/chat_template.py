@@ -215,8 +215,8 @@ class TurnTemplate:
                 "instruct model, or copy its chat_template.jinja into the folder"
             )
         chat = ChatPrompt([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": MARK}], closed=True)
-        after = self._rendered(chat).rpartition(MARK)[2]
-        first = self._encoded(after)[:1]
+        after = self._render(chat).rpartition(MARK)[2]
+        first = self._encode(after)[:1]
         if not first or first[0] not in self.tokenizer.added_tokens_decoder:
             raise DataError(
                 f"the chat template of '{self.path}' writes {show_value(after[:AROUND])} after a turn of the model, which is no special "
@@ -226,14 +226,14 @@ class TurnTemplate:
 
     def prompt(self, chat: ChatPrompt) -> list[int]:
         """Encode a conversation up to where the model's turn begins. Raises what the template raises."""
-        return self._encoded(self._rendered(chat))
+        return self._encode(self._render(chat))
 
     def between(self, chat: ChatPrompt, said: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], last: int) -> list[int]:
         """Encode what the model reads after its turn `said`, whose last token is `last`: the `answers`, up to where its next turn begins.
 
         `chat` is the conversation before that turn. Raises DataError where the template refuses it.
         """
-        tokens = self._encoded(self._after(chat, said, answers))
+        tokens = self._encode(self._after(chat, said, answers))
         return tokens if last == self.close or last in self.ends else [self.close, *tokens]
 
     def content(self, tokens: Sequence[int]) -> str:
@@ -257,17 +257,17 @@ class TurnTemplate:
         """
         first = replace(chat, messages=[{"role": "user", "content": "Hi."}], continue_final=False)
         said = self._probe(first, answer)
-        prompt = self._rendered(first)
+        prompt = self._render(first)
         written = self._turn(first, prompt, said)
         assembled = prompt + written + self._close_text + self._after(first, said, [answer])
-        pieces = [*self._encoded(prompt + written), self.close, *self.between(first, said, [answer], self.close)]
+        pieces = [*self._encode(prompt + written), self.close, *self.between(first, said, [answer], self.close)]
         second = replace(first, messages=[*first.messages, said, answer])
-        self._compare(self._rendered(second), assembled, pieces, answer, keep_thinking)
-        wrote = self._turn(second, self._rendered(second), said)
+        self._compare(self._render(second), assembled, pieces, answer, keep_thinking)
+        wrote = self._turn(second, self._render(second), said)
         assembled += wrote + self._close_text + self._after(second, said, [answer])
-        pieces += [*self._encoded(wrote), self.close, *self.between(second, said, [answer], self.close)]
+        pieces += [*self._encode(wrote), self.close, *self.between(second, said, [answer], self.close)]
         third = replace(second, messages=[*second.messages, said, answer])
-        self._compare(self._rendered(third), assembled, pieces, answer, keep_thinking)
+        self._compare(self._render(third), assembled, pieces, answer, keep_thinking)
         return written
 
     def _probe(self, chat: ChatPrompt, answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,12 +277,12 @@ class TurnTemplate:
             function = {"name": chat.tools[0]["function"]["name"] if chat.tools else "tool", "arguments": {"x": "1"}}
             said |= {"content": "", "tool_calls": [{"id": answer["tool_call_id"], "type": "function", "function": function}]}
         thinking = said | {"reasoning_content": "Hm."}
-        begun, closed = self._rendered(chat), self._rendered(replace(chat, messages=[*chat.messages, thinking], closed=True))
+        begun, closed = self._render(chat), self._render(replace(chat, messages=[*chat.messages, thinking], closed=True))
         return thinking if closed.startswith(begun) and "Hm." in closed else said
 
     def _turn(self, chat: ChatPrompt, prompt: str, said: Mapping[str, Any]) -> str:
         """Render the model's turn alone, without its end. Raises DataError if its beginning is not the generation prompt."""
-        closed = self._rendered(replace(chat, messages=[*chat.messages, said], closed=True))
+        closed = self._render(replace(chat, messages=[*chat.messages, said], closed=True))
         if not closed.startswith(prompt):
             raise self._difference(closed, prompt, "a turn of the model", "leave tools= and agent= out, or use another template")
         written, end, _ = closed[len(prompt) :].rpartition(self._close_text)
@@ -295,7 +295,7 @@ class TurnTemplate:
         if text != assembled:
             fix = "use a template that keeps them, or give keep_thinking=True, which leaves earlier turns as the model has written them"
             raise self._difference(text, assembled, what, fix)
-        whole = self._encoded(text)
+        whole = self._encode(text)
         if whole != pieces:
             place = next((i for i, (a, b) in enumerate(zip(whole, pieces, strict=False)) if a != b), min(len(whole), len(pieces)))
             ours, theirs = (self.tokenizer.convert_ids_to_tokens(ids[place : place + 4]) for ids in (pieces, whole))
@@ -319,7 +319,7 @@ class TurnTemplate:
         error: Exception | None = None
         for turn in _mark_turn(said):
             try:
-                text = self._rendered(replace(chat, messages=[*chat.messages, turn, *answers], continue_final=False))
+                text = self._render(replace(chat, messages=[*chat.messages, turn, *answers], continue_final=False))
             except Exception as refused:  # noqa: BLE001 (whatever the template raises; the next way to write the turn may do)
                 error = refused
                 continue
@@ -338,10 +338,10 @@ class TurnTemplate:
         text: str = self.tokenizer.decode([self.close], skip_special_tokens=False)
         return text
 
-    def _rendered(self, chat: ChatPrompt) -> str:
+    def _render(self, chat: ChatPrompt) -> str:
         return chat.render(self.tokenizer)
 
-    def _encoded(self, text: str) -> list[int]:
+    def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
         return tokens
 

@@ -104,12 +104,12 @@ class _Torch(ModuleType):
 
 def _on_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(make)
-    def made(*given: Any, **named: Any) -> torch.Tensor:
+    def make_on_host(*given: Any, **named: Any) -> torch.Tensor:
         if str(named.get("device")).startswith("cuda"):
             named["device"] = "cpu"
         return make(*given, **named)
 
-    return made
+    return make_on_host
 
 
 HOST = _Torch()

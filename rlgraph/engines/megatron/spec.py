@@ -46,7 +46,7 @@ def load(model: Any, place: Place) -> TrainEngine:
     )
 
 
-SPEC = TrainerSpec(
+TRAINER = TrainerSpec(
     name="megatron",
     load=load,
     settings=(

@@ -167,11 +167,11 @@ class SglangEngine(GenerateEngine):
         stops = {*row.request.sampling.stop_token_ids, *(() if row.request.sampling.ignore_eos else self._summary.eos_token_ids)}
         return Response(row.tokens, row.log_probs, finish="stop" if row.tokens and row.tokens[-1] in stops else "length")
 
-    def unfinished(self) -> int:
+    def count_requests(self) -> int:
         """Count the requests that the engine holds."""
         return len(self._rows)
 
-    def written(self) -> dict[str, int]:
+    def count_tokens(self) -> dict[str, int]:
         """Count the tokens that each unfinished request has so far."""
         return {row.request.id: len(row.tokens) for row in self._rows.values()}
 

@@ -20,12 +20,12 @@ def load(generator: Any, place: Place) -> GenerateEngine:
         threads=place.threads,
         max_sequences=generator.max_sequences or place.sequences or None,
         memory=generator.memory,
-        shared=place.shared and place.device == "cuda",
+        shared=place.shares_devices and place.device == "cuda",
         copies=place.copies,
     )
 
 
-SPEC = EngineSpec(
+ENGINE = EngineSpec(
     name="sglang",
     load=load,
     settings=("memory", "max_sequences"),

@@ -335,7 +335,7 @@ def _seed_batches() -> None:
 
     make = SamplingBatchInfo.from_schedule_batch.__func__
 
-    def seeded(cls: Any, batch: Any, vocab_size: int) -> Any:
+    def make_with_seeds(cls: Any, batch: Any, vocab_size: int) -> Any:
         info = make(cls, batch, vocab_size)
         seeds = torch.tensor(
             [req.sampling_params.sampling_seed for req in batch.reqs], dtype=torch.int64, pin_memory=torch.cuda.is_available()
@@ -343,7 +343,7 @@ def _seed_batches() -> None:
         info.sampling_seed = seeds.to(info.temperatures.device, non_blocking=True)
         return info
 
-    SamplingBatchInfo.from_schedule_batch = classmethod(seeded)
+    SamplingBatchInfo.from_schedule_batch = classmethod(make_with_seeds)
 
 
 def _drop_load_file(scheduler: Any) -> None:

@@ -50,7 +50,7 @@ class TransformersEngine(GenerateEngine):
 
     def submit(self, request: Request) -> None:
         """Queue a request; see `GenerateEngine`. Those submitted between two steps are decoded side by side from then on."""
-        check_request(request, self.written(), self._context, self._summary.vocab_size)
+        check_request(request, self.count_tokens(), self._context, self._summary.vocab_size)
         self._waiting.append(request)
 
     @torch.no_grad()
@@ -81,11 +81,11 @@ class TransformersEngine(GenerateEngine):
             for place, request in enumerate(requests)
         ]
 
-    def unfinished(self) -> int:
+    def count_requests(self) -> int:
         """Count the requests that the engine holds."""
         return len(self._waiting) + sum(len(batch.rows) for batch in self._batches)
 
-    def written(self) -> dict[str, int]:
+    def count_tokens(self) -> dict[str, int]:
         """Count the tokens that each unfinished request has so far."""
         found = {row.id: len(row.response.tokens) for batch in self._batches for row in batch.rows}
         return found | {request.id: 0 for request in self._waiting}
@@ -328,7 +328,7 @@ class ScoreEngine:
         Raises DataError for a text longer than the model's context.
         """
         asked = conversations or [""] * len(prompts)
-        rows = [self._encoded(*texts) for texts in zip(prompts, responses, asked, strict=True)]
+        rows = [self._encode(*texts) for texts in zip(prompts, responses, asked, strict=True)]
         for row, tokens in enumerate(rows):
             if not 0 < len(tokens) <= self._context:
                 raise DataError(
@@ -343,7 +343,7 @@ class ScoreEngine:
             self._add_up(found)  # a score and zeros: no rounding
         return found
 
-    def _encoded(self, prompt: str, response: str, conversation: str) -> list[int]:
+    def _encode(self, prompt: str, response: str, conversation: str) -> list[int]:
         """Encode the text as the model was trained on it: by its chat template, if it has one, every message of a conversation as such."""
         tokenizer: Any = self._tokenizer
         if not tokenizer.chat_template:

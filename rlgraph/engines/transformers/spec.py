@@ -20,7 +20,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
     return TransformersEngine(generator.path, device=place.device, dtype=dtype, max_context=generator.max_context, routes=generator.routes)
 
 
-SPEC = EngineSpec(
+ENGINE = EngineSpec(
     name="transformers",
     load=load,
     settings=("engines_per_gpu", "self_test", "routes"),

@@ -267,7 +267,7 @@ def check_arguments(given: Mapping[str, Any]) -> Mapping[str, str]:
     known = known_arguments()
     for name, value in given.items():
         here = f"Generator(engine_args={{{show_value(name)}: {show_value(value)}}}): "
-        if reason := _why_reserved(name):
+        if reason := _reservation_reason(name):
             raise GraphError(f"{here}'{name}' cannot be given here: {reason}")
         if known and name not in known:
             raise GraphError(f"{here}vLLM has no argument '{name}'; {choices(name, known, 'those of vllm.EngineArgs are', most=8)}")
@@ -288,7 +288,7 @@ def known_arguments() -> Mapping[str, str]:
     return {}
 
 
-def _why_reserved(name: str) -> str:
+def _reservation_reason(name: str) -> str:
     """Say why an argument is not the user's; empty if it is."""
     begins = (reason for reason, beginnings in TAKEN_BEGINNINGS.items() if name.startswith(beginnings))
     return TAKEN.get(name) or next(begins, "")

@@ -380,11 +380,11 @@ class VllmEngine(GenerateEngine):
         counts, self.decoded, self.decodings = (self.decoded, self.decodings), 0, 0
         return {"rollout/accepted_drafts": counts[0] / max(counts[1], 1) - 1} if self._guesses else {}
 
-    def unfinished(self) -> int:
+    def count_requests(self) -> int:
         """Count the requests that the engine holds."""
         return len(self._running)
 
-    def written(self) -> dict[str, int]:
+    def count_tokens(self) -> dict[str, int]:
         """Count the tokens that each unfinished request has so far."""
         return {row.request.id: len(row.tokens) for row in self._running.values()}
 

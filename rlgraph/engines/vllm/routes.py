@@ -36,14 +36,14 @@ def write_down(model: Any, config: Any) -> torch.Tensor:
     most = max(config.scheduler_config.max_num_batched_tokens, *(config.compilation_config.cudagraph_capture_sizes or [0]))
     chosen = torch.full((most, len(layers), layers[0].router.top_k), -1, dtype=torch.int16, device=device)
 
-    def writing(layer: int) -> Any:
+    def make_writer(layer: int) -> Any:
         def write(experts: torch.Tensor) -> None:
             chosen[: len(experts), layer].copy_(experts)
 
         return write
 
     for layer, module in enumerate(layers):
-        module.router.set_capture_fn(writing(layer))
+        module.router.set_capture_fn(make_writer(layer))
     return chosen
 
 
@@ -67,20 +67,20 @@ class RouteRecorder:
         execute: Any = runner.execute_model
         prepare: Any = getattr(runner, "prepare_inputs", None)  # of the second model runner, which orders a step's requests here
 
-        def prepared(*given: Any, **more: Any) -> Any:
+        def prepare_inputs(*given: Any, **more: Any) -> Any:
             batch = prepare(*given, **more)
             self._order = list(batch.req_ids)
             return batch
 
-        def executed(scheduled: Any, *given: Any, **more: Any) -> Any:
+        def execute_model(scheduled: Any, *given: Any, **more: Any) -> Any:
             output = execute(scheduled, *given, **more)
             if scheduled.total_num_scheduled_tokens:
                 self._record(scheduled, self._order if prepare is not None else list(runner.input_batch.req_ids))
             return output
 
         if prepare is not None:
-            runner.prepare_inputs = prepared
-        runner.execute_model = executed
+            runner.prepare_inputs = prepare_inputs
+        runner.execute_model = execute_model
 
     def _record(self, scheduled: Any, order: Sequence[str]) -> None:
         """Begin to copy the rows of a step; they are there once the step's tokens are."""

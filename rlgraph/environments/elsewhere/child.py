@@ -14,7 +14,7 @@ import os
 import sys
 
 
-def loaded(name):  # no annotations: any Python 3.9 and newer
+def find_module(name):  # no annotations: any Python 3.9 and newer
     """Import a module or a file."""
     if not name.endswith(".py"):
         return importlib.import_module(name)
@@ -25,22 +25,22 @@ def loaded(name):  # no annotations: any Python 3.9 and newer
     return module
 
 
-async def called(function, *given, **named):
+async def call_function(function, *given, **named):
     """Call a function, in a thread if it is not async."""
     if inspect.iscoroutinefunction(function):
         return await function(*given, **named)
     return await asyncio.to_thread(function, *given, **named)
 
 
-async def answered(make, options, held, call, name, value):
+async def answer_call(make, options, held, call, name, value):
     """Do one call for the environment `name`."""
     if call == "reset":
         held[name] = await asyncio.to_thread(lambda: make(**value, **options))
-        return await called(held[name].reset)
+        return await call_function(held[name].reset)
     if call == "step":
-        return await called(held[name].step, value)
+        return await call_function(held[name].step, value)
     gone = held.pop(name, None)
-    return None if gone is None else await called(gone.close)
+    return None if gone is None else await call_function(gone.close)
 
 
 async def serve(make, options, out):
@@ -50,7 +50,7 @@ async def serve(make, options, out):
     async def one(line):
         number, call, name, value = json.loads(line)
         try:
-            text = json.dumps([number, None, await answered(make, options, held, call, name, value)])
+            text = json.dumps([number, None, await answer_call(make, options, held, call, name, value)])
         except Exception as error:  # noqa: BLE001 (whatever an environment raises ends its conversation)
             text = json.dumps([number, f"{type(error).__name__}: {str(error)[:300]}", None])
         out.write(text + "\n")
@@ -69,7 +69,7 @@ def main():
     where, _, what = sys.argv[1].rpartition(":")
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the class prints is no answer
-    module, options = loaded(where), json.loads(sys.argv[2])
+    module, options = find_module(where), json.loads(sys.argv[2])
     if sys.argv[3:] == ["rows"]:
         out.write(json.dumps(module.rows(**options)) + "\n")
         return out.flush()

@@ -14,7 +14,7 @@ from rlgraph.errors import NOT_JSON, DataError, GraphError, RlgraphError, show_v
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.rewards.calls import Scorer
 from rlgraph.nodes.sandbox import Limits, ToolError
-from rlgraph.settings import Count, Name, Seconds, checked
+from rlgraph.settings import Count, Name, Seconds, check_arguments
 
 FENCE = "```"
 LANGUAGE = re.compile(r"[ \t]*+([\w+-]*+)")
@@ -105,7 +105,7 @@ class CodeTests(Scorer):
             raise RlgraphError(f"rg.scorers.code: the sandbox does not run an empty program: {error}") from None
 
 
-@checked()
+@check_arguments()
 def code(
     *,
     tests: Name = "tests",

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from rlgraph import settings
 from rlgraph.errors import NOT_JSON, DataError, GraphError, show_value
 from rlgraph.nodes.rewards.calls import CONCURRENCY, Busy, Retry, Scorer
-from rlgraph.settings import AtLeastZero, Count, Finite, Name, Natural, Range, Seconds, checked
+from rlgraph.settings import AtLeastZero, Count, Finite, Name, Natural, Range, Seconds, check_arguments
 
 if TYPE_CHECKING:
     import httpx2
@@ -131,7 +131,7 @@ class Judge(Scorer):
             return answer.status_code, answer.headers, parts.decode(errors="replace")
 
 
-@checked()
+@check_arguments()
 def judge(
     url: Name,
     model: Name,

@@ -17,7 +17,7 @@ from rlgraph.nodes.rewards.scoring import Scoring, match_parameters, tokenizer_o
 from rlgraph.nodes.training.advantages import on_last_token
 from rlgraph.nodes.training.guards import Outliers
 from rlgraph.notices import accept_old_names
-from rlgraph.settings import Name, Range, Seconds, checked
+from rlgraph.settings import Name, Range, Seconds, check_arguments
 
 DEADLINE_S = 300.0  # half of a job's own, so that the error names the response and not only the node
 OUTLIERS = 20.0
@@ -70,7 +70,7 @@ def spread(column: str, scores: torch.Tensor) -> dict[str, float]:
 
 
 @accept_old_names(at_once="concurrency")
-@checked()
+@check_arguments()
 def reward(
     function: RewardFunction,
     *inputs: Output,
@@ -137,7 +137,7 @@ def check_column(name: str, writes: str) -> None:
 Coefficient: TypeAlias = Annotated[float, Range(least=0, rule="a number of at least 0, or AdaptiveKL(...)")]
 
 
-@checked()
+@check_arguments()
 def kl_shaped_rewards(
     *inputs: Output, coef: Coefficient | FixedKL | AdaptiveKL, estimator: KlEstimator = "k1", name: str = "shaped"
 ) -> Output:
@@ -206,7 +206,7 @@ class Shaping(Protocol):
     def __call__(self, batch: Columns, /) -> dict[str, torch.Tensor]: ...
 
 
-@checked()
+@check_arguments()
 def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", trial: bool = True, name: str = "shaped") -> Output:
     """Declare `rewards` [B]: those of the column `of`, changed by an object such as `rg.estimators.OverlongPenalty`.
 

@@ -13,7 +13,7 @@ from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.rewards.scoring import TOKEN_COLUMNS, texts_of, tokenizer_of
 from rlgraph.nodes.training.trained_model import check_folder
-from rlgraph.settings import Count, Dtype, Natural, checked, refuse_unknown
+from rlgraph.settings import Count, Dtype, Natural, check_arguments, refuse_unknown
 
 MESSAGES = "prompt_messages"
 
@@ -56,7 +56,7 @@ class RewardModel(Model):
 
         return registry.score_engine(self, context)
 
-    @checked()
+    @check_arguments()
     def rewards(self, *inputs: Output, writes: str = "rewards", name: str = "reward") -> Output:
         """Declare `rewards` [B]: the model's score of each response to its prompt. A rollout with `chunks` is scored part by part.
 

@@ -24,7 +24,7 @@ from rlgraph.nodes.rewards.calls import Scorer
 from rlgraph.nodes.rewards.code import code
 from rlgraph.nodes.rewards.judge import judge, score_in
 from rlgraph.nodes.rewards.scoring import Score
-from rlgraph.settings import Count, Seconds, checked
+from rlgraph.settings import Count, Seconds, check_arguments
 
 # Comparison of mathematical answers by `math-verify`, each within a time limit.
 
@@ -53,7 +53,7 @@ class MathVerify(Scorer):
         return "math_verify"
 
 
-@checked()
+@check_arguments()
 def math_verify(*, limit_s: Seconds = 10.0, concurrency: Count | None = None) -> MathVerify:
     """Make a scorer for `rlgraph.reward`: 1 for a response whose mathematical answer equals the field `answer`, else 0.
 

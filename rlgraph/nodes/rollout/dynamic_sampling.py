@@ -47,7 +47,7 @@ class Group:
     constant: bool = False  # whether all rewards are there and exactly equal
 
     @property
-    def running(self) -> int:
+    def running_count(self) -> int:
         """The number of responses that still decode."""
         return len(self.tasks) - len(self.responses)
 
@@ -149,7 +149,7 @@ class Refill:
         return Output(declare(name, operation, (), reads=(), writes=writes, rows=rows, model=rollout.generator, feedback=weights))
 
     def _check(self, where: str, name: str, rollout: Rollout) -> None:
-        if rollout.apart < 2:
+        if rollout.rewards_per_prompt < 2:
             raise GraphError(f"{where} has refill= and group_size=1, and a group of one is never constant; use larger groups, or no refill")
         if rollout.chunks > 1:
             raise GraphError(f"{where} has refill= and chunks={rollout.chunks}, but a batch is known when its last group is: choose one")
@@ -204,7 +204,7 @@ class DynamicSampler:
 
     def __call__(self, step: int, columns: Columns) -> Fired:
         self.newest = max(self.newest, step)
-        world, wanted = self.context.world, self.wanted
+        world, wanted = self.context.world, self.groups_per_batch
         batch = self._sample_batch(step) if wanted else []
         self.groups = self.groups[len(batch) :]
         self.passed += len(batch)
@@ -220,7 +220,7 @@ class DynamicSampler:
         return self._columns(trained) | {self.operation.writes: _rewards(trained)}, metrics
 
     @property
-    def wanted(self) -> int:
+    def groups_per_batch(self) -> int:
         """The groups of a batch that this rank samples."""
         return len(rows_of_rank(self.operation.draws_from.count, self.context.rank, self.context.world))
 
@@ -241,17 +241,17 @@ class DynamicSampler:
             if due is not None and not any(group.rewards is None for group in due):
                 return due
             differing = sum(group.rewards is not None and not group.constant for group in due or self.groups)
-            self.context.report_progress(differing, self.wanted, "groups that differ")
+            self.context.report_progress(differing, self.groups_per_batch, "groups that differ")
             self._join(step)
             self._score(self._advance())
 
     def _batches(self) -> Iterator[Sequence[Group]]:
-        return batches(self.groups, self.wanted, self.wanted * self.operation.rounds)
+        return batches(self.groups, self.groups_per_batch, self.groups_per_batch * self.operation.rounds)
 
     def _draw(self, step: int) -> None:
         """Submit the requests to the next prompts of this rank, as many as the batches that have joined need."""
         rollout, source = self.operation.rollout, self.operation.draws_from
-        while step + batch_of_next(self.groups, self.wanted, self.wanted * self.operation.rounds) <= self.newest:
+        while step + batch_of_next(self.groups, self.groups_per_batch, self.groups_per_batch * self.operation.rounds) <= self.newest:
             position = (self.passed + len(self.groups)) * self.context.world + self.context.rank
             item = source.item(position)
             columns = source.columns([item])
@@ -281,7 +281,10 @@ class DynamicSampler:
     def _tail(self, number: int) -> bool:
         """Tell whether at most half of the responses of a batch still decode; it is counted from the one that is due."""
         found = next(islice(self._batches(), number, None), None)
-        return found is not None and 2 * sum(group.running for group in found) <= self.wanted * self.operation.rollout.group_size
+        return (
+            found is not None
+            and 2 * sum(group.running_count for group in found) <= self.groups_per_batch * self.operation.rollout.group_size
+        )
 
     def _advance(self) -> list[Group]:
         """Decode one step, and return the groups that it completes."""
@@ -289,7 +292,7 @@ class DynamicSampler:
         for name, sampled in self.decoder.step().items():
             group = self.waiting.pop(name)
             group.responses[name] = sampled
-            if not group.running:
+            if not group.running_count:
                 complete.append(group)
         return complete
 

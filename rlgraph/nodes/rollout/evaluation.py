@@ -26,7 +26,7 @@ from rlgraph.nodes.rollout.decode_loop import columns_of
 from rlgraph.nodes.rollout.fitting import check_prompts, most_tokens
 from rlgraph.nodes.rollout.rollout import Generator
 from rlgraph.notices import accept_old_names
-from rlgraph.settings import Count, Finite, Name, Seconds, checked
+from rlgraph.settings import Count, Finite, Name, Seconds, check_arguments
 from rlgraph.values.sampling import Sampling
 
 # Best, worst and majority of k answers to an item, estimated by a bootstrap over its n answers with verl's draws.
@@ -160,7 +160,7 @@ ASKED = ("prompts", "prompt_mask")  # which nobody reads but a recorder of sampl
 
 
 @accept_old_names(at_once="concurrency")
-@checked()
+@check_arguments()
 def evaluate(
     generator: Generator,
     data: Dataset,

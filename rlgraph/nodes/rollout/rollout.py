@@ -48,7 +48,7 @@ from rlgraph.nodes.rollout.decode_loop import (
 from rlgraph.nodes.rollout.fitting import check_prompts, declared_context, most_tokens
 from rlgraph.nodes.rollout.session_loop import SessionLoop, SessionRules
 from rlgraph.nodes.rollout.turn_loop import TurnLoop, TurnRules
-from rlgraph.settings import Count, Dtype, Named, Natural, Range, checked, refuse_unknown
+from rlgraph.settings import Count, Dtype, Named, Natural, Range, check_arguments, refuse_unknown
 from rlgraph.values.drafts import PromptLookup, check_no_model
 from rlgraph.values.sampling import BatchAdmission, Running, Sampling
 
@@ -219,7 +219,7 @@ class Generator(Model):
     def load(self, context: Any) -> Any:
         return self.spec.load(self, context)
 
-    @checked()
+    @check_arguments()
     def rollout(
         self,
         prompts: Output,
@@ -323,7 +323,7 @@ class Rollout(Operation):
         return self.agent.rewarded if isinstance(self.agent, Program) else self.agent is not None and self.tools is None
 
     @property
-    def apart(self) -> int:
+    def rewards_per_prompt(self) -> int:
         """How many responses to a prompt have rewards of their own: those of a session have one."""
         return self.group_size // (self.agent.sequences if isinstance(self.agent, Program) else 1)
 

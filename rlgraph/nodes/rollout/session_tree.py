@@ -42,14 +42,14 @@ class ModelCall:
         return [*(self.parent.path if self.parent is not None else ()), self]
 
     @cached_property
-    def sampled(self) -> int:
+    def sampled_tokens(self) -> int:
         """How many tokens of its branch the model wrote."""
-        return len(self.response.tokens) + (self.parent.sampled if self.parent is not None else 0)
+        return len(self.response.tokens) + (self.parent.sampled_tokens if self.parent is not None else 0)
 
     @property
     def order(self) -> tuple[int, list[int], list[int]]:
         """Where it stands among others of its session, whatever order they came in: most sampled tokens first."""
-        return -self.sampled, list(self.prompt), self.tokens
+        return -self.sampled_tokens, list(self.prompt), self.tokens
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.graph.rules import SAMPLED
 from rlgraph.nodes.base import Context, Fired, FunctionOperation, ReadColumns, Stage, custom, list_columns, tensor_of
 from rlgraph.nodes.training.trained_model import TOKENS
-from rlgraph.settings import AtLeastZero, Name, checked
+from rlgraph.settings import AtLeastZero, Name, check_arguments
 from rlgraph.values.sampling import Sampling
 
 
@@ -33,7 +33,7 @@ class Estimator(Protocol):
     def __call__(self, batch: Columns, /) -> dict[str, torch.Tensor]: ...
 
 
-@checked()
+@check_arguments()
 def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: str = "advantages") -> Output:
     """Declare the advantage of each response token, by an estimator such as `rg.GRPO()` or `rg.GAE(lam=0.95)`.
 
@@ -108,7 +108,7 @@ def on_last_token(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 Weigh = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@checked()
+@check_arguments()
 def rollout_correction(
     *inputs: Output,
     weights: ImportanceWeights | RolloutCorrection | Weigh | None = None,
@@ -188,7 +188,7 @@ class _Correct:
         return written, diagnostics(*policies, self.correction)
 
 
-@checked()
+@check_arguments()
 def filter_groups(*inputs: Output, metric: Name = "rewards", name: str = "filter") -> Output:
     """Declare `loss_mask` [B, T] without the groups whose responses all have the same `metric`: they teach nothing.
 
@@ -221,7 +221,7 @@ class _Filter:
         return {"loss_mask": mask & ~constant[:, None]}, {"filter/groups_fraction": fraction}
 
 
-@checked()
+@check_arguments()
 def filter_truncated(*inputs: Output, name: str = "filter_truncated") -> Output:
     """Declare `loss_mask` [B, T] without the responses that were cut off: their rewards judge unfinished answers.
 
@@ -290,7 +290,7 @@ def _pick(column: Column, rows: torch.Tensor) -> Column:
     return column[rows] if isinstance(column, torch.Tensor) else [column[row] for row in rows.tolist()]
 
 
-@checked()
+@check_arguments()
 def preferred(*inputs: Output, gap: AtLeastZero = 0.0, name: Name = "preferred") -> Output:
     """Declare preference pairs out of a rollout and its rewards: of each group the best response and the worst.
 
@@ -309,7 +309,7 @@ def preferred(*inputs: Output, gap: AtLeastZero = 0.0, name: Name = "preferred")
     sources = [o.node.traits for o in inputs if isinstance(o, Output) and (o.node.traits.group_size or 1) > 1]
     if not sources:
         raise GraphError(f"node '{name}' needs a rollout with a group_size of 2 or more among its inputs, to take the best and the worst")
-    whole = all(source.sampling is None or source.sampling.whole for source in sources)
+    whole = all(source.sampling is None or source.sampling.is_full_distribution for source in sources)
     passed = (column for column in CARRIED if column in given and (whole or column != SAMPLED))
     kept, size = (*TOKENS, *passed), sources[0].group_size or 1
     operation = Preferred(kept, size, gap, sources[0].sampling)

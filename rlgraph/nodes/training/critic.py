@@ -13,7 +13,7 @@ from rlgraph.nodes.base import Context, Fired, Stage, list_columns
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule
-from rlgraph.settings import Count, checked, refuse_unknown
+from rlgraph.settings import Count, check_arguments, refuse_unknown
 
 
 @refuse_unknown
@@ -35,12 +35,12 @@ class Critic(TrainedModel):
     exact: bool = field(default=False, init=False)
     fused_head: bool | None = field(default=None, init=False)  # its head has one output
 
-    @checked()
+    @check_arguments()
     def values(self, *inputs: Output, name: str = "values") -> Output:
         """Declare `values` [B, T]: the return that the critic, before its update, expects at each response token."""
         return Output(declare(name, Values(self), inputs, reads=TOKENS, writes=("values",), model=self))
 
-    @checked()
+    @check_arguments()
     def update(
         self,
         *inputs: Output,

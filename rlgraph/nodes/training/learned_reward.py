@@ -22,7 +22,7 @@ from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_taken, checked_schedule
-from rlgraph.settings import Count, Name, checked, refuse_unknown
+from rlgraph.settings import Count, Name, check_arguments, refuse_unknown
 from rlgraph.values.lora import LoRA
 
 # Where the steps of a response end, and what a reward model says of each.
@@ -108,13 +108,13 @@ class LearnedReward(TrainedModel):
     exact: bool = field(default=False, init=False)
     fused_head: bool | None = field(default=None, init=False)  # its head has one output
 
-    @checked()
+    @check_arguments()
     def rewards(self, *inputs: Output, writes: str = "rewards", name: str = "reward") -> Output:
         """Declare `rewards` [B]: the reward of each response under the present weights. A rollout with `chunks` is scored part by part."""
         check_column(name, writes)
         return Output(declare(name, LearnedRewards(self, writes), inputs, reads=TOKENS, writes=(writes,), model=self))
 
-    @checked()
+    @check_arguments()
     def step_rewards(self, *inputs: Output, separator: Name = "\n", writes: str = "step_rewards", name: str = "step_rewards") -> Output:
         """Declare `step_rewards` [B, T], the probability that a step is good at its last token, and `step_mask`, which flags these tokens.
 
@@ -125,7 +125,7 @@ class LearnedReward(TrainedModel):
         operation = StepRewards(self, separator, writes)
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=(writes, "step_mask"), model=self))
 
-    @checked()
+    @check_arguments()
     def update(
         self,
         *inputs: Output,

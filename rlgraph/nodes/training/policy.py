@@ -14,7 +14,7 @@ from rlgraph.nodes.base import Context, Stage, list_columns
 from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary, columns_to_check, routes_read
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Part, PolicyUpdate, Update, check_taken, checked_also, checked_schedule, own_name
-from rlgraph.settings import Count, Natural, checked, refuse_unknown
+from rlgraph.settings import Count, Natural, check_arguments, refuse_unknown
 from rlgraph.values.sampling import Sampling
 
 
@@ -70,7 +70,7 @@ class Policy(TrainedModel):
     role: ClassVar[str] = "policy"
     router_replay: bool = False
 
-    @checked()
+    @check_arguments()
     def log_probs(self, *inputs: Output, sum_pi_squared: bool = False, name: str = "old_log_probs") -> Output:
         """Declare `old_log_probs` [B, T]: the trainer's log-probs of the responses before the update.
 
@@ -85,7 +85,7 @@ class Policy(TrainedModel):
         reads = (*TOKENS, *routes_read(name, self, inputs))
         return Output(declare(name, operation, inputs, reads=reads, writes=writes, model=self))
 
-    @checked()
+    @check_arguments()
     def base_log_probs(self, *inputs: Output, name: str = "base_log_probs") -> Output:
         """Declare `ref_log_probs` [B, T]: the log-probs of the responses without the adapter, as of a reference that takes no memory.
 
@@ -98,7 +98,7 @@ class Policy(TrainedModel):
         operation = LogProbs(self, "ref_log_probs", sampling_temperature(inputs), base=True)
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
 
-    @checked()
+    @check_arguments()
     def update(
         self,
         *inputs: Output,
@@ -141,7 +141,7 @@ class Policy(TrainedModel):
             checked_schedule(name, outputs, epochs, mini_batches)
             sizes.append((other, outputs))
             parts.append(Part(f"also{number}.", own_name(outputs[0].node.name, [part.name for part in parts]), other, weight, found))
-            more += [output.apart(parts[-1].prefix) for output in outputs]
+            more += [output.with_prefix(parts[-1].prefix) for output in outputs]
             reads += tuple(parts[-1].prefix + column for column in read)
         if any(chosen_at(other) is not None for other in (loss, *(part.loss for part in parts))):
             check_whole_vocabulary(name, self)
@@ -195,7 +195,9 @@ def sampling_temperature(inputs: Sequence[Output]) -> float:
 def _mismatch_columns(guards: Guards, inputs: Sequence[Output]) -> tuple[str, ...]:
     """Name the columns by which the guards measure the engine's distance: where a limit stops, or where the inputs carry both."""
     columns, there = ("rollout_log_probs", "old_log_probs"), list_columns(inputs)
-    comparable = all(there.count(column) == 1 for column in columns) and all(sampling.whole for _, sampling in _samplings(inputs))
+    comparable = all(there.count(column) == 1 for column in columns) and all(
+        sampling.is_full_distribution for _, sampling in _samplings(inputs)
+    )
     return columns if guards.stop_mismatch is not None or (guards.warn_mismatch is not None and comparable) else ()
 
 

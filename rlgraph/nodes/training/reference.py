@@ -19,7 +19,7 @@ from rlgraph.graph.operation import ModelTraits
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
 from rlgraph.nodes.training.policy import LogProbs, sampling_temperature
 from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_scored
-from rlgraph.settings import Count, checked, refuse_unknown
+from rlgraph.settings import Count, check_arguments, refuse_unknown
 from rlgraph.values.lora import LoRA
 from rlgraph.values.optimizers import AdamW
 
@@ -165,7 +165,7 @@ class Reference(TrainedModel):
     def traits(self) -> ModelTraits:
         return replace(super().traits, max_context=self.max_context)
 
-    @checked()
+    @check_arguments()
     def log_probs(self, *inputs: Output, cache: str | Path | None = None, name: str = "ref_log_probs") -> Output:
         """Declare `ref_log_probs` [B, T]: the log-probs of the responses under the weights of the folder.
 
@@ -189,7 +189,7 @@ class Reference(TrainedModel):
             operation = CachedLogProbs(self, "ref_log_probs", temperature, cache=os.path.abspath(cache))
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
 
-    @checked()
+    @check_arguments()
     def old_log_probs(self, *inputs: Output, weights: Feedback, name: str = "old_log_probs") -> Output:
         """Declare `old_log_probs` [B, T] on this pool instead of the policy's, under the weights of a feedback edge.
 

@@ -18,7 +18,7 @@ from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.training.policy import sampling_temperature
 from rlgraph.nodes.training.reference import Reference
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, check_scored, check_whole_vocabulary
-from rlgraph.settings import Count, Name, checked, refuse_unknown
+from rlgraph.settings import Count, Name, check_arguments, refuse_unknown
 
 OWN = ("teacher_log_probs",)
 TOP = ("teacher_top_ids", "teacher_top_log_probs")
@@ -79,14 +79,14 @@ class Teacher(Reference):
 
     role: ClassVar[str] = "teacher"
 
-    @checked()
+    @check_arguments()
     def log_probs(  # type: ignore[override]  # those of a student's own responses are not kept
         self, *inputs: Output, only: Name | None = None, name: str = "teacher_log_probs"
     ) -> Output:
         """Declare `teacher_log_probs` [B, T], for `rg.estimators.TeacherKL`. `only` scores the rows of this `data_source` alone."""
         return self._declare_scores(name, inputs, OWN, top=False, top_k=None, only=only)
 
-    @checked()
+    @check_arguments()
     def top_log_probs(
         self, *inputs: Output, top_k: Count | None = 64, only: Name | None = None, name: str = "teacher_top_log_probs"
     ) -> Output:
@@ -148,7 +148,7 @@ class BySource(Operation):
         return made, {f"teachers/{source}": float(sum(own == source for own in sources)) for source in self.sources}
 
 
-@checked()
+@check_arguments()
 def by_source(*inputs: Output, teachers: Mapping[str, Teacher], top_k: Count | None = None, name: Name = "by_source") -> Output:
     """Declare scores by several teachers: each row is scored by the teacher of its `data_source`, and by no other.
 
@@ -176,8 +176,8 @@ def by_source(*inputs: Output, teachers: Mapping[str, Teacher], top_k: Count | N
         )
     columns = OWN if top_k is None else (*OWN, *TOP)
     fronts = tuple(f"teacher{number}." for number in range(len(teachers)))  # a source may be any text
-    sources = next(o for o in inputs if "data_sources" in o.columns).apart(fronts[0])
+    sources = next(o for o in inputs if "data_sources" in o.columns).with_prefix(fronts[0])
     reads = (f"{fronts[0]}data_sources", *(front + column for front in fronts for column in columns))
-    apart = [output.apart(front) for front, output in zip(fronts, scored, strict=True)]
+    apart = [output.with_prefix(front) for front, output in zip(fronts, scored, strict=True)]
     operation = BySource(tuple(teachers), columns, fronts)
     return Output(declare(name, operation, [sources, *apart], reads=reads, writes=columns, rows=scored[0].node.rows))

@@ -372,7 +372,7 @@ class TrainedModel(Model, TrainerSettings):
     def ranks(self) -> int | None:
         if self.spec.only_scores or (self.adapter is not None and self.adapter.base is not None):
             return 1
-        return None if self.data_parallel is None else self.data_parallel * self.traits.sharing
+        return None if self.data_parallel is None else self.data_parallel * self.traits.ranks_per_pass
 
     @property
     def traits(self) -> ModelTraits:

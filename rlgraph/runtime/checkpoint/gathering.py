@@ -297,4 +297,4 @@ def make_sender(spec: WorkerSpec) -> OnWritten:
         with DriverFolder.of(spec) as driver:
             driver.send(step, folder, written)
 
-    return send if spec.apart else lambda *_: None
+    return send if spec.saves_remotely else lambda *_: None

@@ -230,13 +230,13 @@ class Checkpoints:
                 f"the checkpoint of step {news.step} could not be written by worker '{news.worker}'{news.where}: {news.message}"
             )
 
-    def all_answered(self, step: int) -> bool:
+    def has_all_answers(self, step: int) -> bool:
         """Tell whether every worker has said that its shard is on the disk, or could not be written."""
         return len(self.shards.get(step, {})) + len(self.failed.get(step, ())) == len(self.plan.workers)
 
     def list_complete(self, handed: int) -> list[int]:
         """List the checkpoints that every worker is done with, and which hold no step beyond the `handed` that the user has seen."""
-        return sorted(step for step in {*self.shards, *self.failed} if step <= handed and self.all_answered(step))
+        return sorted(step for step in {*self.shards, *self.failed} if step <= handed and self.has_all_answers(step))
 
     def commit(self, handed: int) -> list[int]:
         """Finish the checkpoints whose shards are all written and which hold no step beyond the `handed` that the user has seen."""

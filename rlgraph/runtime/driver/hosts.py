@@ -71,7 +71,7 @@ class LocalHostAgent:
         self.folder = folder
         os.makedirs(folder, mode=0o700, exist_ok=True)
 
-    def ready(self) -> float:
+    def read_clock(self) -> float:
         """Return this host's clock, as a sign of life."""
         return time.monotonic()
 
@@ -107,7 +107,7 @@ class RemoteHostAgent:
         self._silent_since: float | None = None
         self._over = threading.Event()
         self._clock = Clock()
-        self._call("ready", START_S)
+        self._call("read_clock", START_S)
         self._compare_clocks()
         threading.Thread(target=self._keep_clock, name="clock", daemon=True).start()
 
@@ -118,7 +118,7 @@ class RemoteHostAgent:
         return self._call("stacks", STACKS_S, dict(pids)) or dict.fromkeys(pids, "(its host does not answer)")
 
     def answers(self) -> bool:
-        return self._call("ready", ANSWER_S) is not None
+        return self._call("read_clock", ANSWER_S) is not None
 
     def silent_s(self) -> float:
         since = self._silent_since
@@ -136,7 +136,7 @@ class RemoteHostAgent:
         found = []
         for _ in range(PINGS):
             asked = time.monotonic()
-            there = self._call("ready", ANSWER_S)
+            there = self._call("read_clock", ANSWER_S)
             if there is not None:
                 half_s = (time.monotonic() - asked) / 2
                 found.append((half_s, asked + half_s - there))
@@ -160,7 +160,7 @@ class RemoteHostAgent:
 
     def _await(self) -> None:
         while not self._over.wait(ASK_AGAIN_S):
-            if self._ask("ready", ANSWER_S) is not None:
+            if self._ask("read_clock", ANSWER_S) is not None:
                 self._silent_since = None
                 return
 

@@ -20,6 +20,7 @@ from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, Export
 from rlgraph.errors import CheckpointError, ExportError, NodeError, PlanError, RlgraphError, StalenessError
 from rlgraph.graph.nodes import Graph
 from rlgraph.nodes.prompts import Prompts
+from rlgraph.notices import old_attribute
 from rlgraph.plan.calibrate import Trace, costs_of
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.costs import Costs
@@ -34,7 +35,7 @@ from rlgraph.runtime.measure import NO_STEP, Metrics, Spans, Step, average_metri
 from rlgraph.runtime.messages import Message, ProfileRequest, Report, SampledRows, SampleRequest, sample_sources
 from rlgraph.runtime.worker.activity import Heartbeat
 from rlgraph.runtime.worker.spec import Start
-from rlgraph.settings import Natural, checked
+from rlgraph.settings import Natural, check_arguments
 
 # Limit how often a job starts again without making progress in between.
 
@@ -234,7 +235,7 @@ class Job:
         self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
         self._restarts = Restarts(recovery.restarts if recovery else 0)
         self._poison_prompts = PoisonPrompts(graph, plan)
-        self._signals = Signals(lambda: not self.session.ended and not self.session.forked and self.session.ticked > self.session.first)
+        self._signals = Signals(lambda: not self.session.ended and not self.session.is_forked and self.session.ticked > self.session.first)
         self.notices: tuple[str, ...] = ()  # what works otherwise than asked, as workers said
         self._console = Terminal(stderr=True, highlight=False)
         self.session = self._new_session()
@@ -252,9 +253,11 @@ class Job:
         return Session(self._graph, self.plan, dispatch_name=name, deadline_s=self._deadline_s, start=start, links=links)
 
     @property
-    def finished(self) -> int:
+    def finished_steps(self) -> int:
         """The number of steps that are done: those given so far, and those in the checkpoint from which the job resumed."""
         return self._finished
+
+    finished = old_attribute("finished", "finished_steps")
 
     @property
     def pids(self) -> Mapping[str, int]:
@@ -306,7 +309,7 @@ class Job:
         if kind is None and self._signals.asked is not None:
             Signals.stop(self._signals.asked)
 
-    @checked(PlanError)
+    @check_arguments(PlanError)
     def steps(self, count: Natural) -> Iterator[Step]:
         """Run the next `count` steps of the run and give each as it finishes; the steps after it are already at work.
 
@@ -369,7 +372,7 @@ class Job:
         self._settle()
         while True:
             newest = self._checkpoints.newest if self._checkpoints else 0
-            if not self._restarts.allows(error, newest, ready=self.session.ready):
+            if not self._restarts.allows(error, newest, ready=self.session.is_ready):
                 raise error
             first = str(error).splitlines()[0]
             self._say(
@@ -392,7 +395,7 @@ class Job:
         self.notice(self.session.notice)
 
     def _tell(self, message: Message) -> None:
-        if self.session.ready and not self.session.ended:
+        if self.session.is_ready and not self.session.ended:
             self.session.tell(message)
 
     def _look_for_poison(self, checkpoints: Checkpoints) -> None:
@@ -451,14 +454,14 @@ class Job:
     def _save(self) -> None:
         """Make a last checkpoint if no worker is beyond the step that was given last, else finish the one that is being written."""
         checkpoints, session = self._checkpoints, self.session
-        if checkpoints is None or session.ended or not session.ready:
+        if checkpoints is None or session.ended or not session.is_ready:
             return
         every, idle = checkpoints.recovery.every, session.ticked == session.reported == self._finished
         last = self._finished if idle else self._finished // every * every
         self._settle()
         if checkpoints.tried < last:
             session.save(last)  # a worker that is beyond this step has written it, or is writing it
-            while not checkpoints.all_answered(last):
+            while not checkpoints.has_all_answers(last):
                 session.listen()
                 self._hear()
             self._commit(checkpoints)
@@ -471,7 +474,7 @@ class Job:
             self.notices = (*self.notices, text)
             self._say(text)
 
-    @checked(PlanError)
+    @check_arguments(PlanError)
     def export(
         self, folder: str | Path, *, dtype: ExportDtype = "bfloat16", policy: str | None = None, adapter: AdapterForm = "merged"
     ) -> Exported:
@@ -516,9 +519,11 @@ class Job:
         return Trace(self.plan.values, tuple(self.spans()), tuple(self._sampled), self._published_bytes)
 
     @property
-    def observed(self) -> Observed:
+    def observed_maxima(self) -> Observed:
         """The most staleness, open batches and slots in use so far, each of which the plan's certificate bounds."""
         return self._monitor.observed
+
+    observed = old_attribute("observed", "observed_maxima")
 
     def run(self) -> Run:
         """The run so far as values, from which bubbles, advice and report are made; `Run.save` writes it.
@@ -539,7 +544,7 @@ class Job:
             end_s=min(ends) if self.session.in_flight else max(ends),
             priced=compile_plan(self._graph, self.plan.cluster, self.costs()) if len(self._metrics) > 1 else None,
             settings=self.settings(),
-            observed=self.observed,
+            observed=self.observed_maxima,
             notices=self.notices,
         )
 
@@ -572,7 +577,7 @@ class Job:
         In a fork of the program it does nothing: the job goes on. Raises CheckpointError where the steps since the newest checkpoint
         could not be saved.
         """
-        if self.session.forked:
+        if self.session.is_forked:
             return
         try:
             self._save()

@@ -132,7 +132,7 @@ class Session:
 
     def under_way(self) -> str:
         """Describe what the nodes do now and how far they are; empty before the workers are ready and after they have ended."""
-        return under_way(self.group.states(), self.plan) if self.ready and not self.ended else ""
+        return under_way(self.group.states(), self.plan) if self.is_ready and not self.ended else ""
 
     @property
     def in_flight(self) -> bool:
@@ -140,18 +140,18 @@ class Session:
         return self.ticked > self.reported
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether every worker has loaded what it needs."""
         return self._dispatching
 
     @property
-    def forked(self) -> bool:
+    def is_forked(self) -> bool:
         """Whether this process is a fork of the one that made it, whose workers, sockets and folder these are."""
         return os.getpid() != self._owner
 
     def check_runs(self) -> None:
         """Raise RlgraphError if the workers have not been started, or have ended, or another process started them."""
-        if self.forked:
+        if self.is_forked:
             raise RlgraphError(f"process {self._owner} started the job, and this is a fork of it; take its steps there")
         if self.ended:
             raise RlgraphError("the job is closed; launch the plan again")
@@ -293,7 +293,7 @@ class Session:
 
     def close(self) -> None:
         """End the workers: idle ones shut down, those that do not answer are killed. Nothing is left behind."""
-        if not self.ended and not self.forked:
+        if not self.ended and not self.is_forked:
             self.ended = True
             with hold_signals("ending the workers"):
                 self._end()

@@ -95,7 +95,7 @@ class WarmWorker:
         self._template, self._told, self._process, self._later = template, told, -1, later
         self._over = False
 
-    def serve_again(self, name: str, order: ForkOrder) -> None:
+    def serve_next(self, name: str, order: ForkOrder) -> None:
         """Have it serve another job, with the engine that it has kept."""
         self.name = name
         assert self._later is not None
@@ -208,7 +208,7 @@ class Warm:
         while kept:
             worker = kept.pop(0)
             if not worker.is_gone():
-                worker.serve_again(wanted.name, order)
+                worker.serve_next(wanted.name, order)
                 return worker
         return self._template(wanted).fork(wanted.name, order)
 
@@ -435,7 +435,7 @@ def kept_as(spec: WorkerSpec) -> Hashable | None:
     made_of = spec.model.traits.made_of if spec.model is not None else None
     if made_of is None or (made := made_of()) is None:
         return None
-    place = spec.worker.threads, spec.local_gpus, spec.shared, spec.copies, spec.merging_bytes, spec.sequences, spec.exact
+    place = spec.worker.threads, spec.local_gpus, spec.shares_devices, spec.copies, spec.merging_bytes, spec.sequences, spec.exact
     return made, *place
 
 

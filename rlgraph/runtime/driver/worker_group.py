@@ -193,7 +193,7 @@ class WorkerGroup:
         if now_s >= self._look_at_ray_s:  # not at each step: a look reads the ends of two logs
             self._look_at_ray_s = now_s + LOOK_S
             if died := self._ray_death(()):
-                raise _ray_died(died)
+                raise _ray_death_error(died)
 
     def _hear(self, timeout_s: float) -> bool:
         """Read the workers' messages; True if any came within the time."""
@@ -314,7 +314,7 @@ class WorkerGroup:
         died = self._silent_deaths()
         states = self.states() if died else {}
         if died and (ray_died := self._ray_death({self._hosts.of.get(name, self._hosts.driver) for name in died} if self._hosts else ())):
-            return _ray_died(ray_died)
+            return _ray_death_error(ray_died)
         for name in died:
             last = states.get(name)
             unknown = "at work" if name in self._ready else "before its first step"
@@ -360,7 +360,7 @@ class WorkerGroup:
         return self._hosts.stacks({worker: self.pids[worker] for worker in workers if worker in self.pids}) if self._hosts else {}
 
 
-def _ray_died(said: str) -> DispatchError:
+def _ray_death_error(said: str) -> DispatchError:
     return DispatchError(
         f"{said}\n  Ray ends its workers there with it; it was killed or it crashed: look at this log and at memory, and launch again"
     )

@@ -372,7 +372,7 @@ class Worker:
 
     def _load_weights(self, firing: Firing) -> None:
         """Load the version of each edge that the node is the first of this worker to use."""
-        for loop in self.weights.loops_before(firing.node.name) if firing.chunk == 0 else ():
+        for loop in self.weights.loops_loaded_by(firing.node.name) if firing.chunk == 0 else ():
             self.doing = firing.node.name
             self.weights.load(loop, firing.node.name, firing.step)
 

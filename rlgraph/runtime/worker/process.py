@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph import notices
-from rlgraph.channels.api import Reader, Writer
-from rlgraph.channels.factory import Onward, open_onward, open_reader, open_writer
+from rlgraph.channels.api import Onward, Reader, Writer, open_onward, open_reader, open_writer
 from rlgraph.channels.host.connection import Connection, bound, dial, listen, talk_at
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.hf.export import write_shards
@@ -69,7 +68,7 @@ class Process:
         """Listen where this worker writes and tell the driver the addresses; after its answer connect, load the engine, and report."""
         try:
             self._open()
-            messages.send(self.control, messages.Opened(self.name, self.addresses, self.spec.apart))
+            messages.send(self.control, messages.Opened(self.name, self.addresses, self.spec.saves_remotely))
             joined = messages.receive(self.control)
             if isinstance(joined, messages.Join):
                 self.addresses = joined.addresses
@@ -124,7 +123,7 @@ class Process:
             rendezvous=rendezvous,
             listen_fd=self.listen_fd,
             device=device,
-            shared=self.spec.shared,
+            shares_devices=self.spec.shares_devices,
             copies=self.spec.copies,
             merging_bytes=self.spec.merging_bytes,
             set_aside=self.spec.set_aside,

@@ -6,14 +6,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
-from rlgraph.channels.factory import Onward, Site, Transport, first_choice, transport_of
+from rlgraph.channels.api import Onward, Site, Transport, first_choice, transport_of
 from rlgraph.columns import Column
 from rlgraph.graph.nodes import Due, Graph, Model, Node
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.graph.rules import exact_models
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.plan.channels import Route, hosts_of, routes
-from rlgraph.plan.checkpoint_cut import lookaheads, open_nodes, steps_before_cut
+from rlgraph.plan.checkpoint_cut import count_steps_before_cut, lookaheads, open_nodes
 from rlgraph.plan.cluster import ITEMSIZE
 from rlgraph.plan.events import TimeSlice, time_slices
 from rlgraph.plan.memory import shared_bases
@@ -207,12 +207,12 @@ class WorkerSpec:
         return self.begin[self.worker.nodes[0]]
 
     @property
-    def apart(self) -> bool:
+    def saves_remotely(self) -> bool:
         """Whether this host does not see the driver's folder of checkpoints."""
         return self.saving is not None and self.saving.apart
 
     @property
-    def shared(self) -> bool:
+    def shares_devices(self) -> bool:
         """Whether workers of other models time-share its GPUs."""
         return bool(self.time_slices)
 
@@ -301,7 +301,7 @@ def _merging_bytes(plan: Plan, worker: PlannedWorker) -> int | None:
 
 def _saving_spec(plan: Plan, start: Start, lookahead: Mapping[str, int], worker: PlannedWorker) -> Saving:
     trained = any(plan.node(name).work == "train" for name in worker.nodes)
-    opened, back = open_nodes(plan, lookahead, worker), steps_before_cut(plan, lookahead, worker)
+    opened, back = open_nodes(plan, lookahead, worker), count_steps_before_cut(plan, lookahead, worker)
     return Saving(start.folder, start.id, start.every, lookahead[worker.name], trained, opened, back, start.gatherer)
 
 

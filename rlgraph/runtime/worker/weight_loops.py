@@ -110,7 +110,7 @@ class WeightLoops:
             if loop.reader is not None:
                 self.context.version = step - 1
 
-    def loops_before(self, node: str) -> list[Loop]:
+    def loops_loaded_by(self, node: str) -> list[Loop]:
         """List the edges whose weights load before a node: the first that uses them, as all nodes of a step use one version."""
         return [loop for loop in self.loops if loop.reader is not None and node == self._first_user(loop)]
 
@@ -169,7 +169,7 @@ class WeightLoops:
     def _swap(self, loop: Loop, node: str, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> None:
         assert loop.reader is not None
         self._take(loop, node, step, version, self.merging.weights(loop.plan.adapter, weights))
-        loop.reader.done()
+        loop.reader.release()
         self.context.version = version
 
     def _take(self, loop: Loop, node: str, step: int, version: int, weights: Mapping[str, torch.Tensor]) -> None:
@@ -178,7 +178,7 @@ class WeightLoops:
         self.enter(step, Activity("load", node, loop.plan.name, version))
         with self.recorder.span(load_event(loop.plan.name, node, apart=loop.plan.due is not None), "load", step, version=version):
             if isinstance(engine, GenerateEngine):
-                engine.load_weights(weights, version=version, running=self.spec.node(node).traits.running)
+                engine.load_weights(weights, version=version, running=self.spec.node(node).traits.interrupt_rule)
             else:  # a user's own
                 engine.load_weights(weights)
 
