@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
-from rlgraph.settings import document_arguments
+from rlgraph.signatures import document_arguments
 from rlgraph.values.trainer import TrainerSettings
 
 if TYPE_CHECKING:

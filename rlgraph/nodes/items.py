@@ -10,11 +10,11 @@ import torch
 
 from rlgraph import notices
 from rlgraph.columns import COLUMNS, Column
+from rlgraph.conversions import LEAST, MOST
 from rlgraph.data.rows import place_of
 from rlgraph.errors import DataError, show_value
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, is_conversation
-from rlgraph.settings import LEAST, MOST
 
 # Checks of the items of a data set. Each error names the item's number, the rule and the fix.
 

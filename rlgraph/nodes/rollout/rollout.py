@@ -48,7 +48,7 @@ from rlgraph.nodes.rollout.decode_loop import (
 from rlgraph.nodes.rollout.fitting import check_prompts, declared_context, most_tokens
 from rlgraph.nodes.rollout.session_loop import SessionLoop, SessionRules
 from rlgraph.nodes.rollout.turn_loop import TurnLoop, TurnRules
-from rlgraph.settings import Count, Dtype, Named, Natural, Range, checked, refuse_unknown
+from rlgraph.settings import Count, Dtype, Natural, OneOf, Range, checked, refuse_unknown
 from rlgraph.values.drafts import PromptLookup, check_no_model
 from rlgraph.values.sampling import BatchAdmission, Running, Sampling
 
@@ -141,7 +141,7 @@ class Generator(Model):
 
     role: ClassVar[str] = "generator"
     sampling: Sampling = field(default_factory=Sampling)
-    engine: Annotated[str | EngineSpec, Named(ENGINES.names, EngineSpec)] = "vllm"
+    engine: Annotated[str, OneOf(ENGINES.names)] | EngineSpec = "vllm"
     tensor_parallel: Count = 1
     max_context: Annotated[int, Range(least=2, rule="a whole number of tokens, at least 2")] | None = None
     dtype: Dtype = "auto"

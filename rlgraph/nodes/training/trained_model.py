@@ -24,7 +24,7 @@ from rlgraph.nodes.examples import Examples, Stepwise
 from rlgraph.nodes.rollout.decode_loop import ROUTES, check_routes
 from rlgraph.nodes.rollout.fitting import check_rotation
 from rlgraph.plan.model_shapes import PROJECTIONS
-from rlgraph.settings import Count, Dtype, Named
+from rlgraph.settings import Count, Dtype, OneOf
 from rlgraph.values.lora import ALL_LINEAR, FAMILIES, LoRA
 from rlgraph.values.optimizers import Muon
 from rlgraph.values.trainer import TrainerSettings
@@ -309,7 +309,7 @@ class TrainedModel(Model, TrainerSettings):
     dtype: Dtype = "auto"
     router_replay: bool = field(default=False, init=False)  # a policy's alone
     self_test: bool = True
-    trainer: Annotated[str | TrainerSpec, Named(TRAINERS.names, TrainerSpec)] = "fsdp"
+    trainer: Annotated[str, OneOf(TRAINERS.names)] | TrainerSpec = "fsdp"
     scores: ClassVar[Literal["log_probs", "values"]] = "log_probs"
     frozen: ClassVar[bool] = False  # whether it may be without an update
 
