@@ -11,7 +11,8 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,38 @@ def text_config(path: str | Path) -> Any:
     return text
 
 
+@dataclass(frozen=True)
+class FamilyOptions:
+    """The settings that the configurations of only some families of models have, with their values for the others."""
+
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    head_dim: int | None = None
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+    layer_types: Sequence[str] = ()
+    layers_block_type: Sequence[str] | None = None  # of models whose kinds of layers follow from a period
+    quantization_config: Any = None
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
+    logit_scale: float | None = None
+    lm_head_multiplier: float | None = None
+    logits_scaling: float | None = None
+    final_logit_softcapping: float | None = None
+    attn_logit_softcapping: float | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> "FamilyOptions":
+        """Read them off a configuration of transformers, whose class declares those of its family; None counts as absent."""
+        found = {option.name: getattr(config, option.name, None) for option in fields(cls)}  # each family declares its own
+        return cls(**{name: value for name, value in found.items() if value is not None})
+
+
 def rotary_limit(config: Any) -> int | None:
     """Read off a text model's configuration the most tokens that a row may have; None where the rotary factors depend on no length.
 
     Of the types "longrope" and "dynamic" transformers computes other factors if any row of a batch is longer, for all its rows.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = FamilyOptions.of(config).rope_parameters
     kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]  # or one for each type of layer
     found = [
         config.max_position_embeddings if "dynamic" in kind["rope_type"] else kind["original_max_position_embeddings"]

@@ -268,7 +268,7 @@ def check_arguments(given: Mapping[str, Any]) -> Mapping[str, str]:
     known = known_arguments()
     for name, value in given.items():
         here = f"Generator(engine_args={{{show_value(name)}: {show_value(value)}}}): "
-        if reason := _why_reserved(name):
+        if reason := _reserved_reason(name):
             raise GraphError(f"{here}'{name}' cannot be given here: {reason}")
         if known and name not in known:
             raise GraphError(f"{here}vLLM has no argument '{name}'; {choices(name, known, 'those of vllm.EngineArgs are', most=8)}")
@@ -284,12 +284,15 @@ def known_arguments() -> Mapping[str, str]:
         source = Path(folder) / "engine" / "arg_utils.py"
         for part in ast.parse(source.read_text(encoding="utf-8")).body if source.is_file() else ():
             if isinstance(part, ast.ClassDef) and part.name == "EngineArgs":
-                fields = [line for line in part.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
-                return {line.target.id: ast.unparse(line.annotation) for line in fields}  # type: ignore[union-attr]
+                return {
+                    line.target.id: ast.unparse(line.annotation)
+                    for line in part.body
+                    if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+                }
     return {}
 
 
-def _why_reserved(name: str) -> str:
+def _reserved_reason(name: str) -> str:
     """Say why an argument is not the user's; empty if it is."""
     begins = (reason for reason, beginnings in TAKEN_BEGINNINGS.items() if name.startswith(beginnings))
     return TAKEN.get(name) or next(begins, "")

@@ -6,7 +6,7 @@ With continuous decoding the next batch and new weights may join a batch that st
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
@@ -180,14 +180,17 @@ class Generator(Model):
                 "tensor_parallel"
             )
         check_told(self)
-        object.__setattr__(self, "_spec", engine_of(self))
-        check = self.spec.check_arguments if self.engine_args else None
-        object.__setattr__(self, "_gpu_only", {} if check is None else check(self.engine_args))
+        _ = self.spec, self._gpu_only  # looked up and checked where the model is declared
 
-    @property
+    @cached_property
     def spec(self) -> EngineSpec:
         """The spec of the engine that `engine` names or is. It travels to the workers with the model."""
-        return self._spec  # type: ignore[attr-defined]
+        return engine_of(self)
+
+    @cached_property
+    def _gpu_only(self) -> Mapping[str, str]:
+        check = self.spec.check_arguments if self.engine_args else None
+        return {} if check is None else check(self.engine_args)
 
     @property
     def group(self) -> int:
@@ -207,7 +210,7 @@ class Generator(Model):
             weights_dtype=self.weights_dtype,
             drafts=self.drafts,
             engine_args=self.engine_args,
-            gpu_only=self._gpu_only,  # type: ignore[attr-defined]
+            gpu_only=self._gpu_only,
             shares_steps=self.spec.shares_steps,
             merges_adapters=self.spec.merges_adapters,
             samples_exactly=self.spec.samples_exactly,

@@ -234,7 +234,9 @@ def check_vocabulary(node: Node) -> None:
 
 def _path(writer: Node) -> str:
     operation = writer.operation
-    return operation.model.path if isinstance(operation, Examples | Stepwise) else writer.model.path  # type: ignore[union-attr]
+    model = operation.model if isinstance(operation, Examples | Stepwise) else writer.model
+    assert model is not None, "tokens are written with a model"
+    return model.path
 
 
 def writers(node: Node) -> Iterator[Node]:
@@ -342,7 +344,7 @@ class TrainedModel(Model, TrainerSettings):
                 "tell what their routers chose; leave out load_balance, or compiled, tensor_parallel and context_parallel"
             )
         check_replay(self)
-        object.__setattr__(self, "_spec", trainer_of(self))
+        _ = self.spec  # looked up where the model is declared
         stage = (self.data_parallel or 0) * self.tensor_parallel * self.context_parallel
         if stage % self.expert_parallel:
             raise GraphError(
@@ -363,10 +365,10 @@ class TrainedModel(Model, TrainerSettings):
                 f"{type(self).__name__}(trainer='{name}', data_parallel={self.data_parallel}): it is one process; leave it out"
             )
 
-    @property
+    @functools.cached_property
     def spec(self) -> TrainerSpec:
         """The spec of the trainer that `trainer` names or is. It travels to the workers with the model."""
-        return self._spec  # type: ignore[attr-defined]
+        return trainer_of(self)
 
     @property
     def ranks(self) -> int | None:
