@@ -31,7 +31,7 @@ def check_on_gpu(path: str) -> None:
 
 def head_size(config: Any) -> int:
     """How many numbers a head of a model has."""
-    size: int = FamilyOptions.of(config).head_dim or config.hidden_size // config.num_attention_heads
+    size: int = FamilyOptions(config).head_dim or config.hidden_size // config.num_attention_heads
     return size
 
 
@@ -66,7 +66,7 @@ def check_machine() -> None:
 def check_model(config: Any) -> None:
     """Raise DataError for a model that is exact on a CPU and not proven to be so on a GPU."""
     size = head_size(config)
-    options = FamilyOptions.of(config)
+    options = FamilyOptions(config)
     biased = options.attention_bias or options.mlp_bias
     if config.model_type not in GPU_FAMILIES or size not in HEADS or biased:
         raise DataError(

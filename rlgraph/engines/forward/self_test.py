@@ -101,7 +101,7 @@ def _shallow(config: Any) -> dict[str, Any]:
     count = config.num_hidden_layers
     lists = {name: value for name, value in found.items() if isinstance(value, list) and len(value) == count}
     kinds: list[Any] = list(zip(*lists.values(), strict=True)) if lists else [()] * count
-    blocks = FamilyOptions.of(config).layers_block_type
+    blocks = FamilyOptions(config).layers_block_type
     if isinstance(blocks, list) and len(blocks) == count:
         kinds = list(zip(kinds, blocks, strict=True))
     picks = _pick_layers([repr(kind) for kind in kinds], found.get("num_kv_shared_layers") or 0)

@@ -126,7 +126,7 @@ def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1
         raise GraphError(
             f"{given}: the model has {name}={size}, which {settings} does not divide; every rank has as many: choose a divisor of {size}"
         )
-    if ring > 1 and "sliding_attention" in FamilyOptions.of(config).layer_types:
+    if ring > 1 and "sliding_attention" in FamilyOptions(config).layer_types:
         heads = config.num_attention_heads
         raise GraphError(
             f"{given}: the model has sliding windows, and num_attention_heads={heads}, which the ranks do not divide: they would pass keys "
@@ -146,7 +146,7 @@ def check_experts(where: str, config: Any, expert: int) -> None:
     Raises GraphError for a model without experts, a family that is not known here, and experts that the ranks do not divide.
     """
     given, kind = f"{where}(expert_parallel={expert})", config.model_type
-    options = FamilyOptions.of(config)
+    options = FamilyOptions(config)
     name = "num_experts" if options.num_experts else "num_local_experts" if options.num_local_experts else None
     if name is None:
         raise GraphError(f"{given}: the model has no experts; leave out expert_parallel")

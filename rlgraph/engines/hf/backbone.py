@@ -32,7 +32,7 @@ def skeleton(auto: Any, path: str | Path) -> Any:
     """
     check_model(path)
     config = text_config(path)
-    if FamilyOptions.of(config).quantization_config is not None:
+    if FamilyOptions(config).quantization_config is not None:
         raise DataError(f"model '{path}': config.json has a quantization_config; a trainer takes weights in bfloat16, float16 or float32")
     with _EmptyOnMeta():
         model = auto.from_config(config, dtype=torch.float32, attn_implementation=padded_implementation(auto, path))
@@ -95,7 +95,7 @@ class LogitShape:
     @classmethod
     def of(cls, config: Any) -> "LogitShape":
         """Read it off a configuration: Cohere multiplies, Granite divides, Falcon-H1 has a multiplier, and Gemma caps."""
-        options = FamilyOptions.of(config.get_text_config())
+        options = FamilyOptions(config.get_text_config())
         scale = options.logit_scale or options.lm_head_multiplier or 1.0
         return cls(float(scale) / float(options.logits_scaling or 1.0), options.final_logit_softcapping)
 

@@ -12,12 +12,14 @@ import os
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 from rlgraph import notices
 from rlgraph.errors import DataError, show_value
+
+T = TypeVar("T")
 
 # The text part of a model folder: of a folder of a text model all of it, of a multimodal one its language model.
 
@@ -49,30 +51,41 @@ def text_config(path: str | Path) -> Any:
     return text
 
 
-@dataclass(frozen=True)
+class Option(Generic[T]):
+    """A setting that the configurations of only some families of models have; the others count as having `default`, as None does."""
+
+    def __init__(self, default: T) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, options: "FamilyOptions", owner: type) -> T:
+        # Read when it is asked for: some families raise for settings that differ by layer.
+        value: T | None = getattr(options.config, self._name, None)
+        return self._default if value is None else value
+
+
 class FamilyOptions:
-    """The settings that the configurations of only some families of models have, with their values for the others."""
+    """The settings of a configuration of transformers that not all families have."""
 
-    attention_bias: bool = False
-    mlp_bias: bool = False
-    head_dim: int | None = None
-    num_experts: int | None = None
-    num_local_experts: int | None = None
-    layer_types: Sequence[str] = ()
-    layers_block_type: Sequence[str] | None = None  # of models whose kinds of layers follow from a period
-    quantization_config: Any = None
-    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
-    logit_scale: float | None = None
-    lm_head_multiplier: float | None = None
-    logits_scaling: float | None = None
-    final_logit_softcapping: float | None = None
-    attn_logit_softcapping: float | None = None
+    attention_bias = Option(False)
+    mlp_bias = Option(False)
+    head_dim = Option[int | None](None)
+    num_experts = Option[int | None](None)
+    num_local_experts = Option[int | None](None)
+    layer_types = Option[Sequence[str]](())
+    layers_block_type = Option[Sequence[str] | None](None)  # of models whose kinds of layers follow from a period
+    quantization_config = Option[Any](None)
+    rope_parameters = Option[Mapping[str, Any]](MappingProxyType({}))
+    logit_scale = Option[float | None](None)
+    lm_head_multiplier = Option[float | None](None)
+    logits_scaling = Option[float | None](None)
+    final_logit_softcapping = Option[float | None](None)
+    attn_logit_softcapping = Option[float | None](None)
 
-    @classmethod
-    def of(cls, config: Any) -> "FamilyOptions":
-        """Read them off a configuration of transformers, whose class declares those of its family; None counts as absent."""
-        found = {option.name: getattr(config, option.name, None) for option in fields(cls)}  # each family declares its own
-        return cls(**{name: value for name, value in found.items() if value is not None})
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
 
 def rotary_limit(config: Any) -> int | None:
@@ -80,7 +93,7 @@ def rotary_limit(config: Any) -> int | None:
 
     Of the types "longrope" and "dynamic" transformers computes other factors if any row of a batch is longer, for all its rows.
     """
-    rope = FamilyOptions.of(config).rope_parameters
+    rope = FamilyOptions(config).rope_parameters
     kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]  # or one for each type of layer
     found = [
         config.max_position_embeddings if "dynamic" in kind["rope_type"] else kind["original_max_position_embeddings"]

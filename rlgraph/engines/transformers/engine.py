@@ -308,7 +308,7 @@ class ScoreEngine:
         context = check_model(path).context_length
         self._context = min(context, rotary_limit(text_config(path)) or context)
         self._tokenizer = AutoTokenizer.from_pretrained(path)
-        capped = FamilyOptions.of(AutoConfig.from_pretrained(path).get_text_config()).attn_logit_softcapping is not None
+        capped = FamilyOptions(AutoConfig.from_pretrained(path).get_text_config()).attn_logit_softcapping is not None
         attention = (
             padded_implementation(AutoModelForSequenceClassification, path) if capped else None
         )  # transformers' own default leaves the cap out
