@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -92,11 +93,15 @@ def _measures(runs: Sequence[Run], known: set[str], metrics: Sequence[str]) -> l
         "devices": lambda run: float(run.plan.cluster.gpus or run.plan.cluster.cpus),
     }
     for name in sorted(name for name in known if name.startswith(VALIDATION)):
-        rows[f"{name}, last"] = lambda run, name=name: next((s[name] for s in reversed(run.steps) if name in s), None)  # type: ignore[misc]
+        rows[f"{name}, last"] = partial(_last, metric=name)
     for name in metrics:
-        rows[f"{name}, last {LAST} steps"] = lambda run, name=name: _mean(run, name)  # type: ignore[misc]
+        rows[f"{name}, last {LAST} steps"] = partial(_mean, metric=name)
     found = [Measure(name, tuple(value(run) for run in runs)) for name, value in rows.items()]
     return [row for row in found if any(value is not None for value in row.values)]
+
+
+def _last(run: Run, metric: str) -> float | None:
+    return next((step[metric] for step in reversed(run.steps) if metric in step), None)
 
 
 def _mean(run: Run, metric: str, first: bool = False) -> float | None:

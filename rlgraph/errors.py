@@ -63,12 +63,22 @@ def show_value(value: Any, most: int = MOST_CHARACTERS) -> str:
     if type(value) in (list, tuple, set, frozenset, dict):
         return _items(value, most)
     if inspect.isroutine(value):
-        return f"the function {getattr(value, '__name__', '')}"
+        return f"the function {value.__name__}"
     if dataclasses.is_dataclass(value) and getattr(value, "__dataclass_params__").repr:  # noqa: B009 (mypy does not know it)
         return _fields(value, most)
     if isinstance(value, Sequence | Set | Mapping) or (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
         return f"{_a(value)} of {len(value)} items"
     return _repr(value, most)
+
+
+def function_name(function: object) -> str:
+    """Name a function; an object that is called as one has no name, and is shown.
+
+    >>> function_name(len), function_name(3)
+    ('len', '3')
+    """
+    name = getattr(function, "__name__", None)  # any callable may be given
+    return name if isinstance(name, str) else show_value(function)
 
 
 def _text(value: str | bytes | bytearray, most: int) -> str:
@@ -96,6 +106,7 @@ def _items(value: Any, most: int) -> str:
 
 
 def _fields(value: Any, most: int) -> str:
+    # One that fails as it is made lacks some.
     found = [f for f in dataclasses.fields(value) if f.repr and f.default is not getattr(value, f.name, f.default)]
     parts = [f"{f.name}={show_value(getattr(value, f.name), max(most // 2, 12))}" for f in found[:MOST_ITEMS]]
     return f"{type(value).__name__}({', '.join([*parts, *(['…'] if len(found) > MOST_ITEMS else [])])})"

@@ -4,7 +4,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from rlgraph.errors import escape_controls
 
@@ -74,7 +74,7 @@ def accept_old_names(**names: str) -> Callable[[C], C]:
     """
 
     def wrap(target: C) -> C:
-        function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+        function: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc] # the one of this class
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -87,8 +87,8 @@ def accept_old_names(**names: str) -> Callable[[C], C]:
             return function(*args, **kwargs)
 
         if not isinstance(target, type):
-            return call  # type: ignore[return-value]
-        target.__init__ = call  # type: ignore[misc]
+            return cast(C, call)  # of the same parameters
+        target.__init__ = call  # type: ignore[misc] # what a decorator is for
         return target
 
     return wrap

@@ -8,22 +8,34 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import math
-import operator
-import os
-import sys
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, ParamSpec, Protocol, TypeAlias, TypeVar, Union, get_args, get_origin
 
 import rlgraph
-from rlgraph.errors import GraphError, RlgraphError, choices, show_value
+from rlgraph.conversions import Wrong, to_bool, to_callable, to_float, to_int, to_name, to_text
+from rlgraph.errors import GraphError, RlgraphError, show_value
+from rlgraph.signatures import bind, field_annotations, parameter_annotations, show_plain_types, user_name
+from rlgraph.signatures import refuse_unknown as refuse_unknown  # most modules that check the fields of a class need it
 
-# Types of settings: the rule of each in words, and the conversion of accepted values to the type.
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
+P = ParamSpec("P")
+R = TypeVar("R")
 INFINITY = float("inf")
 SPELLINGS = {"fp32": "float32", "f32": "float32", "float": "float32", "bf16": "bfloat16", "half": "bfloat16", "fp16": "bfloat16"}
+
+
+class SettingType(Protocol):
+    """The values that a field accepts: `rule` says which, in words."""
+
+    @property
+    def rule(self) -> str: ...
+
+    def take(self, name: str, value: Any, /) -> Any:
+        """Convert the value to its type. Raises Wrong if the field does not accept it."""
 
 
 @dataclass(frozen=True)
@@ -57,202 +69,58 @@ class Range:
 
 @dataclass(frozen=True)
 class OneOf:
-    """The texts that a field accepts, in an annotation, for a list that is defined elsewhere."""
+    """One of a few values, in an annotation, for a list that is defined elsewhere; a function returns a list that may grow."""
 
-    choices: tuple[str, ...]
-
-
-class Wrong(Exception):
-    """A field does not accept a value; the message says what to write instead, if that is known."""
-
-
-class SettingType(Protocol):
-    """The values that a field accepts: `rule` says which, in words."""
+    choices: tuple[Any, ...] | Callable[[], tuple[Any, ...]]
 
     @property
-    def rule(self) -> str: ...
+    def rule(self) -> str:
+        return f"one of {list(self._list_choices())}"
 
     def take(self, name: str, value: Any) -> Any:
-        """Convert the value to its type. Raises Wrong if the field does not accept it."""
-
-
-LEAST, MOST = -(1 << 63), (1 << 63) - 1  # of whole numbers: what columns and files hold
-
-
-@dataclass(frozen=True)
-class Whole:
-    """Whole numbers: every value that `operator.index` accepts, except True and False."""
-
-    range: Range = Range()
-
-    @property
-    def rule(self) -> str:
-        return self.range.words("a whole number")
-
-    def take(self, name: str, value: Any) -> int:
-        if type(value) is not int:
-            if isinstance(value, bool | str) or not hasattr(type(value), "__index__"):
-                raise Wrong(_as_number(name, value, whole=True))
-            try:
-                value = operator.index(value)
-            except TypeError:  # a tensor or an array of several
-                raise Wrong from None
-        if not LEAST <= value <= MOST:
-            raise Wrong("no whole number of more than 64 bits is taken")
-        if not self.range.holds(value):
-            raise Wrong
-        return int(value)
-
-
-@dataclass(frozen=True)
-class Real:
-    """Finite numbers."""
-
-    range: Range = Range()
-
-    @property
-    def rule(self) -> str:
-        return self.range.words("a finite number")
-
-    def take(self, name: str, value: Any) -> float:
-        if type(value) not in (int, float):
-            if isinstance(value, bool | str) or not hasattr(type(value), "__float__") or _dimensions(value):
-                raise Wrong(_as_number(name, value, whole=False))
-            value = value if isinstance(value, int) else operator.index(value) if _is_index(value) else float(value)
-        if not abs(value) <= sys.float_info.max or not self.range.holds(value):
-            raise Wrong
-        return value  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class Flag:
-    """True or False."""
-
-    rule = "True or False"
-
-    def take(self, name: str, value: Any) -> bool:
-        if isinstance(value, bool):
-            return value
-        if type(value).__name__ in ("bool", "bool_") and not _dimensions(value):  # numpy's
-            return bool(value)
-        meant = {"true": True, "false": False, "1": True, "0": False}.get(str(value).lower()) if isinstance(value, str | int) else None
-        raise Wrong("" if meant is None else f"write {name}={meant}")
-
-
-@dataclass(frozen=True)
-class Text:
-    """Text; a path is converted to text."""
-
-    range: Range = Range()
-
-    @property
-    def rule(self) -> str:
-        return self.range.rule or "text"
-
-    def take(self, name: str, value: Any) -> str:
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if not isinstance(value, str) or not self.range.holds(len(value)):
-            raise Wrong
-        if self.range.least >= 1:  # a name, which stands in files
-            try:
-                value.encode()
-            except UnicodeEncodeError:
-                raise Wrong(
-                    "it has half of a surrogate pair, which UTF-8 cannot hold: decode it again, or replace that character"
-                ) from None
-        return value if type(value) is str else str(value)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One of a few values."""
-
-    choices: tuple[Any, ...]
-
-    @property
-    def rule(self) -> str:
-        return f"one of {list(self.choices)}"
-
-    def take(self, name: str, value: Any) -> Any:
-        for choice in self.choices:
+        listed = self._list_choices()
+        for choice in listed:
             if isinstance(value, type(choice)) and not isinstance(value, bool) and value == choice:
                 return choice
         spelt = str(value).removeprefix("torch.").lower() if isinstance(value, str) or str(value).startswith("torch.") else ""
-        near = difflib.get_close_matches(SPELLINGS.get(spelt, spelt), [str(choice) for choice in self.choices], 1, 0.7)
+        near = difflib.get_close_matches(SPELLINGS.get(spelt, spelt), [*map(str, listed)], 1, 0.7)
         raise Wrong(f"write {name}={near[0]!r}" if near else "")
 
+    def _list_choices(self) -> tuple[Any, ...]:
+        return self.choices if isinstance(self.choices, tuple) else self.choices()
 
-@dataclass(frozen=True)
-class Tuple:
-    """A tuple; any other sequence except text is converted to one."""
 
-    items: tuple["SettingType | None", ...]
-    endless: bool
-    range: Range = Range()
-
-    @property
-    def rule(self) -> str:
-        if self.range.rule:
-            return self.range.rule
-        rules = [item.rule if item else "anything" for item in self.items]
-        return f"a tuple, each {rules[0]}" if self.endless else f"a tuple of {len(rules)}: {', '.join(rules)}"
-
-    def take(self, name: str, value: Any) -> tuple[Any, ...]:
-        if isinstance(value, str | bytes | Mapping) or (not isinstance(value, Collection) and not hasattr(value, "__array__")):
-            raise Wrong(f"write {name}=({show_value(value)},)" if isinstance(value, int | float | str) else "")
-        given = tuple(value)
-        if (not self.endless and len(given) != len(self.items)) or not self.range.holds(len(given)):
-            raise Wrong(f"it has {len(given)}")
-        kinds = self.items * len(given) if self.endless else self.items
-        taken = []
-        for place, (kind, item) in enumerate(zip(kinds, given, strict=True)):
-            try:
-                taken.append(item if kind is None else kind.take(name, item))
-            except Wrong:
-                raise Wrong(f"item {place} is {show_value(item)}") from None
-        return tuple(taken)
+# The types of settings.
 
 
 @dataclass(frozen=True)
-class MappingOf:
-    """A mapping."""
+class Plain:
+    """Values that one function converts: `what` names them in words, and `range` bounds numbers, and the lengths of texts."""
 
-    key: "SettingType | None"
-    value: "SettingType | None"
+    what: str
+    convert: Callable[[str, Any], Any]
+    range: Range | None = None
 
     @property
     def rule(self) -> str:
-        keys, values = (kind.rule if kind else "anything" for kind in (self.key, self.value))
-        return f"a mapping from {keys} to {values}"
+        return self.range.words(self.what) if self.range else self.what
 
     def take(self, name: str, value: Any) -> Any:
-        if not isinstance(value, Mapping):
+        taken = self.convert(name, value)
+        size = len(taken) if isinstance(taken, str) else taken
+        if self.range and isinstance(size, int | float) and not self.range.holds(size):
             raise Wrong
-        taken = {}
-        for key, item in value.items():
-            try:
-                found = key if self.key is None else self.key.take(name, key)
-                taken[found] = item if self.value is None else self.value.take(name, item)
-            except Wrong as wrong:
-                raise Wrong(f"{show_value(key)} is {show_value(item)}{'; ' * bool(str(wrong))}{wrong}") from None
-        return value if all(a is b for a, b in zip(taken.values(), value.values(), strict=True)) else taken
+        return taken
 
 
-@dataclass(frozen=True)
-class Function:
-    """A function, or another callable."""
-
-    range: Range = Range()
-
-    @property
-    def rule(self) -> str:
-        return self.range.rule or "a function"
-
-    def take(self, name: str, value: Any) -> Any:
-        if not callable(value):
-            raise Wrong
-        return value
+ANYTHING = Plain("anything", lambda name, value: value)
+PLAIN: dict[Any, tuple[str, Callable[[str, Any], Any]]] = {
+    int: ("a whole number", to_int),
+    float: ("a finite number", to_float),
+    str: ("text", to_text),
+    bool: ("True or False", to_bool),
+    Callable: ("a function", to_callable),
+}
 
 
 @dataclass(frozen=True)
@@ -263,21 +131,75 @@ class Instance:
 
     @property
     def rule(self) -> str:
-        return _article(self.cls.__name__)
+        return f"{'an' if self.cls.__name__[0] in 'AEIO' else 'a'} {self.cls.__name__}"
 
     def take(self, name: str, value: Any) -> Any:
         if isinstance(value, self.cls):
             return value
-        made = _public_name(self.cls)
         if isinstance(value, type) and issubclass(value, self.cls):
-            raise Wrong(f"that is the class: write {name}={_public_name(value)}()")
+            raise Wrong(f"that is the class: write {name}=rg.{rlgraph.spelling(value.__name__)}()")
         if hasattr(self.cls, "HOW"):
             raise Wrong(self.cls.HOW)
-        if isinstance(value, Mapping):
-            raise Wrong(f"write {name}={made}({', '.join(f'{key}=…' for key in list(value)[:3])})")
-        first = next(iter(dataclasses.fields(self.cls)), None) if dataclasses.is_dataclass(self.cls) else None
-        inside = repr(value) if isinstance(value, str) and len(value) < 40 and first is not None and first.name == "name" else "…"
-        raise Wrong(f"write {name}={made}({inside})")
+        fields = [field.name for field in dataclasses.fields(self.cls)] if dataclasses.is_dataclass(self.cls) else []
+        inside = repr(value) if isinstance(value, str) and len(value) < 40 and fields[:1] == ["name"] else "…"
+        inside = ", ".join(f"{key}=…" for key in list(value)[:3]) if isinstance(value, Mapping) else inside
+        raise Wrong(f"write {name}=rg.{rlgraph.spelling(self.cls.__name__)}({inside})")
+
+
+@dataclass(frozen=True)
+class Tuple:
+    """A tuple; any other sequence except text is converted to one."""
+
+    items: tuple[SettingType, ...]
+    endless: bool
+    range: Range = Range()
+
+    @property
+    def rule(self) -> str:
+        rules = [item.rule for item in self.items]
+        return self.range.rule or (f"a tuple, each {rules[0]}" if self.endless else f"a tuple of {len(rules)}: {', '.join(rules)}")
+
+    def take(self, name: str, value: Any) -> tuple[Any, ...]:
+        several = isinstance(value, Collection) or hasattr(value, "__array__")
+        try:
+            given = tuple(value) if several and not isinstance(value, str | bytes | Mapping) else None
+        except TypeError:  # an array without dimensions
+            given = None
+        if given is None:
+            raise Wrong(f"write {name}=({show_value(value)},)" if isinstance(value, int | float | str) else "")
+        if (not self.endless and len(given) != len(self.items)) or not self.range.holds(len(given)):
+            raise Wrong(f"it has {len(given)}")
+        taken = []
+        for place, (kind, item) in enumerate(zip(self.items * len(given) if self.endless else self.items, given, strict=True)):
+            try:
+                taken.append(kind.take(name, item))
+            except Wrong:
+                raise Wrong(f"item {place} is {show_value(item)}") from None
+        return tuple(taken)
+
+
+@dataclass(frozen=True)
+class MappingOf:
+    """A mapping."""
+
+    key: SettingType
+    value: SettingType
+
+    @property
+    def rule(self) -> str:
+        return f"a mapping from {self.key.rule} to {self.value.rule}"
+
+    def take(self, name: str, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            raise Wrong
+        taken = {}
+        for key, item in value.items():
+            try:
+                found = self.key.take(name, key)
+                taken[found] = self.value.take(name, item)
+            except Wrong as wrong:
+                raise Wrong(f"{show_value(key)} is {show_value(item)}{'; ' * bool(str(wrong))}{wrong}") from None
+        return value if all(a is b for a, b in zip(taken.values(), value.values(), strict=True)) else taken
 
 
 @dataclass(frozen=True)
@@ -296,70 +218,14 @@ class AnyOf:
         if value is None and self.none:
             return None
         fixes = []
-        numbers = tuple(kind for kind in self.kinds if isinstance(kind, Whole | Real)) if isinstance(value, int | float) else ()
         for kind in self.kinds:
             try:
                 return kind.take(name, value)
             except Wrong as wrong:
-                fixes.append(str(wrong) if not numbers or kind in numbers else "")
-        raise Wrong(next((fix for fix in fixes if fix), ""))
+                fixes.append((str(wrong), isinstance(kind, Plain) and kind.convert in (to_int, to_float)))
+        of_numbers = [fix for fix, number in fixes if number and isinstance(value, int | float)]
+        raise Wrong(next(filter(None, of_numbers or [fix for fix, _ in fixes]), ""))
 
-
-@dataclass(frozen=True)
-class Named:
-    """A name from a table that may grow, or an object of a class, in an annotation."""
-
-    names: Callable[[], tuple[str, ...]]
-    cls: type
-
-    @property
-    def rule(self) -> str:
-        return self._either().rule
-
-    def take(self, name: str, value: Any) -> Any:
-        return self._either().take(name, value)
-
-    def _either(self) -> AnyOf:
-        return AnyOf((Choice(self.names()), Instance(self.cls)), none=False)
-
-
-def _dimensions(value: Any) -> int:
-    """Count the dimensions of an array or a tensor; 0 for any other value."""
-    found = getattr(value, "ndim", 0)
-    return found if isinstance(found, int) else 0
-
-
-def _is_index(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _as_number(name: str, value: Any, *, whole: bool) -> str:
-    """Say how to write a number that was given as text, or as a float that is whole."""
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):
-        return ""
-    if isinstance(value, bool) or not math.isfinite(number) or (whole and number != int(number)):
-        return ""
-    return f"write {name}={int(number) if whole or number == int(number) else number}{', without quotes' if isinstance(value, str) else ''}"
-
-
-def _article(name: str) -> str:
-    return f"{'an' if name[0] in 'AEIO' else 'a'} {name}"
-
-
-def _public_name(cls: type) -> str:
-    return f"rg.{rlgraph.spelling(cls.__name__)}"
-
-
-C = TypeVar("C")
-P = ParamSpec("P")
-R = TypeVar("R")
-ANY = Range()
 
 Count: TypeAlias = Annotated[int, Range(least=1)]
 Natural: TypeAlias = Annotated[int, Range(least=0)]
@@ -375,7 +241,7 @@ RECOMPUTE: Final[tuple[Recompute, ...]] = (False, "selective", True)  # from lea
 Name: TypeAlias = Annotated[str, Range(least=1, rule="a non-empty text")]
 
 
-def check(setting: Any, error: type[RlgraphError] = GraphError) -> None:
+def check(setting: "DataclassInstance", error: type[RlgraphError] = GraphError) -> None:
     """Check every field of a dataclass and convert it to its type. Called in `__post_init__`.
 
         >>> Sample = dataclasses.make_dataclass("Sample", [("size", Count)], namespace={"__post_init__": check})
@@ -385,88 +251,25 @@ def check(setting: Any, error: type[RlgraphError] = GraphError) -> None:
 
     Raises `error` with the class, the field, its value, the rule and the fix.
     """
-    cls: Any = type(setting)
+    cls = type(setting)
     for name, kind in types_of(cls).items():
+        if kind is None:
+            continue
         value = getattr(setting, name)
         try:
-            taken = value if kind is None else kind.take(name, value)
+            taken = kind.take(name, value)
         except Wrong as wrong:
-            default = _default(cls, name) if value is None else ""
-            raise error(f"{cls.__name__}({name}={show_value(value)}): {name} is {kind.rule}{_fix(wrong, default)}") from None  # type: ignore[union-attr]
+            default = cls.__dataclass_fields__[name].default
+            raise error(f"{cls.__name__}({name}={show_value(value)}): {_refusal(name, kind, wrong, value, default)}") from None
         if taken is not value:
             object.__setattr__(setting, name, taken)  # while it is made, by its `__post_init__`
 
 
-def refuse_unknown(cls: type[C]) -> type[C]:
-    """Decorate a dataclass that users make: an argument that it does not have is an error that lists those it has.
-
-    >>> refuse_unknown(dataclasses.make_dataclass("Sample", [("size", int)]))(sise=1)
-    Traceback (most recent call last):
-    rlgraph.errors.GraphError: Sample(sise=1): there is no setting 'sise'; did you mean 'size'? The settings are size
-    """
-    known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-    names, plain = frozenset(known), cls.__init__
-
-    @functools.wraps(plain)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if not kwargs.keys() <= names:
-            name = next(name for name in kwargs if name not in names)
-            said = choices(name, known, "the settings are")
-            raise GraphError(f"{cls.__name__}({name}={show_value(kwargs[name])}): there is no setting '{name}'; {said}")
-        plain(self, *args, **kwargs)
-
-    cls.__init__ = init  # type: ignore[method-assign]
-    return document_arguments(cls)
-
-
-def document_arguments(cls: type[C]) -> type[C]:
-    """Decorate a dataclass: `help` shows plain types, and the arguments that its bases document. `refuse_unknown` does it too."""
-    known = [field.name for field in dataclasses.fields(cls) if field.init]  # type: ignore[arg-type]
-    cls.__init__.__signature__ = _readable(inspect.signature(cls.__init__), cls)  # type: ignore[attr-defined]
-    cls.__doc__ = f"{inspect.cleandoc(cls.__doc__ or '')}{_inherited_arguments(cls, known)}"
-    return cls
-
-
-def _inherited_arguments(cls: type, known: Sequence[str]) -> str:
-    """List the fields that the bases of a class document, and it does not: `help` and the pages of the API then have each."""
-    inherited: dict[str, str] = {}
-    for base in reversed(cls.__mro__[1:-1]):
-        for item in f"\n{inspect.cleandoc(base.__doc__ or '')}".split("\n* `")[1:]:
-            name, text = item.partition("`")[0], item.partition("\n\n")[0].rstrip()
-            if name in known and f"`{name}" not in (cls.__doc__ or ""):
-                inherited[name] = f"* `{text}"  # the words of the nearest base stay
-    return "\n".join(["\n\nInherited arguments:\n", *inherited.values()]) if inherited else ""
-
-
-class _Text(str):
-    """A default that a signature shows as it is written."""
-
-    __repr__ = str.__str__
-
-
-def _readable(signature: inspect.Signature, cls: Any = None) -> inspect.Signature:
-    """The signature without the rules in its annotations, and with the defaults that a dataclass makes."""
-    factories: dict[str, Any] = {field.name: field.default_factory for field in dataclasses.fields(cls)} if cls else {}
-    made = {name: factory for name, factory in factories.items() if factory is not dataclasses.MISSING}
-    defaults = {name: _Text(f"{factory.__name__}()") for name, factory in made.items()}
-    return signature.replace(
-        parameters=[
-            parameter.replace(annotation=_without_rules(parameter.annotation), default=defaults.get(name, parameter.default))
-            for name, parameter in signature.parameters.items()
-        ]
-    )
-
-
-def _without_rules(annotation: Any) -> Any:
-    """An annotation without what `Annotated` adds to its types."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return _without_rules(arguments[0])
-    if origin in (Union, types.UnionType):
-        return functools.reduce(operator.or_, map(_without_rules, arguments))
-    if origin in (tuple, list, Sequence, Mapping):
-        return origin[tuple(map(_without_rules, arguments))]
-    return annotation
+def _refusal(name: str, kind: SettingType, wrong: Wrong, value: Any, default: Any) -> str:
+    """Say the rule and the fix."""
+    needed = default is dataclasses.MISSING or default is inspect.Parameter.empty
+    fix = str(wrong) or ("" if needed or value is not None else f"leave it out for {show_value(default)}")
+    return f"{name} is {kind.rule}{'; ' if fix else ''}{fix}"
 
 
 def check_arguments(error: type[RlgraphError] = GraphError, what: str = "node") -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -488,14 +291,7 @@ def check_arguments(error: type[RlgraphError] = GraphError, what: str = "node") 
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                bound = signature.bind(*args, **kwargs)
-            except TypeError:
-                there = [p.name for p in signature.parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-                for key in (key for key in kwargs if key not in there):
-                    said = choices(key, [each for each in there if each != "self"], "its arguments are")
-                    raise TypeError(f"{_user_name(function)}() got an unexpected keyword argument '{key}'; {said}") from None
-                return function(*args, **kwargs)  # raises a TypeError that names the function
+            bound = bind(function, signature, args, kwargs)
             for key, kind in parameters_of(call).items():
                 if kind is None or key not in bound.arguments:
                     continue
@@ -503,93 +299,50 @@ def check_arguments(error: type[RlgraphError] = GraphError, what: str = "node") 
                 try:
                     bound.arguments[key] = kind.take(key, value)
                 except Wrong as wrong:
-                    named = bound.arguments.get("name", getattr(signature.parameters.get("name"), "default", None))
-                    where = f"{what} '{named}' has {key}={show_value(value)}; " if isinstance(named, str) else ""
-                    where = where or f"{_user_name(function)}({key}={show_value(value)}): "
-                    default = signature.parameters[key].default
-                    left = f"leave it out for {show_value(default)}" if value is None and default is not inspect.Parameter.empty else ""
-                    raise error(f"{where}{key} is {kind.rule}{_fix(wrong, left)}") from None
+                    bound.apply_defaults()
+                    named = bound.arguments.get("name")
+                    shown = f"{key}={show_value(value)}"
+                    where = f"{what} '{named}' has {shown}; " if isinstance(named, str) else f"{user_name(function)}({shown}): "
+                    raise error(where + _refusal(key, kind, wrong, value, signature.parameters[key].default)) from None
             return function(*bound.args, **bound.kwargs)
 
-        call.__signature__ = _readable(signature)  # type: ignore[attr-defined]
-        return call
+        return show_plain_types(call)
 
     return wrap
 
 
 @functools.cache
-def types_of(cls: Any) -> Mapping[str, SettingType | None]:
+def types_of(cls: type["DataclassInstance"]) -> Mapping[str, SettingType | None]:
     """Look up the setting type of each field of a dataclass; None where its annotation has no rule."""
-    found: dict[str, Any] = {}
-    for owner in reversed(cls.__mro__):
-        for name, annotation in inspect.get_annotations(owner).items():
-            found[name] = (annotation, owner.__module__)
-    return {f.name: _type(_resolve_annotation(*found[f.name])) for f in dataclasses.fields(cls)}
+    return {name: setting_type(annotation) for name, annotation in field_annotations(cls).items()}
 
 
 @functools.cache
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, SettingType | None]:
     """Look up the setting type of each parameter of a function, without `self` and `*inputs`; None where its annotation has no rule."""
-    skipped = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(inspect.unwrap(function)).parameters.values()  # as written: what `help` shows has no rules
-    given = {p.name: p.annotation for p in parameters if p.kind not in skipped and p.name != "self"}
-    return {name: _type(_resolve_annotation(annotation, function.__module__)) for name, annotation in given.items()}
+    return {name: setting_type(annotation) for name, annotation in parameter_annotations(function).items()}
 
 
-def _resolve_annotation(annotation: Any, module: str) -> Any:
-    if not isinstance(annotation, str):
-        return annotation
-    try:
-        return eval(annotation, vars(sys.modules[module]))
-    except NameError:  # imported only for the type checker
-        return Any
-
-
-def _type(annotation: Any, range: Range = ANY) -> SettingType | None:
+def setting_type(annotation: Any, range: Range = Range()) -> SettingType | None:
+    """Make the setting type of an annotation; None where it has no rule."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        rules = [rule for rule in arguments[1:] if isinstance(rule, Range | OneOf | Named)]
-        if rules and isinstance(rules[-1], Named):
-            return rules[-1]
-        if rules and isinstance(rules[-1], OneOf):
-            return Choice(rules[-1].choices)
-        return _type(arguments[0], rules[-1] if rules else Range())  # type: ignore[arg-type]
+        rule = next((rule for rule in reversed(arguments) if isinstance(rule, Range | OneOf)), Range())
+        return rule if isinstance(rule, OneOf) else setting_type(arguments[0], rule)
     if origin in (Union, types.UnionType):
-        kinds = [_type(argument, range) for argument in arguments if argument is not type(None)]
+        kinds = [setting_type(argument, range) for argument in arguments if argument is not type(None)]
         known = tuple(kind for kind in kinds if kind is not None)
         return AnyOf(known, type(None) in arguments) if len(known) == len(kinds) else None
     if origin is Literal:
-        return Choice(arguments)
-    if origin in (ClassVar, Final):
-        return None
+        return OneOf(arguments)
     if origin in (tuple, list, set, frozenset, Sequence):
-        endless = origin is not tuple or (len(arguments) == 2 and arguments[1] is Ellipsis)
-        return Tuple(tuple(_type(argument) for argument in arguments[: 1 if endless else None]), endless, range)
+        endless = origin is not tuple or arguments[1:] == (...,)
+        return Tuple(tuple(setting_type(item) or ANYTHING for item in arguments[: 1 if endless else None]), endless, range)
     if origin in (dict, Mapping):
-        return MappingOf(*(_type(argument) for argument in arguments))
-    if origin is Callable or annotation is Callable:
-        return Function(range)
-    return _plain(annotation, range)
-
-
-def _plain(annotation: Any, range: Range) -> SettingType | None:
-    simple: dict[Any, SettingType] = {int: Whole(range), float: Real(range), str: Text(range), bool: Flag()}
-    if annotation in simple:
-        return simple[annotation]
-    plain = isinstance(annotation, type) and annotation not in (object, Any) and not getattr(annotation, "_is_protocol", False)
-    return Instance(annotation) if plain else None
-
-
-def _user_name(function: Callable[..., Any]) -> str:
-    """Name the function as a user calls it: by the class, for an `__init__`."""
-    return function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-
-
-def _default(cls: type, name: str) -> str:
-    default = next(f.default for f in dataclasses.fields(cls) if f.name == name)
-    return "" if default is dataclasses.MISSING else f"leave it out for {show_value(default)}"
-
-
-def _fix(wrong: Wrong, otherwise: str) -> str:
-    fix = str(wrong) or otherwise
-    return f"; {fix}" if fix else ""
+        return MappingOf(*(setting_type(item) or ANYTHING for item in arguments))
+    if annotation is str and range.least >= 1:
+        return Plain("text", to_name, range)
+    if (origin or annotation) in PLAIN:
+        return Plain(*PLAIN[origin or annotation], range)
+    is_class = isinstance(annotation, type) and annotation not in (object, Any) and Protocol not in annotation.__bases__
+    return Instance(annotation) if is_class else None

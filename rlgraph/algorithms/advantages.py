@@ -232,7 +232,7 @@ class GDPO(GRPO):
             )
 
     @property
-    def reads(self) -> tuple[str, ...]:  # type: ignore[override]
+    def reads(self) -> tuple[str, ...]:  # type: ignore[override] # the columns of its keys, where others name them once for the class
         return (*self.keys, "response_mask", "group_ids")
 
     @torch.no_grad()

@@ -46,7 +46,7 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: 
 
 def kl_of_log_ratio(log_ratio: torch.Tensor, estimator: str) -> torch.Tensor:
     """Estimate the KL as `kl_penalty` does, from the log-ratio of policy to reference."""
-    result: torch.Tensor = _KL.apply(log_ratio, estimator)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _KL.apply(log_ratio, estimator)  # type: ignore[no-untyped-call] # torch's has no types
     return result
 
 

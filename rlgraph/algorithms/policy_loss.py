@@ -177,7 +177,7 @@ def to_floats(metrics: Metrics) -> dict[str, float]:
 
 def with_gradient(log_probs: torch.Tensor, loss: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Make the scalar `loss` a function of `log_probs` whose gradient is `gradient`, of the same shape."""
-    result: torch.Tensor = _Given.apply(log_probs, loss, gradient)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = _Given.apply(log_probs, loss, gradient)  # type: ignore[no-untyped-call] # torch's has no types
     return result
 
 

@@ -84,8 +84,7 @@ class Rows:
         return self._place(place)
 
     def _place(self, place: int) -> str:
-        own = getattr(self.source, "place", None)
-        return str(own(place)) if own is not None else f"{'item' if self.name == LIST else 'row'} {place} of {self.name}"
+        return _own_place(self.source, place) or f"{'item' if self.name == LIST else 'row'} {place} of {self.name}"
 
     def _convert_row(self, place: int, row: Row) -> Row:
         for function in self.convert:
@@ -115,7 +114,10 @@ class Rows:
 
         def new(row: Row) -> bool:
             key = json.dumps(row["prompt"], sort_keys=True, default=str)
-            return key not in seen and not seen.add(key)  # type: ignore[func-returns-value]
+            if key in seen:
+                return False
+            seen.add(key)
+            return True
 
         return self.filter(new)
 
@@ -126,8 +128,13 @@ def place_of(data: Any, index: int) -> str:
     >>> place_of([{"prompt": "1"}], 0)
     'item 0 of the data set'
     """
-    own = getattr(data, "place", None)
-    return str(own(index)) if own is not None else f"item {index} of the data set"
+    return _own_place(data, index) or f"item {index} of the data set"
+
+
+def _own_place(data: Any, index: int) -> str:
+    """Name a row as the data set itself does; empty if it does not."""
+    own = getattr(data, "place", None)  # a data set of another library has none
+    return "" if own is None else str(own(index))
 
 
 def digest(data: Dataset) -> str:

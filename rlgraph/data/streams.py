@@ -211,10 +211,10 @@ def _digest(row: Any) -> str:
 
 def _shuffles(source: Any) -> bool:
     """Whether an IterableDataset shuffles rows in a buffer, in itself or in one of its sources."""
-    left = [getattr(source, "_ex_iterable", None)]
+    left: list[Any] = [getattr(source, "_ex_iterable", None)]  # private names of the library, each of some of its classes
     while left:
         inner = left.pop()
         if type(inner).__name__ == SHUFFLES:
             return True
-        left += [getattr(inner, "ex_iterable", None)] if hasattr(inner, "ex_iterable") else list(getattr(inner, "ex_iterables", ()))
+        left += [inner.ex_iterable] if hasattr(inner, "ex_iterable") else list(getattr(inner, "ex_iterables", ()))
     return False

@@ -240,7 +240,7 @@ def chosen_at(loss: Any) -> str | None:
 
     The trainer hands them to the loss as the column `chosen_log_probs` `[b, T, K]`, with gradients.
     """
-    at: str | None = getattr(loss, "chosen_at", None)
+    at: str | None = getattr(loss, "chosen_at", None)  # a loss of a user's need not have it
     return at
 
 

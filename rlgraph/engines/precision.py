@@ -92,7 +92,7 @@ def _of_cpu() -> Precision:
 
 def _has(feature: str) -> bool:
     """Whether the CPU has a set of instructions; False if this PyTorch cannot tell."""
-    asked = getattr(torch.cpu, f"_is_{feature}_supported", None)
+    asked = getattr(torch.cpu, f"_is_{feature}_supported", None)  # private, of some versions
     return bool(asked and asked())
 
 
@@ -117,7 +117,7 @@ def bitsandbytes() -> Any:
         return sys.modules[NAME]
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     before = {"kernels": sys.modules["kernels"]} if "kernels" in sys.modules else {}
-    sys.modules["kernels"] = None  # type: ignore[assignment]
+    sys.modules["kernels"] = None  # type: ignore[assignment] # so an import of it fails, which the type of the table does not know
     try:
         return importlib.import_module(NAME)
     finally:

@@ -10,7 +10,7 @@ from math import lcm
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
 from rlgraph.notices import old_attribute
-from rlgraph.settings import document_arguments
+from rlgraph.signatures import document_arguments
 from rlgraph.values.trainer import TrainerSettings
 
 if TYPE_CHECKING:

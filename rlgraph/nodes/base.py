@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat, TypeAlias
 import torch
 
 from rlgraph.columns import COLUMNS, Column, Columns
-from rlgraph.errors import GraphError, show_value
+from rlgraph.errors import GraphError, function_name, show_value
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.operation import NodeTraits, Operation
 from rlgraph.notices import accept_old_names, old_attribute
@@ -134,7 +134,7 @@ class ReadColumns(dict[str, Column]):
 
 def custom(value: Any) -> bool:
     """Tell whether a function or an object is of the user's own making, not of rlgraph."""
-    return not str(getattr(value, "__module__", "")).startswith("rlgraph.")
+    return not str(getattr(value, "__module__", "")).startswith("rlgraph.")  # some callables of C have none
 
 
 class FunctionNode:
@@ -178,7 +178,7 @@ def node(
     read, written = _names(reads), _names(writes)
 
     def wrap(function: Callable[[Columns], Fired]) -> FunctionNode:
-        name = getattr(function, "__name__", repr(function))
+        name = function_name(function)
         if not callable(function) or len(inspect.signature(function).parameters) != 1:
             raise GraphError(f"node '{name}' must be a function of one argument, the columns it reads, as in def {name}(batch)")
         if not read or not written:

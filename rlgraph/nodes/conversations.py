@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlgraph import settings
+from rlgraph.conversions import dimensions
 from rlgraph.engines.hf.chat_template import ChatPrompt
 from rlgraph.errors import NOT_JSON, DataError, show_value
 from rlgraph.settings import Name
@@ -112,7 +113,7 @@ def starts_with_system(value: Any) -> bool:
 
 def _plain_list(value: Any) -> Any:
     """Convert an array to a list; pass other values through."""
-    return value.tolist() if getattr(value, "ndim", 0) == 1 else value
+    return value.tolist() if dimensions(value) == 1 else value
 
 
 def checked_messages(where: str, prompt: str, value: Any) -> list[dict[str, Any]]:

@@ -10,11 +10,11 @@ import torch
 
 from rlgraph import notices
 from rlgraph.columns import COLUMNS, Column
+from rlgraph.conversions import LEAST, MOST
 from rlgraph.data.rows import place_of
 from rlgraph.errors import DataError, show_value
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, is_conversation
-from rlgraph.settings import LEAST, MOST
 
 # Checks of the items of a data set. Each error names the item's number, the rule and the fix.
 
@@ -165,6 +165,7 @@ def column_of(name: str, values: Sequence[Any], pattern: Any) -> Column:
 
 def _plain(value: Any) -> Any:
     """Convert a scalar of numpy or torch to a number of Python; pass other values through."""
+    # An object that has `item` without dimensions is no scalar.
     scalar = hasattr(value, "item") and not getattr(value, "ndim", 1) and not isinstance(value, int | float)
     return value.item() if scalar else value
 

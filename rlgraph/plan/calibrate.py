@@ -112,7 +112,8 @@ def fewest(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
 
 def predict_seconds(columns: Mapping[str, Array], coefficients: Mapping[str, float]) -> Array:
     """Predict the seconds of each firing from fitted coefficients."""
-    return np.sum([coefficients.get(name, 0.0) * column for name, column in columns.items()], axis=0)  # type: ignore[no-any-return]
+    predicted: Array = np.sum([coefficients.get(name, 0.0) * column for name, column in columns.items()], axis=0)
+    return predicted
 
 
 def _least_squares(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:

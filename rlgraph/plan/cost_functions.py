@@ -11,10 +11,11 @@ import numpy as np
 
 from rlgraph import settings
 from rlgraph.batching.cutting import best, cut_batches
+from rlgraph.conversions import Wrong, to_float
 from rlgraph.errors import PlanError, show_value
 from rlgraph.graph.operation import ModelTraits
 from rlgraph.plan.lengths import Array, Lengths
-from rlgraph.settings import AtLeastZero, Count, Natural, PositiveFraction, Range, Real, Recompute, Wrong
+from rlgraph.settings import AtLeastZero, Count, Natural, Plain, PositiveFraction, Range, Recompute
 
 if TYPE_CHECKING:
     from rlgraph.graph.nodes import Node
@@ -107,7 +108,7 @@ def _group(node: "Node") -> int:
 # The share of the ideal speed-up that an engine keeps each time its devices double, where nothing was measured: a decode
 # step of tensor-parallel ranks adds two all-reduces a layer (Shoeybi et al., 2019, section 3).
 DOUBLING = 0.85
-SECONDS = Real(Range(least=0))
+SECONDS = Plain("a finite number", to_float, Range(least=0))
 
 
 @dataclass(frozen=True)

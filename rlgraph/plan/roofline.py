@@ -31,6 +31,7 @@ from rlgraph.plan.model_shapes import (
     recomputed_operations,
 )
 from rlgraph.plan.placement import model_names
+from rlgraph.settings import Recompute
 
 # What a pass of sharded ranks costs a GPU beside its products: shards are gathered, and gradients reduced to shards.
 #
@@ -459,9 +460,12 @@ def with_recompute(graph: Graph, costs: Costs, shapes: Shapes) -> Costs:
     for node in graph.nodes:
         cost, model = costs.nodes.get(node.name), node.model
         shape = shapes.get(model.path) if model is not None else None
-        if model is None or shape is None or costs.lengths is None or not isinstance(cost, NodeCost) or not _otherwise(node, cost):
+        if model is None or shape is None or costs.lengths is None or not isinstance(cost, NodeCost):
             continue
-        then = replace(model.traits, recompute=cost.measured.passes.recompute)  # type: ignore[union-attr,arg-type]  # as `_otherwise` says
+        measured = _other_recompute(node, cost)
+        if measured is None:
+            continue
+        then = replace(model.traits, recompute=measured)
         adapter = adapter_size(model, shape)
         now_and_then = [operations(traits, shape, costs.lengths, adapter, trains=True) for traits in (model.traits, then)]
         launches = [estimates.launch_s(shape, traits) for traits in (model.traits, then)]
@@ -473,10 +477,12 @@ def with_recompute(graph: Graph, costs: Costs, shapes: Shapes) -> Costs:
     return replace(costs, nodes=nodes)
 
 
-def _otherwise(node: Node, cost: NodeCost) -> bool:
+def _other_recompute(node: Node, cost: NodeCost) -> Recompute | None:
+    """Look up the `recompute` that an update was measured with; None if that is not known, or is the model's."""
     if node.traits.work != "train" or node.model is None or cost.measured is None or cost.measured.passes is None:
-        return False
-    return cost.measured.passes.recompute not in (None, node.model.traits.recompute)
+        return None
+    measured = cost.measured.passes.recompute
+    return None if measured == node.model.traits.recompute else measured
 
 
 def assumed_recompute(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> tuple[str, ...]:
@@ -484,8 +490,8 @@ def assumed_recompute(graph: Graph, settings: Mapping[str, Setting], costs: Cost
     found = []
     for node in graph.nodes:
         cost = costs.nodes.get(node.name)
-        if isinstance(cost, NodeCost) and cost.token_s and _otherwise(node, cost) and cost.recomputes_otherwise(settings[node.name]):
-            then = cost.measured.passes.recompute  # type: ignore[union-attr]  # as `_otherwise` says
+        then = _other_recompute(node, cost) if isinstance(cost, NodeCost) else None
+        if isinstance(cost, NodeCost) and cost.token_s and then is not None and cost.recomputes_otherwise(settings[node.name]):
             found.append(
                 f"'{node.name}' was measured with recompute={then!r}: its seconds are scaled by the operations of the model's shape"
             )

@@ -10,6 +10,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from html import escape
 from importlib.util import find_spec
 from itertools import groupby
@@ -249,8 +250,8 @@ class SinkFeeds:
         end_s = time.monotonic() + CLOSE_S
         for feed in self._feeds:
             for path in files:
-                feed.put(lambda path=path, sink=feed.sink: sink.artifact(path))  # type: ignore[misc]
-            feed.put(lambda sink=feed.sink: sink.close(ended))  # type: ignore[misc]
+                feed.put(partial(feed.sink.artifact, path))
+            feed.put(partial(feed.sink.close, ended))
         for feed in self._feeds:
             feed.close(end_s)
 

@@ -86,7 +86,7 @@ class LoRA:
         return cls(
             rank=config["r"],
             alpha=config["lora_alpha"],
-            targets=targets if isinstance(targets, str) else tuple(sorted(targets or ())),  # type: ignore[arg-type]
+            targets=targets if isinstance(targets, str) else tuple(sorted(targets or ())),  # type: ignore[arg-type] # the class refuses other texts
             folder=str(folder),
         )
 

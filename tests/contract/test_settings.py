@@ -199,6 +199,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "a flag as a count": (lambda: rg.Sampling(max_tokens=True), "max_tokens is a whole number"),
     "a flag as text": (lambda: rg.Sampling(ignore_eos="true"), "write ignore_eos=True"),  # type: ignore[arg-type]
     "one token for several": (lambda: rg.Sampling(stop_token_ids=2), "write stop_token_ids=(2,)"),  # type: ignore[arg-type]
+    "a token of numpy for several": (lambda: rg.Sampling(stop_token_ids=np.int64(2)), "stop_token_ids is a tuple, each a whole number"),  # type: ignore[arg-type]
     "a wrong token": (lambda: rg.Sampling(stop_token_ids=(2, "x")), "item 1 is 'x'"),  # type: ignore[arg-type]
     "NaN": (lambda: rg.AdamW(lr=float("nan")), "lr is a learning rate above 0"),
     "an edge that is none": (lambda: made().rollout(rg.prompts(QUESTIONS, 1), "weights"), "pass what rlgraph.feedback(...) returned"),  # type: ignore[arg-type]

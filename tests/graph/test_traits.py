@@ -40,17 +40,15 @@ LOOKED_AT = {
         "by",
         "data",
         "refill",
-        "tool",
         "self.environment",
-        "c.environment",
         "type(value)",
         "self.cls",
     ),
-    *("annotation", "signature.parameters.get('name')", "setting"),  # of a setting, whose fields are checked one by one
-    *("costs", "made", "plan", "found", "cost.decode"),  # fields(...) of our own values, one by one
+    "setting",  # of a setting, whose fields are checked one by one
+    *("made", "found"),  # fields(...) of our own values, one by one
     *("source", "self.source"),  # a stream of rows, by any library
     *("owner",),  # the object of an attribute that has a new name
-    *("torch", "ray.exceptions", "library", "module", "MultiOutputNode", "self.actor", "actor", "self", "end"),
+    *("torch", "ray.exceptions", "library", "module", "MultiOutputNode", "actor", "self"),
 }
 
 

@@ -369,7 +369,7 @@ class _Sender:
             self._pair.destroy()
 
 
-class Pair(Communicator):  # type: ignore[misc]
+class Pair(Communicator):
     """The communicator that Ray's channel uses: the writer is rank 0, one reader is rank 1."""
 
     def __init__(self, store: str, rank: int, kind: CarrierName, device: torch.device) -> None:
@@ -431,7 +431,7 @@ class Pair(Communicator):  # type: ignore[misc]
     reducescatter = allreduce
 
 
-class _Flat(_TorchTensorAcceleratorChannel):  # type: ignore[misc]
+class _Flat(_TorchTensorAcceleratorChannel):
     """Ray's accelerator channel, on whichever device the pair is."""
 
     def ensure_registered_as_writer(self) -> None:

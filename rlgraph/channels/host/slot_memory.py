@@ -285,7 +285,7 @@ class Bucket:
     def copy(self, columns: Columns) -> torch.cuda.Event | None:
         """Start the copies; return the event that completes them on a GPU, None if they are done."""
         with torch.no_grad():
-            torch._foreach_copy_([view for _, view in self.views], [columns[name] for name, _ in self.views])  # type: ignore[misc]
+            torch._foreach_copy_([view for _, view in self.views], [columns[name] for name, _ in self.views])  # type: ignore[misc] # all are tensors
         device = self.views[0][1].device
         return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 

@@ -202,7 +202,7 @@ class Gloo:
         return self._finish(self._group.send([memory], self._peer, 0))  # type: ignore[attr-defined]  # missing in torch's stubs
 
     def receive(self, memory: torch.Tensor) -> Finish:
-        return self._finish(self._group.recv([memory], self._peer, 0))  # type: ignore[attr-defined]
+        return self._finish(self._group.recv([memory], self._peer, 0))  # type: ignore[attr-defined]  # missing in torch's stubs
 
     def check(self) -> None:
         """Do nothing: gloo raises its failures by itself."""

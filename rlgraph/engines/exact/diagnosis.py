@@ -134,11 +134,11 @@ def watch_rotation(attention: Any, witness: Witness) -> Iterator[None]:
                 witness.add(f"{witness.layer}.{name}", states.transpose(1, 2))
         return found
 
-    module.apply_rotary_pos_emb = rotate  # type: ignore[attr-defined]
+    vars(module)["apply_rotary_pos_emb"] = rotate
     try:
         yield
     finally:
-        module.apply_rotary_pos_emb = own  # type: ignore[attr-defined]
+        vars(module)["apply_rotary_pos_emb"] = own
 
 
 def of_text(witness: Witness, prompt: int, tokens: int) -> dict[str, torch.Tensor]:

@@ -1,6 +1,8 @@
 """The kernels of an exact trainer and its engine on an NVIDIA GPU in bfloat16: their rows do not depend on the batch."""
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -154,16 +156,20 @@ def install_rotation(attention: Any) -> None:
     """Have the attention modules of a family rotate by the kernel where they are handed a table; else as before."""
     module = sys.modules[type(attention).__module__]
     own = module.apply_rotary_pos_emb
-    if getattr(own, "by_table", False):
-        return
+    if not isinstance(own, RotateByTable):
+        vars(module)["apply_rotary_pos_emb"] = RotateByTable(own)
 
-    def rotate(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
+
+@dataclass(frozen=True)
+class RotateByTable:
+    """Rotates by the kernel where it is handed a table, and else by `own`, the family's function."""
+
+    own: Callable[..., Any]
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1) -> Any:
         if sin.is_floating_point():
-            return own(query, key, cos, sin, unsqueeze_dim)
+            return self.own(query, key, cos, sin, unsqueeze_dim)
         return _Rotation.apply(query, key, cos, sin)
-
-    rotate.by_table = True  # type: ignore[attr-defined]
-    module.apply_rotary_pos_emb = rotate  # type: ignore[attr-defined]
 
 
 # A trainer's model that computes on an NVIDIA GPU in bfloat16 what vLLM computes there, bit for bit.

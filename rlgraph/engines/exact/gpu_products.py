@@ -60,6 +60,7 @@ def rows_that_differ(out: int, into: int) -> tuple[int, ...]:
 
 def pad_single_rows(model: torch.nn.Module) -> None:
     """Have the linear maps of a trainer's model that need it compute one row as two."""
+    # Any module is asked.
     maps = [module for module in model.modules() if type(module) is torch.nn.Linear]
     found = shapes_needing_batch((module.out_features, module.in_features) for module in maps)
     for module in maps:
@@ -69,6 +70,7 @@ def pad_single_rows(model: torch.nn.Module) -> None:
 
 def exchange_engines_lone_rows(model: Any) -> None:
     """Have the linear maps and the head of vLLM's model that need it compute one row as two."""
+    # Any module is asked.
     maps = [module for module in model.modules() if hasattr(module, "quant_method") and getattr(module, "weight", None) is not None]
     found = shapes_needing_batch(tuple(module.weight.shape) for module in maps)
     for module in maps:

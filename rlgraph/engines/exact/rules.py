@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from rlgraph.engines.hf.model_files import FamilyOptions, text_config
 from rlgraph.errors import DataError
 
 FAMILIES = ("llama", "qwen2", "qwen3")  # by tests/engines/test_exact.py
@@ -22,8 +23,6 @@ def check_family(path: str, model_type: str) -> None:
 
 def check_on_gpu(path: str) -> None:
     """Raise DataError for a model that is exact on a CPU and not proven to be so on a GPU."""
-    from rlgraph.engines.hf.model_files import text_config
-
     check_model(text_config(path))
 
 
@@ -32,7 +31,7 @@ def check_on_gpu(path: str) -> None:
 
 def head_size(config: Any) -> int:
     """How many numbers a head of a model has."""
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size: int = FamilyOptions(config).head_dim or config.hidden_size // config.num_attention_heads
     return size
 
 
@@ -67,7 +66,8 @@ def check_machine() -> None:
 def check_model(config: Any) -> None:
     """Raise DataError for a model that is exact on a CPU and not proven to be so on a GPU."""
     size = head_size(config)
-    biased = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
+    options = FamilyOptions(config)
+    biased = options.attention_bias or options.mlp_bias
     if config.model_type not in GPU_FAMILIES or size not in HEADS or biased:
         raise DataError(
             f"exact=True: a model of the family '{config.model_type}' with heads of {size}{' and biases' if biased else ''} is not proven "

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-# Their names from torch 2.13 on, where the old ones warn.
+# The first are the names from torch 2.13 on, where the old ones warn.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _sum_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

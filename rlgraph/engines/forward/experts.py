@@ -20,7 +20,7 @@ TELLING = "families that do are Qwen 2, 3 and 3.5 MoE, Mixtral and OLMoE"
 
 def routers_of(model: Any) -> list[Any]:
     """List the routers of a model, in the order of its layers; none for a dense model."""
-    recorded = getattr(type(model), "_can_record_outputs", None) or {}
+    recorded = getattr(type(model), "_can_record_outputs", None) or {}  # dense families have none
     recorder = recorded.get("router_logits")
     kinds = [one.target_class for one in (recorder if isinstance(recorder, list) else [recorder]) if one is not None]
     return [module for module in model.modules() if any(isinstance(module, kind) for kind in kinds)]
@@ -37,7 +37,8 @@ def weights_at(router: Any, logits: torch.Tensor, experts: torch.Tensor) -> torc
     They are its softmax over all experts, of which most families take the chosen ones as a whole.
     """
     weights = logits.float().softmax(-1).gather(-1, experts)
-    return weights / weights.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else weights
+    whole = getattr(router, "norm_topk_prob", True)  # of families that may do either
+    return weights / weights.sum(-1, keepdim=True) if whole else weights
 
 
 class Routing:
@@ -188,7 +189,7 @@ def _check_weighed(router: Any, logits: torch.Tensor, weights: torch.Tensor, exp
 # `torch.nn.functional.grouped_mm` multiplies the rows of each expert by its own matrix. Rows move by permutations whose gradients are
 # gathers too: those of an index would be sorted first, or added by atomics in any order.
 
-product: Any = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm  # as torch before 2.10 names it
+product: Any = torch.nn.functional.grouped_mm
 
 
 def experts_of(model: Any) -> list[Any]:
@@ -205,7 +206,7 @@ def install(model: Any) -> None:
 
 def takes(module: Any) -> bool:
     """Whether `multiply_grouped` computes what this module does: gated experts without biases, whose products it groups itself."""
-    grouped_there = getattr(module.config, "_experts_implementation", None) == "grouped_mm"
+    grouped_there = getattr(module.config, "_experts_implementation", None) == "grouped_mm"  # private, of some versions
     return grouped_there and module.has_gate and not module.has_bias and module.gate_up_proj.dtype == module.down_proj.dtype
 
 

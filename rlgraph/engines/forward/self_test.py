@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from rlgraph.batching.packing import pack, pack_flat, plan_micro_batches
 from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.hf.backbone import backbone_of, layers_of
-from rlgraph.engines.hf.model_files import text_config
+from rlgraph.engines.hf.model_files import FamilyOptions, text_config
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError
 
@@ -100,7 +101,7 @@ def _shallow(config: Any) -> dict[str, Any]:
     count = config.num_hidden_layers
     lists = {name: value for name, value in found.items() if isinstance(value, list) and len(value) == count}
     kinds: list[Any] = list(zip(*lists.values(), strict=True)) if lists else [()] * count
-    blocks = getattr(config, "layers_block_type", None)  # of models whose kinds follow from a period
+    blocks = FamilyOptions(config).layers_block_type
     if isinstance(blocks, list) and len(blocks) == count:
         kinds = list(zip(kinds, blocks, strict=True))
     picks = _pick_layers([repr(kind) for kind in kinds], found.get("num_kv_shared_layers") or 0)
@@ -285,7 +286,7 @@ def trainer_results(
         flat = way in (FLAT, FLAT_SHARED)
         half = flat and device != "cpu" and dtype != torch.float32
         kind = packed_attention.FLAT_HALF if half else packed_attention.FLAT if flat else packed_attention.PADDED
-        found[way] = _result(lambda way=way, kind=kind: _laid_out(model, batch, way, kind), expected, batch, half)  # type: ignore[misc]
+        found[way] = _result(partial(_laid_out, model, batch, way, kind), expected, batch, half)
     return found
 
 

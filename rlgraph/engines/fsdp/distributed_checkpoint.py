@@ -234,7 +234,8 @@ def read(folder: Path, state: State) -> None:
     for name, tensor in state.items():
         if name not in known:
             raise CheckpointError(f"folder '{folder}' holds no '{name}'; {_other(name, known)}")
-        size = tuple(getattr(known[name], "size", ()))
+        entry = known[name]
+        size = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else ()
         if size != tuple(tensor.shape):
             raise CheckpointError(
                 f"folder '{folder}': '{name}' has shape {size}, the model's is {tuple(tensor.shape)}; it is another model"
@@ -343,7 +344,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def _reason(error: BaseException) -> str:
     """Name the first cause in a few words. Each rank may have one, and the operating system's error may be the cause of another."""
-    failures = getattr(error, "failures", None)
+    failures = error.failures if isinstance(error, CheckpointException) else None
     first = next(iter(failures.values())) if failures else error
     found: BaseException = first[0] if isinstance(first, tuple) else first
     behind: BaseException | None = found

@@ -203,7 +203,7 @@ class HostMomentsAdamW(torch.optim.AdamW):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # nothing here takes a closure
         """Take a step on each parameter that has a gradient."""
         self.make_state()
         for group in self.param_groups:

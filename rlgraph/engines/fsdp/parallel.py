@@ -22,7 +22,7 @@ from rlgraph.engines.forward.experts import experts_of, inverse, multiply_groupe
 from rlgraph.engines.forward.head import Head, VocabularyShard
 from rlgraph.engines.forward.policy_head import PolicyHead
 from rlgraph.engines.fsdp.sharding import cut_parameter, local
-from rlgraph.engines.hf.model_files import text_config
+from rlgraph.engines.hf.model_files import FamilyOptions, text_config
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import GraphError, show_value
 from rlgraph.plan.estimates import find_undivided_size, ring_ranks
@@ -126,7 +126,7 @@ def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1
         raise GraphError(
             f"{given}: the model has {name}={size}, which {settings} does not divide; every rank has as many: choose a divisor of {size}"
         )
-    if ring > 1 and "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+    if ring > 1 and "sliding_attention" in FamilyOptions(config).layer_types:
         heads = config.num_attention_heads
         raise GraphError(
             f"{given}: the model has sliding windows, and num_attention_heads={heads}, which the ranks do not divide: they would pass keys "
@@ -146,7 +146,8 @@ def check_experts(where: str, config: Any, expert: int) -> None:
     Raises GraphError for a model without experts, a family that is not known here, and experts that the ranks do not divide.
     """
     given, kind = f"{where}(expert_parallel={expert})", config.model_type
-    name = next((name for name in ("num_experts", "num_local_experts") if getattr(config, name, None)), None)
+    options = FamilyOptions(config)
+    name = "num_experts" if options.num_experts else "num_local_experts" if options.num_local_experts else None
     if name is None:
         raise GraphError(f"{given}: the model has no experts; leave out expert_parallel")
     if kind not in EXPERT_FAMILIES:

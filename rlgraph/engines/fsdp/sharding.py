@@ -7,6 +7,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, TCPStore
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -52,7 +53,7 @@ def cut_parameter(parameter: torch.nn.Parameter, mesh: DeviceMesh, dim: int | No
 
 def spec_of(value: torch.Tensor) -> DTensorSpec | None:
     """What a tensor is a shard of; None for a tensor that is whole."""
-    cut_by: DTensorSpec | None = getattr(value, NAME, None)
+    cut_by: DTensorSpec | None = getattr(value, NAME, None)  # a mark of ours on a tensor of torch
     return cut_by or (value._spec if isinstance(value, DTensor) else None)
 
 
@@ -104,7 +105,7 @@ def init_distributed(rank: int, world: int) -> bool:
         return False
     if world > 1:
         raise GraphError(f"FsdpEngine(world={world}): call torch.distributed.init_process_group on every rank before")
-    dist.init_process_group(backends(), store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    dist.init_process_group(backends(), store=HashStore(), rank=0, world_size=1)
     return True
 
 
@@ -346,7 +347,7 @@ def meet(at: str, rank: int, world: int, listen_fd: int = -1) -> None:
         dist.init_process_group(backends(), init_method=at, rank=rank, world_size=world)
         return
     host, _, port = at.removeprefix(TCP).rpartition(":")
-    store = dist.TCPStore(  # type: ignore[attr-defined]
+    store = TCPStore(
         host.strip("[]"),
         int(port),
         world,

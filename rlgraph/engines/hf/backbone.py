@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from rlgraph.batching.packing import MicroBatch
 from rlgraph.engines.forward.packed_attention import padded_implementation
 from rlgraph.engines.hf.folder_weights import FolderWeights, PartsByName
-from rlgraph.engines.hf.model_files import text_config
+from rlgraph.engines.hf.model_files import FamilyOptions, text_config
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError
 
@@ -32,7 +32,7 @@ def skeleton(auto: Any, path: str | Path) -> Any:
     """
     check_model(path)
     config = text_config(path)
-    if getattr(config, "quantization_config", None) is not None:
+    if FamilyOptions(config).quantization_config is not None:
         raise DataError(f"model '{path}': config.json has a quantization_config; a trainer takes weights in bfloat16, float16 or float32")
     with _EmptyOnMeta():
         model = auto.from_config(config, dtype=torch.float32, attn_implementation=padded_implementation(auto, path))
@@ -95,9 +95,9 @@ class LogitShape:
     @classmethod
     def of(cls, config: Any) -> "LogitShape":
         """Read it off a configuration: Cohere multiplies, Granite divides, Falcon-H1 has a multiplier, and Gemma caps."""
-        text = config.get_text_config()
-        scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
-        return cls(float(scale) / float(getattr(text, "logits_scaling", None) or 1.0), getattr(text, "final_logit_softcapping", None))
+        options = FamilyOptions(config.get_text_config())
+        scale = options.logit_scale or options.lm_head_multiplier or 1.0
+        return cls(float(scale) / float(options.logits_scaling or 1.0), options.final_logit_softcapping)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         scaled = logits if self.scale == 1.0 else logits * self.scale
@@ -189,7 +189,7 @@ def _forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
 
 def _is_plain(module: Any) -> bool:
     """Whether a module is a norm of this form, by its output: models give it their own class names."""
-    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)  # any module is asked
     if not isinstance(weight, torch.Tensor) or weight.dim() != 1 or not isinstance(eps, float):
         return False
     probe = copy.deepcopy(module).to_empty(device="cpu").float()  # the model's own weights may be of no memory yet, or frozen in bfloat16

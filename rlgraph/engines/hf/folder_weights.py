@@ -149,7 +149,7 @@ def fused_parts(operations: Iterable[Any], sources: Mapping[str, list[str]], sha
 
     It knows experts that are stacked, and then concatenated, as gate and up are. For other operations there are no parts.
     """
-    kinds = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in operations]
+    kinds = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in operations]  # of transformers, some with one
     if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]) or (len(kinds) == 1) != (len(sources) == 1):
         return ()
     found = []

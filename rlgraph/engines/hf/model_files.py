@@ -11,12 +11,15 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 from rlgraph import notices
 from rlgraph.errors import DataError, show_value
+
+T = TypeVar("T")
 
 # The text part of a model folder: of a folder of a text model all of it, of a multimodal one its language model.
 
@@ -48,12 +51,49 @@ def text_config(path: str | Path) -> Any:
     return text
 
 
+class Option(Generic[T]):
+    """A setting that the configurations of only some families of models have; the others count as having `default`, as None does."""
+
+    def __init__(self, default: T) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, options: "FamilyOptions", owner: type) -> T:
+        # Read when it is asked for: some families raise for settings that differ by layer.
+        value: T | None = getattr(options.config, self._name, None)
+        return self._default if value is None else value
+
+
+class FamilyOptions:
+    """The settings of a configuration of transformers that not all families have."""
+
+    attention_bias = Option(False)
+    mlp_bias = Option(False)
+    head_dim = Option[int | None](None)
+    num_experts = Option[int | None](None)
+    num_local_experts = Option[int | None](None)
+    layer_types = Option[Sequence[str]](())
+    layers_block_type = Option[Sequence[str] | None](None)  # of models whose kinds of layers follow from a period
+    quantization_config = Option[Any](None)
+    rope_parameters = Option[Mapping[str, Any]](MappingProxyType({}))
+    logit_scale = Option[float | None](None)
+    lm_head_multiplier = Option[float | None](None)
+    logits_scaling = Option[float | None](None)
+    final_logit_softcapping = Option[float | None](None)
+    attn_logit_softcapping = Option[float | None](None)
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+
 def rotary_limit(config: Any) -> int | None:
     """Read off a text model's configuration the most tokens that a row may have; None where the rotary factors depend on no length.
 
     Of the types "longrope" and "dynamic" transformers computes other factors if any row of a batch is longer, for all its rows.
     """
-    rope = getattr(config, "rope_parameters", None) or {}
+    rope = FamilyOptions(config).rope_parameters
     kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]  # or one for each type of layer
     found = [
         config.max_position_embeddings if "dynamic" in kind["rope_type"] else kind["original_max_position_embeddings"]

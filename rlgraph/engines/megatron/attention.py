@@ -10,7 +10,7 @@ import torch
 from megatron.core.transformer.attention import SelfAttention
 
 
-class Attention(SelfAttention):  # type: ignore[misc]
+class Attention(SelfAttention):
     """Megatron-Core's self-attention, with another order of the rows in the matrix of queries, keys and values."""
 
     def get_query_key_value_tensors(

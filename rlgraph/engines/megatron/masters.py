@@ -287,11 +287,11 @@ class BoxedTensor(torch.Tensor):
         made.boxes = list(boxes)
         return made
 
-    def __repr__(self) -> str:  # type: ignore[override]
+    def __repr__(self) -> str:  # type: ignore[override] # nothing here gives contents
         return f"BoxedTensor({list(self.shape)}, boxes at {[list(offsets) for offsets, _ in self.boxes]})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override] # an attribute in torch's stubs
         if func is torch.ops.aten.detach.default:
             return _each(args[0], torch.Tensor.detach)
         if func is torch.ops.aten.empty_like.default:

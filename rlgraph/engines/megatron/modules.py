@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from rlgraph.engines.forward import flash4
 from rlgraph.engines.forward.packed_attention import attend
-from rlgraph.engines.hf.model_files import text_config
+from rlgraph.engines.hf.model_files import FamilyOptions, text_config
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import GraphError, show_value
 from rlgraph.plan.estimates import find_undivided_size
@@ -239,7 +239,7 @@ def check_config(where: str, config: Any, *, tensor: int = 1, context: int = 1, 
     unknown = _unsupported_features(config)
     if unknown:
         raise GraphError(f"{given}: the model has {', '.join(unknown)}, which is not offered with Megatron-Core; leave out trainer")
-    experts = getattr(config, "num_experts", None) or 1
+    experts = FamilyOptions(config).num_experts or 1
     if experts == 1 < expert:
         raise GraphError(f"{where}(expert_parallel={expert}): the model has no experts; leave out expert_parallel")
     inner = tensor if experts > 1 else config.intermediate_size  # experts are not cut
@@ -258,11 +258,12 @@ def check_config(where: str, config: Any, *, tensor: int = 1, context: int = 1, 
 
 def _unsupported_features(config: Any) -> list[str]:
     """Name what a model of a known family has that is not offered."""
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    dense = getattr(config, "num_experts", None) and (config.mlp_only_layers or config.decoder_sparse_step != 1)
+    options = FamilyOptions(config)
+    kinds = set(options.layer_types or ["full_attention"])
+    dense = options.num_experts and (config.mlp_only_layers or config.decoder_sparse_step != 1)
     found = {
-        "attention_bias": getattr(config, "attention_bias", False),
-        "mlp_bias": getattr(config, "mlp_bias", False),
+        "attention_bias": options.attention_bias,
+        "mlp_bias": options.mlp_bias,
         f"hidden_act={show_value(config.hidden_act)}": config.hidden_act != "silu",
         "sliding windows": kinds != {"full_attention"},
         "layers without experts among those with them": dense,
@@ -281,7 +282,7 @@ def transformer_config(config: Any, ranks: MegatronRanks, *, dtype: torch.dtype,
         ffn_hidden_size=config.intermediate_size,
         num_attention_heads=heads,
         num_query_groups=config.num_key_value_heads,
-        kv_channels=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        kv_channels=FamilyOptions(config).head_dim or config.hidden_size // heads,
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
         gated_linear_unit=True,
@@ -311,7 +312,7 @@ def transformer_config(config: Any, ranks: MegatronRanks, *, dtype: torch.dtype,
         apply_rope_fusion=False,
         persist_layer_norm=False,
         gradient_accumulation_fusion=False,
-        **_recompute_options(recompute, mixture=bool(getattr(config, "num_experts", None))),
+        **_recompute_options(recompute, mixture=bool(FamilyOptions(config).num_experts)),
         **_experts(config, ranks),
     )
 
@@ -325,7 +326,7 @@ def _recompute_options(recompute: Recompute, *, mixture: bool) -> dict[str, Any]
 
 def _experts(config: Any, ranks: MegatronRanks) -> dict[str, Any]:
     """Translate the experts of a mixture: the most probable ones are taken, and no token is dropped."""
-    if not getattr(config, "num_experts", None):
+    if not FamilyOptions(config).num_experts:
         return {}
     return {
         "num_moe_experts": config.num_experts,

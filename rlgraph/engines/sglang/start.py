@@ -371,7 +371,7 @@ def _free_without_preload() -> None:
 def _silence(weight_utils: Any) -> None:
     """Leave the terminal to the user: no bars while files load."""
 
-    class Silent(weight_utils.tqdm):  # type: ignore[misc]
+    class Silent(weight_utils.tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options | {"disable": True})
 

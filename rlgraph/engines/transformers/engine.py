@@ -13,7 +13,7 @@ from rlgraph.engines.forward.packed_attention import padded_implementation
 from rlgraph.engines.hf.backbone import load_text_model
 from rlgraph.engines.hf.chat_template import prompt_tokens, render_with_response
 from rlgraph.engines.hf.folder_weights import FolderWeights, whole_part
-from rlgraph.engines.hf.model_files import rotary_limit, text_config
+from rlgraph.engines.hf.model_files import FamilyOptions, rotary_limit, text_config
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.lora import describe_weights
 from rlgraph.errors import DataError, GraphError
@@ -308,7 +308,7 @@ class ScoreEngine:
         context = check_model(path).context_length
         self._context = min(context, rotary_limit(text_config(path)) or context)
         self._tokenizer = AutoTokenizer.from_pretrained(path)
-        capped = getattr(AutoConfig.from_pretrained(path).get_text_config(), "attn_logit_softcapping", None) is not None
+        capped = FamilyOptions(AutoConfig.from_pretrained(path).get_text_config()).attn_logit_softcapping is not None
         attention = (
             padded_implementation(AutoModelForSequenceClassification, path) if capped else None
         )  # transformers' own default leaves the cap out

@@ -8,8 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rlgraph.conversions import Wrong
 from rlgraph.errors import GraphError, choices, show_value
-from rlgraph.settings import AnyOf, Flag, Real, SettingType, Text, Whole, Wrong
+from rlgraph.settings import setting_type
 
 # The arguments of vLLM: on a CPU a small eager engine, on a GPU one with recorded decode steps and most of the memory.
 
@@ -256,7 +257,7 @@ NOT_ON_A_CPU = {
     "enable_chunked_prefill": "in a split prompt vLLM rewinds the request's random generator, which one of a CPU cannot do",
     "async_scheduling": "steps of a CPU are not scheduled ahead",
 }
-KINDS: dict[str, SettingType] = {"bool": Flag(), "int": Whole(), "float": Real(), "str": Text()}
+KINDS: dict[str, type] = {"bool": bool, "int": int, "float": float, "str": str}
 
 
 def check_arguments(given: Mapping[str, Any]) -> Mapping[str, str]:
@@ -283,8 +284,11 @@ def known_arguments() -> Mapping[str, str]:
         source = Path(folder) / "engine" / "arg_utils.py"
         for part in ast.parse(source.read_text(encoding="utf-8")).body if source.is_file() else ():
             if isinstance(part, ast.ClassDef) and part.name == "EngineArgs":
-                fields = [line for line in part.body if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)]
-                return {line.target.id: ast.unparse(line.annotation) for line in fields}  # type: ignore[union-attr]
+                return {
+                    line.target.id: ast.unparse(line.annotation)
+                    for line in part.body
+                    if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+                }
     return {}
 
 
@@ -297,7 +301,7 @@ def _reservation_reason(name: str) -> str:
 def _check_value(here: str, name: str, value: Any, annotation: str) -> None:
     """Check the type where vLLM's own annotation is a plain one, and that the value is data, which travels to the workers as it is."""
     plain = annotation.removesuffix(" | None")
-    kind = AnyOf((KINDS[plain],), none=plain != annotation) if plain in KINDS else None
+    kind = setting_type(KINDS[plain] if plain == annotation else KINDS[plain] | None) if plain in KINDS else None
     try:
         if kind is not None:
             kind.take(name, value)

@@ -51,8 +51,8 @@ def connect(runner: Any) -> None:
     runner.speculator.sequences = runner.req_states
 
 
-def _lookup(base: type) -> Any:
-    class Lookup(base):  # type: ignore[misc]
+def _lookup(base: Any) -> Any:
+    class Lookup(base):
         """Guesses from the tokens that the runner has of each sequence."""
 
         supports_mm_inputs, draft_logits = False, None
@@ -77,8 +77,8 @@ def _lookup(base: type) -> Any:
     return Lookup
 
 
-def _draft_class(base: type) -> Any:
-    class Drawn(base):  # type: ignore[misc]
+def _draft_class(base: Any) -> Any:
+    class Drawn(base):
         """Draws at every place as the sampler does without guesses."""
 
         def __call__(self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None) -> Any:

@@ -569,7 +569,7 @@ def _count_ranks_eagerly() -> None:
     from vllm.v1.sample import sampler
 
     count = sampler.batched_count_greater_than
-    sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)
+    sampler.batched_count_greater_than = getattr(count, "_torchdynamo_orig_callable", count)  # if it is compiled
 
 
 def _prepare_process(threads: int | None) -> None:

@@ -15,7 +15,7 @@ from rlgraph.engines.vllm.weights import Extension
 log = logging.getLogger("rlgraph.engines")
 
 
-class GpuWorker(Extension, Worker):  # type: ignore[misc]
+class GpuWorker(Extension, Worker):
     """Named as `worker_cls` and made by vLLM, in the engine's process or, where it spans GPUs, in one for each of them."""
 
     def init_device(self) -> None:

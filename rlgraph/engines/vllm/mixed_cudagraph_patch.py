@@ -38,7 +38,7 @@ def record_prompts() -> None:
         return
     full = CUDAGraphMode.FULL
 
-    class Manager(cudagraph_utils.ModelCudaGraphManager):  # type: ignore[misc]
+    class Manager(cudagraph_utils.ModelCudaGraphManager):
         """Knows steps of so many tokens, besides those in which each sequence reads one."""
 
         def _init_candidates(self) -> None:
@@ -52,7 +52,7 @@ def record_prompts() -> None:
                 for tokens in range(before + 1, step.num_tokens + 1):
                     self._candidates.setdefault((tokens, 0), []).append(step)
 
-    class State(default.DefaultModelState):  # type: ignore[misc]
+    class State(default.DefaultModelState):
         """Tells the kernels of such a step the same at every replay."""
 
         def prepare_attn(

@@ -210,7 +210,7 @@ class QuantisedWeights:
     """
 
     def __init__(self, model: Any) -> None:
-        fused = getattr(model, "packed_modules_mapping", {})
+        fused = _fused_parts(model)
         self._model, self._targets = model, dict[str, Target]()
         for name, module in model.named_modules():
             if hasattr(module, "weight_scale"):
@@ -255,10 +255,16 @@ def _targets(name: str, module: Any, fused: Mapping[str, list[str]]) -> Iterator
         yield f"{parent}.{part}.weight", Target(rows, its)
 
 
+def _fused_parts(model: Any) -> Mapping[str, list[str]]:
+    """Map each fused layer of a model of vLLM to its parts."""
+    found: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})  # models without fused layers have none
+    return found
+
+
 def _copies(model: Any, weights: Mapping[str, torch.Tensor]) -> list[Copy]:
     """Find where each of the other weights is: parameters have the weights' own names where nothing is fused, and biases are fused."""
     parameters = dict(model.named_parameters())
-    fused = {part: (whole, parts) for whole, parts in getattr(model, "packed_modules_mapping", {}).items() for part in parts}
+    fused = {part: (whole, parts) for whole, parts in _fused_parts(model).items() for part in parts}
     found = []
     for name, weight in weights.items():
         to = parameters[name].data if name in parameters else _fused_bias_rows(name, weight, weights, parameters, fused)

@@ -123,7 +123,7 @@ class Agent:
 
     def scores_cut_off(self, made: Any) -> Callable[..., Awaitable[Turn]] | None:
         """Find the method by which an environment scores what a limit cuts off; None if it has none."""
-        return getattr(made, "truncated", None)
+        return getattr(made, "truncated", None)  # an environment need not have it
 
     def make(self, columns: Mapping[str, str], item: Mapping[str, Any]) -> Environment:
         """Make the environment of a conversation from the `item` of its prompt, a value for each column. Raises what the class raises."""

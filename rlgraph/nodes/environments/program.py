@@ -263,7 +263,7 @@ def _fields(argument: str) -> list[str]:
 
 def _reward(result: object) -> float:
     try:
-        reward = float(result)  # type: ignore[arg-type]
+        reward = float(result)  # type: ignore[arg-type] # what is no number is an error of Python's
     except (TypeError, ValueError):
         reward = math.nan
     if not math.isfinite(reward) or (isinstance(result, str) and not result):

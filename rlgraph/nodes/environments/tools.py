@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin,
 from weakref import WeakKeyDictionary
 
 from rlgraph import settings
-from rlgraph.errors import GraphError, show_value
+from rlgraph.errors import GraphError, function_name, show_value
 from rlgraph.graph.nodes import Pool
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.environments.agent import Agent, check_format
@@ -252,7 +252,7 @@ class Tools:
 
     def by_name(self) -> dict[str, Tool]:
         """Map each name to its tool; a plain function becomes a tool of its own name."""
-        found = [tool if isinstance(tool, Tool) else Tool(getattr(tool, "__name__", repr(tool)), tool) for tool in self.tools]
+        found = [tool if isinstance(tool, Tool) else Tool(function_name(tool), tool) for tool in self.tools]
         return {tool.name: tool for tool in found}
 
     @property

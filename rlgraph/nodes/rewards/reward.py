@@ -222,6 +222,7 @@ def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", trial: boo
 
     Raises GraphError for an object that does not change rewards, a missing column, or a penalty that begins beyond the longest response.
     """
+    # Users give any object.
     if not callable(by) or isinstance(by, type) or "rewards" not in getattr(by, "reads", ()):
         raise GraphError(
             f"node '{name}' has by={show_value(by)}; pass an object that reads and gives rewards, as by=rg.estimators.OverlongPenalty(...)"

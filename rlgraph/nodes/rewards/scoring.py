@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlgraph.columns import Column, Columns
-from rlgraph.errors import DataError, GraphError, RlgraphError, show_value
+from rlgraph.errors import DataError, GraphError, RlgraphError, function_name, show_value
 from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.prompts import plural
@@ -314,7 +314,7 @@ def checked_rewards(
     given = list(rewards)
     if len(given) != rows:
         raise RlgraphError(f"{where} returned {len(given)} rewards for {rows} responses; it returns one a response, in their order")
-    return [_check_score(where, reward, lambda row=row: sample(row)) for row, reward in enumerate(given)]  # type: ignore[misc]
+    return [_check_score(where, reward, functools.partial(sample, row)) for row, reward in enumerate(given)]
 
 
 def _check_score(where: str, reward: object, sample: Callable[[], str]) -> Score:
@@ -322,7 +322,7 @@ def _check_score(where: str, reward: object, sample: Callable[[], str]) -> Score
         raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}; it returns one number a response, no text")
     try:
         graded = score_of(reward)
-        value = float(graded)  # type: ignore[arg-type]
+        value = float(graded)  # type: ignore[arg-type] # what is no number is an error of Python's
     except DataError as error:
         raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}: {error}") from None
     except (TypeError, ValueError) as error:
@@ -345,4 +345,4 @@ def title(function: Callable[..., object]) -> str:
 
 def _name(function: Callable[..., object]) -> str:
     inner = function.func if isinstance(function, functools.partial) else function
-    return getattr(inner, "__name__", show_value(inner))
+    return function_name(inner)

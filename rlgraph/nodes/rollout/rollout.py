@@ -6,7 +6,7 @@ With continuous decoding the next batch and new weights may join a batch that st
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
@@ -48,7 +48,7 @@ from rlgraph.nodes.rollout.decode_loop import (
 from rlgraph.nodes.rollout.fitting import check_prompts, declared_context, most_tokens
 from rlgraph.nodes.rollout.session_loop import SessionLoop, SessionRules
 from rlgraph.nodes.rollout.turn_loop import TurnLoop, TurnRules
-from rlgraph.settings import Count, Dtype, Named, Natural, Range, check_arguments, refuse_unknown
+from rlgraph.settings import Count, Dtype, Natural, OneOf, Range, check_arguments, refuse_unknown
 from rlgraph.values.drafts import PromptLookup, check_no_model
 from rlgraph.values.sampling import BatchAdmission, Running, Sampling
 
@@ -141,7 +141,7 @@ class Generator(Model):
 
     role: ClassVar[str] = "generator"
     sampling: Sampling = field(default_factory=Sampling)
-    engine: Annotated[str | EngineSpec, Named(ENGINES.names, EngineSpec)] = "vllm"
+    engine: Annotated[str, OneOf(ENGINES.names)] | EngineSpec = "vllm"
     tensor_parallel: Count = 1
     max_context: Annotated[int, Range(least=2, rule="a whole number of tokens, at least 2")] | None = None
     dtype: Dtype = "auto"
@@ -180,14 +180,17 @@ class Generator(Model):
                 "tensor_parallel"
             )
         check_told(self)
-        object.__setattr__(self, "_spec", engine_of(self))
-        check = self.spec.check_arguments if self.engine_args else None
-        object.__setattr__(self, "_gpu_only", {} if check is None else check(self.engine_args))
+        _ = self.spec, self._gpu_only  # looked up and checked where the model is declared
 
-    @property
+    @cached_property
     def spec(self) -> EngineSpec:
         """The spec of the engine that `engine` names or is. It travels to the workers with the model."""
-        return self._spec  # type: ignore[attr-defined]
+        return engine_of(self)
+
+    @cached_property
+    def _gpu_only(self) -> Mapping[str, str]:
+        check = self.spec.check_arguments if self.engine_args else None
+        return {} if check is None else check(self.engine_args)
 
     @property
     def group(self) -> int:
@@ -207,7 +210,7 @@ class Generator(Model):
             weights_dtype=self.weights_dtype,
             drafts=self.drafts,
             engine_args=self.engine_args,
-            gpu_only=self._gpu_only,  # type: ignore[attr-defined]
+            gpu_only=self._gpu_only,
             shares_steps=self.spec.shares_steps,
             merges_adapters=self.spec.merges_adapters,
             samples_exactly=self.spec.samples_exactly,

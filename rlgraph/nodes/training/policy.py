@@ -168,6 +168,7 @@ def columns_read(name: str, inputs: Sequence[Output], loss: PolicyLossFn | Whole
     behaviour = "old_log_probs" if "old_log_probs" in given or "old_log_probs" not in loss.reads else "rollout_log_probs"
     if "old_log_probs" in loss.reads:
         wanted.append(behaviour)
+    # A loss of a user's need not have `optional_reads`.
     optional = (*getattr(loss, "optional_reads", ()), "loss_mask", "finish_reasons", "weight_version")
     return behaviour, (*TOKENS, *wanted, *(column for column in optional if column in given))
 

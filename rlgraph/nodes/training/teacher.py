@@ -141,10 +141,10 @@ class BySource(Operation):
             raise GraphError(f"a row {self._without(unknown)}")
         made: dict[str, Column] = {}
         for name in self.columns:
-            made[name] = tensor_of(columns, f"{self.teachers[0]}{name}").clone()
+            scores = made[name] = tensor_of(columns, f"{self.teachers[0]}{name}").clone()
             for source, teacher in zip(self.sources[1:], self.teachers[1:], strict=True):
                 rows = torch.tensor([own == source for own in sources])
-                made[name][rows] = tensor_of(columns, f"{teacher}{name}")[rows]  # type: ignore[call-overload]
+                scores[rows] = tensor_of(columns, f"{teacher}{name}")[rows]
         return made, {f"teachers/{source}": float(sum(own == source for own in sources)) for source in self.sources}
 
 

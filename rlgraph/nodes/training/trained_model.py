@@ -24,7 +24,7 @@ from rlgraph.nodes.examples import Examples, Stepwise
 from rlgraph.nodes.rollout.decode_loop import ROUTES, check_routes
 from rlgraph.nodes.rollout.fitting import check_rotation
 from rlgraph.plan.model_shapes import PROJECTIONS
-from rlgraph.settings import Count, Dtype, Named
+from rlgraph.settings import Count, Dtype, OneOf
 from rlgraph.values.lora import ALL_LINEAR, FAMILIES, LoRA
 from rlgraph.values.optimizers import Muon
 from rlgraph.values.trainer import TrainerSettings
@@ -234,7 +234,9 @@ def check_vocabulary(node: Node) -> None:
 
 def _path(writer: Node) -> str:
     operation = writer.operation
-    return operation.model.path if isinstance(operation, Examples | Stepwise) else writer.model.path  # type: ignore[union-attr]
+    model = operation.model if isinstance(operation, Examples | Stepwise) else writer.model
+    assert model is not None, "tokens are written with a model"
+    return model.path
 
 
 def writers(node: Node) -> Iterator[Node]:
@@ -309,7 +311,7 @@ class TrainedModel(Model, TrainerSettings):
     dtype: Dtype = "auto"
     router_replay: bool = field(default=False, init=False)  # a policy's alone
     self_test: bool = True
-    trainer: Annotated[str | TrainerSpec, Named(TRAINERS.names, TrainerSpec)] = "fsdp"
+    trainer: Annotated[str, OneOf(TRAINERS.names)] | TrainerSpec = "fsdp"
     scores: ClassVar[Literal["log_probs", "values"]] = "log_probs"
     frozen: ClassVar[bool] = False  # whether it may be without an update
 
@@ -342,7 +344,7 @@ class TrainedModel(Model, TrainerSettings):
                 "tell what their routers chose; leave out load_balance, or compiled, tensor_parallel and context_parallel"
             )
         check_replay(self)
-        object.__setattr__(self, "_spec", trainer_of(self))
+        _ = self.spec  # looked up where the model is declared
         stage = (self.data_parallel or 0) * self.tensor_parallel * self.context_parallel
         if stage % self.expert_parallel:
             raise GraphError(
@@ -363,10 +365,10 @@ class TrainedModel(Model, TrainerSettings):
                 f"{type(self).__name__}(trainer='{name}', data_parallel={self.data_parallel}): it is one process; leave it out"
             )
 
-    @property
+    @functools.cached_property
     def spec(self) -> TrainerSpec:
         """The spec of the trainer that `trainer` names or is. It travels to the workers with the model."""
-        return self._spec  # type: ignore[attr-defined]
+        return trainer_of(self)
 
     @property
     def ranks(self) -> int | None:

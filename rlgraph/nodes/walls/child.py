@@ -5,7 +5,7 @@ folders of packages, and all paths that stay readable.
 No layer needs privileges, and none can be undone.
 """
 
-import _signal as signal  # type: ignore[import-not-found]  # `signal` loads `enum`, half of the start time
+import _signal as signal  # `signal` loads `enum`, half of the start time
 import os
 import resource
 import site

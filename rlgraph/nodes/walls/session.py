@@ -4,7 +4,7 @@ Arguments as in `child`. It reads frames from its input and answers on its outpu
 status, the length of what was printed, and that. It runs no code of a model itself, and ends with the process that started it.
 """
 
-import _signal as signal  # type: ignore[import-not-found]  # as in `child`
+import _signal as signal  # as in `child`
 import os
 import resource
 import select

@@ -433,8 +433,10 @@ class Job:
         return Step(index, metrics, behind, seconds)
 
     def _hear(self) -> None:
-        for news in self.session.news() if self._checkpoints else ():
-            self._checkpoints.hear(news)  # type: ignore[union-attr]
+        if self._checkpoints is None:
+            return
+        for news in self.session.news():
+            self._checkpoints.hear(news)
 
     def _settle(self) -> None:
         """Finish the checkpoints whose steps have all been given, and say which could not be written."""

@@ -19,7 +19,7 @@ from ray import cloudpickle
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlgraph.errors import DispatchError, GraphError, PlanError, RlgraphError, WorkerDied, show_value
+from rlgraph.errors import DispatchError, GraphError, PlanError, RlgraphError, WorkerDied, function_name
 from rlgraph.graph.nodes import Graph
 from rlgraph.graph.operation import Operation
 from rlgraph.plan.channels import writers_of
@@ -414,9 +414,9 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _title(value: Any) -> str:
     if isinstance(value, Operation):
         return f"operation '{type(value).__name__}'"
-    function = getattr(value, "function", value)
+    function = getattr(value, "function", value)  # of what wraps one
     function = function.func if isinstance(function, functools.partial) else function
-    return f"function '{getattr(function, '__name__', show_value(function))}'"
+    return f"function '{function_name(function)}'"
 
 
 def _describe_type(value: Any) -> str:

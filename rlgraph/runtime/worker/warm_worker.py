@@ -64,6 +64,7 @@ def forget_modules(libraries: Collection[str]) -> None:
 
 def is_users(module: ModuleType) -> bool:
     """Whether a module lies outside of Python's own folders and those of its packages."""
+    # Programs put any object among the modules.
     spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
     places = [file] if isinstance(file, str) else list((spec and spec.submodule_search_locations) or ())  # a package may have no file
     return bool(places) and not any(os.path.abspath(place).startswith(OF_LIBRARIES) for place in places)
