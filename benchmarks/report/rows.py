@@ -54,7 +54,7 @@ FIGURES: Mapping[str, Figure] = MATHEMATICS_IN_TEXT | {
     "prediction-h200-worst": percent("prediction_h200.json", "fit_worst_error"),
 }
 
-HEAD = ("what", "measured", "beside it", "script")
+HEAD = ("what", "measured", "compared with", "script")
 
 
 def tables() -> tuple[dict[str, str], list[str]]:
