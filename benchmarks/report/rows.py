@@ -50,6 +50,8 @@ FIGURES: Mapping[str, Figure] = MATHEMATICS_IN_TEXT | {
     "overlap-ahead": seconds("overlap_h200.json", "one_step_off", "step_s"),
     "prediction-median": percent(PREDICTED, "median_error"),
     "prediction-worst": percent(PREDICTED, "worst_error"),
+    "prediction-engines-median": ACCURATE[1].figure,
+    "prediction-engines-worst": ACCURATE[1].beside or ACCURATE[1].figure,
     "prediction-h200-median": percent("prediction_h200.json", "fit_median_error"),
     "prediction-h200-worst": percent("prediction_h200.json", "fit_worst_error"),
 }
