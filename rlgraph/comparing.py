@@ -52,7 +52,7 @@ class RunComparison:
 
 @checked(PlanError)
 def compare(*folders: str | Path, metrics: Sequence[str] = ()) -> RunComparison:
-    """Compare recorded runs: step time, reward, staleness, tokens a second, validation, and the settings that differ.
+    """Compare recorded runs: step time, reward, staleness, tokens per second, validation, and the settings that differ.
 
         print(rg.runs.compare("runs/sync", "runs/one_step_off", metrics=["actor/entropy"]))
 

@@ -25,7 +25,7 @@ def config(cls: type[T], arguments: Sequence[str] | None = None) -> T:
         >>> config(Config, ["lr=1e-5"])
         Config(steps=100, lr=1e-05)
 
-    With None, `arguments` are those of the command line. `--help` prints the keys with their defaults and ends the program.
+    With None, `arguments` come from the command line. `--help` prints the keys with their defaults and ends the program.
 
     Raises ConfigError for an unknown key, a value of the wrong type, a missing file, or an argument without `=`.
     """

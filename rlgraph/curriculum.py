@@ -252,15 +252,15 @@ def run(
 
         rg.run([sft, rl], "runs/school", steps=[20, 100])
 
-    A graph that starts from others' weights is a function that makes it: its parameters name earlier graphs, and get the folders of
-    their final weights, in float32 as they were trained. So a policy starts there, a reference stays there, or a reward model scores.
+    A graph that starts from the weights of other graphs is a function that returns it. Its parameters name earlier graphs, and receive
+    the folders of their final weights, in float32. A policy can start there, a reference use them, or a reward model score with them.
 
-    All graphs are made, compiled and checked before the first one starts; the folders that a trained model came from stand in for
-    those that are still to come. `profiled` measures each graph's costs in so many steps before it starts, and predicts from them.
+    All graphs are built, compiled and checked before the first one starts; the initial folders of trained models stand in for
+    folders that do not exist yet. `profiled` is the number of steps that measure each graph's costs before it starts.
 
-    Each graph has a folder of its name in `out`, with its records, its checkpoints every so many steps, and its weights as `model`.
-    `out/run.html` reports on all. After a kill the same call goes on: it skips graphs that are done, and resumes the one that was at
-    work from its newest checkpoint.
+    Each graph has a folder of its name in `out`, with its records, its checkpoints, and its weights as `model`.
+    `out/run.html` reports on all graphs. After a kill, run the same call again: it skips finished graphs, and resumes the interrupted
+    graph from its newest checkpoint.
 
     >>> import tempfile, rlgraph as rg
     >>> rg.run([rg.Graph("sums", rg.prompts([{"prompt": "1 + 1 ="}], count=4))], tempfile.mkdtemp(), steps=[1, 2])

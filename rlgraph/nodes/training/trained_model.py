@@ -294,15 +294,15 @@ TESTED = frozenset(  # by tests/engines/test_families.py
 class TrainedModel(Model, TrainerSettings):
     """The base of policy, critic and reference: a Hugging Face folder, float32 master weights, `dtype` compute.
 
-    It takes the fields of `TrainerSettings`, as far as its trainer does, and:
+    It accepts the fields of `TrainerSettings` that its trainer supports, and:
 
-    * `trainer`: "fsdp" (FSDP2), "megatron" (Megatron-Core), for a teacher or a reference "vllm", or a `TrainerSpec` of your own.
+    * `trainer`: "fsdp" (FSDP2), "megatron" (Megatron-Core), for a teacher or a reference "vllm", or a custom `TrainerSpec`.
       `scores`: its output for each token, "log_probs" or "values".
     * `dtype`: "auto" is bfloat16 if the device computes in it (a GPU of compute capability 8.0 or more, a CPU with AVX512-BF16 or
       AMX), else float32.
-    * `data_parallel`: the number of data-parallel groups of processes. None: as many as the pool has GPUs for, one on the host.
-    * `self_test`: checks at the start, on a small random model of the same architecture, that log-probs equal those of the model's own
-      forward. It takes a second. A model that fails in every layout of batches is refused; one layout that fails is not used.
+    * `data_parallel`: the number of data-parallel groups of processes. None: all GPUs of the pool, or one process on the host.
+    * `self_test`: at the start, compares packed log-probs with the model's own forward pass, on a small random model of the same
+      architecture. This lasts a second. Layouts that fail are not used; a model that fails every layout is refused.
     """
 
     data_parallel: Count | None = None
