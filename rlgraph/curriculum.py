@@ -129,7 +129,9 @@ def _handed_on(graph: Graph, plan: Plan, where: str) -> str:
 
 def _check_name(name: str, earlier: Sequence[str], where: str) -> None:
     if name in earlier:
-        raise PlanError(f"run(), {where}, is called {show_value(name)}, as an earlier one; each has a folder of its name: give another one")
+        raise PlanError(
+            f"run(), {where}, has the name {show_value(name)} of an earlier graph; names of graphs are folders and must differ: rename one"
+        )
     if not FOLDER.fullmatch(name):
         raise PlanError(
             f"run(), {where}, is called {show_value(name)}; each has a folder of its name: use letters, digits, - and _, at most 60"
@@ -277,7 +279,9 @@ def run(
     folders = {stage.name: StageFolder(where / stage.name) for stage in stages}
     done = [folders[stage.name].has_run(stage) for stage in stages]
     if done != sorted(done, reverse=True):
-        raise PlanError(f"run(out='{out}'): a later graph is done and an earlier one is not; give another folder")
+        raise PlanError(
+            f"run(out='{out}'): a later graph is finished but an earlier one is not, so the folder is inconsistent; use another folder"
+        )
     where.mkdir(parents=True, exist_ok=True)
     for stage, over in zip(stages, done, strict=True):
         if not over:

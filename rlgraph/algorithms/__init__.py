@@ -137,7 +137,7 @@ def correction(name: str) -> RolloutCorrection:
     Raises GraphError for an unknown name, with a list of the names, and for a `bypass_...` preset, which is a loss.
     """
     if name in BYPASS:
-        raise GraphError(f"correction '{name}' takes ratios against the rollout inside of the loss; use it as a loss: loss='{name}'")
+        raise GraphError(f"correction '{name}' computes its ratios inside the loss; pass it as a loss: loss='{name}'")
     if name not in DECOUPLED:
         raise GraphError(f"there is no correction '{name}'; the corrections are {sorted(DECOUPLED)}")
     return DECOUPLED[name]

@@ -100,7 +100,7 @@ class PolicyLoss(ABC):
         check_aggregation(where, self.aggregation, self.horizon)
         if self.only_aggregation is not None and self.aggregation != self.only_aggregation:
             raise GraphError(
-                f"{where}(aggregation={self.aggregation!r}): this loss is defined for '{self.only_aggregation}' alone; leave the option out"
+                f"{where}(aggregation={self.aggregation!r}): this loss only supports '{self.only_aggregation}'; leave the option out"
             )
         if self.kl_coef == 0 and self.kl_estimator != "k3":
             raise GraphError(f"{where}(kl_estimator={self.kl_estimator!r}): without kl_coef there is no KL term; set it, or leave this out")

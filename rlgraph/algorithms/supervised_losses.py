@@ -74,8 +74,8 @@ class Pairs:
         preferences = rowwise(where, batch, "preferences", mask)
         if len(mask) % 2 or not bool((preferences[0::2] == -preferences[1::2]).all()) or bool((preferences[0::2] < 0).any()):
             raise DataError(
-                f"{where}: the rows of this mini-batch are no pairs, two adjacent rows with the preferences 1 and -1; give the output of "
-                "rg.pairs or rg.preferred, and mini_batches that divide the number of pairs"
+                f"{where}: the rows of this mini-batch are not pairs; a pair is two adjacent rows with the preferences 1 and -1. Pass the "
+                "output of rg.pairs or rg.preferred, and choose mini_batches that divide the number of pairs"
             )
         whole = mask.any(-1)
         kept = ((preferences != 0) & whole)[0::2] & whole[1::2]
@@ -288,8 +288,8 @@ class KTO(WholeLoss):
         others, good, bad = (preferences == 0) & whole, (preferences > 0) & whole, (preferences < 0) & whole
         if not bool(others.any()):
             raise DataError(
-                "KTO: no row of this mini-batch has the response of another prompt, from which the loss takes its point of reference; "
-                "declare the source by rg.examples(label=…, mismatched=True)"
+                "KTO: this mini-batch has no mismatched row (a prompt with the response of another prompt), which the loss requires; "
+                "declare the source with rg.examples(label=…, mismatched=True)"
             )
         kl = ratios[others].mean().clamp(min=0).detach()
         losses = torch.cat(

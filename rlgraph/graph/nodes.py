@@ -387,7 +387,7 @@ def declare(
     rules.check_inputs(name, outputs, reads)
     if rows is None:
         if not outputs:
-            raise GraphError(f"node '{name}' has no inputs and no rows; give rows=, how many it writes in a step, or inputs")
+            raise GraphError(f"node '{name}' has neither inputs nor rows; set rows= to the number of rows per step, or pass inputs")
         rows = max(output.node.rows for output in outputs)
     rules.check_edges(name, reads, feedback, earlier)
     follows = None if chunks > 1 or earlier is not None else upstream_rollout(operation, outputs, model)

@@ -56,7 +56,9 @@ def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, 
     if not {"chosen", "rejected"} <= set(row):
         raise DataError(f"{where} has the fields {show_value(list(row))}; a pair has 'chosen' and 'rejected', and usually 'prompt'")
     if row["chosen"] == row["rejected"]:
-        raise DataError(f"{where} has chosen and rejected {show_value(row['chosen'])}; nothing tells equal ones apart: leave the pair out")
+        raise DataError(
+            f"{where} has chosen and rejected {show_value(row['chosen'])}; both are equal, so there is nothing to learn: leave the pair out"
+        )
     if "prompt" in row:
         first, second = (_build_example(where, row, row["prompt"], name, chat, learns) for name in ("chosen", "rejected"))
         return first, second
@@ -291,7 +293,7 @@ def examples(
     once others follow.
     """
     if mismatched and (label is None or count < 2):
-        raise DataError(f"{name}: mismatched=True is for rows with a label, and at least 2 a step; give label= and count=2 or more")
+        raise DataError(f"{name}: mismatched=True requires a label and at least 2 rows per step; set label= and count= to 2 or more")
     numbers = () if label is None else ((label, "preferences"),)
     each: Each = "mismatched" if mismatched else "example"
     return _declare_examples(name, data, count, model, seed, chat, learns, each, numbers, max_tokens, overlong)

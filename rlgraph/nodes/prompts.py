@@ -508,7 +508,7 @@ def is_stream(data: Any) -> bool:
 def _declare_stream(data: Any, count: int, chat: Chat | None, seed: int, prompt: str, name: str) -> Output:
     """Declare the source that reads a stream."""
     if seed:
-        raise DataError(f"{name}: seed={seed} has no effect on a stream, which has an order of its own; shuffle it where it is made")
+        raise DataError(f"{name}: seed={seed} has no effect on a stream, which has a fixed order; shuffle the stream where you create it")
     rows_of = data if isinstance(data, Stream) else stream(data)
     _, first = next(StreamReader(rows_of))
     check_first(name, first, prompt)

@@ -154,7 +154,7 @@ class Costs:
         for name, cost in self.nodes.items():
             if self.lengths is None and isinstance(cost, NodeCost) and cost.by_length:
                 raise PlanError(
-                    f"the cost of '{name}' follows the tokens of a batch, but these costs have no lengths; give "
+                    f"the cost of '{name}' depends on the tokens of a batch, but these costs have no lengths; pass "
                     "lengths=rg.planning.Lengths(at=(0, 0.5, 1), tokens=(10, 200, 4096)), or the node's seconds as a number"
                 )
 
@@ -294,7 +294,9 @@ def check_costs(graph: Graph, costs: Costs | None) -> Costs:
             raise PlanError(f"costs name a model '{name}' in `sleep` that graph '{graph.name}' lacks; its models are {models}")
     for name in names:
         if name not in costs.nodes:
-            raise PlanError(f"costs lack node '{name}' of graph '{graph.name}'; give each node a cost, or none at all for nominal ones")
+            raise PlanError(
+                f"costs lack node '{name}' of graph '{graph.name}'; give each node a cost, or pass no costs to use placeholders"
+            )
     return costs
 
 

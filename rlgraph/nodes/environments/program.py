@@ -270,7 +270,9 @@ def _reward(result: object) -> float:
     except (TypeError, ValueError):
         reward = math.nan
     if not math.isfinite(reward) or (isinstance(result, str) and not result):
-        raise ValueError(f"a program gives its reward, a finite number, and this one gave {show_value(result)}; or set rewarded=False")
+        raise ValueError(
+            f"the program returned {show_value(result)}; a program returns its reward, a finite number. Else set rewarded=False"
+        )
     return reward
 
 

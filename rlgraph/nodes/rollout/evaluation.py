@@ -239,7 +239,7 @@ def _check(name: str, questions: Prompts, samples: int, sampling: Sampling, sour
     """Raise GraphError for settings without effect: several samples of a greedy sampling, or a source that no item names."""
     if samples > 1 and sampling.temperature == 0:
         raise GraphError(
-            f"node '{name}' has samples={samples} of a greedy sampling, which are all alike: leave samples out, or give a temperature, as "
+            f"node '{name}' has samples={samples} of a greedy sampling, which are all equal; leave samples out, or set a temperature, e.g. "
             "sampling=rg.Sampling(temperature=1.0, top_p=0.7)"
         )
     if source != SOURCE and source not in questions.fields:

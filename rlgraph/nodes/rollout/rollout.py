@@ -66,8 +66,8 @@ def admission_rule(node: str, weights: Feedback | None, interrupt: Running | Non
         )
     if continuous and weights is not None and weights.depth == 0:
         raise GraphError(
-            f"node '{node}' has continuous=True at depth=0 of feedback '{weights.name}', where the next batch may only start on weights "
-            "trained on this one: use depth>=1, or leave it out"
+            f"node '{node}' has continuous=True at depth=0 of feedback '{weights.name}', where the next batch may start only after "
+            "the update on this one; use depth>=1, or leave continuous out"
         )
     if continuous and source is not None and not isinstance(source, Prompts):
         raise GraphError(
