@@ -325,8 +325,8 @@ def small_model(path: str | Path) -> Any:
         return miniature(text_config(path), "eager")
     except Exception as error:  # whatever the code of a model raises
         raise DataError(
-            f"model '{path}' ({kind}): the self-test cannot build a small model from its configuration ({_reason(error)}). rlgraph "
-            "supports decoder-only text models of transformers; self_test=False skips the test"
+            f"model '{path}' ({kind}): no small model can be made of its configuration to test it with ({_reason(error)}); rlgraph takes "
+            "decoder-only text models of transformers; without the test: self_test=False"
         ) from error
 
 
