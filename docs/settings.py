@@ -19,38 +19,6 @@ HEAD = """# Settings
 default and effect. `help(rg.Policy)` prints the same. The pages of the API have examples.
 """
 SUBJECTS = ("losses", "estimators", "optim", "options", "agents", "planning", "runs")
-OTHER = {  # what no list of a docstring has
-    "base_url": "the address of the model, for an OpenAI client",
-    "beta": "the weight of the distance from the reference, or the scale of the log-probs",
-    "clip_c": "the bound of the loss where the advantage is negative (dual clip)",
-    "clip_high": "how far above 1 a ratio may go",
-    "clip_low": "how far below 1 a ratio may go",
-    "coef": "the weight of the penalty",
-    "decay": "the shape of the last part",
-    "divergence": "how the distance of the two policies is measured",
-    "format": "the files that samples are written to",
-    "gamma": "the margin, or the discount of later rewards",
-    "gpus": "the number of GPUs, of all hosts together",
-    "grad_clip": "the largest norm of the gradients",
-    "key": "the key of the session",
-    "level": "the ratio of each token, or of whole sequences",
-    "loss": "the loss that reads the corrected batch",
-    "lr": "the learning rate after the warm-up",
-    "max_context": "the most tokens of a row, for which the engine keeps room",
-    "normalize": "divides the weights by their mean",
-    "normalize_std": "divides by the standard deviation",
-    "path": "a folder in Hugging Face format, or a hub id",
-    "pool": "the devices that it runs on",
-    "rank": "the rank of the matrices",
-    "rejections": "what is masked, by distance",
-    "schedule": "how the learning rate changes; None: constant after the warm-up",
-    "steps": "the first and the last step",
-    "tau_neg": "the temperature of the gate where the advantage is negative",
-    "tau_pos": "the temperature of the gate where the advantage is positive",
-    "tools": "tools, or async functions",
-    "warmup_steps": "optimizer steps over which the rate rises from 0",
-    "weights": "how ratios become weights",
-}
 BUILT = (rg.Plan, rg.Output)  # by rlgraph, not by users
 
 
@@ -83,10 +51,8 @@ def sentence(cls: type, name: str) -> str:
     text = cls.__doc__ or ""
     blocks = [re.sub(r"\s+", " ", block) for block in re.split(r"\n\s*\n|\n(?=\s*\* )", text) if ">>>" not in block]
     for block in blocks:
-        if found := re.search(rf"`{name}`(?: and `\w+`)?: (.*?)(?= `\w+`(?: and `\w+`)?: |$)", block):
+        if found := re.search(rf"\* (?:`\w+`,? (?:and )?)*`{name}`(?:,? (?:and )?`\w+`)*: (.*)", block):
             return found[1]
-    if name in OTHER:
-        return OTHER[name]
     for block in blocks:
         for part in re.split(r"(?<=[.;]) ", block):
             if re.search(rf"`{name}\b", part):

@@ -88,11 +88,12 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     >>> rg.compile(graph, rg.Cluster(cpus=2), rg.planning.Costs({"prompts": 0.25, "brevity": 0.5})).prediction.step_s
     0.75
 
-    Pure: no Ray, no GPU, no clock. It takes milliseconds. Without `costs`, costs are estimated from the models' config.json and the
-    cluster's kind of GPU. If that is impossible they are nominal, and every number says so.
+    Compiling is a pure function: it starts nothing and needs no GPU. It lasts milliseconds for a few devices, and seconds for 128 GPUs.
+    Without `costs`, costs are estimated from the models' config.json and the cluster's kind of GPU. If that is impossible they are
+    placeholders, which the plan marks.
 
-    A PlanWarning tells if a plain number of seconds, which counts the same on any number of devices, decides the split of the devices.
-    Others name comparisons that give no learning signal (of groups of one response, or of greedy ones), and nodes that never run.
+    A PlanWarning is raised if a plain number of seconds, which counts the same on any number of devices, decides the split of the devices.
+    Other warnings name comparisons without a learning signal (groups of one response, or greedy responses), and nodes that never run.
 
     Raises PlanError if the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
@@ -114,7 +115,7 @@ def rehearse(
     every: Count | None = None,
     seed: Natural = 0,
 ) -> Rehearsal:
-    """Play a whole run of a graph at a site: its wall time, and the shares that failures, checkpoints, links and stragglers lose.
+    """Simulate a whole run of a graph at a site: its wall time, and the shares lost to failures, checkpoints, links and stragglers.
 
     >>> import rlgraph as rg
     >>> policy = rg.Policy("tiny", pool=rg.Pool("train"))
@@ -126,9 +127,9 @@ def rehearse(
     >>> print(found.failures, round(found.lost_to["checkpoints"], 3))
     1 0.019
 
-    Pure: nothing starts. It plays the plan's schedule step after step, with lengths drawn as for predictions, links, stragglers,
-    checkpoints every `every` steps, and failures that take the run back to the last checkpoint. The same `seed` gives the same run.
-    Without `site` nothing fails, no host is slow, and the costs say what links take. Of many equal engines it plays some for all.
+    Nothing starts. It simulates the plan's schedule step by step: lengths drawn as for predictions, links, stragglers,
+    checkpoints every `every` steps, and failures that set the run back to the last checkpoint. The same `seed` yields the same run.
+    Without `site` nothing fails, no host is slow, and the seconds of links come from the costs. A few of many equal engines represent all.
 
     Raises PlanError as `compile` does, and for settings without effect, such as checkpoints that cost nothing where nothing fails.
     """
@@ -164,7 +165,7 @@ def timeline(plan: Plan, path: str | Path, steps: Count = 6) -> None:
 def report(run: Run | str | Path, path: str | Path | None = None) -> Path:
     """Write the report of a run, or of the folder of one: one HTML file that needs no server and no network. Returns its path.
 
-        rg.report("runs/math")  # writes runs/math/run.html, also for a run that still goes on, or was killed
+        rg.report("runs/math")  # writes runs/math/run.html, also if the run is still in progress, or was killed
 
     >>> import rlgraph as rg
     >>> rg.report("no/such/run")
@@ -184,7 +185,7 @@ def report(run: Run | str | Path, path: str | Path | None = None) -> Path:
 
 @check_arguments(PlanError)
 def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, rule="a port, or 0 for any that is free")] = 0) -> "Watch":
-    """Serve the report of a run's folder on 127.0.0.1 only; the page updates itself while the run goes on.
+    """Serve the report of a run's folder on 127.0.0.1 only; the page updates itself during the run.
 
         with rg.runs.watch("runs/math") as view:
             print(view.url)
@@ -255,7 +256,7 @@ def launch(
 def export(
     checkpoint: str | Path, folder: str | Path, dtype: ExportDtype = "bfloat16", policy: str | None = None, adapter: AdapterForm = "merged"
 ) -> Exported:
-    """Write a model of a checkpoint as a Hugging Face folder, as `Job.export` does for a running job.
+    """Write a model of a checkpoint as a Hugging Face folder, like `Job.export` for a running job.
 
     >>> import rlgraph as rg
     >>> rg.runs.export("runs/grpo/checkpoints", "model")  # doctest: +SKIP
@@ -264,9 +265,9 @@ def export(
     Traceback (most recent call last):
     rlgraph.errors.CheckpointError: 'no/checkpoints' does not exist; give a folder as `step-00000100`, or ...
 
-    `checkpoint` is a checkpoint such as `step-00000740`, or a folder of them: then the newest is exported. It reads what any number of
-    ranks saved, one shard of one parameter at a time, and needs neither Ray nor a GPU. `policy` names one of several trained models, such
-    as `policy="critic"`. `adapter="apart"` writes a trained adapter as PEFT's folder; with dtype="float32" it keeps every bit.
+    `checkpoint` is a checkpoint such as `step-00000740`, or a folder of them: then the newest is exported. It reads checkpoints of any
+    number of ranks, one shard of one parameter at a time, and needs neither Ray nor a GPU. `policy` names one of several trained models,
+    e.g. `policy="critic"`. `adapter="apart"` writes a trained adapter as PEFT's folder; with dtype="float32" it keeps every bit.
 
     Raises CheckpointError for a checkpoint that is not whole, and ExportError for a folder that exists or cannot be written, a disk without
     room, and a model whose own folder is gone. No folder is left then.
@@ -348,12 +349,12 @@ def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: Count = 3) 
         costs = rg.planning.profile(graph, rg.local_cluster(), steps=3)
         print(rg.tune(build, rg.Cluster(gpus=8, cpus=64), costs, depth=range(3)))
 
-    It runs one more step than `steps`, because the first one warms up. A long tail of response lengths needs more steps: costs know only
-    the lengths that were seen.
+    It runs one more step than `steps`, because the first one warms up. A long tail of response lengths needs more steps: costs only know
+    lengths that occurred while profiling.
 
     Several graphs, for example one with half the prompts, run one after another. The costs then separate a fixed time from the time that
-    grows with the batch; lengths and devices are those of the first graph. A graph on other devices, for example with time-shared
-    engines, adds what engines and ranks take there, and what waking and sleeping take.
+    grows with the batch; lengths and devices come from the first graph. A graph on other devices, for example with time-shared
+    engines, adds the seconds of engines and ranks there, and of waking and sleeping.
 
     Raises PlanError for fewer than 1 step, no graph, or graphs whose nodes differ; and the errors of `launch` and of the steps.
 

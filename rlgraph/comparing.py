@@ -53,7 +53,7 @@ class RunComparison:
 
 @check_arguments(PlanError)
 def compare(*folders: str | Path, metrics: Sequence[str] = ()) -> RunComparison:
-    """Compare recorded runs: step time, reward, staleness, tokens a second, validation, and the settings that differ.
+    """Compare recorded runs: step time, reward, staleness, tokens per second, validation, and the settings that differ.
 
         print(rg.runs.compare("runs/sync", "runs/one_step_off", metrics=["actor/entropy"]))
 
@@ -65,11 +65,11 @@ def compare(*folders: str | Path, metrics: Sequence[str] = ()) -> RunComparison:
     >>> import rlgraph as rg
     >>> rg.runs.compare("runs/one")
     Traceback (most recent call last):
-    rlgraph.errors.PlanError: compare('runs/one'): it takes the folders of two runs or more
+    rlgraph.errors.PlanError: compare('runs/one'): it requires at least two folders of runs
     """
     names = tuple(str(folder) for folder in folders)
     if len(names) < 2:
-        raise PlanError(f"compare({', '.join(map(repr, names))}): it takes the folders of two runs or more")
+        raise PlanError(f"compare({', '.join(map(repr, names))}): it requires at least two folders of runs")
     runs = [Run.load(folder) for folder in folders]
     known = {name for run in runs for step in run.steps for name in step}
     for name in metrics:

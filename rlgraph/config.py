@@ -25,7 +25,7 @@ def config(cls: type[T], arguments: Sequence[str] | None = None) -> T:
         >>> config(Config, ["lr=1e-5"])
         Config(steps=100, lr=1e-05)
 
-    With None, `arguments` are those of the command line. `--help` prints the keys with their defaults and ends the program.
+    With None, `arguments` come from the command line. `--help` prints the keys with their defaults and ends the program.
 
     Raises ConfigError for an unknown key, a value of the wrong type, a missing file, or an argument without `=`.
     """
@@ -36,7 +36,7 @@ def config(cls: type[T], arguments: Sequence[str] | None = None) -> T:
         raise SystemExit(0)
     for argument in given:
         if "=" not in argument or argument.startswith("-"):
-            raise ConfigError(f"argument '{argument}' is no setting; write key=value, with a key of {sorted(base)}")
+            raise ConfigError(f"argument '{argument}' is not a setting; write key=value, where key is one of {sorted(base)}")
     files = [a.removeprefix("config=") for a in given if a.startswith("config=")]
     pairs = [a for a in given if not a.startswith("config=")]
     for file in files:
@@ -60,7 +60,7 @@ def _read_settings(file: str, keys: list[str]) -> DictConfig:
     try:
         found = OmegaConf.load(file)
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise ConfigError(f"config={file}: it is no YAML: {' '.join(str(error).split())[:300]}") from None
+        raise ConfigError(f"config={file}: the file is not valid YAML: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(found, DictConfig):
         raise ConfigError(
             f"config={file}: it holds a {type(found).__name__.removesuffix('Config').lower()}; write a line `key: value` for each of {keys}"

@@ -128,7 +128,9 @@ def _handed_on(graph: Graph, plan: Plan, where: str) -> str:
 
 def _check_name(name: str, earlier: Sequence[str], where: str) -> None:
     if name in earlier:
-        raise PlanError(f"run(), {where}, is called {show_value(name)}, as an earlier one; each has a folder of its name: give another one")
+        raise PlanError(
+            f"run(), {where}, has the name {show_value(name)} of an earlier graph; names of graphs are folders and must differ: rename one"
+        )
     if not FOLDER.fullmatch(name):
         raise PlanError(
             f"run(), {where}, is called {show_value(name)}; each has a folder of its name: use letters, digits, - and _, at most 60"
@@ -251,15 +253,15 @@ def run(
 
         rg.run([sft, rl], "runs/school", steps=[20, 100])
 
-    A graph that starts from others' weights is a function that makes it: its parameters name earlier graphs, and get the folders of
-    their final weights, in float32 as they were trained. So a policy starts there, a reference stays there, or a reward model scores.
+    A graph that starts from the weights of other graphs is a function that returns it. Its parameters name earlier graphs, and receive
+    the folders of their final weights, in float32. A policy can start there, a reference use them, or a reward model score with them.
 
-    All graphs are made, compiled and checked before the first one starts; the folders that a trained model came from stand in for
-    those that are still to come. `profiled` measures each graph's costs in so many steps before it starts, and predicts from them.
+    All graphs are built, compiled and checked before the first one starts; the initial folders of trained models stand in for
+    folders that do not exist yet. `profiled` is the number of steps that measure each graph's costs before it starts.
 
-    Each graph has a folder of its name in `out`, with its records, its checkpoints every so many steps, and its weights as `model`.
-    `out/run.html` reports on all. After a kill the same call goes on: it skips graphs that are done, and resumes the one that was at
-    work from its newest checkpoint.
+    Each graph has a folder of its name in `out`, with its records, its checkpoints, and its weights as `model`.
+    `out/run.html` reports on all graphs. After a kill, run the same call again: it skips finished graphs, and resumes the interrupted
+    graph from its newest checkpoint.
 
     >>> import tempfile, rlgraph as rg
     >>> rg.run([rg.Graph("sums", rg.prompts([{"prompt": "1 + 1 ="}], count=4))], tempfile.mkdtemp(), steps=[1, 2])
@@ -276,7 +278,9 @@ def run(
     folders = {stage.name: StageFolder(where / stage.name) for stage in stages}
     done = [folders[stage.name].has_run(stage) for stage in stages]
     if done != sorted(done, reverse=True):
-        raise PlanError(f"run(out='{out}'): a later graph is done and an earlier one is not; give another folder")
+        raise PlanError(
+            f"run(out='{out}'): a later graph is finished but an earlier one is not, so the folder is inconsistent; use another folder"
+        )
     where.mkdir(parents=True, exist_ok=True)
     for stage, over in zip(stages, done, strict=True):
         if not over:

@@ -358,7 +358,7 @@ def doctor() -> Diagnosis:
 
         print(rg.runs.doctor())
 
-    It takes a few seconds: it imports torch, and starts three empty runs of the sandbox.
+    It lasts a few seconds, since it imports torch and starts three empty runs of the sandbox.
 
     >>> import rlgraph as rg
     >>> [check.state for check in rg.runs.doctor().checks if check.name == "Python"]

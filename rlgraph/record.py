@@ -61,13 +61,13 @@ def record(
     profile: Profile | None = None,
     quiet: bool = False,
 ) -> Iterator[Step]:
-    """Run `steps` steps of a job and yield each, as `job.steps` does; show a progress bar and write a folder of records.
+    """Run `steps` steps of a job and yield each, like `job.steps`; show a progress bar and write a folder of records.
 
         with plan.launch() as job:
             for step in rg.record(job, 100, "runs/grpo"):
                 print(step.index, step.metrics["critic/rewards/mean"])
 
-    As steps finish, the folder gets `metrics.jsonl` (one line a step), `plan.json` and `graph.svg`. At the end it gets `run.html` (the
+    As steps finish, the folder gets `metrics.jsonl` (one line per step), `plan.json` and `graph.svg`. At the end it gets `run.html` (the
     report), `run.json` (the run as data), `timeline.json` (predicted and measured, for ui.perfetto.dev), `costs.yaml`, `trace.json` and
     `reward.svg`, and picture and prediction use the measured seconds of each node if there are enough steps.
 
@@ -75,7 +75,7 @@ def record(
     them, `1.0` all, `0` none. `rg.runs.Samples` has more settings. The report shows them.
 
     `to=[rg.runs.sinks.TensorBoard(), rg.runs.sinks.WandB(project="math")]` sends metrics, samples and the report to these loggers too,
-    beside the run. The failure of a logger is reported once and never stops the run. A job that resumed goes on in the same run of each
+    during the run. The failure of a logger is reported once and never stops the run. A resumed job continues the same run of each
     logger.
 
     `profile=rg.planning.Profile(steps=(3, 5), workers="policy")` writes traces of torch.profiler and CUDA's memory snapshots to

@@ -150,12 +150,13 @@ def tune(
     >>> rg.tune(build, rg.Cluster(cpus=2), count=(4, 8)).best.settings
     {'count': 8}
 
-    Each further keyword is a setting of `build` with the values to try, as `depth=range(4), buffers=(1, 2)`. Pools with `share=None` are
-    split in every way. The ranking is by tokens a second, or by device-seconds a response with `by="gpu_s_per_sample"`. Plans that
-    `build`, the cluster or its memory refuses are left out and counted.
+    Each further keyword is a setting of `build` with the values to try, e.g. `depth=range(4), buffers=(1, 2)`. Pools with `share=None` are
+    split in every possible way. The ranking is by tokens per second, or by device-seconds per response with `by="gpu_s_per_sample"`. Plans
+    that `build`, the cluster or its memory refuses are left out and counted.
 
-    `costs` may name more nodes than a graph has; without costs, nominal ones are used, which only rank. A plain number of seconds counts
-    the same on any number of devices: if such a number decides between plans on different devices, a PlanWarning says so.
+    `costs` may name more nodes than a graph has. Without costs, placeholders are used: compare plans with them, do not read them as
+    seconds. A plain number of seconds counts the same on any number of devices; a PlanWarning is raised if such a number decides between
+    plans on different devices.
 
     Raises PlanError for a setting without values, an unknown objective, or if no plan is left.
     """

@@ -1,4 +1,4 @@
-"""Published step times beside what rlgraph predicts from the published stage times: sync, one-step-off, fully async, Async-RL.
+"""Published step times compared with what rlgraph predicts from the published stage times: sync, one-step-off, fully async, Async-RL.
 
     python benchmarks/prediction/seed_tables.py [--json PATH] [--markdown PATH]
 
@@ -80,7 +80,7 @@ WORDS: Mapping[str, str] = {
     f"{FULLY_ASYNC}: sync, 64 GPUs": "in no stage time, as above",
     f"{FULLY_ASYNC}: sync, 128 GPUs": "in no stage time, as above",
     f"{FULLY_ASYNC}: async, 16 : 16 GPUs": (
-        "the published update alone (313.81) is longer than the published step (294.77): the two cannot be means over the same steps, "
+        "the published update (313.81) is longer than the published step (294.77): the two cannot be means over the same steps, "
         "so no pipeline explains this row"
     ),
     f"{FULLY_ASYNC}: async, 32 : 32 GPUs": "3.8 s in no stage time: the weight transfer every fourth batch, the driver",
@@ -175,8 +175,8 @@ def results() -> Iterator[Result]:
 class Needed:
     """A row of the Async-RL proposal, which gives totals only, and what its law needs for them.
 
-    The law: total = max(train + gather, generate + load, ref_logp). So each of the three takes at most `async_s` and one takes
-    all of it. With two sides that take equally long on half of the devices each, the synchronous total says how their time divides.
+    The formula: total = max(train + gather, generate + load, ref_logp). So each of the three lasts at most `async_s` and one lasts
+    exactly `async_s`. With two sides that last equally long on half of the devices each, the synchronous total says how their time divides.
     """
 
     row: str
@@ -238,11 +238,11 @@ def needed() -> Iterator[Needed]:
 
 
 def _law_words(sync_s: float, async_s: float, parallel: float, possible: bool) -> str:
-    head = f"train + gather and generate + load take {async_s:g} s at most, the slower of them exactly"
+    head = f"train + gather and generate + load last at most {async_s:g} s each, the slower of them exactly {async_s:g} s"
     if not possible:
         return (
             f"{head}; both together are {2 * async_s:g} s even if devices did not matter, so at least {sync_s - 2 * async_s:g} s of the "
-            "synchronous step are no stage's, or the tuned layout made the stages faster"
+            "synchronous step belong to no stage, or the tuned layout made the stages faster"
         )
     return (
         f"{head}; if both do and the hybrid engine costs nothing, {parallel / (sync_s / 2):.0%} of a side's time is shortened by twice the "

@@ -10,7 +10,7 @@ NORMS = "norms, rotations, activations"  # a kind of kernels
 
 
 def update(file: str, spec: str, what: str, command: str, beside: str, other: Figure) -> Row:
-    """The seconds of an update beside another figure."""
+    """The seconds of an update, compared with another figure."""
     words = {"sequences": count(file, "sequences"), "length": count(file, "length")}
     return Row(f"{what}, {{sequences}} sequences of {{length}} tokens: an update", seconds(file, "runs", spec, "step_s"),
                f"benchmarks/speed/parallel.py {command}", beside, other, words)  # fmt: skip
@@ -34,10 +34,10 @@ def now(spec: str, what: str, beside: str, *other: str) -> Row:
 
 
 def experts(way: str) -> Row:
-    """An update of a mixture in passes of 16,384 tokens, beside those of 4,096."""
+    """An update of a mixture with micro-batches of 16,384 tokens, compared with 4,096."""
     spec, options = f"30B-A3B-8:{way}", "--sequences 8 --length 4096 --pass-tokens 16384"
-    what = f"30B-A3B with 8 layers, {way[:2]} 2, recomputed, a pass of 16,384 tokens"
-    return update("experts_16k_h100.json", spec, what, f"{spec} {options}", "passes of 4,096",
+    what = f"30B-A3B with 8 layers, {way[:2]} 2, recomputed, micro-batches of 16,384 tokens"
+    return update("experts_16k_h100.json", spec, what, f"{spec} {options}", "micro-batches of 4,096",
                   seconds("experts_h100.json", "runs", spec, "step_s"))  # fmt: skip
 
 
@@ -80,8 +80,8 @@ SECOND_ENGINE = [
     for row in (
         beside_vllm(model, "256 responses of 512 tokens with log-probs, tokens/s", ("throughput", "tokens_a_second"), "{:,.0f}"),
         beside_vllm(model, "the same in conversations of 4 turns", ("conversations", "tokens_a_second"), "{:,.0f}"),
-        beside_vllm(model, "a swap while 256 responses go on, keys and values kept", ("swap", "gap_s_keep"), "{:.1f} ms", 1e3),
-        beside_vllm(model, "a swap while 256 responses go on, these read again", ("swap", "gap_s_recompute"), "{:.0f} ms", 1e3),
+        beside_vllm(model, "a swap while 256 responses decode, KV cache kept", ("swap", "gap_s_keep"), "{:.1f} ms", 1e3),
+        beside_vllm(model, "a swap while 256 responses decode, their KV cache recomputed", ("swap", "gap_s_recompute"), "{:.0f} ms", 1e3),
     )
 ]
 

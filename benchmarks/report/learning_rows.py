@@ -13,7 +13,7 @@ def learned(what: str, file: str, script: str) -> list[Row]:
         Row(f"{what}: mean reward of the last 4 of {{steps}} steps", share(file, reward, reduce="last 4"), script,
             "the first 4", share(file, reward, reduce="first 4"), steps),
         Row(f"{what}: all {{steps}} steps", seconds(file, "timing_s/step", form="{:.0f} s", reduce="sum"), script,
-            "a step (median)", seconds(file, "timing_s/step", reduce="median"), steps),
+            "median step", seconds(file, "timing_s/step", reduce="median"), steps),
     ]  # fmt: skip
 
 
@@ -25,16 +25,17 @@ def conversed(what: str, run: str) -> list[Row]:
         Row(f"{what}: mean reward of the last 4 of {{steps}} steps", share(*at, "last"), "benchmarks/learning/agents_learning.py",
             "the first 4", share(*at, "first"), steps),
         Row(f"{what}: all {{steps}} steps", seconds(*at, "steps_s", form="{:.0f} s"), "benchmarks/learning/agents_learning.py",
-            "a step (median)", seconds(*at, "step_s"), steps),
+            "median step", seconds(*at, "step_s"), steps),
     ]  # fmt: skip
 
 
 def until_learned(instructions: str) -> Row:
     """The row of the demo's seconds until it has learned, with some of the processor's instructions."""
     file, at = "demo_cpu.json", ("runs", instructions)
-    return Row(f"`make demo`, {instructions}: seconds of steps until one has a mean reward of 0.90",
+    shown = "AVX2 only" if instructions == "AVX2 alone" else instructions
+    return Row(f"`make demo`, {shown}: seconds of training until a step has a mean reward of 0.90",
                seconds(file, *at, "seconds_until_0.90", form="{:.0f} s"), "benchmarks/learning/demo.py",
-               "a step (median)", seconds(file, *at, "median_step_s", form="{:.1f} s"))  # fmt: skip
+               "median step", seconds(file, *at, "median_step_s", form="{:.1f} s"))  # fmt: skip
 
 
 def stale(what: str, file: str, script: str) -> list[Row]:
@@ -57,13 +58,13 @@ LEARNING = [
     *again("until all workers are ready", "ready_s", form="{:.1f} s"),
     *again("CPU seconds to the end of the first step", "cpu_s", form="{:.0f}"),
     *learned("PPO with a critic", "ppo_cpu.jsonl", "recipes/ppo.py"),
-    *learned("calls of a calculator, beside other work", "tools_cpu.jsonl", "recipes/tools.py"),
-    Row("the same: failed calls a step, of 32, last 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="last 4"),
+    *learned("calls of a calculator, on a busy machine", "tools_cpu.jsonl", "recipes/tools.py"),
+    Row("the same: failed calls per step, of 32, last 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="last 4"),
         "recipes/tools.py", "first 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="first 4")),
-    *conversed("an agent program with the `openai` client, beside other work", "agent, seed 0"),
+    *conversed("an agent program with the `openai` client, on a busy machine", "agent, seed 0"),
     *conversed("a guessing game of an environment, seed 0", "environment, seed 0"),
-    *conversed("a guessing game of an environment, seed 1, beside other work", "environment, seed 1"),
-    *conversed("a guessing game of an environment, seed 2, beside other work", "environment, seed 2"),
+    *conversed("a guessing game of an environment, seed 1, on a busy machine", "environment, seed 1"),
+    *conversed("a guessing game of an environment, seed 2, on a busy machine", "environment, seed 2"),
     *learned("depth 2", "k_step_off_cpu.jsonl", "recipes/k_step_off.py"),
     *stale("depth 2", "k_step_off_cpu.jsonl", "recipes/k_step_off.py"),
     *learned("interrupted for new weights, depth 2", "interrupt_cpu.jsonl", "recipes/interrupt.py"),

@@ -19,7 +19,7 @@ MATHEMATICS = [
         {"steps": count(MATHS, "settings", "steps"), "seeds": count(MATHS, *SEEDS, "steps", reduce="count")}),
     Row("the same: of the worst seed", share(MATHS, *SEEDS, "final_accuracy", reduce="min"), BY_SEED),
     Row("the same: mean reward of the last 4 steps", of_seeds("last_reward"), BY_SEED, "the first 4", of_seeds("first_reward")),
-    *(Row(f"the same: the exported model of seed {seed} (float32) by vLLM alone",
+    *(Row(f"the same: the exported model of seed {seed} (float32) by plain vLLM",
           share(MATHS, "runs", f"seed={seed}", "exported_by_vllm", "accuracy"), BY_SEED,
           "by rlgraph at the end", share(MATHS, "runs", f"seed={seed}", "final_accuracy"))
       for seed in (1, 2)),

@@ -20,13 +20,13 @@ def growth(process: str) -> Row:
 
 def kills(mode: str, told: str) -> Row:
     where = "parts", Each({"mode": mode})
-    return Row(f"SIGKILLs at random times, {told}, after which the run goes on with the batches and weights of the undisturbed run",
+    return Row(f"SIGKILLs at random times, {told}, after which the run continues with the batches and weights of the undisturbed run",
                count(KILLS, *where, "kills in all", reduce="sum"), f"benchmarks/reliability/kills.py {mode}",
                "findings", count(KILLS, *where, "wrong", reduce="items"))  # fmt: skip
 
 
 def faults(on: str, told: str) -> Row:
-    return Row(f"faults injected into every stage, {told}: those that the first line of the error names (a slow node: a warning)",
+    return Row(f"faults injected into every stage, {told}: faults named by the first line of the error (a slow node: by a warning)",
                count(FAULTS, on, "first line names the culprit"), f"benchmarks/reliability/injected_faults.py {on}", "faults",
                count(FAULTS, on, "faults"))  # fmt: skip
 
@@ -39,7 +39,7 @@ RELIABLE = [
     faults("forked", "forked workers"),
     faults("ray", "workers on Ray"),
     Row("kills of workers and hosts, cuts and freezes on three hosts in {minutes} minutes, "
-        "after which every step is that of an undisturbed run",
+        "after which every step equals the same step of an undisturbed run",
         count("chaos_cpu.json", "events_in_all"), "benchmarks/reliability/chaos.py",
         "steps that differ", count("chaos_cpu.json", "wrong", reduce="count"), {"minutes": count("chaos_cpu.json", "minutes")}),
     Row("malformed inputs to channels and driver", count("fuzz_cpu.json", Each(), "cases", reduce="sum"), "benchmarks/reliability/fuzz.py",

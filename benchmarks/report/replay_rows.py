@@ -5,7 +5,7 @@ from benchmarks.report.table import Row
 
 FILE, SCRIPT = "router_replay_cpu.json", "benchmarks/speed/router_replay.py"
 ROUTES = [
-    Row(f"random mixture of 32 experts, `router_replay=True`: {what} of {{all}} tokens' log-probs in a {dtype} trainer from those of "
+    Row(f"random mixture of 32 experts, `router_replay=True`: {what} of {{all}} tokens' log-probs between a {dtype} trainer and "
         "bfloat16 vLLM, in nats",
         share(FILE, dtype, "replayed", field, form="{:.4f}"), SCRIPT,
         "own routers", share(FILE, dtype, "own", field, form="{:.4f}"), {"all": count(FILE, "tokens")})

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from benchmarks.learning import adapters_learning, exact_learning
 from benchmarks.lib.figures import Figure, ms, percent, seconds, share, times
 from benchmarks.prediction import announced, predicted_runs
-from benchmarks.report import scale_tables, small_gpu_rows, staleness_tables, wall_clock_tables
+from benchmarks.report import recipe_tables, scale_tables, small_gpu_rows, staleness_tables, wall_clock_tables
 from benchmarks.report.accuracy_rows import ACCURATE, PREDICTED
 from benchmarks.report.channel_rows import BY_RAY, CHANNELS, HOPS_BY_RAY, MIB, hop
 from benchmarks.report.exact_rows import EXACT, EXACT_ON_GPUS
@@ -50,11 +50,13 @@ FIGURES: Mapping[str, Figure] = MATHEMATICS_IN_TEXT | {
     "overlap-ahead": seconds("overlap_h200.json", "one_step_off", "step_s"),
     "prediction-median": percent(PREDICTED, "median_error"),
     "prediction-worst": percent(PREDICTED, "worst_error"),
+    "prediction-engines-median": ACCURATE[1].figure,
+    "prediction-engines-worst": ACCURATE[1].beside or ACCURATE[1].figure,
     "prediction-h200-median": percent("prediction_h200.json", "fit_median_error"),
     "prediction-h200-worst": percent("prediction_h200.json", "fit_worst_error"),
 }
 
-HEAD = ("what", "measured", "beside it", "script")
+HEAD = ("what", "measured", "compared with", "script")
 
 
 def tables() -> tuple[dict[str, str], list[str]]:
@@ -66,6 +68,7 @@ def tables() -> tuple[dict[str, str], list[str]]:
         scale_tables.tables()
         | staleness_tables.tables()
         | wall_clock_tables.tables()
+        | recipe_tables.tables()
         | adapters_learning.tables()
         | exact_learning.tables()
         | small_gpu_rows.tables()

@@ -42,7 +42,7 @@ def _hosts(found: Any) -> str:
         ]
         for point in found["points"]
     ]
-    return _table(("hosts", "depth", "weight buffer", "host killed after step", "rehearsed before", "measured", "error"), rows)
+    return _table(("hosts", "depth", "weight buffer", "host killed after step", "simulated before", "measured", "error"), rows)
 
 
 def _large(rows: Any) -> str:
@@ -81,7 +81,7 @@ def _intervals(curves: Any) -> str:
     every = [point["every"] for point in curves[0]["points"]]
     rows = []
     for curve in curves:
-        for name, key in (("rehearsed", "lost"), ("Daly's formula", "daly_lost")):
+        for name, key in (("simulated", "lost"), ("Daly's formula", "daly_lost")):
             label = f"{curve['model']}, {curve['gpus']:,} GPUs, {name}"
             rows.append(
                 [label, *(f"{point[key]:.1%}" for point in curve["points"]), f"{curve['daly_every']:.0f}" if key == "daly_lost" else ""]

@@ -58,7 +58,7 @@ STAGES = [
     Row("a reward of a third of generation, one step off, `chunks=1`: a step over max(generate, update)",
         share("slow_rewards_cpu.json", "depth 1, chunks 1", "of_bound"), "benchmarks/speed/slow_rewards.py",
         "`chunks=4`", share("slow_rewards_cpu.json", "depth 1, chunks 4", "of_bound")),
-    Row("weights that take 0.9 of a step to arrive, depth 1: a step over its bound",
+    Row("weights that arrive after 0.9 of a step, depth 1: a step over its bound",
         share("slow_weights_cpu.json", "depth 1, buffers 2", "of_the_bound"), "benchmarks/speed/slow_weights.py",
         "depth 2", share("slow_weights_cpu.json", "depth 2, buffers 2", "of_the_bound")),
     *rollouts("rollout_cpu.json", "a tiny model"),
@@ -69,5 +69,5 @@ STAGES = [
         "benchmarks/speed/tool_rollouts.py --conversations 1000",
         "share of it that the engine was idle while a conversation could decode",
         percent("tool_rollouts_thousand_cpu.json", "engine_idle_while_any_could_decode")),
-    *turns("tool_rollouts_cpu.json", "a tiny model, turns of 43 tokens, beside other work"),
+    *turns("tool_rollouts_cpu.json", "a tiny model, turns of 43 tokens, on a busy machine"),
 ]  # fmt: skip

@@ -112,18 +112,18 @@ def estimator(name: str, **options: Any) -> Any:
         >>> estimator("dr_grpo")
         GRPO(singleton='reward', normalize_std=False)
 
-    Raises GraphError for an unknown name, with those that exist, and for an unknown option.
+    Raises GraphError for an unknown name, with a list of the names, and for an unknown option.
     """
     return _make("estimator", ESTIMATORS, name, options)
 
 
 def loss(name: str, **options: Any) -> Any:
-    """Make the policy loss called `name` (one of `LOSSES`), with its options; a `bypass_...` loss takes those of its inner loss.
+    """Make the policy loss called `name` (one of `LOSSES`), with its options; a `bypass_...` loss accepts the options of its inner loss.
 
         >>> loss("dapo").clip_high
         0.28
 
-    Raises GraphError for an unknown name, with those that exist, and for an unknown option.
+    Raises GraphError for an unknown name, with a list of the names, and for an unknown option.
     """
     return _make("loss", LOSSES, name, options)
 
@@ -134,10 +134,10 @@ def correction(name: str) -> RolloutCorrection:
         >>> correction("decoupled_k3_rs").rejections
         (Rejection(statistic='seq_mean_k3', high=0.01, low=None),)
 
-    Raises GraphError for an unknown name, with those that exist, and for a `bypass_...` preset, which is a loss.
+    Raises GraphError for an unknown name, with a list of the names, and for a `bypass_...` preset, which is a loss.
     """
     if name in BYPASS:
-        raise GraphError(f"correction '{name}' takes ratios against the rollout inside of the loss; use it as a loss: loss='{name}'")
+        raise GraphError(f"correction '{name}' computes its ratios inside the loss; pass it as a loss: loss='{name}'")
     if name not in DECOUPLED:
         raise GraphError(f"there is no correction '{name}'; the corrections are {sorted(DECOUPLED)}")
     return DECOUPLED[name]

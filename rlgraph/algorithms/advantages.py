@@ -87,8 +87,9 @@ class GRPO(GroupEstimator):
         tensor([[ 0.7071],
                 [-0.7071]])
 
-    `normalize_std=False` leaves the division out, which is Dr. GRPO. A group of one has mean 0 and deviation 1.
+    A group of one has mean 0 and deviation 1.
 
+    * `normalize_std`: divides by the standard deviation; False is Dr. GRPO.
     Source: Shao et al., 2024, 2402.03300; Dr. GRPO: Liu et al., 2025, 2503.20783.
     """
 
@@ -149,6 +150,8 @@ class GPG(GroupEstimator):
         [[1.0], [-1.0]]
 
     It is a (R - mean) / `f_norm`, with a = B / max(#{R != 0}, 1). Source: Chu et al., 2025, 2504.02546.
+
+    * `f_norm`: divides all advantages.
     """
 
     f_norm: Positive = 1.0
@@ -161,13 +164,15 @@ class GPG(GroupEstimator):
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class PassK(GroupEstimator):
-    """Give an advantage to the best response of a group alone, its lead over the second: (R1 - R2) / (std + 1e-6). It raises pass@k.
+    """Reward only the best response of a group, with its lead over the second: (R1 - R2) / (std + 1e-6). It raises pass@k.
 
         >>> batch = {"rewards": torch.tensor([3.0, 1.0, 0.0]), "response_mask": torch.ones(3, 1).bool(), "group_ids": torch.zeros(3).long()}
         >>> PassK(normalize_std=False)(batch)["advantages"].tolist()
         [[2.0], [0.0], [0.0]]
 
-    A tie for the best gives 0. Raises DataError for a group of one. Source: 2503.19595.
+    A tie for the best yields 0. Raises DataError for a group of one. Source: 2503.19595.
+
+    * `normalize_std`: divides by the standard deviation of the group.
     """
 
     normalize_std: bool = True
@@ -212,8 +217,11 @@ class GDPO(GRPO):
         >>> GDPO(keys=("accuracy", "format"), weights=(1.0, 0.5)).reads
         ('accuracy', 'format', 'response_mask', 'group_ids')
 
-    `keys` name columns `[B]`, and `weights` are theirs, all 1 by default.
     Raises DataError for a batch of one response token. Source: 2601.05242.
+
+    * `keys`: the columns `[B]` of the rewards.
+    * `weights`: the weights of their sum; None: all 1.
+    * `normalize_std`: divides each reward by the standard deviation of its group.
     """
 
     keys: tuple[str, ...] = ("rewards",)
@@ -257,9 +265,11 @@ class GAE:
     """Generalised advantage estimation: returns against a critic's values, whitened over the tokens of the batch.
 
     A[t] = d[t] + gamma lam A[t+1] with d[t] = r[t] + gamma V[t+1] - V[t]; `returns` are A + V before whitening.
-    `gamma` discounts rewards, and `lam` trades bias (0) against variance (1). The value after the last token is 0. With `bootstrap` this
-    holds only where a response ended by itself: where it was cut off (`finish_reasons`), the value of its last token is used for the
-    state after it, for which the critic has none (Pardo et al., 2018, 1712.00378).
+
+    * `gamma`: the discount of later rewards.
+    * `lam`: trades bias (0) against variance (1).
+    * `bootstrap`: values the state after a truncated response (`finish_reasons`) like its last token (Pardo et al., 2018, 1712.00378).
+      False: the value after the last token is always 0.
 
         >>> GAE(gamma=1.0, lam=0.95, bootstrap=True).reads
         ('token_rewards', 'values', 'response_mask', 'finish_reasons')
@@ -312,6 +322,8 @@ class ReinforcePlusPlus:
 
     A reward on a token outside of the response mask is lost. Raises DataError for a batch of one response token.
     Source: Hu, 2025, 2501.03262.
+
+    * `gamma`: the discount of later rewards.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("token_rewards", "response_mask")
@@ -368,19 +380,20 @@ class ReMax:
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class OptimalTokenBaseline:
-    """The rewards G that follow a token, minus a baseline of its own: sum(G W) / sum(W) over the group, at the same position.
+    """The rewards G that follow a token, minus a baseline per token: sum(G W) / sum(W) over the group, at the same position.
 
         >>> OptimalTokenBaseline().reads
         ('token_rewards', 'response_mask', 'group_ids', 'old_log_probs', 'sum_pi_squared')
 
     W[t] sums 1 - 2 p + sum(p^2) over the tokens up to t, with p the old probability; `sum_pi_squared` `[B, T]` is the sum over
-    the vocabulary. `align="column"` compares tokens in the same column of the batch, `"token"` the n-th response tokens, which
-    with tool tokens in between are in different columns (verl's tool-integrated variant). `weighted=True` multiplies W's terms by
-    `rollout_is_weights` squared. With `zero_tail` a response that is strictly the longest has no baseline where it is alone.
-    A group of one has none at all.
+    the vocabulary. A group of one has no baseline.
 
-    verl finds the tail in the column variant by counting tokens, which is off where the mask has gaps; here it begins behind the
-    last token of the second longest response. As in verl 0.9.1.
+    * `align`: "column" compares tokens in the same column of the batch. "token" compares the n-th response tokens, which are in different
+      columns if there are tool tokens in between (verl's tool-integrated variant).
+    * `weighted`: multiplies W's terms by `rollout_is_weights` squared.
+    * `zero_tail`: a response that is strictly the longest has no baseline past the second longest.
+    verl 0.9.1 finds the tail in the column variant by counting tokens, which is wrong if the mask has gaps; here it begins behind the
+    last token of the second longest response.
     """
 
     align: Literal["column", "token"] = "column"
@@ -493,8 +506,10 @@ class ProcessGRPO:
                 [-1.0000, -0.5000]])
 
     A step's reward is normalised by mean and standard deviation of all steps of its group: (r - mean) / (std + 1e-6). `step_rewards`
-    `[B, T]` are where `step_mask` `[B, T]` is true, at the last token of each step: `judge.step_rewards(rollout)` gives both, and a
-    node of yours may. Source: Shao et al., 2024, 2402.03300, section 4.1.3.
+    `[B, T]` are where `step_mask` `[B, T]` is true, at the last token of each step. `judge.step_rewards(rollout)` or a custom node
+    writes both. Source: Shao et al., 2024, 2402.03300, section 4.1.3.
+
+    * `normalize_std`: divides by the standard deviation of the group's steps.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("step_rewards", "step_mask", "response_mask", "group_ids")

@@ -24,8 +24,12 @@ from rlgraph.settings import OneOf, Positive
 class ImportanceWeights(ABC):
     """Base of the importance weights: the ratio of the trainer's to the engine's probability, of each token or each whole response.
 
-    `level="token"` has little variance and a bias; `"sequence"` multiplies the ratios of a response, and only its bounds add a bias.
-    `normalize` divides by the mean over the batch. Log-ratios are clamped to [-20, 20]. Weights of your own derive from it:
+    Log-ratios are clamped to [-20, 20].
+
+    * `level`: "token" has little variance and a bias; "sequence" multiplies the ratios of a response, and only its bounds add a bias.
+    * `normalize`: divides the weights by their mean over the batch.
+
+    Custom weights derive from it:
 
         >>> class Unbounded(ImportanceWeights):
         ...     def bound(self, weights):
@@ -111,10 +115,13 @@ class TruncatedIS(ImportanceWeights):
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class IcePop(ImportanceWeights):
-    """Importance weights within [`low`, `high`], and 0 for those outside; such tokens still count in means.
+    """Importance weights that are 0 if they are out of bounds; such tokens still count in means.
 
         >>> IcePop(high=5.0)(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -3.0]]), torch.ones(1, 2).bool())
         tensor([[1.6487, 0.0000]])
+
+    * `low`: the least weight.
+    * `high`: the largest weight.
 
     Source: Ling team, 2025.
     """
@@ -166,14 +173,16 @@ class Rejection:
         >>> Rejection("token_k1", high=2.0)(torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.5, -3.0]]), torch.ones(1, 2).bool())
         tensor([[ True, False]])
 
-    With l the log-ratio of trainer over engine, clamped to [-20, 20]: k2 = l^2 / 2 and k3 = exp(l) - 1 - l are kept up to `high`.
-    k1 keeps ratios exp(l) within [`low`, `high`], where `low` is 1 / `high` unless given: those of tokens, their product
-    (`seq_sum_k1`) or their geometric mean (`seq_mean_k1`) over the response.
+    With l the log-ratio of trainer over engine, clamped to [-20, 20]: k2 = l^2 / 2 and k3 = exp(l) - 1 - l have an upper bound.
+    k1 bounds ratios exp(l) on both sides: the ratios of tokens, their product ("seq_sum_k1") or their geometric mean ("seq_mean_k1")
+    over the response.
 
-    verl's documentation gives the same bounds, but its code keeps ratios within [1 / high, 1 / low]: `Rejection.from_verl` converts
+    verl's documentation has the same bounds, but its code keeps ratios within [1 / high, 1 / low]: `Rejection.from_verl` converts
     its settings. Source: "When Speed Kills Stability", richardli.xyz/rl-collapse.
 
-    * `statistic`: what is bounded, as "token_k1" or "seq_mean_k3": of tokens, or the sum, mean or largest of a response.
+    * `statistic`: the bounded statistic, e.g. "token_k1" or "seq_mean_k3": of tokens, or the sum, mean or maximum over a response.
+    * `high`: the upper bound.
+    * `low`: the lower bound of k1; None: 1 / `high`.
     """
 
     statistic: Annotated[str, OneOf(STATISTICS)]
@@ -285,9 +294,12 @@ class RolloutCorrection:
         >>> correction(torch.tensor([[0.0, -1.0, -5.0]]), torch.tensor([[0.0, -1.5, -1.0]]), torch.ones(1, 3).bool())
         tensor([[1.0000, 1.6487, 0.0000]])
 
-    A call gives weights that are 0 on rejected tokens. These still count in the loss's denominators, so that rejecting does not
-    scale up the rest (as in AReaL). `acceptance_mask` gives the mask instead: used as the new `response_mask` it takes rejected
-    tokens out of the denominators too, and out of advantages computed later (as in verl).
+    A call returns weights that are 0 on rejected tokens. These still count in the loss's denominators, so that rejecting does not
+    scale up the rest (as in AReaL). `acceptance_mask` returns a mask instead: used as the new `response_mask` it removes rejected
+    tokens from the denominators too, and from advantages computed later (as in verl).
+
+    * `weights`: the importance weights, e.g. `TruncatedIS()`; None: no weights.
+    * `rejections`: `Rejection`s; a token is kept if all of them keep it.
     """
 
     weights: ImportanceWeights | None = None
@@ -313,7 +325,7 @@ class RolloutCorrection:
     kept = old_attribute("kept", "acceptance_mask")
 
     def acceptance_mask(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-        """Compute the mask `[B, T]` of the tokens that no rejection takes out."""
+        """Compute the mask `[B, T]` of the tokens that no rejection removes."""
         kept = response_mask
         for rejection in self.rejections:
             kept = kept & rejection(old_log_probs, rollout_log_probs, response_mask)

@@ -20,7 +20,7 @@ def diagnostics(
     response_mask: torch.Tensor,
     correction: RolloutCorrection | None = None,
 ) -> dict[str, float]:
-    """Measure how far trainer and engine are apart, by their log-probs `[B, T]`: 13 metrics, and those of the correction.
+    """Measure the distance between trainer and engine from their log-probs `[B, T]`: 13 metrics, and the metrics of the correction.
 
         >>> found = diagnostics(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2).bool())
         >>> len(found), round(found["rollout_corr/kl"], 4)

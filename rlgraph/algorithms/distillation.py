@@ -26,9 +26,11 @@ class TeacherKL:
         >>> TeacherKL()({**columns, "response_mask": torch.tensor([[True]])})["advantages"].tolist()
         [[-2.0]]
 
-    Its policy gradient is that of the reverse KL on the student's own responses, by one sample a token. `of` is an estimator whose
-    advantages it is added to, as `TeacherKL(coef=0.1, of=rg.GRPO())`. Source: Agarwal et al., 2023, 2306.13649; Lu and Thinking Machines
-    Lab, 2025, "On-Policy Distillation".
+    Its policy gradient equals the gradient of the reverse KL on the student's own responses, with one sample per token.
+    Source: Agarwal et al., 2023, 2306.13649; Lu and Thinking Machines Lab, 2025, "On-Policy Distillation".
+
+    * `coef`: the weight of the KL.
+    * `of`: an estimator to whose advantages the KL is added, e.g. `TeacherKL(coef=0.1, of=rg.GRPO())`. None: only the KL.
     """
 
     coef: Positive = 1.0
@@ -70,13 +72,16 @@ class DistillationLoss:
 
     * `divergence`: "forward_kl" is KL(teacher, student), "reverse_kl" is KL(student, teacher), "jsd" is the generalised Jensen-Shannon
       divergence beta KL(teacher, M) + (1 - beta) KL(student, M), M = (1 - beta) student + beta teacher.
-    * `teacher.top_log_probs(…, top_k=64)` says which tokens travel: the teacher's top k, where all others count as one token, or with
-      `top_k=None` the whole vocabulary. With k tokens the divergence is at most the whole one, and 0 only where they agree.
+    * `beta`: the weight of the teacher in the mixture M of "jsd".
     * `aggregation`: how token losses become one number, "token-mean" or as `rg.ClippedLoss`.
     * `horizon`: the tokens that "seq-mean-token-sum-norm" divides by.
 
+    `teacher.top_log_probs(…, top_k=64)` chooses the tokens that travel: the teacher's top k, with all others counted as one token, or with
+    `top_k=None` the whole vocabulary. With k tokens the divergence is at most the divergence over the whole vocabulary, and 0 only if
+    both agree.
+
     The mean is over all tokens. Metric: `actor/distillation`. Source: Agarwal et al., 2023, 2306.13649, which mixes on-policy responses
-    and examples by lambda: give the examples as `also=[…]`. Oracle: TRL's `generalized_jsd_loss`, whose beta of 0 and 1 are the two KLs.
+    and examples with lambda: pass the examples as `also=[…]`. Oracle: TRL's `generalized_jsd_loss`, whose beta of 0 and 1 are the two KLs.
     """
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"

@@ -31,7 +31,7 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: 
 
     With d the log-ratio: k1 = d, which has no useful gradient as a loss; abs = |d|; k2 = d^2 / 2; k3 = exp(-d) - 1 + d, which is
     at least 0 and has the expectation of k1. k3 clamps d to [-20, 20] and its value to at most 10. A name that ends in + has the value
-    of the estimator and the gradient of k2, which is that of the KL. Source: Schulman, 2020, "Approximating KL divergence".
+    of the estimator and the gradient of k2, which equals the gradient of the KL. Source: Schulman, 2020, "Approximating KL divergence".
 
     Raises GraphError for an unknown estimator, DataError for log-probs of different shapes.
     """
@@ -86,6 +86,8 @@ def _value_and_slope(log_ratio: torch.Tensor, estimator: str) -> tuple[torch.Ten
 class FixedKL:
     """A constant coefficient of the KL in the reward.
 
+    * `coef`: the weight of the KL.
+
     >>> FixedKL(0.05).advance(kl=0.3, rows=64)
     FixedKL(coef=0.05)
     """
@@ -105,10 +107,14 @@ class FixedKL:
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """A coefficient that follows the KL: it rises while the KL is above `target` and falls below, by at most 20 % per `horizon` rows.
+    """A coefficient that follows the KL: it rises while the KL is above its target, and falls while it is below.
 
         >>> AdaptiveKL(coef=0.1, target=0.1, horizon=100).advance(kl=0.3, rows=100).coef
         0.12
+
+    * `coef`: the weight of the KL in the first batch.
+    * `target`: the KL to keep, in nats per token.
+    * `horizon`: the responses over which the coefficient changes by at most 20 %.
 
     Source: Ziegler et al., 2019, 1909.08593.
     """
@@ -137,13 +143,13 @@ def penalize_rewards(
     coef: float,
     estimator: str = "k1",
 ) -> tuple[torch.Tensor, float]:
-    """Subtract `coef` times the KL of each token from token rewards `[B, T]`; also give the KL, the mean over rows of their token means.
+    """Subtract `coef` times the KL of each token from token rewards `[B, T]`; also return the KL, the mean over rows of their token means.
 
         >>> rewards, old, reference = torch.tensor([[0.0, 1.0]]), torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -2.0]])
         >>> penalize_rewards(rewards, old, reference, torch.tensor([[True, True]]), coef=0.5)
         (tensor([[-0.5000,  1.0000]]), 0.5)
 
-    The coefficient of a batch is known before its KL: pass the KL to `advance` of `AdaptiveKL` for that of the next batch.
+    The coefficient of a batch is known before its KL: pass the KL to `advance` of `AdaptiveKL` for the coefficient of the next batch.
     Source: Ouyang et al., 2022, 2203.02155, equation 2.
 
     Raises GraphError for an unknown estimator or a negative coefficient, DataError for columns of another shape or dtype.
@@ -160,13 +166,17 @@ def penalize_rewards(
 @settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class OverlongPenalty:
-    """Lower the reward of a response that reaches into the last `buffer_tokens` of its `max_tokens`.
+    """Lower the reward of a response that is nearly as long as allowed.
 
         >>> OverlongPenalty(max_tokens=10, buffer_tokens=4).penalties(torch.tensor([7, 8, 10]))
         tensor([-0.2500, -0.5000, -1.0000])
 
     The penalty grows from 0 to `factor` over the buffer: min(-(n - (max - buffer)) / buffer x factor, 0). n counts all tokens up
     to the last of the response, tool tokens included. Source: Yu et al., 2025, 2503.14476.
+
+    * `max_tokens`: the length with the full penalty, usually `max_tokens` of the sampling.
+    * `buffer_tokens`: the last tokens before it, over which the penalty grows.
+    * `factor`: the full penalty.
     """
 
     reads: ClassVar[tuple[str, ...]] = ("rewards", "response_mask")
@@ -195,7 +205,7 @@ class OverlongPenalty:
 
 
 def constant_groups(metric: torch.Tensor, group_ids: torch.Tensor) -> torch.Tensor:
-    """Flag the rows `[B]` whose group, of two or more, has one and the same value of the metric `[B]`: it gives no gradient.
+    """Flag the rows `[B]` whose group, of two or more, has one and the same value of the metric `[B]`: it contributes no gradient.
 
         >>> constant_groups(torch.tensor([1.0, 1.0, 0.0, 1.0]), group_ids=torch.tensor([3, 3, 5, 5]))
         tensor([ True,  True, False, False])

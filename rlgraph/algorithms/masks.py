@@ -100,7 +100,7 @@ def whiten(values: torch.Tensor, mask: torch.Tensor, where: str) -> torch.Tensor
         >>> whiten(torch.tensor([[1.0, 3.0, 9.0]]), torch.tensor([[True, True, False]]), "example")
         tensor([[-0.7071,  0.7071,  0.0000]])
 
-    An empty mask gives zeros. `where` begins the message of an error. Raises DataError for a single token, which has no variance.
+    An empty mask yields zeros. `where` begins the message of an error. Raises DataError for a single token, which has no variance.
     """
     total = int(count(mask))
     _check_whitening(total, where)
@@ -281,7 +281,7 @@ class Totals:
         >>> Totals.of(torch.tensor([[True, True], [True, False], [False, False]]))
         Totals(tokens=3, rows=2)
 
-    A row that a filter or a rejection masks out counts in no mean over rows: 4 of 8 rows masked give the loss of the other 4.
+    A row that a filter or a rejection masks out counts in no mean over rows: with 4 of 8 rows masked, the loss is the loss of the other 4.
     """
 
     tokens: int
@@ -326,7 +326,7 @@ def aggregate(
       (Liu et al., 2025, 2503.20783).
     * `seq-mean-token-mean`: the mean of each response, then the mean over rows.
 
-    Losses outside of the mask do not count, and an empty mask gives 0.
+    Losses outside of the mask do not count, and an empty mask yields 0.
 
     Raises GraphError for an unknown mode, or a horizon that the mode does not use;
     DataError for losses or a mask of another shape or dtype.

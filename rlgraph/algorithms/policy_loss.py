@@ -63,11 +63,11 @@ class Tokens:
 @settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(ABC):
-    """Base of the policy losses: policy term - `entropy_coef` x entropy + `kl_coef` x KL to the reference, each aggregated alike.
+    """Base of the policy losses: policy term - `entropy_coef` x entropy + `kl_coef` x KL to the reference, all aggregated in the same way.
 
     A trainer calls it for each micro-batch, with log-probs `[b, T]` under the weights being trained, the columns of the micro-batch,
-    and the totals of the whole mini-batch over all ranks. The losses and the metrics of all micro-batches add up to those of the
-    mini-batch. A loss of your own derives from it and implements `gains`:
+    and the totals of the whole mini-batch over all ranks. The losses and the metrics of all micro-batches add up to the loss and metrics
+    of the mini-batch. A custom loss derives from it and implements `gains`:
 
         >>> class SquaredRatio(PolicyLoss):
         ...     def gains(self, tokens):
@@ -80,7 +80,8 @@ class PolicyLoss(ABC):
       "seq-mean-token-sum", "seq-mean-token-mean" or "seq-mean-token-sum-norm".
     * `horizon`: the fixed number of tokens that "seq-mean-token-sum-norm" divides by.
     * `entropy_coef`: the weight of the entropy, which the loss rewards.
-    * `kl_coef`: the weight of the divergence from `ref_log_probs`, estimated as `kl_estimator` says; 0 reads none.
+    * `kl_coef`: the weight of the KL divergence from `ref_log_probs`; 0 reads none.
+    * `kl_estimator`: how the KL is estimated from log-probs: see `rlgraph.algorithms.kl_penalty`.
     """
 
     HOW: ClassVar[str] = "give a loss object such as rg.ClippedLoss()"
@@ -99,7 +100,7 @@ class PolicyLoss(ABC):
         check_aggregation(where, self.aggregation, self.horizon)
         if self.only_aggregation is not None and self.aggregation != self.only_aggregation:
             raise GraphError(
-                f"{where}(aggregation={self.aggregation!r}): this loss is defined for '{self.only_aggregation}' alone; leave the option out"
+                f"{where}(aggregation={self.aggregation!r}): this loss only supports '{self.only_aggregation}'; leave the option out"
             )
         if self.kl_coef == 0 and self.kl_estimator != "k3":
             raise GraphError(f"{where}(kl_estimator={self.kl_estimator!r}): without kl_coef there is no KL term; set it, or leave this out")
@@ -153,7 +154,7 @@ class PolicyLoss(ABC):
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         """Compute the gain of each token `[b, T]`, its slope in the token's log-prob `[b, T]`, and the metrics of this micro-batch.
 
-        Training maximises the gains. Values outside of the mask are ignored later. It is called without gradients: the loss gives its
+        Training maximises the gains. Values outside of the mask are ignored later. It is called without gradients: the loss returns its
         slopes itself, so that only one tensor is kept for the backward pass.
         """
 
@@ -203,10 +204,10 @@ GRADIENTS = "loss_gradients"  # the column with the slope of a whole loss in the
 
 @dataclass(frozen=True, kw_only=True)
 class WholeLoss(ABC):
-    """Base of the losses that compare rows, as pairs: called once with the scores of a whole mini-batch, whatever its passes and ranks.
+    """Base of the losses that compare rows, e.g. pairs. It is called once with the scores of a whole mini-batch.
 
-    The update computes the scores of the mini-batch without gradients, takes the loss's slope in each of them, and sends these slopes
-    through the model in passes. The gradient is exact for any number of passes and ranks; it costs one more forward pass.
+    The update computes the scores of the mini-batch without gradients, computes the loss's slope in each of them, and sends these slopes
+    through the model in micro-batches. The gradient is exact with any number of micro-batches and ranks; it costs one more forward pass.
 
         >>> class Spread(WholeLoss):
         ...     reads = ()

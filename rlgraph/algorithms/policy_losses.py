@@ -25,8 +25,11 @@ from rlgraph.settings import AtLeastZero, Finite, Fraction, Natural, Positive, P
 class ClippedLoss(PolicyLoss):
     """PPO's clipped loss: -min(A r, A clip(r, 1 - clip_low, 1 + clip_high)), and at most -A clip_c where A < 0.
 
-    r is the ratio of new to old probability. `clip_high` above `clip_low` is DAPO's clip-higher; `clip_c` bounds the loss of
-    tokens with a negative advantage and a large ratio (dual clip), and None leaves that out.
+    r is the ratio of new to old probability. With `clip_high` above `clip_low` it is DAPO's clip-higher.
+
+    * `clip_low`: how far below 1 a ratio may go.
+    * `clip_high`: how far above 1 a ratio may go.
+    * `clip_c`: the bound of the loss where the advantage is negative (dual clip), e.g. 3.0; None: no bound.
 
         >>> from rlgraph.algorithms import Totals
         >>> columns = {"old_log_probs": torch.zeros(1, 2), "advantages": torch.ones(1, 2), "response_mask": torch.ones(1, 2).bool()}
@@ -66,7 +69,8 @@ class CISPO(PolicyLoss):
 
     Unlike in PPO, a clipped token still has a gradient. Source: MiniMax, 2025, 2506.13585.
 
-    * `clip_low`, `clip_high`: the ratio is clipped to 1 - `clip_low` and 1 + `clip_high`.
+    * `clip_low`: the ratio is clipped below at 1 - `clip_low`.
+    * `clip_high`: the ratio is clipped above at 1 + `clip_high`.
     """
 
     clip_low: Fraction = 0.2
@@ -104,6 +108,8 @@ class DRO(PolicyLoss):
         >>> DRO(beta=0.1).reads
         ('old_log_probs', 'advantages')
 
+    * `beta`: the strength of the pull.
+
     Source: Richemond et al., 2024, 2405.19107.
     """
 
@@ -128,8 +134,11 @@ class GSPO(PolicyLoss):
         >>> GSPO(clip_low=3e-4, clip_high=4e-4).aggregation
         'seq-mean-token-mean'
 
-    The gradient of a token is that of its own log-prob, times the ratio of the response, whose log is at most 10.
+    The gradient of a token is the gradient of its log-prob, times the ratio of the response, whose log is at most 10.
     Source: Zheng et al., 2025, 2507.18071 (which clips at 3e-4 below and 4e-4 above).
+
+    * `clip_low`: how far below 1 the ratio of a response may go.
+    * `clip_high`: how far above 1 the ratio of a response may go.
     """
 
     aggregation: Aggregation = "seq-mean-token-mean"
@@ -157,6 +166,9 @@ class SAPO(PolicyLoss):
         ('old_log_probs', 'advantages')
 
     Defined for the mean of each response's mean. Source: 2511.20347.
+
+    * `tau_pos`: the temperature of the gate where the advantage is positive.
+    * `tau_neg`: the temperature of the gate where the advantage is negative.
     """
 
     only_aggregation = "seq-mean-token-mean"
@@ -183,6 +195,9 @@ class GMPO(PolicyLoss):
 
     A is the mean advantage of the response; importance weights enter by their geometric mean. The mean is over the rows that have
     tokens. Source: Zhao et al., 2025, 2507.20673 (which clips at 0.4 on both sides).
+
+    * `clip_low`: how far below 0 the log of a token's ratio may go.
+    * `clip_high`: how far above 0 the log of a token's ratio may go.
     """
 
     only_aggregation = "seq-mean-token-mean"
@@ -249,10 +264,14 @@ class ClipCov(PolicyLoss):
         >>> ClipCov(fraction=1e-3, seed=1).reads
         ('old_log_probs', 'advantages')
 
-    It drops at most `fraction` of the micro-batch's tokens, and at least one, drawn by a generator seeded with `seed`: the same
-    micro-batch always drops the same tokens. There is no dual clip. Source: Cui et al., 2025, 2505.22617.
+    The same micro-batch always drops the same tokens. There is no dual clip. Source: Cui et al., 2025, 2505.22617.
 
-    * `clip_low`, `clip_high`: the ratio is clipped to 1 - `clip_low` and 1 + `clip_high`.
+    * `fraction`: the share of the micro-batch's tokens that it drops at most, and at least one.
+    * `low`: the smallest covariance of a token that may be dropped.
+    * `high`: the largest covariance of a token that may be dropped.
+    * `seed`: the seed of the random choice.
+    * `clip_low`: the ratio is clipped below at 1 - `clip_low`.
+    * `clip_high`: the ratio is clipped above at 1 + `clip_high`.
     """
 
     clip_low: Fraction = 0.2
@@ -294,7 +313,10 @@ class KlCov(PolicyLoss):
         >>> KlCov(coef=0.2).reads
         ('old_log_probs', 'advantages')
 
-    The penalty applies to `fraction` of the micro-batch's tokens, and to at least one. Source: Cui et al., 2025, 2505.22617.
+    Source: Cui et al., 2025, 2505.22617.
+
+    * `fraction`: the share of the micro-batch's tokens with a penalty, at least one token.
+    * `coef`: the weight of the penalty.
     """
 
     fraction: PositiveFraction = 2e-4
@@ -323,8 +345,13 @@ class DPPO(PolicyLoss):
         >>> DPPO("kl", high=0.05).reads
         ('old_log_probs', 'advantages')
 
-    The distance of a token is the total variation ("tv") or the KL ("kl") between the two-valued distributions "this token or
-    not"; `high` bounds it where A > 0, `low` otherwise. Source: 2602.04879.
+    The distance of a token is the total variation or the KL between the two-valued distributions "this token or not".
+    Source: 2602.04879.
+
+    * `divergence`: the distance of the two policies: "tv" or "kl".
+    * `low`: the largest distance where the advantage is not positive.
+    * `high`: the largest distance where the advantage is positive.
+    * `clip_c`: the largest ratio by which a token's gradient is multiplied.
     """
 
     divergence: Literal["tv", "kl"] = "tv"
@@ -391,19 +418,23 @@ def proximal_log_probs(
 @refuse_unknown
 @dataclass(frozen=True)
 class ProximalLoss(ClippedLoss):
-    """Decoupled PPO without a pass for old log-probs: w ClippedLoss(r), with r against an interpolated proximal policy.
+    """Decoupled PPO without a forward pass for old log-probs: w ClippedLoss(r), with r against an interpolated proximal policy.
 
         >>> ProximalLoss(clip_high=0.28).reads
         ('rollout_log_probs', 'weight_version', 'current_version', 'advantages')
 
     r = p / p_prox is clipped, w = sg(p_prox / p_rollout) multiplies, and is truncated at `threshold`. `current_version` `[B]` is the
-    version of the weights at the start of the update. Where every token is one version old, r is taken against the rollout
-    and w is 1. With a pass, give ClippedLoss `old_log_probs` and the weights of a rollout correction instead.
+    version of the weights at the start of the update. If every token is one version old, r is the ratio to the rollout's policy
+    and w is 1. If you can afford the forward pass, use ClippedLoss with `old_log_probs` and the weights of a rollout correction.
 
     * `method`: how the proximal policy is interpolated by version, in log-probs ("loglinear") or in probabilities ("linear").
+    * `clip_low`: how far below 1 the ratio r may go.
+    * `clip_high`: how far above 1 the ratio r may go.
+    * `clip_c`: the bound of the loss where the advantage is negative (dual clip); None: no bound.
+    * `threshold`: the largest w.
 
     Source: Hilton et al., 2021, 2110.00641 (decoupled PPO); AReaL, 2505.24298 (interpolation).
-    Raises DataError where a log-prob under the mask is not finite.
+    Raises DataError if a log-prob under the mask is not finite.
     """
 
     optional_reads = ()
@@ -450,8 +481,11 @@ class Bypass:
     count in the mini-batch's totals, so the loss shrinks as more are rejected. The entropy and KL terms leave them out too.
     A loss with a ratio corrects for the engine by that ratio: giving it importance weights as well is an error.
 
-    Its metrics include those `rollout_corr/...` diagnostics that add up over micro-batches: KL, k3, chi-squared, perplexities, the mean
+    Its metrics include the `rollout_corr/...` diagnostics that add up over micro-batches: KL, k3, chi-squared, perplexities, the mean
     weight, fractions beyond bounds and rejected.
+
+    * `loss`: the policy loss that reads the corrected batch.
+    * `correction`: an `rg.estimators.RolloutCorrection`.
 
     Source: Li et al., "When Speed Kills Stability", richardli.xyz/rl-collapse; verl's bypass mode.
     """

@@ -22,15 +22,15 @@ from rlgraph.settings import AtLeastZero, Count, Positive, refuse_unknown
 @settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class SFTLoss:
-    """The negative log-likelihood of the tokens to learn, by default the mean over all of them, as TRL and most trainers take it.
+    """The negative log-likelihood of the tokens to learn, by default the mean over all of them, as in TRL and most trainers.
 
         >>> columns = {"response_mask": torch.tensor([[True, True]])}
         >>> round(float(SFTLoss()(torch.tensor([[-1.0, -3.0]]), columns, Totals(tokens=2, rows=1))[0]), 3)
         2.0
 
-    `dft=True` weights each token by its own probability, without gradient: dynamic fine-tuning (Wu et al., 2025, 2508.05629). The metric
-    `actor/nll` is the negative log-likelihood of a token either way. Oracle: TRL's `SFTTrainer`.
+    The metric `actor/nll` is the negative log-likelihood per token, with and without `dft`. Oracle: TRL's `SFTTrainer`.
 
+    * `dft`: weights each token with its probability, without gradient: dynamic fine-tuning (Wu et al., 2025, 2508.05629).
     * `aggregation`: how token losses become one number, "token-mean" or as `rg.ClippedLoss`.
     * `horizon`: the tokens that "seq-mean-token-sum-norm" divides by.
     """
@@ -74,8 +74,8 @@ class Pairs:
         preferences = rowwise(where, batch, "preferences", mask)
         if len(mask) % 2 or not bool((preferences[0::2] == -preferences[1::2]).all()) or bool((preferences[0::2] < 0).any()):
             raise DataError(
-                f"{where}: the rows of this mini-batch are no pairs, two adjacent rows with the preferences 1 and -1; give the output of "
-                "rg.pairs or rg.preferred, and mini_batches that divide the number of pairs"
+                f"{where}: the rows of this mini-batch are not pairs; a pair is two adjacent rows with the preferences 1 and -1. Pass the "
+                "output of rg.pairs or rg.preferred, and choose mini_batches that divide the number of pairs"
             )
         whole = mask.any(-1)
         kept = ((preferences != 0) & whole)[0::2] & whole[1::2]
@@ -148,7 +148,7 @@ class PairLoss(WholeLoss):
         """Compute the loss of each pair `[pairs]`, and the implicit reward of each response `[B]`."""
 
     def more(self, pairs: Pairs, scores: torch.Tensor, batch: Columns) -> torch.Tensor:
-        """Compute a term beside the mean over pairs."""
+        """Compute a further term, added to the mean over pairs."""
         return scores.new_zeros(())
 
 
@@ -162,6 +162,8 @@ class DPO(PairLoss):
         0.6931
 
     r is summed over tokens. Source: Rafailov et al., 2023, 2305.18290. Oracle: TRL's `DPOTrainer`, `loss_type="sigmoid"`.
+
+    * `beta`: the scale of the log-ratios; higher keeps the policy closer to the reference.
     """
 
     beta: Positive = 0.1
@@ -180,6 +182,8 @@ class IPO(PairLoss):
         ('preferences', 'ref_log_probs')
 
     Source: Azar et al., 2023, 2310.12036; its authors confirm that r is a mean over tokens. Oracle: TRL's `loss_type="ipo"`.
+
+    * `beta`: sets the target of the difference, 1 / (2 beta); higher keeps the policy closer to the reference.
     """
 
     beta: Positive = 0.1
@@ -198,6 +202,9 @@ class SimPO(PairLoss):
         ('preferences',)
 
     Source: Meng et al., 2024, 2405.14734. Oracle: TRL's `CPOTrainer`, `loss_type="simpo"`, `cpo_alpha=0`.
+
+    * `beta`: the scale of the mean log-probs.
+    * `gamma`: the margin by which the chosen response should be better.
     """
 
     beta: Positive = 2.0
@@ -221,7 +228,9 @@ class ORPO(PairLoss):
         ('preferences',)
 
     -log sigmoid(log odds(chosen) - log odds(rejected)) times beta, odds = p / (1 - p), log p the mean log-prob; and the negative
-    log-likelihood of a chosen token, over the tokens of all chosen responses (TRL also counts those of the prompts).
+    log-likelihood of a chosen token, over the tokens of all chosen responses (TRL also counts prompt tokens).
+
+    * `beta`: the weight of the odds-ratio term.
 
     Source: Hong et al., 2024, 2403.07691. Oracle: TRL's `ORPOTrainer`.
     """
@@ -252,8 +261,12 @@ class KTO(WholeLoss):
         ('preferences', 'ref_log_probs')
 
     r is the log-ratio of a response to the reference, and z, at least 0 and without gradient, its mean over the rows whose response
-    belongs to another prompt, which have the preference 0: `rg.examples(label=…, mismatched=True)`. `desirable` and `undesirable` weigh
-    the two. Source: Ethayarajh et al., 2024, 2402.01306. Oracle: TRL's `KTOTrainer`.
+    belongs to another prompt, which have the preference 0: `rg.examples(label=…, mismatched=True)`.
+    Source: Ethayarajh et al., 2024, 2402.01306. Oracle: TRL's `KTOTrainer`.
+
+    * `beta`: the scale of the log-ratios; higher keeps the policy closer to the reference.
+    * `desirable`: the weight of good responses.
+    * `undesirable`: the weight of bad responses.
     """
 
     beta: Positive = 0.1
@@ -275,8 +288,8 @@ class KTO(WholeLoss):
         others, good, bad = (preferences == 0) & whole, (preferences > 0) & whole, (preferences < 0) & whole
         if not bool(others.any()):
             raise DataError(
-                "KTO: no row of this mini-batch has the response of another prompt, from which the loss takes its point of reference; "
-                "declare the source by rg.examples(label=…, mismatched=True)"
+                "KTO: this mini-batch has no mismatched row (a prompt with the response of another prompt), which the loss requires; "
+                "declare the source with rg.examples(label=…, mismatched=True)"
             )
         kl = ratios[others].mean().clamp(min=0).detach()
         losses = torch.cat(
@@ -314,9 +327,10 @@ class BradleyTerry(WholeLoss):
         >>> round(float(BradleyTerry()(torch.zeros(2, 1), rows)[0]), 4)
         0.6931
 
-    The margin is the pair's `margins`, where `rg.pairs(margin=…)` gives them, else 0. `center` times (sum of both rewards)^2 keeps the
-    rewards around 0. Metrics: `reward/accuracy` and `reward/margin`. Source: Ouyang et al., 2022, 2203.02155; margin: Touvron et al.,
-    2023, 2307.09288. Oracle: TRL's `RewardTrainer`.
+    The margin is the pair's `margins` if `rg.pairs(margin=…)` writes them, else 0. Metrics: `reward/accuracy` and `reward/margin`.
+    Source: Ouyang et al., 2022, 2203.02155; margin: Touvron et al., 2023, 2307.09288. Oracle: TRL's `RewardTrainer`.
+
+    * `center`: the weight of (sum of both rewards)^2, which keeps the rewards around 0; 0 leaves it out.
     """
 
     center: AtLeastZero = 0.0
@@ -349,16 +363,17 @@ class BradleyTerry(WholeLoss):
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class ValueLoss:
-    """The critic's loss: half the squared error of the values, or that of values clipped to `clip` around the old, if that is larger.
+    """The critic's loss: half the squared error of the values, or of values clipped to `clip` around the old values if that is larger.
 
         >>> columns = {"returns": torch.tensor([[1.0]]), "values": torch.tensor([[0.0]]), "response_mask": torch.tensor([[True]])}
         >>> float(ValueLoss(clip=0.5)(torch.tensor([[1.0]]), columns, Totals(tokens=1, rows=1))[0])  # clipped to 0.5, so half of 0.5^2
         0.125
 
-    1/2 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2); `clip=None` leaves the second out.
+    1/2 max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2).
 
     Source: Schulman et al., 2017, 1707.06347, as implemented for language models by TRL.
 
+    * `clip`: how far values may move from the old values; None leaves out the clipped term.
     * `aggregation`: how token losses become one number, "token-mean" or as `rg.ClippedLoss`.
     * `horizon`: the tokens that "seq-mean-token-sum-norm" divides by.
     """

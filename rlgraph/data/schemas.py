@@ -44,7 +44,7 @@ class _Verl:
     def __call__(self, row: Row) -> Row:
         media = [name for name in MEDIA if row.get(name)]
         if media:
-            raise DataError(f"has {media[0]}; rlgraph takes text alone: leave the row out")
+            raise DataError(f"has {media[0]}; rlgraph supports only text; leave the row out")
         made = {"prompt": at(row, self.prompt), "answer": as_text(at(row, "reward_model.ground_truth"))}
         made |= {name: as_text(row.get(name)) for name in self.optional if name != "index"}
         if "index" in self.optional:

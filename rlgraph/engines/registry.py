@@ -32,18 +32,24 @@ TrainerSetting: TypeAlias = Annotated[str, OneOf(TRAINER_SETTINGS)]
 @refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec(Estimates):
-    """Describe an engine that generates: `rg.Generator(model, pool=…, engine=…)` takes its name or the spec itself.
+    """Describe an engine that generates: `rg.Generator(model, pool=…, engine=…)` accepts its name or the spec itself.
 
-    `load(generator, place)` makes the engine in the worker that runs it; it is sent there, so it is a function of a module.
-    `settings` names the optional fields of `Generator` that the engine takes: `max_sequences`, `memory`, `engines_per_gpu`, `self_test`,
-    `weights_dtype`, `drafts`, `routes`, and `engine_args`, which `check_arguments(given)` checks where the generator is declared; it
-    returns those that need a GPU, with the reason. It also takes `tensor_parallel` if it `spans_devices`. Any other setting is an error. It
-    `shares_steps` if responses that join later are decoded in the same step as those under way, and `merges_adapters` if it may follow a
-    policy with `adapter=`: each new version is then made of the base and the adapter. It `samples_exactly` if a policy with `exact=True`
-    computes its log-probs to the bit. `prepare()` imports what `load` needs, where that changes the process for others: `rg.runs.warm` then
-    keeps a process of its own for it, from which workers are forked. It has `fixed_rotation` if rotary factors that depend on the length
-    of a text are chosen once for all texts, by `max_context`. An engine that `renews` may be kept by `rg.runs.warm(engines=True)` from
-    one job to the next, between its methods `forget` and `renew`. See `Estimates` for the other fields.
+    * `name`: its name in `engine=` and in errors.
+    * `load`: `load(generator, place)` builds the engine in its worker. It is pickled, so it must be a function of a module.
+    * `settings`: the optional fields of `Generator` that the engine supports: `max_sequences`, `memory`, `engines_per_gpu`, `self_test`,
+      `weights_dtype`, `drafts`, `routes`, `engine_args`. Any other setting is an error.
+    * `spans_devices`: it supports `tensor_parallel`.
+    * `shares_steps`: responses that join later are decoded in the same steps as running responses.
+    * `merges_adapters`: it may follow a policy with `adapter=`: each version is then computed from the base and the adapter.
+    * `samples_exactly`: a policy with `exact=True` computes bit-identical log-probs.
+    * `fixed_rotation`: rotary factors that depend on the length of a text are chosen once for all texts, from `max_context`.
+    * `check_arguments`: `check_arguments(given)` checks `engine_args` when the generator is declared, and returns the arguments that
+      need a GPU, each with the reason.
+    * `prepare`: imports what `load` needs, if that changes the process for others. `rg.runs.warm` then keeps a separate process for it,
+      from which workers are forked.
+    * `renews`: `rg.runs.warm(engines=True)` may cache it between jobs, with its methods `forget` and `renew`.
+
+    See `Estimates` for the other fields.
 
     Example:
         >>> from rlgraph.engines.registry import EngineSpec
@@ -65,7 +71,7 @@ class EngineSpec(Estimates):
     renews: bool = False
 
     def takes(self, setting: str) -> bool:
-        """Whether the engine takes this optional setting."""
+        """Whether the engine supports this optional setting."""
         return setting in self.settings or (setting == "tensor_parallel" and self.spans_devices)
 
 
@@ -96,21 +102,26 @@ def check_plan(model: Any) -> None:
 @refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpec(Estimates):
-    """Describe an engine that trains: `rg.Policy(…, trainer=…)`, `Critic` and `Reference` take its name or the spec itself.
+    """Describe an engine that trains: `rg.Policy(…, trainer=…)`, `Critic` and `Reference` accept its name or the spec itself.
 
-    `load(model, place)` makes one rank's engine, whose scores are `model.scores`: "log_probs" or "values". `settings` names those of
-    `TRAINER_SETTINGS` that the engine takes: any other of the model is an error, as is a name that is none. `check(model)` raises
-    GraphError for a model that it is not offered for, before anything starts; unless given, for one that ranks cannot share by the plan
-    that transformers has for it. An engine that `only_scores` is for a teacher or a reference, and is one process. One without the
-    `whole_vocabulary` gives log-probs of one token at each position.
-    Ranks of an engine for `any_vocabulary` share one that they do not divide, and ranks of one for `any_heads` a row by a ring where they
-    do not divide the heads. One that `shares_prompts` computes the prompt of several
-    responses once on a GPU, by which passes are counted. One that `shares_base` takes the frozen weights beside an adapter from
-    `place.shared_base`, where that is not None. `prepare` is as that of an `EngineSpec`.
-    `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.runs.export`; without it only a running job
-    exports. The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks, which gather them in
-    each pass; the moments go to host memory in `sleep`. While it loads, a rank is taken to hold the whole float32 weights, unless it
-    `reads_shards`.
+    * `name`: its name in `trainer=` and in errors.
+    * `load`: `load(model, place)` builds one rank's engine, whose scores are `model.scores`: "log_probs" or "values".
+    * `settings`: the fields of `TRAINER_SETTINGS` that the engine supports. Any other setting of the model is an error.
+    * `check`: `check(model)` raises GraphError for an unsupported model, before anything starts. By default it refuses a model whose
+      tensor-parallel plan in transformers does not fit the ranks.
+    * `only_scores`: it is for a teacher or a reference, and is one process.
+    * `whole_vocabulary`: it can return log-probs of all tokens at each position, and not only of one.
+    * `any_vocabulary`: the number of ranks need not divide the vocabulary.
+    * `any_heads`: the number of ranks need not divide the heads; the ranks then form a ring.
+    * `shares_prompts`: on a GPU it computes the prompt of several responses once, and counts micro-batches accordingly.
+    * `shares_base`: it reads the frozen weights of an adapter's base from `place.shared_base`, unless that is None.
+    * `saved_shards`: `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.runs.export`. Without it
+      only a running job exports.
+    * `prepare`: as for an `EngineSpec`.
+
+    The default estimates assume float32 weights, gradients and AdamW moments, all sharded over the ranks, which gather them in
+    each micro-batch. The moments move to host memory in `sleep`. While a rank loads, it is assumed to hold all float32 weights, unless
+    it `reads_shards`.
 
     Example:
         >>> from rlgraph.engines.registry import TrainerSpec
@@ -137,7 +148,7 @@ class TrainerSpec(Estimates):
     gathers_shards: bool = True
 
     def takes(self, setting: str) -> bool:
-        """Whether the trainer takes this optional setting."""
+        """Whether the trainer supports this optional setting."""
         return setting in self.settings
 
 

@@ -81,12 +81,13 @@ class Pool:
         >>> sandbox.cpus
         8
 
-    `share` is the pool's share of the cluster's GPUs relative to the other pools; with None the compiler chooses. `gpus` is an
-    exact count instead; `cpus` makes it a pool of host cores. On a cluster without GPUs shares divide the cores.
-
     Raises GraphError for a share or a count that is not positive, an empty name, or two of `share`, `gpus` and `cpus`.
 
     * `name`: its name in plans, pictures and errors.
+    * `share`: its share of the cluster's GPUs relative to the other pools; None lets the compiler choose. Without GPUs, shares
+      divide the cores.
+    * `gpus`: an exact number of GPUs, instead of `share`.
+    * `cpus`: an exact number of host cores, for a pool without GPUs.
     """
 
     name: Name
@@ -102,15 +103,18 @@ class Pool:
 @settings.refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Model:
-    """A model that lives on a pool; its methods declare nodes, all of which run in the model's own workers.
+    """A model on a pool. Its methods declare nodes, all of which run in the model's workers.
 
         >>> class TableModel(Model):
         ...     def load(self, context):
-        ...         return {"hello": 1.0}  # the engine, made in each worker
+        ...         return {"hello": 1.0}  # the engine, built in each worker
         >>> TableModel("folder", pool=Pool("host", cpus=1)).pool.name
         'host'
 
-    `path` is its folder or its name on a hub. Derive from it for an engine of your own; `rg.Generator`, `rg.Policy` and the others do.
+    Derive from it for a custom engine; `rg.Generator`, `rg.Policy` and the others do.
+
+    * `path`: a folder in Hugging Face format, or a hub id.
+    * `pool`: the devices that it runs on.
     """
 
     role: ClassVar[str] = "model"
@@ -272,7 +276,7 @@ class Output:
         return tuple(self.prefix + column for column in self.node.writes) if self.kind == "batch" else ()
 
     def with_prefix(self, prefix: str) -> "Output":
-        """Give the same batch under other names: a node that takes it keeps its rows apart from those without the prefix.
+        """Return the same batch under prefixed names: a node that reads it keeps its rows separate from rows without the prefix.
 
         >>> import rlgraph as rg
         >>> rg.prompts([{"prompt": "1 + 1 ="}], count=1).with_prefix("more.").columns
@@ -317,21 +321,22 @@ def feedback(
     checksum: bool = False,
     columns: str = "",
 ) -> Feedback:
-    """Make the feedback edge of a graph; a trained batch may be `depth` weight versions behind (0 is on-policy).
+    """Make the feedback edge of a graph; a trained batch may lag `depth` weight versions behind the policy (0 is on-policy).
 
         >>> weights = feedback("weights", depth=1, buffers=2)
         >>> weights.depth  # pass it to generator.rollout(...), and close it with weights.close(step.weights)
         1
 
-    One step of the graph makes one version. Rollout k uses exactly version max(0, k - depth), so that a run depends on its
-    seed and depth alone; `latest=True` takes the newest published version instead. With `buffers=2` the generator
-    receives the next version while it decodes; with 1 it receives between two steps. The second buffer begins to fill as
-    soon as the trainer has staged `bucket_bytes` of the parameters. With `checksum` the generator compares every version with
-    what the trainer sent, parameter by parameter, before it uses it.
+    Each step of the graph produces one version. Rollout k uses exactly version max(0, k - depth), so a run depends only on its seed and
+    depth.
 
-    With `columns` (names separated by spaces) the edge carries these columns of a batch instead of weights: the firing of step k gets
-    those of step k - depth - 1, and none before there is such a step. `rg.prompts(results=…)` takes rewards by such an edge, and a node
-    of your own takes columns by `declare(earlier=…)`.
+    * `latest`: uses the newest published version instead. The bound holds, but the run is not repeatable.
+    * `buffers`: with 2 the generator receives the next version while it decodes; with 1 it receives between two steps.
+    * `bucket_bytes`: the second buffer begins to fill as soon as the trainer has staged this many bytes of the parameters.
+    * `checksum`: the generator compares every version with the trainer's, parameter by parameter, before it uses it.
+    * `columns`: names separated by spaces. The edge carries these columns of a batch instead of weights. The firing of step k receives
+      the columns of step k - depth - 1, or nothing if there is no such step. `rg.prompts(results=…)` accepts such an edge for rewards,
+      and custom nodes accept it with `declare(earlier=…)`.
 
         >>> feedback("results", depth=1, columns="rewards").columns  # close it with the output that carries them
         ('rewards',)
@@ -356,7 +361,7 @@ def declare(
     due: Due | None = None,
     earlier: Feedback | None = None,
 ) -> Node:
-    """Declare a node of your own: `operation` reads columns of the inputs and writes others, on the host or where `model` lives.
+    """Declare a custom node: `operation` reads columns of the inputs and writes others, on the host or on the pool of `model`.
 
         >>> class Brevity(Operation):
         ...     def start(self, context):
@@ -365,15 +370,17 @@ def declare(
         >>> declare("brevity", Brevity(), [rollout.batch], reads=("response_mask",), writes=("rewards",)).batch
         the batch of 'brevity'
 
-    Its outputs are `node.batch`, `node.weights` and `node.metrics`. It writes `rows` rows in a step; a node without inputs has to say
-    how many. Inputs with fewer rows are repeated to match the largest: a prompt's columns for each of its responses. With `feedback`
-    its model takes the weights of that edge, and with `earlier` the node gets the columns of an edge of columns, from a step before.
+    Its outputs are `node.batch`, `node.weights` and `node.metrics`. Inputs with fewer rows are repeated to match the largest: a prompt's
+    columns for each of its responses.
 
-    With `chunks` above 1 it gives its batch in that many chunks. A node that works by group follows an input that comes in chunks,
-    unless it also needs the whole batch, or waits for the rollout's own pool.
+    * `rows`: the rows that it writes per step; required for a node without inputs.
+    * `feedback`: the edge whose weights its model loads.
+    * `earlier`: an edge of columns; the node receives the columns of an earlier step.
+    * `chunks`: above 1, the node returns its batch in that many chunks. A node that works by group follows an input that arrives in chunks,
+      unless it also needs the whole batch, or waits for the rollout's own pool.
 
-    Raises GraphError for a column that no input carries, or that two carry, for an input of which nothing is read, and for an
-    operation that is no `rlgraph.extend.Operation`.
+    Raises GraphError for a column that no input carries, or that two carry, for an unused input, and for an
+    operation that is not an `rlgraph.extend.Operation`.
     """
     outputs = tuple(inputs)
     for given in outputs:
@@ -382,7 +389,7 @@ def declare(
     rules.check_inputs(name, outputs, reads)
     if rows is None:
         if not outputs:
-            raise GraphError(f"node '{name}' has no inputs and no rows; give rows=, how many it writes in a step, or inputs")
+            raise GraphError(f"node '{name}' has neither inputs nor rows; set rows= to the number of rows per step, or pass inputs")
         rows = max(output.node.rows for output in outputs)
     rules.check_edges(name, reads, feedback, earlier)
     follows = None if chunks > 1 or earlier is not None else upstream_rollout(operation, outputs, model)
@@ -438,7 +445,7 @@ class Graph:
         return graph
 
     def is_separate_evaluation(self, node: Node) -> bool:
-        """Whether a node evaluates on a generator of its own, and not on one that time-shares with rollouts."""
+        """Whether a node evaluates on a separate generator, and not on one that time-shares with rollouts."""
         if node.due is None or node.feedback is None:
             return False
         return all(other.due is not None for other in self.nodes if other.model is node.model and other.feedback is node.feedback)

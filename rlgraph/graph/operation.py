@@ -28,47 +28,33 @@ class NodeTraits:
     """The attributes of an operation that compiler and runtime read, besides the columns that its node reads and writes.
 
         >>> class LengthPenalty(Operation):
-        ...     traits = NodeTraits(by_group=True)  # a response's penalty depends on its group alone
+        ...     traits = NodeTraits(by_group=True)  # a response's penalty depends only on its group
         ...     def start(self, context):
         ...         return lambda step, columns: {"rewards": -columns["response_mask"].sum(-1).float()}
         >>> LengthPenalty().traits.work
         'host'
 
-    `work` is the kind of work, from which costs and memory are estimated. Nodes that "generate" deal their rows to the ranks of their
-    model; of other nodes every rank gets the whole batch, and rank 0 writes it.
-
-    `by_group` says that the columns it writes for the responses to one prompt depend on these responses alone: it then works on the
-    chunks of a rollout as they come.
-
-    `host_pool` is a pool of host cores that it uses from inside, as a rollout does for its tools.
-
-    `dims` bounds dimensions of the columns it writes, such as `{"T": 1024}`: the sizes of messages are predicted from them.
-
-    `sampling` is how it samples responses; None if it samples none. Log-probs of its responses are taken at this temperature.
-
-    `group_size` is the number of responses that it samples for a prompt; None if that is not known.
-
-    `admission` is the rule by which batches and new weights join responses that decode; None if none do.
-
-    `one_turn` says that each response is sampled in one turn, without calls of tools in between.
-
-    `looks_ahead` says that it looks up the prompts of later steps by itself. It cannot be tried on one prompt alone.
-
-    `draws_from` is the source from which it draws prompts by itself, as many as it needs; nothing else may read that source.
-
-    `epochs` is the number of passes of an update over its batch, and `mini_batches` the number of optimizer steps in each pass.
-
-    `scored` is the share of an update's rows that it scores without gradients before it trains on them, as a loss that compares rows needs.
-
-    `preferences` says what the column of that name holds: for "pairs" 1 and -1, for "labels" whether a row is good, and "mismatched" are
-    labels with a second row for each, which has another's response. None if it writes no such column, or that is not known.
-
-    `compares` names the estimator that compares the responses to one prompt with each other; empty if none does.
-
-    `given` are the functions and objects that the user gave it, which must be picklable; None means the whole operation.
-
-    `trial` says that the launch may start it and call its stage once on a made-up batch, before anything starts. A node with a model is
-    not tried. Set it to False for an operation with side effects, or one that loads a model or needs a network.
+    * `work`: the kind of work, from which costs and memory are estimated. Nodes that "generate" split their rows between the ranks of
+      their model. For other nodes every rank receives the whole batch, and rank 0 writes it.
+    * `by_group`: the columns for the responses to one prompt depend only on these responses. The node then works on the
+      chunks of a rollout as they arrive.
+    * `host_pool`: a pool of host cores that it uses from inside, as a rollout does for its tools.
+    * `dims`: bounds of dimensions of the columns that it writes, e.g. `{"T": 1024}`; they predict the sizes of messages.
+    * `sampling`: its sampling; None if it samples nothing. Log-probs of its responses use this temperature.
+    * `group_size`: the responses that it samples per prompt; None if unknown.
+    * `admission`: the rule by which batches and new weights join running responses; None if nothing joins.
+    * `one_turn`: each response is sampled in one turn, without calls of tools in between.
+    * `looks_ahead`: it reads the prompts of later steps by itself, so it cannot be tried on a single prompt.
+    * `draws_from`: the source from which it draws prompts by itself, as needed; nothing else may read that source.
+    * `epochs`: how many times an update iterates over its batch.
+    * `mini_batches`: the optimizer steps per epoch.
+    * `scored`: the share of an update's rows that it scores without gradients before it trains on them, for a loss that compares rows.
+    * `preferences`: the content of the column of that name: "pairs" are 1 and -1, "labels" mark good rows, and "mismatched" are
+      labels with a second row for each, which has another row's response. None: no such column, or unknown.
+    * `compares`: the name of the estimator that compares the responses to one prompt; empty if none does.
+    * `given`: the functions and objects that the user passed, which must be picklable; None means the whole operation.
+    * `trial`: the launch may start the operation and call its stage once on a made-up batch, before anything starts. A node with a model is
+      not tried. Set it to False for an operation with side effects, or one that loads a model or needs a network.
     """
 
     work: Work = "host"
@@ -113,7 +99,7 @@ class NodeTraits:
 
 
 class Operation(ABC):
-    """The work of a node, as a picklable value. Derive from it for a node of your own, and declare the node by `rg.extend.declare`.
+    """The work of a node, as a picklable value. Derive from it for a custom node, and declare the node with `rg.extend.declare`.
 
     >>> class Count(Operation):
     ...     traits = NodeTraits(by_group=True)
@@ -133,7 +119,7 @@ class Operation(ABC):
     def start(self, context: Any) -> Any:
         """Make the stage: the function that the worker calls with (step, columns) at each firing. Called once in each worker.
 
-        The function returns the columns that the node writes, or a pair of columns and metrics (name -> number). Where the node makes
+        The function returns the columns that the node writes, or a pair of columns and metrics (name -> number). If the node makes
         the chunks of its batch (it has `chunks` and follows no rollout), the function is called once per step and returns an iterator
         of them. A stage with state is a `Stateful` object.
         """
@@ -212,48 +198,34 @@ class EngineEstimates(Protocol):
 class ModelTraits(TrainerSettings):
     """The attributes of a model that compiler and runtime read, besides its folder, its pool and its ranks.
 
-    Those of a trained model have its settings whole: see `TrainerSettings`.
+    For a trained model they include all of its settings: see `TrainerSettings`.
 
         >>> ModelTraits(dtype="bfloat16", micro_batch_tokens=16_384).recompute
         False
 
-    `dtype` is the data type of its computations: "auto" lets the device decide, and None is for a model that does not say.
-
-    `estimates` predict the memory and the host resources that its engine takes; None derives them from the work of its nodes.
-
-    `frees_memory` says that its engine gives its device memory away in sleep although it only scores.
-
-    `micro_batch_tokens` bounds the tokens of a pass; None for a model that computes its batch at once.
-
-    `shared_prompts` says that its passes without padding compute the prompt of several responses once.
-
-    `fused_head` says that training never has the logits of all tokens of a pass in memory; None for a model without a vocabulary.
-
-    `shares_base` says that its trainer can hold the frozen weights beside an `adapter` together with other models.
-
-    `merges_adapters` says that it may follow a model with an `adapter`.
-
-    `samples_exactly` says that its engine samples with log-probs that a trainer with `exact=True` computes to the bit.
-
-    `max_context` bounds prompt and response together, in tokens; None if the model's configuration does.
-
-    `sampling` is how it samples responses unless a rollout says otherwise; None for a model that samples none.
-
-    `memory` is the share of a GPU's memory that it asks for; None if it asks for none.
-
-    `weights_dtype` is the dtype in which its engine keeps the matrices of the layers, "fp8"; None for the one it computes in.
-
-    `drafts` is how its engine guesses tokens ahead; None if it does not.
-
-    `engine_args` are the arguments that the user hands on to its engine; those in `gpu_only` need a GPU, each with the reason.
-
-    `shares_steps` says that responses which joined later share each decode step with those already decoding.
-
-    With `any_vocabulary` ranks that share matrices need not divide the vocabulary, and with `any_heads` those that share rows the heads.
-
-    `prepare` imports what its engine needs into a warm process from which its workers are forked; None if that of other nodes will do.
-
-    `made_of` tells what its engine is made of, by which a later job finds one that was kept; it is None, or gives None, where none can be.
+    * `dtype`: the data type of its computations; "auto" lets the device decide. None: unspecified.
+    * `estimates`: predicts the memory and the host resources of its engine; None derives them from the work of its nodes.
+    * `frees_memory`: its engine frees device memory in sleep although it only scores.
+    * `micro_batch_tokens`: the most tokens per micro-batch; None for a model that computes its batch at once.
+    * `shared_prompts`: packed micro-batches compute the prompt of several responses once.
+    * `fused_head`: training never holds the logits of a whole micro-batch in memory; None for a model without a vocabulary.
+    * `shares_base`: its trainer can share the frozen weights of an `adapter` with other models.
+    * `merges_adapters`: it may follow a model with an `adapter`.
+    * `samples_exactly`: its engine's log-probs are bit-identical to a trainer with `exact=True`.
+    * `max_context`: the most tokens of prompt and response together; None: the limit in the model's configuration.
+    * `sampling`: the sampling of its rollouts, unless a rollout sets another; None for a model that samples nothing.
+    * `memory`: the share of a GPU's memory that it reserves; None: it reserves nothing.
+    * `weights_dtype`: the dtype of the layers' matrices in its engine, "fp8"; None: the dtype that it computes in.
+    * `drafts`: the method by which its engine guesses tokens ahead; None: no guesses.
+    * `engine_args`: the user's arguments for its engine.
+    * `gpu_only`: the arguments that need a GPU, each with the reason.
+    * `shares_steps`: responses that join later share each decode step with the responses already decoding.
+    * `any_vocabulary`: the number of ranks that share matrices need not divide the vocabulary.
+    * `any_heads`: the number of ranks that share rows need not divide the heads.
+    * `prepare`: imports the packages of its engine into a warm process from which its workers are forked. None: other nodes' imports
+      suffice.
+    * `made_of`: returns a description of its engine by which a later job finds a cached engine. It is None, or returns None, if the engine
+      cannot be cached.
     """
 
     dtype: str | None = None

@@ -69,7 +69,7 @@ def _check_reader(graph: "Graph", feedback: "Feedback", source: "Model", node: "
     if sampling is not None and not sampling.is_full_distribution:
         raise GraphError(
             f"{where}, and samples with top_p={sampling.top_p}, top_k={sampling.top_k} and temperature={sampling.temperature}: the "
-            "trainer's log-probs are those of all tokens; use top_p=1, top_k=0 and a temperature above 0"
+            "trainer's log-probs cover the whole vocabulary; use top_p=1, top_k=0 and a temperature above 0"
         )
 
 
@@ -206,15 +206,17 @@ def check_edge_of_columns(feedback: "Feedback", plain: bool) -> None:
 def check_edges(name: str, reads: Sequence[str], feedback: "Feedback | None", earlier: "Feedback | None") -> None:
     """Refuse an edge of columns where weights are due and the reverse, and columns that the node reads of its own step too."""
     if feedback is not None and feedback.columns:
-        raise GraphError(f"node '{name}' takes weights of feedback '{feedback.name}', which carries columns; give it one without columns=")
+        raise GraphError(
+            f"node '{name}' loads weights from feedback '{feedback.name}', which carries columns; pass a feedback without columns="
+        )
     if earlier is None:
         return
     if not earlier.columns:
-        raise GraphError(f"node '{name}' has earlier='{earlier.name}', which carries weights; give it rg.feedback(…, columns='rewards')")
+        raise GraphError(f"node '{name}' has earlier='{earlier.name}', which carries weights; pass rg.feedback(…, columns='rewards')")
     twice = sorted(set(reads) & set(earlier.columns))
     if twice:
         raise GraphError(
-            f"node '{name}' reads {twice} of its own step and of an earlier one; a name stands for one column: rename one of them"
+            f"node '{name}' reads {twice} from the current step and from an earlier one; names of columns must differ: rename one of them"
         )
 
 
@@ -266,8 +268,8 @@ def check_whole_distribution(name: str, inputs: Sequence["Output"], reads: Seque
             continue
         raise GraphError(
             f"node '{name}' reads '{SAMPLED}' of '{output.node.name}', which samples with top_p={sampling.top_p}, "
-            f"top_k={sampling.top_k} and temperature={sampling.temperature}: the engine chooses among some tokens, the trainer's log-probs "
-            "are those of all; use top_p=1, top_k=0 and a temperature above 0, or pass policy.log_probs(rollout) if an update reads it"
+            f"top_k={sampling.top_k} and temperature={sampling.temperature}: the engine samples from some tokens, the trainer's log-probs "
+            "cover the whole vocabulary; use top_p=1, top_k=0 and a temperature above 0, or pass policy.log_probs(rollout) to an update"
         )
 
 
@@ -347,8 +349,8 @@ def check_edge_readers(graph: "Graph") -> None:
         if edge is not None:
             fix = "earlier=" if edge.columns else f"generator.rollout(prompts, {edge.name})"
             raise GraphError(
-                f"graph '{graph.name}': feedback '{edge.name}' is closed with '{node.name}', and no node of the graph reads it; give it to "
-                f"the node that should, as {fix}, or do not close it"
+                f"graph '{graph.name}': feedback '{edge.name}' is closed with '{node.name}', but no node of the graph reads it; pass it to "
+                f"a node, e.g. {fix}, or do not close it"
             )
 
 
@@ -393,8 +395,8 @@ def check_useful_depth(graph: "Graph") -> None:
     for feedback in graph.feedbacks:
         if feedback.depth > 0 and all(node.due is not None for node in graph.nodes if node.feedback is feedback):
             raise GraphError(
-                f"feedback '{feedback.name}' has depth={feedback.depth}, but only evaluations use its weights, which take those of their "
-                "step: use depth=0"
+                f"feedback '{feedback.name}' has depth={feedback.depth}, but only evaluations read it, and an evaluation uses the weights "
+                "of its step: set depth=0"
             )
         if feedback.depth > 0 and len(pools) == 1 and not any(lags(graph).values()):
             raise GraphError(
@@ -449,8 +451,8 @@ def check_update_order(graph: "Graph") -> None:
         trained = next((n for n in graph.nodes if n.model is node.model and n.traits.work == "train" and n.serial < node.serial), None)
         if node.model is not None and trained is not None and {"old_log_probs", "values"} & set(node.writes):
             raise GraphError(
-                f"node '{node.name}' is declared after '{trained.name}' and would see the weights that it leaves; {list(node.writes)} are "
-                "those at the start of the update: declare it before"
+                f"node '{node.name}' is declared after '{trained.name}', so it would see the updated weights; {list(node.writes)} must "
+                "come from the weights before the update: declare it before the update"
             )
 
 
@@ -491,8 +493,8 @@ def check_evaluation_delay(graph: "Graph") -> None:
         others = [other.name for other in graph.nodes if other.pool is node.pool and other.due is None]
         if others:
             raise GraphError(
-                f"node '{node.name}' evaluates on a generator of its own in pool '{node.pool.name if node.pool else ''}', where {others} "
-                "would wait for it: give it a pool of its own, or evaluate on the generator of the rollout, which is used between rollouts"
+                f"node '{node.name}' evaluates on a separate generator in pool '{node.pool.name if node.pool else ''}', where {others} "
+                "would wait for it; give it a separate pool, or evaluate on the rollout's generator, which is free between rollouts"
             )
 
 

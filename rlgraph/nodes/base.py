@@ -47,15 +47,8 @@ class Arrivals(Protocol):
 class Context:
     """The worker's side of a node: its engine, its rank, and the version of the weights that the engine holds.
 
-    `rendezvous` is the torch.distributed address at which the ranks of one model meet. If they are on several hosts, `listen_fd` is the
-    descriptor of the socket on which rank 0 listens there. The engine computes on `device`; `shares_devices` says whether other models
-    time-share it, `copies` how many versions of the weights it keeps there, `merging_bytes` what it keeps there instead to merge adapters
-    (None: whole weights arrive), and `sequences` how many responses it decodes at once at most. `exact` says whether a policy that the
-    engine follows computes its log-probs to the bit, and `shared_base` has the frozen weights that other models hold as well. `arrivals`
-    loads new versions for a node that reads a feedback edge. `set_aside` lists places of the data order to skip, because their prompts
-    killed a worker. What a node does within `waiting()` is recorded as its wait for tools or environments.
-
-    A long node reports its progress with `report_progress(done, total, unit)`; progress bars and reports of stalls show it:
+    The time that a node spends within `waiting()` is recorded as its wait for tools or environments. A long node reports its progress
+    with `report_progress(done, total, unit)`; progress bars and reports of stalls show it:
 
     >>> def start(context: Context) -> Stage:  # of an operation
     ...     def fire(step: int, columns: Columns) -> Fired:
@@ -68,11 +61,22 @@ class Context:
     >>> start(Context())(0, {"response_mask": torch.ones(2, 3)})
     ({}, {'responses': 2.0})
 
-    * `engine`: what the `load` of the node's model returned; None for a node without a model.
-    * `rank`: which of the `world` workers of the model this is.
+    * `engine`: the return value of `load` of the node's model; None for a node without a model.
+    * `rank`: the number of this worker among the `world` workers of the model.
     * `threads`: the cores that this worker computes with.
     * `version`: the version of the weights that the engine has.
     * `cache`: values that stages of this worker share, by name.
+    * `rendezvous`: the torch.distributed address at which the ranks of one model meet.
+    * `listen_fd`: if the ranks are on several hosts, the descriptor of the socket on which rank 0 listens.
+    * `device`: the device that the engine computes on.
+    * `shares_devices`: whether other models time-share the device.
+    * `copies`: the versions of the weights that the engine keeps on the device.
+    * `merging_bytes`: the bytes that it keeps there instead, to merge adapters; None: whole weights arrive.
+    * `sequences`: the most responses that the engine decodes at once.
+    * `exact`: whether a policy that the engine follows computes bit-identical log-probs.
+    * `shared_base`: the frozen weights that other models hold as well.
+    * `arrivals`: loads new versions for a node that reads a feedback edge.
+    * `set_aside`: places of the data order to skip, because their prompts killed a worker.
     """
 
     engine: Any = None
@@ -156,7 +160,7 @@ class FunctionNode:
 def node(
     *, reads: str | Sequence[str], writes: str | Sequence[str], by_group: bool = False, trial: bool = True
 ) -> Callable[[Callable[[Columns], Fired]], FunctionNode]:
-    """Make a node of a function from columns to columns, as `@rg.node(reads="response_mask", writes="rewards")`.
+    """Make a node of a function from columns to columns, e.g. with `@rg.node(reads="response_mask", writes="rewards")`.
 
     >>> @node(reads="response_mask", writes="rewards")
     ... def brevity(batch):
@@ -165,15 +169,15 @@ def node(
     (('response_mask',), ('rewards',))
 
     `reads` and `writes` are column names, as a list or separated by spaces. The function gets the columns it reads and
-    returns those it writes, or a pair of columns and metrics (name -> number). It runs in a process of its own on the host.
+    returns the columns it writes, or a pair of columns and metrics (name -> number). It runs in a separate process on the host.
 
-    `by_group=True` promises that the result for the responses of one prompt depends on these responses alone. The node then works
+    `by_group=True` promises that the result for the responses of one prompt depends only on these responses. The node then works
     on each chunk of a rollout with `chunks` as it arrives. Metrics are averaged over the chunks; `.../max` and `.../min` keep the extremes.
 
-    The launch calls the function once on a made-up batch of two prompts with their groups, before anything starts, and refuses what it
-    returns as the run would. Give `trial=False` for a function with side effects, or one that needs a network.
+    The launch calls the function once on a made-up batch of two prompts with their groups, before anything starts, and checks its
+    result as the run would. Set `trial=False` for a function with side effects, or one that needs a network.
 
-    Raises GraphError for a function that does not take exactly one argument, or a node that writes nothing.
+    Raises GraphError for a function without exactly one argument, or a node that writes nothing.
     """
     read, written = _names(reads), _names(writes)
 

@@ -27,8 +27,8 @@ class Chat:
     >>> rg.prompts([{"prompt": "1 + 1 ="}], count=1, chat=chat)
     the batch of 'prompts'
 
-    * `system`: the first message of every conversation that has no system message of its own.
-    * `enable_thinking`: passed to the template, as Qwen 3's reads it. None: as the template decides.
+    * `system`: the first message of every conversation without a system message.
+    * `enable_thinking`: passed to the template, e.g. Qwen 3's. None: the template decides.
     * `template_kwargs`: further arguments of the template: `{"date_string": "1 Jan 2025"}`. A row's `chat_template_kwargs` replace them.
     * `tools`: JSON schemas of the tools that the template describes to the model. A row's `tools` replace them.
     * `continue_final`: a conversation that ends with an assistant's message has the model continue that message.
@@ -67,7 +67,7 @@ class Chat:
         return ChatPrompt(messages, tools, given, answers)
 
     def text(self, where: str, item: Mapping[str, Any], prompt: str) -> str:
-        """Take the text of a row's prompt: of a conversation, the last message of the user."""
+        """Return the text of a row's prompt: of a conversation, the last message of the user."""
         value = item[prompt]
         if isinstance(value, str):
             return value

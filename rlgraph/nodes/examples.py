@@ -56,7 +56,9 @@ def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, 
     if not {"chosen", "rejected"} <= set(row):
         raise DataError(f"{where} has the fields {show_value(list(row))}; a pair has 'chosen' and 'rejected', and usually 'prompt'")
     if row["chosen"] == row["rejected"]:
-        raise DataError(f"{where} has chosen and rejected {show_value(row['chosen'])}; nothing tells equal ones apart: leave the pair out")
+        raise DataError(
+            f"{where} has chosen and rejected {show_value(row['chosen'])}; both are equal, so there is nothing to learn: leave the pair out"
+        )
     if "prompt" in row:
         first, second = (_build_example(where, row, row["prompt"], name, chat, learns) for name in ("chosen", "rejected"))
         return first, second
@@ -280,18 +282,18 @@ def examples(
     `text` all, and of both the token that ends a text. `chat` adds a system prompt, tools and arguments of the template, and makes
     messages of text.
 
-    `label` names a field that says whether a row is good (True, or a number above 0.5) or bad: the column `preferences`, for
+    `label` names a field that marks a row as good (True, or a number above 0.5) or bad: the column `preferences`, for
     `rg.losses.KTO`. With `mismatched` a second row follows each, its prompt with the response of the step's row before, and the
     preference 0.
 
     A `data_source` becomes `data_sources`. Rows of more than `max_tokens` tokens are an error, or are cut at their end.
 
-    Sequences are packed by the trainer, as those of a rollout: see `micro_batch_tokens`. The launch tokenises every row. Raises DataError
-    for a row of another form or without a token to learn, and where its template leaves out something, or renders a turn differently
+    The trainer packs sequences, as it packs rollouts: see `micro_batch_tokens`. The launch tokenises every row. Raises DataError
+    for a row in another format or without a token to learn, and if its template leaves out something, or renders a turn differently
     once others follow.
     """
     if mismatched and (label is None or count < 2):
-        raise DataError(f"{name}: mismatched=True is for rows with a label, and at least 2 a step; give label= and count=2 or more")
+        raise DataError(f"{name}: mismatched=True requires a label and at least 2 rows per step; set label= and count= to 2 or more")
     numbers = () if label is None else ((label, "preferences"),)
     each: Each = "mismatched" if mismatched else "example"
     return _declare_examples(name, data, count, model, seed, chat, learns, each, numbers, max_tokens, overlong)
@@ -319,9 +321,9 @@ def pairs(
     >>> two.columns, two.node.rows
     (('prompts', 'prompt_mask', 'responses', 'response_mask', 'preferences'), 16)
 
-    `chosen` and `rejected` are text or messages, and follow the `prompt`; or they are conversations that begin alike. A pair is two rows
-    of the batch, the chosen one first: `preferences` is 1 and -1. `margin` names a field with the number by which the chosen one is
-    better: the column `margins`. The other parameters and the errors are those of `rg.examples`.
+    `chosen` and `rejected` are text or messages, and follow the `prompt`; or they are conversations with the same beginning. A pair is two
+    rows of the batch, the chosen one first: `preferences` is 1 and -1. `margin` names a field with the number by which the chosen one is
+    better: the column `margins`. The other parameters and the errors are the same as for `rg.examples`.
     """
     numbers = () if margin is None else ((margin, "margins"),)
     return _declare_examples(name, data, count, model, seed, chat, learns, "pair", numbers, max_tokens, overlong)
@@ -460,7 +462,7 @@ def stepwise(
     >>> step = judge.update(solutions, loss=rg.losses.StepwiseLoss())
 
     Rows are in TRL's stepwise format: `prompt`, the steps as `completions`, and `labels`, True for a good one. `separator` follows each
-    step; give the same one to `judge.step_rewards(rollout, separator=…)`. The launch reads every row. Raises DataError for another form.
+    step; pass the same one to `judge.step_rewards(rollout, separator=…)`. The launch reads every row. Raises DataError for another format.
     """
     if is_stream(data):
         raise DataError(f"{name}: the data set is a stream, which has no order to draw from; read it into rows: rg.data.rows(list(…))")

@@ -462,7 +462,7 @@ def prompts(
     prompt: Name = "prompt",
     name: Name = "prompts",
 ) -> Output:
-    """Declare the source of prompts: `count` items of `data` a step, in an order that depends on `seed` alone.
+    """Declare the source of prompts: `count` items of `data` per step, in an order that depends only on `seed`.
 
     >>> import rlgraph as rg
     >>> question = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1 ="}]
@@ -473,7 +473,7 @@ def prompts(
     reads `answer` as `answers`. A step may span epochs; one of a data set smaller than `count` draws items more than once.
 
     The items are a list, rows of `rg.data` (files, data sets of the hub, published schemas) or another data set with a length. A
-    stream, as `rg.data.stream` or an IterableDataset, is drawn in its own order, and its rows are checked as they come.
+    stream (`rg.data.stream` or an IterableDataset) is drawn in its own order, and its rows are checked as they arrive.
 
     A prompt is text or a list of messages. The model reads text exactly as given; special tokens that it begins with are not added
     again. Messages are rendered by the chat template of the rollout's model, with the item's own `tools` and `chat_template_kwargs`
@@ -481,8 +481,8 @@ def prompts(
     the user. `prompt_texts` holds the last message of the user, `prompt_messages` the conversation as JSON.
 
     `results=rg.feedback("results", depth=1, columns="rewards")` is for a mixture with a curriculum of `(seed, step, results)`. Close
-    it with the rewards of the responses: step k then knows those of the steps before max(0, k - depth). `depth` is usually that of
-    the weights; a smaller one makes rollouts wait for rewards.
+    it with the rewards of the responses: step k then knows the rewards of the steps before max(0, k - depth). `depth` usually equals the
+    depth of the weights; a smaller one makes rollouts wait for rewards.
 
     The launch checks all items, and each again when it is drawn. Raises DataError for an empty data set, an item without a prompt
     or without a field that the first one has, or fields that are neither text nor numbers.
@@ -508,7 +508,7 @@ def is_stream(data: Any) -> bool:
 def _declare_stream(data: Any, count: int, chat: Chat | None, seed: int, prompt: str, name: str) -> Output:
     """Declare the source that reads a stream."""
     if seed:
-        raise DataError(f"{name}: seed={seed} has no effect on a stream, which has an order of its own; shuffle it where it is made")
+        raise DataError(f"{name}: seed={seed} has no effect on a stream, which has a fixed order; shuffle the stream where you create it")
     rows_of = data if isinstance(data, Stream) else stream(data)
     _, first = next(StreamReader(rows_of))
     check_first(name, first, prompt)

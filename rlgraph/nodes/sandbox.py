@@ -214,12 +214,13 @@ SLACK_S = 10.0  # beside the seconds of a run, for the sandbox to answer
 
 @dataclass(frozen=True)
 class Executed:
-    """The output of code, and why it `failed` (empty if it did not).
+    """The output of code, and the reason if it failed.
 
     >>> Executed("4\\n").failed
     ''
 
-    * `output`: what the code printed, and its error if it raised one.
+    * `output`: the text that the code printed, and its error if it raised one.
+    * `failed`: the reason why it failed; empty if it did not.
     """
 
     output: str
@@ -242,8 +243,8 @@ class Sandbox(Protocol):
     >>> asyncio.run(Echo().exec("1 + 1")).output
     '1 + 1'
 
-    Failing code is no error of the sandbox: `exec` returns the output and the reason. `read` and `write` raise
-    `rg.agents.ToolError` for a file that cannot be read or written, and all raise it where the sandbox itself is gone.
+    Failing code is not an error of the sandbox: `exec` returns the output and the reason. `read` and `write` raise
+    `rg.agents.ToolError` for a file that cannot be read or written, and all raise it if the sandbox itself is gone.
     """
 
     async def exec(self, code: str) -> Executed:
@@ -274,9 +275,12 @@ class LocalSandbox:
     >>> asyncio.run(example())  # doctest: +SKIP
     '6\\n'
 
-    Each run is a fresh process: files stay, variables do not. A killed run loses only its own work. Files are in memory,
-    `limits.file_bytes` together. `packages` are folders from which code may import, beside what is installed. It starts at the first
-    call. Raises GraphError for a name in `accept_missing` that is no layer, and for packages that are not folders which everyone may read.
+    Each run is a fresh process: files stay, variables do not. A killed run loses only its own work. Files are in memory. The sandbox starts
+    at the first call. Raises GraphError for an unknown layer in `accept_missing`, and for packages that are not world-readable folders.
+
+    * `limits`: the limits of a run, such as seconds and memory; `limits.file_bytes` bounds all files together.
+    * `accept_missing`: the layers that this machine may lack.
+    * `packages`: folders from which code may import, next to the installed packages.
     """
 
     limits: Limits = field(default_factory=Limits)

@@ -14,7 +14,7 @@ Bytes: TypeAlias = Annotated[int, Range(least=1, rule="a whole number of bytes a
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class Precision:
-    """The dtype that a device computes models in, "bfloat16" or "float32", and `why` in words, for the printed plan.
+    """The dtype that a device computes models in, and the reason.
 
     Raises PlanError for another dtype.
 
@@ -22,6 +22,7 @@ class Precision:
     'float32'
 
     * `dtype`: "bfloat16" or "float32".
+    * `why`: the reason in words, for the printed plan.
     """
 
     dtype: Annotated[str, OneOf(("bfloat16", "float32"))]
@@ -36,17 +37,20 @@ class Precision:
 class Cluster:
     """GPUs and host cores, of all hosts together. Without GPUs the pools run on the cores.
 
-    `gpu` names the kind of GPU, as "H100"; with it, times are estimated where none were measured. `gpu_memory_bytes` and
-    `host_memory_bytes` let the compiler refuse a plan that cannot fit. Models with dtype="auto" compute in `gpu_precision` or
-    `cpu_precision`; by default GPUs compute in bfloat16 and cores in float32.
-
-    A host has `gpus_per_node` GPUs, so the GPUs give the least number of hosts; without GPUs `hosts` gives it, each with an equal
-    share of the cores. Raises PlanError for counts below zero, or more hosts than cores.
+    Raises PlanError for counts below zero, or more hosts than cores.
 
     >>> Cluster(gpus=16, gpus_per_node=8, gpu="H100").hosts
     2
 
+    * `gpus`: the GPUs, of all hosts together.
     * `cpus`: the host cores, of all hosts together.
+    * `gpus_per_node`: the GPUs per host, from which the number of hosts follows.
+    * `hosts`: the number of hosts without GPUs, each with an equal share of the cores.
+    * `gpu`: the kind of GPU, e.g. "H100". With it, times that were not measured are estimated.
+    * `gpu_memory_bytes`: the memory of each GPU; the compiler then refuses a plan that cannot fit.
+    * `host_memory_bytes`: the memory of each host; the same.
+    * `gpu_precision`, `cpu_precision`: the dtype of models with dtype="auto" on GPUs and on cores. By default GPUs compute in
+      bfloat16 and cores in float32.
     """
 
     gpus: Natural = 0

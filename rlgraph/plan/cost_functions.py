@@ -256,17 +256,19 @@ def _makespan(lengths: Array, slots: int) -> float:
 class NodeCost:
     """Seconds of one firing: `serial_s` whatever the devices, plus device-seconds shared by them.
 
-    The device-seconds are `parallel_s` a firing (of `measured.rows` rows, where that is known) and `token_s` for each token
-    of the batch, prompts included. A pass takes at least `pass_s`, however few tokens are in it, which is the host's own work to
-    launch it, and where ranks gather shards of the model `sharded_pass_s`. `shards` are the GPU's seconds of that in each pass; those of
-    `measured` ranks are in `token_s` already. `decode` is the function of a generator, by response lengths.
-    `spread` holds single firings as measured seconds over those of the function, so its mean is about 1. `measured` is the setting that
-    the numbers come from; for any other one they are scaled.
+    * `serial_s`: seconds per firing that do not depend on the devices.
+    * `parallel_s`: device-seconds per firing (of `measured.rows` rows, if known).
+    * `token_s`: device-seconds per token of the batch, prompts included.
+    * `pass_s`: the least seconds of a micro-batch: the host's work to launch it.
+    * `sharded_pass_s`: the same if ranks gather shards of the model.
+    * `shards`: the GPU's seconds per micro-batch to gather shards; `token_s` already includes them for the `measured` ranks.
+    * `decode`: the function of a generator, of response lengths.
+    * `spread`: the measured seconds of single firings, divided by the function's, so its mean is about 1.
+    * `measured`: the setting that the numbers come from; for any other setting they are scaled.
+    * `by_devices`: measured seconds per firing by device count, instead of a function: `((1, 38.2), (2, 19.0))`, as
+      `NodeCost.on({1: 38.2, 2: 19.0})` builds it. Other counts follow `a + b / devices` through the nearest two.
 
-    `by_devices` holds seconds of a firing as measured on so many devices each, in place of a function: `((1, 38.2), (2, 19.0))`, which
-    `NodeCost.on({1: 38.2, 2: 19.0})` makes. Between and beyond these counts they follow `a + b / devices` through the nearest two.
-
-    Raises PlanError for a number that is negative or none.
+    Raises PlanError for a negative number or a value that is not a number.
 
     >>> NodeCost.on({1: 40.0, 2: 24.0}).on_devices(4)
     16.0
@@ -311,7 +313,7 @@ class NodeCost:
         return bool(self.decode or self.token_s or self.pass_s or self.sharded_pass_s)
 
     def seconds(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
-        """Predict the seconds `[steps]` of firings: those of the last engine."""
+        """Predict the seconds `[steps]` of firings, each until its last engine is done."""
         last: Array = self.each(setting, lengths, steps, rows_drawn).max(axis=1)
         return last
 
@@ -336,14 +338,14 @@ class NodeCost:
         return each * _spread(self.spread, steps)[:, None] if self.spread else each
 
     def chunk_shares(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int, chunks: int) -> Array:
-        """Compute the shares `[steps, chunks]` of a firing that its chunks take: by decode steps for a generator, else equal."""
+        """Compute the share `[steps, chunks]` of each chunk in the seconds of its firing: by decode steps for a generator, else equal."""
         if self.decode is None or lengths is None or chunks == 1:
             return np.full((steps, chunks), 1 / chunks)
         batch = lengths.batches(steps, rows_drawn)[:, : setting.rows]
         return self.decode_at(self.decode, setting).chunk_shares(batch, lengths.prompt_tokens, chunks)
 
     def paces(self, steps: int) -> Sequence[float]:
-        """Draw single firings as seconds over those of the function."""
+        """Draw the ratio of single firings' seconds to the function's."""
         return _spread(self.spread, steps).tolist() if self.spread else [1.0] * steps
 
     def _training(self, batch: Array, prompt_tokens: float, setting: Setting) -> Array:
@@ -357,7 +359,7 @@ class NodeCost:
         return found
 
     def gathering_s(self, setting: Setting) -> float:
-        """Predict how much longer a pass takes than that of the measured ranks, since ranks gather shards and reduce gradients."""
+        """Predict the additional seconds of a micro-batch over the measured ranks', since ranks gather shards and reduce gradients."""
         measured = 0.0 if self.measured is None else sum(each.seconds(self.measured) for each in self.shards)
         return sum(each.seconds(setting) for each in self.shards) - measured
 

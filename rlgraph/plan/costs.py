@@ -116,19 +116,22 @@ class Costs:
     A plain number holds for any count of devices and rows; comparing plans by it warns. `{1: 38.2, 2: 19.0}` are the seconds on
     1 and on 2 devices of its pool; a `NodeCost` is a function of devices, rows and lengths.
 
-    `publish_s` stages a version on the trainer, `receive_s` brings it to a generator, `swap_s` puts it into the engine;
-    `publish_bytes` is the size of a version. `lengths` is the distribution of the responses, for nodes whose cost
-    depends on tokens. `on` says in words where the costs were taken. `sleep` holds the cost of sleeping and waking for models that
-    time-share their devices, by the names that a plan gives them ("generator", "policy"); missing ones are estimated.
-
-    Raises PlanError for a cost that is negative or no number, or one that needs lengths where there are none.
+    Raises PlanError for a cost that is negative or not a number, or a cost that needs `lengths` without them.
 
     >>> costs = Costs({"prompts": 0.0, "rollout": {1: 38.2, 2: 19.0}, "update": {1: 9.2, 2: 4.9}})
     >>> costs.mean("rollout", Setting(devices=2))
     19.0
 
     * `nodes`: the seconds of each node, by its name.
-    * `source`: where they are from: "measured", "given" by you, or an estimate.
+    * `publish_s`: seconds to stage a version on the trainer.
+    * `receive_s`: seconds to bring it to a generator.
+    * `swap_s`: seconds to put it into the engine.
+    * `publish_bytes`: the bytes of a version.
+    * `lengths`: the distribution of the responses, for nodes whose cost depends on tokens.
+    * `sleep`: the cost of sleeping and waking of models that time-share their devices, by their names in the plan ("generator",
+      "policy"); missing costs are estimated.
+    * `source`: where the costs come from: "measured", "given" by you, or an estimate.
+    * `on`: the machine on which they were measured, in words.
     """
 
     nodes: Mapping[str, float | NodeCost | Mapping[int, float]]
@@ -151,7 +154,7 @@ class Costs:
         for name, cost in self.nodes.items():
             if self.lengths is None and isinstance(cost, NodeCost) and cost.by_length:
                 raise PlanError(
-                    f"the cost of '{name}' follows the tokens of a batch, but these costs have no lengths; give "
+                    f"the cost of '{name}' depends on the tokens of a batch, but these costs have no lengths; pass "
                     "lengths=rg.planning.Lengths(at=(0, 0.5, 1), tokens=(10, 200, 4096)), or the node's seconds as a number"
                 )
 
@@ -291,7 +294,9 @@ def check_costs(graph: Graph, costs: Costs | None) -> Costs:
             raise PlanError(f"costs name a model '{name}' in `sleep` that graph '{graph.name}' lacks; its models are {models}")
     for name in names:
         if name not in costs.nodes:
-            raise PlanError(f"costs lack node '{name}' of graph '{graph.name}'; give each node a cost, or none at all for nominal ones")
+            raise PlanError(
+                f"costs lack node '{name}' of graph '{graph.name}'; give each node a cost, or pass no costs to use placeholders"
+            )
     return costs
 
 

@@ -21,7 +21,11 @@ PROBABILITIES = (*(i / 50 for i in range(49)), 0.98, 0.985, 0.99, 0.9925, 0.995,
 class Lengths:
     """Tokens of a response: `tokens[i]` is the quantile of probability `at[i]`, with straight lines between them.
 
-    `prompt_tokens` is the mean length of a prompt. Raises PlanError for quantiles that do not rise from 0 to 1.
+    Raises PlanError for quantiles that do not rise from 0 to 1.
+
+    * `at`: probabilities, rising from 0 to 1.
+    * `tokens`: the response length at each probability.
+    * `prompt_tokens`: the mean length of a prompt.
 
     >>> Lengths(at=(0, 0.5, 1), tokens=(10, 200, 4000), prompt_tokens=50).mean
     1102.5
@@ -70,7 +74,7 @@ class Lengths:
         return self.tokens[-1]
 
     def batches(self, steps: int, rows: int) -> Array:
-        """Draw response lengths `[steps, rows]`; the same arguments always give the same lengths."""
+        """Draw response lengths `[steps, rows]`; the same arguments always yield the same lengths."""
         return _batches(self, steps, rows)
 
 

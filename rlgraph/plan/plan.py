@@ -420,18 +420,19 @@ class Plan:
     ) -> Any:
         """Make the `rlgraph.Job`, for a `with` block: the block starts the workers on Ray and ends them when it is left.
 
-        `deadline_s` bounds every wait of one worker for another; `dispatch` chooses how steps are sent to the workers:
-        by a Ray Compiled Graph, or by actor calls, which several hosts need (None: whichever fits the plan).
-
-        `checkpoint` is a folder: the job writes a checkpoint into it every `every` steps and at the end, and keeps the newest `keep`. A job
-        whose folder holds checkpoints resumes from the newest (`fresh=True` moves them aside and starts anew). `restarts` is how often
-        the job restarts by itself without a new checkpoint in between, when a worker dies or a node fails.
-        `export_every` also writes the policy as a Hugging Face folder every so many steps: `exports/step-…` in the folder of checkpoints.
-        `transport` chooses how columns cross processes of a host: "shm" (the default), or "ray" by the channels of Ray's Compiled Graphs,
-        with the same bits.
-        `wait_for_hosts_s` is how long the start waits for hosts that Ray does not have yet, and for GPUs that others hold.
-        `encrypt` encrypts, by TLS, every connection that rlgraph opens between hosts; a plan in which another library sends columns or
-        weights between hosts is refused.
+        * `deadline_s`: bounds every wait of one worker for another.
+        * `dispatch`: how steps are sent to the workers: with a Ray Compiled Graph, or with actor calls, which several hosts need. None:
+          whichever fits the plan.
+        * `checkpoint`: a folder into which the job writes a checkpoint every `every` steps and at the end, and keeps the newest `keep`. A
+          job whose folder holds checkpoints resumes from the newest one.
+        * `fresh`: moves existing checkpoints aside and starts from the beginning.
+        * `restarts`: how often the job restarts by itself without a new checkpoint in between, when a worker dies or a node fails.
+        * `export_every`: the steps between two exports of the policy as a Hugging Face folder, `exports/step-…` in the checkpoints' folder.
+        * `transport`: how columns cross processes of a host: "shm" (the default), or "ray" with the channels of Ray's Compiled Graphs. The
+          results are bit-identical.
+        * `wait_for_hosts_s`: the seconds that the start waits for hosts that Ray does not have yet, and for GPUs that others hold.
+        * `encrypt`: encrypts with TLS every connection that rlgraph opens between hosts. A plan in which another library sends columns or
+          weights between hosts is refused.
 
         Raises PlanError if this machine lacks what the plan was compiled for, and DataError for models and prompts that
         cannot be used, both before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
@@ -460,7 +461,7 @@ class Plan:
         return self.facade.ray_dag(self, actors)
 
     def to_json(self) -> str:
-        """Write the plan as JSON, without its graph; `Plan.from_json` gives an equal plan back."""
+        """Write the plan as JSON, without its graph; `Plan.from_json` returns an equal plan."""
         return msgspec.json.format(msgspec.json.encode(self.values), indent=1).decode()
 
     @classmethod
@@ -481,7 +482,7 @@ class Plan:
     def steps_ahead(self) -> Mapping[str, int]:
         """Count for each worker the steps that it fires beyond the one it finishes, because other workers wait for them.
 
-        Where update k waits in its pool until rollout k + 1 is done, the rollout fires that one too, and its prompts come before it.
+        If update k waits in its pool until rollout k + 1 is done, the rollout fires that step too, and its prompts come before it.
         """
         found = {worker.name: 0 for worker in self.workers}
         settled = False

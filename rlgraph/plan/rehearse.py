@@ -35,16 +35,19 @@ Factor = Annotated[float, Range(least=1)]
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class ClusterSite:
-    """Describe a cluster for a rehearsal, besides its counts. By default nothing fails, no host is slow, and costs say what moving takes.
+    """Describe a cluster for a simulated run, besides its counts. By default nothing fails, no host is slow, and costs set transfer times.
 
-    A host's link carries `bandwidth` bytes a second each way, after `latency_s`. Data that crosses it takes the time of its bytes,
-    instead of the `receive_s` of the costs.
+    * `bandwidth`: bytes per second of a host's link, each way. Transfers between hosts then depend on their bytes, instead of the
+      `receive_s` of the costs.
+    * `latency_s`: seconds before the first byte arrives.
+    * `gpu_mtbf_s`: the mean seconds between two failures of one GPU.
+    * `host_mtbf_s`: the mean seconds between two failures of one host.
+    * `restart_s`: seconds from a failure to the first step; the run then resumes from its last checkpoint.
+    * `checkpoint_s`: seconds for which a checkpoint stops the trainer.
+    * `stragglers`: the share of hosts that are slow in a step.
+    * `slow_down`: the factor by which a slow host is slower.
 
-    A GPU fails once in `gpu_mtbf_s` seconds on average and a host once in `host_mtbf_s` (mean time between failures); the whole run
-    then starts again, which takes `restart_s` from the failure to the first step, and goes on from its last checkpoint. A checkpoint
-    stops the trainer for `checkpoint_s`. At each step a share `stragglers` of the hosts takes `slow_down` times as long.
-
-    Raises PlanError for a number that cannot be, and for one that has no effect without another.
+    Raises PlanError for a number that cannot be, and for a number that has no effect without another.
 
     >>> ClusterSite(gpu_mtbf_s=3e8, host_mtbf_s=5e7, restart_s=300).mtbf_s(gpus=1024, hosts=128)
     167410.7142857143
@@ -90,7 +93,7 @@ class ClusterSite:
         return self.gpu_mtbf_s is not None or self.host_mtbf_s is not None
 
     def mtbf_s(self, gpus: int, hosts: int) -> float:
-        """The mean seconds between two failures of a run on so many GPUs and hosts; infinity if nothing fails."""
+        """Compute the mean seconds between two failures of a run on `gpus` GPUs and `hosts` hosts; infinity if nothing fails."""
         rate = (gpus / self.gpu_mtbf_s if self.gpu_mtbf_s else 0.0) + (hosts / self.host_mtbf_s if self.host_mtbf_s else 0.0)
         return 1 / rate if rate else float("inf")
 

@@ -264,15 +264,19 @@ WAITING = 8  # steps whose samples may wait to be decoded and written before the
 @refuse_unknown
 @dataclass(frozen=True)
 class Samples:
-    """The samples that `rg.record` writes: a `share` of each step's responses, at most `most`, drawn by `seed`.
+    """The samples of each step's responses that `rg.record` writes.
 
     >>> import rlgraph as rg
     >>> rg.runs.Samples(share=0.1, most=64)
     Samples(share=0.1, most=64, seed=0, format="jsonl", file_bytes=67108864)
 
-    They go to files of about `file_bytes` in `samples/` of the run's folder, as JSON lines, or as parquet files (which need pyarrow:
-    `pip install 'rlgraph-dataflow[data]'`). `rlgraph.analysis.samples.FIELDS` lists what a record holds. At least one response of a step
-    is recorded, unless `share` is 0.
+    They go to `samples/` of the run's folder. `rlgraph.analysis.samples.FIELDS` lists the fields of a record.
+
+    * `share`: the share of each step's responses; at least one response per step, unless it is 0.
+    * `most`: the most responses per step; None: no limit.
+    * `seed`: the seed of the choice.
+    * `format`: "jsonl", or "parquet", which needs the extra `data` (pyarrow).
+    * `file_bytes`: the approximate size of a file.
 
     Raises PlanError for a share outside of 0 to 1, and for parquet without pyarrow.
     """
@@ -372,10 +376,14 @@ class Profile:
     >>> rg.planning.Profile(steps=(3, 5), workers="policy")  # for rg.record(job, 100, "runs/math", profile=…)
     Profile(steps=(3, 5), workers='policy', memory=None, stacks=False, shapes=False)
 
-    `workers` are names of workers, models or nodes; all workers without it. The files go to `profiles/` of the run's folder, named by
-    worker and steps, and the report links them: a trace, a table of operators, and for workers with GPUs the history of CUDA's memory.
-    `memory=True` asks for that history, `False` does without; `stacks` adds Python's stacks to the trace and `shapes` those of tensors,
-    which make the trace larger. Profiled steps are slower.
+    The files go to `profiles/` of the run's folder, named by worker and steps, and the report links them: a trace, a table of operators,
+    and for workers with GPUs the history of CUDA's memory. Profiled steps are slower.
+
+    * `steps`: the first and the last step.
+    * `workers`: names of workers, models or nodes; None: all workers.
+    * `memory`: True requires the history of CUDA's memory, False leaves it out. None: on GPUs.
+    * `stacks`: adds Python stacks to the trace, which make it larger.
+    * `shapes`: adds tensor shapes to the trace, which make it larger.
 
     Raises PlanError for steps out of order, and from `rg.record` for a worker that is not there, steps that the run does not reach, and
     `memory=True` where no worker has a GPU.

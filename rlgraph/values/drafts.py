@@ -24,10 +24,13 @@ NO_MODEL = (
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class PromptLookup:
-    """Guess `tokens` tokens ahead by looking the last `longest` to `shortest` tokens of a sequence up in its own earlier ones.
+    """Guess tokens ahead by looking up the last tokens of a sequence in its earlier tokens (prompt look-up).
 
-    A step guesses while at most `below` sequences decode: a small step waits for memory and reads more tokens at no cost, a large one
-    does not. Raises GraphError for a value out of its range.
+    Raises GraphError for a value out of its range.
+
+    * `tokens`: the guesses per step.
+    * `longest`, `shortest`: the lengths of the looked-up suffix, tried from the longest to the shortest.
+    * `below`: guesses only while at most this many sequences decode. A small step is limited by memory and reads more tokens at no cost.
 
     >>> PromptLookup(tokens=3).schedule(1024)
     [[1, 32, 3], [33, 1024, 0]]

@@ -34,17 +34,10 @@ WITHOUT_EFFECT: tuple[
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class LoRA:
-    """Train low-rank adapters and leave the model as it is: `y = x Wᵀ + (alpha / rank) x Aᵀ Bᵀ`, with A `[rank, in]` and B `[out, rank]`.
+    """Train low-rank adapters and freeze the model: `y = x Wᵀ + (alpha / rank) x Aᵀ Bᵀ`, with A `[rank, in]` and B `[out, rank]`.
 
-    `targets` are the projections that get an adapter, by the last part of their names; "all-linear" is all of the layers'. B begins at 0
-    and A as PEFT's does, drawn by `seed`; with `folder`, an adapter that PEFT or rlgraph wrote, both begin as they are there. There is no
-    dropout: log-probs of one policy would differ between two passes, and a step would depend on how its batch is cut into passes.
-
-    With `base="nf4"` the frozen matrices beside which there are adapters have 4 bits a number (QLoRA, arXiv:2305.14314), by bitsandbytes,
-    which the extra `lowbit` installs. The model is then the rounded one, for `base_log_probs`, for generators and for exports alike. It is
-    for one process.
-
-    Learning rates of about ten times those of full training are usual. Raises GraphError for a value out of its range.
+    Learning rates are usually about ten times higher than for full training. There is no dropout: log-probs would differ between two
+    forward passes, and a step would depend on its micro-batches. Raises GraphError for a value out of its range.
     Source: Hu et al. 2021, arXiv:2106.09685.
 
     >>> import rlgraph as rg
@@ -54,7 +47,13 @@ class LoRA:
     >>> rg.LoRA(rank=8, targets=("q_proj", "v_proj")).scale
     4.0
 
-    * `alpha`: the scale of the product, which is `alpha / rank`.
+    * `rank`: the rank of the matrices, e.g. 8 to 64.
+    * `alpha`: sets the scale of the adapter's product, `alpha / rank`.
+    * `targets`: the projections with an adapter, by the last part of their names; "all-linear" is all linear layers but the head.
+    * `seed`: draws the initial A, as PEFT does. B starts at 0.
+    * `folder`: an adapter that PEFT or rlgraph wrote; both matrices start from it.
+    * `base`: "nf4" stores the frozen matrices that have adapters with 4 bits per element (QLoRA, arXiv:2305.14314). It needs
+      bitsandbytes (the extra `lowbit`) and one process. `base_log_probs`, generators and exports all use the quantised model.
     """
 
     rank: Count

@@ -14,10 +14,11 @@ from rlgraph.settings import AtLeastZero, Count, Fraction, Natural, Positive, Ra
 
 @dataclass(frozen=True, kw_only=True)
 class RateSchedule(ABC):
-    """The base of the schedules: called with an optimizer step, counted from 0, it gives the factor of the learning rate.
+    """The base of the schedules: called with an optimizer step, counted from 0, it returns the factor of the learning rate.
 
-    An update with 4 mini-batches takes 4 optimizer steps. The factor rises linearly from 0 over `warmup_steps`, so the first of them has a
-    rate of 0, as in transformers.
+    An update with 4 mini-batches has 4 optimizer steps.
+
+    * `warmup_steps`: the steps over which the factor rises linearly from 0; the first step has a rate of 0, as in transformers.
     """
 
     warmup_steps: Natural = 0
@@ -49,7 +50,11 @@ class Constant(RateSchedule):
 
 @dataclass(frozen=True, kw_only=True)
 class _Ending(RateSchedule):
-    """A schedule of `steps` optimizer steps, warm-up included, that ends at the share `final` of the rate and stays there."""
+    """A schedule of `steps` optimizer steps, warm-up included, that ends at the share `final` of the rate and stays there.
+
+    * `steps`: all optimizer steps, warm-up included.
+    * `final`: the share of the rate at the end.
+    """
 
     steps: Count
     final: Fraction = 0.0
@@ -74,7 +79,7 @@ class _Ending(RateSchedule):
 @settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Linear(_Ending):
-    """A rate that falls linearly after the warm-up to its share `final` at optimizer step `steps`; transformers' `linear`.
+    """A rate that falls linearly after the warm-up; transformers' `linear`.
 
     >>> import rlgraph as rg
     >>> [rg.optim.Linear(steps=5, final=0.5, warmup_steps=1)(step) for step in range(7)]
@@ -88,7 +93,7 @@ class Linear(_Ending):
 @settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Cosine(_Ending):
-    """A rate that falls by half a cosine after the warm-up to its share `final` at optimizer step `steps`; transformers' `cosine`.
+    """A rate that falls by half a cosine after the warm-up; transformers' `cosine`.
 
     >>> import rlgraph as rg
     >>> [round(rg.optim.Cosine(steps=4)(step), 3) for step in range(6)]
@@ -102,10 +107,14 @@ class Cosine(_Ending):
 @settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class WSD(_Ending):
-    """Warm-up, stable, decay: the rate is constant until the last `decay_steps` of `steps`, in which it falls to its share `final` by
-    half a cosine, linearly, or as one minus a square root; transformers' `warmup_stable_decay`. The warm-up begins at `final`.
+    """Warm-up, stable, decay: a rate that rises, stays constant, and falls at the end; transformers' `warmup_stable_decay`.
 
-    Raises GraphError for a warm-up and a decay that take more than `steps`.
+    * `steps`: all optimizer steps, warm-up and decay included.
+    * `decay_steps`: the last steps, over which the rate falls to `final`.
+    * `decay`: the curve of the decay: "cosine", "linear", or "1-sqrt".
+    * `final`: the share of the rate at the end, and at the start of the warm-up.
+
+    Raises GraphError if warm-up and decay are longer than `steps`.
 
     >>> import rlgraph as rg
     >>> [rg.optim.WSD(steps=6, warmup_steps=2, decay_steps=2, decay="linear")(step) for step in range(7)]
@@ -145,17 +154,15 @@ Decay: TypeAlias = Annotated[float, Range(least=0, below=1, rule="a decay of at 
 class AdamW:
     """AdamW that clips the norm of the gradients to `grad_clip`.
 
-    The learning rate follows `schedule`, as `rg.optim.Cosine(warmup_steps=10, steps=1000)`. Without one it is constant after `warmup_steps`
-    optimizer steps, over which it rises linearly, to `lr / warmup_steps` in the first.
+    `moments="16bit"` stores both moments in bfloat16, 4 bytes per parameter instead of 8. A step computes in float32 and rounds
+    stochastically. The noise depends only on the step and the element's position in its parameter, so the result is the same with any
+    number of ranks.
 
-    `moments="16bit"` keeps both moments in bfloat16, 4 bytes a parameter instead of 8. A step computes in float32 and rounds up or down at
-    random; the noise depends on the step and on a number's position in its parameter alone, so any number of ranks has the same bits.
+    `moments="8bit"` stores both moments with 8 bits and a float32 scale per block of 256 elements, 2.03 bytes per parameter instead of 8:
+    the steps of bitsandbytes' AdamW8bit (arXiv:2110.02861), which the extra `lowbit` installs. Parameters with fewer than 4096 elements,
+    and parameters whose blocks would be split between ranks, keep float32.
 
-    `moments="8bit"` keeps both moments in 8 bits with a float32 scale for each block of 256 numbers, 2.03 bytes a parameter instead of 8:
-    the steps of bitsandbytes' AdamW8bit (arXiv:2110.02861), which the extra `lowbit` installs. Parameters of less than 4096 numbers, and
-    those whose blocks would lie in two ranks, keep float32.
-
-    Raises GraphError for a value out of its range, and for `warmup_steps` beside a schedule, which has its own.
+    Raises GraphError for a value out of its range, and for `warmup_steps` together with a schedule, which has its own.
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101.
 
     >>> import rlgraph as rg
@@ -163,9 +170,14 @@ class AdamW:
     >>> optimizer.lr_at(0), optimizer.lr_at(1), optimizer.lr_at(9)
     (5e-07, 1e-06, 1e-06)
 
-    * `betas`: how much of the first and of the second moment stays in a step.
+    * `lr`: the learning rate after the warm-up.
+    * `betas`: the decay of the first and of the second moment per step.
     * `eps`: added to the root of the second moment.
-    * `weight_decay`: the share of each weight that a step takes away, times the learning rate; decoupled, as in the source.
+    * `weight_decay`: decoupled: a step subtracts `lr * weight_decay` of each weight.
+    * `grad_clip`: the largest norm of all gradients together; larger gradients are scaled down to it.
+    * `warmup_steps`: optimizer steps over which the rate rises linearly, from `lr / warmup_steps`; then it is constant.
+    * `schedule`: the course of the learning rate, e.g. `rg.optim.Cosine(warmup_steps=10, steps=1000)`. None: constant after the warm-up.
+    * `moments`: the precision of both moments: "32bit", "16bit" or "8bit".
     """
 
     lr: Annotated[float, Range(above=0, rule="a learning rate above 0")] = 1e-6
@@ -198,12 +210,11 @@ class AdamW:
 class Muon(AdamW):
     """Muon for the matrices of the layers, and AdamW for embeddings, heads, norms, biases and fused experts.
 
-    A matrix moves along its momentum with all singular values set to about 1 by `ns_steps` Newton-Schulz iterations. With
-    `adjust_lr="match_rms_adamw"` its step is as large as AdamW's, so both take the same `lr`; "original" is the rule of the source, for
-    rates about 0.02. `betas` and `eps` are those of AdamW. The step is that of torch's Muon; on a CPU the iterations are in float32.
+    A matrix moves along its momentum, with all singular values set to about 1 by Newton-Schulz iterations. The steps equal torch's Muon; on
+    a CPU the iterations are in float32. A matrix has one moment, while AdamW has two.
 
-    Ranks that hold rows of a matrix gather it for the iterations, one matrix at a time; equal gradients give the same bits as on one rank.
-    A matrix has one moment, where AdamW has two.
+    Ranks that hold rows of a matrix gather it for the iterations, one matrix at a time; the result is bit-identical to one rank with equal
+    gradients.
 
     Raises GraphError as `rg.AdamW` does. Source: Jordan et al. 2024, kellerjordan.github.io/posts/muon.
 
@@ -212,9 +223,14 @@ class Muon(AdamW):
     >>> policy.optimizer.momentum
     0.95
 
-    * `momentum`: how much of the momentum stays in a step; with `nesterov` the gradient is added to it once more.
-    * `weight_decay`: as that of AdamW.
-    * `moments`: "32bit"; the others are AdamW's alone.
+    * `momentum`: the decay of the momentum per step.
+    * `nesterov`: adds the gradient to the momentum once more.
+    * `ns_steps`: the number of Newton-Schulz iterations.
+    * `adjust_lr`: "match_rms_adamw" makes a step as large as AdamW's, so that both use the same `lr`. "original" is the rule of the source,
+      for rates of about 0.02.
+    * `lr`: the learning rate after the warm-up.
+    * `betas`, `eps`: of AdamW, for the parameters that it trains.
+    * `moments`: "32bit"; only AdamW supports the other precisions.
     """
 
     momentum: Decay = 0.95

@@ -15,11 +15,16 @@ Running: TypeAlias = Literal["keep", "recompute"]  # what becomes of the keys an
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class Sampling:
-    """How a generator samples responses: at most `max_tokens` tokens each, at `temperature` (0 is greedy), from the `top_k` most
-    likely tokens (0: all), and of these from the most likely that together have the probability `top_p`.
+    """How a generator samples responses. A response ends with its end-of-text token or a stop token, and includes that token.
 
-    A response ends with its end-of-text token or one of `stop_token_ids`, and includes it. With `ignore_eos` it goes on past the
-    end-of-text token. Raises GraphError for a value out of its range.
+    * `max_tokens`: the most tokens per response.
+    * `temperature`: divides the logits; 0 is greedy.
+    * `top_k`: samples from the k most likely tokens; 0: from all.
+    * `top_p`: samples from the most likely tokens that together have this probability; 1: from all.
+    * `stop_token_ids`: further token ids that end a response.
+    * `ignore_eos`: continues past the end-of-text token, up to `max_tokens`.
+
+    Raises GraphError for a value out of its range.
 
     >>> import rlgraph as rg
     >>> sampling = rg.Sampling(max_tokens=256, temperature=0.7, top_p=0.95)
@@ -47,7 +52,7 @@ class Sampling:
     def of_turn(self, most: int, close: int) -> "Sampling":
         """The same for a turn of a conversation: at most `most` tokens, and it also ends with the token `close`.
 
-        It is not checked again: that would take longer than some engines take for a step.
+        It is not checked again, since some engines need less time for a whole step.
         """
         turn = copy(self)  # which nobody else has yet
         object.__setattr__(turn, "max_tokens", most)

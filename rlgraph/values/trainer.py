@@ -15,29 +15,29 @@ ADAMW = AdamW()  # one for all: traits are made often, and an optimizer checks i
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings:
-    """How a trainer computes. `rg.Policy`, `Critic` and `Reference` take each field, and a trainer lists those that it takes.
+    """How a trainer computes. `rg.Policy`, `Critic` and `Reference` accept each field, and a trainer lists the fields that it supports.
 
-    * `optimizer`: `rg.AdamW(…)` or `rg.optim.Muon(…)`, which also says how many bits a number of its moments has.
-    * `micro_batch_tokens`: the most tokens in memory at once. The result does not depend on it.
-    * `tensor_parallel`: the processes of a group that share the matrices of each layer, by the model's own plan.
-    * `context_parallel`: the processes of a group that share the tokens of a pass; each has at most `micro_batch_tokens` of them.
-    * `pipeline_parallel`: the processes of a group that share the layers, of which each has as many; several passes are under way.
-    * `expert_parallel`: the processes with the same layers that share the experts of a mixture, whole ones; others hold the same experts.
-    * `recompute`: True keeps only the input of each layer for the backward pass, and takes a third more time. "selective" keeps also
-      what costs most for its bytes, the results of attention and of its products: a quarter of what a layer keeps otherwise, for half of
-      that time or, with long sequences, less. See docs/memory.md.
-    * `fused_head`: computes the logits of some tokens at a time, and in the backward pass again, so that those of all tokens of a pass
-      are never in memory. It takes one more product with the head. None: if it recomputes. Without training it costs nothing and is
-      always so.
-    * `offload`: "moments" keeps AdamW's moments in host memory, 8 bytes a parameter, and brings those of one parameter at a time to the
-      GPU in an optimizer step. The step has the same bits. "never" leaves them on the GPU while other models of the pool have it, where
-      memory suffices; None takes them to the host meanwhile. Both are for GPUs.
-    * `compiled`: fuses the kernels of each layer, at a slower start.
-    * `load_balance`: the weight of the loss that balances the experts of a mixture, as 0.001; 0 leaves it out.
-    * `router_replay`: computes with the experts that a batch's columns `prompt_routes` and `routes` name, where it has them.
-    * `adapter`: `rg.LoRA(rank=…)` trains and publishes low-rank matrices, and leaves the model itself as it is.
-    * `exact`: computes the log-probs of the engine `vllm` to the bit, and checks some tokens of each step before its update. It is for
-      depth 0, on pools of one core with `dtype="float32"` or on Hopper GPUs with `dtype="bfloat16"`.
+    * `optimizer`: `rg.AdamW(…)` or `rg.optim.Muon(…)`; it also sets the precision of the optimizer's moments.
+    * `micro_batch_tokens`: the most tokens per micro-batch and process. It bounds memory; the result does not depend on it.
+    * `tensor_parallel`: the processes per group that share the matrices of each layer, according to the model's tensor-parallel plan.
+    * `context_parallel`: the processes per group that share the tokens of a micro-batch; each has at most `micro_batch_tokens` of them.
+    * `pipeline_parallel`: the processes per group that share the layers, in equal numbers; several micro-batches are in flight.
+    * `expert_parallel`: the processes with the same layers that share the experts of a mixture, each expert on one of them.
+    * `recompute`: True keeps only the input of each layer for the backward pass, and needs a third more time. "selective" also keeps
+      the tensors that are most expensive to recompute per byte, above all attention outputs. It keeps a quarter of a layer's
+      activations, for half of the extra time or less. False keeps all. See docs/memory.md.
+    * `fused_head`: computes logits in blocks of tokens, and again in the backward pass, so that the logits of a whole micro-batch
+      are never in memory. It costs one more matmul with the head. None: on if `recompute` is. Without training it is always on,
+      at no cost.
+    * `offload`: "moments" keeps AdamW's moments in host memory, 8 bytes per parameter, and moves one parameter's moments at a time to
+      the GPU during an optimizer step. The result is bit-identical. "never" leaves the moments on the GPU while other models use it, if
+      they fit. None moves them to the host meanwhile. Both need GPUs.
+    * `compiled`: fuses the kernels of each layer with torch.compile; the first step is slower.
+    * `load_balance`: the weight of the loss that balances the experts of a mixture, e.g. 0.001; 0 leaves it out.
+    * `router_replay`: computes with the experts in the columns `prompt_routes` and `routes` of a batch, if it has them.
+    * `adapter`: `rg.LoRA(rank=…)` trains and publishes low-rank matrices, and leaves the model's weights unchanged. None: full training.
+    * `exact`: makes log-probs bit-identical to the engine `vllm`, and checks some tokens of each step before its update. It requires
+      depth 0, and pools of one core with `dtype="float32"` or Hopper GPUs with `dtype="bfloat16"`.
 
     >>> TrainerSettings(recompute="selective", tensor_parallel=2).ranks_per_pass
     2

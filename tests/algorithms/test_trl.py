@@ -157,12 +157,12 @@ def test_pairs_without_a_winner_or_a_token_are_left_out_of_the_mean() -> None:
 
 @pytest.mark.parametrize("preferences", [[1.0, 1.0, -1.0, -1.0], [-1.0, 1.0, 1.0, -1.0]])
 def test_rows_that_are_no_pairs_are_refused(preferences: list[float]) -> None:
-    with pytest.raises(DataError, match="the rows of this mini-batch are no pairs"):
+    with pytest.raises(DataError, match="the rows of this mini-batch are not pairs"):
         alg.DPO()(torch.zeros(4, 2), PAIR | {"preferences": torch.tensor(preferences)})
 
 
 def test_kto_without_mismatched_rows_is_refused() -> None:
-    with pytest.raises(DataError, match="no row of this mini-batch has the response of another prompt"):
+    with pytest.raises(DataError, match="this mini-batch has no mismatched row"):
         alg.KTO()(torch.zeros(4, 2), PAIR | {"preferences": torch.tensor([1.0, -1.0, 1.0, 1.0])})
 
 

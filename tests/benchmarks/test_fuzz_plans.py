@@ -32,7 +32,7 @@ def test_cases_that_went_wrong_once(seed: int, tmp_path: Path) -> None:
         (lambda: rg.Pool("\ud83d"), "half of a surrogate pair"),
         (lambda: rg.feedback("weights", depth=10**5000), "more than 64 bits"),
         (lambda: rg.planning.Costs({"update": 10**400}), "a cost is a number of seconds"),
-        (lambda: declare("node", fuzz_plans.Nothing(), (), reads=(), writes=("a",)), "no inputs and no rows"),
+        (lambda: declare("node", fuzz_plans.Nothing(), (), reads=(), writes=("a",)), "has neither inputs nor rows"),
     ],
 )
 def test_values_that_nothing_can_hold_are_refused(made, said: str) -> None:

@@ -168,7 +168,7 @@ MISTAKES: dict[str, tuple[Any, Any, type[RlgraphError], str]] = {
         PlanError,
         r"the parameter 'sft', which names no earlier graph; these are \['first'\]",
     ),
-    "one name twice": (lambda m: [imitation(m, "first"), lambda first: imitation(first, "first")], STEPS, PlanError, "as an earlier one"),
+    "one name twice": (lambda m: [imitation(m, "first"), lambda first: imitation(first, "first")], STEPS, PlanError, "of an earlier graph"),
     "a name that is no folder": (lambda m: [imitation(m, "../first")], [1], PlanError, "use letters, digits"),
     "weights that nobody takes": (
         lambda m: [imitation(m, "first"), imitation(m, "second")],
@@ -197,7 +197,7 @@ def test_a_mistake_anywhere_is_refused_before_the_first_graph_starts(what: str, 
 def test_a_folder_where_only_a_later_graph_is_done_is_refused(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running.StageFolder, "has_run", lambda self, stage: stage.name == "second")
     monkeypatch.setattr(running, "_run", lambda *arguments: None)
-    with pytest.raises(PlanError, match="a later graph is done and an earlier one is not"):
+    with pytest.raises(PlanError, match="a later graph is finished but an earlier one is not"):
         rg.run(stages(model), tmp_path / "run", steps=STEPS, cluster=HOST, quiet=True)
 
 

@@ -242,7 +242,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no verl rows": (lambda folder: rg.data.verl(write(folder / "a.jsonl", [{"prompt": "x"}]))[0], "has no 'reward_model.ground_truth'"),
     "pictures": (
         lambda folder: rg.data.verl(write(folder / "a.jsonl", [verl_row(1, images=["x"])]))[0],
-        "has images; rlgraph takes text alone",
+        "has images; rlgraph supports only text",
     ),
     "no messages": (lambda folder: rg.data.conversational(write(folder / "a.jsonl", [{"text": "x"}]))[0], "has the fields .*'text'"),
     "no row of GSM8K": (

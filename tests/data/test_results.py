@@ -214,7 +214,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "prompts that are drawn ahead": (continuous, "draws its prompts ahead of the steps: use a rollout without continuous="),
     "weights where columns are": (
         lambda: rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts(EASY, 4), open_edge()),
-        "takes weights of feedback 'results', which carries columns",
+        "loads weights from feedback 'results', which carries columns",
     ),
     "an unknown data set": (lambda: Results({"easy": 5}).mean("hard"), r"results of data set 'hard': the mixture has \['easy'\]"),
 }

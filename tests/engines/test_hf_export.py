@@ -148,7 +148,7 @@ def test_the_peak_of_memory_is_a_part_of_the_model(source: str, tmp_path: Path) 
 @pytest.mark.parametrize("make", [Path.mkdir, Path.touch, lambda path: path.symlink_to("nowhere")])
 def test_an_export_replaces_nothing(make: object, tmp_path: Path) -> None:
     make(tmp_path / "out")  # type: ignore[operator]
-    with pytest.raises(ExportError, match="replaces nothing"):
+    with pytest.raises(ExportError, match="does not overwrite"):
         check_target(tmp_path / "out")
 
 

@@ -239,7 +239,7 @@ def test_quantised_weights_are_refused(folders: dict[str, Path], tmp_path: Path)
     folder = changed(folders["tied"], tmp_path / "fp8", lambda tensors: None)
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DataError, match="has a quantization_config; a trainer takes weights in"):
+    with pytest.raises(DataError, match="has a quantization_config; a trainer requires weights in"):
         PolicyHead(folder)
 
 

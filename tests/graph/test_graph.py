@@ -168,7 +168,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "an edge that nobody reads": (
         read_by_nobody,
         GraphError,
-        r"'weights' is closed with 'update', and no node of the graph reads it; .* generator.rollout\(prompts, weights\), or",
+        r"'weights' is closed with 'update', but no node of the graph reads it; .* generator.rollout\(prompts, weights\), or",
     ),
     "closed twice": (closed_twice, GraphError, "closed twice"),
     "closed with metrics": (close_with_metrics, GraphError, "closed with the metrics of 'update'; close it with the weights"),

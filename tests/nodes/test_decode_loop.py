@@ -223,7 +223,7 @@ WRONG = {
         {"interrupt": "keep"},
         "interrupt='keep', but at depth=0 of feedback 'weights' no version is published while responses decode",
     ),
-    "continuous on-policy": (0, {"continuous": True}, "continuous=True at depth=0 .* may only start on weights trained on this one"),
+    "continuous on-policy": (0, {"continuous": True}, "continuous=True at depth=0 .* may start only after the update on this one"),
     "a number": (1, {"continuous": 2}, "continuous=2; continuous is True or False"),
     "nothing that changes": (None, {"interrupt": "keep"}, "interrupt='keep' but no weights that change"),
 }

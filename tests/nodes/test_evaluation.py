@@ -123,7 +123,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[rg.RlgraphError], str]] = {
             Parts().generator, ITEMS, rg.feedback("w", depth=0), reward=right, every=1, samples=4, sampling=rg.Sampling(temperature=0)
         ),
         GraphError,
-        r"samples=4 of a greedy sampling, which are all alike: leave samples out",
+        r"samples=4 of a greedy sampling, which are all equal; leave samples out",
     ),
     "a source that is not there": (
         lambda: rg.evaluate(Parts().generator, ITEMS, rg.feedback("w", depth=0), reward=right, every=1, source="subject"),

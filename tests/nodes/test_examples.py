@@ -220,7 +220,7 @@ def test_settings_without_effect_are_refused() -> None:
     one = rg.Policy("tiny", pool=rg.Pool("train"))
     with pytest.raises(DataError, match="overlong='cut' has no effect without max_tokens"):
         rg.examples([{"text": "1"}], 1, one, overlong="cut")
-    with pytest.raises(DataError, match="mismatched=True is for rows with a label"):
+    with pytest.raises(DataError, match="mismatched=True requires a label"):
         rg.examples([{"text": "1"}], 2, one, mismatched=True)
     with pytest.raises(DataError, match="the data set is a stream"):
         rg.examples(rg.data.stream(lambda: iter([{"text": "1"}])), 1, one)

@@ -24,7 +24,7 @@ def length(responses: list[str]) -> list[float]:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mini_batches": 4}, "has mini_batches=4 of a batch of 6 rows; mini-batches are to be equally large"),
+        ({"mini_batches": 4}, "has mini_batches=4 for a batch of 6 rows; mini-batches must have equal sizes"),
         ({"mini_batches": 0}, "mini_batches is a whole number of at least 1"),
         ({"epochs": 1.5}, "epochs is a whole number of at least 1"),
         ({"critic_warmup": -1}, "critic_warmup is a whole number of at least 0"),
@@ -76,7 +76,7 @@ def test_old_log_probs_declared_after_the_update_are_refused() -> None:
     advantages = rg.advantages(rollout, rg.reward(length, rollout), estimator=rg.GRPO())
     step = policy.update(rollout, advantages, loss=rg.ClippedLoss())
     weights.close(step.weights)
-    with pytest.raises(GraphError, match="'old_log_probs' is declared after 'update' and would see the weights that it leaves"):
+    with pytest.raises(GraphError, match="'old_log_probs' is declared after 'update', so it would see the updated weights"):
         rg.Graph("late", step.metrics, policy.log_probs(rollout))
 
 

@@ -95,7 +95,7 @@ def test_a_transport_has_a_name_of_its_own() -> None:
 
 
 def test_a_loss_and_an_estimator_of_ones_own_train_as_the_page_shows(tmp_path: Path) -> None:
-    page = (ROOT / "docs/algorithms.md").read_text().partition("## A loss and an estimator of your own")[2]
+    page = (ROOT / "docs/algorithms.md").read_text().partition("## Custom losses and estimators")[2]
     shown: dict[str, Any] = {}
     exec(page.partition("```python\n")[2].partition("```")[0], shown)
     graph = user_mistakes.graph(tiny_llama(tmp_path), estimator=shown["Centred"](), loss=shown["PlainLoss"](), reward=lengths)

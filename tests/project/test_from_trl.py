@@ -23,6 +23,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "plan.launch": rg.Plan.launch,
     "launch": rg.Plan.launch,
     "job.steps": lambda count: None,
+    "job.export": rg.Job.export,
+    "policy.base_log_probs": rg.Policy.base_log_probs,
 }
 
 

@@ -232,7 +232,7 @@ WRONG = {
     "an engine that is none": (["model=tiny", "engine=none"], "engine is one of ['vllm', 'transformers', 'sglang'] or an EngineSpec"),
     "a value of another type": (["steps=many"], "Value 'many' of type 'str' could not be converted to Integer"),
     "a file that is not there": (["config=none.yaml"], "config=none.yaml: there is no such file"),
-    "no setting at all": (["fast"], "argument 'fast' is no setting; write key=value"),
+    "no setting at all": (["fast"], "argument 'fast' is not a setting; write key=value"),
     "a model that is not there": (["model=nowhere"], "model 'nowhere': no such folder"),
     "a prompt that does not fit": (
         ["model=tiny", "engine=transformers", "max_tokens=60"],

@@ -78,7 +78,7 @@ def test_one_bit_of_one_token_ends_the_run_in_the_step_that_checks_it() -> None:
     assert checked_rows(Engine(right, None), batch, 0, 1.0) == {"exact/tokens_checked": 20.0}
     assert checked_rows(Engine(right, (6, 3)), batch, 0, 1.0) == {"exact/tokens_checked": 20.0}
     assert checked_rows(Engine(right, (6, 4)), batch, 1, 1.0) == {"exact/tokens_checked": 19.0}
-    with pytest.raises(CertificateError, match=r"step 1: 1 of 19 tokens of 4 rows have other log-probs .* Leave out exact"):
+    with pytest.raises(CertificateError, match=r"step 1: 1 of 19 tokens of 4 rows have different log-probs .* Leave out exact"):
         checked_rows(Engine(right, (6, 3)), batch, 1, 1.0)
     with pytest.raises(CertificateError, match="step 2: 1 of 20 tokens"):
         checked_rows(Engine(right, (9, 0)), batch, 2, 1.0)
@@ -105,7 +105,10 @@ REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
     ),
     "folder": (lambda m, o: loop(m, base=o), "give the same path"),
     "the generator's dtype": (lambda m, o: loop(m, generator={"dtype": "auto"}), r"use rg.Generator\(…, dtype='float32'\)"),
-    "the policy's dtype": (lambda m, o: loop(m, policy={"dtype": "auto"}), "it is proven in float32 on cores and bfloat16 on GPUs; write"),
+    "the policy's dtype": (
+        lambda m, o: loop(m, policy={"dtype": "auto"}),
+        "exact works with float32 on cores and bfloat16 on GPUs; write",
+    ),
     "another dtype": (lambda m, o: loop(m, policy={"dtype": "bfloat16"}), r"dtype='bfloat16', and has .* use .*dtype='bfloat16'\)"),
     "an engine on several GPUs": (lambda m, o: loop(m, generator={"tensor_parallel": 2}), "spans 2 GPUs, which add up in another order"),
     "fp8 weights": (lambda m, o: loop(m, generator={"weights_dtype": "fp8"}), "its engine has weights_dtype="),
@@ -114,7 +117,7 @@ REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
     "top_k": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, top_k=9)}), "top_k=9 .* use top_p=1, top_k=0"),
     "greedy": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, temperature=0)}), "a temperature above 0"),
     "compiled": (lambda m, o: loop(m, policy={"compiled": True}), r"Policy\(exact=True, compiled=True\): .* leave out one"),
-    "adapter": (lambda m, o: loop(m, policy={"adapter": rg.LoRA(rank=4)}), "the two together are not proven to be exact"),
+    "adapter": (lambda m, o: loop(m, policy={"adapter": rg.LoRA(rank=4)}), "the combination is not tested to be exact"),
     "no generator": (lambda m, o: alone(m), "no generator follows its weights; close a feedback edge with them"),
     "no rollout": (lambda m, o: imitates(m), "node 'update' trains a policy with exact=True on a batch that no engine sampled"),
     "recompute": (lambda m, o: loop(m, policy={"recompute": True}), "recompute=True"),

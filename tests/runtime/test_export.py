@@ -207,7 +207,7 @@ def test_what_cannot_be_exported_is_one_error_before_anything_is_written(
         rg.runs.export(tmp_path / "none", tmp_path / "out")
     with pytest.raises(rg.errors.CheckpointError, match="holds none"):
         rg.runs.export(tmp_path, tmp_path / "out")
-    with pytest.raises(rg.errors.ExportError, match="replaces nothing"):
+    with pytest.raises(rg.errors.ExportError, match="does not overwrite"):
         rg.runs.export(folder / "checkpoints", tmp_path)
     with pytest.raises(rg.errors.PlanError, match="dtype is one of"):
         rg.runs.export(folder / "checkpoints", tmp_path / "out", dtype="float16")  # type: ignore[arg-type]
@@ -246,7 +246,7 @@ def test_two_ranks_export_between_steps_what_their_checkpoint_holds(model: Path,
             assert exports == [f"step-{done:08d}" for done in (2, 4) if done <= step.index + 1]
             if step.index == 2:
                 assert 3 <= job.export(tmp_path / "between").step <= 4
-                with pytest.raises(rg.errors.ExportError, match="replaces nothing"):
+                with pytest.raises(rg.errors.ExportError, match="does not overwrite"):
                     job.export(tmp_path / "between")
         job.export(tmp_path / "last")
     rg.runs.export(tmp_path / "checkpoints", tmp_path / "last again")

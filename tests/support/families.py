@@ -64,8 +64,8 @@ TEXT = """# Families
 transformers' causal language models, each with its default configuration, and some with other settings.
 Trainers accept {right} of them and refuse {refused} by name before a run starts. {skipped} are skipped.
 
-* **right**: log-probs and gradients equal those of the model's own forward over each row alone, to 1e-4 in float32.
-* **own prompts**, **padded**: the layout would give other log-probs; the trainer uses this one instead.
+* **right**: log-probs and gradients equal the model's own forward pass over each row separately, to 1e-4 in float32.
+* **own prompts**, **padded**: a packed layout would change log-probs, so the trainer uses this one instead.
 * **refused**: an error names the model's folder and the reason in the last column.
 
 `tests/engines/test_families.py` checks each row of the table. It trains tiny random models in every layout with every value of

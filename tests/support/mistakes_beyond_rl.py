@@ -101,7 +101,9 @@ SPLIT = {"prompt": "1 =", "completions": ["2\n3"], "labels": [True]}
 SOLUTION = {"prompt": "1 =", "completions": ["2"], "labels": [True]}
 
 MISTAKES = {
-    "a pair of equal answers": call_mistake("nothing tells equal ones apart", lambda: rg.pairs([EQUAL], 1, policy()), DataError),
+    "a pair of equal answers": call_mistake(
+        "both are equal, so there is nothing to learn", lambda: rg.pairs([EQUAL], 1, policy()), DataError
+    ),
     "a later pair of equal answers": launch_mistake(
         "item 4 of the data set has chosen and rejected", lambda m: train_on_pairs(m, [*PAIRS, EQUAL])
     ),
@@ -113,14 +115,14 @@ MISTAKES = {
         "a finite number in each row", lambda: rg.pairs([{**PAIRS[0], "by": float("nan")}], 1, policy(), margin="by"), DataError
     ),
     "a step with its separator": call_mistake("would end a step", lambda: rg.stepwise([SPLIT], 1, judge()), DataError),
-    "a loss of pairs for labels": call_mistake("'examples' gives single rows", lambda: policy().update(labels(), loss=rg.losses.SimPO())),
-    "KTO for pairs": call_mistake("'pairs' gives pairs", lambda: update_by_reference(pairs(), loss=rg.losses.KTO())),
+    "a loss of pairs for labels": call_mistake("'examples' writes single rows", lambda: policy().update(labels(), loss=rg.losses.SimPO())),
+    "KTO for pairs": call_mistake("'pairs' writes pairs", lambda: update_by_reference(pairs(), loss=rg.losses.KTO())),
     "KTO without mismatched rows": call_mistake("mismatched=True", lambda: update_by_reference(labels(), loss=rg.losses.KTO())),
     "mini-batches that part pairs": call_mistake(
         "choose a divisor of 2", lambda: policy().update(pairs(), loss=rg.losses.SimPO(), mini_batches=4)
     ),
     "a further loss of pairs for labels": call_mistake(
-        "'examples' gives single rows",
+        "'examples' writes single rows",
         lambda: policy().update(pairs(), loss=rg.losses.SimPO(), also=[(labels(), rg.losses.SimPO(), 1.0)]),
     ),
     "a policy's loss for a reward model": call_mistake(
@@ -134,9 +136,9 @@ MISTAKES = {
     "a negative weight of a further batch": call_mistake(
         "a finite number above 0", lambda: policy().update(pairs(), loss=rg.losses.SimPO(), also=[(pairs(), rg.losses.SimPO(), -0.1)])
     ),
-    "a teacher of another vocabulary": launch_mistake("give models of one vocabulary", distil_other_vocabulary),
+    "a teacher of another vocabulary": launch_mistake("use models with the same vocabulary", distil_other_vocabulary),
     "examples in the tokens of another model": launch_mistake(
-        "give models of one vocabulary",
+        "use models with the same vocabulary",
         lambda m: policy(other_vocabulary(m)).update(rg.pairs(PAIRS, 2, policy(m)), loss=rg.losses.SimPO()).metrics,
     ),
     "a source without a teacher": launch_mistake("item 1 of 'prompts' has the data_source 'history'", distil_unknown_source, GraphError),

@@ -252,7 +252,7 @@ NODES = {
     "the loss by name": graph_mistake("pass a loss object, as loss=rg.ClippedLoss()", loss="ppo"),
     "the loss's class": graph_mistake("the class ClippedLoss; pass a loss object", loss=rg.ClippedLoss),
     "no epochs": graph_mistake("epochs is a whole number of at least 1", update={"epochs": 0}),
-    "mini-batches that do not divide": graph_mistake("equally large", update={"mini_batches": 3}),
+    "mini-batches that do not divide": graph_mistake("must have equal sizes", update={"mini_batches": 3}),
     "guards as text": graph_mistake("write guards=rg.options.Guards(…)", update={"guards": "stop"}),
     "a warm-up without a critic": graph_mistake("no critic's values lead to it", update={"critic_warmup": 2}),
     "an unknown argument": graph_mistake("unexpected keyword argument 'groups'", TypeError, rollout={"groups": 4}),
@@ -318,7 +318,7 @@ REWARDS = {
     "a lock in a partial": launch_mistake("its 'lock' is a lock", GraphError, reward=partial(held, lock=LOCK)),
     "a call that raises": reward_mistake("raised KeyError: 'gold', for the batch of 4 responses, and for each of them alone", broken),
     "one response that raises": reward_mistake("raised ValueError: three, for response", picky, prompts={"count": 8}),
-    "beyond float32": reward_mistake("a reward is a number of float32", lambda responses: [1e39] * len(responses)),
+    "beyond float32": reward_mistake("a reward must fit in float32", lambda responses: [1e39] * len(responses)),
     "a number as text": reward_mistake("returned '1.0' for response 0", lambda responses: ["1.0"] * len(responses)),
     "NaN as a reward": reward_mistake("returned nan for response 0", lambda responses: [float("nan")] * len(responses)),
     "None as a reward": reward_mistake("returned None for response 0", lambda response: None),
@@ -385,7 +385,7 @@ LAUNCH = {
 }
 CONFIGS = {
     "a file that is a list": Mistake("declare", config("- steps\n- 3\n"), ConfigError, "it holds a list"),
-    "a file that is no YAML": Mistake("declare", config("steps: [1"), ConfigError, "it is no YAML"),
+    "a file that is no YAML": Mistake("declare", config("steps: [1"), ConfigError, "the file is not valid YAML"),
     "an unknown key": Mistake("declare", config("stpes: 3\n"), ConfigError, "the keys are ['steps']"),
     "a word for a number": Mistake("declare", config("steps: many\n"), ConfigError, "setting 'steps'"),
     "a file that is not there": call_mistake("there is no such file", lambda: rg.config(Settings, ["config=none.yaml"]), ConfigError),

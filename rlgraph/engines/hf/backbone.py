@@ -33,7 +33,9 @@ def skeleton(auto: Any, path: str | Path) -> Any:
     check_model(path)
     config = text_config(path)
     if FamilyOptions(config).quantization_config is not None:
-        raise DataError(f"model '{path}': config.json has a quantization_config; a trainer takes weights in bfloat16, float16 or float32")
+        raise DataError(
+            f"model '{path}': config.json has a quantization_config; a trainer requires weights in bfloat16, float16 or float32"
+        )
     with _EmptyOnMeta():
         model = auto.from_config(config, dtype=torch.float32, attn_implementation=padded_implementation(auto, path))
     kept: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters stay one

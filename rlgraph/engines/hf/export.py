@@ -249,7 +249,7 @@ def check_target(folder: str | Path) -> Path:
     """
     target = Path(os.path.abspath(folder))
     if os.path.lexists(target):
-        raise ExportError(f"export('{folder}'): this name exists; an export replaces nothing: give another name, or remove what is there")
+        raise ExportError(f"export('{folder}'): the path exists and an export does not overwrite; choose another path, or remove it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

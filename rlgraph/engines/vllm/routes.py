@@ -104,7 +104,7 @@ class RouteRecorder:
         while self._under_way and (self._under_way[0][0] is None or self._under_way[0][0].query()):
             _, rows, chosen = self._under_way.pop(0)
             if bool((chosen < 0).any()):
-                raise GraphError("Generator(routes=True): a layer of the engine has not told which experts it chose; leave out routes")
+                raise GraphError("Generator(routes=True): a layer of the engine did not report its chosen experts; leave out routes")
             for name, start, first, last in rows:
                 if name in self._read:
                     self._read[name].append((start, chosen[first:last]))

@@ -22,11 +22,11 @@ METHODS = ("reset", "step", "close")
 class Environment(Protocol):
     """Answers the turns of one conversation. Write a small class; `generator.rollout(prompts, agent=Class)` makes one for each response.
 
-    The parameters of the class name the fields of the prompt's item that it gets, as those of a reward do: `Guess(answer="4")`. `prompt`
+    The parameters of the class name fields of the prompt's item, like the parameters of a reward: `Guess(answer="4")`. `prompt`
     is the prompt's text, and `messages` its conversation.
 
-    A class may also have `async def truncated(self, said)`, which returns a Turn. Where `max_tokens`, `max_turns` or `most_cost` cut the
-    conversation off, it is called with the model's last turn as far as it goes, and its reward counts.
+    A class may also have `async def truncated(self, said)`, which returns a Turn. If `max_tokens`, `max_turns` or `most_cost` cuts the
+    conversation off, it is called with the model's last, possibly incomplete turn, and its reward counts.
 
     >>> class Guess:
     ...     def __init__(self, answer: str) -> None:
@@ -70,20 +70,20 @@ class Agent:
     >>> rollout.columns[-2:]
     ('rewards', 'token_rewards')
 
-    * `deadline_s`: seconds of one call of `reset`, `step` or `close`.
-    * `turn_tokens`: tokens of one turn of the model. The environment answers a longer one as far as it goes. None: no limit.
-    * `conversation_s`: seconds of a whole conversation. None: no limit.
-    * `output_characters`: characters of the messages of one turn. Longer text is cut off.
-    * `most_cost`: the most that a conversation may cost. It ends after the turn at which its turns' `cost` reaches this. None: no limit.
-    * `warm`: how many environments beyond `concurrency` are made and reset ahead, while their conversations wait for a place.
+    * `deadline_s`: the most seconds per call of `reset`, `step` or `close`.
+    * `turn_tokens`: the most tokens per turn of the model. A longer turn is cut off there and answered. None: no limit.
+    * `conversation_s`: the most seconds per conversation. None: no limit.
+    * `output_characters`: the most characters in the messages of one turn. Longer text is cut off.
+    * `most_cost`: the conversation ends after the turn at which the sum of its turns' `cost` reaches this. None: no limit.
+    * `warm`: the environments beyond `concurrency` that are created and reset ahead, while their conversations wait for a place.
     * `shared`: one environment for all responses to a prompt. Its methods get the number of the response in its group as a last argument.
     * `calls`: the format in which the model writes calls of tools, parsed to `said.tool_calls`: "hermes", "llama3_json", "pythonic",
       "qwen3_coder", "vllm:NAME" for a parser of vLLM, or a function of the text and the tools' schemas. None: nothing is parsed.
-    * `keep_thinking`: earlier turns stay as the model has written them, where its template would drop their thinking.
-    * `pool`: the host cores that environments take. None: those of the generator's process.
+    * `keep_thinking`: earlier turns stay as the model has written them, even if its template would drop their thinking.
+    * `pool`: the host cores for environments. None: the cores of the generator's process.
     * `environment`: the class of your environment; its parameters name columns of the prompts, one value each.
 
-    An environment that raises, hangs or returns a wrong value ends its conversation (`finish_reasons` 3), and the run goes on.
+    An environment that raises, hangs or returns a wrong value ends its conversation (`finish_reasons` 3), and the run continues.
     Raises GraphError for a class without the three async methods, or whose parameters are not names.
     """
 
@@ -108,7 +108,7 @@ class Agent:
             raise GraphError(f"Agent(pool=Pool('{self.pool.name}')): environments run on host cores: Pool('{self.pool.name}', cpus=n)")
 
     def reads(self, carried: Sequence[str]) -> Mapping[str, str]:
-        """Name the column that each parameter of the environment gets, of those that the prompts carry."""
+        """Name the column of each parameter of the environment, among the columns of the prompts."""
         known = {p.name: p for p in inspect.signature(self.environment).parameters.values()}
         columns = {name: SPECIAL.get(name, name if name in carried else plural(name)) for name in known}
         return {name: column for name, column in columns.items() if column in carried or known[name].default is inspect.Parameter.empty}

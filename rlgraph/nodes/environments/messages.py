@@ -39,13 +39,14 @@ def whole_value(value: Any) -> Any:
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class ToolCall:
-    """A call of a tool in a turn of the model. `error` says why it cannot be made, if the model wrote it wrongly.
+    """A call of a tool in a turn of the model.
 
     >>> ToolCall("add", {"a": 1, "b": 2}).arguments["b"]
     2
 
     * `name`: the tool's name.
     * `arguments`: its arguments by name.
+    * `error`: why the call cannot be made, if the model wrote it wrongly; else empty.
     """
 
     name: str
@@ -64,13 +65,13 @@ class Message:
     >>> Message("user", "1 + 1 =").as_dict()
     {'role': 'user', 'content': '1 + 1 ='}
 
-    In what the model has said, `content` is the text without its end-of-turn token and its thinking; that is `reasoning`, and
-    `tool_calls` are the calls in the text. The answer of a tool has the role "tool", and may tell the tool's `name` and the
-    `tool_call_id`. Lone surrogates become U+FFFD.
-
-    Raises GraphError for a role or a content that is no text.
+    Lone surrogates become U+FFFD. Raises GraphError for a role or a content that is not text.
 
     * `role`: "system", "user", "assistant" or "tool".
+    * `content`: the text, of a message of the model without its end-of-turn token and its thinking.
+    * `reasoning`: the model's thinking.
+    * `tool_calls`: the calls in the model's text.
+    * `name`, `tool_call_id`: for the answer of a tool, the tool's name and the id of the call.
     """
 
     role: Name
@@ -111,11 +112,13 @@ class Turn:
     >>> Turn([Message("user", "Too low.")], reward=-0.1).done
     False
 
-    The model reads `messages` next, unless the conversation is `done`. `reward` is for the turn that is answered. `info` holds numbers
-    for the metrics: they are summed over a conversation, and averaged over conversations. `cost` is the cost of the answer, in a unit
-    of your own: see `rg.Agent(most_cost=…)`.
+    Raises GraphError for a reward that is not a finite number, and for wrong messages.
 
-    Raises GraphError for a reward that is no finite number, and for messages that are none.
+    * `messages`: the messages that the model reads next.
+    * `reward`: the reward of the answered turn.
+    * `done`: ends the conversation.
+    * `info`: numbers for the metrics; they are summed over a conversation, and averaged over conversations.
+    * `cost`: the cost of the answer, in a unit of your choice: see `rg.Agent(most_cost=…)`.
     """
 
     messages: Sequence[Message] = ()

@@ -100,7 +100,9 @@ class AgentClient:
     >>> AgentClient("http://127.0.0.1:8000/v1", "secret", seed=7).base_url
     'http://127.0.0.1:8000/v1'
 
-    `seed` is the session's own, for random draws of the program.
+    * `base_url`: the address of the model, for an OpenAI client.
+    * `key`: the key of the session.
+    * `seed`: a seed per session, for random draws of the program.
     """
 
     base_url: str
@@ -135,20 +137,21 @@ class Program:
     >>> rollout.columns[-3:], rollout.node.rows
     (('rewards', 'token_rewards', 'outputs'), 8)
 
-    `run` is an async function, or a command as text or a list. The function gets an `rg.agents.AgentClient` as `client`; its other
-    parameters name fields of the prompt. A command gets fields in braces, `["python", "agent.py", "{prompt}"]`, and `OPENAI_BASE_URL` and
-    `OPENAI_API_KEY` in its environment. It runs in a process of its own, and the processes that it starts end with it.
+    A function gets an `rg.agents.AgentClient` as `client`; its other parameters name fields of the prompt. A command gets fields in
+    braces, `["python", "agent.py", "{prompt}"]`, and `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment. It runs in a separate
+    process, and the processes that it starts end with it.
 
-    * `sequences`: the rows of a session. Where the program edits its history, a session has several branches, and those in which the
-      model wrote most are kept; rows that a session does not fill have no tokens. All rows of a session have its reward.
-    * `rewarded`: the reward is what the function returns, or the last line that the command prints. False: a reward node gives it, and
-      reads the column `outputs`: what the function returned, or the command printed.
-    * `conversation_s`: seconds of a session.
+    * `run`: an async function, or a command as text or a list.
+    * `sequences`: the rows per session. If the program edits its history, a session has several branches, and the branches with the most
+      tokens of the model are kept. Rows that a session does not fill have no tokens. All rows of a session have its reward.
+    * `rewarded`: the reward is the function's return value, or the last line that the command prints. False: a reward node computes it
+      from the column `outputs`, the function's return value or the command's output.
+    * `conversation_s`: the most seconds per session.
     * `calls`: the format in which the model writes calls of the tools of a request, as for `rg.Agent`.
-    * `keep_thinking`: earlier turns stay as the model has written them. False: where the template changes them, a branch begins.
-    * `pool`: the host cores that programs take. None: those of the generator's process.
-    * `env`: variables of the worker's environment that a command gets besides PATH, HOME and a few others: names, as "HF_TOKEN", or
-      names with their values, as "MODE=fast".
+    * `keep_thinking`: earlier turns stay as the model has written them. False: a new branch begins if the template changes them.
+    * `pool`: the host cores for programs. None: the cores of the generator's process.
+    * `env`: variables of the worker's environment for a command, besides PATH, HOME and a few others: names, e.g. "HF_TOKEN", or
+      names with their values, e.g. "MODE=fast".
 
     Raises GraphError for a function that is not async or has no parameter `client`, for a command whose braces name no field, and for
     an `env` of a function, which sees all that the worker does.
@@ -193,7 +196,7 @@ class Program:
         return list(dict.fromkeys(field for argument in self.command for field in _fields(argument)))
 
     def reads(self, carried: Sequence[str]) -> Mapping[str, str]:
-        """Name the column of each field, of those that the prompts carry."""
+        """Name the column of each field, among the columns of the prompts."""
         optional = set()
         if callable(self.run):
             optional = {p.name for p in inspect.signature(self.run).parameters.values() if p.default is not p.empty}
@@ -213,7 +216,7 @@ class Program:
             )
 
     async def session(self, client: AgentClient, columns: Mapping[str, str], item: Mapping[str, Any]) -> Ended:
-        """Run it for the `item` of a prompt, a value for each column. Raises what it raises, or for a reward that is no number."""
+        """Run it for the `item` of a prompt, a value for each column. Raises its errors, and an error for a reward that is not a number."""
         fields = {name: convert_argument(name, item[column]) for name, column in columns.items()}
         if callable(self.run):
             result = await self.run(**{CLIENT: client, **fields})
@@ -267,7 +270,9 @@ def _reward(result: object) -> float:
     except (TypeError, ValueError):
         reward = math.nan
     if not math.isfinite(reward) or (isinstance(result, str) and not result):
-        raise ValueError(f"a program gives its reward, a finite number, and this one gave {show_value(result)}; or set rewarded=False")
+        raise ValueError(
+            f"the program returned {show_value(result)}; a program returns its reward, a finite number. Else set rewarded=False"
+        )
     return reward
 
 

@@ -210,17 +210,18 @@ class Tools:
     >>> sorted(tools.by_name())
     ['calculator', 'search']
 
-    A tool is `rg.tools.python`, `rg.tools.calculator`, or an async function of your own, whose signature and docstring are described to
+    A tool is `rg.tools.python`, `rg.tools.calculator`, or your async function, whose signature and docstring are described to
     the model by its chat template. The model calls it by name with arguments, and reads the `str` of the result, or the error of a call
     that raises, takes longer than `deadline_s` or was written wrongly. The first turn without a call is the last.
 
     * `calls`: the format of calls: "hermes" (Qwen 2.5 and 3), "llama3_json", "pythonic", "qwen3_coder", "vllm:NAME" for a parser of
       vLLM, or a function of a turn's text and the tools' schemas that returns `rg.agents.ToolCall`s. The launch refuses a format in which
       the model's template does not write calls.
-    * `output_characters`: characters of a result. Longer text is cut off.
-    * `keep_thinking`: earlier turns stay as the model has written them, where its template would drop their thinking.
-
-    As many calls of `rg.tools.python` run at once as the pool has cores; calls of other tools do not wait.
+    * `tools`: tools, or async functions.
+    * `pool`: the host cores for the tools. One call of `rg.tools.python` runs per core at a time; calls of other tools do not wait.
+    * `deadline_s`: the most seconds per call; a later result becomes an error that the model reads.
+    * `output_characters`: the most characters of a result. Longer text is cut off.
+    * `keep_thinking`: earlier turns stay as the model has written them, even if its template would drop their thinking.
 
     Raises GraphError for no tool, a tool that is not async, two tools of one name, or a pool of GPUs.
     """
@@ -251,7 +252,7 @@ class Tools:
             )
 
     def by_name(self) -> dict[str, Tool]:
-        """Map each name to its tool; a plain function becomes a tool of its own name."""
+        """Map each name to its tool; a plain function becomes a tool with the function's name."""
         found = [tool if isinstance(tool, Tool) else Tool(function_name(tool), tool) for tool in self.tools]
         return {tool.name: tool for tool in found}
 

@@ -40,12 +40,14 @@ class Retry:
     (True, True)
 
     * `times`: further calls after one that failed.
-    * `backoff_s`: seconds before the first of them. Each next pause is twice as long, up to `most_s`. A random share of up to `jitter`,
-      drawn by `seed`, makes each pause longer, so that calls that failed together do not come back together.
+    * `backoff_s`: seconds before the first of them. Each next pause is twice as long.
+    * `most_s`: the longest pause.
+    * `jitter`: the largest random share by which a pause is longer, so that calls that failed together do not come back together.
+    * `seed`: the seed of the jitter.
     * `default`: the score of a response whose calls all failed. None: they end the run with the error of the last.
 
     An `RlgraphError` that the function raises ends the run at once: it means that no further call can succeed. A call that misses
-    its deadline is left alone if it runs on a thread, and cancelled if it is async.
+    its deadline continues in the background if it runs on a thread, and is cancelled if it is async.
     """
 
     times: Annotated[int, Range(least=0, rule="how many times a failed call is repeated, a whole number of at least 0")] = 3

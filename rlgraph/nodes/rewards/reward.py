@@ -83,7 +83,7 @@ def reward(
     trial: bool = True,
     name: Name = "reward",
 ) -> Output:
-    """Declare a reward: one number a response, from a function whose parameters are named for the columns they get.
+    """Declare a reward: one number per response, from a function whose parameters name the columns they get.
 
     >>> import rlgraph as rg
     >>> prompts = rg.prompts([{"prompt": "1 + 1 =", "answer": "2"}], 1)
@@ -96,23 +96,23 @@ def reward(
     A function may also return the answer that it found, for `rg.evaluate`: see `rg.scorers.Score`.
 
     `responses` and `prompts` are texts, or token ids if the parameter is annotated `torch.Tensor`. `answers` is the field `answer` of
-    the data set, repeated for each response. `writes` names the column of the rewards: `baseline_rewards` for those of greedy
-    responses, or a name of your own for an estimator of several rewards, as `rg.estimators.GDPO(keys=("right", "brief"))`.
+    the data set, repeated for each response. `writes` names the column of the rewards: `baseline_rewards` for greedy
+    responses, or a custom name for an estimator of several rewards, e.g. `rg.estimators.GDPO(keys=("right", "brief"))`.
 
-    In a rollout with `chunks` the function gets each chunk as it arrives; a chunk holds whole groups. Give `by_group=False` for a
+    In a rollout with `chunks` the function gets each chunk as it arrives; a chunk holds whole groups. Set `by_group=False` for a
     function that compares responses to different prompts: it then gets the whole batch.
 
-    A reward farther than `outliers` standard deviations from the mean of the earlier ones gives a warning and counts in
-    `guards/reward_outliers`. It is used as it is. None looks for no outliers.
+    A reward farther than `outliers` standard deviations from the mean of earlier rewards causes a warning and counts in
+    `guards/reward_outliers`. It is used unchanged. None: no check.
 
-    `retries=rg.options.Retry(times=3, default=0.0)` repeats calls that fail. Metrics: `critic/rewards/retries`, repeated calls a response,
-    and `critic/rewards/defaults`, the share of responses that got the default.
+    `retries=rg.options.Retry(times=3, default=0.0)` repeats calls that fail. Metrics: `critic/rewards/retries`, repeated calls per
+    response, and `critic/rewards/defaults`, the share of responses that got the default.
 
     Without `retries`, or if all calls fail and there is no default, a call that raises, takes longer than `deadline_s` or returns no
     finite number ends the run with an error that names the response and its prompt.
 
-    The launch calls the function once on a made-up batch of two prompts with their groups, before anything starts, and refuses what it
-    returns as the run would. Give `trial=False` for a function with side effects, or one that loads a model or asks a network.
+    The launch calls the function once on a made-up batch of two prompts with their groups, before anything starts, and checks its
+    result as the run would. Set `trial=False` for a function with side effects, or one that loads a model or needs a network.
 
     Raises GraphError for a parameter whose column no input carries, a function without parameters, or a column of another kind.
     """
@@ -208,7 +208,7 @@ class Shaping(Protocol):
 
 @check_arguments()
 def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", trial: bool = True, name: str = "shaped") -> Output:
-    """Declare `rewards` [B]: those of the column `of`, changed by an object such as `rg.estimators.OverlongPenalty`.
+    """Declare `rewards` [B]: the column `of`, changed by an object such as `rg.estimators.OverlongPenalty`.
 
     >>> import rlgraph as rg
     >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))

@@ -21,7 +21,7 @@ MESSAGES = "prompt_messages"
 @refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RewardModel(Model):
-    """A sequence-classification model that scores a response to a prompt. `path` is a folder in Hugging Face format.
+    """A sequence-classification model that scores a response to a prompt.
 
     >>> import rlgraph as rg
     >>> prompts = rg.prompts([{"prompt": "1 + 1 ="}], count=1)
@@ -29,11 +29,13 @@ class RewardModel(Model):
     >>> rg.RewardModel("judge", pool=rg.Pool("judge", gpus=4)).rewards(prompts, rollout).columns
     ('rewards',)
 
-    Each device of its pool holds the model and scores its share of the batches; the scores are those of one device, bit for bit.
-    `batch_tokens` bounds the tokens of a batch, padding included: a step of fewer tokens than `batch_tokens` for each device leaves
-    devices idle. `label` chooses the output of a model with several. Prompt and
-    response go through this model's own chat template, the messages of a conversation one by one with their roles; without a template
-    they are joined as text. `dtype` "auto" is bfloat16 if the device computes in it, else float32.
+    Each device of its pool holds the model and scores its share of the batches; the scores are bit-identical to one device's. Prompt and
+    response go through this model's chat template, the messages of a conversation one by one with their roles. Without a template
+    they are joined as text.
+
+    * `batch_tokens`: the most tokens per batch, padding included. A step with fewer than `batch_tokens` per device leaves devices idle.
+    * `label`: the index of the output to use, for a model with several. None: the model has one.
+    * `dtype`: "auto" is bfloat16 if the device computes in it, else float32.
 
     >>> import rlgraph as rg
     >>> data = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
@@ -60,9 +62,9 @@ class RewardModel(Model):
     def rewards(self, *inputs: Output, writes: str = "rewards", name: str = "reward") -> Output:
         """Declare `rewards` [B]: the model's score of each response to its prompt. A rollout with `chunks` is scored part by part.
 
-        Pass the rollout. Pass the prompts too if their texts hold more than the rollout's tokenizer decodes, as special tokens. Prompts
-        that are conversations are found by themselves. Metrics are those of `rg.reward`. Raises GraphError for inputs without the
-        responses of a rollout. The launch raises DataError for a conversation that the model's template refuses.
+        Pass the rollout. Pass the prompts too if their texts hold more than the rollout's tokenizer decodes, e.g. special tokens. Prompts
+        that are conversations are found automatically. Metrics are the same as with `rg.reward`. Raises GraphError for inputs without
+        the responses of a rollout. The launch raises DataError for a conversation that the model's template refuses.
         """
         check_column(name, writes)
         tokenizer = tokenizer_of(inputs)

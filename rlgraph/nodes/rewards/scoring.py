@@ -237,7 +237,7 @@ def column_parameters(where: str, function: Callable[..., Any], carried: Sequenc
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        raise GraphError(f"{where}: {_name(function)} does not tell its parameters; give a function of your own that calls it") from None
+        raise GraphError(f"{where}: {_name(function)} has no readable signature; pass a Python function that calls it") from None
     filled = function.keywords if isinstance(function, functools.partial) else {}
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         named = [ALIASES.get(p.name, p.name) for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -333,7 +333,7 @@ def _check_score(where: str, reward: object, sample: Callable[[], str]) -> Score
             raise RlgraphError(f"{where} returned {number} {sample()}; a reward is a finite number")
         if abs(number) > LARGEST:
             raise RlgraphError(
-                f"{where} returned {number:g} {sample()}; a reward is a number of float32, at most {LARGEST:.3g} in size: scale it down"
+                f"{where} returned {number:g} {sample()}; a reward must fit in float32 (at most {LARGEST:.3g} in size); scale it down"
             )
     return score
 

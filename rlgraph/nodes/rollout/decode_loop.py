@@ -24,7 +24,7 @@ def check_told(generator: Any) -> None:
     if generator.routes and (generator.tensor_parallel > 1 or generator.drafts is not None):
         given = "drafts" if generator.drafts is not None else f"tensor_parallel={generator.tensor_parallel}"
         raise GraphError(
-            f"Generator(routes=True, {given}): routes are told by engines of one GPU that decode one token at a time; leave out one"
+            f"Generator(routes=True, {given}): only engines of one GPU that decode one token per step report routes; leave out one"
         )
 
 

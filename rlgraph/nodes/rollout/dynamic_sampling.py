@@ -95,16 +95,18 @@ class Refill:
     >>> generator.rollout(prompts, group_size=4, refill=refill).columns[-3:]
     ('prompt_texts', 'answers', 'rewards')
 
-    `reward` is a function as for `rg.reward`. The generator's process calls it as soon as a group is complete; decoding waits for it.
-    The rewards become the column `writes` of the rollout. A step draws at most `rounds` times the prompts that it trains on. If too
-    few groups differ by then, the earliest constant groups fill the batch, and `dynamic_sampling/unfilled_groups` counts them.
-    With `continuous=True` the next batch draws and decodes beside the last groups of this one.
+    If too few groups differ after `rounds` rounds, the earliest constant groups fill the batch, and `dynamic_sampling/unfilled_groups`
+    counts them.
+    With `continuous=True` the next batch draws and decodes while the last groups of this batch decode.
 
     Metrics: `dynamic_sampling/prompts` counts the drawn prompts, `.../filtered_groups` the groups left out. `critic/rewards/drawn_mean`
-    is the mean reward of all samples; `critic/rewards/mean` is that of the trained ones. Source: Yu et al., 2025, 2503.14476.
+    is the mean reward of all samples, and `critic/rewards/mean` the mean of the trained samples. Source: Yu et al., 2025, 2503.14476.
 
+    * `reward`: a function as for `rg.reward`. The generator's process calls it as soon as a group is complete; decoding waits for it.
+    * `writes`: the column of the rewards.
+    * `rounds`: a step draws at most this many times the prompts that it trains on.
     * `concurrency`: how many calls of `reward` run at once; None: as for `rg.reward`.
-    * `deadline_s`: seconds that one call may take.
+    * `deadline_s`: the most seconds per call.
     * `retries`: how often a call that raised is made again; None: never.
     * `trial`: tries `reward` on a made-up response before the launch.
     """

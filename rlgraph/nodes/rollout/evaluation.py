@@ -190,16 +190,17 @@ def evaluate(
     >>> rg.evaluate(generator, items, weights, reward=right, every=10)  # for rg.Graph("name", step.metrics, evaluation)
     the metrics of 'evaluate rewards'
 
-    On the rollout's generator it time-shares with the rollout and uses the same weights. On a generator and pool of its own it runs
-    beside the training, on the weights that the step publishes; training waits only if it takes longer than `every` steps. Give the
-    run's number of `steps` to evaluate the last one too. `at_start` adds step 0; a generator of its own then uses its initial weights.
-    A step's metrics wait for its evaluation, and those of later steps follow it.
+    On the rollout's generator it time-shares with the rollout and uses the same weights. On a separate generator and pool it overlaps
+    with the training, on the weights that the step publishes. A step's metrics, and the metrics of later steps, wait for it.
+
+    * `steps`: the run's number of steps, to evaluate the last step too. None: only every `every`-th.
+    * `at_start`: also evaluates step 0; a separate generator then uses its initial weights.
+    * `passes`: the least reward of a right answer.
+    * `chat` and `trial`: as for `rg.prompts` and `rg.reward`.
 
     Metrics (docs/checkpoints.md): `val/version` of the weights; `val/acc/mean@n` of n samples; verl's
-    bootstrap `val/acc/best@k/mean`, `worst@k`, and `maj@k` if the reward returns answers, as `rg.scorers.math_verify` does; the unbiased
-    `val/pass@k`; `val/reward/mean@n`. An answer is right if its reward is at least `passes`. If items have the field `source`, each
-    source has metrics of its own, such as `val/gsm8k/acc/mean@4`. With a `name` of its own an evaluation writes `val/NAME/acc/mean@4`.
-    `chat` is that of `rg.prompts`, and `trial` that of `rg.reward`.
+    bootstrap `val/acc/best@k/mean`, `worst@k`, and `maj@k` if the reward returns answers, e.g. `rg.scorers.math_verify`; the unbiased
+    `val/pass@k`; `val/reward/mean@n`. A field `source` of the items separates metrics, `val/gsm8k/acc/mean@4`, and so does a custom `name`.
 
     Raises GraphError for a bad count, several `samples` of a greedy sampling, a `source` that items lack or an evaluation that would
     delay other nodes, and DataError as `rg.prompts` does.
@@ -238,7 +239,7 @@ def _check(name: str, questions: Prompts, samples: int, sampling: Sampling, sour
     """Raise GraphError for settings without effect: several samples of a greedy sampling, or a source that no item names."""
     if samples > 1 and sampling.temperature == 0:
         raise GraphError(
-            f"node '{name}' has samples={samples} of a greedy sampling, which are all alike: leave samples out, or give a temperature, as "
+            f"node '{name}' has samples={samples} of a greedy sampling, which are all equal; leave samples out, or set a temperature, e.g. "
             "sampling=rg.Sampling(temperature=1.0, top_p=0.7)"
         )
     if source != SOURCE and source not in questions.fields:

@@ -66,8 +66,8 @@ def admission_rule(node: str, weights: Feedback | None, interrupt: Running | Non
         )
     if continuous and weights is not None and weights.depth == 0:
         raise GraphError(
-            f"node '{node}' has continuous=True at depth=0 of feedback '{weights.name}', where the next batch may only start on weights "
-            "trained on this one: use depth>=1, or leave it out"
+            f"node '{node}' has continuous=True at depth=0 of feedback '{weights.name}', where the next batch may start only after "
+            "the update on this one; use depth>=1, or leave continuous out"
         )
     if continuous and source is not None and not isinstance(source, Prompts):
         raise GraphError(
@@ -114,29 +114,29 @@ MAX_TURNS, MAX_CALLS = 8, 64  # the defaults of a rollout with tools or environm
 @refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Generator(Model):
-    """The model that writes responses. `path` is a folder in Hugging Face format.
+    """The model that writes responses.
 
     >>> import rlgraph as rg
     >>> generator = rg.Generator("tiny", pool=rg.Pool("rollout", gpus=2), sampling=rg.Sampling(max_tokens=256), max_context=1024)
     >>> generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1), group_size=4)
     the batch of 'rollout'
 
-    * `engine`: "vllm", "sglang", "transformers", or an `EngineSpec` of your own.
-    * `max_context`: most tokens of prompt and response together. None: as the model's configuration says.
-    * `tensor_parallel`: the GPUs that one engine spans. A pool of more GPUs runs several engines.
-    * `max_sequences`: responses that an engine decodes at once. None: what the graph asks for, at most 1024 on a GPU, 256 on a CPU.
-    * `memory`: the share of a GPU's memory that engines and arriving versions take. None: 0.9, or 0.45 in a pool that others share.
+    * `engine`: "vllm", "sglang", "transformers", or a custom `EngineSpec`.
+    * `max_context`: the most tokens of prompt and response together. None: the limit in the model's configuration.
+    * `tensor_parallel`: the GPUs per engine. A pool with more GPUs runs several engines.
+    * `max_sequences`: the most responses that an engine decodes at once. None: what the graph needs, at most 1024 on a GPU, 256 on a CPU.
+    * `memory`: the share of a GPU's memory for engines and arriving versions. None: 0.9, or 0.45 in a pool shared with other models.
     * `engines_per_gpu`: the engines that share each GPU and its memory. More than one pays for small models, whose decode steps are
-      shorter than the engine's own work between two of them.
+      shorter than the engine's host work between two steps.
     * `weights_dtype`: "fp8" keeps the matrices of the layers in fp8, quantised from each version as it is loaded. None: as `dtype`.
-    * `drafts`: `rg.options.PromptLookup(…)` guesses tokens ahead. None: each step decodes one token of a sequence.
-    * `routes`: writes which experts of a mixture the engine chose for each token, as `prompt_routes` [B, P, L, E] and `routes`
-      [B, T, L, E], for a policy with `router_replay=True`. It is for rollouts without tools and agents, and engines of one GPU.
-    * `engine_args`: arguments for the engine itself, as `{"max_num_batched_tokens": 32768}`. One that rlgraph sets is an error.
+    * `drafts`: `rg.options.PromptLookup(…)` guesses tokens ahead. None: each step decodes one token per sequence.
+    * `routes`: writes the experts that the engine chose for each token into `prompt_routes` [B, P, L, E] and `routes`
+      [B, T, L, E], for a policy with `router_replay=True`. It requires rollouts without tools or agents, and engines of one GPU.
+    * `engine_args`: arguments for the engine itself, e.g. `{"max_num_batched_tokens": 32768}`. An argument that rlgraph sets is an error.
     * `dtype`: "auto" is bfloat16 if the device computes in it, else float32.
-    * `self_test`: checks at the start that the engine `transformers` decodes as the model's own forward computes.
-    * `sampling`: how it samples, unless a rollout says otherwise.
-    * `seed`: the seed of its draws; a response's depends on it, on the prompt's place in the data and on its place in the group.
+    * `self_test`: at the start, compares the engine `transformers` with the model's own forward pass.
+    * `sampling`: the sampling of its rollouts, unless a rollout sets another.
+    * `seed`: the seed of its draws. A response also depends on its prompt's place in the data and on its place in the group.
     """
 
     role: ClassVar[str] = "generator"
@@ -247,19 +247,19 @@ class Generator(Model):
         >>> rg.Generator("m", pool=rg.Pool("rollout")).rollout(prompts, group_size=4).columns[:4]
         ('prompts', 'prompt_mask', 'responses', 'response_mask')
 
-        Without `weights` the model keeps its own weights. `sampling` replaces the generator's, as for a greedy baseline. All rollouts of
-        a step use one weight version. Writes `prompts` [B, P], `responses` [B, T], their masks, `rollout_log_probs`, `weight_version`,
-        `finish_reasons` [B] and `group_ids`. The responses to one prompt are adjacent rows.
+        It writes `prompts` [B, P], `responses` [B, T], their masks, `rollout_log_probs`, `weight_version`, `finish_reasons` [B] and
+        `group_ids`. The responses to one prompt are adjacent rows. Without `weights` the model keeps its initial weights.
 
-        * `chunks` splits the batch into parts that leave in the order of the data, each as soon as its groups are done.
-        * `interrupt` swaps in each published version before the next decode step: "recompute" prefills the running responses again under
-          the new weights, "keep" goes on with their old keys and values. The run then depends on the clock.
-        * `continuous` lets batch k + 1 join on version max(0, k + 1 - depth) once half of batch k has ended; batches leave in order. The
-          run still depends on its seed and depth alone, without turns. The staleness bound holds for every token.
-        * `tools` or an `agent` (an `rg.Agent` or its class, an `rg.Program` or its function or command) make a response a conversation of
-          up to `max_turns` turns (8; 64 calls of a program), `concurrency` of them open at once (None: all): docs/agents.md. An agent's
-          rewards become `rewards` and `token_rewards`. `response_mask` is 0 on what the model has not written; `max_tokens` bounds all.
-        * `refill=rg.options.Refill(reward=right)` is DAPO's dynamic sampling. The rollout then draws its own prompts and carries their
+        * `sampling`: replaces the generator's sampling, e.g. for a greedy baseline.
+        * `chunks`: splits the batch into parts that leave in the order of the data, each as soon as its groups are done.
+        * `interrupt`: swaps in each published version before the next decode step. "recompute" prefills the running responses again under
+          the new weights; "keep" continues with their old keys and values. The run then depends on the clock.
+        * `continuous`: lets batch k + 1 join on version max(0, k + 1 - depth) once half of batch k has ended; batches leave in order. The
+          run still depends only on its seed and depth, if it has no turns. The staleness bound holds for every token.
+        * `tools`, `agent` (an `rg.Agent`, an `rg.Program`, or its class, function or command): make a response a conversation; see
+          docs/agents.md. An agent's rewards become `rewards` and `token_rewards`. `response_mask` is 0 on tokens of others.
+        * `max_turns`, `concurrency`: the most turns of a conversation (None: 8, or 64 calls), and of open conversations (None: all).
+        * `refill`: `rg.options.Refill(reward=right)` is DAPO's dynamic sampling. The rollout then draws its own prompts and carries their
           fields (`answers`) and the `rewards` as columns: pass it to later nodes in place of `prompts`.
 
         Raises GraphError for `max_turns` or `concurrency` without tools and agent, chunks that do not divide the prompts of a step,

@@ -37,8 +37,8 @@ class Estimator(Protocol):
 def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: str = "advantages") -> Output:
     """Declare the advantage of each response token, by an estimator such as `rg.GRPO()` or `rg.GAE(lam=0.95)`.
 
-    If the estimator reads token rewards and the inputs carry one reward a response, that reward goes on the last response token. If it
-    reads one reward a response and the inputs carry token rewards, these are summed. A `loss_mask` among the inputs, from a rollout
+    If the estimator reads token rewards and the inputs carry one reward per response, the reward is placed on the last response token. If
+    it reads one reward per response and the inputs carry token rewards, these are summed. A `loss_mask` among the inputs, from a rollout
     correction or a filter, replaces `response_mask`.
 
     The launch tries a custom estimator on a made-up batch of two prompts with their groups, before anything starts; `trial=False`
@@ -119,15 +119,15 @@ def rollout_correction(
 ) -> Output:
     """Declare the correction of a batch for log-probs on which trainer and engine disagree. Updates and, as in verl, advantages read it.
 
-    `weights`, such as `rg.estimators.TruncatedIS(level="token")`, give `rollout_is_weights` [B, T], which multiply the loss. `rejections`
-    leave tokens or responses out. A preset given as `weights`, such as `rg.algorithms.correction("decoupled_k3_rs_seq_tis")`, has both.
+    `weights`, such as `rg.estimators.TruncatedIS(level="token")`, yield `rollout_is_weights` [B, T], which multiply the loss. `rejections`
+    leave tokens or responses out. A preset passed as `weights`, such as `rg.algorithms.correction("decoupled_k3_rs_seq_tis")`, has both.
 
-    With `denominator="kept"` rejections give `loss_mask` [B, T]: the loss's means do not count rejected tokens, as in verl. With "all"
+    With `denominator="kept"` rejections yield `loss_mask` [B, T]: the loss's means do not count rejected tokens, as in verl. With "all"
     rejected tokens have weight 0 and still count, so that rejecting does not scale up the others, as in AReaL.
 
-    The launch tries a custom function, given as `weights`, on a made-up batch; `trial=False` leaves that out.
+    The launch tries a custom function, passed as `weights`, on a made-up batch; `trial=False` leaves that out.
 
-    Reads `old_log_probs`, `rollout_log_probs`, `response_mask`, and `loss_mask` where an input carries it.
+    Reads `old_log_probs`, `rollout_log_probs`, `response_mask`, and `loss_mask` if an input carries it.
     Metrics: `rollout_corr/...`, see `rlgraph.algorithms.diagnostics`.
     Raises GraphError for a missing column, a setting without effect, or a value of the wrong kind.
 
@@ -192,7 +192,7 @@ class _Correct:
 def filter_groups(*inputs: Output, metric: Name = "rewards", name: str = "filter") -> Output:
     """Declare `loss_mask` [B, T] without the groups whose responses all have the same `metric`: they teach nothing.
 
-    The update neither computes nor counts these groups, so a mean over tokens covers the other groups alone. A group of one stays.
+    The update neither computes nor counts these groups, so a mean over tokens covers only the other groups. A group of one stays.
     `rg.options.Refill` replaces such groups instead. Metric: `filter/groups_fraction`, the share of groups left out.
     Source: Yu et al., 2025, 2503.14476 (DAPO).
 
@@ -301,8 +301,8 @@ def preferred(*inputs: Output, gap: AtLeastZero = 0.0, name: Name = "preferred")
     >>> rg.preferred(rollout, rewards).node.rows  # for policy.update(pairs, reference.log_probs(pairs), loss=rg.DPO())
     8
 
-    A pair is two rows, the chosen one first, with `preferences` 1 and -1, or 0 where the rewards differ by at most `gap`: the loss
-    leaves these out. `margins` is the difference of the rewards. Metrics: `preferred/share` of the groups that give a pair, and
+    A pair is two rows, the chosen one first, with `preferences` 1 and -1, or 0 if the rewards differ by at most `gap`: the loss
+    leaves these out. `margins` is the difference of the rewards. Metrics: `preferred/share` of the groups that yield a pair, and
     `preferred/gap`, the mean difference. Raises GraphError for inputs without the rewards of a rollout, and groups of one.
     """
     given = list_columns(inputs)

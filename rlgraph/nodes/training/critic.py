@@ -19,15 +19,15 @@ from rlgraph.settings import Count, check_arguments, refuse_unknown
 @refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Critic(TrainedModel):
-    """A model with a value head, trained beside the policy. `path` is a folder in Hugging Face format.
+    """A model with a value head, trained together with the policy.
 
     >>> import rlgraph as rg
     >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))
     >>> rg.Critic("tiny", pool=rg.Pool("train")).values(rollout).columns
     ('values',)
 
-    The head is the folder's `score.weight` if it has one, as a reward model does. Else head and values begin at 0. With `adapter` it is
-    trained whole, beside the adapter's matrices.
+    The head is initialised from the folder's `score.weight` if it has one (reward models do), else with zeros. With an adapter the whole
+    head is trained, next to the adapter's matrices.
     """
 
     role: ClassVar[str] = "critic"
@@ -51,10 +51,10 @@ class Critic(TrainedModel):
         trial: bool = True,
         name: str = "critic_update",
     ) -> Update:
-        """Declare the critic's update: `epochs` walks over the batch, in `mini_batches` optimizer steps each.
+        """Declare the critic's update: `epochs` iterations over the batch, with `mini_batches` optimizer steps each.
 
-        The loss declares the columns that it reads, and `guards` refuse batches and steps. Given `values`, the update also measures
-        `critic/vf_explained_var`. The launch tries a custom loss on a made-up batch; `trial=False` leaves that out.
+        The loss declares the columns that it reads, and `guards` refuse batches and steps. With `values` among the inputs, the update also
+        measures `critic/vf_explained_var`. The launch tries a custom loss on a made-up batch; `trial=False` leaves that out.
 
         Raises GraphError for a column that the loss reads and no input carries, or mini-batches of different sizes.
         """

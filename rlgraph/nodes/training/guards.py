@@ -28,10 +28,11 @@ class Guards:
     >>> guards.stop_kl, guards.empty, guards.patience
     (0.5, 'skip', 5)
 
-    * `nonfinite`: a loss or a gradient that is NaN or infinite. `empty`: a batch without a token to learn from. "skip" leaves the
-      weights as they are for that optimizer step, "stop" ends the job; `patience` skipped steps in a row end it either way.
-      An empty mini-batch of a batch that has tokens, as a filter may leave it, is skipped and counted, and does not use up patience.
-    * `warn_kl` and `stop_kl`: the largest distance between the policy and the sampling one: the size of `actor/ppo_kl`, in nats a token.
+    * `nonfinite`: a loss or a gradient is NaN or infinite: "skip" the optimizer step, or "stop" the job.
+    * `empty`: a batch has no token to learn from: "skip" the optimizer step, or "stop" the job. An empty mini-batch of a batch with tokens,
+      e.g. after a filter, is skipped and counted, and does not use up `patience`.
+    * `patience`: the job also stops after this many skipped steps in a row.
+    * `warn_kl` and `stop_kl`: the largest distance between the policy and the sampling one: the size of `actor/ppo_kl`, in nats per token.
     * `warn_mismatch` and `stop_mismatch`: the largest distance between the engine's log-probs and the trainer's: the mean of
       |old_log_probs - rollout_log_probs| over the tokens. The update measures it if its inputs carry both columns, that is with
       `policy.log_probs(rollout)` among them; without, `actor/ppo_kl` is the distance to the engine, and `warn_kl` warns.

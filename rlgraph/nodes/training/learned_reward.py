@@ -90,7 +90,7 @@ def behind_the_steps(columns: Columns) -> Mapping[str, Column]:
 @refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LearnedReward(TrainedModel):
-    """A model that learns rewards from pairs, and scores responses with them. `path` is a folder in Hugging Face format.
+    """A model that learns rewards from pairs, and scores responses with them.
 
     >>> import rlgraph as rg
     >>> judge = rg.LearnedReward("tiny", pool=rg.Pool("train"))
@@ -98,8 +98,9 @@ class LearnedReward(TrainedModel):
     >>> judge.update(pairs, loss=rg.losses.BradleyTerry()).metrics
     the metrics of 'reward_update'
 
-    The reward is a linear map of the last token's state. The map is the folder's `score.weight` if it has one, else it begins at 0. An
-    export holds it, so that another graph reads rewards by `rg.LearnedReward(folder, …).rewards(rollout)`, token by token as in training.
+    The reward is a linear map of the last token's state. The map is initialised from the folder's `score.weight` if it has one, else with
+    zeros. Exports include it, so another graph can compute rewards with `rg.LearnedReward(folder, …).rewards(rollout)`. It passes the
+    tokens unchanged, as in training.
     """
 
     role: ClassVar[str] = "reward"

@@ -53,7 +53,7 @@ class SampledLogProbs(Operation):
 @refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Policy(TrainedModel):
-    """The model that is trained. `path` is a folder in Hugging Face format.
+    """The model that is trained.
 
     >>> import rlgraph as rg
     >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))
@@ -61,10 +61,12 @@ class Policy(TrainedModel):
     >>> policy.log_probs(rollout).columns  # policy.update(...) trains it
     ('old_log_probs',)
 
-    `router_replay=True` is for a mixture of experts. The log-probs and the update then use the experts that the engine chose for each
-    token, `rg.Generator(…, routes=True)`. Their weights are computed from the trainer's own routers, and have gradients. Source: Ma et al.
-    2025, arXiv:2510.11370 (R3). Metrics: `moe/route_agreement`, the share of tokens and layers whose own choice is the replayed one, and
-    `moe/routes_replayed`, the share for which a route is known.
+    * `router_replay`: for a mixture of experts, computes log-probs and updates with the experts that the engine chose for each token. It
+      requires `rg.Generator(…, routes=True)`.
+
+    With router replay the trainer's routers compute the weights of these experts, with gradients. Source: Ma et al.
+    2025, arXiv:2510.11370 (R3). Metrics: `moe/route_agreement`, the share of tokens and layers at which the trainer's router would choose
+    the replayed experts, and `moe/routes_replayed`, the share with a known route.
     """
 
     role: ClassVar[str] = "policy"
@@ -74,9 +76,9 @@ class Policy(TrainedModel):
     def log_probs(self, *inputs: Output, sum_pi_squared: bool = False, name: str = "old_log_probs") -> Output:
         """Declare `old_log_probs` [B, T]: the trainer's log-probs of the responses before the update.
 
-        `sum_pi_squared=True` adds the column of that name [B, T] from the same pass: at each token the sum of the squared
-        probabilities of the whole vocabulary. `rg.estimators.OptimalTokenBaseline` reads it. With `exact=True` they are those of the
-        rollout, without a pass.
+        `sum_pi_squared=True` adds the column of that name [B, T] from the same forward pass: at each token the sum of the squared
+        probabilities of the whole vocabulary. `rg.estimators.OptimalTokenBaseline` reads it. With `exact=True` the column
+        `old_log_probs` is a copy of the rollout's log-probs, without a forward pass.
         """
         if self.exact and not sum_pi_squared:
             return Output(declare(name, SampledLogProbs(), inputs, reads=("rollout_log_probs",), writes=("old_log_probs",)))
@@ -87,7 +89,7 @@ class Policy(TrainedModel):
 
     @check_arguments()
     def base_log_probs(self, *inputs: Output, name: str = "base_log_probs") -> Output:
-        """Declare `ref_log_probs` [B, T]: the log-probs of the responses without the adapter, as of a reference that takes no memory.
+        """Declare `ref_log_probs` [B, T]: the log-probs of the responses without the adapter. It replaces a reference, at no memory.
 
         Raises GraphError for a policy without `adapter=`.
         """
@@ -111,21 +113,21 @@ class Policy(TrainedModel):
         trial: bool = True,
         name: str = "update",
     ) -> Update:
-        """Declare the training on a batch. Give its `weights` to a feedback edge and its `metrics` to the graph.
+        """Declare the training on a batch. Pass its `weights` to a feedback edge and its `metrics` to the graph.
 
-        It walks the batch `epochs` times, in `mini_batches` equal parts of adjacent rows, with an optimizer step each. It publishes
-        weights once, at the end. In the first `critic_warmup` steps of the graph the policy does not change, so that its critic
-        learns first.
+        The update publishes weights once, at the end.
 
-        `guards` refuse NaN, an empty batch, and a policy or an engine too far from the one that sampled.
-
-        The loss declares the columns that it reads. Without `old_log_probs` among the inputs, importance ratios are taken against
-        `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, if given, multiply the loss. `loss_mask`, if given, replaces
-        `response_mask`: tokens outside of it are neither computed nor counted. The update provides `current_version` itself.
-
-        `also` are further batches of each optimizer step, as `also=[(examples, rg.SFTLoss(), 0.1)]`: (batch, loss, weight) each, where
-        a batch is an output or a list of outputs. Each loss is normalised by its own batch. Its metrics begin with the batch's name.
-        The launch tries custom losses on a made-up batch; `trial=False` leaves that out.
+        * `inputs`: outputs with the columns that the loss declares. Without `old_log_probs` among them, importance ratios use
+          `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, if present, multiply the loss. `loss_mask`, if present, replaces
+          `response_mask`: tokens outside of it are neither computed nor counted. The update provides `current_version` itself.
+        * `loss`: e.g. `rg.ClippedLoss()`, `rg.SFTLoss()` or a custom `rlgraph.algorithms.PolicyLoss`.
+        * `epochs`: how many times it iterates over the batch.
+        * `mini_batches`: the optimizer steps per epoch; each uses an equal part of adjacent rows.
+        * `critic_warmup`: the first steps of the graph in which only the critic learns.
+        * `guards`: checks that refuse NaN, an empty batch, and a policy or an engine too far from the one that sampled.
+        * `also`: further batches for each optimizer step, e.g. `also=[(examples, rg.SFTLoss(), 0.1)]`. Each is (batch, loss, weight), and
+          a batch is an output or a list of outputs. Each loss is normalised by its own batch. Its metrics begin with the batch's name.
+        * `trial`: calls a custom loss on a made-up batch before anything starts; False leaves that out.
 
         Raises GraphError for a column that no input carries, mini-batches of different sizes, or a critic's warm-up without a critic.
         """

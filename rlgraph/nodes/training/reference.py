@@ -138,16 +138,17 @@ class CachedLogProbs(LogProbs):
 @refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Reference(TrainedModel):
-    """A model that gives log-probs and has no update. `path` is a folder in Hugging Face format.
+    """A frozen model that computes log-probs, e.g. for a KL penalty or DPO.
 
     >>> import rlgraph as rg
     >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))
     >>> rg.Reference("tiny", pool=rg.Pool("train")).log_probs(rollout).columns
     ('ref_log_probs',)
 
-    `log_probs` uses the weights of the folder. `old_log_probs` uses those of a feedback edge; `path` is then the policy's folder.
-    With `trainer="vllm"`, `max_context` bounds prompt and response together, in tokens (None: the model's own bound): vLLM keeps room for
-    keys and values of that many tokens.
+    `log_probs` uses the weights of the folder. `old_log_probs` uses the weights of a feedback edge; pass the policy's folder then.
+
+    * `max_context`: with the trainer "vllm", the most tokens of prompt and response together. vLLM reserves that many tokens of KV cache.
+      None: the model's own limit.
     """
 
     role: ClassVar[str] = "reference"
@@ -169,10 +170,10 @@ class Reference(TrainedModel):
     def log_probs(self, *inputs: Output, cache: str | Path | None = None, name: str = "ref_log_probs") -> Output:
         """Declare `ref_log_probs` [B, T]: the log-probs of the responses under the weights of the folder.
 
-        `cache` is a folder in which they are kept by row, of whatever runs: a row with the same tokens is not computed again. Its key is
-        the hash of weights, `dtype`, temperature and tokens. A row has the bits of the batch in which it was computed, so that runs with
-        the same order of the data have the same bits with and without what was cached. It is for examples and pairs; a rollout hardly
-        ever gives the same row twice. Metric: `ref_log_probs/cached`, the share of rows that were known.
+        `cache` is a folder that keeps the log-probs of each row across runs: a row with the same tokens is not computed again. Its key is
+        the hash of weights, `dtype`, temperature and tokens. A cached row keeps the rounding of the batch in which it was computed, so runs
+        with the same data order are bit-identical with and without a cache. Use it for examples and pairs; a rollout rarely
+        returns the same row twice. Metric: `ref_log_probs/cached`, the share of rows found in the cache.
 
         Raises GraphError for a cache with `dtype="auto"`, which may be another dtype on the next machine.
         """
@@ -194,8 +195,8 @@ class Reference(TrainedModel):
         """Declare `old_log_probs` [B, T] on this pool instead of the policy's, under the weights of a feedback edge.
 
         With the rollout's own edge they are the trainer's log-probs under the version that wrote the responses, and computing them
-        overlaps both rollout and update. With an edge of `depth=0` they are those at the start of the update, as `policy.log_probs`
-        gives, and the update waits for them.
+        overlaps both rollout and update. With an edge of `depth=0` they use the weights at the start of the update, like
+        `policy.log_probs`, and the update waits for them.
 
         Raises GraphError for anything but a feedback edge, for an edge with `latest=True`, and for the edge of a rollout whose
         responses mix versions (`interrupt` or `continuous`).

@@ -65,7 +65,7 @@ class Teaching(ModelScores):
 @refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Teacher(Reference):
-    """A model that a student learns from. It has the student's vocabulary; `path` is a folder in Hugging Face format.
+    """A frozen model that a student learns from. It must have the student's vocabulary.
 
     >>> import rlgraph as rg
     >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))
@@ -73,8 +73,8 @@ class Teacher(Reference):
     >>> teacher.log_probs(rollout).columns, teacher.top_log_probs(rollout, top_k=64).columns
     (('teacher_log_probs',), ('teacher_log_probs', 'teacher_top_ids', 'teacher_top_log_probs'))
 
-    On a pool of its own it overlaps with rollout and update; on the policy's pool they time-share. With `trainer="vllm"` it reads the
-    responses as prompts of vLLM, at temperature 1, and its `top_k` is a number.
+    On a separate pool it overlaps with rollout and update; on the policy's pool they time-share. With the trainer "vllm" it scores the
+    responses as prompts of vLLM, at temperature 1, and `top_k` cannot be None.
     """
 
     role: ClassVar[str] = "teacher"
@@ -83,17 +83,17 @@ class Teacher(Reference):
     def log_probs(  # type: ignore[override]  # those of a student's own responses are not kept
         self, *inputs: Output, only: Name | None = None, name: str = "teacher_log_probs"
     ) -> Output:
-        """Declare `teacher_log_probs` [B, T], for `rg.estimators.TeacherKL`. `only` scores the rows of this `data_source` alone."""
+        """Declare `teacher_log_probs` [B, T], for `rg.estimators.TeacherKL`. `only` restricts it to the rows of this `data_source`."""
         return self._declare_scores(name, inputs, OWN, top=False, top_k=None, only=only)
 
     @check_arguments()
     def top_log_probs(
         self, *inputs: Output, top_k: Count | None = 64, only: Name | None = None, name: str = "teacher_top_log_probs"
     ) -> Output:
-        """Declare `teacher_top_ids` and `teacher_top_log_probs` [B, T, K] beside `teacher_log_probs`, for `rg.losses.DistillationLoss`.
+        """Declare `teacher_top_ids` and `teacher_top_log_probs` [B, T, K] next to `teacher_log_probs`, for `rg.losses.DistillationLoss`.
 
-        They are the teacher's `top_k` most probable tokens at each position; 64 are 512 bytes a token. With None they are the whole
-        vocabulary, which is for small ones, or few tokens. `only` scores the rows of this `data_source` alone.
+        They are the teacher's `top_k` most probable tokens at each position; 64 need 512 bytes per token. With None they are the whole
+        vocabulary, for small vocabularies or few tokens. `only` restricts it to the rows of this `data_source`.
         """
         return self._declare_scores(name, inputs, (*OWN, *TOP), top=True, top_k=top_k, only=only)
 

@@ -39,7 +39,7 @@ def check_exact_settings(model: Any) -> None:
     where = f"{type(model).__name__}(exact=True"
     if model.dtype not in EXACT_DTYPES:
         raise GraphError(
-            f"{where}, dtype='{model.dtype}'): it is proven in {' and '.join(f'{d} on {p}' for d, p in EXACT_DTYPES.items())}; write "
+            f"{where}, dtype='{model.dtype}'): exact works with {' and '.join(f'{d} on {p}' for d, p in EXACT_DTYPES.items())}; write "
             f"{' or '.join(f'dtype={d!r}' for d in EXACT_DTYPES)}"
         )
     given = {
@@ -55,7 +55,7 @@ def check_exact_settings(model: Any) -> None:
     }
     for name, (value, plain) in given.items():
         if value != plain:
-            raise GraphError(f"{where}, {name}={value!r}): the two together are not proven to be exact; leave out one")
+            raise GraphError(f"{where}, {name}={value!r}): the combination is not tested to be exact; leave out one of the two")
 
 
 def columns_to_check(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ...]:
@@ -81,8 +81,8 @@ def checked_rows(engine: Any, batch: Columns, step: int, temperature: float) -> 
     if bool(differ.any()):
         most = (own - sampled)[mask].abs().max().item()
         raise CertificateError(
-            f"step {step}: {int(differ.sum())} of {int(mask.sum())} tokens of {len(chosen)} rows have other log-probs in the trainer than "
-            f"in the engine, by up to {most:.1e}; Policy(exact=True) says that all are equal. Leave out exact to go on without that promise"
+            f"step {step}: {int(differ.sum())} of {int(mask.sum())} tokens of {len(chosen)} rows have different log-probs in the trainer "
+            f"and in the engine, by up to {most:.1e}; Policy(exact=True) requires equality. Leave out exact to train without this check"
         )
     return {"exact/tokens_checked": float(mask.sum())}
 
@@ -132,7 +132,9 @@ def check_adapter(model: Any) -> None:
     """Raise GraphError for settings that an adapter does not work with."""
     where = f"{type(model).__name__}(adapter=LoRA(rank={model.adapter.rank})"
     if isinstance(model.optimizer, Muon):
-        raise GraphError(f"{where}, optimizer=rg.optim.Muon()): its step is one of whole matrices, not of their factors; use rg.AdamW(…)")
+        raise GraphError(
+            f"{where}, optimizer=rg.optim.Muon()): Muon updates whole matrices, while an adapter trains their factors; use rg.AdamW(…)"
+        )
     if model.tensor_parallel > 1:
         raise GraphError(
             f"{where}, tensor_parallel={model.tensor_parallel}): ranks that share matrices would have to share the adapter's too, which is "
@@ -227,8 +229,8 @@ def check_vocabulary(node: Node) -> None:
         found = None if path == node.model.path else difference(path, node.model.path)
         if found is not None:
             raise DataError(
-                f"node '{node.name}' takes the tokens of '{writer}' by '{node.model.path}', but they are of the vocabulary of "
-                f"'{path}': {found}; give models of one vocabulary"
+                f"node '{node.name}' scores the tokens of '{writer}' with '{node.model.path}', but they come from the vocabulary of "
+                f"'{path}': {found}; use models with the same vocabulary"
             )
 
 
@@ -296,15 +298,15 @@ TESTED = frozenset(  # by tests/engines/test_families.py
 class TrainedModel(Model, TrainerSettings):
     """The base of policy, critic and reference: a Hugging Face folder, float32 master weights, `dtype` compute.
 
-    It takes the fields of `TrainerSettings`, as far as its trainer does, and:
+    It accepts the fields of `TrainerSettings` that its trainer supports, and:
 
-    * `trainer`: "fsdp" (FSDP2), "megatron" (Megatron-Core), for a teacher or a reference "vllm", or a `TrainerSpec` of your own.
+    * `trainer`: "fsdp" (FSDP2), "megatron" (Megatron-Core), for a teacher or a reference "vllm", or a custom `TrainerSpec`.
       `scores`: its output for each token, "log_probs" or "values".
     * `dtype`: "auto" is bfloat16 if the device computes in it (a GPU of compute capability 8.0 or more, a CPU with AVX512-BF16 or
       AMX), else float32.
-    * `data_parallel`: the number of data-parallel groups of processes. None: as many as the pool has GPUs for, one on the host.
-    * `self_test`: checks at the start, on a small random model of the same architecture, that log-probs equal those of the model's own
-      forward. It takes a second. A model that fails in every layout of batches is refused; one layout that fails is not used.
+    * `data_parallel`: the number of data-parallel groups of processes. None: all GPUs of the pool, or one process on the host.
+    * `self_test`: at the start, compares packed log-probs with the model's own forward pass, on a small random model of the same
+      architecture. This lasts a second. Layouts that fail are not used; a model that fails every layout is refused.
     """
 
     data_parallel: Count | None = None

@@ -357,8 +357,8 @@ def checked_schedule(node: str, inputs: Sequence[Any], epochs: int, mini_batches
     rows = max((output.node.rows for output in inputs if isinstance(output, Output)), default=0)
     if rows % mini_batches:
         raise GraphError(
-            f"{where} has mini_batches={mini_batches} of a batch of {rows} rows; mini-batches are to be equally large, as each is one "
-            "optimizer step: choose a divisor, or another number of prompts"
+            f"{where} has mini_batches={mini_batches} for a batch of {rows} rows; mini-batches must have equal sizes: choose a divisor "
+            "of the rows, or another number of prompts"
         )
     return UpdateSchedule(epochs, mini_batches)
 
@@ -392,8 +392,8 @@ def check_scores(name: str, loss: object, scores: Literal["log_probs", "values"]
     if taken not in (None, scores):
         other = "rg.DPO()" if scores == "log_probs" else "rg.losses.BradleyTerry()"
         raise GraphError(
-            f"node '{name}' has loss={type(loss).__name__}(…), which takes {SCORED[taken or scores]}, but trains on {SCORED[scores]}; "
-            f"give a loss such as {other}"
+            f"node '{name}' has loss={type(loss).__name__}(…), which requires {SCORED[taken or scores]}, but the model "
+            f"computes {SCORED[scores]}; pass a loss such as {other}"
         )
 
 
@@ -406,7 +406,7 @@ def check_rows(name: str, loss: object, inputs: Iterable[Any], mini_batches: int
         return  # the declaration names the column that is missing
     held, kind = carrier.traits.preferences, type(loss).__name__
     if held not in (None, loss.rows):
-        raise GraphError(f"node '{name}' has loss={kind}(…), which takes {HELD[loss.rows]}, but '{carrier.name}' gives {HELD[held]}")
+        raise GraphError(f"node '{name}' has loss={kind}(…), which requires {HELD[loss.rows]}, but '{carrier.name}' writes {HELD[held]}")
     if carrier.rows // mini_batches % 2:
         raise GraphError(
             f"node '{name}' has mini_batches={mini_batches} of {carrier.rows} rows, which parts two rows that {kind} compares; choose a "

@@ -265,7 +265,7 @@ class Job:
         return self.session.pids
 
     def under_way(self) -> str:
-        """Describe what the nodes do now and how far they are, as `rollout 34 of 128 responses, update 2 of 6 micro-batches`."""
+        """Describe the work and the progress of the nodes, e.g. `rollout 34 of 128 responses, update 2 of 6 micro-batches`."""
         return self.session.under_way()
 
     def start(self) -> "Job":
@@ -311,14 +311,14 @@ class Job:
 
     @check_arguments(PlanError)
     def steps(self, count: Natural) -> Iterator[Step]:
-        """Run the next `count` steps of the run and give each as it finishes; the steps after it are already at work.
+        """Run the next `count` steps of the run and yield each as it finishes; the steps after it are already in flight.
 
-        In a job that resumed from a checkpoint, the steps in the checkpoint count but are not given again: run again, the same
-        program does the steps that are left. Ctrl-C and SIGTERM end the program once the steps in flight are done and saved.
+        In a job that resumed from a checkpoint, the steps in the checkpoint count but are not yielded again: the same program, run again,
+        does the remaining steps. Ctrl-C and SIGTERM end the program once the steps in flight are done and saved.
 
         Raises NodeError for a node that failed, WorkerDied for a worker that ended, DispatchError for a process of Ray that ended, and
-        ChannelTimeout for a deadline that expired, when the job was started again as often as `restarts` allows, and CertificateError
-        for a run beyond its certificate; it is closed by then.
+        ChannelTimeout for a deadline that expired, if no more `restarts` are left. Raises CertificateError for a run that violates its
+        certificate. The job is closed by then.
         """
         before, self._stepped = self._asked, True
         self._asked += count
@@ -487,12 +487,12 @@ class Job:
                     ...
                 print(job.export("model"))  # model: 134,515,008 parameters after step 100, bfloat16, 0.27 GB
 
-        Every worker of the model writes its own rows, and none gathers it. Asked for between two steps, the workers first finish the
-        steps that are at work: `Exported.step` says how many steps the weights have seen. `policy` names one of several trained models.
-        `adapter="apart"` writes the adapter that was trained as PEFT's folder, and not merged into its model.
+        Every worker of the model writes its own rows, and none gathers them. The workers first finish the steps in flight: `Exported.step`
+        is the number of steps that the weights have seen. `policy` names one of several trained models. `adapter="apart"` writes the
+        trained adapter as PEFT's folder, instead of merging it into its model.
 
-        Raises ExportError for a folder that exists or cannot be written, and for a disk without room: nothing is left, and the job goes on.
-        A worker that dies meanwhile is an error as in `steps`, unless a restart is left; then the export is to be asked for again.
+        Raises ExportError for a folder that exists or cannot be written, and for a full disk: nothing is left, and the job continues.
+        A worker that dies meanwhile raises as in `steps`, unless a restart is left; then call `export` again.
         """
         self.session.check_runs()
         try:
@@ -569,14 +569,14 @@ class Job:
     def costs(self) -> Costs:
         """Fit the costs of each node to this run, for `rlgraph.compile(graph, cluster, costs)` and `rlgraph.tune`.
 
-        The first step, which warms up, is left out; the lengths of the responses are those of all steps.
+        The first step, which warms up, is left out; the lengths of the responses come from all steps.
         """
         return costs_of([self.trace()])
 
     def close(self) -> None:
-        """End the workers: idle ones shut down, those that do not answer are killed. Nothing is left behind.
+        """End the workers: idle workers shut down, workers that do not answer are killed. Nothing is left behind.
 
-        In a fork of the program it does nothing: the job goes on. Raises CheckpointError where the steps since the newest checkpoint
+        In a fork of the program it does nothing: the job continues. Raises CheckpointError if the steps since the newest checkpoint
         could not be saved.
         """
         if self.session.is_forked:

@@ -260,7 +260,7 @@ _HERE: ContextVar[Warm | None] = ContextVar("warm", default=None)
 
 @contextmanager
 def warm(*, engines: bool = False) -> Iterator[Warm]:
-    """Launch jobs in this block from warm processes: those after the first start in seconds. Leaving the block ends the processes.
+    """Launch jobs in this block from warm processes: all jobs after the first start in seconds. Leaving the block ends the processes.
 
         with rg.runs.warm(engines=True):
             for lr in (1e-6, 3e-6, 1e-5):
@@ -268,18 +268,18 @@ def warm(*, engines: bool = False) -> Iterator[Warm]:
                     for step in job.steps(20):
                         ...
 
-    The first launch starts a process that imports PyTorch and transformers, and one that imports vLLM where the plan has it. Workers are
-    forked from them, so they begin in milliseconds, and as clean as new ones: no state of a job is left for the next, whether it ended
-    or failed, and the results are the same bits. Modules of your own are imported anew at each launch. Other environment variables,
-    threads or GPUs get processes of their own. The jobs run without Ray, on this host. Nothing starts before the first launch, and a thread
-    that the program starts is not in the block. On GPUs the imports of vLLM open the driver, which no fork lives through: each of its
-    engines has a process of its own there, which starts with its job.
+    The first launch starts a process that imports PyTorch and transformers, and another that imports vLLM if the plan uses it. Workers are
+    forks of these, so they start in milliseconds. They carry no state of an earlier job, whether it ended or failed, and results are
+    bit-identical. Your own modules are imported again at each launch. Other environment variables, threads or GPUs need new
+    processes. The jobs run without Ray, on this host. Nothing starts before the first launch, and a thread that the program starts is not
+    in the block. On GPUs, importing vLLM initialises CUDA, and CUDA does not survive a fork: each vLLM engine has a separate process there,
+    which starts with its job.
 
-    With `engines=True` an engine of vLLM stays loaded when its job has ended. A later launch takes it if its `rg.Generator` is the same but
-    for pool and sampling, on the same devices, with room for as many versions of the weights. A launch that does not take it ends it before
-    anything starts, and a job that fails keeps none. It begins with the weights of the folder as they are then, and the results are again
-    those of a new engine in every bit. In between it keeps its memory. Threads that your own code starts in its process stay there. Other
-    engines, and folders of quantised weights, are loaded anew, and a notice says so.
+    With `engines=True` a vLLM engine stays loaded when its job has ended. A later launch reuses it when its `rg.Generator` has the same
+    settings, apart from `pool` and `sampling`, on the same devices, with room for at least as many versions of the weights. A launch that
+    cannot use a cached engine terminates it before anything starts, and a job that fails caches none. A reused engine loads the weights of
+    the folder again, and the results are bit-identical to a new engine. Between jobs it holds its memory. Threads that your own
+    code starts in its process stay there. Other engines, and folders of quantised weights, are loaded again, and a notice is printed.
 
     >>> import rlgraph as rg
     >>> with rg.runs.warm() as processes:
