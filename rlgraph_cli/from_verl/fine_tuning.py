@@ -3,30 +3,27 @@
 from rlgraph_cli.from_verl.models import adapter_of, optimizer_of
 from rlgraph_cli.from_verl.page import Page, call, show
 from rlgraph_cli.from_verl.run import write_main
-from rlgraph_cli.from_verl.script import Call
 from rlgraph_cli.from_verl.settings import Values
 
 
-def write_fine_tuning(started: Call, values: Values, page: Page, name: str) -> list[str]:
+def write_fine_tuning(values: Values, page: Page, name: str) -> list[str]:
     """Write a supervised fine-tuning. Returns the lines of its main block."""
     page.setting("model", values["model.path"], "a folder in Hugging Face format, or a hub id")
-    files = values["data.train_files"]
-    page.setting(
-        "train", files if isinstance(files, str) else ",".join(map(str, files)), "parquet files of conversations, separated by commas"
-    )
-    page.setting("examples", values.whole("data.train_batch_size") if "data.train_batch_size" in values.given else 256, "a step")
-    page.setting("max_tokens", values.whole("data.max_length"), "tokens a conversation")
+    files = values.files("data.train_files")
+    page.setting("train", files, "parquet files of conversations, separated by commas")
+    page.setting("examples", values.count("data.train_batch_size") if "data.train_batch_size" in values.given else 256, "a step")
+    page.setting("max_tokens", values.count("data.max_length"), "tokens a conversation")
     page.setting("lr", values.decimal("optim.lr"))
     steps = max(0, values.whole("trainer.total_training_steps", 0))
     if not steps:
         page.setting(
-            "epochs", values.whole("trainer.total_epochs") if "trainer.total_epochs" in values.given else 4, "passes over the data"
+            "epochs", values.count("trainer.total_epochs") if "trainer.total_epochs" in values.given else 4, "passes over the data"
         )
     page.setting("steps", steps, "" if steps else "0: as many as the epochs have")
     page.setting("seed", values.whole("trainer.seed", 0))
     page.setting(
         "micro_batch_tokens",
-        max(tokens_of_fine_tuning(values), values.whole("data.max_length")),
+        max(tokens_of_fine_tuning(values), values.count("data.max_length")),
         "no result depends on it",
     )
     trainer = "megatron" if "megatron" in (values["engine"], values["engine.strategy"]) else "fsdp"
@@ -51,7 +48,7 @@ def write_fine_tuning(started: Call, values: Values, page: Page, name: str) -> l
         "pool": 'rg.Pool("train")',
         "trainer": page.setting("trainer", trainer, "fsdp or megatron"),
         **parallel,
-        "optimizer": optimizer_of(values, page, "optim.", values["optim.clip_grad"], "cfg.lr"),
+        "optimizer": optimizer_of(values, page, "optim.", values.decimal("optim.clip_grad"), "cfg.lr"),
         "adapter": adapter_of(values, "model."),
         "micro_batch_tokens": "cfg.micro_batch_tokens",
         "recompute": "True" if values["model.enable_gradient_checkpointing"] in (None, True) else None,
@@ -61,7 +58,7 @@ def write_fine_tuning(started: Call, values: Values, page: Page, name: str) -> l
         '    batch = rg.examples(rows(cfg), cfg.examples, policy, max_tokens=cfg.max_tokens, overlong="cut", seed=cfg.seed)',
         f"    return rg.Graph({show(name)}, policy.update(batch, loss=rg.SFTLoss()).metrics)",
     ]
-    nodes, each = values.whole("trainer.nnodes"), values.whole("trainer.n_gpus_per_node")
+    nodes, each = values.count("trainer.nnodes"), values.count("trainer.n_gpus_per_node")
     page.setting("gpus", nodes * each, "of all hosts; 0: this machine as it is")
     made = call("rg.Cluster", gpus="cfg.gpus", gpus_per_node=str(each), cpus=f"8 * {nodes * each}", hosts=str(nodes) if nodes > 1 else None)
     page.body += ["", "", "def cluster(cfg: Config) -> rg.Cluster:", f"    return {made} if cfg.gpus else rg.local_cluster()"]

@@ -62,9 +62,9 @@ def loss_of(values: Values, page: Page, shape: Shape, corrected: Mapping[str, st
         options["clip_high"] = page.setting("clip_high", high)
     if mode.startswith("dppo"):
         options |= {"divergence": show(mode[5:]), "low": show(low), "high": show(high), "clip_c": "3.0"}
-    cut = values[f"{ACTOR}clip_ratio_c"]
-    if mode == "vanilla" and float(cut) != 3:
-        options["clip_c"] = show(float(cut))
+    cut = values.decimal(f"{ACTOR}clip_ratio_c")
+    if mode == "vanilla" and cut != 3:
+        options["clip_c"] = show(cut)
     renamed = {
         "sapo": {"tau_pos": "tau_pos", "tau_neg": "tau_neg"},
         "clip_cov": {"clip_cov_ratio": "fraction", "clip_cov_lb": "low", "clip_cov_ub": "high"},
@@ -72,7 +72,7 @@ def loss_of(values: Values, page: Page, shape: Shape, corrected: Mapping[str, st
         "dro": {"dro_beta": "beta"},
     }.get(mode, {})
     options |= {ours: show(special[theirs]) for theirs, ours in renamed.items() if theirs in special}
-    aggregation, horizon = values[f"{ACTOR}loss_agg_mode"], values[f"{ACTOR}loss_scale_factor"]
+    aggregation, horizon = values[f"{ACTOR}loss_agg_mode"], values.whole(f"{ACTOR}loss_scale_factor", 0)
     if aggregation != ("seq-mean-token-mean" if mode == "gspo" else "token-mean") and mode not in ONE_AGGREGATION:
         options["aggregation"] = show(aggregation)
     if horizon and aggregation == "seq-mean-token-sum-norm":
@@ -102,28 +102,34 @@ def correction_of(values: Values, page: Page, shape: Shape) -> dict[str, str]:
     normalize = "True" if values[f"{section}rollout_is_batch_normalize"] else None
     ratios = shape.bypass and values[f"{section}loss_type"] == "ppo_clip"  # which correct by themselves: verl, too, leaves out the weights
     if level not in (None, "null", False) and not ratios:
-        bounds = [show(float(part)) for part in threshold.split("_")]
+        bounds = bounds_of(threshold, f"{section}rollout_is_threshold")
         kind = "TruncatedIS" if len(bounds) == 1 else "IcePop"
         named = [] if bounds == ["2.0"] else bounds
         options["weights"] = call(f"rg.estimators.{kind}", *named, level=show(level), normalize=normalize)
     statistics, limits = values[f"{section}rollout_rs"], values[f"{section}rollout_rs_threshold"]
     if statistics not in (None, "null", False):
         names = [part.strip() for part in str(statistics).split(",")]
-        bounds = [part.strip() for part in str(limits).split(",")]
-        if len(bounds) not in (1, len(names)) or limits is None:
+        limited = [part.strip() for part in str(limits).split(",")]
+        if len(limited) not in (1, len(names)) or limits is None:
             raise ConfigError(
                 f"from-verl: rollout_rs={statistics} has {len(names)} statistics and rollout_rs_threshold={limits}: give a bound for each"
             )
-        bounds = bounds * len(names) if len(bounds) == 1 else bounds
-        rejections = []
-        for statistic, bound in zip(names, bounds, strict=True):
-            *low, high = bound.split("_")
-            rejections.append(call("rg.estimators.Rejection", show(statistic), show(float(high)), show(float(low[0])) if low else ""))
-        options["rejections"] = "(" + "".join(f"{each.replace(', )', ')')}, " for each in rejections).strip() + ")"
+        pairs = zip(names, limited * len(names) if len(limited) == 1 else limited, strict=True)
+        read = [(name, bounds_of(bound, f"{section}rollout_rs_threshold")) for name, bound in pairs]
+        rejections = [call("rg.estimators.Rejection", show(name), *reversed(bounds)) for name, bounds in read]
+        options["rejections"] = "(" + "".join(f"{each}, " for each in rejections).strip() + ")"
     return options
 
 
-def critic_update_of(values: Values, shape: Shape) -> str:
+def bounds_of(text: str, key: str) -> list[str]:
+    """Read a bound, or two as `0.5_2.0`. Raises ConfigError for what are no numbers."""
+    try:
+        return [show(float(part)) for part in text.split("_", 1)]
+    except ValueError:
+        raise ConfigError(f"from-verl: {key}={text} is no bound, as 2.0, or two, as 0.5_2.0") from None
+
+
+def critic_update_of(values: Values) -> str:
     clip, aggregation = values.decimal("critic.cliprange_value"), values["critic.loss_agg_mode"]
     epochs = values.whole("critic.ppo_epochs")
     values["critic.ppo_mini_batch_size"]

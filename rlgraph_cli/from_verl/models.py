@@ -1,80 +1,32 @@
 """Writes the models of a training: generator, policy, and those that score."""
 
-from typing import Any
-
+from rlgraph.errors import ConfigError
 from rlgraph_cli.from_verl.page import Page, call, show
 from rlgraph_cli.from_verl.settings import Values
 from rlgraph_cli.from_verl.shape import ACTOR, MODEL, ROLLOUT, Shape, shares_of
 
 
-def write_models(values: Values, page: Page, shape: Shape, model: str, critic: bool, reference: bool) -> None:
-    """Write the models: generator, policy, and those that score."""
-    lines = page.body
-    trains, rolls = "pool", "pool"
+def write_models(values: Values, page: Page, shape: Shape, model: str, *, critic: bool, reference: bool) -> None:
+    """Write the models of a training, and the edge by which weights get from policy to generator."""
+    lines, trains, rolls = page.body, "pool", "pool"
     if shape.apart:
         train, roll = shares_of(values)
         lines += [f'    train, rollouts = rg.Pool("train", share={train}), rg.Pool("rollout", share={roll})']
         trains, rolls = "train", "rollouts"
     else:
         lines += ['    pool = rg.Pool("gpus")']
-    top_k = values.whole(f"{ROLLOUT}top_k")
-    temperature, top_p = (
-        values.decimal(f"{ROLLOUT}temperature"),
-        values.decimal(f"{ROLLOUT}top_p"),
-    )
-    sampling = call(
-        "rg.Sampling",
-        max_tokens="cfg.max_tokens",
-        temperature=show(temperature) if temperature != 1 else None,
-        top_p=show(top_p) if top_p != 1 else None,
-        top_k=str(top_k) if top_k > 0 else None,
-        ignore_eos="True" if values.has(f"{ROLLOUT}ignore_eos") else None,
-    )
-    engine = {"hf": "transformers"}.get(values[f"{ROLLOUT}name"], values[f"{ROLLOUT}name"] or "vllm")
-    spans = values.whole(f"{ROLLOUT}tensor_model_parallel_size")
-    arguments = {
-        key: values[f"{ROLLOUT}{key}"]
-        for key in ("max_num_batched_tokens", "enforce_eager")
-        if engine == "vllm" and values.has(f"{ROLLOUT}{key}")
-    }
-    context = values[f"{ROLLOUT}max_model_len"]
-    routes = replays_routes(values)
-    host = values.whole("rollout.n_gpus_per_node" if shape.apart else "trainer.n_gpus_per_node")
-    spans = min(spans, host)  # an engine lies on one host
-    spans = 1 if engine == "sglang" or routes or values[f"{MODEL}lora_rank"] else spans  # then more engines, of a GPU each
-    width = values.whole(f"{ROLLOUT}max_num_seqs") if values.has(f"{ROLLOUT}max_num_seqs") else None
-    generator = {
-        "pool": rolls,
-        "sampling": sampling,
-        "engine": page.setting("engine", engine, "vllm, sglang or transformers"),
-        "tensor_parallel": page.setting("rollout_tensor_parallel", spans, "GPUs an engine spans") if spans > 1 else None,
-        "max_context": f"max({context}, cfg.max_prompt_tokens + cfg.max_tokens)" if context else "cfg.max_prompt_tokens + cfg.max_tokens",
-        "memory": page.setting(
-            "memory",
-            values.decimal(f"{ROLLOUT}gpu_memory_utilization"),
-            "the engine's share of a GPU",
-            none=True,
-        ),
-        "max_sequences": str(width) if width else None,
-        "weights_dtype": '"fp8"' if values.has(f"{ROLLOUT}quantization") else None,
-        "routes": "True" if routes else None,
-        "engine_args": f'{show(arguments)} if cfg.engine == "vllm" else {{}}' if arguments else None,
-        "seed": "cfg.seed",
-    }
-    lines += [f"    generator = {call('rg.Generator', model, **generator)}"]
-    recompute = recompute_of(values)
-    adapter = adapter_of(values, MODEL)
-    parallel = declare_parallel(values, page, ACTOR)
-    balance = values[f"{ACTOR}megatron.override_transformer_config.moe_aux_loss_coeff"]
-    common = {"pool": trains, "trainer": page.setting("trainer", trainer_of(values), "fsdp or megatron"), **parallel}
+    lines += [f"    generator = {call('rg.Generator', model, pool=rolls, **generator_options(values, page, shape))}"]
+    adapter, balance = adapter_of(values, MODEL), values.decimal(f"{ACTOR}megatron.override_transformer_config.moe_aux_loss_coeff")
+    trainer = page.setting("trainer", trainer_of(values), "fsdp or megatron")
+    common = {"pool": trains, "trainer": trainer, **declare_parallel(values, page, ACTOR)}
     policy = {
         **common,
-        "optimizer": optimizer_of(values, page, f"{ACTOR}optim.", values[f"{ACTOR}grad_clip"], "cfg.lr"),
+        "optimizer": optimizer_of(values, page, f"{ACTOR}optim.", values.decimal(f"{ACTOR}grad_clip"), "cfg.lr"),
         "adapter": adapter,
         "micro_batch_tokens": page.setting("micro_batch_tokens", pass_tokens(values), "tokens of a pass; no result depends on it"),
-        "recompute": recompute,
-        "load_balance": str(balance) if balance else None,
-        "router_replay": "True" if routes else None,
+        "recompute": recompute_of(values),
+        "load_balance": show(balance) if balance else None,
+        "router_replay": "True" if replays_routes(values) else None,
     }
     lines += [f"    policy = {call('rg.Policy', model, **policy)}"]
     if reference and not adapter:
@@ -83,23 +35,54 @@ def write_models(values: Values, page: Page, shape: Shape, model: str, critic: b
         path = values["critic.model.path"]
         page.setting("critic", path if path and path != values[f"{MODEL}path"] else "", "the critic's folder; empty: the model's")
         page.setting("critic_lr", values.decimal("critic.optim.lr"))
-        options = {
-            **common,
-            "optimizer": optimizer_of(values, page, "critic.optim.", values["critic.grad_clip"], "cfg.critic_lr"),
-            "micro_batch_tokens": "cfg.micro_batch_tokens",
-            "recompute": "True" if values["critic.model.enable_gradient_checkpointing"] else None,
-        }
+        optimizer = optimizer_of(values, page, "critic.optim.", values.decimal("critic.grad_clip"), "cfg.critic_lr")
+        recompute = "True" if values["critic.model.enable_gradient_checkpointing"] else None
+        options = {**common, "optimizer": optimizer, "micro_batch_tokens": "cfg.micro_batch_tokens", "recompute": recompute}
         lines += [f"    critic = {call('rg.Critic', f'cfg.critic or {model}', **options)}"]
     bucket = values.whole(f"{ROLLOUT}checkpoint_engine.update_weights_bucket_megabytes", 0)
-    interrupts = shape.streamed and shape.depth > 0
-    weights = call(
-        "rg.feedback",
-        '"weights"',
-        depth="cfg.depth",
-        buffers="2" if interrupts or values.has(f"{ROLLOUT}enable_dual_buffer") else None,
-        bucket_bytes=f"{bucket} * 2**20" if bucket else None,
+    twice = values.has(f"{ROLLOUT}enable_dual_buffer") or (shape.streamed and shape.depth > 0)
+    edge = {"depth": "cfg.depth", "buffers": "2" if twice else None, "bucket_bytes": f"{bucket} * 2**20" if bucket else None}
+    lines += [f"    weights = {call('rg.feedback', show('weights'), **edge)}"]
+
+
+def generator_options(values: Values, page: Page, shape: Shape) -> dict[str, str | None]:
+    """Write the options of the generator, but for its pool."""
+    engine = {"hf": "transformers"}.get(values[f"{ROLLOUT}name"], values[f"{ROLLOUT}name"] or "vllm")
+    routes, alone = replays_routes(values), engine == "sglang" or bool(values[f"{MODEL}lora_rank"])
+    host = values.whole("rollout.n_gpus_per_node" if shape.apart else "trainer.n_gpus_per_node")
+    # An engine lies on one host; where it spans one GPU, there are more of them.
+    spans = 1 if routes or alone else min(host, values.count(f"{ROLLOUT}tensor_model_parallel_size"))
+    named = ("max_num_batched_tokens", "enforce_eager")
+    arguments = {key: values[f"{ROLLOUT}{key}"] for key in named if engine == "vllm" and values.has(f"{ROLLOUT}{key}")}
+    context, width = values.whole(f"{ROLLOUT}max_model_len", 0), values.whole(f"{ROLLOUT}max_num_seqs", 0)
+    longest = "cfg.max_prompt_tokens + cfg.max_tokens"
+    memory = values.decimal(f"{ROLLOUT}gpu_memory_utilization")
+    return {
+        "sampling": sampling_of(values),
+        "engine": page.setting("engine", engine, "vllm, sglang or transformers"),
+        "tensor_parallel": page.setting("rollout_tensor_parallel", spans, "GPUs an engine spans") if spans > 1 else None,
+        "max_context": f"max({context}, {longest})" if context else longest,
+        "memory": page.setting("memory", memory, "the engine's share of a GPU", none=True),
+        "max_sequences": str(width) if width else None,
+        "weights_dtype": show("fp8") if values.has(f"{ROLLOUT}quantization") else None,
+        "routes": "True" if routes else None,
+        "engine_args": f"{show(arguments)} if cfg.engine == {show('vllm')} else {{}}" if arguments else None,
+        "seed": "cfg.seed",
+    }
+
+
+def sampling_of(values: Values) -> str:
+    """Write how the rollout samples."""
+    top_k, top_p = values.whole(f"{ROLLOUT}top_k"), values.decimal(f"{ROLLOUT}top_p")
+    temperature = values.decimal(f"{ROLLOUT}temperature")
+    return call(
+        "rg.Sampling",
+        max_tokens="cfg.max_tokens",
+        temperature=show(temperature) if temperature != 1 else None,
+        top_p=show(top_p) if top_p != 1 else None,
+        top_k=str(top_k) if top_k > 0 else None,
+        ignore_eos="True" if values.has(f"{ROLLOUT}ignore_eos") else None,
     )
-    lines += [f"    weights = {weights}"]
 
 
 def declare_parallel(values: Values, page: Page, whose: str) -> dict[str, str | None]:
@@ -128,7 +111,7 @@ def replays_routes(values: Values) -> bool:
 
 
 def pass_tokens(values: Values) -> int:
-    longest = values.whole("data.max_prompt_length") + values.whole("data.max_response_length")
+    longest = values.count("data.max_prompt_length") + values.count("data.max_response_length")
     rows = values.whole(f"{ACTOR}ppo_micro_batch_size_per_gpu", 0)
     if values[f"{ACTOR}use_dynamic_bsz"] or not rows:
         return max(longest, values.whole(f"{ACTOR}ppo_max_token_len_per_gpu"))
@@ -138,29 +121,32 @@ def pass_tokens(values: Values) -> int:
 def recompute_of(values: Values) -> str | None:
     key = f"{ACTOR}megatron.override_transformer_config.recompute_granularity"
     if trainer_of(values) == "megatron":
-        return {"full": "True", "selective": '"selective"'}.get(values[key])
+        return {"full": "True", "selective": '"selective"'}.get(values.text(key))
     return "True" if values[f"{MODEL}enable_gradient_checkpointing"] else None
 
 
 def adapter_of(values: Values, prefix: str) -> str | None:
-    rank, folder = values[f"{prefix}lora_rank"], values[f"{prefix}lora_adapter_path"] if prefix == MODEL else None
+    """Write the adapter, if there is one."""
+    rank, folder = values.whole(f"{prefix}lora_rank", 0), values[f"{prefix}lora_adapter_path"] if prefix == MODEL else None
     if not rank:
         return None
     targets = values[f"{prefix}target_modules"] or "all-linear"
     named = targets if isinstance(targets, list) else None
-    alpha = values[f"{prefix}lora_alpha"]
+    alpha = values.decimal(f"{prefix}lora_alpha") or 16.0
     return call(
         "rg.LoRA",
         rank=str(rank),
-        alpha=str(float(alpha if alpha is not None else 16)),
+        alpha=show(alpha),
         targets=show(named) if named else None,
         folder=show(folder) if folder else None,
     )
 
 
-def optimizer_of(values: Values, page: Page, prefix: str, clip: Any, lr: str) -> str:
+def optimizer_of(values: Values, page: Page, prefix: str, clip: float, lr: str) -> str:
     """Write AdamW with its schedule; verl counts the steps of a schedule by batches, rlgraph by optimizer steps."""
     betas = values[f"{prefix}betas"] if prefix != "critic.optim." else None
+    if betas is not None and (not isinstance(betas, list) or [type(each) for each in betas] != [float, float]):
+        raise ConfigError(f"from-verl: {prefix}betas={betas} is no pair of numbers")
     decay = values.decimal(f"{prefix}weight_decay")
     warm = values.whole(f"{prefix}lr_warmup_steps", -1)
     share = values.decimal(f"{prefix}lr_warmup_steps_ratio") if prefix != "critic.optim." else 0.0
@@ -170,9 +156,9 @@ def optimizer_of(values: Values, page: Page, prefix: str, clip: Any, lr: str) ->
     schedule = None
     if prefix != "critic.optim.":
         kind = values[f"{prefix}lr_scheduler_type"] or values[f"{prefix}lr_decay_style"] or "constant"
-        over, final = values.whole(f"{prefix}lr_decay_steps", 0) if prefix != "optim." else 0, values[f"{prefix}min_lr_ratio"] or 0.0
-        if values[f"{prefix}min_lr"]:
-            final = values.decimal(f"{prefix}min_lr") / values.decimal(f"{prefix}lr")
+        over, final = values.whole(f"{prefix}lr_decay_steps", 0) if prefix != "optim." else 0, values.decimal(f"{prefix}min_lr_ratio")
+        if (lowest := values.decimal(f"{prefix}min_lr")) and (highest := values.decimal(f"{prefix}lr")):
+            final = lowest / highest
         if kind in ("cosine", "linear"):
             length = f"{over}{batches}" if over else f"steps(cfg){batches}"
             schedule = call(
@@ -184,7 +170,7 @@ def optimizer_of(values: Values, page: Page, prefix: str, clip: Any, lr: str) ->
         lr=lr,
         betas=show(betas) if betas and list(betas) != [0.9, 0.999] else None,
         weight_decay=show(decay) if decay else None,
-        grad_clip=show(float(clip)) if clip is not None and float(clip) != 1 else None,
+        grad_clip=show(clip) if clip and clip != 1 else None,
         warmup_steps=steps,
         schedule=schedule,
     )

@@ -2,6 +2,7 @@
 
 import keyword
 import re
+from dataclasses import dataclass, field
 
 from rlgraph_cli.from_verl.fine_tuning import write_fine_tuning
 from rlgraph_cli.from_verl.losses import KL, correction_of, critic_update_of, estimator_of, loss_of
@@ -18,134 +19,157 @@ OVER_TOKENS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 def write_recipe(started: Call, values: Values, name: str) -> str:
     """Write the recipe of a call, whose graph is called `name`. Raises ConfigError for values that verl itself would refuse."""
     page = Page()
-    write = write_fine_tuning if "sft" in started.module else write_training
-    return assemble(page, write(started, values, page, name), name, started.source)
+    if "sft" in started.module:
+        main = write_fine_tuning(values, page, name)
+    else:
+        main = Training(values, page, shape_of(started, values)).write(name)
+    return assemble(page, main, name, started.source)
 
 
-def write_training(started: Call, values: Values, page: Page, name: str) -> list[str]:
-    """Write a training by reinforcement learning: Config, graph, cluster. Returns the lines of its main block."""
-    shape = shape_of(started, values)
-    lines = page.body
-    declare_settings(values, page, shape)
-    estimator = values["algorithm.adv_estimator"]
-    critic = estimator == "gae"
-    kl_loss = bool(values[f"{ACTOR}use_kl_loss"]) and bool(values.decimal(f"{ACTOR}kl_loss_coef"))
-    reference = kl_loss or bool(values["algorithm.use_kl_in_reward"])
-    penalised = values.has("reward.reward_kwargs.overlong_buffer_cfg.enable")
-    refilled = values.has("algorithm.filter_groups.enable")
+@dataclass
+class Training:
+    """A training by reinforcement learning while its graph is written: what the advantages and the update are given so far."""
 
-    lines += ["def graph(cfg: Config) -> rg.Graph:"]
-    model = "cfg.model"
-    changed = {name: value for name, value in values.below(f"{MODEL}override_config.").items() if value or "drop" not in name}
-    if changed:  # layers have no dropout in training
-        lines += [f"    model = rg.model_folder(cfg.model, config={show(changed)})"]
-        model = "model"
-    write_models(values, page, shape, model, critic, reference)
-    data = write_data(values, page)
-    lines += [""]
-    chat = values.below("data.apply_chat_template_kwargs.")
-    options = f"rg.options.Chat(template_kwargs={show(chat)})" if chat else None
-    if options:
-        lines += [f"    chat = {options}"]
-    prompts = call("rg.prompts", data, count="cfg.prompts", chat="chat" if options else None, seed="cfg.seed")
-    lines += [f"    prompts = {prompts}"]
-    scorer = scorer_of(values, page)
-    lines += [f"    score = {scorer}"] if scorer else []
-    refill = None
-    if refilled:
-        rounds = values.whole("algorithm.filter_groups.max_num_gen_batches")
-        values["data.gen_batch_size"]
-        refill = call(
-            "rg.options.Refill", reward="score", writes='"accuracy"' if penalised else None, rounds=str(rounds) if rounds > 0 else None
+    values: Values
+    page: Page
+    shape: Shape
+    scored: list[str] = field(default_factory=lambda: ["rollout"])
+    trained: list[str] = field(default_factory=lambda: ["rollout"])
+
+    def write(self, name: str) -> list[str]:
+        """Write Config, graph and cluster, and return the lines of the main block."""
+        values, page, shape = self.values, self.page, self.shape
+        declare_settings(values, page, shape)
+        page.body += ["def graph(cfg: Config) -> rg.Graph:"]
+        kl = bool(values[f"{ACTOR}use_kl_loss"]) and bool(values.decimal(f"{ACTOR}kl_loss_coef"))
+        in_reward = bool(values["algorithm.use_kl_in_reward"])
+        critic = values["algorithm.adv_estimator"] == "gae"
+        write_models(values, page, shape, self._model(), critic=critic, reference=kl or in_reward)
+        page.body += [""]
+        scorer, chat = self._rollout()
+        self._old_log_probs()
+        if kl or in_reward:
+            self._reference(in_reward)
+        corrected = self._correction()
+        self._baselines(critic)
+        page.body += [f"    advantages = {call('rg.advantages', *self.scored, estimator=estimator_of(values))}"]
+        page.body += [f"    loss = {loss_of(values, page, shape, corrected)}"]
+        self._update(critic, kl)
+        write_evaluation(values, page, shape, scored=bool(scorer), chat=chat)
+        page.body += ["    weights.close(step.weights)", f"    return rg.Graph({show(name)}, *outputs)"]
+        write_cluster(values, page, shape)
+        return write_main(values, page, name)
+
+    def _model(self) -> str:
+        """Write the model's folder, if its config.json is to have other values; layers have no dropout in training."""
+        given = self.values.below(f"{MODEL}override_config.")
+        changed = {name: value for name, value in given.items() if value or "drop" not in name}
+        if changed:
+            self.page.body += [f"    model = rg.model_folder(cfg.model, config={show(changed)})"]
+        return "model" if changed else "cfg.model"
+
+    def _rollout(self) -> tuple[str, bool]:
+        """Write prompts, rollout and rewards; return the function that scores, and whether there are settings of the chat template."""
+        values, lines = self.values, self.page.body
+        data = write_data(values, self.page)
+        if chat := values.below("data.apply_chat_template_kwargs."):
+            lines += [f"    chat = rg.options.Chat(template_kwargs={show(chat)})"]
+        lines += [f"    prompts = {call('rg.prompts', data, count='cfg.prompts', chat='chat' if chat else None, seed='cfg.seed')}"]
+        scorer = scorer_of(values, self.page)
+        lines += [f"    score = {scorer}"] if scorer else []
+        penalised, refilled = (
+            values.has("reward.reward_kwargs.overlong_buffer_cfg.enable"),
+            values.has("algorithm.filter_groups.enable"),
         )
-    streamed = shape.streamed and shape.depth > 0 and bool(values["async_training.partial_rollout"])
-    rollout = call(
-        "generator.rollout",
-        "prompts",
-        "weights",
-        group_size="cfg.group_size",
-        interrupt='"keep"' if streamed else None,
-        continuous="True" if streamed else None,
-        refill=refill,
-    )
-    lines += [f"    rollout = {rollout}"]
-    rewards = write_rewards(values, page, scorer, penalised, refilled)
-    given, old_given = ["rollout", rewards], []
-    sums = estimator in OVER_TOKENS
-    if not shape.bypass or sums:
-        lines += [f"    old = policy.log_probs(rollout{', sum_pi_squared=True' if sums else ''})"]
-        old_given = ["old"] if not shape.bypass else []
-        given += ["old"] if sums else []
-    ref = "ref" if reference else ""
-    if reference:
+        refill = None
+        if refilled:
+            values["data.gen_batch_size"]
+            rounds = values.whole("algorithm.filter_groups.max_num_gen_batches")
+            writes = show("accuracy") if penalised else None
+            refill = call("rg.options.Refill", reward="score", writes=writes, rounds=str(rounds) if rounds > 0 else None)
+        streamed = self.shape.streamed and self.shape.depth > 0 and bool(values["async_training.partial_rollout"])
+        options = {
+            "group_size": "cfg.group_size",
+            "interrupt": show("keep") if streamed else None,
+            "continuous": "True" if streamed else None,
+            "refill": refill,
+        }
+        lines += [f"    rollout = {call('generator.rollout', 'prompts', 'weights', **options)}"]
+        self.scored += [write_rewards(values, self.page, scorer, penalised, refilled)]
+        return scorer, bool(chat)
+
+    def _old_log_probs(self) -> None:
+        """Write the trainer's log-probs of what was sampled: ratios are taken against them unless verl bypasses them."""
+        sums = self.values["algorithm.adv_estimator"] in OVER_TOKENS
+        if not self.shape.bypass or sums:
+            self.page.body += [f"    old = policy.log_probs(rollout{', sum_pi_squared=True' if sums else ''})"]
+            self.trained += [] if self.shape.bypass else ["old"]
+            self.scored += ["old"] if sums else []
+
+    def _reference(self, in_reward: bool) -> None:
+        """Write the log-probs of the reference, and the rewards less the KL to it."""
+        values, lines = self.values, self.page.body
         made = "policy.base_log_probs(rollout)" if values.has(f"{MODEL}lora_rank") else "reference.log_probs(rollout)"
         lines += [f"    ref = {made}"]
-    if values["algorithm.use_kl_in_reward"]:
+        if not in_reward:
+            return
         kind = KL.get(values["algorithm.kl_penalty"], values["algorithm.kl_penalty"])
-        coef = page.setting(
-            "kl_coef",
-            values.decimal("algorithm.kl_ctrl.kl_coef"),
-            "of the KL to the reference that rewards lose",
-        )
+        coef = self.page.setting("kl_coef", values.decimal("algorithm.kl_ctrl.kl_coef"), "of the KL to the reference that rewards lose")
         if values["algorithm.kl_ctrl.type"] == "adaptive":
-            target, horizon = values["algorithm.kl_ctrl.target_kl"], values["algorithm.kl_ctrl.horizon"]
+            target, horizon = values.decimal("algorithm.kl_ctrl.target_kl"), values.whole("algorithm.kl_ctrl.horizon")
             coef = f"rg.estimators.AdaptiveKL({coef}, target={target}, horizon={horizon})"
-        held = "old" if old_given else "rollout"
-        inputs = ["rollout", given[1], *(["old"] if held == "old" else []), ref]
-        lines += [
-            "    " + f"shaped = {call('rg.stages.kl_shaped_rewards', *inputs, coef=coef, estimator=show(kind) if kind != 'k1' else None)}"
-        ]
-        given[1] = "shaped"
-    corrected = correction_of(values, page, shape)
-    if corrected and not shape.bypass:
-        lines += [f"    correction = {call('rg.stages.rollout_correction', 'rollout', 'old', **corrected)}"]
-        old_given += ["correction"]
-        given += ["correction"] if "rejections" in corrected else []
-    if critic:
-        lines += ["    values = critic.values(rollout)"]
-        given += ["values"]
-    if estimator == "remax":
-        lines += [
-            "    best = rg.Sampling(max_tokens=cfg.max_tokens, temperature=0)",
-            '    greedy = generator.rollout(prompts, weights, sampling=best, name="greedy")',
-            '    baseline = rg.reward(score, prompts, greedy, writes="baseline_rewards", name="baseline")',
-        ]
-        given += ["baseline"]
-    lines += [f"    advantages = {call('rg.advantages', *given, estimator=estimator_of(values))}"]
-    loss = loss_of(values, page, shape, corrected)
-    lines += [f"    loss = {loss}"]
-    inputs = ["rollout", *old_given, "advantages", *(["ref"] if kl_loss else [])]
-    update_epochs = values.whole(f"{ACTOR}ppo_epochs")
-    warmup = values.whole("trainer.critic_warmup")
-    update = call(
-        "policy.update",
-        *inputs,
-        loss="loss",
-        epochs=str(update_epochs) if update_epochs > 1 else None,
-        mini_batches="cfg.mini_batches",
-        critic_warmup=str(warmup) if critic and warmup else None,
-    )
-    lines += [f"    step = {update}"]
-    outputs = ["step.metrics"]
-    if critic:
-        lines += [f"    critic_step = {critic_update_of(values, shape)}"]
-        outputs += ["critic_step.metrics"]
-    lines += [f"    outputs = [{', '.join(outputs)}]"]
-    write_evaluation(values, page, shape, bool(scorer), bool(options))
-    lines += ["    weights.close(step.weights)", f"    return rg.Graph({show(name)}, *outputs)"]
-    write_cluster(values, page, shape)
-    return write_main(values, page, name)
+        inputs = ["rollout", self.scored[1], *(["old"] if "old" in self.trained else []), "ref"]
+        shaped = call("rg.stages.kl_shaped_rewards", *inputs, coef=coef, estimator=show(kind) if kind != "k1" else None)
+        lines += [f"    shaped = {shaped}"]
+        self.scored[1] = "shaped"
+
+    def _correction(self) -> dict[str, str]:
+        """Write the correction of the rollout, as a node where there are old log-probs; return its options."""
+        corrected = correction_of(self.values, self.page, self.shape)
+        if corrected and not self.shape.bypass:
+            self.page.body += [f"    correction = {call('rg.stages.rollout_correction', 'rollout', 'old', **corrected)}"]
+            self.trained += ["correction"]
+            self.scored += ["correction"] if "rejections" in corrected else []
+        return corrected
+
+    def _baselines(self, critic: bool) -> None:
+        """Write what the estimator compares rewards with: a critic's values, or a greedy response."""
+        if critic:
+            self.page.body += ["    values = critic.values(rollout)"]
+            self.scored += ["values"]
+        if self.values["algorithm.adv_estimator"] == "remax":
+            self.page.body += [
+                "    best = rg.Sampling(max_tokens=cfg.max_tokens, temperature=0)",
+                '    greedy = generator.rollout(prompts, weights, sampling=best, name="greedy")',
+                '    baseline = rg.reward(score, prompts, greedy, writes="baseline_rewards", name="baseline")',
+            ]
+            self.scored += ["baseline"]
+
+    def _update(self, critic: bool, kl: bool) -> None:
+        """Write the updates, and the outputs of the graph."""
+        values, lines = self.values, self.page.body
+        epochs, warmup = values.count(f"{ACTOR}ppo_epochs"), values.whole("trainer.critic_warmup")
+        options = {
+            "loss": "loss",
+            "epochs": str(epochs) if epochs > 1 else None,
+            "mini_batches": "cfg.mini_batches",
+            "critic_warmup": str(warmup) if critic and warmup else None,
+        }
+        inputs = [*self.trained, "advantages", *(["ref"] if kl else [])]
+        lines += [f"    step = {call('policy.update', *inputs, **options)}"]
+        lines += [f"    critic_step = {critic_update_of(values)}"] if critic else []
+        lines += [f"    outputs = [step.metrics{', critic_step.metrics' if critic else ''}]"]
 
 
 def declare_settings(values: Values, page: Page, shape: Shape) -> None:
     """Declare what a run is about."""
     page.setting("model", values[f"{MODEL}path"], "a folder in Hugging Face format, or a hub id")
-    files = values["data.train_files"]
-    page.setting("train", files if isinstance(files, str) else ",".join(map(str, files)), "files of verl's schema, separated by commas")
+    files = values.files("data.train_files")
+    page.setting("train", files, "files of verl's schema, separated by commas")
     page.setting("prompts", shape.prompts, "prompts a step")
-    page.setting("group_size", values.whole(f"{ROLLOUT}n"), "responses a prompt")
-    page.setting("max_prompt_tokens", values.whole("data.max_prompt_length"))
-    page.setting("max_tokens", values.whole("data.max_response_length"), "tokens a response")
+    page.setting("group_size", values.count(f"{ROLLOUT}n"), "responses a prompt")
+    page.setting("max_prompt_tokens", values.count("data.max_prompt_length"))
+    page.setting("max_tokens", values.count("data.max_response_length"), "tokens a response")
     page.setting("mini_batches", shape.mini_batches, "optimizer steps a step")
     page.setting("lr", values.decimal(f"{ACTOR}optim.lr"))
     page.setting("depth", shape.depth, "staleness bound in weight versions; 0 is on-policy")
@@ -155,7 +179,7 @@ def declare_settings(values: Values, page: Page, shape: Shape) -> None:
     if steps:
         page.setting("steps", steps)
     else:
-        page.setting("epochs", values.whole("trainer.total_epochs"), "passes over the data")
+        page.setting("epochs", values.count("trainer.total_epochs"), "passes over the data")
         page.setting("steps", 0, "0: as many as the epochs have")
     page.setting("seed", values.whole("data.seed", 0))
 
@@ -225,14 +249,14 @@ def write_rewards(values: Values, page: Page, scorer: str, penalised: bool, refi
 
 def write_evaluation(values: Values, page: Page, shape: Shape, scored: bool, chat: bool) -> None:
     """Write the evaluation, if verl had one and a function scores."""
-    files, every = values["data.val_files"], values.whole("trainer.test_freq", -1)
+    files, every = values.files("data.val_files"), values.whole("trainer.test_freq", -1)
     if shape.streamed and values["rollout.test_freq"]:
         every = values.whole("rollout.test_freq")
     if not files or every <= 0 or not scored:
         return
-    page.setting("validation", files if isinstance(files, str) else ",".join(map(str, files)), "empty for no evaluation")
+    page.setting("validation", files, "empty for no evaluation")
     page.setting("evaluate_every", every)
-    samples = values.whole(f"{ROLLOUT}val_kwargs.n")
+    samples = values.count(f"{ROLLOUT}val_kwargs.n")
     sampled = bool(values[f"{ROLLOUT}val_kwargs.do_sample"])
     heat = values.decimal(f"{ROLLOUT}val_kwargs.temperature") if sampled else 0.0
     top_p, top_k = (

@@ -9,12 +9,12 @@ SINKS = {"wandb": "WandB", "tensorboard": "TensorBoard", "mlflow": "MLflow"}
 
 def write_cluster(values: Values, page: Page, shape: Shape) -> None:
     """Write the machines that the script names, by verl's own rule: pools that fit on one host together share hosts."""
-    nodes, each = values.whole("trainer.nnodes"), values.whole("trainer.n_gpus_per_node")
+    nodes, each = values.count("trainer.nnodes"), values.count("trainer.n_gpus_per_node")
     gpus, hosts, per_host = nodes * each, nodes, each
     if shape.apart and not values["trainer.use_nodes_ratios"]:
         more, others = (
-            values.whole("rollout.nnodes"),
-            values.whole("rollout.n_gpus_per_node"),
+            values.count("rollout.nnodes"),
+            values.count("rollout.n_gpus_per_node"),
         )
         gpus += more * others
         together = each + others <= 8
@@ -29,7 +29,7 @@ def write_main(values: Values, page: Page, name: str) -> list[str]:
     folder = values["trainer.default_local_dir"]
     page.setting("out", folder if isinstance(folder, str) and "${" not in folder else f"runs/{name}")
     every = values.whole("trainer.save_freq", -1)
-    kept = values["trainer.max_actor_ckpt_to_keep"] or values["trainer.max_ckpt_to_keep"]
+    kept = values.whole("trainer.max_actor_ckpt_to_keep", 0) or values.whole("trainer.max_ckpt_to_keep", 0)
     launch = call(
         "plan.launch",
         checkpoint='f"{cfg.out}/checkpoints"' if every > 0 else None,

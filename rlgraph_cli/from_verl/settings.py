@@ -85,9 +85,27 @@ class Values:
         """Read a whole number, `otherwise` where there is none. Raises ConfigError for what is none."""
         return self._number(int, "whole number", key, otherwise)
 
+    def count(self, key: str) -> int:
+        """Read a whole number of at least 1. Raises ConfigError for another."""
+        if (found := self.whole(key)) < 1:
+            raise ConfigError(f"from-verl: {key}={found} is no number of at least 1")
+        return found
+
     def decimal(self, key: str) -> float:
         """Read a number, 0 where there is none. Raises ConfigError for what is none."""
         return self._number(float, "number", key, 0.0)
+
+    def text(self, key: str) -> str:
+        """Read a text, empty where there is none. Raises ConfigError for a list or a mapping."""
+        value = self[key]
+        if isinstance(value, list | dict):
+            raise ConfigError(f"from-verl: {key}={value} is no text")
+        return "" if value is None else str(value)
+
+    def files(self, key: str) -> str:
+        """Read one file, or a list of them, as a text with commas."""
+        value = self[key]
+        return ",".join(map(str, value)) if isinstance(value, list) else self.text(key)
 
     def _number(self, kind: Callable[[Any], Number], name: str, key: str, otherwise: Number | None) -> Number:
         value = self[key]

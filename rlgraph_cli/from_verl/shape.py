@@ -29,20 +29,20 @@ def shape_of(started: Call, values: Values) -> Shape:
     mode = values["trainer.v1.trainer_mode"] or "sync"
     apart = fully or one_step or values["actor_rollout_ref.hybrid_engine"] is False or mode == "separate_async"
     apart = apart or values.has("trainer.use_nodes_ratios")
-    mini = values.whole(f"{ACTOR}ppo_mini_batch_size")
+    mini = values.count(f"{ACTOR}ppo_mini_batch_size")
     if fully:
-        each = mini * values.whole("async_training.require_batches")
-        updates = values.whole("async_training.trigger_parameter_sync_step")
+        each = mini * values.count("async_training.require_batches")
+        updates = values.count("async_training.trigger_parameter_sync_step")
         prompts, mini_batches = each * updates, updates * max(1, each // mini)
         stale = values.decimal("async_training.staleness_threshold")
         depth = -(-stale // 1)
     else:
-        prompts = values.whole("data.train_batch_size")
+        prompts = values.count("data.train_batch_size")
         if mini > prompts:
             raise ConfigError(f"from-verl: data.train_batch_size={prompts} is below ppo_mini_batch_size={mini}, which verl refuses")
         mini_batches = prompts // mini
         if mode == "separate_async":
-            updates = values.whole("trainer.v1.separate_async.parameter_sync_step")
+            updates = values.count("trainer.v1.separate_async.parameter_sync_step")
             prompts, mini_batches = prompts * updates, mini_batches * updates
         depth = values.whole("trainer.generate_ahead_steps", int(apart) + 1) - 1
         limit = values.whole("trainer.v1.sampler.max_off_policy_threshold", 0)
@@ -63,6 +63,6 @@ def shares_of(values: Values) -> tuple[Any, Any]:
                 "generate; the first three are one pool, and so are equal"
             )
         return ratios[0], ratios[3]
-    train = values.whole("trainer.nnodes") * values.whole("trainer.n_gpus_per_node")
-    roll = values.whole("rollout.nnodes") * values.whole("rollout.n_gpus_per_node")
+    train = values.count("trainer.nnodes") * values.count("trainer.n_gpus_per_node")
+    roll = values.count("rollout.nnodes") * values.count("rollout.n_gpus_per_node")
     return train, roll

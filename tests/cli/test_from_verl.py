@@ -1,5 +1,6 @@
 """`rlgraph from-verl`: what is read, what becomes of it, the recipe, and what is refused."""
 
+import ast
 import contextlib
 import json
 import re
@@ -25,7 +26,7 @@ from rlgraph.graph.nodes import Graph
 from rlgraph_cli import recipe as recipes
 from rlgraph_cli.from_verl.command import translate
 from rlgraph_cli.from_verl.recipe import write_recipe
-from rlgraph_cli.from_verl.script import Call, parse_override, read_call
+from rlgraph_cli.from_verl.script import Call, Setting, parse_override, read_call
 from rlgraph_cli.from_verl.settings import Values, outcome_of, tables
 
 FACTS: dict[str, Any] = json.loads((TESTS / "oracle" / "verl_overrides.json").read_text())
@@ -261,6 +262,23 @@ def test_the_writer_reads_each_setting_that_becomes_something() -> None:
         write_recipe(call, values, "written")
         read |= values.read
     assert {key for key in tables()["becomes"] if key not in read} == set()
+
+
+JUNK = ("x", -1, 0, 2.5, True, [1], ["a"], {"a": 1}, 'a"; import os; b="', "a\n\nimport os\n", None)
+
+
+@pytest.mark.parametrize("program", TRAININGS.replace("\n ", " ").split("\n")[1:-1])
+def test_values_that_are_none_are_errors_and_never_code(program: str) -> None:
+    module, *words = program.split()
+    given = tuple(parse_override(text, 0) for text in words)
+    for key in (key for key in tables()["becomes"] if "*" not in key):
+        for value in JUNK:
+            call = Call("run.sh", module, "", (*given, Setting(key, value, f"{key}={value}")))
+            values = Values.of(call, [outcome_of(setting) for setting in call.settings])
+            with contextlib.suppress(ConfigError):
+                tree = ast.parse(write_recipe(call, values, "written"))
+                names = {alias.name for part in ast.walk(tree) if isinstance(part, ast.Import | ast.ImportFrom) for alias in part.names}
+                assert names <= {"dataclass", "run_path", "rlgraph"}, (key, value)
 
 
 def test_one_step_off_becomes_a_graph_of_depth_one(tmp_path: Path) -> None:
