@@ -188,7 +188,7 @@ def overlong_of(values: Values) -> str:
     """Choose what becomes of prompts that are too long."""
     if values["data.filter_overlong_prompts"]:
         return '"drop"'
-    return '"truncate_left"' if values["data.truncation"] in ("left", "middle", "right") else '"error"'
+    return '"truncate_left"' if values["data.truncation"] == "left" else '"error"'
 
 
 def write_data(values: Values, page: Page) -> str:

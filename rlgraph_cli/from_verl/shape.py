@@ -25,6 +25,7 @@ class Shape:
 
 
 def shape_of(started: Call, values: Values) -> Shape:
+    """Work out the shape of a training from the trainer that runs and its settings."""
     fully, one_step = "fully_async" in started.module, "one_step_off" in started.module
     mode = values["trainer.v1.trainer_mode"] or "sync"
     apart = fully or one_step or values["actor_rollout_ref.hybrid_engine"] is False or mode == "separate_async"
@@ -38,8 +39,8 @@ def shape_of(started: Call, values: Values) -> Shape:
         depth = -(-stale // 1)
     else:
         prompts = values.count("data.train_batch_size")
-        if mini > prompts:
-            raise ConfigError(f"from-verl: data.train_batch_size={prompts} is below ppo_mini_batch_size={mini}, which verl refuses")
+        if prompts % mini:
+            raise ConfigError(f"from-verl: ppo_mini_batch_size={mini} does not divide data.train_batch_size={prompts}, which verl refuses")
         mini_batches = prompts // mini
         if mode == "separate_async":
             updates = values.count("trainer.v1.separate_async.parameter_sync_step")
@@ -55,6 +56,7 @@ def shape_of(started: Call, values: Values) -> Shape:
 
 
 def shares_of(values: Values) -> tuple[Any, Any]:
+    """Read what trainer and rollout get of the GPUs: the proposal's ratios, or numbers of GPUs."""
     ratios = values["trainer.use_nodes_ratios"]
     if ratios:
         if not isinstance(ratios, list) or len(ratios) != 4 or len(set(ratios[:3])) != 1:
@@ -62,6 +64,8 @@ def shares_of(values: Values) -> tuple[Any, Any]:
                 f"from-verl: trainer.use_nodes_ratios={ratios}: give four shares, of train, logp, ref_logp and "
                 "generate; the first three are one pool, and so are equal"
             )
+        if not all(isinstance(ratio, int | float) for ratio in ratios):
+            raise ConfigError(f"from-verl: trainer.use_nodes_ratios={ratios} are no numbers")
         return ratios[0], ratios[3]
     train = values.count("trainer.nnodes") * values.count("trainer.n_gpus_per_node")
     roll = values.count("rollout.nnodes") * values.count("rollout.n_gpus_per_node")

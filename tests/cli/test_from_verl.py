@@ -135,7 +135,10 @@ def test_a_configuration_is_read_by_its_leaves(tmp_path: Path) -> None:
             r"train\.sh:2: data\.train_batchsize=3: verl 0\.9\.1 has no such setting; did you mean data\.train_batch_size",
         ),
         ("python3 -m verl.trainer.main_ppo actor_rollout_ref.rollout.name=trtllm", "trtllm has no counterpart; known are vllm, sglang, hf"),
-        ("python3 -m verl.trainer.main_ppo data.train_batch_size=64", "is below ppo_mini_batch_size=256, which verl refuses"),
+        (
+            "python3 -m verl.trainer.main_ppo data.train_batch_size=64",
+            "ppo_mini_batch_size=256 does not divide data.train_batch_size=64, which verl refuses",
+        ),
         ("python3 -m verl.trainer.main_ppo trainer.generate_ahead_steps=0", "counts from 1, which is on-policy"),
         ("python3 -m verl.trainer.main_ppo data.train_batch_size=many", "train_batch_size=many is no whole number"),
     ],
