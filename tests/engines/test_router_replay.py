@@ -186,5 +186,5 @@ def test_what_cannot_be_replayed_is_refused(model: Path, tmp_path: Path) -> None
         rg.Policy("tiny", pool=pool, router_replay=True, trainer="megatron")
     with pytest.raises(GraphError, match=r"routes=True\): 'sglang' has no such setting"):
         rg.Generator("tiny", pool=pool, routes=True, engine="sglang")
-    with pytest.raises(GraphError, match="engines of one GPU that decode one token at a time"):
+    with pytest.raises(GraphError, match="only engines of one GPU that decode one token per step report routes"):
         rg.Generator("tiny", pool=pool, routes=True, tensor_parallel=2)

@@ -43,6 +43,7 @@ LOOKED_AT = {
         "self.environment",
         "type(value)",
         "self.cls",
+        "cls",
     ),
     "setting",  # of a setting, whose fields are checked one by one
     *("made", "found"),  # fields(...) of our own values, one by one
