@@ -33,8 +33,8 @@ NOTHING_STARTS = ("plan", "tune", "export", "report", "compare", "from-verl")  #
 MACHINE = "Another machine than this one"
 Gpus = Annotated[int | None, typer.Option(min=0, help="GPUs of all hosts together.", rich_help_panel=MACHINE)]
 Gpu = Annotated[str | None, typer.Option(help="The kind of GPU, as H100: times are then estimated for it.", rich_help_panel=MACHINE)]
-GpusPerHost = Annotated[int | None, typer.Option(min=1, help="GPUs of a host [default: 8].", rich_help_panel=MACHINE)]
-Cpus = Annotated[int | None, typer.Option(min=1, help="Cores of all hosts together [default: 8 a GPU].", rich_help_panel=MACHINE)]
+GpusPerHost = Annotated[int | None, typer.Option(min=1, help="GPUs of a host (default: 8).", rich_help_panel=MACHINE)]
+Cpus = Annotated[int | None, typer.Option(min=1, help="Cores of all hosts together (default: 8 a GPU).", rich_help_panel=MACHINE)]
 Hosts = Annotated[int | None, typer.Option(min=1, help="Hosts.", rich_help_panel=MACHINE)]
 CostsFile = Annotated[Path | None, typer.Option(help="Measured costs: the costs.yaml of a recorded run.")]
 
@@ -204,7 +204,7 @@ def export(
 @app.command()
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run: finished, killed, or still going on.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write the page [default: RUN/run.html].")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write the page (default: RUN/run.html).")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Serve the page to this machine until Ctrl-C; it follows the run.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port of --watch; 0 takes any free port.")] = 0,
 ) -> None:
@@ -234,13 +234,13 @@ def compare(
     typer.echo(str(rg.runs.compare(*runs, metrics=metric or [])))
 
 
-@app.command("from-verl", context_settings={"allow_interspersed_args": False})
+@app.command("from-verl")
 def from_verl(
     words: Annotated[
         list[str],
         typer.Argument(metavar="SCRIPT.sh|CONFIG.yaml|-- [OVERRIDE]...", help="What starts verl, and overrides that come behind it."),
     ],
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="The recipe to write [default: NAME.py].")] = None,
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="The recipe to write (default: NAME.py).")] = None,
     skip: Annotated[bool, typer.Option("--skip", help="Leave out what is not possible; the table names it.")] = False,
     show_plan: Annotated[bool, typer.Option("--plan", help="Print the plan on the cluster that the script names.")] = False,
     run_it: Annotated[bool, typer.Option("--run", help="Run the recipe.")] = False,

@@ -35,7 +35,9 @@ def start(
     address: Address = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Ray's port.")] = PORT,
     gpus: Gpus = None,
-    jobs: Annotated[bool, typer.Option("--jobs", help="Take `ray job submit` at 127.0.0.1:8265; needs ray[default].")] = False,
+    jobs: Annotated[
+        bool, typer.Option("--jobs", help="Take `ray job submit` at 127.0.0.1:8265; needs the extra `default` of ray.")
+    ] = False,
     token_file: TokenFile = None,
 ) -> None:
     """Start Ray on the first host, and print the line that joins another one."""

@@ -31,9 +31,8 @@ def translate(source: Path | None, overrides: Sequence[str], out: Path | None, s
     if stopped and not skip:
         first = "\n".join(f"  {_where(started, each)}{each.setting.text}: {each.text}" for each in stopped[:8])
         more = f"\n  and {len(stopped) - 8} more" if len(stopped) > 8 else ""
-        raise ConfigError(
-            f"{started.source}: {len(stopped)} settings have no counterpart:\n{first}{more}\ngive --skip to write the recipe without them"
-        )
+        count = f"{len(stopped)} of {len(outcomes)} settings have no counterpart"
+        raise ConfigError(f"{started.source}: {count}:\n{first}{more}\ngive --skip to write the recipe without them")
     name = graph_name(out.stem if out else (source.stem if source else "from_verl"))
     text = write_recipe(started, Values.of(started, outcomes), name)
     file = out or Path(f"{name}.py")

@@ -10,13 +10,16 @@ import sys
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from support import forked_programs
 from support.digests import ITEMS, odd_tokens
 from support.grpo import grpo_graph
 from support.simulated_run import simulate_run
 from support.tunable_graph import build
+from typer.testing import CliRunner
 
 import rlgraph as rg
 from rlgraph import diagnosis
@@ -25,6 +28,7 @@ from rlgraph.errors import ConfigError
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 from rlgraph_cli import recipe as recipes
+from rlgraph_cli.app import app
 from rlgraph_cli.choices import choices_of
 
 ROOT = Path(__file__).parents[2]
@@ -395,3 +399,15 @@ def test_doctor_counts_the_links_of_pairs_of_gpus() -> None:
     assert (check.state, check.found) == ("warning", "2 pairs by NV18, 1 pair by SYS")
     assert diagnosis.links_check(NVLINK.replace("SYS\t", "NV18\t"), 3).state == "ok"
     assert diagnosis.links_check("", 3).state == "warning"
+
+
+def test_help_shows_each_word_of_each_option() -> None:
+    """What stands in brackets is markup to rich, which leaves it out."""
+    group: Any = typer.main.get_command(app)
+    commands = [[name] for name in group.commands] + [["cluster", name] for name in group.commands["cluster"].commands]
+    for words in commands:
+        shown = " ".join(CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "400", "NO_COLOR": "1"}).output.split())
+        command = group.commands[words[0]]
+        command = command.commands[words[1]] if len(words) > 1 else command
+        said = [each.help for each in command.params if each.help]
+        assert [text for text in said if " ".join(text.split()) not in shown] == [], words

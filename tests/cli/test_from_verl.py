@@ -387,7 +387,7 @@ def test_a_script_runs_by_one_command(tmp_path: Path) -> None:
         "out": str(tmp_path / "run"),
     }
     small = [word for name, value in chosen.items() for word in ("--set", f"{name}={value}")]
-    command = [sys.executable, "-m", "rlgraph", "from-verl", "-o", str(tmp_path / "written.py"), "--plan", "--run", *small, str(text)]
+    command = [sys.executable, "-m", "rlgraph", "from-verl", str(text), "-o", str(tmp_path / "written.py"), "--plan", "--run", *small]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "BECOMES (" in done.stdout
