@@ -150,7 +150,8 @@ def optimizer_of(values: Values, page: Page, prefix: str, clip: float, lr: str) 
     decay = values.decimal(f"{prefix}weight_decay")
     warm = values.whole(f"{prefix}lr_warmup_steps", -1)
     share = values.decimal(f"{prefix}lr_warmup_steps_ratio") if prefix != "critic.optim." else 0.0
-    batches = "" if "mini_batches" not in page.fields else " * cfg.mini_batches"
+    epochs = values.count("critic.ppo_epochs" if prefix == "critic.optim." else f"{ACTOR}ppo_epochs")
+    batches = f" * cfg.mini_batches{f' * {epochs}' if epochs > 1 else ''}" if "mini_batches" in page.fields else ""
     steps = f"{warm}{batches}" if warm > 0 else (f"int({share} * steps(cfg)){batches}" if share else None)
     kind = "constant"
     schedule = None

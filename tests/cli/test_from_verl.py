@@ -290,6 +290,7 @@ def test_one_step_off_becomes_a_graph_of_depth_one(tmp_path: Path) -> None:
         *("data.train_batch_size=512", "actor_rollout_ref.actor.ppo_mini_batch_size=32", "algorithm.adv_estimator=grpo"),
         *("actor_rollout_ref.actor.clip_ratio_high=0.28", "actor_rollout_ref.actor.clip_ratio_c=10.0", "trainer.test_freq=10"),
         *("actor_rollout_ref.actor.optim.lr_warmup_steps=10", "actor_rollout_ref.actor.optim.weight_decay=0.1"),
+        "actor_rollout_ref.actor.ppo_epochs=2",
         *("actor_rollout_ref.rollout.enable_dual_buffer=True", "trainer.generate_ahead_steps=2", "trainer.total_training_steps=100"),
     ]
     file, _ = translate(None, ["actor_rollout_ref.hybrid_engine=False", *words], tmp_path / "one.py", skip=False)
@@ -300,7 +301,7 @@ def test_one_step_off_becomes_a_graph_of_depth_one(tmp_path: Path) -> None:
     assert plan.certificate.staleness_bound == 1
     update = next(node for node in graph.nodes if node.name == "update")
     assert (update.operation.loss.clip_high, update.operation.loss.clip_c, update.operation.schedule.mini_batches) == (0.28, 10.0, 16)
-    assert (update.model.optimizer.warmup_steps, update.model.optimizer.weight_decay) == (160, 0.1)
+    assert (update.model.optimizer.warmup_steps, update.model.optimizer.weight_decay) == (10 * 16 * 2, 0.1)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
