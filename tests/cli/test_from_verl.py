@@ -326,7 +326,6 @@ def test_the_first_loss_of_a_recipe_is_that_of_verl_with_its_own_configuration(o
 
 RUNS = {  # a script, and what a step of its recipe writes
     "examples/cispo_trainer/run_qwen3_8b_fsdp": "actor/pg_loss",
-    "examples/gmpo_trainer/run_qwen3_8b_fsdp": "actor/pg_loss",
     "examples/grpo_trainer/run_qwen3_8b_megatron": "actor/kl_loss",
     "examples/gspo_trainer/run_qwen3_8b_fsdp": "actor/pg_loss",
     "examples/otb_trainer/run_qwen3_8b_fsdp": "actor/pg_loss",
@@ -336,6 +335,7 @@ RUNS = {  # a script, and what a step of its recipe writes
     "examples/rloo_trainer/run_qwen3_8b_fsdp": "actor/pg_loss",
     "examples/rollout_correction/run_qwen2_5_7b_fsdp_multi_rs": "actor/pg_loss",
     "examples/sft/multiturn/run_qwen2_5_0_5b_fsdp": "actor/pg_loss",
+    "verl/experimental/one_step_off_policy/shell/dapo_7b_math_megatron_4_12": "actor/pg_loss",
     "verl/experimental/one_step_off_policy/shell/grpo_0.6b_gsm8k_fsdp2_2_6": "actor/pg_loss",
 }
 SMALL = {
@@ -361,7 +361,7 @@ SMALL = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", RUNS)
 @pytest.mark.stage("recipes")
 def test_recipes_of_scripts_train(name: str, tmp_path: Path) -> None:
@@ -369,10 +369,31 @@ def test_recipes_of_scripts_train(name: str, tmp_path: Path) -> None:
     file.write_text(recipe_of(name))
     own = stand_in(tmp_path) | SMALL | {"model": str(tiny_model(tmp_path / "model", chat=True, context=1024))}
     own |= {"max_tokens": "200"} if "sft" in name else {}
+    own |= {"trainer": "megatron", "buffer_tokens": "2"} if "one_step_off_policy/shell/dapo" in name else {}
     graph, cluster = graph_of(file, own)
     with rg.compile(graph, cluster).run_here() as job:
         steps = [step.metrics for step in job.steps(2)]
     assert all(RUNS[name] in step for step in steps), sorted(steps[0])
+
+
+PROPOSAL = """
+actor_rollout_ref.async_pipeline=True trainer.use_nodes_ratios=[0.5,0.5,0.5,0.5] trainer.generate_ahead_steps=2
+actor_rollout_ref.rollout.enable_dual_buffer=True actor_rollout_ref.rollout.param_update_preduce_bucket_size_mb=512
+actor_rollout_ref.rollout.param_update_consume_bucket_size_mb=128 algorithm.adv_estimator=grpo
+"""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.stage("recipes")
+def test_the_flags_of_the_proposal_run_one_step_off(tmp_path: Path) -> None:
+    file, table = translate(None, PROPOSAL.split(), tmp_path / "proposal.py", skip=False)
+    assert "IS NOT POSSIBLE" not in table
+    own = stand_in(tmp_path) | SMALL | {"model": str(tiny_model(tmp_path / "model", chat=True, context=1024))}
+    graph, cluster = graph_of(file, own)
+    plan = rg.compile(graph, cluster)
+    with plan.run_here() as job:
+        assert [step.staleness for step in job.steps(3)] == [0, 1, 1]
+    assert plan.certificate.staleness_bound == 1
 
 
 @pytest.mark.ray
