@@ -2,7 +2,8 @@
 
 import difflib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -107,12 +108,18 @@ class Values:
         value = self[key]
         return ",".join(map(str, value)) if isinstance(value, list) else self.text(key)
 
-    def _number(self, kind: Callable[[Any], Number], name: str, key: str, otherwise: Number | None) -> Number:
+    def _number(self, kind: type[Number], name: str, key: str, otherwise: Number | None) -> Number:
         value = self[key]
+        if value in (None, "", "null") and otherwise is not None:
+            return otherwise
         try:
-            return otherwise if value in (None, "", "null") and otherwise is not None else kind(value)
-        except (TypeError, ValueError):
-            raise ConfigError(f"from-verl: {key}={value} is no {name}") from None
+            read: Number | None = kind(value)
+        except (TypeError, ValueError, OverflowError):
+            read = None
+        rounded = isinstance(value, float) and read != value  # 2.5 is no number of responses
+        if read is None or rounded or isinstance(value, bool) or not math.isfinite(read):
+            raise ConfigError(f"from-verl: {key}={value} is no {name}")
+        return read
 
     def has(self, key: str) -> bool:
         """Tell whether a setting is given and on."""

@@ -139,6 +139,11 @@ def test_a_configuration_is_read_by_its_leaves(tmp_path: Path) -> None:
             "python3 -m verl.trainer.main_ppo data.train_batch_size=64",
             "ppo_mini_batch_size=256 does not divide data.train_batch_size=64, which verl refuses",
         ),
+        (
+            "python3 -m verl.trainer.main_ppo data.train_batch_size=256 actor_rollout_ref.rollout.n=2.5",
+            r"rollout\.n=2\.5 is no whole number",
+        ),
+        ("python3 -m verl.trainer.main_ppo data.train_batch_size=256 actor_rollout_ref.actor.optim.lr=.nan", "lr=nan is no number"),
         ("python3 -m verl.trainer.main_ppo trainer.generate_ahead_steps=0", "counts from 1, which is on-policy"),
         ("python3 -m verl.trainer.main_ppo data.train_batch_size=many", "train_batch_size=many is no whole number"),
     ],
