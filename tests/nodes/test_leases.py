@@ -93,7 +93,7 @@ def test_leases_of_a_process_that_lives_are_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_others_may_write_to_is_not_believed(tmp_path: Path) -> None:
-    false = tmp_path / f"{leases.PREFIX}{os.getuid()}-1-1"
+    false = tmp_path / f"{leases.PREFIX}{os.getuid()}-1-1-{leases.namespaces()}"
     false.mkdir(mode=0o777)
     false.chmod(0o777)
     (false / "1.command").write_text(f'["touch", "{tmp_path / "mark"}"]')

@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.namespaces import explain_refusal, isolate_command
 
 from rlgraph.nodes import sandbox
+from rlgraph.nodes.environments import leases
 from rlgraph.runtime.driver import orphan_cleanup
 
 DEAD = [1, 12345]  # process 1 did not begin then
@@ -64,6 +66,27 @@ def test_the_folder_of_a_dead_driver_is_swept_and_that_of_a_living_one_is_not() 
     assert [folder.exists() for folder in folders] == [False, True, True]
     living.communicate("")
     assert orphan_cleanup.sweep() == [str(folders[1])]
+
+
+@pytest.mark.skipif(bool(explain_refusal()), reason="no namespaces here")
+def test_a_job_of_another_pid_namespace_that_shares_the_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "_MINE", {})
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    folder = Path(orphan_cleanup.make_job_folder())
+    code = "from rlgraph.runtime.driver import orphan_cleanup as jobs; from rlgraph.nodes.environments import leases"
+    code += "; print(jobs.sweep(), leases.sweep())"
+    held = leases.lease(["touch", str(tmp_path / "freed")])
+    orphan_cleanup.claim(folder, (), ())
+    try:
+        swept = subprocess.run(
+            isolate_command([sys.executable, "-c", code]), capture_output=True, text=True, check=True, timeout=60, env=environment
+        )
+        assert swept.stdout.split() == ["[]", "[]"]
+        assert (folder / orphan_cleanup.NOTE).exists()
+        assert held.path.exists()
+        assert not (tmp_path / "freed").exists()
+    finally:
+        held.end()
 
 
 @pytest.mark.parametrize(("name", "born"), [("same", 0), ("reused", -5)])

@@ -41,7 +41,7 @@ class _Folder:
 
     def __init__(self) -> None:
         pid = os.getpid()
-        self.path = Path(tempfile.gettempdir()) / f"{PREFIX}{os.getuid()}-{pid}-{began(pid)}"
+        self.path = Path(tempfile.gettempdir()) / f"{PREFIX}{os.getuid()}-{pid}-{began(pid)}-{namespaces()}"
         self.path.mkdir(mode=0o700, exist_ok=True)
         self.count = 0
         command = ["/bin/sh", "-c", 'read -r _; exec "$@"', "sh", sys.executable, "-I", "-S", __file__, str(self.path)]
@@ -87,8 +87,8 @@ def sweep() -> list[str]:
     """Free what processes of this user held that are gone. Returns the names of their folders."""
     found = []
     for folder in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}{os.getuid()}-*")):
-        pid, _, birth = folder.name.removeprefix(f"{PREFIX}{os.getuid()}-").partition("-")
-        if pid.isdigit() and birth.isdigit() and began(int(pid)) != int(birth) and free(folder):
+        pid, birth, *within = [*folder.name.removeprefix(f"{PREFIX}{os.getuid()}-").split("-"), ""]
+        if within == [namespaces(), ""] and pid.isdigit() and birth.isdigit() and began(int(pid)) != int(birth) and free(folder):
             found.append(folder.name)
     return found
 
@@ -116,6 +116,12 @@ def began(pid: int) -> int:
         return _birth_of(Path(f"/proc/{pid}/stat").read_text())[1]
     except (OSError, IndexError, ValueError):
         return -1
+
+
+def namespaces() -> str:
+    """Name the namespaces in which this process counts ids and times: in another, as of a container that shares /tmp, they mean others."""
+    found = [Path(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
+    return "+".join(str(path.stat().st_ino) for path in found if path.exists())
 
 
 def _birth_of(line: str) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from rlgraph.nodes.environments.leases import began
+from rlgraph.nodes.environments.leases import began, namespaces
 
 PREFIX = "rlgraph-job-"  # only job folders have it, so no model's code writes into a folder of such a name
 NOTE = "owner.json"
@@ -31,6 +31,7 @@ class _Note(msgspec.Struct, frozen=True):
     owner: tuple[int, int]
     workers: tuple[tuple[int, int], ...]
     also: tuple[str, ...]
+    namespaces: str = ""  # in which these ids and times count
 
 
 def make_job_folder() -> str:
@@ -40,7 +41,7 @@ def make_job_folder() -> str:
 
 def claim(folder: Path, processes: Iterable[int], also: Iterable[str]) -> None:
     """Note whose a job's folder is: this process, the workers, and the sessions of its own Ray, `also`."""
-    note = _Note(_birth(os.getpid()), tuple(_birth(pid) for pid in processes), tuple(also))
+    note = _Note(_birth(os.getpid()), tuple(_birth(pid) for pid in processes), tuple(also), namespaces())
     temporary = folder / f"{NOTE}.new"
     with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
         file.write(msgspec.json.encode(note))
@@ -56,14 +57,15 @@ def sweep_command() -> list[str]:
 def sweep(*, folders: bool = True) -> list[str]:
     """End the workers, free the semaphores and remove the folders of drivers that are gone; return which folders were removed.
 
-    A note is believed in a folder that this library made: of this user, for this user alone, and no link. What is removed is that
-    folder, and the session of a Ray that the dead driver itself had started; no other path, whatever the note says.
+    A note is believed in a folder that this library made: of this user, for this user alone, and no link. A note from other namespaces,
+    as of a container that shares /tmp, is left alone: its processes cannot be seen here. What is removed is that folder, and the session
+    of a Ray that the dead driver itself had started; no other path, whatever the note says.
     """
     swept = []
     for folder in sorted(Path(tempfile.gettempdir()).glob(PREFIX + "*")):
         with contextlib.suppress(OSError), _open_own_folder(folder) as handle:
             note = _note(handle)
-            if note is None or _lives(note.owner):
+            if note is None or note.namespaces not in ("", namespaces()) or _lives(note.owner):
                 continue
             for worker in note.workers:
                 if _lives(worker):
