@@ -3,6 +3,7 @@
 A tiny model is trained by two ranks on two hosts. The checkpoints lie in the /tmp of the driver's host, which no other host sees.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -189,6 +190,14 @@ def host_killed(control: hosts.Control) -> Mapping[str, object]:
     return {"error": "", "full": full, "restarts": restarts, **seen, **compare_uninterrupted(control, made, found, folder)}
 
 
+def fill_disk(file: int, folder: Path) -> None:
+    """Leave 256 KiB of a disk, to which another checkpoint may be written meanwhile: what was free a moment ago may not be any more."""
+    while (room := shutil.disk_usage(folder).free - (256 << 10)) > 0:
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(file, 0, room)
+            return
+
+
 def disk_full(control: hosts.Control) -> Mapping[str, object]:
     """Let the driver's disk be full once a checkpoint is there; another one may be under way by then."""
     made, folder = graph(control), Path(tempfile.mkdtemp())
@@ -199,7 +208,7 @@ def disk_full(control: hosts.Control) -> Mapping[str, object]:
             while EVERY not in checkpoint_steps(folder):
                 next(steps)
             with (folder / "lock").open("r+b") as file:  # a file that belongs there
-                os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(folder).free - (256 << 10))
+                fill_disk(file.fileno(), folder)
             for _ in steps:
                 pass
     except RlgraphError as error:
