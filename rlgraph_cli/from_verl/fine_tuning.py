@@ -2,7 +2,7 @@
 
 from rlgraph_cli.from_verl.models import adapter_of, optimizer_of
 from rlgraph_cli.from_verl.page import Page, call, show
-from rlgraph_cli.from_verl.run import write_main
+from rlgraph_cli.from_verl.run import write_cluster, write_main
 from rlgraph_cli.from_verl.settings import Values
 
 
@@ -23,7 +23,7 @@ def write_fine_tuning(values: Values, page: Page, name: str) -> list[str]:
     page.setting("seed", values.whole("trainer.seed", 0))
     page.setting(
         "micro_batch_tokens",
-        max(tokens_of_fine_tuning(values), values.count("data.max_length")),
+        max(values.whole("data.max_token_len_per_gpu"), values.count("data.max_length")),
         "no result depends on it",
     )
     trainer = "megatron" if "megatron" in (values["engine"], values["engine.strategy"]) else "fsdp"
@@ -58,13 +58,5 @@ def write_fine_tuning(values: Values, page: Page, name: str) -> list[str]:
         '    batch = rg.examples(rows(cfg), cfg.examples, policy, max_tokens=cfg.max_tokens, overlong="cut", seed=cfg.seed)',
         f"    return rg.Graph({show(name)}, policy.update(batch, loss=rg.SFTLoss()).metrics)",
     ]
-    nodes, each = values.count("trainer.nnodes"), values.count("trainer.n_gpus_per_node")
-    page.setting("gpus", nodes * each, "of all hosts; 0: this machine as it is")
-    made = call("rg.Cluster", gpus="cfg.gpus", gpus_per_node=str(each), cpus=f"8 * {nodes * each}", hosts=str(nodes) if nodes > 1 else None)
-    page.body += ["", "", "def cluster(cfg: Config) -> rg.Cluster:", f"    return {made} if cfg.gpus else rg.local_cluster()"]
+    write_cluster(values, page, apart=False)
     return write_main(values, page, name)
-
-
-def tokens_of_fine_tuning(values: Values) -> int:
-    """The tokens of a pass in verl's fine-tuning."""
-    return values.whole("data.max_token_len_per_gpu")

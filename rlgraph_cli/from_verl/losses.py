@@ -129,10 +129,11 @@ def bounds_of(text: str, key: str) -> list[str]:
         raise ConfigError(f"from-verl: {key}={text} is no bound, as 2.0, or two, as 0.5_2.0") from None
 
 
-def critic_update_of(values: Values) -> str:
+def critic_update_of(values: Values, shape: Shape) -> str:
+    """Write the critic's update; verl cuts its batch as the policy's unless told otherwise."""
     clip, aggregation = values.decimal("critic.cliprange_value"), values["critic.loss_agg_mode"]
     epochs = values.whole("critic.ppo_epochs")
-    values["critic.ppo_mini_batch_size"]
+    own = shape.prompts // values.count("critic.ppo_mini_batch_size") if values.has("critic.ppo_mini_batch_size") else shape.mini_batches
     loss = call(
         "rg.losses.ValueLoss",
         clip=show(clip) if clip != 0.5 else None,
@@ -145,5 +146,5 @@ def critic_update_of(values: Values) -> str:
         "advantages",
         loss=loss,
         epochs=str(epochs) if epochs > 1 else None,
-        mini_batches="cfg.mini_batches",
+        mini_batches="cfg.mini_batches" if own == shape.mini_batches else str(own),
     )

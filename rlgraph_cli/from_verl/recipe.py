@@ -57,7 +57,7 @@ class Training:
         self._update(critic, kl)
         write_evaluation(values, page, shape, scored=bool(scorer), chat=chat)
         page.body += ["    weights.close(step.weights)", f"    return rg.Graph({show(name)}, *outputs)"]
-        write_cluster(values, page, shape)
+        write_cluster(values, page, apart=shape.apart)
         return write_main(values, page, name)
 
     def _model(self) -> str:
@@ -83,7 +83,6 @@ class Training:
         )
         refill = None
         if refilled:
-            values["data.gen_batch_size"]
             rounds = values.whole("algorithm.filter_groups.max_num_gen_batches")
             writes = show("accuracy") if penalised else None
             refill = call("rg.options.Refill", reward="score", writes=writes, rounds=str(rounds) if rounds > 0 else None)
@@ -157,7 +156,7 @@ class Training:
         }
         inputs = [*self.trained, "advantages", *(["ref"] if kl else [])]
         lines += [f"    step = {call('policy.update', *inputs, **options)}"]
-        lines += [f"    critic_step = {critic_update_of(values)}"] if critic else []
+        lines += [f"    critic_step = {critic_update_of(values, self.shape)}"] if critic else []
         lines += [f"    outputs = [step.metrics{', critic_step.metrics' if critic else ''}]"]
 
 
@@ -220,7 +219,6 @@ def scorer_of(values: Values, page: Page) -> str:
 def write_rewards(values: Values, page: Page, scorer: str, penalised: bool, refilled: bool) -> str:
     """Write the rewards, and return the name of the column's output."""
     lines, source = page.body, "rewards"
-    values["reward.reward_manager.name"]
     if not scorer:
         page.setting("reward_model", str(values["reward.reward_model.model_path"]), "a model for sequence classification")
         apart = values["reward.reward_model.enable_resource_pool"]
@@ -234,11 +232,12 @@ def write_rewards(values: Values, page: Page, scorer: str, penalised: bool, refi
         return "rollout" if refilled else source
     buffer = values.whole("reward.reward_kwargs.overlong_buffer_cfg.len")
     factor = values.decimal("reward.reward_kwargs.overlong_buffer_cfg.penalty_factor")
-    values["reward.reward_kwargs.max_resp_len"]
+    limit = values.whole("reward.reward_kwargs.max_resp_len", 0)
+    longest = str(limit) if limit and limit != values.count("data.max_response_length") else "cfg.max_tokens"
     page.setting("buffer_tokens", buffer, "the last tokens of the limit, in which a penalty grows")
     penalty = call(
         "rg.estimators.OverlongPenalty",
-        max_tokens="cfg.max_tokens",
+        max_tokens=longest,
         buffer_tokens="cfg.buffer_tokens",
         factor=show(factor) if factor != 1 else None,
     )

@@ -2,20 +2,16 @@
 
 from rlgraph_cli.from_verl.page import Page, call, show
 from rlgraph_cli.from_verl.settings import Values
-from rlgraph_cli.from_verl.shape import Shape
 
 SINKS = {"wandb": "WandB", "tensorboard": "TensorBoard", "mlflow": "MLflow"}
 
 
-def write_cluster(values: Values, page: Page, shape: Shape) -> None:
+def write_cluster(values: Values, page: Page, *, apart: bool) -> None:
     """Write the machines that the script names, by verl's own rule: pools that fit on one host together share hosts."""
     nodes, each = values.count("trainer.nnodes"), values.count("trainer.n_gpus_per_node")
     gpus, hosts, per_host = nodes * each, nodes, each
-    if shape.apart and not values["trainer.use_nodes_ratios"]:
-        more, others = (
-            values.count("rollout.nnodes"),
-            values.count("rollout.n_gpus_per_node"),
-        )
+    if apart and not values["trainer.use_nodes_ratios"]:
+        more, others = values.count("rollout.nnodes"), values.count("rollout.n_gpus_per_node")
         gpus += more * others
         together = each + others <= 8
         hosts, per_host = (max(nodes, more), each + others) if together else (nodes + more, max(each, others))
@@ -49,7 +45,6 @@ def write_main(values: Values, page: Page, name: str) -> list[str]:
         elif logger == "tensorboard":
             sinks.append("rg.runs.sinks.TensorBoard()")
     all_samples = values["trainer.rollout_data_dir"] or values["trainer.validation_data_dir"]
-    values["trainer.log_val_generations"]
     to = None
     if sinks and "trainer.logger" in values.given:
         page.setting("log", True, "also to " + " and ".join(dict.fromkeys(str(logger) for logger in named if logger in SINKS)))

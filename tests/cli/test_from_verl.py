@@ -289,6 +289,15 @@ def test_values_that_are_none_are_errors_and_never_code(program: str) -> None:
                 assert names <= {"dataclass", "run_path", "rlgraph"}, (key, value)
 
 
+def test_a_limit_of_the_penalty_and_mini_batches_of_the_critic_are_those_given() -> None:
+    words = "data.train_batch_size=256 critic.ppo_mini_batch_size=64 data.max_response_length=100 reward.reward_kwargs.max_resp_len=80"
+    words += " reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=8"
+    call = Call("", "verl.trainer.main_ppo", "", tuple(parse_override(text, 0) for text in words.split()))
+    written = " ".join(write_recipe(call, Values.of(call, [outcome_of(setting) for setting in call.settings]), "own").split())
+    assert "OverlongPenalty(max_tokens=80, buffer_tokens=cfg.buffer_tokens)" in written
+    assert "critic.update(rollout, values, advantages, loss=rg.losses.ValueLoss(), mini_batches=4)" in written
+
+
 def test_one_step_off_becomes_a_graph_of_depth_one(tmp_path: Path) -> None:
     words = [
         *("trainer.nnodes=2", "trainer.n_gpus_per_node=6", "rollout.nnodes=2", "rollout.n_gpus_per_node=2", "rollout.n=12"),

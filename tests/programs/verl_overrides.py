@@ -30,11 +30,12 @@ def main(checkout: str, out: str) -> None:
             continue
         takes_arguments = re.search(r'\$#|"\$1|=\$1', path.read_text(encoding="utf-8"))
         try:
-            call = read_call(path, ["8", "/tmp/save"] if takes_arguments else [])
+            call = read_call(path, ["8", "checkpoints"] if takes_arguments else [])
         except ConfigError as error:
             print(f"left out: {name}: {error}")
             continue
-        settings = [texts.setdefault(each.text, len(texts)) for each in call.settings]
+        said = [each.text.replace(os.getcwd(), "/home/me") for each in call.settings]  # the folder that it runs in is none of verl's
+        settings = [texts.setdefault(text, len(texts)) for text in said]
         scripts[name.removesuffix(".sh")] = {"module": call.module, "config": call.config, "settings": settings}
     lines = [json.dumps([*texts], indent=0), ",\n".join(f"{json.dumps(name)}: {json.dumps(found)}" for name, found in scripts.items())]
     Path(out).write_text(f'{{"settings": {lines[0]},\n"scripts": {{\n{lines[1]}\n}}}}\n', encoding="utf-8")
