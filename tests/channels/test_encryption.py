@@ -32,7 +32,13 @@ class Wire:
     to: str
     towards_reader: Callable[[socket.socket], socket.socket] = lambda sock: sock
     towards_writer: Callable[[socket.socket], socket.socket] = lambda sock: sock
-    seen: bytearray = field(default_factory=bytearray)
+    to_reader: bytearray = field(default_factory=bytearray)  # what passed, a record for each direction: the two run at once
+    to_writer: bytearray = field(default_factory=bytearray)
+
+    @property
+    def seen(self) -> bytes:
+        """All that passed."""
+        return bytes(self.to_reader + self.to_writer)
 
     @contextmanager
     def tapped(self) -> Iterator[str]:
@@ -48,16 +54,17 @@ class Wire:
         near, _ = listener.accept()
         host, port = self.to.split(":")
         with self.towards_reader(near) as reader, self.towards_writer(socket.create_connection((host, int(port)))) as writer:
-            threads = [threading.Thread(target=self._pass, args=ends, daemon=True) for ends in ((reader, writer), (writer, reader))]
+            ways = ((reader, writer, self.to_writer), (writer, reader, self.to_reader))
+            threads = [threading.Thread(target=self._pass, args=way, daemon=True) for way in ways]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join(LONG)
 
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+    def _pass(self, source: socket.socket, target: socket.socket, record: bytearray) -> None:
         try:
             while data := source.recv(1 << 16):
-                self.seen += data
+                record += data
                 target.sendall(data)
             socket.socket.shutdown(target, socket.SHUT_WR)
         except OSError:
@@ -76,7 +83,7 @@ def sent_through(wire_to: Callable[[str], Wire], *, encrypt: bool) -> bytes:
             reader.release()
         writer.close()
         reader.close()
-    return bytes(wire.seen)
+    return wire.seen
 
 
 def test_what_is_sent_is_on_the_wire_in_plain_only_without_encryption():
