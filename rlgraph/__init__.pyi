@@ -29,9 +29,8 @@ from rlgraph.config import config as config
 from rlgraph.curriculum import run as run
 from rlgraph.engines.hf.pretrained import model_folder as model_folder
 from rlgraph.errors import RlgraphError as RlgraphError
-from rlgraph.graph.nodes import Graph as Graph
+from rlgraph.graph.graph import Graph as Graph
 from rlgraph.graph.nodes import Output as Output
-from rlgraph.graph.nodes import Pool as Pool
 from rlgraph.graph.nodes import feedback as feedback
 from rlgraph.nodes.base import node as node
 from rlgraph.nodes.environments import tools as tools
@@ -61,6 +60,7 @@ from rlgraph.runtime.driver.hosts import local_cluster as local_cluster
 from rlgraph.runtime.driver.job import Job as Job
 from rlgraph.values.lora import LoRA as LoRA
 from rlgraph.values.optimizers import AdamW as AdamW
+from rlgraph.values.pool import Pool as Pool
 from rlgraph.values.sampling import Sampling as Sampling
 
 __all__: list[str]

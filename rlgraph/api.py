@@ -10,7 +10,7 @@ from rlgraph.analysis.run import Run
 from rlgraph.engines.hf import model_files
 from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported
 from rlgraph.errors import DataError, PlanError, PlanWarning, show_value
-from rlgraph.graph.nodes import Graph, no_signal_warnings, unreached_warnings, with_models
+from rlgraph.graph.graph import Graph, no_signal_warnings, unreached_warnings, with_models
 from rlgraph.nodes.rewards.reward_model import RewardModel
 from rlgraph.nodes.rollout.rollout import Generator
 from rlgraph.nodes.training.learned_reward import check_heads

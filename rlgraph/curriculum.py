@@ -12,7 +12,7 @@ from typing import Any
 from rlgraph.analysis.run import Run
 from rlgraph.api import checked_source, compile, export, launch, profile, record
 from rlgraph.errors import CheckpointError, DataError, PlanError, RlgraphError, show_value
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlgraph.analysis import words
 from rlgraph.errors import PlanError, PlanWarning, show_value
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.calibrate import Trace
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.costs import Costs

@@ -14,7 +14,7 @@ from typing import Any
 from rlgraph.api import compile
 from rlgraph.config import config
 from rlgraph.errors import ConfigError, show_value
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan

@@ -37,7 +37,7 @@ from benchmarks.peers import peer_job
 from benchmarks.prediction import prediction_gpu
 from benchmarks.prediction.ways import Way
 from benchmarks.speed import overlap
-from rlgraph.graph.operation import ModelTraits
+from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan import estimates
 from rlgraph.plan.compile import priced_for
 from rlgraph.plan.cost_functions import Passes, Setting

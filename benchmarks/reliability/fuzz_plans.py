@@ -30,7 +30,8 @@ from support.random_graphs import Nothing
 
 import rlgraph as rg
 from benchmarks.lib.command import command_line, write
-from rlgraph.graph.nodes import Graph, Model, Output, declare
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Model, Output, declare
 
 LIMIT_S, SMALL_NODES, SMALL_GPUS, HANG_S = 5.0, 50, 64, 300
 ERROR_LINES, ERROR_LETTERS = 3, 1000

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 import rlgraph as rg
-from rlgraph.graph.nodes import Output, declare
-from rlgraph.graph.operation import Operation
+from rlgraph.graph.nodes import Operation, Output, declare
 from rlgraph.nodes.base import Context, Stage
 
 EVERY, ROWS, PROMPT, RESPONSE = 10, 64, 22, 8

@@ -23,8 +23,7 @@ from support import fakes
 
 import rlgraph as rg
 from benchmarks.lib.command import command_line, write
-from rlgraph.graph.nodes import Output, declare
-from rlgraph.graph.operation import Operation
+from rlgraph.graph.nodes import Operation, Output, declare
 from rlgraph.runtime.driver.ray_cluster import start_ray
 
 STEPS, WARM_UP = 300, 50

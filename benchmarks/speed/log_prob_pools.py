@@ -26,10 +26,11 @@ from support import fakes
 import rlgraph as rg
 from benchmarks.lib.command import command_line, write
 from rlgraph.columns import Columns
-from rlgraph.graph.nodes import Output, Pool, declare
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.nodes import Operation, Output, declare
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.runtime.driver.ray_cluster import start_ray
+from rlgraph.values.pool import Pool
 
 STEPS, WARM_UP = 24, 4
 REAL_STEPS, REAL_WARM_UP = 10, 2

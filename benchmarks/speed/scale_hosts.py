@@ -32,12 +32,13 @@ from support import fakes, namespaces, placed_workers  # noqa: E402, F401
 
 import rlgraph as rg  # noqa: E402
 from rlgraph.columns import Columns  # noqa: E402
-from rlgraph.graph.nodes import Output, Pool, declare  # noqa: E402
-from rlgraph.graph.operation import NodeTraits  # noqa: E402
+from rlgraph.graph.nodes import Output, declare  # noqa: E402
+from rlgraph.graph.traits import NodeTraits  # noqa: E402
 from rlgraph.nodes.base import Context  # noqa: E402
 from rlgraph.plan.rehearse import Course, prepare_course, with_failures  # noqa: E402
 from rlgraph.runtime.checkpoint.store import Recovery  # noqa: E402
 from rlgraph.runtime.driver.job import Job  # noqa: E402
+from rlgraph.values.pool import Pool  # noqa: E402
 
 RATE_MBIT = 100
 PAYLOAD, PACKET = 1448, 1514  # bytes of TCP in a full Ethernet packet, and of the packet as tc counts it

@@ -11,9 +11,11 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 from rlgraph.errors import escape_controls
-from rlgraph.graph.nodes import Due, Graph, Pool
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Due
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.plan import CostSource, Plan, PlannedAdapter, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool
+from rlgraph.values.pool import Pool
 
 # Format quantities for people: seconds, bytes, devices and columns, and names made safe to print.
 

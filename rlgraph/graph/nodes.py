@@ -1,103 +1,32 @@
-"""Declare a graph: pools, nodes, the outputs that join them, the feedback edge, and the graph found from its outputs.
+"""Declare the nodes of a graph: models, operations, the outputs that join them, and the feedback edge.
 
-Find graphs that keep the rules and still give no learning signal. The compiler warns of them, and makes the plan.
+What a declaration must be is checked here as it is made; what a whole graph must be, in `rules`.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
-from copy import copy
-from dataclasses import dataclass, field, is_dataclass, replace
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal
 
 import networkx as nx
 
 from rlgraph import settings
-from rlgraph.errors import GraphError, choices
-from rlgraph.graph import rules
-from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
+from rlgraph.columns import COLUMNS
+from rlgraph.errors import GraphError, choices, show_value
+from rlgraph.graph.traits import ModelTraits, NodeTraits
 from rlgraph.notices import accept_old_names, old_attribute
 from rlgraph.settings import Count, Name, Natural, Range, check_arguments
+from rlgraph.values.pool import Pool
 
-# The nodes of a graph, found from its outputs, and those that it leaves out.
-
-
-def reachable(outputs: "Iterable[Output]") -> "tuple[Node, ...]":
-    """Find every node that the outputs depend on, producers first, otherwise in order of declaration."""
-    found: set[Node] = set()
-    open_nodes = [output.node for output in outputs]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node in found:
-            continue
-        found.add(node)
-        open_nodes += [output.node for output in node.inputs]
-        open_nodes += [edge.source.node for edge in (node.feedback, node.earlier) if edge is not None and edge.source is not None]
-    return tuple(sorted(found, key=lambda node: node.serial))
-
-
-def unreached_nodes(graph: "Graph") -> "tuple[Node, ...]":
-    """Find the nodes that were declared with outputs or edges of a graph, and that none of its outputs depends on."""
-    inside = set(graph.nodes)
-    found: dict[Node, None] = {}
-    open_nodes = [reader for node in graph.nodes for reader in node.readers]
-    open_nodes += [reader for edge in (*graph.feedbacks, *graph.earlier) for reader in edge.readers]
-    while open_nodes:
-        node = open_nodes.pop()
-        if node not in inside and node not in found:
-            found[node] = None
-            open_nodes += node.readers
-    return tuple(sorted(found, key=lambda node: node.serial))
-
-
-def unreached_warnings(graph: "Graph") -> tuple[str, ...]:
-    """Name the nodes that a graph leaves out."""
-    names = [node.name for node in unreached_nodes(graph)]
-    return (f"no output of the graph depends on {names}, which never run: give rg.Graph their outputs, or leave them out",) if names else ()
-
-
-def upstream_rollout(operation: "Operation", inputs: "Iterable[Output]", model: "Model | None") -> "Node | None":
-    """Find the rollout whose chunks a new node works on."""
-    sources = [output.node for output in inputs]
-    streams = {source.stream for source in sources if source.stream is not None}
-    if len(streams) != 1 or not operation.traits.by_group:
-        return None
-    stream = streams.pop()
-    late = any(source.stream is None and source.needs(stream) for source in sources)
-    return None if late or (model is not None and model.pool is stream.pool) else stream
-
-
-Exact: TypeAlias = Annotated[int, Range(least=1, rule="an exact count, a whole number of at least 1")]
+SAMPLED = "rollout_log_probs"  # the engine's, under its own sampling
+MAX_SLOTS = 64  # of a channel
+MAX_DEPTH = MAX_SLOTS - 2  # prompts are up to two batches further ahead
+DEPTH_RULE = "how many weight versions a trained batch may be behind, a whole number of at least 0 (0 is on-policy, 1 is one-step-off)"
+BUFFERS_RULE = "1, the generator's one copy of the weights, or 2, so that it receives while it decodes"
 BUCKET_BYTES = 512 << 20  # of weights: with few buckets, receiving them takes little of the interpreter's time from decoding
-
-
-@settings.refuse_unknown
-@dataclass(frozen=True)
-class Pool:
-    """Devices that nodes time-share. Nodes of one pool never run at the same time; nodes of two pools overlap.
-
-        >>> rollout, train = Pool("rollout", share=1), Pool("train", share=3)  # a quarter and three quarters of the GPUs
-        >>> sandbox = Pool("sandbox", cpus=8)
-        >>> sandbox.cpus
-        8
-
-    Raises GraphError for a share or a count that is not positive, an empty name, or two of `share`, `gpus` and `cpus`.
-
-    * `name`: its name in plans, pictures and errors.
-    * `share`: its share of the cluster's GPUs relative to the other pools; None lets the compiler choose. Without GPUs, shares
-      divide the cores.
-    * `gpus`: an exact number of GPUs, instead of `share`.
-    * `cpus`: an exact number of host cores, for a pool without GPUs.
-    """
-
-    name: Name
-    share: Annotated[float, Range(above=0, rule="a positive number, or None to let the compiler choose")] | None = 1
-    gpus: Exact | None = None
-    cpus: Exact | None = None
-
-    def __post_init__(self) -> None:
-        settings.check(self)
-        rules.check_pool(self.name, self.share, self.gpus, self.cpus)
 
 
 @settings.refuse_unknown
@@ -177,6 +106,56 @@ class Due:
     def begins(self, step: int) -> bool:
         """Whether the evaluation happens at this step on the initial weights."""
         return self.at_start and step == 0
+
+
+class Operation(ABC):
+    """The work of a node, as a picklable value. Derive from it for a custom node, and declare the node with `rg.extend.declare`.
+
+    >>> class Count(Operation):
+    ...     traits = NodeTraits(by_group=True)
+    ...
+    ...     def start(self, context):
+    ...         return lambda step, columns: {"rows": columns["responses"]}
+    """
+
+    HOW: ClassVar[str] = "derive from rlgraph.extend.Operation, or make the node of a function by @rg.node"
+
+    @property
+    def traits(self) -> NodeTraits:
+        """The attributes that compiler and runtime read."""
+        return NodeTraits()
+
+    @abstractmethod
+    def start(self, context: Any) -> Any:
+        """Make the stage: the function that the worker calls with (step, columns) at each firing. Called once in each worker.
+
+        The function returns the columns that the node writes, or a pair of columns and metrics (name -> number). If the node makes
+        the chunks of its batch (it has `chunks` and follows no rollout), the function is called once per step and returns an iterator
+        of them. A stage with state is a `Stateful` object.
+        """
+
+    def check(self, node: "Node") -> None:  # noqa: B027 (most operations have nothing to check)
+        """Check at the launch, before anything starts, that it can run. Raises DataError or GraphError."""
+
+    def trial(self, node: "Node", columns: Any, rows: int) -> Any:
+        """Call the user's function on made-up `columns` at the launch, and return those it writes; None where there is nothing to try.
+
+        The node has `rows` rows. Raises RlgraphError as the run would. NotImplemented, the default, starts a copy of the operation and
+        calls its stage once.
+        """
+        return NotImplemented
+
+    def cursor(self, step: int) -> Mapping[str, Any] | None:
+        """Give the position of a data source after `step` steps, with the settings of its order, as plain values; None for other nodes.
+
+        A run continues from a checkpoint only if these are the same.
+        """
+        return None
+
+    @property
+    def prompt_characters(self) -> float | None:
+        """The mean characters of its prompts, from which their tokens are estimated; None if that is not known."""
+        return None
 
 
 _serial = itertools.count()
@@ -293,18 +272,18 @@ class Feedback:
     HOW: ClassVar[str] = "pass what rlgraph.feedback(...) returned"
 
     def __init__(self, name: str, depth: int, buffers: int, latest: bool, bucket_bytes: int, checksum: bool, columns: str = "") -> None:
-        rules.check_feedback(name, depth, buffers, latest)
+        check_feedback(name, depth, buffers, latest)
         self.name, self.depth, self.buffers, self.latest = name, depth, buffers, latest
         self.bucket_bytes, self.checksum = bucket_bytes, checksum
         self.columns = tuple(columns.split())
-        rules.check_edge_of_columns(self, (buffers, latest, bucket_bytes, checksum) == (1, False, BUCKET_BYTES, False))
+        check_edge_of_columns(self, (buffers, latest, bucket_bytes, checksum) == (1, False, BUCKET_BYTES, False))
         self.source: Output | None = None
         self.readers: list[Node] = []
 
     def close(self, source: Output) -> None:
         """Connect the back edge to the update whose weights it carries, as `weights.close(step.weights)`, or to its columns' output."""
         kind = "batch" if self.columns else "weights"
-        rules.check_close(self, source if isinstance(source, Output) and source.kind == kind else None, source)
+        check_close(self, source if isinstance(source, Output) and source.kind == kind else None, source)
         self.source = source
         source.node.closes.append(self)
 
@@ -314,8 +293,8 @@ class Feedback:
 def feedback(
     name: Name,
     *,
-    depth: Annotated[Natural, Range(least=0, rule=rules.DEPTH_RULE)],
-    buffers: Annotated[int, Range(least=1, most=2, rule=rules.BUFFERS_RULE)] = 1,
+    depth: Annotated[Natural, Range(least=0, rule=DEPTH_RULE)],
+    buffers: Annotated[int, Range(least=1, most=2, rule=BUFFERS_RULE)] = 1,
     latest: bool = False,
     bucket_bytes: Annotated[int, Range(least=1, rule="a whole number of bytes, at least 1: 1 << 29 is usual")] = BUCKET_BYTES,
     checksum: bool = False,
@@ -344,6 +323,153 @@ def feedback(
     Raises GraphError for a negative depth, for `buffers` other than 1 and 2, and for `bucket_bytes` below 1.
     """
     return Feedback(name, depth, buffers, latest, bucket_bytes, checksum, columns)
+
+
+# What a declaration must be.
+
+
+def describe(value: Any) -> str:
+    """Describe a wrong argument in a message: an output by its node, anything else with its type."""
+    text = show_value(value)
+    return text if text.startswith(("a ", "an ", "the ")) else f"{type(value).__name__} {text}"
+
+
+def check_feedback(name: str, depth: int, buffers: int, latest: bool) -> None:
+    """Refuse a depth beyond the slots of a channel, and settings without effect at depth 0."""
+    where = f"feedback '{name}'"
+    if depth > MAX_DEPTH:
+        raise GraphError(f"{where} has depth={depth}; at most {MAX_DEPTH} are possible, since a channel holds 64 batches")
+    if depth == 0 and buffers == 2:
+        raise GraphError(f"{where} has buffers=2 at depth=0, where nothing is decoded while weights arrive; use buffers=1 or depth>=1")
+    if depth == 0 and latest:
+        raise GraphError(f"{where} has latest=True at depth=0, where only one version exists; leave it out, or use depth>=1")
+
+
+def check_edge_of_columns(feedback: Feedback, plain: bool) -> None:
+    """Refuse settings of weights on an edge of columns; `plain` says that it has none."""
+    if feedback.columns and not plain:
+        raise GraphError(
+            f"feedback '{feedback.name}' carries columns {list(feedback.columns)}: buffers, latest, bucket_bytes and checksum are about "
+            "weights and have no effect; leave them out"
+        )
+
+
+def check_edges(name: str, reads: Sequence[str], feedback: Feedback | None, earlier: Feedback | None) -> None:
+    """Refuse an edge of columns where weights are due and the reverse, and columns that the node reads of its own step too."""
+    if feedback is not None and feedback.columns:
+        raise GraphError(
+            f"node '{name}' loads weights from feedback '{feedback.name}', which carries columns; pass a feedback without columns="
+        )
+    if earlier is None:
+        return
+    if not earlier.columns:
+        raise GraphError(f"node '{name}' has earlier='{earlier.name}', which carries weights; pass rg.feedback(…, columns='rewards')")
+    twice = sorted(set(reads) & set(earlier.columns))
+    if twice:
+        raise GraphError(
+            f"node '{name}' reads {twice} from the current step and from an earlier one; names of columns must differ: rename one of them"
+        )
+
+
+def check_close(feedback: Feedback, source: Output | None, given: Any) -> None:
+    """Check what `feedback.close` was given; `source` is the same value, or None if it is no output of weights, or of columns."""
+    where = f"feedback '{feedback.name}'"
+    if feedback.source is not None:
+        raise GraphError(f"{where} is closed twice; an edge has one source: make a second feedback for a second update")
+    if feedback.columns:
+        missing = [column for column in feedback.columns if source is None or column not in source.columns]
+        if missing:
+            raise GraphError(f"{where} was closed with {describe(given)}; close it with the output of a node that carries {missing}")
+        return
+    if source is None:
+        raise GraphError(f"{where} was closed with {describe(given)}; close it with the weights of an update, as close(step.weights)")
+    if source.node.model is not None and source.node.model.role == "critic":
+        raise GraphError(
+            f"{where} was closed with the weights of '{source.node.name}', a critic; close it with those of the policy's update"
+        )
+
+
+def check_inputs(name: str, inputs: Sequence[Output], reads: Sequence[str]) -> None:
+    """Refuse a column that no input or more than one carries, and an input of which nothing is read."""
+    where = f"node '{name}'"
+    carried = Counter(column for output in set(inputs) for column in output.columns)
+    names = [output.node.name for output in inputs]
+    for column in reads:
+        if carried[column] == 0:
+            raise GraphError(f"{where} reads column '{column}', which none of its inputs {names} carries; {_fix(column, inputs)}")
+        if carried[column] > 1:
+            both = [output.node.name for output in inputs if column in output.columns]
+            raise GraphError(
+                f"{where} reads column '{column}', which {both} both carry; pass one of them, or join them in a node of your own"
+            )
+    for output in inputs:
+        if not set(output.columns) & set(reads):
+            raise GraphError(
+                f"{where} reads nothing of its input '{output.node.name}', which carries {list(output.columns)}; "
+                f"it reads {list(reads)}: leave that input out"
+            )
+    check_whole_distribution(name, inputs, reads)
+
+
+def check_whole_distribution(name: str, inputs: Sequence[Output], reads: Sequence[str]) -> None:
+    """Refuse a reader of a rollout's log-probs if they are those of some tokens only: a trainer's are always those of all tokens."""
+    for output in inputs:
+        sampling = output.node.traits.sampling
+        if sampling is None or sampling.is_full_distribution or output.prefix + SAMPLED not in {*output.columns} & {*reads}:
+            continue
+        raise GraphError(
+            f"node '{name}' reads '{SAMPLED}' of '{output.node.name}', which samples with top_p={sampling.top_p}, "
+            f"top_k={sampling.top_k} and temperature={sampling.temperature}: the engine samples from some tokens, the trainer's log-probs "
+            "cover the whole vocabulary; use top_p=1, top_k=0 and a temperature above 0, or pass policy.log_probs(rollout) to an update"
+        )
+
+
+def _fix(column: str, inputs: Sequence[Output]) -> str:
+    upstream = [output.node for output in inputs]
+    while upstream:
+        node = upstream.pop(0)
+        if column in node.writes:
+            return f"pass the output of '{node.name}' to it"
+        upstream += [output.node for output in node.inputs]
+    if column in COLUMNS:
+        return f"pass the output of '{COLUMNS[column].written_by}' to it"
+    there = dict.fromkeys(name for output in inputs for name in output.columns)
+    return f"{choices(column, there)}; or pass the output of a node that writes it"
+
+
+def check_rows(node: Node) -> None:
+    """Refuse inputs whose rows cannot be repeated to those of the widest, and a node with a number of rows that fits them in no way."""
+    alone = len({output.prefix for output in node.inputs}) == 1
+    for output in node.inputs:
+        widest = max(other.node.rows for other in node.inputs if other.prefix == output.prefix)
+        chosen = alone and widest > node.rows > 0 and widest % node.rows == 0  # a node that keeps some rows of each group
+        rows = node.rows if alone and not chosen else widest
+        if output.node.rows <= 0 or rows % output.node.rows:
+            raise GraphError(
+                f"node '{node.name}' joins {rows} rows a step with the {output.node.rows} of '{output.node.name}'; "
+                "one must be a multiple of the other"
+            )
+
+
+def check_chunks(node: Node) -> None:
+    """Refuse a number of chunks that does not divide the rows of each input."""
+    for output in node.inputs:
+        if node.chunks > 1 and output.node.rows % node.chunks:
+            raise GraphError(
+                f"node '{node.name}' has chunks={node.chunks}, which does not divide the {output.node.rows} rows a step of "
+                f"'{output.node.name}'; chunks are of equal size and hold whole groups: choose a divisor, or another count of prompts"
+            )
+
+
+def upstream_rollout(operation: Operation, inputs: Iterable[Output], model: Model | None) -> Node | None:
+    """Find the rollout whose chunks a new node works on."""
+    sources = [output.node for output in inputs]
+    streams = {source.stream for source in sources if source.stream is not None}
+    if len(streams) != 1 or not operation.traits.by_group:
+        return None
+    stream = streams.pop()
+    late = any(source.stream is None and source.needs(stream) for source in sources)
+    return None if late or (model is not None and model.pool is stream.pool) else stream
 
 
 @check_arguments()
@@ -385,52 +511,46 @@ def declare(
     outputs = tuple(inputs)
     for given in outputs:
         if not isinstance(given, Output) or given.kind != "batch":
-            raise GraphError(f"node '{name}' was given {rules.describe(given)}; pass outputs of other nodes")
-    rules.check_inputs(name, outputs, reads)
+            raise GraphError(f"node '{name}' was given {describe(given)}; pass outputs of other nodes")
+    check_inputs(name, outputs, reads)
     if rows is None:
         if not outputs:
             raise GraphError(f"node '{name}' has neither inputs nor rows; set rows= to the number of rows per step, or pass inputs")
         rows = max(output.node.rows for output in outputs)
-    rules.check_edges(name, reads, feedback, earlier)
+    check_edges(name, reads, feedback, earlier)
     follows = None if chunks > 1 or earlier is not None else upstream_rollout(operation, outputs, model)
     chunks = follows.chunks if follows else chunks
     node = Node(name, operation, outputs, reads, writes, rows, model, feedback, chunks, follows, due, earlier)
-    rules.check_rows(node)
-    rules.check_chunks(node)
+    check_rows(node)
+    check_chunks(node)
     for read in (*dict.fromkeys(output.node for output in outputs), *(edge for edge in (feedback, earlier) if edge is not None)):
         read.readers.append(node)
     return node
 
 
-class Graph:
-    """All nodes that its outputs depend on, through feedback edges too. It is checked when it is made, and never changes.
+def reachable(outputs: Iterable[Output]) -> tuple[Node, ...]:
+    """Find every node that the outputs depend on, producers first, otherwise in order of declaration."""
+    found: set[Node] = set()
+    open_nodes = [output.node for output in outputs]
+    while open_nodes:
+        node = open_nodes.pop()
+        if node in found:
+            continue
+        found.add(node)
+        open_nodes += [output.node for output in node.inputs]
+        open_nodes += [edge.source.node for edge in (node.feedback, node.earlier) if edge is not None and edge.source is not None]
+    return tuple(sorted(found, key=lambda node: node.serial))
 
-        >>> import rlgraph as rg
-        >>> prompts = rg.prompts([{"prompt": "1 + 1 ="}], count=1)
-        >>> rollout = rg.Generator("tiny", pool=Pool("gpu")).rollout(prompts)
-        >>> [node.name for node in Graph("sampling", rollout).nodes]
-        ['prompts', 'rollout']
 
-    Raises GraphError with the place, what was found, the rule and the fix.
-    """
+class UncheckedGraph:
+    """All nodes that outputs depend on, through feedback edges too, and how they are joined. A `Graph` is one that keeps the rules."""
 
-    HOW: ClassVar[str] = "pass a graph, as rg.Graph('name', step.metrics)"
-
-    @check_arguments(what="graph")
-    def __init__(self, name: Name, *outputs: Output) -> None:
+    def __init__(self, name: str, *outputs: Output) -> None:
         self.name = name
-        if not outputs:
-            raise GraphError(f"graph '{name}' has no outputs; pass the outputs it should have, as Graph('{name}', step.metrics)")
-        for output in outputs:
-            if not isinstance(output, Output):
-                given = rules.describe(output)
-                raise GraphError(f"graph '{name}' was given {given} as an output; pass what a node returned, as step.metrics")
         self.outputs = outputs
         self.nodes = reachable(outputs)
         self.feedbacks = tuple(dict.fromkeys(n.feedback for n in self.nodes if n.feedback is not None))
         self.earlier = tuple(dict.fromkeys(n.earlier for n in self.nodes if n.earlier is not None))
-        for rule in rules.GRAPH_RULES:
-            rule(self)
 
     @cached_property
     def forward(self) -> "nx.DiGraph[Node]":
@@ -464,83 +584,3 @@ class Graph:
             if node.name == name:
                 return node
         raise GraphError(f"graph '{self.name}' has no node '{name}'; {choices(name, [n.name for n in self.nodes])}")
-
-
-# A graph with other models in the places of its own, as with the folders of those that are named by a hub id.
-
-
-def with_models(graph: Graph, models: Mapping[Model, Model]) -> Graph:
-    """Copy a graph with other models in the places of some of its own, in its operations too; the graph itself stays as it is.
-
-    >>> import rlgraph as rg
-    >>> generator = rg.Generator("tiny", pool=Pool("gpu"))
-    >>> graph = Graph("sampling", generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1)))
-    >>> other = with_models(graph, {generator: replace(generator, path="other")}).node("rollout")
-    >>> other.model.path, other.operation.generator is other.model, graph.node("rollout").model.path
-    ('other', True, 'tiny')
-    """
-    if not models:
-        return graph
-    nodes = (*graph.nodes, *unreached_nodes(graph))
-    edges = {edge: None for node in nodes for edge in (node.feedback, node.earlier, *node.closes) if edge is not None}
-    parts = (*nodes, *edges)  # they name each other in circles: all copies are there before their fields are
-    copies: dict[int, Any] = {id(model): other for model, other in models.items()} | {id(part): copy(part) for part in parts}
-    for part in parts:
-        vars(copies[id(part)]).update({name: _with_copies(value, copies) for name, value in vars(part).items()})
-    return Graph(graph.name, *(_with_copies(output, copies) for output in graph.outputs))
-
-
-def _with_copies(value: Any, copies: dict[int, Any]) -> Any:
-    """Put copies in the places of what they are of, in tuples, lists, mappings, operations and the like; what names none stays itself."""
-    if id(value) in copies:
-        return copies[id(value)]
-    found = value
-    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
-        items = [_with_copies(item, copies) for item in value] if any(isinstance(item, COPIED) for item in value) else value
-        found = type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
-    elif isinstance(value, dict) and any(isinstance(item, COPIED) for item in value.values()):
-        found = {name: _with_copies(item, copies) for name, item in value.items()}
-    elif isinstance(value, Operation | Model | Output) or (is_dataclass(value) and not isinstance(value, type)):
-        copies[id(value)] = value  # while its fields are looked through: one that names it again ends here
-        fields = {name: _with_copies(item, copies) for name, item in (vars(value) if hasattr(value, "__dict__") else {}).items()}
-        if any(item is not vars(value)[name] for name, item in fields.items()):
-            found = copy(value)
-            vars(found).update(fields)
-    if found is not value:
-        copies[id(value)] = found
-    return found
-
-
-COPIED = (Operation, Model, Node, Output, Feedback)  # what a container must hold to be copied; rows of data are not looked through
-
-
-# Find graphs that keep the rules and still give no learning signal. The compiler warns of them, and makes the plan.
-
-
-def no_signal_warnings(graph: Graph) -> tuple[str, ...]:
-    """Warn of advantages that compare responses which cannot differ: groups of one, or greedy responses.
-
-    A group of one has its reward, or 0, as its advantage; all responses of a greedy rollout to one prompt are the same.
-    """
-    found = []
-    for node in graph.nodes:
-        name, rollout = node.traits.compares, _rollout(node)
-        if not name or rollout is None:
-            continue
-        sampling = rollout.traits.sampling
-        if rollout.traits.group_size == 1:
-            found.append(
-                f"node '{node.name}' compares the responses of a group by {name}, but '{rollout.name}' samples one per prompt "
-                "(group_size=1), which leaves no baseline; sample several, or use an estimator without groups"
-            )
-        elif sampling is not None and sampling.temperature == 0:
-            found.append(
-                f"node '{node.name}' compares the responses of a group by {name}, but '{rollout.name}' samples at temperature=0, so that "
-                "all responses of a group are the same and every advantage is 0; use a temperature above 0"
-            )
-    return tuple(found)
-
-
-def _rollout(node: Node) -> Node | None:
-    """The rollout whose groups a node compares, if there is one."""
-    return node.source_of("group_ids") if "group_ids" in node.reads else None

@@ -1,23 +1,20 @@
 """The rules that a graph must meet, one function a rule. Each says where, what was found, the rule and the fix."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import networkx as nx
 
-from rlgraph.columns import COLUMNS
-from rlgraph.errors import GraphError, choices, show_value
-
-if TYPE_CHECKING:
-    from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Output
+from rlgraph.errors import GraphError
+from rlgraph.graph.nodes import MAX_SLOTS, Feedback, Model, Node, UncheckedGraph
 
 # The rules of graphs whose policy computes the log-probs of its engine to the bit, `Policy(exact=True)`.
 
 EXACT_DTYPES = {"float32": "cores", "bfloat16": "GPUs"}  # what a policy may compute in, and where
 
 
-def check_exact(graph: "Graph") -> None:
+def check_exact(graph: UncheckedGraph) -> None:
     """Refuse what is not proven to be exact: other engines, other folders, dtypes but float32, a part of the vocabulary, depth."""
     followed = {feedback.source.node.model for feedback in graph.feedbacks if feedback.source is not None}
     for node in graph.nodes:
@@ -35,7 +32,7 @@ def check_exact(graph: "Graph") -> None:
                 _check_reader(graph, feedback, source, node, node.model)
 
 
-def exact_models(graph: "Graph") -> "set[Model]":
+def exact_models(graph: UncheckedGraph) -> set[Model]:
     """The exact policies of a graph, and the generators that follow them."""
     found = {node.model for node in graph.nodes if node.model is not None and node.model.traits.exact}
     for node in graph.nodes:
@@ -45,7 +42,7 @@ def exact_models(graph: "Graph") -> "set[Model]":
     return found
 
 
-def _check_reader(graph: "Graph", feedback: "Feedback", source: "Model", node: "Node", model: "Model") -> None:
+def _check_reader(graph: UncheckedGraph, feedback: Feedback, source: Model, node: Node, model: Model) -> None:
     where = f"graph '{graph.name}': node '{node.name}' follows feedback '{feedback.name}' of a policy with exact=True"
     sampling = node.traits.sampling
     if feedback.depth > 0:
@@ -76,7 +73,7 @@ def _check_reader(graph: "Graph", feedback: "Feedback", source: "Model", node: "
 # The rules of feedback edges that carry an adapter: each reader merges it into the same base.
 
 
-def check_adapters(graph: "Graph") -> None:
+def check_adapters(graph: UncheckedGraph) -> None:
     """Refuse readers of an adapter that do not generate, whose engine merges none, that read another folder, or that span devices."""
     for feedback in graph.feedbacks:
         source = feedback.source.node.model if feedback.source is not None else None
@@ -107,7 +104,7 @@ def check_adapters(graph: "Graph") -> None:
 # The rule of graphs whose engines tell which experts they chose, `Generator(routes=True)`.
 
 
-def check_route_readers(graph: "Graph") -> None:
+def check_route_readers(graph: UncheckedGraph) -> None:
     """Refuse routes that nobody reads: they are the largest columns of a rollout."""
     read = {node.source_of("routes") for node in graph.nodes if "routes" in node.reads}
     for node in graph.nodes:
@@ -127,7 +124,7 @@ def check_route_readers(graph: "Graph") -> None:
 # Every event waits for an earlier round, or for an earlier event of its own round, so no such order deadlocks.
 
 
-def lags(graph: "Graph") -> "Mapping[Node, int]":
+def lags(graph: UncheckedGraph) -> Mapping[Node, int]:
     """Count the rounds by which each node fires later than the rollout of its step; 0 for all if no update can give way.
 
     An update gives way if it has the devices of its rollout, a depth above 0, and waits for work on other devices. One round
@@ -146,7 +143,7 @@ def lags(graph: "Graph") -> "Mapping[Node, int]":
     return {node: most if node in late and late.isdisjoint(driven) else 0 for node in graph.nodes}
 
 
-def _blocked_nodes(graph: "Graph", rollout: "Node") -> "Iterator[Node]":
+def _blocked_nodes(graph: UncheckedGraph, rollout: Node) -> Iterator[Node]:
     """Yield the nodes of the rollout's pool that wait for work on other devices, if the update that publishes its weights is among them."""
     elsewhere = [node for node in nx.descendants(graph.forward, rollout) if node.pool is not rollout.pool]
     behind = {node for other in elsewhere for node in nx.descendants(graph.forward, other) if node.pool is rollout.pool}
@@ -154,7 +151,7 @@ def _blocked_nodes(graph: "Graph", rollout: "Node") -> "Iterator[Node]":
         yield from behind
 
 
-def _must_be_late(graph: "Graph", node: "Node", late: "set[Node]", most: int) -> bool:
+def _must_be_late(graph: UncheckedGraph, node: Node, late: set[Node], most: int) -> bool:
     """Tell whether a node reads from a late one, fires in its worker, works on the same chunks, or needs its weights too soon."""
     feedback = node.feedback
     soon = feedback is not None and (graph.is_separate_evaluation(node) or feedback.depth < most)
@@ -166,151 +163,7 @@ def _must_be_late(graph: "Graph", node: "Node", late: "set[Node]", most: int) ->
     )
 
 
-SAMPLED = "rollout_log_probs"  # the engine's, under its own sampling
-MAX_SLOTS = 64  # of a channel
-MAX_DEPTH = MAX_SLOTS - 2  # prompts are up to two batches further ahead
-
-
-DEPTH_RULE = "how many weight versions a trained batch may be behind, a whole number of at least 0 (0 is on-policy, 1 is one-step-off)"
-BUFFERS_RULE = "1, the generator's one copy of the weights, or 2, so that it receives while it decodes"
-
-
-def check_pool(name: str, share: float | None, gpus: int | None, cpus: int | None) -> None:
-    """Refuse a pool with two of `share`, `gpus` and `cpus`."""
-    if gpus is not None and cpus is not None:
-        raise GraphError(f"pool '{name}' has both gpus={gpus} and cpus={cpus}; a pool is of one kind: make two pools")
-    if share != 1 and (gpus is not None or cpus is not None):
-        raise GraphError(f"pool '{name}' has a share and an exact count; give one of them")
-
-
-def check_feedback(name: str, depth: int, buffers: int, latest: bool) -> None:
-    """Refuse a depth beyond the slots of a channel, and settings without effect at depth 0."""
-    where = f"feedback '{name}'"
-    if depth > MAX_DEPTH:
-        raise GraphError(f"{where} has depth={depth}; at most {MAX_DEPTH} are possible, since a channel holds 64 batches")
-    if depth == 0 and buffers == 2:
-        raise GraphError(f"{where} has buffers=2 at depth=0, where nothing is decoded while weights arrive; use buffers=1 or depth>=1")
-    if depth == 0 and latest:
-        raise GraphError(f"{where} has latest=True at depth=0, where only one version exists; leave it out, or use depth>=1")
-
-
-def check_edge_of_columns(feedback: "Feedback", plain: bool) -> None:
-    """Refuse settings of weights on an edge of columns; `plain` says that it has none."""
-    if feedback.columns and not plain:
-        raise GraphError(
-            f"feedback '{feedback.name}' carries columns {list(feedback.columns)}: buffers, latest, bucket_bytes and checksum are about "
-            "weights and have no effect; leave them out"
-        )
-
-
-def check_edges(name: str, reads: Sequence[str], feedback: "Feedback | None", earlier: "Feedback | None") -> None:
-    """Refuse an edge of columns where weights are due and the reverse, and columns that the node reads of its own step too."""
-    if feedback is not None and feedback.columns:
-        raise GraphError(
-            f"node '{name}' loads weights from feedback '{feedback.name}', which carries columns; pass a feedback without columns="
-        )
-    if earlier is None:
-        return
-    if not earlier.columns:
-        raise GraphError(f"node '{name}' has earlier='{earlier.name}', which carries weights; pass rg.feedback(…, columns='rewards')")
-    twice = sorted(set(reads) & set(earlier.columns))
-    if twice:
-        raise GraphError(
-            f"node '{name}' reads {twice} from the current step and from an earlier one; names of columns must differ: rename one of them"
-        )
-
-
-def check_close(feedback: "Feedback", source: "Output | None", given: Any) -> None:
-    """Check what `feedback.close` was given; `source` is the same value, or None if it is no output of weights, or of columns."""
-    where = f"feedback '{feedback.name}'"
-    if feedback.source is not None:
-        raise GraphError(f"{where} is closed twice; an edge has one source: make a second feedback for a second update")
-    if feedback.columns:
-        missing = [column for column in feedback.columns if source is None or column not in source.columns]
-        if missing:
-            raise GraphError(f"{where} was closed with {describe(given)}; close it with the output of a node that carries {missing}")
-        return
-    if source is None:
-        raise GraphError(f"{where} was closed with {describe(given)}; close it with the weights of an update, as close(step.weights)")
-    if source.node.model is not None and source.node.model.role == "critic":
-        raise GraphError(
-            f"{where} was closed with the weights of '{source.node.name}', a critic; close it with those of the policy's update"
-        )
-
-
-def check_inputs(name: str, inputs: Sequence["Output"], reads: Sequence[str]) -> None:
-    """Refuse a column that no input or more than one carries, and an input of which nothing is read."""
-    where = f"node '{name}'"
-    carried = Counter(column for output in set(inputs) for column in output.columns)
-    names = [output.node.name for output in inputs]
-    for column in reads:
-        if carried[column] == 0:
-            raise GraphError(f"{where} reads column '{column}', which none of its inputs {names} carries; {_fix(column, inputs)}")
-        if carried[column] > 1:
-            both = [output.node.name for output in inputs if column in output.columns]
-            raise GraphError(
-                f"{where} reads column '{column}', which {both} both carry; pass one of them, or join them in a node of your own"
-            )
-    for output in inputs:
-        if not set(output.columns) & set(reads):
-            raise GraphError(
-                f"{where} reads nothing of its input '{output.node.name}', which carries {list(output.columns)}; "
-                f"it reads {list(reads)}: leave that input out"
-            )
-    check_whole_distribution(name, inputs, reads)
-
-
-def check_whole_distribution(name: str, inputs: Sequence["Output"], reads: Sequence[str]) -> None:
-    """Refuse a reader of a rollout's log-probs if they are those of some tokens only: a trainer's are always those of all tokens."""
-    for output in inputs:
-        sampling = output.node.traits.sampling
-        if sampling is None or sampling.is_full_distribution or output.prefix + SAMPLED not in {*output.columns} & {*reads}:
-            continue
-        raise GraphError(
-            f"node '{name}' reads '{SAMPLED}' of '{output.node.name}', which samples with top_p={sampling.top_p}, "
-            f"top_k={sampling.top_k} and temperature={sampling.temperature}: the engine samples from some tokens, the trainer's log-probs "
-            "cover the whole vocabulary; use top_p=1, top_k=0 and a temperature above 0, or pass policy.log_probs(rollout) to an update"
-        )
-
-
-def _fix(column: str, inputs: Sequence["Output"]) -> str:
-    upstream = [output.node for output in inputs]
-    while upstream:
-        node = upstream.pop(0)
-        if column in node.writes:
-            return f"pass the output of '{node.name}' to it"
-        upstream += [output.node for output in node.inputs]
-    if column in COLUMNS:
-        return f"pass the output of '{COLUMNS[column].written_by}' to it"
-    there = dict.fromkeys(name for output in inputs for name in output.columns)
-    return f"{choices(column, there)}; or pass the output of a node that writes it"
-
-
-def check_rows(node: "Node") -> None:
-    """Refuse inputs whose rows cannot be repeated to those of the widest, and a node with a number of rows that fits them in no way."""
-    alone = len({output.prefix for output in node.inputs}) == 1
-    for output in node.inputs:
-        widest = max(other.node.rows for other in node.inputs if other.prefix == output.prefix)
-        chosen = alone and widest > node.rows > 0 and widest % node.rows == 0  # a node that keeps some rows of each group
-        rows = node.rows if alone and not chosen else widest
-        if output.node.rows <= 0 or rows % output.node.rows:
-            raise GraphError(
-                f"node '{node.name}' joins {rows} rows a step with the {output.node.rows} of '{output.node.name}'; "
-                "one must be a multiple of the other"
-            )
-
-
-def check_chunks(node: "Node") -> None:
-    """Refuse a number of chunks that does not divide the rows of each input."""
-    for output in node.inputs:
-        if node.chunks > 1 and output.node.rows % node.chunks:
-            raise GraphError(
-                f"node '{node.name}' has chunks={node.chunks}, which does not divide the {output.node.rows} rows a step of "
-                f"'{output.node.name}'; chunks are of equal size and hold whole groups: choose a divisor, or another count of prompts"
-            )
-
-
-def check_unique_names(graph: "Graph") -> None:
+def check_unique_names(graph: UncheckedGraph) -> None:
     """Plans, channels and reports identify nodes and pools by their names."""
     for name, count in Counter(node.name for node in graph.nodes).items():
         if count > 1:
@@ -320,7 +173,7 @@ def check_unique_names(graph: "Graph") -> None:
             raise GraphError(f"graph '{graph.name}' has {count} different pools called '{name}'; use one Pool object, or two names")
 
 
-def check_closed_edges(graph: "Graph") -> None:
+def check_closed_edges(graph: UncheckedGraph) -> None:
     """An open feedback edge has no update that sends weights."""
     for feedback in (*graph.feedbacks, *graph.earlier):
         if feedback.source is None:
@@ -328,7 +181,7 @@ def check_closed_edges(graph: "Graph") -> None:
             raise GraphError(f"graph '{graph.name}' has an open feedback '{feedback.name}'; close it with {fix}")
 
 
-def check_edge_cycles(graph: "Graph") -> None:
+def check_edge_cycles(graph: UncheckedGraph) -> None:
     """Weights go to rollouts on whose responses they are trained."""
     for feedback in graph.feedbacks:
         assert feedback.source is not None
@@ -341,7 +194,7 @@ def check_edge_cycles(graph: "Graph") -> None:
                 )
 
 
-def check_edge_readers(graph: "Graph") -> None:
+def check_edge_readers(graph: UncheckedGraph) -> None:
     """An edge that no node reads leaves the generator at its first weights for ever."""
     read = {*graph.feedbacks, *graph.earlier}
     for node in graph.nodes:
@@ -354,7 +207,7 @@ def check_edge_readers(graph: "Graph") -> None:
             )
 
 
-def check_column_cycles(graph: "Graph") -> None:
+def check_column_cycles(graph: UncheckedGraph) -> None:
     """Columns of an earlier step come from a node that depends on the one that gets them: neither is then ahead of the other."""
     for node in graph.nodes:
         source = node.earlier.source if node.earlier is not None else None
@@ -371,7 +224,7 @@ def check_column_cycles(graph: "Graph") -> None:
             )
 
 
-def check_prompt_readers(graph: "Graph") -> None:
+def check_prompt_readers(graph: UncheckedGraph) -> None:
     """A node that draws prompts by itself takes them from the source, so no other node can read the same ones."""
     takers = {id(n.traits.draws_from): n for n in graph.nodes if n.traits.draws_from is not None}
     for node in graph.nodes:
@@ -389,7 +242,7 @@ def check_prompt_readers(graph: "Graph") -> None:
             )
 
 
-def check_useful_depth(graph: "Graph") -> None:
+def check_useful_depth(graph: UncheckedGraph) -> None:
     """A depth above 0 lets a rollout overlap with an update; without that it would only make batches stale."""
     pools = {node.pool.name for node in graph.nodes if node.pool is not None and node.due is None}
     for feedback in graph.feedbacks:
@@ -406,7 +259,7 @@ def check_useful_depth(graph: "Graph") -> None:
             )
 
 
-def check_continuous_pools(graph: "Graph") -> None:
+def check_continuous_pools(graph: UncheckedGraph) -> None:
     """Responses stay in the engine between two firings, so no other model may take their memory."""
     for node in graph.nodes:
         if not node.traits.continuous:
@@ -419,7 +272,7 @@ def check_continuous_pools(graph: "Graph") -> None:
             )
 
 
-def check_single_update(graph: "Graph") -> None:
+def check_single_update(graph: UncheckedGraph) -> None:
     """One step makes one version of the weights: two updates of a model would make two, and the edge carries the first alone."""
     updates: dict[int, Any] = {}
     for node in (node for node in graph.nodes if node.model is not None and node.traits.work == "train"):
@@ -431,7 +284,7 @@ def check_single_update(graph: "Graph") -> None:
             )
 
 
-def check_single_edge(graph: "Graph") -> None:
+def check_single_edge(graph: UncheckedGraph) -> None:
     """A model holds the weights of one feedback edge: nodes that follow another, and rollouts that follow none, would use them too."""
     for node in (node for node in graph.nodes if node.model is not None and node.feedback is not None):
         works = {node.traits.work, "generate"}
@@ -445,7 +298,7 @@ def check_single_edge(graph: "Graph") -> None:
             )
 
 
-def check_update_order(graph: "Graph") -> None:
+def check_update_order(graph: UncheckedGraph) -> None:
     """Old log-probs and values are computed before the update: the nodes of a model fire in the order of their declaration."""
     for node in graph.nodes:
         trained = next((n for n in graph.nodes if n.model is node.model and n.traits.work == "train" and n.serial < node.serial), None)
@@ -456,7 +309,7 @@ def check_update_order(graph: "Graph") -> None:
             )
 
 
-def check_chunk_readers(graph: "Graph") -> None:
+def check_chunk_readers(graph: UncheckedGraph) -> None:
     """Chunks help only if some node works on one while the rest decodes."""
     for rollout in (node for node in graph.nodes if node.stream is node):
         readers = list(graph.forward.successors(rollout))
@@ -468,7 +321,7 @@ def check_chunk_readers(graph: "Graph") -> None:
             )
 
 
-def _why_full_batch(reader: "Node", rollout: "Node") -> str:
+def _why_full_batch(reader: Node, rollout: Node) -> str:
     if reader.pool is not None and reader.pool is rollout.pool:
         return f"runs in its pool '{rollout.pool.name if rollout.pool else ''}', so only after it"
     if not reader.traits.by_group:
@@ -476,7 +329,7 @@ def _why_full_batch(reader: "Node", rollout: "Node") -> str:
     return "also reads a column of the whole batch, or of another rollout's chunks"
 
 
-def check_chunk_sizes(graph: "Graph") -> None:
+def check_chunk_sizes(graph: UncheckedGraph) -> None:
     """All chunks of the open batches fit into the slots of a channel."""
     open_batches = 1 + max((feedback.depth for feedback in graph.feedbacks), default=0)
     for node in graph.nodes:
@@ -487,7 +340,7 @@ def check_chunk_sizes(graph: "Graph") -> None:
             )
 
 
-def check_evaluation_delay(graph: "Graph") -> None:
+def check_evaluation_delay(graph: UncheckedGraph) -> None:
     """An evaluation with a generator of its own may not keep other nodes of its pool waiting."""
     for node in (node for node in graph.nodes if graph.is_separate_evaluation(node)):
         others = [other.name for other in graph.nodes if other.pool is node.pool and other.due is None]
@@ -498,7 +351,7 @@ def check_evaluation_delay(graph: "Graph") -> None:
             )
 
 
-GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
+GRAPH_RULES: tuple[Callable[[UncheckedGraph], None], ...] = (
     check_unique_names,
     check_closed_edges,
     check_edge_readers,
@@ -517,9 +370,3 @@ GRAPH_RULES: tuple[Callable[["Graph"], None], ...] = (
     check_exact,
     check_route_readers,
 )
-
-
-def describe(value: Any) -> str:
-    """Describe a wrong argument in a message: an output by its node, anything else with its type."""
-    text = show_value(value)
-    return text if text.startswith(("a ", "an ", "the ")) else f"{type(value).__name__} {text}"

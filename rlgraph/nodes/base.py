@@ -11,8 +11,8 @@ import torch
 
 from rlgraph.columns import COLUMNS, Column, Columns
 from rlgraph.errors import GraphError, function_name, show_value
-from rlgraph.graph.nodes import Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.nodes import Operation, Output, declare
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.notices import accept_old_names, old_attribute
 from rlgraph.settings import refuse_unknown
 

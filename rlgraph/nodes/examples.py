@@ -15,8 +15,8 @@ from rlgraph.data.rows import Dataset, Mix, digest, place_of, rows
 from rlgraph.engines.hf.chat_template import Encoded, Example, Learns, encode_example, prompt_tokens
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError, show_value
-from rlgraph.graph.nodes import Model, Node, Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation, Preferences
+from rlgraph.graph.nodes import Model, Node, Operation, Output, declare
+from rlgraph.graph.traits import NodeTraits, Preferences
 from rlgraph.nodes.base import Context, Stage, tensor_of
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, checked_messages, is_conversation
 from rlgraph.nodes.items import Mixed, Order, Shuffled, check_data, notify_repeats, read

@@ -15,8 +15,8 @@ from rlgraph.data.rows import Dataset, Mix, Overlong, Results, Rows, digest, pla
 from rlgraph.data.streams import Stream, StreamReader, stream
 from rlgraph.engines.hf.chat_template import check_conversations, encoded_prompts
 from rlgraph.errors import DataError
-from rlgraph.graph.nodes import Feedback, Node, Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.nodes import Feedback, Node, Operation, Output, declare
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
 from rlgraph.nodes.conversations import Chat, is_conversation, starts_with_system
 from rlgraph.nodes.items import (

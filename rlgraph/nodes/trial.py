@@ -20,7 +20,8 @@ from rlgraph.nodes.base import Context, ReadColumns, checked_columns, checked_me
 from rlgraph.nodes.rewards.calls import CallFailed, FunctionPool
 
 if TYPE_CHECKING:
-    from rlgraph.graph.nodes import Graph, Node
+    from rlgraph.graph.graph import Graph
+    from rlgraph.graph.nodes import Node
 
 PROMPTS = 2  # of a made-up batch, each with its group of responses
 LIMIT_S = 5.0  # of a function's trial

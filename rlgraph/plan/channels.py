@@ -16,7 +16,8 @@ from rlgraph.channels.host.protocol import part_bytes
 from rlgraph.channels.remote import transfer
 from rlgraph.columns import COLUMNS
 from rlgraph.errors import PlanError
-from rlgraph.graph.nodes import Feedback, Graph, Node
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Feedback, Node
 from rlgraph.plan import events
 from rlgraph.plan.forecast import Forecast
 from rlgraph.plan.model_shapes import Shapes

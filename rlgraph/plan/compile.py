@@ -12,7 +12,8 @@ import networkx as nx
 
 from rlgraph.channels.api import transport_of
 from rlgraph.errors import PlanError
-from rlgraph.graph.nodes import Graph, Node
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Node
 from rlgraph.graph.rules import exact_models
 from rlgraph.plan import events
 from rlgraph.plan.advice import advise

@@ -13,7 +13,7 @@ from rlgraph import settings
 from rlgraph.batching.cutting import best, cut_batches
 from rlgraph.conversions import Wrong, to_float
 from rlgraph.errors import PlanError, show_value
-from rlgraph.graph.operation import ModelTraits
+from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan.lengths import Array, Lengths
 from rlgraph.settings import AtLeastZero, Count, Natural, Plain, PositiveFraction, Range, Recompute
 

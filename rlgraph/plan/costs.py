@@ -12,8 +12,9 @@ import yaml
 
 from rlgraph import settings
 from rlgraph.errors import PlanError, choices
-from rlgraph.graph.nodes import Graph, Node
-from rlgraph.graph.operation import Work
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Node
+from rlgraph.graph.traits import Work
 from rlgraph.plan.cost_functions import NodeCost, Setting, SleepCost, number_or_function
 from rlgraph.plan.lengths import Array, Lengths
 from rlgraph.plan.placement import model_names

@@ -6,8 +6,9 @@ from math import gcd
 
 from rlgraph import settings
 from rlgraph.errors import PlanError
-from rlgraph.graph.nodes import Graph, Node
-from rlgraph.graph.operation import ModelTraits, Work
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Node
+from rlgraph.graph.traits import ModelTraits, Work
 from rlgraph.plan.cost_functions import Decode, NodeCost
 from rlgraph.plan.costs import FORWARD, Costs, epochs_of, walks_of
 from rlgraph.plan.model_shapes import (

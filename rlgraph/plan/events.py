@@ -7,7 +7,8 @@ from itertools import groupby, pairwise, product
 
 import networkx as nx
 
-from rlgraph.graph.nodes import Feedback, Graph, Node
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Feedback, Node
 from rlgraph.graph.rules import lags
 from rlgraph.plan.cost_functions import Setting, SleepCost
 from rlgraph.plan.costs import Costs

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from rlgraph.graph.nodes import Due, Feedback, Graph, Node
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Due, Feedback, Node
 from rlgraph.plan.cost_functions import Decode, NodeCost, Setting
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.events import evaluation_loop, evaluations, fire_event, load_event, publish_event, readers

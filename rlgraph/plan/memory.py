@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from rlgraph.channels.api import transport_of
 from rlgraph.errors import PlanError
-from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Pool
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Feedback, Model, Node
 from rlgraph.plan.channels import homes_of, slot_bytes, staged_versions, weights_transport
 from rlgraph.plan.cluster import Cluster, itemsize_of, precision_of
 from rlgraph.plan.cost_functions import Setting, SleepCost
@@ -18,6 +19,7 @@ from rlgraph.plan.model_shapes import MOMENTS, ModelShape, Need, Shapes, Workloa
 from rlgraph.plan.placement import model_names
 from rlgraph.plan.plan import PlannedMemory, PlannedWorker
 from rlgraph.settings import RECOMPUTE, Recompute
+from rlgraph.values.pool import Pool
 
 # The frozen bases that trainers of adapters hold together: one copy on a host for all models of one folder that train there on cores.
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rlgraph.errors import DataError
-from rlgraph.graph.nodes import Graph, Model
-from rlgraph.graph.operation import ModelTraits
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Model
+from rlgraph.graph.traits import ModelTraits
 from rlgraph.settings import Recompute
 from rlgraph.values.lora import ALL_LINEAR
 

@@ -9,9 +9,10 @@ from math import lcm
 import networkx as nx
 
 from rlgraph.errors import PlanError
-from rlgraph.graph.nodes import Graph, Model, Node
-from rlgraph.graph.operation import ModelTraits
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Model, Node
 from rlgraph.graph.rules import EXACT_DTYPES, exact_models
+from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.plan import PlannedWorker
 

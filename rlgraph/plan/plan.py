@@ -5,19 +5,23 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
 from rlgraph.channels.api import TRANSPORTS
 from rlgraph.errors import PlanError
-from rlgraph.graph.nodes import BUCKET_BYTES, Due, Graph, Model
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import BUCKET_BYTES, Due, Model
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.cost_functions import Passes
 from rlgraph.plan.model_shapes import Shapes, adapter_size
 from rlgraph.plan.schedule import Reason, Schedule
 from rlgraph.settings import Count, Natural, Seconds, check_arguments
 from rlgraph.values.lora import ALL_LINEAR
+
+if TYPE_CHECKING:
+    import rlgraph  # the public names, so that an editor knows what a job offers
 
 # The keys of a plan in JSON: those that an older version wrote, and those that mean nothing.
 
@@ -417,7 +421,7 @@ class Plan:
         transport: str | None = None,
         wait_for_hosts_s: Seconds | None = None,
         encrypt: bool = False,
-    ) -> Any:
+    ) -> "rlgraph.Job":
         """Make the `rlgraph.Job`, for a `with` block: the block starts the workers on Ray and ends them when it is left.
 
         * `deadline_s`: bounds every wait of one worker for another.
@@ -437,7 +441,7 @@ class Plan:
         Raises PlanError if this machine lacks what the plan was compiled for, and DataError for models and prompts that
         cannot be used, both before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
         """
-        return self.facade.launch(
+        job: rlgraph.Job = self.facade.launch(
             self,
             dispatch=dispatch,
             deadline_s=deadline_s,
@@ -451,6 +455,7 @@ class Plan:
             wait_for_hosts_s=wait_for_hosts_s,
             encrypt=encrypt,
         )
+        return job
 
     def run_here(self) -> Any:
         """Make an `rlgraph.runtime.local.LocalJob` that runs the same plan in this one process, without Ray, for tests and debuggers."""

@@ -13,7 +13,7 @@ from rlgraph import settings
 from rlgraph.channels.api import transport_of
 from rlgraph.columns import COLUMNS
 from rlgraph.errors import PlanError
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.plan import forecast
 from rlgraph.plan.channels import OnHosts, crossing_s, ends_on_hosts, least_part, shape_of
 from rlgraph.plan.cluster import Cluster

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from rlgraph.graph.nodes import Graph, Model, Node
-from rlgraph.graph.operation import ModelTraits
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Model, Node
+from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan import estimates
 from rlgraph.plan.cluster import Cluster, itemsize_of
 from rlgraph.plan.cost_functions import DOUBLING, Decode, NodeCost, Setting, Shards, SleepCost

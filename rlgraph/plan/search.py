@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from rlgraph.errors import GraphError, PlanError, show_value
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.calibrate import WARM_UP, Trace, interruptions, latencies, measured_costs, setting_of
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import build_plan, period_on, place_and_configure, place_and_schedule, priced_for, settings_on

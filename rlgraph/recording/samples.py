@@ -15,7 +15,7 @@ from rlgraph.analysis.samples import FIELDS, FOLDER, LINES, PROFILES_FOLDER, TAB
 from rlgraph.columns import FINISH_REASONS
 from rlgraph.engines.hf.model_files import load_tokenizer
 from rlgraph.errors import PlanError, choices
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.messages import Cells, ProfileRequest, SampledRows, SampleSource, sample_sources
 from rlgraph.settings import Count, Fraction, Name, Natural, Range, check, refuse_unknown

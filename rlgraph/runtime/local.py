@@ -15,7 +15,7 @@ from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
 from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, ExportLayout, check_target, write_shards
 from rlgraph.engines.lora import ThreadBase
 from rlgraph.errors import CheckpointError, PlanError, RlgraphError
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.nodes.base import Context
 from rlgraph.notices import old_attribute
 from rlgraph.plan.plan import Plan

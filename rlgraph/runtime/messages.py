@@ -11,7 +11,8 @@ import msgspec
 
 from rlgraph.channels.host.connection import UNREADABLE, Connection, ProtocolError
 from rlgraph.engines.hf.export import ExportLayout, ShardBox
-from rlgraph.graph.nodes import Graph, Node
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Node
 from rlgraph.plan.plan import ChannelEnd
 from rlgraph.plan.schedule import Sampled, Span
 

@@ -22,7 +22,7 @@ from support.qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 import rlgraph as rg
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import ConfigError
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph_cli import recipe as recipes
 from rlgraph_cli.from_verl.command import translate
 from rlgraph_cli.from_verl.recipe import write_recipe

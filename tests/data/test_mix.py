@@ -10,7 +10,8 @@ from support.templates import model_with
 
 import rlgraph as rg
 from rlgraph.errors import CheckpointError, DataError, RlgraphError
-from rlgraph.graph.nodes import Graph, Output
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Output
 from rlgraph.nodes.base import Context
 from rlgraph.plan.cluster import Cluster
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery

@@ -15,7 +15,8 @@ import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.data.rows import Results
 from rlgraph.errors import RlgraphError
-from rlgraph.graph.nodes import Graph, Output, declare
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Output, declare
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Recovery

@@ -18,7 +18,7 @@ from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.optimizers import NAMES, Positions, SixteenBitAdamW, round_stochastically
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.errors import CheckpointError, GraphError
-from rlgraph.graph.operation import ModelTraits
+from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan.estimates import MOMENTS, OPTIMIZER, Workload, fully_sharded_memory
 from rlgraph.plan.model_shapes import ModelShape
 

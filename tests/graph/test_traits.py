@@ -15,8 +15,9 @@ from support import fakes, forked_workers  # noqa: F401 (adds its dispatch)
 import rlgraph as rg
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
-from rlgraph.graph.nodes import Graph, Node, Output, Pool, declare
-from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Node, Operation, Output, declare
+from rlgraph.graph.traits import ModelTraits, NodeTraits
 from rlgraph.nodes.base import Context
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
@@ -25,6 +26,7 @@ from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.ray_dispatch import check_sendable
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.worker.spec import worker_specs
+from rlgraph.values.pool import Pool
 from rlgraph.values.sampling import BatchAdmission
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +65,7 @@ def looked_at(source: str) -> Iterator[tuple[int, str]]:
 def test_no_attribute_of_an_operation_node_stage_or_model_is_read_by_getattr() -> None:
     assert len(SOURCES) > 100
     found = [f"{file.name}:{line} {what}" for file in SOURCES for line, what in looked_at(file.read_text()) if what not in LOOKED_AT]
-    assert not found, f"declare a trait in rlgraph/graph/operation.py, with a default, in place of {found}"
+    assert not found, f"declare a trait in rlgraph/graph/traits.py, with a default, in place of {found}"
 
 
 def test_the_lint_sees_what_it_forbids() -> None:

@@ -7,8 +7,10 @@ from support.event_simulator import Simulator
 from support.random_graphs import Nothing, random_case
 
 import rlgraph as rg
-from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Model, Output, declare, feedback
 from rlgraph.plan.play import play
+from rlgraph.values.pool import Pool
 
 STEPS = 24
 CLOSE_S = 1e-6

@@ -13,7 +13,7 @@ from support.qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 import rlgraph as rg
 from benchmarks.prediction import predicted_runs
 from rlgraph.graph.nodes import Node
-from rlgraph.graph.operation import ModelTraits
+from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan import estimates
 from rlgraph.plan.cost_functions import NodeCost, Passes, Setting, Shards
 from rlgraph.plan.estimates import Device

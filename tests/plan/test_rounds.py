@@ -6,7 +6,8 @@ from support.event_simulator import Simulator
 from support.simulated_stages import Loop
 
 import rlgraph as rg
-from rlgraph.graph.nodes import Graph, Output, declare
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Output, declare
 from rlgraph.graph.rules import lags
 from rlgraph.plan.cost_functions import SleepCost
 

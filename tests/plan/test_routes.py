@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import fakes
 
-from rlgraph.graph.nodes import Pool
 from rlgraph.plan.channels import SHAPES, Shape, crossings, hosts_of, kinds_of_routes, route_messages, routes, shape_of
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
 from rlgraph.render.text import text
+from rlgraph.values.pool import Pool
 
 
 @given(st.sampled_from(SHAPES), st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(1, 20), st.data())

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from support.random_graphs import Nothing
 
 import rlgraph as rg
-from rlgraph.graph.nodes import Graph, Model, Output, declare
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Model, Output, declare
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.events import load_event, publish_event
 from rlgraph.plan.play import critical_cycle, simulate, simulated_period

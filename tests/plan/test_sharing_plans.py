@@ -12,7 +12,7 @@ from support.qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 import rlgraph as rg
 from rlgraph.errors import PlanError
-from rlgraph.graph.operation import ModelTraits
+from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan.cost_functions import NodeCost, Passes, Setting
 from rlgraph.plan.estimates import Device, exchange_s, fully_sharded_memory, model_parallel
 from rlgraph.plan.model_shapes import ModelShape, Workload

@@ -7,11 +7,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from support import fakes
 
-from rlgraph.graph.nodes import Graph, Pool
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
+from rlgraph.values.pool import Pool
 
 STEPS = 8
 

@@ -25,7 +25,7 @@ import rlgraph as rg
 from rlgraph.engines.fsdp.distributed_checkpoint import weights_of
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import ExportError, RlgraphError
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Recovery, checkpoint_steps

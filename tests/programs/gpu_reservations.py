@@ -15,12 +15,12 @@ from ray.cluster_utils import Cluster as RayCluster
 from support import fakes
 
 from rlgraph.errors import PlanError
-from rlgraph.graph.nodes import Pool
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver import ray_cluster, ray_dispatch
 from rlgraph.runtime.driver.ray_cluster import awaited_hosts, ray_hosts
 from rlgraph.runtime.driver.ray_dispatch import Reservation
+from rlgraph.values.pool import Pool
 
 STORE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 

@@ -24,7 +24,7 @@ from support.grpo import grpo_graph
 import rlgraph as rg
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import RlgraphError
-from rlgraph.graph.nodes import Graph, Pool
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.channels import shape_of
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
@@ -32,6 +32,7 @@ from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.session import Links
 from rlgraph.runtime.local import LocalJob
+from rlgraph.values.pool import Pool
 
 HOSTS = 3
 THROUGH_A_TREE = "weights through a tree"

@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from rlgraph.graph.nodes import Feedback, Graph, Model, Node, Output, Pool, declare, feedback
-from rlgraph.graph.operation import NodeTraits, Operation, Work
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Feedback, Model, Node, Operation, Output, declare, feedback
+from rlgraph.graph.traits import NodeTraits, Work
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.cost_functions import SleepCost
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
+from rlgraph.values.pool import Pool
 
 ROLLOUT = ("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version")
 READS = ("responses", "response_mask", "rollout_log_probs")

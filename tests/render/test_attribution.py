@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from support import fakes
 
 from rlgraph.analysis.attribution import Bubbles, Use, attribute, devices
-from rlgraph.graph.nodes import Pool
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.plan import Plan
 from rlgraph.plan.schedule import Span
+from rlgraph.values.pool import Pool
 
 
 def loop_plan(depth: int, shared: bool = False) -> Plan:

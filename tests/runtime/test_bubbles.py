@@ -6,10 +6,11 @@ import pytest
 from support import fakes, forked_workers
 
 from rlgraph.analysis.attribution import Bubbles
-from rlgraph.graph.nodes import Graph, Pool
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
+from rlgraph.values.pool import Pool
 
 STEPS = 10
 

@@ -19,8 +19,8 @@ from rlgraph.channels.host.slot_memory import new_segment
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.errors import CheckpointError
-from rlgraph.graph.nodes import Graph, Output, Pool, declare
-from rlgraph.graph.operation import Operation
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Operation, Output, declare
 from rlgraph.nodes.base import Context
 from rlgraph.plan.checkpoint_cut import lookaheads
 from rlgraph.plan.cluster import Cluster
@@ -31,6 +31,7 @@ from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
 from rlgraph.runtime.messages import CheckpointShard, Saved
 from rlgraph.runtime.worker.spec import Saving
+from rlgraph.values.pool import Pool
 
 Bits = tuple[int, dict[str, float], int]
 

@@ -11,12 +11,12 @@ from support.paths import PROGRAMS
 
 from rlgraph.api import compile
 from rlgraph.errors import PlanError, WorkerDied
-from rlgraph.graph.nodes import Pool
 from rlgraph.plan.channels import check_encrypted
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.render.text import text
 from rlgraph.runtime.local import LocalJob
+from rlgraph.values.pool import Pool
 
 pytestmark = pytest.mark.stage("hosts")
 

@@ -22,13 +22,14 @@ from support.paths import TESTS
 
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelTimeout, DispatchError, NodeError, RlgraphError, WorkerDied
-from rlgraph.graph.nodes import Graph, Pool
+from rlgraph.graph.graph import Graph
 from rlgraph.nodes.base import node
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
+from rlgraph.values.pool import Pool
 
 
 def job(graph: Graph, dispatch: str = "compiled_graph", deadline_s: float = 60.0) -> Job:

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from support import fakes
 
-from rlgraph.graph.nodes import Pool
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver import hosts as agents
 from rlgraph.runtime.driver.hosts import Clock, Hosts, LocalHostAgent, RemoteHostAgent
 from rlgraph.runtime.driver.watchdog import connection_error, host_error
 from rlgraph.runtime.messages import Failure
+from rlgraph.values.pool import Pool
 
 PLAN = compile_plan(fakes.vector_loop(1, middle=lambda rollout: fakes.score_on_pool(Pool("judge"), rollout)), Cluster(cpus=6, hosts=3))
 PLACED = {worker.name: worker.host for worker in PLAN.workers}

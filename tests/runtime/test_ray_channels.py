@@ -10,7 +10,7 @@ from support import fakes, forked_workers
 
 import rlgraph as rg
 from rlgraph.errors import NodeError, PlanError, WorkerDied
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.channels import with_transport
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan

@@ -16,8 +16,8 @@ from support.paths import PROGRAMS
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.graph.nodes import Graph, Output, declare
-from rlgraph.graph.operation import Operation
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Operation, Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan

@@ -18,8 +18,7 @@ from support.tiny import tiny_llama
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.graph.nodes import Output, declare
-from rlgraph.graph.operation import Operation
+from rlgraph.graph.nodes import Operation, Output, declare
 from rlgraph.nodes.base import Context, Stage
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job

@@ -21,7 +21,8 @@ from rlgraph.channels.host.connection import Connection, listen
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelBroken, ChannelTimeout, DispatchError, NodeError, RlgraphError, WorkerDied
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.nodes import Operation
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage, node
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan

@@ -14,10 +14,12 @@ import torch
 
 from rlgraph.channels.weights.shards import WeightShard, unsharded_weights
 from rlgraph.columns import Column, Columns
-from rlgraph.graph.nodes import Feedback, Graph, Model, Output, Pool, declare, feedback
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Feedback, Model, Operation, Output, declare, feedback
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import ChunkedStage, Context, Fired, Stage, node
 from rlgraph.nodes.prompts import prompts
+from rlgraph.values.pool import Pool
 
 ITEMS = [{"prompt": f"item {i}", "answer": str(i)} for i in range(12)]
 

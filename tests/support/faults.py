@@ -17,8 +17,9 @@ from support import fakes
 from rlgraph.channels import HostReader
 from rlgraph.channels.host.connection import Connection
 from rlgraph.columns import Columns
-from rlgraph.graph.nodes import Graph
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Operation
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage
 
 STAGES = {"prompts": "prompts", "rollout": "generator", "score": "score", "update": "policy", "load": "generator", "publish": "policy"}

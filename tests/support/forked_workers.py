@@ -12,7 +12,7 @@ from ray import cloudpickle
 from support.paths import TESTS
 
 from rlgraph.errors import WorkerDied
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.plan import Plan

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlgraph.errors import GraphError
-from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
-from rlgraph.graph.operation import NodeTraits, Operation, Work
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Model, Operation, Output, declare, feedback
+from rlgraph.graph.traits import NodeTraits, Work
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.cost_functions import SleepCost
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.placement import model_names
+from rlgraph.values.pool import Pool
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,13 @@ from support.fakes import ITEMS, Vector
 
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
-from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
-from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation, Work
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Model, Operation, Output, declare, feedback
+from rlgraph.graph.traits import ModelTraits, NodeTraits, Work
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import prompts
 from rlgraph.plan.lengths import Lengths
+from rlgraph.values.pool import Pool
 
 UNIFORM = Lengths((0.0, 1.0), (60.0, 120.0), prompt_tokens=8.0)
 LONG_TAIL = Lengths((0.0, 0.5, 0.9, 0.98, 1.0), (20.0, 60.0, 120.0, 250.0, 400.0), prompt_tokens=8.0)

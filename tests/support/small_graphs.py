@@ -6,13 +6,14 @@ from itertools import combinations, product
 from typing import Any
 
 from rlgraph.errors import GraphError
-from rlgraph.graph.nodes import Graph, Model, Output, Pool, declare, feedback
-from rlgraph.graph.operation import Operation
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Model, Operation, Output, declare, feedback
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import place_and_schedule
 from rlgraph.plan.costs import nominal
 from rlgraph.plan.placement import splits
 from rlgraph.plan.schedule import Schedule
+from rlgraph.values.pool import Pool
 
 Edges = tuple[tuple[int, int], ...]
 LOOPS = ((0, 1), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2))  # depth and buffers; two buffers need a depth

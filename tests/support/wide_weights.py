@@ -12,10 +12,12 @@ from support import fakes
 
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
-from rlgraph.graph.nodes import Graph, Output, Pool, declare, feedback
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Operation, Output, declare, feedback
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import prompts
+from rlgraph.values.pool import Pool
 
 PARAMETERS, GENERATORS, TRAINERS = 4, 4, 2
 

@@ -10,10 +10,10 @@ import torch
 from rlgraph import notices, settings
 from rlgraph.engines.hf.chat_template import ChatPrompt
 from rlgraph.errors import GraphError, show_value
-from rlgraph.graph.nodes import Pool
 from rlgraph.nodes.environments.messages import FORMATS, Message, ToolCall, Turn
 from rlgraph.nodes.prompts import plural
 from rlgraph.settings import Count, Natural, Positive, Seconds
+from rlgraph.values.pool import Pool
 
 SPECIAL = {"prompt": "prompt_texts", "messages": "prompt_messages"}  # what a parameter of these names gets
 METHODS = ("reset", "step", "close")

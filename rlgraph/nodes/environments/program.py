@@ -17,12 +17,12 @@ from typing import Any
 
 from rlgraph import settings
 from rlgraph.errors import GraphError, show_value
-from rlgraph.graph.nodes import Pool
 from rlgraph.nodes.environments.agent import SPECIAL, check_format, convert_argument
 from rlgraph.nodes.environments.messages import ToolCall
 from rlgraph.nodes.environments.supervisor import DEADLINE
 from rlgraph.nodes.prompts import plural
 from rlgraph.settings import Count, Natural, Seconds
+from rlgraph.values.pool import Pool
 
 # A command line as an agent program: a process of its own, whose printed text is read and which leaves nothing behind.
 

@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 
 from rlgraph import settings
 from rlgraph.errors import GraphError, function_name, show_value
-from rlgraph.graph.nodes import Pool
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.environments.agent import Agent, check_format
 from rlgraph.nodes.environments.messages import Message, ToolCall, Turn, call_id
 from rlgraph.nodes.sandbox import Limits, LocalSandbox, ToolError
 from rlgraph.settings import Count, Name, Seconds
+from rlgraph.values.pool import Pool
 
 # A calculator: arithmetic of numbers, and nothing else of Python.
 

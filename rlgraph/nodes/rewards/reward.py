@@ -9,8 +9,8 @@ import torch
 from rlgraph.algorithms.kl import AdaptiveKL, FixedKL, KlEstimator, OverlongPenalty, penalize_rewards
 from rlgraph.columns import COLUMNS, Columns
 from rlgraph.errors import GraphError, show_value
-from rlgraph.graph.nodes import Node, Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.nodes import Node, Operation, Output, declare
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, FunctionOperation, ReadColumns, Stage, checked_columns, custom, list_columns, tensor_of
 from rlgraph.nodes.rewards.calls import Calls, Retry
 from rlgraph.nodes.rewards.scoring import Scoring, match_parameters, tokenizer_of

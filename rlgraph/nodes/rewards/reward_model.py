@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
-from rlgraph.graph.nodes import Model, Node, Output, declare
-from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
+from rlgraph.graph.nodes import Model, Node, Operation, Output, declare
+from rlgraph.graph.traits import ModelTraits, NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage, list_columns
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rewards.reward import check_column, spread

@@ -18,8 +18,8 @@ import torch
 from rlgraph import settings
 from rlgraph.columns import Column, Columns, rows_of_rank
 from rlgraph.errors import GraphError, choices
-from rlgraph.graph.nodes import Feedback, Node, Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.nodes import Feedback, Node, Operation, Output, declare
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.rewards.calls import Calls, Retry

@@ -14,8 +14,8 @@ from rlgraph.columns import Column, Columns, rows_of_rank, truncation_mask
 from rlgraph.data.rows import Dataset, Mix
 from rlgraph.engines.hf.chat_template import encoded_prompts
 from rlgraph.errors import DataError, GraphError, choices
-from rlgraph.graph.nodes import Due, Feedback, Node, Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.nodes import Due, Feedback, Node, Operation, Output, declare
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.conversations import Chat
 from rlgraph.nodes.prompts import Prompts, is_stream, plural, prompts

@@ -20,8 +20,8 @@ from rlgraph.engines.hf.model_files import header_shapes
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
 from rlgraph.errors import DataError, GraphError, show_value
-from rlgraph.graph.nodes import Feedback, Model, Node, Output, declare
-from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
+from rlgraph.graph.nodes import Feedback, Model, Node, Operation, Output, declare
+from rlgraph.graph.traits import ModelTraits, NodeTraits
 from rlgraph.nodes.base import ChunkedStage, Context, Fired, Stage
 from rlgraph.nodes.environments.agent import Agent, Environment
 from rlgraph.nodes.environments.program import Program

@@ -12,9 +12,8 @@ from rlgraph.algorithms.diagnostics import diagnostics
 from rlgraph.algorithms.kl import constant_groups
 from rlgraph.columns import Column, Columns, truncation_mask
 from rlgraph.errors import GraphError, show_value
-from rlgraph.graph.nodes import Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
-from rlgraph.graph.rules import SAMPLED
+from rlgraph.graph.nodes import SAMPLED, Operation, Output, declare
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, FunctionOperation, ReadColumns, Stage, custom, list_columns, tensor_of
 from rlgraph.nodes.training.trained_model import TOKENS
 from rlgraph.settings import AtLeastZero, Name, check_arguments

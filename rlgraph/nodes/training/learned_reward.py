@@ -16,7 +16,8 @@ from rlgraph.columns import Column, Columns
 from rlgraph.engines.hf.export import HEAD
 from rlgraph.engines.hf.model_files import header_shapes
 from rlgraph.errors import DataError
-from rlgraph.graph.nodes import Graph, Output, declare
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, list_columns, tensor_of
 from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.training.guards import Guards, UpdateGuard

@@ -8,8 +8,7 @@ from rlgraph.algorithms.policy_loss import WholeLoss
 from rlgraph.columns import Columns
 from rlgraph.engines.api import PolicyLossFn, chosen_at
 from rlgraph.errors import GraphError
-from rlgraph.graph.nodes import Node, Output, declare
-from rlgraph.graph.operation import Operation
+from rlgraph.graph.nodes import Node, Operation, Output, declare
 from rlgraph.nodes.base import Context, Stage, list_columns
 from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary, columns_to_check, routes_read

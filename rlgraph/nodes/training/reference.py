@@ -15,7 +15,7 @@ from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
-from rlgraph.graph.operation import ModelTraits
+from rlgraph.graph.traits import ModelTraits
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
 from rlgraph.nodes.training.policy import LogProbs, sampling_temperature
 from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_scored

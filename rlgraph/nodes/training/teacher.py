@@ -9,8 +9,8 @@ import torch
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import GraphError
-from rlgraph.graph.nodes import Node, Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.nodes import Node, Operation, Output, declare
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage, list_columns, tensor_of
 from rlgraph.nodes.examples import Examples
 from rlgraph.nodes.items import read

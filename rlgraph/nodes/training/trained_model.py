@@ -16,9 +16,9 @@ from rlgraph.engines.hf.pretrained import ModelSummary
 from rlgraph.engines.precision import INSTALL, is_installed
 from rlgraph.engines.registry import TRAINERS, TrainerSpec, trainer_of
 from rlgraph.errors import CertificateError, DataError, GraphError
-from rlgraph.graph.nodes import Model, Node, Output
-from rlgraph.graph.operation import ModelTraits, NodeTraits, Operation
+from rlgraph.graph.nodes import Model, Node, Operation, Output
 from rlgraph.graph.rules import EXACT_DTYPES
+from rlgraph.graph.traits import ModelTraits, NodeTraits
 from rlgraph.nodes.base import list_columns, tensor_of
 from rlgraph.nodes.examples import Examples, Stepwise
 from rlgraph.nodes.rollout.decode_loop import ROUTES, check_routes

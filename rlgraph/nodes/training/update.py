@@ -15,8 +15,8 @@ from rlgraph.batching.packing import response_lengths
 from rlgraph.columns import Column, Columns, concat_rows, rows_of, truncation_mask
 from rlgraph.engines.api import Loss, chosen_at
 from rlgraph.errors import GraphError, show_value
-from rlgraph.graph.nodes import Node, Output, declare
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.nodes import Node, Operation, Output, declare
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage, custom, tensor_of
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.trained_model import TrainedModel, check_rotary_factors, check_trained, check_vocabulary, checked_rows

@@ -31,7 +31,7 @@ from rlgraph.engines.hf.model_files import revision_of
 from rlgraph.engines.hf.pretrained import check_model, other_tensors, parameter_shapes
 from rlgraph.engines.lora import BaseWeights, SavedAdapter, peft_names, read_adapter, write_config
 from rlgraph.errors import ExportError, RlgraphError
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.checkpoint.store import TrainedEntry
 from rlgraph.values.lora import TENSORS

@@ -22,7 +22,7 @@ from rlgraph.engines.hf.export import AdapterForm
 from rlgraph.engines.hf.model_files import revision_of
 from rlgraph.engines.lora import SavedAdapter
 from rlgraph.errors import CheckpointError, ExportError, show_value
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.nodes.training.trained_model import TrainedModel
 from rlgraph.plan.checkpoint_cut import lookaheads
 from rlgraph.plan.plan import Plan

@@ -19,7 +19,7 @@ import torch
 
 from rlgraph.columns import Column, Columns, concat_rows, rows_of_rank
 from rlgraph.errors import CheckpointError
-from rlgraph.graph.operation import Stateful
+from rlgraph.graph.traits import Stateful
 from rlgraph.runtime.measure import average_metrics
 from rlgraph.runtime.messages import CheckpointShard, NotSaved, SampledRows, Saved, Written
 from rlgraph.runtime.worker.spec import Resume, Saving, file_name

@@ -18,7 +18,7 @@ from rlgraph.analysis.run import InvariantMonitor, Observed, Run
 from rlgraph.analysis.words import Terminal, graph_settings
 from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, ExportLayout, check_target
 from rlgraph.errors import CheckpointError, ExportError, NodeError, PlanError, RlgraphError, StalenessError
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.notices import old_attribute
 from rlgraph.plan.calibrate import Trace, costs_of

@@ -20,8 +20,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlgraph.errors import DispatchError, GraphError, PlanError, RlgraphError, WorkerDied, function_name
-from rlgraph.graph.nodes import Graph
-from rlgraph.graph.operation import Operation
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Operation
 from rlgraph.plan.channels import writers_of
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import Ask, FoundHosts, HostAgent, LocalHostAgent, RemoteHostAgent, worker_environment

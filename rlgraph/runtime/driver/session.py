@@ -15,7 +15,7 @@ from rich.text import Text
 from rlgraph.analysis.words import Terminal
 from rlgraph.channels.host.connection import bound, close_listener, listen
 from rlgraph.errors import ChannelTimeout, DispatchError, RlgraphError
-from rlgraph.graph.nodes import Graph
+from rlgraph.graph.graph import Graph
 from rlgraph.plan.channels import lies_in_ray
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime import messages

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from rlgraph import notices
 from rlgraph.errors import PlanError, RlgraphError, WorkerDied
-from rlgraph.graph.operation import ModelTraits
+from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan.channels import lies_in_ray
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent, worker_environment

@@ -25,7 +25,7 @@ from rlgraph.columns import Column, Columns, concat_rows, repeat_rows, rows_of_r
 from rlgraph.engines.hf.model_files import forbid_downloads
 from rlgraph.errors import GraphError, StalenessError, show_value
 from rlgraph.graph.nodes import Model
-from rlgraph.graph.operation import HasState, Stateful
+from rlgraph.graph.traits import HasState, Stateful
 from rlgraph.nodes.base import ChunkedStage, Context, Fired, Metrics, Stage, checked_columns, checked_metrics, fired_parts
 from rlgraph.plan.events import TimeSlice, fire_event
 from rlgraph.plan.plan import ChannelEnd, PlannedChannel, PlannedLoop

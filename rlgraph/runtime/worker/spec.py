@@ -8,9 +8,10 @@ from urllib.parse import quote
 
 from rlgraph.channels.api import Onward, Site, Transport, first_choice, transport_of
 from rlgraph.columns import Column
-from rlgraph.graph.nodes import Due, Graph, Model, Node
-from rlgraph.graph.operation import NodeTraits, Operation
+from rlgraph.graph.graph import Graph
+from rlgraph.graph.nodes import Due, Model, Node, Operation
 from rlgraph.graph.rules import exact_models
+from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.plan.channels import Route, hosts_of, routes
 from rlgraph.plan.checkpoint_cut import count_steps_before_cut, lookaheads, open_nodes

@@ -1,22 +1,19 @@
-"""The operation of a node, and the traits of operations and models.
+"""The traits of operations and models.
 
 Compiler and runtime read these attributes and no others: an attribute that is not declared here has no effect on a plan or a run.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import lcm
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from rlgraph.notices import old_attribute
 from rlgraph.signatures import document_arguments
+from rlgraph.values.drafts import PromptLookup
+from rlgraph.values.pool import Pool
+from rlgraph.values.sampling import BatchAdmission, Running, Sampling
 from rlgraph.values.trainer import TrainerSettings
-
-if TYPE_CHECKING:
-    from rlgraph.graph.nodes import Node, Pool
-    from rlgraph.values.drafts import PromptLookup
-    from rlgraph.values.sampling import BatchAdmission, Running, Sampling
 
 Work: TypeAlias = Literal["generate", "train", "forward", "host"]
 Preferences: TypeAlias = Literal["pairs", "labels", "mismatched"]
@@ -27,6 +24,7 @@ Preferences: TypeAlias = Literal["pairs", "labels", "mismatched"]
 class NodeTraits:
     """The attributes of an operation that compiler and runtime read, besides the columns that its node reads and writes.
 
+        >>> from rlgraph.extend import Operation
         >>> class LengthPenalty(Operation):
         ...     traits = NodeTraits(by_group=True)  # a response's penalty depends only on its group
         ...     def start(self, context):
@@ -59,14 +57,14 @@ class NodeTraits:
 
     work: Work = "host"
     by_group: bool = False
-    host_pool: "Pool | None" = None
+    host_pool: Pool | None = None
     dims: Mapping[str, int] = field(default_factory=dict)
-    sampling: "Sampling | None" = None
+    sampling: Sampling | None = None
     group_size: int | None = None
-    admission: "BatchAdmission | None" = None
+    admission: BatchAdmission | None = None
     one_turn: bool = False
     looks_ahead: bool = False
-    draws_from: "Operation | None" = None
+    draws_from: object = None
     epochs: int = 1
     mini_batches: int = 1
     scored: float = 0.0
@@ -76,7 +74,7 @@ class NodeTraits:
     trial: bool = True
 
     @property
-    def interrupt(self) -> "Running | None":
+    def interrupt(self) -> Running | None:
         """What happens to the keys and values of running responses when new weights are swapped in; None if they are not."""
         return self.admission.interrupt if self.admission is not None else None
 
@@ -86,7 +84,7 @@ class NodeTraits:
         return self.admission is not None and self.admission.continuous
 
     @property
-    def interrupt_rule(self) -> "Running":
+    def interrupt_rule(self) -> Running:
         """What happens to the keys and values of running responses when new weights come."""
         return self.interrupt or "recompute"
 
@@ -96,56 +94,6 @@ class NodeTraits:
     def ahead(self) -> int:
         """The number of batches that may decode besides the one that is due."""
         return self.admission.ahead() if self.admission is not None else 0
-
-
-class Operation(ABC):
-    """The work of a node, as a picklable value. Derive from it for a custom node, and declare the node with `rg.extend.declare`.
-
-    >>> class Count(Operation):
-    ...     traits = NodeTraits(by_group=True)
-    ...
-    ...     def start(self, context):
-    ...         return lambda step, columns: {"rows": columns["responses"]}
-    """
-
-    HOW: ClassVar[str] = "derive from rlgraph.extend.Operation, or make the node of a function by @rg.node"
-
-    @property
-    def traits(self) -> NodeTraits:
-        """The attributes that compiler and runtime read."""
-        return NodeTraits()
-
-    @abstractmethod
-    def start(self, context: Any) -> Any:
-        """Make the stage: the function that the worker calls with (step, columns) at each firing. Called once in each worker.
-
-        The function returns the columns that the node writes, or a pair of columns and metrics (name -> number). If the node makes
-        the chunks of its batch (it has `chunks` and follows no rollout), the function is called once per step and returns an iterator
-        of them. A stage with state is a `Stateful` object.
-        """
-
-    def check(self, node: "Node") -> None:  # noqa: B027 (most operations have nothing to check)
-        """Check at the launch, before anything starts, that it can run. Raises DataError or GraphError."""
-
-    def trial(self, node: "Node", columns: Any, rows: int) -> Any:
-        """Call the user's function on made-up `columns` at the launch, and return those it writes; None where there is nothing to try.
-
-        The node has `rows` rows. Raises RlgraphError as the run would. NotImplemented, the default, starts a copy of the operation and
-        calls its stage once.
-        """
-        return NotImplemented
-
-    def cursor(self, step: int) -> Mapping[str, Any] | None:
-        """Give the position of a data source after `step` steps, with the settings of its order, as plain values; None for other nodes.
-
-        A run continues from a checkpoint only if these are the same.
-        """
-        return None
-
-    @property
-    def prompt_characters(self) -> float | None:
-        """The mean characters of its prompts, from which their tokens are estimated; None if that is not known."""
-        return None
 
 
 @runtime_checkable
@@ -229,7 +177,7 @@ class ModelTraits(TrainerSettings):
     """
 
     dtype: str | None = None
-    estimates: "EngineEstimates | None" = None
+    estimates: EngineEstimates | None = None
     frees_memory: bool = False
     micro_batch_tokens: int | None = None  # type: ignore[assignment] # of a model without passes
     shared_prompts: bool = False
@@ -237,10 +185,10 @@ class ModelTraits(TrainerSettings):
     merges_adapters: bool = False
     samples_exactly: bool = False
     max_context: int | None = None
-    sampling: "Sampling | None" = None
+    sampling: Sampling | None = None
     memory: float | None = None
     weights_dtype: str | None = None
-    drafts: "PromptLookup | None" = None
+    drafts: PromptLookup | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     gpu_only: Mapping[str, str] = field(default_factory=dict)
     shares_steps: bool = True
