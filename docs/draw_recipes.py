@@ -32,15 +32,13 @@ NAMES = (
 )
 
 
-def plans(name: str) -> list[rg.Plan]:
-    """Plan the graphs of a recipe. Its engine is `transformers`, as on two cores, and its models are tiny."""
+def plans(name: str, cluster: rg.Cluster) -> list[rg.Plan]:
+    """Plan the graphs of a recipe with tiny models. Its engine is `transformers` on a cluster without GPUs, as on two cores."""
     recipe = read(RECIPES / f"{name}.py")
     known = recipe.config_class.__dataclass_fields__  # type: ignore[attr-defined]
-    wanted = {"model": "tiny", "teacher": "tiny", "engine": "transformers"}
+    wanted = {"model": "tiny", "teacher": "tiny", "engine": "vllm" if cluster.gpus else "transformers"}
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # tiny models are made here
-        return recipe.plans(
-            recipe.configured([f"{key}={value}" for key, value in wanted.items() if key in known]), rg.Cluster(cpus=2), None
-        )
+        return recipe.plans(recipe.configured([f"{key}={value}" for key, value in wanted.items() if key in known]), cluster, None)
 
 
 def picture(made: Sequence[rg.Plan]) -> str:
@@ -64,4 +62,4 @@ def picture(made: Sequence[rg.Plan]) -> str:
 
 if __name__ == "__main__":
     for name in NAMES:
-        Path(sys.argv[1], f"{name}.svg").write_text(picture(plans(name)), encoding="utf-8")
+        Path(sys.argv[1], f"{name}.svg").write_text(picture(plans(name, rg.Cluster(cpus=2))), encoding="utf-8")

@@ -300,3 +300,14 @@ def test_a_recipe_says_its_settings(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     with pytest.raises(SystemExit):
         run_recipe("one_step_off", monkeypatch, "--help")
     assert "depth: 1\n" in capsys.readouterr().out
+
+
+@pytest.mark.stage("recipes")
+def test_the_plans_of_all_recipes_are_those_of_before(tmp_path: Path) -> None:
+    here, now = Path(__file__).parent, tmp_path / "now.txt"
+    subprocess.run([sys.executable, str(here / "golden_plans.py"), str(now)], check=True, timeout=280)
+    before = (here / "golden_plans.txt").read_text().splitlines()
+    changed = [line for line in now.read_text().splitlines() if line not in before] + [
+        line for line in before if line not in now.read_text()
+    ]
+    assert changed == [], "plans have changed; if they are right: python tests/recipes/golden_plans.py tests/recipes/golden_plans.txt"
