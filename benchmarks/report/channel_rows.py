@@ -17,9 +17,7 @@ NATIVE = "edge of Ray's Compiled Graphs"
 PEERS_IN_WORDS = {"native edge": NATIVE, "native edge, zero-copy": f"{NATIVE}, zero-copy"}
 HOP_SIZES = (
     ("1 KiB", 1 << 10, "{:.2f} ms"),
-    ("1 MiB", MIB, "{:.2f} ms"),
     ("16 MiB", 16 * MIB, "{:.1f} ms"),
-    ("256 MiB", 256 * MIB, "{:.0f} ms"),
 )
 CHANNELS = [
     *(

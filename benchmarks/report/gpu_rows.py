@@ -2,7 +2,7 @@
 
 from benchmarks.lib.figures import Figure, count, gigabytes, ms, percent, seconds, share
 from benchmarks.report.learning_rows import learned
-from benchmarks.report.stage_rows import rollouts, turns_on_gpu
+from benchmarks.report.stage_rows import rollouts
 from benchmarks.report.table import Row
 
 
@@ -89,12 +89,6 @@ def recomputed(file: str, shape: str) -> list[Row]:
     ]  # fmt: skip
 
 
-def by_megatron(what: str, field: tuple[str, ...], peer: str = "", beside: tuple[str, ...] = ()) -> Row:
-    file, at = "megatron_h200.json", ("shapes", "0.6B", "updates")
-    return Row(what, seconds(file, *at, *field, "step_s"), "benchmarks/speed/megatron_gpu.py 0.6B", peer,
-               seconds(file, *at, *beside, "step_s") if beside else None)  # fmt: skip
-
-
 def overlap(file: str, what: str) -> list[Row]:
     """A step one step off, over its bound, and beside the same plan time-shared."""
     found = [Row(f"{what}, lengths whose p99 is 6.6 medians, one step off: a step over max(generate, train)",
@@ -146,14 +140,6 @@ ON_GPUS = [
     flash("4B:1:compiled", "4B on one GPU, compiled"),
     flash("1.7B:1:compiled", "1.7B on one GPU, compiled"),
     training("4B:1", "4B on one GPU, eager"),
-    by_megatron("updating 0.6B on one GPU by Megatron-Core, 8 packed sequences of 4,096 tokens", ("megatron",), "by FSDP2", ("fsdp",)),
-    by_megatron("the same by FSDP2, compiled", ("fsdp compiled",)),
-    Row("the same: largest difference between Megatron-Core's and FSDP2's log-probs, both in bfloat16",
-        share("megatron_h200.json", "shapes", "0.6B", "log_probs", "megatron from fsdp", 1), "benchmarks/speed/megatron_gpu.py 0.6B",
-        "Megatron-Core's from float32", share("megatron_h200.json", "shapes", "0.6B", "log_probs", "megatron from float32", 1)),
-    Row("`recipes/mathematics.py` with random weights of 4B's shape, time-shared, one GPU: a step",
-        seconds("mathematics_h200.json", "4B", "step_s", form="{:.1f} s"), "benchmarks/speed/mathematics_shapes.py 4B",
-        "estimated with nothing measured", seconds("mathematics_h200.json", "4B", "predicted_s", form="{:.1f} s")),
     *overlap("overlap_h200.json", "0.6B on 1 + 1 GPUs"),
     *overlap("overlap_4b_four_gpus_h200.json", "4B on 2 + 2 GPUs"),
     Row("steps of {count} configurations of 1.7B and 4B, fitted to profiles taken before the runs: median error",
@@ -161,7 +147,6 @@ ON_GPUS = [
         "worst", percent("prediction_h200.json", "fit_worst_error"), {"count": count("prediction_h200.json", "configurations_measured")}),
     *learned("SmolLM2 learns to add, one step off", "one_step_off_h200.jsonl", "recipes/one_step_off.py"),
     *rollouts("rollout_h200.json", "SmolLM2"),
-    *turns_on_gpu("h200"),
     *recomputed("training_recompute_h200.json", "1.7B"),
     Row("8B into a trainer on one GPU", seconds("loading_h200.json", "runs", "8B:1", "seconds", form="{:.1f} s"),
         "benchmarks/speed/loading.py 8B:1",

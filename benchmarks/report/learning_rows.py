@@ -63,8 +63,6 @@ LEARNING = [
         "recipes/tools.py", "first 4 steps", count("tools_cpu.jsonl", "tools/failures", form="{:.1f}", reduce="first 4")),
     *conversed("an agent program with the `openai` client, on a busy machine", "agent, seed 0"),
     *conversed("a guessing game of an environment, seed 0", "environment, seed 0"),
-    *conversed("a guessing game of an environment, seed 1, on a busy machine", "environment, seed 1"),
-    *conversed("a guessing game of an environment, seed 2, on a busy machine", "environment, seed 2"),
     *learned("depth 2", "k_step_off_cpu.jsonl", "recipes/k_step_off.py"),
     *stale("depth 2", "k_step_off_cpu.jsonl", "recipes/k_step_off.py"),
     *learned("interrupted for new weights, depth 2", "interrupt_cpu.jsonl", "recipes/interrupt.py"),

@@ -9,5 +9,5 @@ ROUTES = [
         "bfloat16 vLLM, in nats",
         share(FILE, dtype, "replayed", field, form="{:.4f}"), SCRIPT,
         "own routers", share(FILE, dtype, "own", field, form="{:.4f}"), {"all": count(FILE, "tokens")})
-    for dtype in ("bfloat16", "float32") for what, field in (("mean distance", "mean"), ("99th percentile of the distance", "p99"))
+    for dtype in ("bfloat16",) for what, field in (("mean distance", "mean"), ("99th percentile of the distance", "p99"))
 ]  # fmt: skip

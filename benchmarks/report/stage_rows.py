@@ -1,23 +1,8 @@
-"""The rows of how stages overlap: pools of log-probs, slow rewards and weights, continuous rollouts, turns."""
+"""The rows of continuous rollouts, and of conversations."""
 
 from benchmarks.lib.figures import count, percent, share, times
 from benchmarks.report.table import Row
 
-
-def pools(of: str) -> Row:
-    file, what = "log_prob_pools_cpu.json", of.replace("rollout", "with a rollout of").replace("reference", "a reference of")
-    return Row(f"a step with log-probs on their own pool, over one with them on the trainer's, stages that wait, "
-               f"{what.replace('update', 'an update of')}",
-               share(file, of, "ratio"), "benchmarks/speed/log_prob_pools.py", "predicted", share(file, of, "predicted_ratio"))  # fmt: skip
-
-
-POOLS = (
-    "depth 1, rollout 0.3 s, reference 0.15 s, update 0.15 s",
-    "depth 1, rollout 0.2 s, reference 0.2 s, update 0.2 s",
-    "depth 2, rollout 0.2 s, reference 0.2 s, update 0.2 s",
-    "depth 2, rollout 0.1 s, reference 0.2 s, update 0.3 s",
-    "depth 2, rollout 0.2 s, reference 0.3 s, update 0.1 s",
-)
 WAITING = {
     "depth 1, update 0.0 of a step": "depth 1, an update of 0 s",
     "depth 1, update 0.3 of a step": "depth 1, an update of 0.3 of a step",
@@ -54,13 +39,6 @@ def turns_on_gpu(gpu: str) -> list[Row]:
 
 
 STAGES = [
-    *map(pools, POOLS),
-    Row("a reward of a third of generation, one step off, `chunks=1`: a step over max(generate, update)",
-        share("slow_rewards_cpu.json", "depth 1, chunks 1", "of_bound"), "benchmarks/speed/slow_rewards.py",
-        "`chunks=4`", share("slow_rewards_cpu.json", "depth 1, chunks 4", "of_bound")),
-    Row("weights that arrive after 0.9 of a step, depth 1: a step over its bound",
-        share("slow_weights_cpu.json", "depth 1, buffers 2", "of_the_bound"), "benchmarks/speed/slow_weights.py",
-        "depth 2", share("slow_weights_cpu.json", "depth 2, buffers 2", "of_the_bound")),
     *rollouts("rollout_cpu.json", "a tiny model"),
     *turns("tool_rollouts_smollm2_cpu.json", "SmolLM2's shape, turns of 43 tokens"),
     *turns("tool_rollouts_long_turns_cpu.json", "SmolLM2's shape, turns of 170 tokens"),

@@ -19,13 +19,6 @@ def by_megatron(model: str, way: str, what: str) -> Row:
                   seconds(file, "runs", spec, "step_s"))  # fmt: skip
 
 
-def use(model: str, way: str, what: str) -> Row:
-    """The share of the peak that an update reaches, by FSDP2 and by Megatron-Core."""
-    mfu = [percent(MEGATRON[model], "runs", f"{model}:{way}{of}", "mfu", form="{:.0f} %") for of in ("", ":megatron")]
-    return Row(f"{model}, {what}, recomputed: MFU of 989 TFLOP/s", mfu[0], f"benchmarks/speed/parallel.py {model}:{way} {SIZE}",
-               "Megatron-Core", mfu[1])  # fmt: skip
-
-
 def shared(spec: str, what: str) -> Row:
     return update(NOW, spec, what, f"4B:dp1 {spec} {SIZE}", "predicted from one GPU",
                   seconds(NOW, "runs", spec, "predicted_from_one_rank_s"))  # fmt: skip
@@ -67,7 +60,6 @@ ON_TWO_H200S = [
         seconds(MANY, "runs", PARTLY, "step_s"), f"benchmarks/speed/parallel.py {PARTLY} --sequences 32 --length 4096 --pass-tokens 16384",
         "MFU", percent(MANY, "runs", PARTLY, "mfu", form="{:.0f} %")),
     *(by_megatron(model, way, what) for model in MEGATRON for way, what in (("dp2", "dp 2"), ("tp2", "tp 2"))),
-    *(use(model, way, what) for model in MEGATRON for way, what in (("dp2", "dp 2"), ("tp2", "tp 2"))),
     shared("4B:dp2", "4B, dp 2, recomputed"),
     shared("4B:tp2", "4B, tp 2, recomputed"),
     update(NOW, "4B:tp2:compiled", "4B, tp 2, recomputed, compiled", f"4B:tp2 4B:tp2:compiled {SIZE}", "not compiled",

@@ -25,7 +25,7 @@ BY_RANKS = (  # of parallel.py
     "parallel_8b_kept_h200",
     "parallel_8b_selective_h200",
 )
-LONG = 8, 4096  # sequences of training.py and megatron_gpu.py, and their length
+LONG = 8, 4096  # sequences of training.py, and their length
 SMALL = 8, 2048  # of small_gpu_training.py
 
 
@@ -46,10 +46,6 @@ def runs() -> Iterator[Any]:
             shape, ranks, *options = spec.split(":")
             settings = {"compiled": "compiled" in options, "fused_head": False}
             yield pytest.param(run["peak_bytes"], (shape, LONG, "H200", {"dp": int(ranks)}, 8192, settings), id=f"{name} {spec}")
-    for shape, found in recorded("megatron_h200")["shapes"].items():
-        for way, run in found.get("updates", {}).items():
-            settings = {"trainer": way.split()[0], "compiled": "compiled" in way, "fused_head": False}
-            yield pytest.param(run["peak_bytes"], (shape, LONG, "H200", {"dp": 1}, 8192, settings), id=f"megatron_gpu {shape} {way}")
     parts, few = recorded("small_gpu_h200")["parts"], {"recompute": True, "fused_head": True}
     for way, run in parts["lora_memory"]["runs"].items():
         settings = {"adapter": rg.LoRA(rank=32), "recompute": run["recompute"], "fused_head": True}

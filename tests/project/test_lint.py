@@ -46,7 +46,6 @@ PRIVATE = {
 PRIVATE_SHOWN = {
     **{name: {"_exit"} for name in ("chaos", "kills", "large", "loading", "second_engine", "small_gpu", "timed_updates")},  # of os
     **{name: {"_foreach_mul_"} for name in ("sharded_weights", "small_gpu_adapters", "weights")},  # of torch, as optimizers use it
-    "fp8_noise": {"_scaled_mm", "_custom_ops"},  # products in FP8, of torch and of vLLM
 }
 # One line at the end of a file that breaks each of the contracts in pyproject.toml.
 BREACHES = {
