@@ -67,6 +67,7 @@ def unreached_warnings(graph: Graph) -> tuple[str, ...]:
 def with_models(graph: Graph, models: Mapping[Model, Model]) -> Graph:
     """Copy a graph with other models in the places of some of its own, in its operations too; the graph itself stays as it is.
 
+    >>> from dataclasses import replace
     >>> import rlgraph as rg
     >>> generator = rg.Generator("tiny", pool=rg.Pool("gpu"))
     >>> graph = Graph("sampling", generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1)))
