@@ -425,8 +425,8 @@ class Plan:
         """Make the `rlgraph.Job`, for a `with` block: the block starts the workers on Ray and ends them when it is left.
 
         * `deadline_s`: bounds every wait of one worker for another.
-        * `dispatch`: how steps are sent to the workers: with a Ray Compiled Graph, or with actor calls, which several hosts need. None:
-          whichever fits the plan.
+        * `dispatch`: how Ray starts the workers' loops: with one execution of a Compiled Graph, or with an actor call for each. None: a
+          Compiled Graph on one host if this Ray has them, else calls. The driver itself ticks the steps, equally fast with both.
         * `checkpoint`: a folder into which the job writes a checkpoint every `every` steps and at the end, and keeps the newest `keep`. A
           job whose folder holds checkpoints resumes from the newest one.
         * `fresh`: moves existing checkpoints aside and starts from the beginning.

@@ -172,7 +172,7 @@ class NotSaved(msgspec.Struct, tag=True, frozen=True):
 
 
 class Go(msgspec.Struct, tag=True, frozen=True):
-    """The tick of `step` has been sent: fetch it. Until then a worker sleeps here rather than poll for it."""
+    """Fire `step`. It is the one tick: a worker waits for it without polling."""
 
     step: int
 

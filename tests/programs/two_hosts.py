@@ -33,7 +33,7 @@ STORE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 def job(recovery: Recovery | None = None) -> Job:
     graph = fakes.vector_loop(1)
-    return Job(graph, compile_plan(graph, Cluster(cpus=4, hosts=2)), dispatch_name="calls", deadline_s=60, recovery=recovery)
+    return Job(graph, compile_plan(graph, Cluster(cpus=4, hosts=2)), dispatch_name=sys.argv[1], deadline_s=60, recovery=recovery)
 
 
 def losses(running: Job | LocalJob) -> list[float]:

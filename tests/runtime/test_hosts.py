@@ -15,6 +15,7 @@ from rlgraph.plan.channels import check_encrypted
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.render.text import text
+from rlgraph.runtime.driver.warm import chosen_dispatch
 from rlgraph.runtime.local import LocalJob
 from rlgraph.values.pool import Pool
 
@@ -86,9 +87,13 @@ def test_a_dead_worker_is_named_with_its_host() -> None:
             list(steps)
 
 
-def test_compiled_graphs_are_refused_between_hosts() -> None:
-    with pytest.raises(PlanError, match="Compiled Graphs can hang between hosts; launch with dispatch='calls'"):
-        compile(fakes.vector_loop(1), TWO).launch(dispatch="compiled_graph")
+def test_a_ray_without_compiled_graphs_runs_workers_by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = compile(fakes.vector_loop(1), Cluster(cpus=2))
+    assert chosen_dispatch(plan, None) == "compiled_graph"
+    monkeypatch.setitem(sys.modules, "ray.dag", None)
+    assert chosen_dispatch(plan, None) == "calls"
+    with pytest.raises(PlanError, match=r"launch\(dispatch='compiled_graph'\): this Ray has no Compiled Graphs; leave dispatch= out"):
+        plan.launch(dispatch="compiled_graph")
 
 
 def test_a_plan_of_one_host_waits_for_no_other() -> None:
@@ -115,9 +120,10 @@ def test_ranks_on_several_hosts_cannot_be_encrypted() -> None:
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)  # jobs on two nodes, each with a start of its own
-def test_workers_run_on_the_ray_nodes_of_the_plan_and_a_lost_host_is_named() -> None:
+@pytest.mark.parametrize("dispatch", ["calls", pytest.param("compiled_graph", marks=pytest.mark.stage("hosts"))])
+def test_workers_run_on_the_ray_nodes_of_the_plan_and_a_lost_host_is_named(dispatch: str) -> None:
     script = PROGRAMS / "two_hosts.py"  # in a process of its own, since the other tests share a Ray of one node
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=560, check=False)
+    run = subprocess.run([sys.executable, script, dispatch], capture_output=True, text=True, timeout=560, check=False)
     assert run.stdout.splitlines()[-1:] == ["all as it should be"], run.stdout + run.stderr
 
 

@@ -2,17 +2,18 @@
 
 import os
 import signal
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import pytest
-import ray
 from support import fakes, forked_workers
 
 import rlgraph as rg
-from rlgraph.errors import CheckpointError, DispatchError, NodeError, RlgraphError, StalenessError, WorkerDied
+from rlgraph.errors import CheckpointError, DispatchError, NodeError, StalenessError, WorkerDied
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job, PoisonPrompts, Restarts
-from rlgraph.runtime.driver.ray_dispatch import DISPATCHES, said_by_ray
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 from rlgraph.runtime.driver.signals import Signals
 from rlgraph.runtime.worker.activity import Activity, Heartbeat
 
@@ -72,27 +73,23 @@ def test_a_signal_while_nothing_is_in_flight_ends_at_once() -> None:
         signals.restore()
 
 
-class GivesUp(forked_workers.Forked):
-    """A dispatch that fails at its second report; the first worker is killed before where `kills` says so."""
+class LosesRay(forked_workers.Forked):
+    """A dispatch whose Ray ends once the workers are ready."""
 
-    kills = False
+    started = False
 
-    def report(self, step: int) -> None:
-        if step == 1:
-            if self.kills:
-                next(iter(self.processes.values())).kill()
-            with said_by_ray():
-                raise ray.exceptions.RayChannelError("a channel of Ray's was closed")
+    def start(self, actors: Sequence[Any]) -> None:
+        self.started = True
+
+    def death(self, hosts: Collection[int]) -> str:
+        return "Ray's raylet on this host ended" if self.started else ""
 
 
-@pytest.mark.parametrize(("kills", "error"), [(False, DispatchError), (True, WorkerDied)])
-def test_what_ray_says_is_raised_where_no_worker_explains_it(kills: bool, error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GivesUp, "kills", kills)
-    monkeypatch.setitem(DISPATCHES, "gives up", GivesUp)
-    graph = fakes.vector_loop(1)
-    with Job(graph, compile_plan(graph, Cluster(cpus=2)), dispatch_name="gives up", deadline_s=60.0) as running:
-        with pytest.raises(error, match="a channel of Ray's was closed" if error is DispatchError else "died") as raised:
-            list(running.steps(5))
-        assert isinstance(raised.value, RlgraphError)
+def test_the_end_of_ray_ends_a_job_whose_workers_live_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DISPATCHES, "loses Ray", LosesRay)
+    graph = fakes.vector_loop(1, generate_s=2.0)
+    with Job(graph, compile_plan(graph, Cluster(cpus=2)), dispatch_name="loses Ray", deadline_s=60.0) as running:
         pids = list(running.pids.values())
+        with pytest.raises(DispatchError, match="Ray's raylet on this host ended"):
+            list(running.steps(5))
     assert not any(forked_workers.alive(pid) for pid in pids)

@@ -19,7 +19,7 @@ from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
-from rlgraph.runtime.driver.warm import WithoutTicks
+from rlgraph.runtime.driver.warm import WithoutRay
 from rlgraph.runtime.worker import process
 from rlgraph.runtime.worker.spec import WorkerSpec
 
@@ -52,7 +52,7 @@ def serve(pickled: bytes, driver: str) -> None:
     process.serve(cloudpickle.loads(pickled), driver)
 
 
-class Forked(WithoutTicks):
+class Forked(WithoutRay):
     """A `Dispatch` to processes that are forked from a server."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Dispatch on Ray: reserve GPUs, start the workers, tick them. `ray_cluster` knows which Ray.
+"""Dispatch on Ray: reserve GPUs, start the workers, end them. `ray_cluster` knows which Ray.
 
 For Ray's own tools it also draws a plan as a Compiled Graph of Ray, with an edge for each channel. A job does not run this graph: its
-workers fire in the plan's order over rlgraph's channels, and Ray only carries the ticks.
+workers fire in the plan's order over rlgraph's channels, at each tick that the driver sends them.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from ray import cloudpickle
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlgraph.errors import DispatchError, GraphError, PlanError, RlgraphError, WorkerDied, function_name
+from rlgraph.errors import DispatchError, GraphError, PlanError, WorkerDied, function_name
 from rlgraph.graph.graph import Graph
 from rlgraph.graph.nodes import Operation
 from rlgraph.plan.channels import writers_of
@@ -102,12 +102,11 @@ class _Holder:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
-# Dispatch on Ray: start the workers, tick them, collect what Ray holds. Which Ray, `ray_cluster` knows.
+# Dispatch on Ray: start the workers. Which Ray, `ray_cluster` knows.
 #
-# Two implementations with the same behaviour: a Compiled Graph (one bound method for each worker, whose edges carry step
-# numbers only), and plain actor calls.
+# A worker's loop over the steps is one call, in one of two ways with the same behaviour: one execution of a Compiled Graph over all
+# workers, or an actor call for each.
 
-REHEARSAL = -2  # a tick before all others, at which a worker returns at once
 KILL_S = 5  # for Ray to take note that an actor is to end
 
 
@@ -121,7 +120,7 @@ def said_by_ray() -> Iterator[None]:
 
 
 class Dispatch(Protocol):
-    """Starts workers and ticks them; execution k is step k."""
+    """Starts and ends workers. The driver itself ticks them."""
 
     def begin(self, hosts: int, *, stores: bool = False) -> None:
         """Start Ray on `hosts` hosts unless it runs; with room for messages if Ray `stores` them."""
@@ -153,13 +152,11 @@ class Dispatch(Protocol):
     def check(self) -> None:
         """Raise WorkerDied if a worker is known to have failed before it could connect."""
 
-    def start(self, actors: Sequence[Any], window: int) -> None: ...
+    def start(self, actors: Sequence[Any]) -> None:
+        """Run the workers, which are ready, until the driver tells them to stop."""
 
-    def tick(self, step: int) -> None: ...
-
-    def report(self, step: int) -> None: ...
-
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Release what `start` holds, once the workers have stopped or been killed."""
 
     def kill(self, actor: Any) -> None:
         """Kill a worker."""
@@ -249,57 +246,44 @@ class Actors:
         return False
 
 
+def has_compiled_graphs() -> bool:
+    """Whether this Ray has Compiled Graphs, which it may drop."""
+    try:
+        from ray.dag import MultiOutputNode
+    except ImportError:
+        return False
+    return hasattr(MultiOutputNode, "experimental_compile")
+
+
 class CompiledGraph(Actors):
     """One Compiled Graph over all workers, under one MultiOutputNode."""
 
     @said_by_ray()
-    def start(self, actors: Sequence[Any], window: int) -> None:
+    def start(self, actors: Sequence[Any]) -> None:
         from ray.dag import InputNode, MultiOutputNode
 
-        if not hasattr(MultiOutputNode, "experimental_compile"):
-            raise RlgraphError(f"Ray {ray.__version__} has no Compiled Graphs; install ray>=2.44,<2.61, or launch with dispatch='calls'")
         logging.getLogger("ray.dag.compiled_dag_node").setLevel(logging.CRITICAL)  # it reports a teardown that went well as errors
-        with InputNode() as tick:
-            graph = MultiOutputNode([actor.step.bind(tick) for actor in actors])
-        self.refs: dict[int, Any] = {}
-        # A worker returns from step k once step k + 1 is ticked, so one execution more than the window can be open.
-        self.graph = call_with_deadline(
-            "the Compiled Graph did not come up",
-            lambda: graph.experimental_compile(_max_inflight_executions=window + 2, _submit_timeout=-1),
-        )
+        with InputNode() as begins:
+            graph = MultiOutputNode([actor.run.bind(begins) for actor in actors])
+        self.graph = call_with_deadline("the Compiled Graph did not come up", lambda: graph.experimental_compile(_submit_timeout=-1))
         # A driver that has not yet read from an actor aborts in Ray's own teardown when that actor dies, so read once now.
-        ray.get(self.graph.execute(REHEARSAL), timeout=RAY_S)
-
-    @said_by_ray()
-    def tick(self, step: int) -> None:
-        self.refs[step] = self.graph.execute(step)
-
-    @said_by_ray()
-    def report(self, step: int) -> None:
-        ray.get(self.refs.pop(step), timeout=RAY_S)
+        ray.get(self.graph.execute(False), timeout=RAY_S)
+        self.running = self.graph.execute(True)
 
     def stop(self) -> None:
         call_or_abandon("the end of the Compiled Graph", lambda: self.graph.teardown(kill_actors=True), RAY_S)
-        self.refs.clear()  # only now: a reference dropped before would still try to read its result
+        del self.running  # only now: a reference dropped before would still try to read its result
 
 
 class ActorCalls(Actors):
-    """One actor call for each worker and step: for several hosts, and for Ray versions without Compiled Graphs."""
-
-    def start(self, actors: Sequence[Any], window: int) -> None:
-        self.actors = actors
-        self.refs: dict[int, list[Any]] = {}
+    """One actor call for each worker: for several hosts, and for Ray versions without Compiled Graphs."""
 
     @said_by_ray()
-    def tick(self, step: int) -> None:
-        self.refs[step] = [actor.step.remote(step) for actor in self.actors]
-
-    @said_by_ray()
-    def report(self, step: int) -> None:
-        ray.get(self.refs.pop(step), timeout=RAY_S)
+    def start(self, actors: Sequence[Any]) -> None:
+        self.running = [actor.run.remote(True) for actor in actors]
 
     def stop(self) -> None:
-        self.refs.clear()
+        self.running.clear()
 
 
 DISPATCHES: dict[str, type[Dispatch]] = {"compiled_graph": CompiledGraph, "calls": ActorCalls}
@@ -331,8 +315,9 @@ def _actor_class() -> type:
             self._worker = self._begin(spec, driver)
             self._worker.prepare()
 
-        def step(self, step: int) -> int:
-            return self._worker.step(step)
+        def run(self, begins: bool) -> None:
+            if begins:
+                self._worker.run()
 
     return WorkerProcess
 

@@ -193,8 +193,7 @@ class Session:
             pid for name, pid in self.group.pids.items() if self._hosts.of[name] == self._hosts.driver
         ]  # ids of other hosts mean others
         orphan_cleanup.claim(Path(self.folder), here, self.dispatch.folders())
-        self.dispatch.start(self._actors, self.plan.window)
-        self.dispatch.tick(self.first - 1)  # nothing fires: the workers listen, also where an export comes before the first step
+        self.dispatch.start(self._actors)
         self._dispatching = True
 
     def _listen_for_shards(self, authkey: bytes, hosts: Hosts) -> Start | None:
@@ -243,11 +242,9 @@ class Session:
     def _step(self, last: int) -> Sequence[messages.Report]:
         step = self.reported
         while self.ticked < min(last, step + self._window):
-            self.dispatch.tick(self.ticked)
             self.group.tell(messages.Go(self.ticked))
             self.ticked += 1
         reports = self.group.reports(step)
-        self.dispatch.report(step - 1)  # every worker works on this step, so Ray already holds what they returned for the one before
         self.reported = step + 1
         return reports
 

@@ -20,7 +20,7 @@ from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan.channels import lies_in_ray
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent, worker_environment
-from rlgraph.runtime.driver.ray_dispatch import pickle_value
+from rlgraph.runtime.driver.ray_dispatch import has_compiled_graphs, pickle_value
 from rlgraph.runtime.messages import PID_BYTES, ForkOrder, send_order
 from rlgraph.runtime.worker.spec import WorkerSpec
 
@@ -329,13 +329,13 @@ def import_transformers() -> None:
         import_module(module)
 
 
-# Dispatch without Ray: workers come from warm processes, and the driver's word alone ticks them.
+# Dispatch without Ray: workers come from warm processes.
 
 WARM = "warm"  # its name
 
 
-class WithoutTicks:
-    """What a `Dispatch` has in common whose workers are of this host, and step on the driver's word alone: nothing starts or ticks them."""
+class WithoutRay:
+    """What a `Dispatch` has in common whose workers are processes of this host, which run as soon as they are made."""
 
     def begin(self, hosts: int, *, stores: bool = False) -> None:
         pass
@@ -355,13 +355,7 @@ class WithoutTicks:
     def host_agent(self, host: str, folder: str) -> HostAgent:
         return LocalHostAgent(folder)
 
-    def start(self, actors: Sequence[Any], window: int) -> None:
-        pass
-
-    def tick(self, step: int) -> None:
-        pass
-
-    def report(self, step: int) -> None:
+    def start(self, actors: Sequence[Any]) -> None:
         pass
 
     def stop(self) -> None:
@@ -378,7 +372,7 @@ class WithoutTicks:
         return False
 
 
-class ForkedProcesses(WithoutTicks):
+class ForkedProcesses(WithoutRay):
     """A `Dispatch` to the warm processes of `rg.runs.warm()`."""
 
     def __init__(self) -> None:
@@ -447,12 +441,9 @@ def chosen_dispatch(plan: Plan, asked: str | None) -> str:
     if current_processes() is not None:
         check_warm(plan, asked)
         return WARM
-    if asked == "compiled_graph" and plan.cluster.hosts > 1:
-        raise PlanError(
-            f"dispatch='compiled_graph' and {plan.cluster.hosts} hosts: Compiled Graphs can hang between hosts; "
-            "launch with dispatch='calls'"
-        )
-    return asked or ("calls" if plan.cluster.hosts > 1 else "compiled_graph")
+    if asked == "compiled_graph" and not has_compiled_graphs():
+        raise PlanError("launch(dispatch='compiled_graph'): this Ray has no Compiled Graphs; leave dispatch= out")
+    return asked or ("calls" if plan.cluster.hosts > 1 or not has_compiled_graphs() else "compiled_graph")
 
 
 def check_warm(plan: Plan, dispatch: str | None) -> None:

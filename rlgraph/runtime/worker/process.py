@@ -1,4 +1,4 @@
-"""A worker in a process of its own: it joins its channels, reports to the driver, and sleeps until the next step."""
+"""A worker in a process of its own: it joins its channels, fires each step that the driver ticks, and reports."""
 
 import contextlib
 import gc
@@ -41,7 +41,7 @@ def no_collector() -> Iterator[None]:
 
 
 class Process:
-    """The body of an actor: `prepare` once, then `step` again and again, from the tick before the first step on."""
+    """The body of an actor: `prepare` once, then `run`, which ends when the driver says stop."""
 
     def __init__(self, spec: WorkerSpec, driver: str, slot: EngineSlot | None = None) -> None:
         notices.here.carried = True
@@ -149,18 +149,15 @@ class Process:
             )
         return loop
 
-    def step(self, step: int) -> int:
-        """Fire every node for `step`, report, and sleep until the next tick has been sent.
-
-        At the tick before the first step it only sleeps, and does what the driver asks meanwhile. At an earlier one it does nothing.
-        """
-        first = self.spec.resume.step if self.spec.resume else 0
-        if self.stopped or step < first - 1:
-            return step
-        if step >= first and self.progress is not None and not self.failed:  # on a failure the last activity stays, for the driver to see
-            self._fire(step, self.progress)
-        self._sleep(step)
-        return step
+    def run(self) -> None:
+        """Fire every node for each step that the driver ticks, and report, until it says stop."""
+        step = self.spec.resume.step if self.spec.resume else 0
+        self._await_tick(step)
+        while not self.stopped:
+            if self.progress is not None and not self.failed:  # on a failure the last activity stays, for the driver to see
+                self._fire(step, self.progress)
+            step += 1
+            self._await_tick(step)
 
     def _fire(self, step: int, progress: Progress) -> None:
         try:
@@ -237,14 +234,14 @@ class Process:
         with contextlib.suppress(OSError):  # the driver is gone: the wait for its next message finds out
             self._tell(messages.Failure(self.name, step, node, name, str(error), trace, channel, peer, host))
 
-    def _sleep(self, step: int) -> None:
-        """Wait for the driver's message that the next tick has been sent: polling for the tick itself would cost a core."""
+    def _await_tick(self, step: int) -> None:
+        """Wait for the tick of `step`, or for the end, and do what else the driver asks meanwhile."""
         while not self.stopped:
             try:
                 message = messages.receive(self.control)
             except (EOFError, OSError):
                 os._exit(1)  # the driver is gone, and with it anyone to tell
-            if isinstance(message, messages.Go) and message.step > step:
+            if isinstance(message, messages.Go):
                 return
             if isinstance(message, messages.SampleRequest) and self.progress is not None:
                 self.progress.worker.tap.request = message
@@ -253,7 +250,7 @@ class Process:
             if isinstance(message, messages.Save):
                 self._save(message.step)
             if isinstance(message, messages.DescribeShards | messages.WriteShards):
-                self._export(step, message)
+                self._export(step - 1, message)
             if isinstance(message, messages.Shutdown):
                 self.stopped = True
                 if self.progress is not None:
@@ -262,10 +259,7 @@ class Process:
 
 
 def serve(spec: WorkerSpec, driver: str, slot: EngineSlot | None = None) -> None:
-    """Be a worker without Ray until the driver says stop: step after step, each on the driver's word alone."""
+    """Be a worker without Ray until the driver says stop."""
     worker = Process(spec, driver, slot)
     worker.prepare()
-    step = spec.resume.step - 1 if spec.resume else -1
-    while not worker.stopped:
-        worker.step(step)
-        step += 1
+    worker.run()
