@@ -27,8 +27,8 @@ def exact(
 ) -> None:
     """Compare engine and trainer with exact=True, operation by operation. The exit code is 1 if one gives other numbers."""
     import rlgraph as rg
-    from rlgraph.diagnosis import diagnose_exact
+    from rlgraph.engines.registry import exactness
 
-    found = diagnose_exact(rg.model_folder(model))
+    found = exactness().diagnose(rg.model_folder(model))
     typer.echo(found.to_json() if json else str(found))
-    raise typer.Exit(0 if found.first is None else 1)
+    raise typer.Exit(0 if found.equal else 1)

@@ -1,10 +1,11 @@
-"""The dtype of an engine on this machine, and the instructions and packages that some need: AMX, bitsandbytes."""
+"""The dtype of an engine on this machine, what some need there (AMX, bitsandbytes), and products whose rows depend on their number."""
 
 import importlib
 import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,23 @@ def _has(feature: str) -> bool:
     """Whether the CPU has a set of instructions; False if this PyTorch cannot tell."""
     asked = getattr(torch.cpu, f"_is_{feature}_supported", None)  # private, of some versions
     return bool(asked and asked())
+
+
+# Rows of a product on a CPU: oneDNN sums one row alone in another order than a row among several, so one is computed as two.
+#
+# Seen with 1,536 and 3,072 summands, not with 1,024. Else the last response of a batch would depend on the others having ended.
+
+
+def in_company(product: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor) -> torch.Tensor:
+    """Compute a `product` of states [..., K], with a second row beside one that is alone.
+
+    >>> in_company(lambda states: states * len(states), torch.ones(1, 3))
+    tensor([[2., 2., 2.]])
+    """
+    if states.numel() > states.shape[-1]:
+        return product(states)
+    flat = states.reshape(1, -1)
+    return product(torch.cat([flat, flat]))[:1].view(*states.shape[:-1], -1)
 
 
 # bitsandbytes, which computes with moments of 8 bits and weights of 4: whether it is there, and its import.

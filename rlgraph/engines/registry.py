@@ -1,13 +1,14 @@
 """The engines by name: how each is loaded, the settings it takes, and the estimates that a plan needs; and parsers of tool calls.
 
-A new engine is one file with an `ENGINE` and one line in a table below. Nothing outside this folder compares the name of an engine.
+A new engine is one file with an `ENGINE` and one line in a table below. Nothing outside this folder compares the name of an engine, and
+nothing but this file knows the plug-ins `exact`, `megatron` and `sglang`, whose specs are imported at their first use.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import torch
 
@@ -152,6 +153,33 @@ class TrainerSpec(Estimates):
         return setting in self.settings
 
 
+class Comparison(Protocol):
+    """What `rlgraph doctor exact` prints."""
+
+    @property
+    def equal(self) -> bool: ...
+
+    def to_json(self) -> str: ...
+
+
+@refuse_unknown
+@dataclass(frozen=True, kw_only=True)
+class ExactSpec:
+    """Describe what makes a trainer's log-probs bit-identical to those of the engine "vllm", for `rg.Policy(…, exact=True)`.
+
+    * `check`: `check(path, model_type, dtype)` raises DataError for a model that is not proven to be exact.
+    * `exchange`: `exchange(head, device)` gives the model of a `PolicyHead` the engine's kernels, and sets its `score_tokens` if log-probs
+      need one. Returns the modules to `forget` when weights change.
+    * `engine_arguments`: the arguments of `vllm.EngineArgs` on a GPU, for an engine with kernels that the trainer has too.
+    * `diagnose`: `diagnose(folder)` compares both on this machine, operation by operation.
+    """
+
+    check: Callable[[str, str, str], None]
+    exchange: Callable[[Any, str], list[Any]]
+    engine_arguments: Mapping[str, Any]
+    diagnose: Callable[[str], Comparison]
+
+
 class SpecTable(Generic[S]):
     """Specs by name. A spec given as `module:name` is imported at its first use."""
 
@@ -175,18 +203,26 @@ class SpecTable(Generic[S]):
     def find(self, asked: str | S) -> S:
         """Look up a spec by its name; a spec is returned as it is."""
         found: Any = self._known[asked] if isinstance(asked, str) else asked
-        if not isinstance(found, str):
-            return found
-        module, _, name = found.partition(":")
-        return vars(import_module(module))[name]
+        return _import_spec(found) if isinstance(found, str) else found
 
     def with_setting(self, name: str) -> list[str]:
         """List the names of the specs that take a setting."""
         return [known for known in self._known if self.find(known).takes(name)]
 
 
+def _import_spec(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return vars(import_module(module))[name]
+
+
 ENGINES: SpecTable[EngineSpec] = SpecTable({name: f"rlgraph.engines.{name}.spec:ENGINE" for name in ("vllm", "transformers", "sglang")})
 TRAINERS: SpecTable[TrainerSpec] = SpecTable({name: f"rlgraph.engines.{name}.spec:TRAINER" for name in ("fsdp", "megatron", "vllm")})
+
+
+def exactness() -> ExactSpec:
+    """Import what `exact=True` needs: nothing without it does."""
+    spec: ExactSpec = _import_spec("rlgraph.engines.exact.spec:EXACT")
+    return spec
 
 
 def engine_of(generator: Any) -> EngineSpec:

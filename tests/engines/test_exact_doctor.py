@@ -9,8 +9,7 @@ from support import forked_programs
 from support.paths import PROGRAMS
 from support.tiny import tiny_llama, tiny_qwen
 
-from rlgraph.diagnosis import MEANING, ExactDiagnosis, diagnose_exact
-from rlgraph.engines.exact.diagnosis import OF_LAYER, ComparedOperation, Witness, names, of_text
+from rlgraph.engines.exact.diagnosis import MEANING, OF_LAYER, ComparedOperation, ExactDiagnosis, Witness, diagnose, names, of_text
 from rlgraph.errors import DataError
 
 pytestmark = pytest.mark.stage("plugins")
@@ -75,7 +74,7 @@ def test_a_family_without_proof_is_refused(tmp_path: Path) -> None:
     from support.families import folder_of
 
     with pytest.raises(DataError, match="the family 'gemma2' is not proven to be exact"):
-        diagnose_exact(str(folder_of("gemma2", tmp_path)))
+        diagnose(str(folder_of("gemma2", tmp_path)))
     with pytest.raises(DataError):
-        diagnose_exact(str(tmp_path / "nothing"))
+        diagnose(str(tmp_path / "nothing"))
     assert (tiny_llama(tmp_path) / "config.json").exists()

@@ -60,6 +60,11 @@ BREACHES = {
     "what plans, simulates and carries knows no engine": ("channels/local.py", "import rlgraph.engines.registry"),
     "channels carry columns, whatever graph they are of": ("channels/local.py", "import rlgraph.graph.nodes"),
     "nodes know engines by what all engines are": ("nodes/items.py", "import rlgraph.engines.vllm.engine"),
+    "plug-ins are found by name: no module outside of its own folder imports one": (
+        "engines/lora.py",
+        "import rlgraph.engines.exact.rules",
+    ),
+    "the walls of a sandbox are known to the sandbox": ("nodes/items.py", "import rlgraph.nodes.walls.session"),
 }
 
 

@@ -9,8 +9,10 @@ import torch
 from vllm import _custom_ops as kernels
 from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-from rlgraph.engines.exact.rules import check_plain, in_company
+from rlgraph.engines.exact.rules import check_plain
 from rlgraph.engines.forward import packed_attention
+from rlgraph.engines.hf.backbone import backbone_of, layers_of
+from rlgraph.engines.precision import in_company
 
 # Rotation of queries and keys by the kernel of vLLM on a CPU. With AVX-512 it rounds once where separate products and sums round twice.
 
@@ -54,13 +56,6 @@ def rotated_plainly(states: torch.Tensor, positions: torch.Tensor, table: torch.
 NAME = "rlgraph_exact"
 BLOCK = 32  # tokens of a block of keys and values: results do not depend on it
 SPLIT = True  # as vLLM's default; with one thread it has no effect
-
-
-def register() -> None:
-    """Make the attention known to transformers, under its name."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, attend)
 
 
 def attend(
@@ -243,3 +238,20 @@ class _Product(torch.autograd.Function):
         rows, of_rows = states.flatten(0, -2), grad.flatten(0, -2)
         of_weight = of_rows.t() @ rows if ctx.needs_input_grad[1] else None
         return grad @ weight if ctx.needs_input_grad[0] else None, of_weight, of_rows.sum(0) if ctx.has_bias else None, None
+
+
+def exchange(head: Any) -> list[Any]:
+    """Give the model of a policy's `head` the kernels. Returns its linear maps."""
+    from transformers import AttentionInterface
+
+    model = head.model
+    AttentionInterface.register(NAME, attend)
+    model.set_attn_implementation(NAME)
+    backbone = backbone_of(model)
+    backbone.rotary_emb = LateRotation(backbone.rotary_emb)
+    for layer in layers_of(backbone):
+        object.__setattr__(layer.self_attn, "rotation", backbone.rotary_emb)  # no second parent of the module
+    found = [module for module in model.modules() if type(module) is torch.nn.Linear]
+    for module in found:
+        module.__class__ = ExactLinear  # in place: another module in its stead would change the names of parameters, and what holds it
+    return found

@@ -1,4 +1,4 @@
-"""Compare, operation by operation, what an engine and an exact trainer compute for the same texts, each in a process of its own.
+"""`rlgraph doctor exact`: what an engine and an exact trainer compute for the same texts, operation by operation, each in a process.
 
 python -m rlgraph.engines.exact.diagnosis engine FOLDER DEVICE OUT    # samples, and keeps what the engine computed
 python -m rlgraph.engines.exact.diagnosis trainer FOLDER DEVICE OUT   # computes the same texts, and compares
@@ -18,6 +18,8 @@ import msgspec
 import torch
 
 from rlgraph.columns import Columns
+from rlgraph.engines.exact.rules import check
+from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.precision import leave_out_broken_amx
 from rlgraph.errors import DataError
 
@@ -25,10 +27,22 @@ from rlgraph.errors import DataError
 #
 # Names are `embedding`; `3.norm`, `3.qkv`, … of layer 3; and `norm` at the end. Each is `[tokens, width]`.
 
-OF_LAYER = (
-    *("norm", "qkv", "q_norm", "k_norm", "query", "key", "attention", "output"),
-    *("mlp_norm", "gate_up", "activation", "down"),
-)
+LOG_PROBS = "log_probs"
+OF_LAYER = {  # in the order of their computation, each with its meaning
+    "norm": "a norm",
+    "qkv": "the product that gives queries, keys and values",
+    "q_norm": "the norm of queries",
+    "k_norm": "the norm of keys",
+    "query": "the rotation of queries",
+    "key": "the rotation of keys",
+    "attention": "attention, and on a CPU rotation",
+    "output": "the product after attention",
+    "mlp_norm": "the norm before the MLP, or the sum before it",
+    "gate_up": "the product that gives gate and up",
+    "activation": "SiLU times up",
+    "down": "the product after it",
+}
+MEANING = OF_LAYER | {"embedding": "the embedding", LOG_PROBS: "the product of the head, the temperature or the log-softmax"}
 ALIKE = {  # modules of both sides, by their path below a layer
     "input_layernorm": "norm",
     "self_attn.q_norm": "q_norm",
@@ -174,8 +188,8 @@ def merge_products(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 LENGTHS = (9, 40, 90)  # of prompts: further apart than texts have tokens
 TOKENS = 8
 FIRST_ID, LAST_ID = 5, 200  # that every model has
-LOG_PROBS = "log_probs"
 LIMIT_S = 600.0  # for each of the two
+HEAD = ("operation", "rows of prompts", "decoded rows", "by up to")
 
 
 @dataclass(frozen=True)
@@ -192,6 +206,52 @@ class ComparedOperation:
     @property
     def equal(self) -> bool:
         return self.prompt_differs + self.decoded_differs == 0
+
+
+@dataclass(frozen=True)
+class ExactDiagnosis:
+    """All operations of a model, in the order of their computation; prints as a table of those that differ."""
+
+    model: str
+    device: str
+    operations: tuple[ComparedOperation, ...]
+
+    @property
+    def first(self) -> ComparedOperation | None:
+        """The first operation that gives other numbers: what comes after it has other inputs."""
+        return next((operation for operation in self.operations if not operation.equal), None)
+
+    @property
+    def equal(self) -> bool:
+        return self.first is None
+
+    def __str__(self) -> str:
+        rows, place = sum(o.decoded_rows for o in self.operations if o.name == LOG_PROBS), "a GPU" if self.device == "cuda" else "a CPU"
+        counted = f"{self.model} on {place}: {len(self.operations)} operations, {rows} sampled tokens"
+        if self.first is None:
+            return f"{counted}: engine and trainer are equal in every bit"
+        table = [
+            (o.name, f"{o.prompt_differs} of {o.prompt_rows}", f"{o.decoded_differs} of {o.decoded_rows}", f"{o.most:.1e}")
+            for o in self.operations
+            if not o.equal
+        ]
+        lines = [f"{name:16}{prompt:17}{decoded:14}{most}" for name, prompt, decoded, most in (HEAD, *table)]
+        meaning = MEANING[self.first.name.rsplit(".", 1)[-1]]
+        return "\n".join([f"{counted}, of which {len(table)} differ", f"first: {self.first.name}, {meaning}", "", *lines])
+
+    def to_json(self) -> str:
+        """Write the diagnosis as JSON: `model`, `device`, `first` (a name or null) and `operations` with their counts."""
+        found = {"model": self.model, "device": self.device, "first": self.first.name if self.first else None}
+        return msgspec.json.format(msgspec.json.encode(found | {"operations": self.operations}), indent=1).decode()
+
+
+def diagnose(folder: str) -> ExactDiagnosis:
+    """Compare engine and trainer on this machine, on a GPU if there is one; takes about a minute. Raises DataError for a folder without
+    a model or of a family that is not proven to be exact.
+    """
+    check(folder, check_model(folder).model_type, "float32")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return ExactDiagnosis(folder, device, tuple(compare(folder, device)))
 
 
 def compare(folder: str, device: str) -> list[ComparedOperation]:
@@ -255,14 +315,14 @@ def compare_operations(
 ) -> list[ComparedOperation]:
     """Compare what a trainer computes of the texts with what the engine was seen to compute."""
     order = [*names(len(head.layers)), LOG_PROBS]
-    found: dict[str, list[ComparedOperation]] = {}
+    found: dict[str, list[tuple[torch.Tensor, torch.Tensor, float]]] = {}
     for prompt, (tokens, log_probs, engines) in zip(prompts(), seen, strict=True):
         trainers = _seen_in_trainer(head, engine, _batch(prompt, tokens))
         both = engines | {LOG_PROBS: torch.tensor(log_probs)[:, None]}
         for name in (name for name in order if name in trainers and name in both):
             border = 0 if name == LOG_PROBS else len(prompt)
-            found.setdefault(name, []).append(_differs(name, trainers[name], both[name], border))
-    return [_added_up(found[name]) for name in order if name in found]
+            found.setdefault(name, []).append(_differs(trainers[name], both[name], border))
+    return [_add_up(name, found[name]) for name in order if name in found]
 
 
 def _seen_in_trainer(head: Any, engine: Any, batch: Columns) -> dict[str, torch.Tensor]:
@@ -279,22 +339,16 @@ def _batch(prompt: list[int], tokens: list[int]) -> Columns:
     return columns | {f"{name}_mask": torch.ones_like(columns[f"{name}s"]).bool() for name in ("prompt", "response")}
 
 
-def _differs(name: str, own: torch.Tensor, other: torch.Tensor, border: int) -> ComparedOperation:
+def _differs(own: torch.Tensor, other: torch.Tensor, border: int) -> tuple[torch.Tensor, torch.Tensor, float]:
     rows = min(len(own), len(other))  # an engine may have computed a token after the last one
     differ = (own[:rows] != other[:rows]).any(-1)
-    most = (own[:rows].float() - other[:rows].float()).abs().max().item()
-    return ComparedOperation(name, int(differ[:border].sum()), border, int(differ[border:].sum()), rows - border, most)
+    return differ[:border], differ[border:], (own[:rows].float() - other[:rows].float()).abs().max().item()
 
 
-def _added_up(parts: list[ComparedOperation]) -> ComparedOperation:
-    return ComparedOperation(
-        parts[0].name,
-        sum(part.prompt_differs for part in parts),
-        sum(part.prompt_rows for part in parts),
-        sum(part.decoded_differs for part in parts),
-        sum(part.decoded_rows for part in parts),
-        max(part.most for part in parts),
-    )
+def _add_up(name: str, texts: list[tuple[torch.Tensor, torch.Tensor, float]]) -> ComparedOperation:
+    prompts, decoded, most = zip(*texts, strict=True)
+    prompt, later = torch.cat(prompts), torch.cat(decoded)
+    return ComparedOperation(name, int(prompt.sum()), len(prompt), int(later.sum()), len(later), max(most))
 
 
 if __name__ == "__main__":

@@ -36,13 +36,6 @@ def kernel_seqlen(size: int, longest: int) -> int:
     return max(longest, TOLD) if size <= NARROW else longest
 
 
-def register() -> None:
-    """Make the attention known to transformers, under its name."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(NAME, attend)
-
-
 def attend(
     module: Any,
     query: torch.Tensor,
@@ -175,18 +168,20 @@ class RotateByTable:
 # A trainer's model that computes on an NVIDIA GPU in bfloat16 what vLLM computes there, bit for bit.
 #
 # Embeddings, SiLU and the products in between are equal as they are. Both sides have one kernel of norms, one attention, one rotation, one
-# log-softmax, and products of matrices that are summed in one piece: `exact_worker` gives vLLM those that it lacks.
+# log-softmax, and products of matrices that are summed in one piece: `gpu_worker` gives vLLM those that it lacks.
 
 
 def exchange(head: Any) -> None:
     """Give the model of a policy's `head` the kernels. Raises DataError for a model or a machine without proof."""
+    from transformers import AttentionInterface
+
     check_machine()
     check_model(head.model.config.get_text_config())
     forbid_split_sums()
-    head.exact = True
+    head.score_tokens = token_scores
     model = head.model
     pad_single_rows(model)
-    register()
+    AttentionInterface.register(NAME, attend)
     model.set_attn_implementation(NAME)
     backbone = backbone_of(model)
     layers = layers_of(backbone)
@@ -200,9 +195,12 @@ def exchange(head: Any) -> None:
 
 
 def token_scores(
-    logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float, entropy: bool
+    logits: torch.Tensor, tokens: torch.Tensor, *, temperature: float, entropy: bool, words: None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute the log-probs `[N]` of `tokens [N]` under `logits [N, V] / temperature`, and the entropies `[N]` if asked for: float32."""
+    """Compute the log-probs `[N]` of `tokens [N]` under `logits [N, V] / temperature`, and the entropies `[N]` if asked for: float32.
+
+    The vocabulary is whole: an exact policy's is not shared between ranks.
+    """
     scaled: torch.Tensor = _Scaled.apply(logits, temperature)
     found, entropies = TritonScores.apply(scaled, tokens, 1.0, entropy)
     return _Exact.apply(found, scaled.detach(), tokens), entropies if entropy else None

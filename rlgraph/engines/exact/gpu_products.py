@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from rlgraph.engines.exact.rules import in_company
+from rlgraph.engines.precision import in_company
 from rlgraph.errors import DataError
 
 COUNTS = (*range(1, 65), *range(72, 520, 8), 129, 255, 257, 511, 600, 777, 1024, 1031, 2048, 4095)  # rows that are tried

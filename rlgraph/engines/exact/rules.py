@@ -1,6 +1,5 @@
-"""What an exact trainer asks of models and machines, and what it computes by the same lines as the engine, on a CPU and on a GPU."""
+"""What an exact trainer asks of models and machines, and the table of rotations that it has in common with its engine on a GPU."""
 
-from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -12,18 +11,15 @@ from rlgraph.errors import DataError
 FAMILIES = ("llama", "qwen2", "qwen3")  # by tests/engines/test_exact.py
 
 
-def check_family(path: str, model_type: str) -> None:
-    """Raise DataError for a model that is not proven to be exact."""
+def check(path: str, model_type: str, dtype: str) -> None:
+    """Raise DataError for a model that is not proven to be exact, or whose dtype is that of GPUs and that is not proven to be so there."""
     if model_type not in FAMILIES:
         raise DataError(
             f"exact=True with '{path}': a model of the family '{model_type}' is not proven to be exact; those that are: "
             f"{', '.join(FAMILIES)}"
         )
-
-
-def check_on_gpu(path: str) -> None:
-    """Raise DataError for a model that is exact on a CPU and not proven to be so on a GPU."""
-    check_model(text_config(path))
+    if dtype != "float32":
+        check_model(text_config(path))
 
 
 # The cosines and sines by which engine and trainer rotate queries and keys on a GPU, computed by the same lines.
@@ -79,23 +75,6 @@ def check_model(config: Any) -> None:
 def _check_rotation(given: dict[str, Any]) -> None:
     if given.get("rope_type", "default") != "default" or given.get("partial_rotary_factor", 1.0) != 1.0:
         raise DataError(f"rope_parameters {given}: on a GPU exact=True is proven for plain rotations alone; leave it out")
-
-
-# Rows of a product on a CPU: oneDNN sums one row alone in another order than a row among several, so one is computed as two.
-#
-# Seen with 1,536 and 3,072 summands, not with 1,024. Else the last response of a batch would depend on the others having ended.
-
-
-def in_company(product: Callable[[torch.Tensor], torch.Tensor], states: torch.Tensor) -> torch.Tensor:
-    """Compute a `product` of states [..., K], with a second row beside one that is alone.
-
-    >>> in_company(lambda states: states * len(states), torch.ones(1, 3))
-    tensor([[2., 2., 2.]])
-    """
-    if states.numel() > states.shape[-1]:
-        return product(states)
-    flat = states.reshape(1, -1)
-    return product(torch.cat([flat, flat]))[:1].view(*states.shape[:-1], -1)
 
 
 # What exact attention asks of a model, on a CPU and on a GPU.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.nn.functional import linear
@@ -25,6 +25,7 @@ from rlgraph.engines.forward.head import ChosenTokens, Head, VocabularyShard, ro
 from rlgraph.engines.hf.backbone import LogitShape, backbone_of, load_causal, predicting_states
 from rlgraph.engines.hf.folder_weights import FolderWeights
 
+TokenScores: TypeAlias = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]  # as `token_scores` takes and gives them
 CHUNK_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 27}  # 16 MiB of float32 stay in the cache of a CPU; a GPU wants few launches
 
 
@@ -32,12 +33,13 @@ class PolicyHead(Head):
     """A language model: the log-probs of the distribution that a response was sampled from, at the `temperature` of its sampling.
 
     `path` is a folder, or a model that is in memory already. `fused` keeps the logits of all tokens out of memory while it trains: see
-    `head_scores`. `words` are those that this rank's head gives logits of; None for all. `exact` log-probs are those of vLLM on a GPU.
+    `head_scores`. `words` are those that this rank's head gives logits of; None for all. `score_tokens` computes
+    log-probs and entropies as `token_scores` does, which None stands for.
     """
 
     prefix, loss_name = "actor", "actor/pg_loss"
     words: VocabularyShard | None = None
-    exact = False
+    score_tokens: TokenScores | None = None
 
     def __init__(self, path: str | Path | torch.nn.Module, *, fused: bool = False) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class PolicyHead(Head):
         states = predicting_states(self.backbone, micro_batch)
         if tokens is not None:
             return tokens.scores(self.model.get_output_embeddings(), states, micro_batch.targets, self._shape, temperature=temperature)
-        scored = Scored(self._shape, temperature, entropy, squares, self.words, self.exact)
+        scored = Scored(self._shape, temperature, entropy, squares, self.words, self.score_tokens)
         return head_scores(self.model.get_output_embeddings(), states, micro_batch.targets, scored, fused=self._fused)
 
     def loss(
@@ -78,8 +80,8 @@ class PolicyHead(Head):
 class Scored:
     """What is computed of the logits: `shape` makes them of the head's output, `temperature` is that of the sampling.
 
-    `words` are those whose logits the head of this rank gives; None for the whole vocabulary. `exact` log-probs are computed by the
-    kernels of vLLM on a GPU.
+    `words` are those whose logits the head of this rank gives; None for the whole vocabulary. `score_tokens` is that of the
+    `PolicyHead`.
     """
 
     shape: Callable[[torch.Tensor], torch.Tensor]
@@ -87,17 +89,13 @@ class Scored:
     entropy: bool = False
     squares: bool = False
     words: VocabularyShard | None = None
-    exact: bool = False
+    score_tokens: TokenScores | None = None
 
     def __call__(self, output: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Give the log-probs `[N]` of `tokens [N]`, then entropies or sums of squares `[N]` if asked for, of a head's output `[N, V]`."""
         logits = self.shape(output)
-        if self.exact:
-            from rlgraph.engines.exact import gpu
-
-            log_probs, entropies = gpu.token_scores(logits, tokens, temperature=self.temperature, entropy=self.entropy)
-        else:
-            log_probs, entropies = token_scores(logits, tokens, temperature=self.temperature, entropy=self.entropy, words=self.words)
+        score = self.score_tokens or token_scores
+        log_probs, entropies = score(logits, tokens, temperature=self.temperature, entropy=self.entropy, words=self.words)
         more = sum_pi_squared(logits, temperature=self.temperature, words=self.words) if self.squares else entropies
         return (log_probs,) if more is None else (log_probs, more)
 

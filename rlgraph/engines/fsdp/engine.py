@@ -15,7 +15,6 @@ from rlgraph.batching.packing import MicroBatch, pack, pack_flat, plan_micro_bat
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Guard, Loss, check_weights, chosen_at
-from rlgraph.engines.exact.model import exchange
 from rlgraph.engines.forward import experts, packed_attention
 from rlgraph.engines.forward.experts import Routing, routers_of
 from rlgraph.engines.forward.head import ChosenTokens, Head, check_lengths, rows_of, shape_of, tensor_of, unpack_values
@@ -40,6 +39,7 @@ from rlgraph.engines.hf import backbone
 from rlgraph.engines.hf.folder_weights import folder_shapes, folder_shards
 from rlgraph.engines.hf.model_files import rotary_limit
 from rlgraph.engines.lora import InitialWeights, LoraLinear, SharedBase, attach
+from rlgraph.engines.registry import exactness
 from rlgraph.errors import GraphError
 from rlgraph.plan.estimates import ring_ranks
 from rlgraph.values.lora import LoRA
@@ -117,7 +117,7 @@ class FsdpEngine:
             backbone.install_fused_norms(head.model)
         if not compiled and self._ranks.tensor == 1 and self._ranks.experts is None:
             experts.install(head.model)
-        return exchange(head, self._device.type) if exact else []
+        return exactness().exchange(head, self._device.type) if exact else []
 
     def _check_sharing(self, head: Head) -> None:
         if self._ranks.ranks_of_a_pass == 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph.conversions import Wrong
+from rlgraph.engines.registry import exactness
 from rlgraph.errors import GraphError, choices, show_value
 from rlgraph.settings import setting_type
 
@@ -28,10 +29,6 @@ GPU_ENVIRONMENT = {
 PARALLEL = {
     "distributed_executor_backend": "mp",  # one process a GPU, all of them this one's; where Ray runs, vLLM would take Ray's
 }
-EXACT = {  # on a GPU
-    "worker_cls": "rlgraph.engines.vllm.gpu_worker.ExactWorker",
-    "disable_cascade_attn": True,  # it sums a shared prefix apart
-}
 ROUTES = {  # on a GPU
     "worker_cls": "rlgraph.engines.vllm.gpu_worker.RoutesWorker",
 }
@@ -43,7 +40,7 @@ MEMORY_ALONE, MEMORY_SHARED = 0.9, 0.45  # of a GPU: weights, keys and values, a
 
 def of_worker(*, exact: bool, routes: bool) -> Mapping[str, Any]:
     """The arguments of `vllm.EngineArgs` for a worker of a GPU that computes exactly, or whose routers write down what they choose."""
-    return EXACT if exact else ROUTES if routes else {}
+    return exactness().engine_arguments if exact else ROUTES if routes else {}
 
 
 def most_sequences(on_cpu: bool, needed: int = 0) -> int:

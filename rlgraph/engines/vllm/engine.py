@@ -18,10 +18,10 @@ import torch
 
 from rlgraph.engines import copy_plan
 from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, check_request, check_weights
-from rlgraph.engines.exact.rules import in_company
 from rlgraph.engines.hf.model_files import header_shapes, in_text_model, is_head
 from rlgraph.engines.hf.pretrained import check_model, parameter_shapes
 from rlgraph.engines.lora import MergedWeights, describe_weights
+from rlgraph.engines.precision import in_company
 from rlgraph.engines.vllm import arguments as engine_arguments
 from rlgraph.engines.vllm import drafts as vllm_drafts
 from rlgraph.engines.vllm import weights as fp8_weights

@@ -14,7 +14,7 @@ import torch
 from rlgraph.columns import Columns, rows_of
 from rlgraph.engines.hf.pretrained import ModelSummary
 from rlgraph.engines.precision import INSTALL, is_installed
-from rlgraph.engines.registry import TRAINERS, TrainerSpec, trainer_of
+from rlgraph.engines.registry import TRAINERS, TrainerSpec, exactness, trainer_of
 from rlgraph.errors import CertificateError, DataError, GraphError
 from rlgraph.graph.nodes import Model, Node, Operation, Output
 from rlgraph.graph.rules import EXACT_DTYPES
@@ -427,7 +427,6 @@ def check_trained(model: TrainedModel) -> None:
 
     The families in `TESTED` have library tests of their own, so for them the workers' self-test, which runs during their start, is enough.
     """
-    from rlgraph.engines.exact.rules import check_family, check_on_gpu
     from rlgraph.engines.hf.pretrained import check_model
 
     model.spec.check(model)
@@ -436,9 +435,7 @@ def check_trained(model: TrainedModel) -> None:
     if model.adapter is not None:
         check_adapter_folder(model, check_model(model.path))
     if model.exact:
-        check_family(model.path, check_model(model.path).model_type)
-        if model.dtype != "float32":
-            check_on_gpu(model.path)
+        exactness().check(model.path, check_model(model.path).model_type, model.dtype)
     if check_model(model.path, loadable=True).model_type not in TESTED and model.self_test:
         _check_computed(model.path, (Path(model.path) / "config.json").read_text())
 
