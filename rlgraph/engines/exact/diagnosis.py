@@ -43,23 +43,22 @@ OF_LAYER = {  # in the order of their computation, each with its meaning
     "down": "the product after it",
 }
 MEANING = OF_LAYER | {"embedding": "the embedding", LOG_PROBS: "the product of the head, the temperature or the log-softmax"}
-ALIKE = {  # modules of both sides, by their path below a layer
+MODULES = {  # by their path below a layer; vLLM merges those of Transformers whose number follows a slash
     "input_layernorm": "norm",
+    "self_attn.qkv_proj": "qkv",
+    "self_attn.q_proj": "qkv/0",
+    "self_attn.k_proj": "qkv/1",
+    "self_attn.v_proj": "qkv/2",
     "self_attn.q_norm": "q_norm",
     "self_attn.k_norm": "k_norm",
     "self_attn.o_proj": "output",
     "post_attention_layernorm": "mlp_norm",
+    "mlp.gate_up_proj": "gate_up",
+    "mlp.gate_proj": "gate_up/0",
+    "mlp.up_proj": "gate_up/1",
     "mlp.down_proj": "down",
 }
 INPUTS = {"self_attn.o_proj": "attention", "mlp.down_proj": "activation"}
-MERGED = {"self_attn.qkv_proj": "qkv", "mlp.gate_up_proj": "gate_up"}  # of vLLM
-PARTS = {  # of Transformers
-    "self_attn.q_proj": ("qkv", 0),
-    "self_attn.k_proj": ("qkv", 1),
-    "self_attn.v_proj": ("qkv", 2),
-    "mlp.gate_proj": ("gate_up", 0),
-    "mlp.up_proj": ("gate_up", 1),
-}
 
 
 def names(layers: int) -> list[str]:
@@ -86,17 +85,12 @@ class Witness:
             self._keep(module, "norm")
         elif path.endswith("rotary_emb") and hasattr(module, "cos_sin_cache"):
             self._hooks.append(module.register_forward_hook(self._record_rotation))
-        if not below:
-            return
-        layer = int(number)
         if below == "self_attn":
-            self._hooks.append(module.register_forward_pre_hook(lambda module, given: self._at(layer)))
-        if below in ALIKE or below in MERGED:
-            self._keep(module, f"{layer}.{(ALIKE | MERGED)[below]}")
-        if below in PARTS:
-            self._keep(module, f"{layer}.{PARTS[below][0]}/{PARTS[below][1]}")
+            self._hooks.append(module.register_forward_pre_hook(lambda module, given: self._at(int(number))))
+        if below in MODULES:
+            self._keep(module, f"{number}.{MODULES[below]}")
         if below in INPUTS:
-            name = f"{layer}.{INPUTS[below]}"
+            name = f"{number}.{INPUTS[below]}"
             self._hooks.append(module.register_forward_pre_hook(lambda module, given: self.add(name, given[0])))
 
     def _at(self, layer: int) -> None:
@@ -178,11 +172,10 @@ def _prompt_rows(positions: torch.Tensor, prompt: int) -> torch.Tensor:
 
 def merge_products(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Put the parts of merged products of a trainer's pass together, as vLLM has them."""
-    whole = {name: states for name, states in found.items() if "/" not in name}
-    parts = sorted(name for name in found if "/" in name)
-    for name in {part.split("/")[0] for part in parts}:
-        whole[name] = torch.cat([found[part] for part in parts if part.split("/")[0] == name], dim=-1)
-    return whole
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(found):
+        parts.setdefault(name.partition("/")[0], []).append(found[name])
+    return {name: torch.cat(states, dim=-1) for name, states in parts.items()}
 
 
 LENGTHS = (9, 40, 90)  # of prompts: further apart than texts have tokens

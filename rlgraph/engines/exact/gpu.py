@@ -68,7 +68,20 @@ class _FlashAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value, starts)
         ctx.longest, ctx.scale = longest, scale
-        return attend_sequences(query.detach(), key.detach(), value.detach(), starts, longest, scale)
+        out: torch.Tensor = flash_attn_varlen_func(
+            query.detach(),
+            key.detach(),
+            value.detach(),
+            max_seqlen_q=kernel_seqlen(query.shape[-1], longest),
+            cu_seqlens_q=starts,
+            max_seqlen_k=longest,
+            cu_seqlens_k=starts,
+            softmax_scale=scale,
+            causal=True,
+            fa_version=3,
+            num_splits=1,
+        )
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -80,26 +93,6 @@ class _FlashAttention(torch.autograd.Function):
                 None, query, key, value, None, cu_seq_lens_q=starts, max_length_q=ctx.longest, scaling=ctx.scale
             )
         return (*torch.autograd.grad(out, own, grads[0][None]), None, None, None)
-
-
-def attend_sequences(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, longest: int, scale: float
-) -> torch.Tensor:
-    """Attend `[L, H, D]` within each sequence."""
-    out: torch.Tensor = flash_attn_varlen_func(
-        query,
-        key,
-        value,
-        max_seqlen_q=kernel_seqlen(query.shape[-1], longest),
-        cu_seqlens_q=starts,
-        max_seqlen_k=longest,
-        cu_seqlens_k=starts,
-        softmax_scale=scale,
-        causal=True,
-        fa_version=3,
-        num_splits=1,
-    )
-    return out
 
 
 # Rotation of queries and keys on a GPU by vLLM's kernel, with a table that engine and trainer compute by the same lines.
@@ -207,10 +200,16 @@ def token_scores(
 
 
 class _Scaled(torch.autograd.Function):
+    """Logits divided as the engine does before it samples."""
+
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, temperature: float) -> torch.Tensor:
         ctx.temperature = temperature
-        return divide_logits(logits, temperature)
+        if temperature == 1 or len(logits) == 0:
+            return logits.view_as(logits)
+        out, device = logits.detach().clone(memory_format=torch.contiguous_format), logits.device
+        apply_temperature(out, torch.zeros(len(out), dtype=torch.int32, device=device), torch.full((1,), temperature, device=device))
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -227,12 +226,3 @@ class _Exact(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return grads[0], None, None
-
-
-def divide_logits(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Divide logits `[N, V]` as the engine does before it samples."""
-    if temperature == 1 or len(logits) == 0:
-        return logits.view_as(logits)
-    out, device = logits.detach().clone(memory_format=torch.contiguous_format), logits.device
-    apply_temperature(out, torch.zeros(len(out), dtype=torch.int32, device=device), torch.full((1,), temperature, device=device))
-    return out
