@@ -25,7 +25,7 @@ WALKS: Mapping[str, str] = {
         nodes/base nodes/rollout/rollout nodes/rollout/decode_loop engines/api values/sampling engines/registry
         engines/vllm/spec engines/vllm/engine runtime/worker/executor runtime/worker/spec channels/api
         channels/host/channel channels/host/protocol channels/host/connection channels/host/slot_memory columns nodes/training/update
-        nodes/training/guards engines/fsdp/engine batching/packing batching/cutting engines/forward/head engines/forward/policy_head
+        nodes/training/guards engines/fsdp/engine batching/packing batching/cutting engines/forward/head
         engines/hf/backbone engines/forward/packed_attention algorithms/masks algorithms/policy_loss""",
     "How the weights travel": """
         runtime/worker/executor runtime/worker/weight_loops engines/api engines/fsdp/engine engines/fsdp/sharding

@@ -42,7 +42,7 @@ def made_engine(
     import torch.distributed as dist
 
     from benchmarks.lib.shapes import causal_model, random_model
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import backends
     from rlgraph.values.trainer import TrainerSettings, setting_names

@@ -81,7 +81,7 @@ def main() -> None:
     import torch
 
     import rlgraph as rg
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.values.trainer import TrainerSettings
 

@@ -108,7 +108,7 @@ class Trainer:
         import torch
 
         import rlgraph as rg
-        from rlgraph.engines.forward.policy_head import PolicyHead
+        from rlgraph.engines.forward.head import PolicyHead
         from rlgraph.engines.fsdp.engine import FsdpEngine
         from rlgraph.values.trainer import TrainerSettings
 

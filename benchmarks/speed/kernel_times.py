@@ -24,7 +24,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 from benchmarks.lib.command import command_line, write
-from rlgraph.engines.forward.policy_head import Scored, head_scores, token_scores
+from rlgraph.engines.forward.head import Scored, head_scores, token_scores
 
 VOCAB, ROWS, CHECKED, REPEATS = 151936, 8192, 64, 15
 HEADS = {"head of 0.6B": (16384, 1024), "head of 8B": (16384, 4096), "head of 32B": (8192, 5120)}  # tokens, hidden

@@ -124,7 +124,7 @@ def rank_process(given: dict[str, Any], rank: int, rendezvous: str, results: Any
     import torch.distributed as dist
 
     import rlgraph as rg
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import backends
     from rlgraph.values.trainer import TrainerSettings

@@ -61,7 +61,7 @@ def rank_process(folder: str, tiny: str, rank: int, world: int, rendezvous: str,
     import torch
     import torch.distributed as dist
 
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import backends
     from rlgraph.values.trainer import TrainerSettings

@@ -121,7 +121,7 @@ def scored(folder: str, cuda: bool, dtype: str, rows: list[Any]) -> dict[str, An
     import torch
 
     import rlgraph as rg
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.nodes.rollout.decode_loop import routes_of
     from rlgraph.values.trainer import TrainerSettings

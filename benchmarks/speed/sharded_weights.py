@@ -68,7 +68,7 @@ def made(trainer: str, folder: str, rank: int, world: int) -> Any:
     import torch
 
     import rlgraph as rg
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.megatron.engine import MegatronEngine
 

@@ -148,7 +148,7 @@ def learnt(seed: int, bits: str, hidden: int, layers: int, size: tuple[int, int]
     """The losses of a run."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.values.trainer import TrainerSettings
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import rlgraph.algorithms as alg
-from rlgraph.engines.forward.policy_head import token_scores
+from rlgraph.engines.forward.head import token_scores
 
 GOLDEN = Path(__file__).parents[1] / "oracle" / "golden.npz"
 HORIZON = 50

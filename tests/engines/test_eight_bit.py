@@ -18,7 +18,7 @@ from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph.api import checked_source
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.optimizers import CODES, SCALES, scales_shape
 from rlgraph.engines.fsdp.sharding import local

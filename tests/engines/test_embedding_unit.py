@@ -8,7 +8,7 @@ from support.forked_ranks import process_group, run_ranks
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 from support.trainer_engines import fsdp_engine
 
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.fsdp import sharding
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.values.optimizers import AdamW

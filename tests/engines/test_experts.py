@@ -12,7 +12,7 @@ from support.trainer_engines import fsdp_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlgraph.engines.forward import self_test
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.errors import GraphError
 from rlgraph.values.optimizers import AdamW
 

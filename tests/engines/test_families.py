@@ -18,7 +18,7 @@ from support.trainer_engines import fsdp_engine
 import rlgraph as rg
 from rlgraph.batching.packing import response_lengths
 from rlgraph.engines.forward import flash, packed_attention, self_test
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.forward.self_test import VOCAB
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local

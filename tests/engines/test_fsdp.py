@@ -18,7 +18,7 @@ from rlgraph.algorithms import AGGREGATIONS, GMPO, GSPO, Bypass, ClippedLoss, Re
 from rlgraph.algorithms.masks import Totals
 from rlgraph.batching.packing import plan_micro_batches
 from rlgraph.channels.weights.shards import Assembly, WeightShard
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.fsdp import engine as engine_module
 from rlgraph.engines.fsdp import sharding
 from rlgraph.engines.fsdp.engine import FsdpEngine

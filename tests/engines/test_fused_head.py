@@ -12,7 +12,7 @@ from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 from support.trainer_engines import fsdp_engine
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlgraph.engines.forward.policy_head import PolicyHead, Scored, head_scores, sum_pi_squared, token_scores
+from rlgraph.engines.forward.head import PolicyHead, Scored, head_scores, sum_pi_squared, token_scores
 from rlgraph.engines.hf.backbone import LogitShape
 from rlgraph.values.optimizers import AdamW
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import rlgraph as rg
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.hf import backbone
 from rlgraph.plan.model_shapes import ModelShape, kept_by_layer
 from rlgraph.settings import Recompute

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from rlgraph.engines.forward import head
-from rlgraph.engines.forward.head import VocabularyShard
-from rlgraph.engines.forward.policy_head import token_scores
+from rlgraph.engines.forward import collectives
+from rlgraph.engines.forward.collectives import VocabularyShard
+from rlgraph.engines.forward.head import token_scores
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_and_gradients_equal_the_plain_softmax(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    monkeypatch.setattr("rlgraph.engines.forward.policy_head.CHUNK_ELEMENTS", {"cpu": 3 * 11})  # 3 rows at a time of 8
+    monkeypatch.setattr("rlgraph.engines.forward.head.CHUNK_ELEMENTS", {"cpu": 3 * 11})  # 3 rows at a time of 8
     draw = torch.Generator().manual_seed(0)
     logits, plain = (torch.randn(8, 11, generator=draw.manual_seed(0)).mul(4).requires_grad_() for _ in range(2))
     tokens, weights = torch.randint(0, 11, (8,), generator=draw), torch.randn(2, 8, generator=draw)
@@ -37,7 +37,7 @@ def test_large_logits_have_gradients_as_exact_as_those_of_torch(words: Vocabular
         other = logits[:, 200:].log_softmax(-1)
         entropies = -(other.exp() * other).sum(-1)
         sent = torch.stack([logits[:, 200:].amax(-1), -other.amax(-1), entropies, entropies, torch.zeros(64)])
-        monkeypatch.setattr(head, "stack_ranks", lambda own, group: torch.stack([own, sent[: len(own)]]))
+        monkeypatch.setattr(collectives, "stack_ranks", lambda own, group: torch.stack([own, sent[: len(own)]]))
     found, grads = [], []
     for dtype in (torch.float32, torch.float64):
         plain = logits.detach().to(dtype, copy=True).requires_grad_()

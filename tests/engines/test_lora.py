@@ -16,8 +16,7 @@ from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 from support.trainer_engines import fsdp_engine
 
 from rlgraph.engines.forward import self_test
-from rlgraph.engines.forward.head import ValueHead
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead, ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.lora import BaseWeights, SavedAdapter, merge_adapter, peft_names, read_adapter, write_config
 from rlgraph.errors import DataError, GraphError

@@ -24,7 +24,7 @@ from support.tiny import tiny_mixture, tiny_qwen
 
 import rlgraph as rg
 from rlgraph.engines.forward import flash4
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.engines.megatron.modules import check_folder
 from rlgraph.engines.megatron.spec import TRAINER

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlgraph.channels.host.channel import HostReader, HostWriter
 from rlgraph.channels.weights.endpoints import WeightsReader, WeightsWriter
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.hf.pretrained import parameter_shapes
 from rlgraph.values.optimizers import AdamW
 

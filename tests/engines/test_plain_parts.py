@@ -20,7 +20,7 @@ def update_of(folder: str, world: int, results: Any) -> None:
     """Update on one of `world` ranks whose collectives do nothing: put how often torch was called, and what passes computed with."""
     from support.trainer_engines import fsdp_engine
 
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead
     from rlgraph.values.optimizers import AdamW
 
     torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from support.trainer_engines import fsdp_engine
 
 from rlgraph.channels.weights.shards import Assembly, WeightShard, unsharded_weights
 from rlgraph.engines.forward import self_test
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.hf.export import write_shards
 from rlgraph.engines.hf.pretrained import parameter_shapes

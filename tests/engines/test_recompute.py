@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 import rlgraph as rg
 from rlgraph.engines.forward import self_test
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.fsdp.recompute import SavedActivations
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.errors import GraphError

@@ -22,7 +22,7 @@ from support.tiny import WeightedLikelihood, other_weights, tiny_llama, tiny_moe
 from support.trainer_engines import fsdp_engine
 
 from rlgraph.engines.api import Request
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError, GraphError

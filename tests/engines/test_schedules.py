@@ -9,7 +9,7 @@ from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_llama
 from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.values.optimizers import RateSchedule
 

@@ -20,8 +20,7 @@ from support.tiny import tiny_llama, tiny_qwen
 from support.trainer_engines import fsdp_engine
 from transformers import AutoModel, AutoModelForCausalLM
 
-from rlgraph.engines.forward.head import ValueHead
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead, ValueHead
 from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf import folder_weights
 from rlgraph.engines.hf.backbone import skeleton

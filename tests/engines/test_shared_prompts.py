@@ -18,8 +18,7 @@ from rlgraph.algorithms import ValueLoss
 from rlgraph.batching import packing
 from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
 from rlgraph.engines.forward import flash, packed_attention, self_test
-from rlgraph.engines.forward.head import ValueHead
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead, ValueHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.values.optimizers import AdamW
 

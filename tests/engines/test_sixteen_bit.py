@@ -12,7 +12,7 @@ from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.fsdp import optimizers
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.optimizers import NAMES, Positions, SixteenBitAdamW, round_stochastically

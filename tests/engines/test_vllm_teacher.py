@@ -9,7 +9,7 @@ from support import forked_workers
 from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import GraphError
 

@@ -17,7 +17,7 @@ from support.tiny import WeightedLikelihood
 from support.trainer_engines import fsdp_engine
 
 from rlgraph.engines.forward import packed_attention, self_test
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.values.optimizers import AdamW
 
 ROUGH = 4 if sys.argv[1] == "gpt_oss" else 1  # rounding sends some tokens to other experts

@@ -16,7 +16,7 @@ from support.trainer_engines import fsdp_engine
 from transformers import AutoModelForCausalLM
 
 import rlgraph as rg
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.engines.lora import round_matrix

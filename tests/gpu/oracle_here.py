@@ -16,7 +16,7 @@ from support.tiny import tiny_llama
 from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 
 STEPS, NEAR, TOLERANCE = 4, 0.05, 2e-3  # nats of a bfloat16 engine; a share of loss and norm
 TAKEN = "prompts prompt_mask responses response_mask rollout_log_probs weight_version rewards advantages"

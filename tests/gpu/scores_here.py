@@ -5,8 +5,8 @@ Without a GPU: TRITON_INTERPRET=1 python scores_here.py
 
 import torch
 
-from rlgraph.engines.forward import head
-from rlgraph.engines.forward.head import VocabularyShard
+from rlgraph.engines.forward import collectives
+from rlgraph.engines.forward.collectives import VocabularyShard
 from rlgraph.engines.forward.triton_scores import TritonScores
 
 
@@ -19,7 +19,7 @@ def halves(logits, temperature):
         table, (own, here) = scaled.log_softmax(-1), other.local_ids(tokens)
         entropies = -(table.exp() * table).sum(-1)
         sent = torch.stack([scaled.amax(-1), -table.amax(-1), table.gather(-1, own[:, None])[:, 0], entropies, here.float()])
-        head.stack_ranks = lambda own, group, sent=sent: torch.stack([own, sent])
+        collectives.stack_ranks = lambda own, group, sent=sent: torch.stack([own, sent])
         yield VocabularyShard(None, mine * size, size, size)
 
 

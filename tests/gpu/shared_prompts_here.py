@@ -21,7 +21,7 @@ from support.trainer_engines import fsdp_engine
 
 from rlgraph.batching.packing import pack_flat, plan_micro_batches
 from rlgraph.engines.forward import flash, packed_attention
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.values.optimizers import AdamW
 
 FAMILY = sys.argv[1]

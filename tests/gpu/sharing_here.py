@@ -36,7 +36,7 @@ def measured(rank: int, world: int, sharing: dict[str, int], folder: Path, rende
         from support.tiny import WeightedLikelihood, batch_of
         from support.trainer_engines import fsdp_engine, megatron_engine
 
-        from rlgraph.engines.forward.policy_head import PolicyHead
+        from rlgraph.engines.forward.head import PolicyHead
         from rlgraph.engines.fsdp.sharding import backends
         from rlgraph.values.optimizers import AdamW
 

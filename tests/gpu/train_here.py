@@ -9,7 +9,7 @@ import torch
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_llama
 from support.trainer_engines import fsdp_engine
 
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.values.optimizers import AdamW
 
 STEP = AdamW(lr=1e-2, eps=1e-3)

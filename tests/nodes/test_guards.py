@@ -11,7 +11,7 @@ from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
 from rlgraph import notices
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.errors import GraphError, GuardError
 from rlgraph.nodes.training.guards import Guards, Outliers, UpdateGuard
 

@@ -12,8 +12,7 @@ from support.trainer_engines import fsdp_engine
 from torch.distributed import distributed_c10d
 
 from rlgraph.algorithms import ValueLoss
-from rlgraph.engines.forward.head import ValueHead
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead, ValueHead
 from rlgraph.values.optimizers import AdamW, Muon
 
 MICRO_BATCH_TOKENS = 16

@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 
 from rlgraph.engines.exact import cpu
 from rlgraph.engines.exact.diagnosis import compare_operations
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.hf.backbone import backbone_of
 from rlgraph.values.optimizers import AdamW
 

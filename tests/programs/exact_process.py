@@ -128,7 +128,7 @@ def train(folder: Path, out: Path) -> tuple[Any, list[Any]]:
     """Train exactly and not so, side by side, and keep the weights before and after."""
     from support.trainer_engines import fsdp_engine
 
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead
     from rlgraph.values.optimizers import AdamW
 
     out.mkdir()

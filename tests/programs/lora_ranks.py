@@ -9,7 +9,7 @@ from support.forked_ranks import process_group, run_ranks
 from support.tiny import LENGTHS, WeightedLikelihood, batch_of
 from support.trainer_engines import fsdp_engine
 
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.fsdp.engine import FsdpEngine
 from rlgraph.values.lora import LoRA
 from rlgraph.values.optimizers import AdamW

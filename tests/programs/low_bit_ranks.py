@@ -10,7 +10,7 @@ from support.trainer_engines import fsdp_engine
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.fsdp.optimizers import EightBitAdamW, SixteenBitAdamW
 from rlgraph.engines.fsdp.sharding import full, local
 from rlgraph.values.optimizers import AdamW

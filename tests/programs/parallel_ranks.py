@@ -21,8 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from rlgraph.algorithms import ValueLoss
 from rlgraph.channels.weights.shards import Assembly, WeightShard
 from rlgraph.engines.forward import packed_attention
-from rlgraph.engines.forward.head import AT_ONCE, ValueHead
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import AT_ONCE, PolicyHead, ValueHead
 from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf.export import ExportLayout, GrowingExport, plan_files, write_shards
 from rlgraph.engines.hf.folder_weights import folder_shards

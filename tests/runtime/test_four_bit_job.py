@@ -11,7 +11,7 @@ from support.tiny import LENGTHS, WeightedLikelihood, batch_of, tiny_qwen
 from support.trainer_engines import fsdp_engine
 
 import rlgraph as rg
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.errors import GraphError
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob

@@ -98,7 +98,7 @@ def be_replaying_rank(folder: Path, out: Path, rank: int, world: int) -> None:
     """Score and train on a rank."""
     from support.trainer_engines import fsdp_engine
 
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead
     from rlgraph.values.optimizers import AdamW
 
     with process_group(out, rank, world):

@@ -291,7 +291,7 @@ def engine_side(folder: str, device: str, out: Path) -> None:
 
 def trainer_side(folder: str, device: str, out: Path) -> None:
     """Compute the same texts with the trainer, and compare each operation."""
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.values.trainer import TrainerSettings
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 
 from rlgraph.batching.packing import pack, pack_flat, plan_micro_batches
 from rlgraph.engines.forward import packed_attention
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.hf.backbone import backbone_of, layers_of
 from rlgraph.engines.hf.model_files import FamilyOptions, text_config
 from rlgraph.engines.hf.pretrained import check_model

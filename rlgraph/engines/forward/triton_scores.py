@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rlgraph.engines.forward.head import VocabularyShard
+from rlgraph.engines.forward.collectives import VocabularyShard
 
 BLOCK = 4096  # words that a program holds at once
 LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite: the difference of two infinities is no number

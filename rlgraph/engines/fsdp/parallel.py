@@ -17,10 +17,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import embedding, linear
 
 from rlgraph.engines.forward import collectives
-from rlgraph.engines.forward.collectives import exchange_parts, own_part, ranks_in, sent_rows
+from rlgraph.engines.forward.collectives import VocabularyShard, exchange_parts, own_part, ranks_in, sent_rows
 from rlgraph.engines.forward.experts import experts_of, inverse, multiply_grouped, spread, takes
-from rlgraph.engines.forward.head import Head, VocabularyShard
-from rlgraph.engines.forward.policy_head import PolicyHead
+from rlgraph.engines.forward.head import Head, PolicyHead
 from rlgraph.engines.fsdp.sharding import cut_parameter, local
 from rlgraph.engines.hf.model_files import FamilyOptions, text_config
 from rlgraph.engines.hf.pretrained import check_model

@@ -16,8 +16,7 @@ def load(model: Any, place: Place) -> TrainEngine:
     """Make one rank's engine, after the test that needs none of the weights; the ranks of one model meet at `place.rendezvous`."""
     import torch
 
-    from rlgraph.engines.forward.head import ValueHead
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead, ValueHead
     from rlgraph.engines.fsdp.engine import FsdpEngine
     from rlgraph.engines.fsdp.sharding import meet_at
 

@@ -22,9 +22,8 @@ from rlgraph.batching.packing import MicroBatch, pack_flat, plan_micro_batches
 from rlgraph.channels.weights.shards import WeightShard
 from rlgraph.columns import Columns
 from rlgraph.engines.api import Guard, Loss, check_weights
-from rlgraph.engines.forward.collectives import gathered_rows
-from rlgraph.engines.forward.head import Head, VocabularyShard, check_lengths, rows_of, shape_of, tensor_of, unpack_values
-from rlgraph.engines.forward.policy_head import PolicyHead, Scored, head_scores
+from rlgraph.engines.forward.collectives import VocabularyShard, gathered_rows
+from rlgraph.engines.forward.head import Head, PolicyHead, Scored, check_lengths, head_scores, rows_of, shape_of, tensor_of, unpack_values
 from rlgraph.engines.fsdp import distributed_checkpoint
 from rlgraph.engines.fsdp.distributed_checkpoint import moment_key
 from rlgraph.engines.fsdp.optimizers import OffloadedMoments, first_moments

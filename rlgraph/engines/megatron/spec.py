@@ -29,8 +29,7 @@ def load(model: Any, place: Place) -> TrainEngine:
     """Make one rank's engine; the ranks of one model meet at `place.rendezvous`."""
     import torch
 
-    from rlgraph.engines.forward.head import ValueHead
-    from rlgraph.engines.forward.policy_head import PolicyHead
+    from rlgraph.engines.forward.head import PolicyHead, ValueHead
     from rlgraph.engines.fsdp.sharding import meet_at
     from rlgraph.engines.megatron.engine import MegatronEngine
 
