@@ -53,6 +53,20 @@ def test_scores_and_gradients_are_those_of_whole_logits(shape: str, bias: bool) 
         torch.testing.assert_close(chunked, whole, atol=1e-5, rtol=1e-5)  # of gradients up to 15
 
 
+def test_log_probs_and_entropies_are_those_of_the_kernel_that_a_head_is_given() -> None:
+    head, states, tokens = given()
+
+    def kernel(logits: torch.Tensor, tokens: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        log_probs, entropies = token_scores(logits, tokens, **settings)
+        return log_probs - 1, None if entropies is None else entropies + 1
+
+    for entropy in (True, False):
+        own, others = (
+            head_scores(head, states, tokens, Scored(LogitShape(), 0.7, entropy, score_tokens=k), fused=True) for k in (None, kernel)
+        )
+        assert [float((other - one).detach().mean().round()) for one, other in zip(own, others, strict=True)] == [-1.0, 1.0][: 1 + entropy]
+
+
 def test_without_gradients_logits_are_never_whole_either() -> None:
     head, states, tokens = given()
     with torch.no_grad(), Largest() as largest:
