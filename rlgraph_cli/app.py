@@ -11,6 +11,8 @@ import typer
 from rlgraph_cli import cluster, doctor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import rlgraph as rg
     from rlgraph_cli.recipe import Recipe
 
@@ -29,13 +31,18 @@ RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE.py", help="A Python 
 Settings = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings of the recipe; config=FILE.yaml reads them from a file.")
 ]
-NOTHING_STARTS = ("plan", "tune", "export", "report", "compare", "from-verl")  # whose errors are of the call or its files
+NOTHING_STARTS = ("plan", "tune", "export", "report", "compare", "from-verl", "from-trl")  # whose errors are of the call or its files
 MACHINE = "Another machine than this one"
 Gpus = Annotated[int | None, typer.Option(min=0, help="GPUs of all hosts together.", rich_help_panel=MACHINE)]
 Gpu = Annotated[str | None, typer.Option(help="The kind of GPU, as H100: times are then estimated for it.", rich_help_panel=MACHINE)]
 GpusPerHost = Annotated[int | None, typer.Option(min=1, help="GPUs of a host (default: 8).", rich_help_panel=MACHINE)]
 Cpus = Annotated[int | None, typer.Option(min=1, help="Cores of all hosts together (default: 8 a GPU).", rich_help_panel=MACHINE)]
 Hosts = Annotated[int | None, typer.Option(min=1, help="Hosts.", rich_help_panel=MACHINE)]
+OutFile = Annotated[Path | None, typer.Option("-o", "--out", help="The recipe to write (default: NAME.py).")]
+Skip = Annotated[bool, typer.Option("--skip", help="Leave out what is not possible; the table names it.")]
+ShowPlan = Annotated[bool, typer.Option("--plan", help="Print the plan on the cluster that the script names.")]
+RunIt = Annotated[bool, typer.Option("--run", help="Run the recipe.")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the recipe, for --plan and --run.")]
 CostsFile = Annotated[Path | None, typer.Option(help="Measured costs: the costs.yaml of a recorded run.")]
 
 
@@ -240,29 +247,49 @@ def from_verl(
         list[str],
         typer.Argument(metavar="SCRIPT.sh|CONFIG.yaml|-- [OVERRIDE]...", help="What starts verl, and overrides that come behind it."),
     ],
-    out: Annotated[Path | None, typer.Option("-o", "--out", help="The recipe to write (default: NAME.py).")] = None,
-    skip: Annotated[bool, typer.Option("--skip", help="Leave out what is not possible; the table names it.")] = False,
-    show_plan: Annotated[bool, typer.Option("--plan", help="Print the plan on the cluster that the script names.")] = False,
-    run_it: Annotated[bool, typer.Option("--run", help="Run the recipe.")] = False,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the recipe, for --plan and --run.")
-    ] = None,
+    out: OutFile = None,
+    skip: Skip = False,
+    show_plan: ShowPlan = False,
+    run_it: RunIt = False,
+    settings: Set = None,
 ) -> None:
     """Write the recipe that stands for a training of verl, and print what becomes of each of its settings."""
-    from rlgraph_cli import recipe as recipes
     from rlgraph_cli.from_verl.command import translate
+
+    named = Path(words[0]) if words[0].endswith((".sh", ".yaml", ".yml")) and "=" not in words[0] else None
+    _use(lambda: translate(named, words[1:] if named else words, out, skip), show_plan, run_it, settings or [])
+
+
+@app.command("from-trl")
+def from_trl(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT.py", help="A script that makes a GRPOTrainer, SFTTrainer or DPOTrainer.")],
+    flags: Annotated[list[str] | None, typer.Argument(metavar="-- [FLAG]...", help="Flags of the script, or further settings.")] = None,
+    out: OutFile = None,
+    skip: Skip = False,
+    show_plan: ShowPlan = False,
+    run_it: RunIt = False,
+    settings: Set = None,
+) -> None:
+    """Write the recipe that stands for a script of TRL, and print what becomes of each of its settings. Nothing of the script runs."""
+    from rlgraph_cli.from_trl.command import translate
+
+    _use(lambda: translate(script, flags or [], out, skip), show_plan, run_it, settings or [])
+
+
+def _use(translated: "Callable[[], tuple[Path, str]]", show_plan: bool, run_it: bool, settings: list[str]) -> None:
+    """Write a recipe and print the table of its settings, then its plan, and run it, as asked."""
+    from rlgraph_cli import recipe as recipes
 
     if settings and not (show_plan or run_it):
         raise typer.BadParameter("--set is for --plan and --run; a recipe takes settings as `python RECIPE.py KEY=VALUE`")
-    named = Path(words[0]) if words[0].endswith((".sh", ".yaml", ".yml")) and "=" not in words[0] else None
-    file, table = translate(named, words[1:] if named else words, out, skip)
+    file, table = translated()
     typer.echo(f"{table}\n\n{file}: written; run it with `python {file}`, look at its plan with `rlgraph plan {file}`")
     if show_plan:
         found = recipes.read(file)
-        cfg = found.configured(settings or [])
+        cfg = found.configured(settings)
         typer.echo("\n" + "\n\n".join(map(str, found.plans(cfg, _cluster(found, cfg, None, None, None, None, None), None))))
     if run_it:
-        recipes.run(file, settings or [])
+        recipes.run(file, settings)
 
 
 def _cluster(recipe: "Recipe", cfg: Any, gpus: Any, gpu: Any, gpus_per_host: Any, cpus: Any, hosts: Any) -> "rg.Cluster":

@@ -78,7 +78,7 @@ def as_text(value: Any) -> str:
 
 
 @check_arguments(DataError)
-def conversational(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None) -> Rows:
+def conversational(paths: Paths | Rows, *, overlong: Policy = "error", max_prompt_tokens: Count | None = None) -> Rows:
     """Read data in TRL's formats: rows with `prompt`, with `prompt` and `completion`, or with `messages`, as text or as messages.
 
     >>> import json, pathlib, tempfile, rlgraph as rg
@@ -88,11 +88,12 @@ def conversational(paths: Paths, *, overlong: Policy = "error", max_prompt_token
     >>> rg.data.conversational(path)[0]
     {'prompt': [{'role': 'user', 'content': '1 + 1 ='}], 'answer': '2'}
 
-    A row has the `prompt` and, as the text `answer`, the completion, or the last message of the assistant, which leaves the prompt.
+    `paths` may also be rows that are read already, whose own `overlong` then counts. A row has the `prompt` and, as the text `answer`,
+    the completion, or the last message of the assistant, which leaves the prompt.
     `tools` (a list or its JSON) and `chat_template_kwargs` go to the chat template. Other fields stay, those that are neither text
     nor numbers as JSON. Raises DataError for rows of another schema.
     """
-    rows = read(paths, overlong=overlong, max_prompt_tokens=max_prompt_tokens)
+    rows = paths if isinstance(paths, Rows) else read(paths, overlong=overlong, max_prompt_tokens=max_prompt_tokens)
     return rows.map(conversational_row)
 
 

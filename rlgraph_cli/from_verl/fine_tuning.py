@@ -1,9 +1,10 @@
 """Writes a supervised fine-tuning."""
 
 from rlgraph_cli.from_verl.models import adapter_of, optimizer_of
-from rlgraph_cli.from_verl.page import Page, call, show
-from rlgraph_cli.from_verl.run import write_cluster, write_main
-from rlgraph_cli.from_verl.settings import Values
+from rlgraph_cli.from_verl.run import run_of, write_hosts
+from rlgraph_cli.translate.page import Page, call, show
+from rlgraph_cli.translate.run import write_main
+from rlgraph_cli.translate.settings import Values
 
 
 def write_fine_tuning(values: Values, page: Page, name: str) -> list[str]:
@@ -58,5 +59,5 @@ def write_fine_tuning(values: Values, page: Page, name: str) -> list[str]:
         '    batch = rg.examples(rows(cfg), cfg.examples, policy, max_tokens=cfg.max_tokens, overlong="cut", seed=cfg.seed)',
         f"    return rg.Graph({show(name)}, policy.update(batch, loss=rg.SFTLoss()).metrics)",
     ]
-    write_cluster(values, page, apart=False)
-    return write_main(values, page, name)
+    write_hosts(values, page, apart=False)
+    return write_main(page, run_of(values, name))

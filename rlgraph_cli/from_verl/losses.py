@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from rlgraph.errors import ConfigError
-from rlgraph_cli.from_verl.page import Page, call, show
-from rlgraph_cli.from_verl.settings import Values
 from rlgraph_cli.from_verl.shape import ACTOR, Shape
+from rlgraph_cli.translate.page import Page, call, show, unless
+from rlgraph_cli.translate.settings import Values
 
 KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 ESTIMATORS = {
@@ -39,9 +39,9 @@ def estimator_of(values: Values) -> str:
     name, gamma = values["algorithm.adv_estimator"], values.decimal("algorithm.gamma")
     if name == "gae":
         lam = values.decimal("algorithm.lam")
-        return call("rg.GAE", gamma=show(gamma) if gamma != 1 else None, lam=show(lam) if lam != 1 else None)
+        return call("rg.GAE", gamma=unless(1, gamma), lam=unless(1, lam))
     if name == "reinforce_plus_plus":
-        return call("rg.estimators.ReinforcePlusPlus", gamma=show(gamma) if gamma != 1 else None)
+        return call("rg.estimators.ReinforcePlusPlus", gamma=unless(1, gamma))
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     return "rg.GRPO()" if values["algorithm.norm_adv_by_std_in_grpo"] else "rg.GRPO(normalize_std=False)"
@@ -136,8 +136,8 @@ def critic_update_of(values: Values, shape: Shape) -> str:
     own = shape.prompts // values.count("critic.ppo_mini_batch_size") if values.has("critic.ppo_mini_batch_size") else shape.mini_batches
     loss = call(
         "rg.losses.ValueLoss",
-        clip=show(clip) if clip != 0.5 else None,
-        aggregation=show(aggregation) if aggregation != "token-mean" else None,
+        clip=unless(0.5, clip),
+        aggregation=unless("token-mean", aggregation),
     )
     return call(
         "critic.update",

@@ -1,9 +1,9 @@
 """Writes the models of a training: generator, policy, and those that score."""
 
 from rlgraph.errors import ConfigError
-from rlgraph_cli.from_verl.page import Page, call, show
-from rlgraph_cli.from_verl.settings import Values
 from rlgraph_cli.from_verl.shape import ACTOR, MODEL, ROLLOUT, Shape, shares_of
+from rlgraph_cli.translate.page import Page, call, show, unless
+from rlgraph_cli.translate.settings import Values
 
 
 def write_models(values: Values, page: Page, shape: Shape, model: str, *, critic: bool, reference: bool) -> None:
@@ -78,8 +78,8 @@ def sampling_of(values: Values) -> str:
     return call(
         "rg.Sampling",
         max_tokens="cfg.max_tokens",
-        temperature=show(temperature) if temperature != 1 else None,
-        top_p=show(top_p) if top_p != 1 else None,
+        temperature=unless(1, temperature),
+        top_p=unless(1, top_p),
         top_k=str(top_k) if top_k > 0 else None,
         ignore_eos="True" if values.has(f"{ROLLOUT}ignore_eos") else None,
     )

@@ -1,17 +1,16 @@
 """Writes the recipe that stands for a training of verl, as a person would have written it."""
 
-import keyword
-import re
 from dataclasses import dataclass, field
 
 from rlgraph_cli.from_verl.fine_tuning import write_fine_tuning
 from rlgraph_cli.from_verl.losses import KL, correction_of, critic_update_of, estimator_of, loss_of
 from rlgraph_cli.from_verl.models import write_models
-from rlgraph_cli.from_verl.page import Page, assemble, call, show
-from rlgraph_cli.from_verl.run import write_cluster, write_main
+from rlgraph_cli.from_verl.run import run_of, write_hosts
 from rlgraph_cli.from_verl.script import Call
-from rlgraph_cli.from_verl.settings import Values
 from rlgraph_cli.from_verl.shape import ACTOR, MODEL, ROLLOUT, Shape, shape_of
+from rlgraph_cli.translate.page import Page, assemble, call, show, unless
+from rlgraph_cli.translate.run import write_main
+from rlgraph_cli.translate.settings import Values
 
 OVER_TOKENS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
@@ -23,7 +22,7 @@ def write_recipe(started: Call, values: Values, name: str) -> str:
         main = write_fine_tuning(values, page, name)
     else:
         main = Training(values, page, shape_of(started, values)).write(name)
-    return assemble(page, main, name, started.source)
+    return assemble(page, main, name, started.source, "verl")
 
 
 @dataclass
@@ -57,8 +56,8 @@ class Training:
         self._update(critic, kl)
         write_evaluation(values, page, shape, scored=bool(scorer), chat=chat)
         page.body += ["    weights.close(step.weights)", f"    return rg.Graph({show(name)}, *outputs)"]
-        write_cluster(values, page, apart=shape.apart)
-        return write_main(values, page, name)
+        write_hosts(values, page, apart=shape.apart)
+        return write_main(page, run_of(values, name))
 
     def _model(self) -> str:
         """Write the model's folder, if its config.json is to have other values; layers have no dropout in training."""
@@ -118,7 +117,7 @@ class Training:
             target, horizon = values.decimal("algorithm.kl_ctrl.target_kl"), values.whole("algorithm.kl_ctrl.horizon")
             coef = f"rg.estimators.AdaptiveKL({coef}, target={target}, horizon={horizon})"
         inputs = ["rollout", self.scored[1], *(["old"] if "old" in self.trained else []), "ref"]
-        shaped = call("rg.stages.kl_shaped_rewards", *inputs, coef=coef, estimator=show(kind) if kind != "k1" else None)
+        shaped = call("rg.stages.kl_shaped_rewards", *inputs, coef=coef, estimator=unless("k1", kind))
         lines += [f"    shaped = {shaped}"]
         self.scored[1] = "shaped"
 
@@ -195,7 +194,7 @@ def write_data(values: Values, page: Page) -> str:
     read = call(
         "rg.data.verl",
         'files.split(",")',
-        prompt=show(field) if field != "prompt" else None,
+        prompt=unless("prompt", field),
         overlong=overlong_of(values),
         max_prompt_tokens="cfg.max_prompt_tokens",
     )
@@ -212,7 +211,8 @@ def scorer_of(values: Values, page: Page) -> str:
     """Write the function of the reward, empty where a model scores."""
     if path := values["reward.custom_reward_function.path"]:
         page.setting("reward", path, "a file of Python")
-        return f"runpy.run_path(cfg.reward)[{show(values['reward.custom_reward_function.name'])}]"
+        page.imports.append("from runpy import run_path")
+        return f"run_path(cfg.reward)[{show(values['reward.custom_reward_function.name'])}]"
     return "" if values["reward.reward_model.enable"] else "rg.scorers.math_verify()"
 
 
@@ -239,7 +239,7 @@ def write_rewards(values: Values, page: Page, scorer: str, penalised: bool, refi
         "rg.estimators.OverlongPenalty",
         max_tokens=longest,
         buffer_tokens="cfg.buffer_tokens",
-        factor=show(factor) if factor != 1 else None,
+        factor=unless(1, factor),
     )
     given = ["rollout"] if refilled else ["rollout", "rewards"]
     lines += [f"    penalised = {call('rg.stages.shaped_rewards', *given, of=show('accuracy') if refilled else None, by=penalty)}"]
@@ -267,7 +267,7 @@ def write_evaluation(values: Values, page: Page, shape: Shape, scored: bool, cha
     sampling = call(
         "rg.Sampling",
         max_tokens="cfg.max_tokens",
-        temperature=show(heat) if heat != 1 else None,
+        temperature=unless(1, heat),
         top_p=show(top_p) if heat and top_p != 1 else None,
         top_k=str(top_k) if heat and top_k > 0 else None,
     )
@@ -286,13 +286,3 @@ def write_evaluation(values: Values, page: Page, shape: Shape, scored: bool, cha
         f"        held_out = {call('rg.evaluate', 'generator', held, 'weights', **options)}",
         "        outputs.append(held_out)",
     ]
-
-
-def graph_name(text: str) -> str:
-    """Make a name of Python's of a script's or an experiment's.
-
-    >>> graph_name("run_qwen3-8b.fsdp")
-    'run_qwen3_8b_fsdp'
-    """
-    name = re.sub(r"\W+", "_", text).strip("_").lower() or "training"
-    return f"run_{name}" if name[0].isdigit() or keyword.iskeyword(name) else name

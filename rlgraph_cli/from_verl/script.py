@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlgraph.errors import ConfigError
+from rlgraph_cli.translate.settings import Setting
 
 LIMIT_S = 10.0  # for a script that only sets variables
 MODULE = re.compile(r"(verl|recipe)(\.\w+)+|\S*main_ppo\.py|\S*sft_trainer\.py")
@@ -37,16 +38,6 @@ basename() { local name="${1%/}"; name="${name##*/}"; echo "${name%"${2:-}"}"; }
 dirname() { case "$1" in */*) echo "${1%/*}";; *) echo .;; esac; }
 PATH=/nonexistent
 """
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One setting of verl as it was given: `text` is the override, `line` that of the script, 0 where there is none."""
-
-    key: str
-    value: Any
-    text: str
-    line: int = 0
 
 
 @dataclass(frozen=True)

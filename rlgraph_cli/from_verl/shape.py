@@ -5,7 +5,7 @@ from typing import Any
 
 from rlgraph.errors import ConfigError
 from rlgraph_cli.from_verl.script import Call
-from rlgraph_cli.from_verl.settings import Values
+from rlgraph_cli.translate.settings import Values
 
 # Where verl keeps the settings of the trained model.
 

@@ -26,8 +26,9 @@ from rlgraph.graph.graph import Graph
 from rlgraph_cli import recipe as recipes
 from rlgraph_cli.from_verl.command import translate
 from rlgraph_cli.from_verl.recipe import write_recipe
-from rlgraph_cli.from_verl.script import Call, Setting, parse_override, read_call
-from rlgraph_cli.from_verl.settings import Values, outcome_of, tables
+from rlgraph_cli.from_verl.script import Call, parse_override, read_call
+from rlgraph_cli.from_verl.settings import TABLES, values_of
+from rlgraph_cli.translate.settings import Setting
 
 FACTS: dict[str, Any] = json.loads((TESTS / "oracle" / "verl_overrides.json").read_text())
 SCRIPT = r"""#!/usr/bin/env bash
@@ -201,7 +202,7 @@ def call_of(name: str) -> Call:
 
 def recipe_of(name: str) -> str:
     call = call_of(name)
-    return write_recipe(call, Values.of(call, [outcome_of(setting) for setting in call.settings]), "recipe")
+    return write_recipe(call, values_of(call, [TABLES.outcome_of(setting) for setting in call.settings]), "recipe")
 
 
 WITHOUT = {  # what a script needs and a recipe does not have
@@ -220,14 +221,14 @@ def test_the_examples_of_verl_become_recipes_that_compile_for_their_clusters(tmp
     settings, kinds, failed = stand_in(tmp_path), Counter[str](), {}
     for name in FACTS["scripts"]:
         call = call_of(name)
-        outcomes = [outcome_of(setting) for setting in call.settings]
+        outcomes = [TABLES.outcome_of(setting) for setting in call.settings]
         kinds.update(outcome.kind for outcome in outcomes)
         impossible = next((outcome.text for outcome in outcomes if outcome.kind not in ("becomes", "no effect")), "")
         if impossible:
             failed[name] = impossible
             continue
         file = tmp_path / f"{re.sub(r'[^a-z0-9]', '_', name)}.py"
-        file.write_text(write_recipe(call, Values.of(call, outcomes), file.stem))
+        file.write_text(write_recipe(call, values_of(call, outcomes), file.stem))
         own = settings | ({"model": str(tmp_path / "mixture")} if "expert_parallel" in file.read_text() else {})
         try:
             rg.compile(*graph_of(file, own))
@@ -266,10 +267,10 @@ def test_the_writer_reads_each_setting_that_becomes_something() -> None:
     for training in TRAININGS.replace("\n ", " ").split("\n")[1:-1]:
         module, *words = training.split()
         call = Call("", module, "", tuple(parse_override(text, 0) for text in words))
-        values = Values.of(call, [outcome_of(setting) for setting in call.settings])
+        values = values_of(call, [TABLES.outcome_of(setting) for setting in call.settings])
         write_recipe(call, values, "written")
         read |= values.read
-    assert {key for key in tables()["becomes"] if key not in read} == set()
+    assert {key for key in TABLES.rules["becomes"] if key not in read} == set()
 
 
 JUNK = ("x", -1, 0, 2.5, True, [1], ["a"], {"a": 1}, 'a"; import os; b="', "a\n\nimport os\n", None)
@@ -279,10 +280,10 @@ JUNK = ("x", -1, 0, 2.5, True, [1], ["a"], {"a": 1}, 'a"; import os; b="', "a\n\
 def test_values_that_are_none_are_errors_and_never_code(program: str) -> None:
     module, *words = program.split()
     given = tuple(parse_override(text, 0) for text in words)
-    for key in (key for key in tables()["becomes"] if "*" not in key):
+    for key in (key for key in TABLES.rules["becomes"] if "*" not in key):
         for value in JUNK:
             call = Call("run.sh", module, "", (*given, Setting(key, value, f"{key}={value}")))
-            values = Values.of(call, [outcome_of(setting) for setting in call.settings])
+            values = values_of(call, [TABLES.outcome_of(setting) for setting in call.settings])
             with contextlib.suppress(ConfigError):
                 tree = ast.parse(write_recipe(call, values, "written"))
                 names = {alias.name for part in ast.walk(tree) if isinstance(part, ast.Import | ast.ImportFrom) for alias in part.names}
@@ -293,7 +294,7 @@ def test_a_limit_of_the_penalty_and_mini_batches_of_the_critic_are_those_given()
     words = "data.train_batch_size=256 critic.ppo_mini_batch_size=64 data.max_response_length=100 reward.reward_kwargs.max_resp_len=80"
     words += " reward.reward_kwargs.overlong_buffer_cfg.enable=True reward.reward_kwargs.overlong_buffer_cfg.len=8"
     call = Call("", "verl.trainer.main_ppo", "", tuple(parse_override(text, 0) for text in words.split()))
-    written = " ".join(write_recipe(call, Values.of(call, [outcome_of(setting) for setting in call.settings]), "own").split())
+    written = " ".join(write_recipe(call, values_of(call, [TABLES.outcome_of(setting) for setting in call.settings]), "own").split())
     assert "OverlongPenalty(max_tokens=80, buffer_tokens=cfg.buffer_tokens)" in written
     assert "critic.update(rollout, values, advantages, loss=rg.losses.ValueLoss(), mini_batches=4)" in written
 

@@ -286,14 +286,17 @@ def _without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def model_folder(name: str, folder: str | Path = ".models", config: Mapping[str, Any] | None = None) -> str:
+def model_folder(
+    name: str, folder: str | Path = ".models", config: Mapping[str, Any] | None = None, chat_template: str | Path | None = None
+) -> str:
     """Look up the folder of a model. `smollm2` and `tiny` are made inside `folder` at the first call, a hub id is downloaded
     once to the cache of huggingface_hub, and any other name is a path.
 
     With `config`, such as `{"max_position_embeddings": 32768}`, the folder is a copy inside `folder` with these values in its config.json,
-    whose other files are links. Engine and trainer then agree on them.
+    whose other files are links. Engine and trainer then agree on them. `chat_template` is a file of Jinja, which the copy has as its
+    chat template.
 
-    Raises DataError for a path that holds no model, and for a name that its config.json does not have.
+    Raises DataError for a path that holds no model, for a name that its config.json does not have, and for a template that is no file.
 
     >>> import rlgraph as rg
     >>> generator = rg.Generator(rg.model_folder("tiny"), pool=rg.Pool("rollout"))  # doctest: +SKIP
@@ -310,21 +313,28 @@ def model_folder(name: str, folder: str | Path = ".models", config: Mapping[str,
     else:
         check_model(name)
         found = name
-    return _changed_folder(Path(found), Path(folder), config) if config else found
+    if not config and chat_template is None:
+        return found
+    if chat_template is not None and not Path(chat_template).is_file():
+        raise DataError(f"model_folder('{name}', chat_template='{chat_template}'): there is no such file; give a file of Jinja")
+    template = Path(chat_template).read_text(encoding="utf-8") if chat_template is not None else None
+    return _changed_folder(Path(found), Path(folder), config or {}, template)
 
 
-def _changed_folder(source: Path, folder: Path, config: Mapping[str, Any]) -> str:
-    """Make a folder of links to a model's files, whose config.json has other values."""
+def _changed_folder(source: Path, folder: Path, config: Mapping[str, Any], template: str | None) -> str:
+    """Make a folder of links to a model's files, whose config.json has other values, and another chat template if there is one."""
     read = json.loads((source / "config.json").read_text(encoding="utf-8"))
     if missing := sorted(config.keys() - read.keys()):
         raise DataError(f"model_folder('{source}', config=…): its config.json has no {missing[0]!r}; {choices(missing[0], read, 'it has')}")
     text = json.dumps({**read, **config}, indent=2, sort_keys=True)
-    digest = hashlib.sha256(f"{source.resolve()} {text}".encode()).hexdigest()[:8]
+    digest = hashlib.sha256(f"{source.resolve()} {text}{template or ''}".encode()).hexdigest()[:8]
+    own = {"config.json": text} | ({"chat_template.jinja": template} if template is not None else {})
 
     def write(target: Path) -> None:
         for file in source.resolve().iterdir():
-            if file.name != "config.json":
+            if file.name not in own:
                 (target / file.name).symlink_to(file)
-        (target / "config.json").write_text(text, encoding="utf-8")
+        for each, content in own.items():
+            (target / each).write_text(content, encoding="utf-8")
 
     return str(_write_atomically(folder / f"{source.resolve().name}-{digest}", write))

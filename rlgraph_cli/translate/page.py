@@ -10,9 +10,10 @@ from typing import Any
 
 @dataclass
 class Page:
-    """The parts of a recipe while it is written: the fields of its Config, and the lines of its functions."""
+    """The parts of a recipe while it is written: the fields of its Config, its imports, and the lines of its functions."""
 
     fields: dict[str, tuple[str, str]] = field(default_factory=dict)
+    imports: list[str] = field(default_factory=lambda: ["from dataclasses import dataclass"])
     body: list[str] = field(default_factory=list)
 
     def setting(self, name: str, value: Any, comment: str = "", *, none: bool = False) -> str:
@@ -59,27 +60,28 @@ def spread(line: str) -> list[str]:
     return [f"{head}(", *inner, f"{start})" + ("," if line.endswith(",") else "")]
 
 
-def assemble(page: Page, main: Sequence[str], name: str, source: str) -> str:
+def unless(default: Any, value: Any) -> str | None:
+    """Write a value as Python, None for the default, which a recipe leaves out."""
+    return None if value == default else show(value)
+
+
+def assemble(page: Page, main: Sequence[str], name: str, source: str, library: str) -> str:
     """Put the parts together as a file of Python."""
     body = page.body
     if "epochs" not in page.fields:
         main, body = ([line.replace("steps(cfg)", "cfg.steps") for line in lines] for lines in (main, body))
     fields = [f"    {declared}  # {comment}" if comment else f"    {declared}" for declared, comment in page.fields.values()]
     text = "\n".join(part for line in body for part in spread(line))
-    imports = ["from dataclasses import dataclass"]
-    if "runpy." in text:
-        imports.append("from runpy import run_path")
-        text = text.replace("runpy.run_path", "run_path")
     script = re.sub(r"[^\w.-]", "_", PurePath(source).name)
     return "\n".join(
         [
-            f'"""What {script} starts with verl, as a graph. Written by `rlgraph from-verl`.',
+            f'"""What {script} starts with {library}, as a graph. Written by `rlgraph from-{library.lower()}`.',
             "",
             f"    python {name}.py [key=value ...] [config=FILE.yaml]",
             "",
             '`--help` lists the settings."""',
             "",
-            *imports,
+            *sorted(set(page.imports), key=lambda line: (line.startswith("from"), line)),
             "",
             "import rlgraph as rg",
             "",
