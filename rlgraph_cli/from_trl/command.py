@@ -21,7 +21,7 @@ def translate(source: Path, flags: Sequence[str], out: Path | None, skip: bool) 
 
     def write(name: str) -> str:
         try:
-            return write_recipe(script, Values.of(script.tables, "from-trl", outcomes), name)
+            return write_recipe(script, Values.of(script.tables, str(source), outcomes), name)
         except Unreadable as error:
             raise ConfigError(f"{source}:{error.line}: {error.why}") from None
 

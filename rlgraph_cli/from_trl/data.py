@@ -47,7 +47,7 @@ def data_of(source: Source, key: str, node: ast.expr) -> tuple[Data, list[Settin
                     node = of
                 case ast.Call():
                     _origin(source, data, made, place)
-                    said = data.files or ast.unparse(made)
+                    said = data.files or "the rows of the script"
                     return data, [Setting(key, said, f"{key}={said}", line), *reversed(settings)]
                 case _:
                     raise Unreadable(made, "is no data set that can be read; write load_dataset(…), or give -- --dataset_name FILE")

@@ -4,7 +4,6 @@ import ast
 import math
 from typing import Any
 
-from rlgraph.errors import ConfigError
 from rlgraph_cli.from_trl.copies import copy
 from rlgraph_cli.from_trl.data import Data
 from rlgraph_cli.from_trl.rewards import write_score
@@ -53,7 +52,7 @@ def _apart(values: Values) -> bool:
 def _write_data(script: Script, page: Page, count: str, conversations: bool) -> None:
     """Write how rows are read, and the functions of the script that make them."""
     data = script.train or Data()
-    functions = [each.node for each in script.rewards if each.node is not None]
+    functions = [each.said for each in script.rewards if each.said is not None]
     imports, defined = copy(script.path.read_text(encoding="utf-8"), script.source, [*data.reads, *functions])
     page.imports += imports
     for text in defined:
@@ -95,8 +94,9 @@ def _optimizer(values: Values, updates: str) -> str:
     length = f"steps(cfg){updates}"
     warmup = f"int({warm} * {length})" if 0 < warm < 1 else str(int(warm)) if warm else None
     options = values["lr_scheduler_kwargs"] or {}
-    if not isinstance(options, dict) or not options.keys() <= {"min_lr", "min_lr_rate"}:
-        raise ConfigError(f"from-trl: lr_scheduler_kwargs={options}: min_lr and min_lr_rate have a counterpart; see rg.optim for others")
+    numbers = isinstance(options, dict) and all(isinstance(each, int | float) for each in options.values())
+    if not numbers or not options.keys() <= {"min_lr", "min_lr_rate"}:
+        raise values.error("lr_scheduler_kwargs", "has no counterpart but for the numbers min_lr and min_lr_rate; see rg.optim for others")
     lowest = options.get("min_lr_rate") or options.get("min_lr", 0.0) / (values.decimal("learning_rate") or 1.0)
     schedule = None
     if not kind.startswith("constant"):
@@ -125,10 +125,12 @@ def _adapter(values: Values) -> str | None:
     if not (values.has("peft_config") or flags):
         return None
     targets = values["peft_config.target_modules"] or ["q_proj", "v_proj"]  # which PEFT chooses for most families
+    if not isinstance(targets, str | list) or not all(isinstance(each, str) for each in targets):
+        raise values.error("peft_config.target_modules", "is no list of names")
     return call(
         "rg.LoRA",
         rank=str(values.whole("peft_config.r", 16 if flags else 8)),
-        alpha=show(float(values["peft_config.lora_alpha"] or (32 if flags else 8))),
+        alpha=show(values.decimal("peft_config.lora_alpha") or (32.0 if flags else 8.0)),
         targets=unless("all-linear", targets if targets == "all-linear" or isinstance(targets, list) else [targets]),
         base=quantised,
     )
@@ -156,7 +158,7 @@ def _write_supervised(script: Script, values: Values, page: Page) -> list[str]:
     model, template = "cfg.model", values["chat_template_path"]
     lines = ['pool = rg.Pool("train")']
     if template and not str(template).endswith((".jinja", ".j2")):
-        raise ConfigError(f"from-trl: chat_template_path={template} adds tokens of another model; give a file of Jinja, *.jinja")
+        raise values.error("chat_template_path", "adds tokens of another model; give a file of Jinja, *.jinja")
     if template:
         model = "model"
         lines += [f"model = rg.model_folder(cfg.model, chat_template={page.setting('chat_template', str(template), 'a file of Jinja')})"]
@@ -168,7 +170,7 @@ def _write_supervised(script: Script, values: Values, page: Page) -> list[str]:
     if not pairs:
         return [*lines, f"outputs = [policy.update(batch, loss=rg.SFTLoss({'dft=True' if kinds == 'dft' else ''})).metrics]"]
     loss = call(PAIR_LOSSES[kinds[0] if isinstance(kinds, list) else kinds], beta=page.setting("beta", values.decimal("beta")))
-    reference = show(values["ref_model"]) if values.has("ref_model") else "cfg.model"
+    reference = show(values.text("ref_model")) if values.has("ref_model") else "cfg.model"
     ref = "policy.base_log_probs(batch)" if adapter else f"rg.Reference({reference}, pool=pool).log_probs(batch)"
     return [*lines, f"outputs = [policy.update(batch, {ref}, loss={loss}).metrics]"]
 
@@ -180,18 +182,12 @@ def _write_grpo(script: Script, values: Values, page: Page) -> list[str]:
     per_generation = values.whole("steps_per_generation", 0) or values.whole("generation_batch_size", 0) // window or accumulated
     group, completions = values.count("num_generations"), window * per_generation
     if completions % group:
-        raise ConfigError(
-            f"from-trl: per_device_train_batch_size={window // processes}, steps_per_generation={per_generation} and "
-            f"num_processes={processes} give {completions} completions, which num_generations={group} does not divide, as TRL requires; "
-            "give -- --num_processes N"
-        )
+        rule = f"does not divide the {completions} completions of a rollout: per_device_train_batch_size times steps_per_generation times"
+        raise values.error("num_generations", f"{rule} num_processes, as TRL requires; give -- --num_processes N, or more steps")
     if per_generation % accumulated:
-        raise ConfigError(
-            f"from-trl: steps_per_generation={per_generation} is no multiple of gradient_accumulation_steps={accumulated}, and an "
-            "optimizer step of rlgraph is of one rollout; choose a multiple"
-        )
+        raise values.error("steps_per_generation", f"is no multiple of gradient_accumulation_steps={accumulated}; choose one")
     if not script.rewards:
-        raise ConfigError("from-trl: reward_funcs is not given; name a function of the script, or give -- --reward_funcs accuracy_reward")
+        raise values.error("reward_funcs", "is no reward; name a function of the script, or give -- --reward_funcs accuracy_reward")
     epochs = values.count("num_iterations")
     page.setting("prompts", completions // group, "prompts a step")
     page.setting("group_size", group, "responses a prompt")
@@ -204,12 +200,16 @@ def _write_grpo(script: Script, values: Values, page: Page) -> list[str]:
     _write_data(script, page, "prompts", conversations=True)
     models = [each.model for each in script.rewards if each.model]
     weights = values["reward_weights"]
+    if weights and not (isinstance(weights, list) and [*map(type, weights)] == [float] * len(script.rewards)):
+        raise values.error("reward_weights", f"are no {len(script.rewards)} numbers as 0.5, one for each reward")
     if not models:
         while page.body and not page.body[-1]:
             page.body.pop()
         write_score(page, script.rewards, weights)
     lines, kl = _write_models(values, page, f" * cfg.mini_batches{f' * {epochs}' if epochs > 1 else ''}")
     chat = values["chat_template_kwargs"]
+    if chat and not isinstance(chat, dict):
+        raise values.error("chat_template_kwargs", "is no mapping")
     options = f"rg.options.Chat(template_kwargs={show(chat)})" if chat else None
     lines += [f"prompts = {call('rg.prompts', _rows(page), count='cfg.prompts', chat=options, seed='cfg.seed')}"]
     lines += ["rollout = generator.rollout(prompts, weights, group_size=cfg.group_size)"]
@@ -273,12 +273,12 @@ def _write_models(values: Values, page: Page, updates: str) -> tuple[list[str], 
 def _correction(values: Values) -> str:
     """Write the weights that correct the engine's log-probs; TRL has no lower bound unless one is given."""
     level, _, kind = values["vllm_importance_sampling_mode"].partition("_")
-    high, low = values["vllm_importance_sampling_clip_max"], values["vllm_importance_sampling_clip_min"]
-    upper = show(float(high)) if high is not None else "1e9"
+    high, low = values.decimal("vllm_importance_sampling_clip_max"), values.decimal("vllm_importance_sampling_clip_min")
+    upper = show(high or 1e9)
     if kind == "mask":
-        return call("rg.estimators.IcePop", level=show(level), low=show(float(low)) if low else "1e-9", high=upper)
+        return call("rg.estimators.IcePop", level=show(level), low=show(low or 1e-9), high=upper)
     if low:
-        raise ConfigError(f"from-trl: vllm_importance_sampling_clip_min={low} of {level}_truncate has no counterpart; choose {level}_mask")
+        raise values.error("vllm_importance_sampling_clip_min", f"has no counterpart with {level}_truncate; choose {level}_mask")
     return call("rg.estimators.TruncatedIS", threshold=upper, level=show(level))
 
 
@@ -290,7 +290,7 @@ def _loss(values: Values, page: Page) -> str:
     options["horizon"] = "cfg.max_tokens" if kind == "dr_grpo" else None
     options["entropy_coef"] = unless(0.0, values.decimal("entropy_coef"))
     options["kl_coef"] = page.setting("kl_coef", beta, "of the KL to the reference in the loss") if beta else None
-    delta = values["delta"]
+    delta = None if values["delta"] is None else values.decimal("delta")
     if kind == "sapo":
         options["aggregation"] = None
         return call(
@@ -301,13 +301,13 @@ def _loss(values: Values, page: Page) -> str:
         )
     if kind == "cispo":
         if high < 1:
-            raise ConfigError(f"from-trl: epsilon_high={high} is the largest ratio of loss_type=cispo in TRL: give one above 1, e.g. 5.0")
+            raise values.error("epsilon_high", "is the largest ratio of loss_type=cispo; give one above 1, e.g. 5.0")
         return call("rg.losses.CISPO", clip_low="1.0", clip_high=page.setting("clip_high", high - 1), **options)
     clips = {"clip_low": page.setting("clip_low", low), "clip_high": page.setting("clip_high", high)}
     if values["importance_sampling_level"] == "sequence":
         options["aggregation"] = unless("seq-mean-token-mean", AGGREGATIONS.get(kind, "token-mean"))
         if delta is not None:
-            raise ConfigError(f"from-trl: delta={delta} has no counterpart with importance_sampling_level=sequence; leave one out")
+            raise values.error("delta", "has no counterpart with importance_sampling_level=sequence; leave one out")
         return call("rg.losses.GSPO", **clips, **options)
     return call("rg.ClippedLoss", **clips, clip_c=show(delta), **options)
 
@@ -333,7 +333,7 @@ def _evaluation(script: Script, values: Values, page: Page, chat: str | None, *,
 def _run(values: Values, name: str, count: str) -> Run:
     """Read where the training writes and what it records."""
     loggers = values["report_to"]
-    named = [each for each in (loggers if isinstance(loggers, list) else [loggers]) if each in SINKS]
+    named = [each for each in map(str, loggers if isinstance(loggers, list) else [loggers]) if each in SINKS]
     project, run = show(values.text("project")), show(values.text("run_name")) if values.has("run_name") else None
     given = {"wandb": {"project": project, "name": run}, "mlflow": {"experiment": project, "name": run}, "tensorboard": {}}
     every: int | str = {"no": 0, "steps": values.whole("save_steps")}.get(

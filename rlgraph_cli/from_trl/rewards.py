@@ -32,6 +32,7 @@ class Reward:
 
     name: str
     node: ast.FunctionDef | ast.AsyncFunctionDef | None = None
+    said: ast.expr | None = None  # as the trainer is given it
     model: str = ""
 
     @property
@@ -72,7 +73,7 @@ def _reward(source: Source, node: ast.expr) -> Reward:
         raise Unreadable(node, f"has no counterpart; {' and '.join(KNOWN)} have: write a function, or rg.estimators.OverlongPenalty")
     if not isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef):
         raise Unreadable(node, "is no function that the script defines; write `def reward(completions, **kwargs)` in it")
-    reward = Reward(made.name, made)
+    reward = Reward(made.name, made, node)
     if wrong := [each for each in reward.arguments if each in NOT_PASSED]:
         raise Unreadable(node, f"reads {', '.join(wrong)}, which a recipe's rewards do not have; rg.reward reads columns")
     return reward

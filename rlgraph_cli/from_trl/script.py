@@ -64,7 +64,9 @@ def read_script(path: Path, words: Sequence[str]) -> Script:
     source = Source({**tables.rules["defaults"], **{each.key: each.value for each in declared}, **given}, path)
     _collect(source, tree, call)
     try:
-        fields = [each for each in declared if each.line]  # of dataclasses; an argument of argparse is none of TRL's
+        fields = [
+            each for each in declared if each.line and each.value is not None
+        ]  # of dataclasses; an argument of argparse is none of TRL's
         given = {name: value for name, value in given.items() if name not in {each.key for each in declared if not each.line}}
         return _read_trainer(path, name, tables, call, source, given, fields)
     except Unreadable as error:
@@ -178,6 +180,8 @@ def _read_trainer(
     if "reward_funcs" in named:
         rewards, found = rewards_of(source, named.pop("reward_funcs"))
         settings += found
+    if model := given.get("reward_model_name_or_path"):
+        rewards = (*rewards, Reward(str(model), model=str(model)))
     data: dict[str, Data] = {}
     for key in ("train_dataset", "eval_dataset"):
         if key in named and not isinstance(named[key], ast.Constant):

@@ -11,4 +11,4 @@ TABLES = Tables.read("verl 0.9.1", Path(__file__).with_name("settings.yaml"))
 
 def values_of(call: Call, outcomes: Sequence[Outcome]) -> Values:
     """Take the values of a call's settings, and the trainer that its configuration's name says."""
-    return Values.of(TABLES, "from-verl", outcomes, megatron="megatron" in call.config)
+    return Values.of(TABLES, call.source, outcomes, megatron="megatron" in call.config)

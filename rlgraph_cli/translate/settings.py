@@ -95,15 +95,22 @@ class Values:
     """The values of settings by the names that the tables have: those given, else the library's defaults. It notes what is read."""
 
     tables: Tables
-    command: str
+    source: str
     given: Mapping[str, Any]
+    lines: Mapping[str, int] = field(default_factory=dict)  # of the source, where a setting has one
     read: set[str] = field(default_factory=set)
 
     @staticmethod
-    def of(tables: Tables, command: str, outcomes: Sequence[Outcome], **more: Any) -> "Values":
+    def of(tables: Tables, source: str, outcomes: Sequence[Outcome], **more: Any) -> "Values":
         """Take the last value of each setting that has a counterpart or no effect, and `more` of them."""
-        taken = [each.setting for each in outcomes if each.kind in ("becomes", "no effect")]
-        return Values(tables, command, {tables.name_of(each.key): each.value for each in taken} | more)
+        taken = {tables.name_of(each.setting.key): each.setting for each in outcomes if each.kind in ("becomes", "no effect")}
+        values = {key: each.value for key, each in taken.items()} | more
+        return Values(tables, source, values, {key: each.line for key, each in taken.items()})
+
+    def error(self, key: str, rule: str) -> ConfigError:
+        """Make the error of a value that breaks a rule, with its place."""
+        line = self.lines.get(key)
+        return ConfigError(f"{self.source}{f':{line}' if line else ''}: {key}={self[key]} {rule}")
 
     def __getitem__(self, key: str) -> Any:
         self.read.add(key)
@@ -116,7 +123,7 @@ class Values:
     def count(self, key: str) -> int:
         """Read a whole number of at least 1. Raises ConfigError for another."""
         if (found := self.whole(key)) < 1:
-            raise ConfigError(f"{self.command}: {key}={found} is no number of at least 1")
+            raise self.error(key, "is no number of at least 1")
         return found
 
     def decimal(self, key: str) -> float:
@@ -127,7 +134,7 @@ class Values:
         """Read a text, empty where there is none. Raises ConfigError for a list or a mapping."""
         value = self[key]
         if isinstance(value, list | dict):
-            raise ConfigError(f"{self.command}: {key}={value} is no text")
+            raise self.error(key, "is no text")
         return "" if value is None else str(value)
 
     def files(self, key: str) -> str:
@@ -145,7 +152,7 @@ class Values:
             read = None
         rounded = isinstance(value, float) and read != value  # 2.5 is no number of responses
         if read is None or rounded or isinstance(value, bool) or not math.isfinite(read):
-            raise ConfigError(f"{self.command}: {key}={value} is no {name}")
+            raise self.error(key, f"is no {name}")
         return read
 
     def has(self, key: str) -> bool:
