@@ -45,6 +45,18 @@ def _rows_of_step(values: Values) -> int:
     return values.count("per_device_train_batch_size") * values.count("gradient_accumulation_steps") * values.count("num_processes")
 
 
+def _per_generation(values: Values) -> int:
+    """Count the steps of accumulation whose completions one rollout writes."""
+    window = values.count("per_device_train_batch_size") * values.count("num_processes")
+    rollout = values.whole("generation_batch_size", 0) // window
+    return values.whole("steps_per_generation", 0) or rollout or values.count("gradient_accumulation_steps")
+
+
+def _updates(values: Values) -> int:
+    """Count the optimizer steps of a step of the graph, by which TRL counts everything."""
+    return max(1, _per_generation(values) // values.count("gradient_accumulation_steps")) * values.whole("num_iterations", 1)
+
+
 def _apart(values: Values) -> bool:
     return bool(values["use_vllm"]) and values["vllm_mode"] == "server"
 
@@ -78,11 +90,11 @@ def _write_data(script: Script, page: Page, count: str, conversations: bool) -> 
         ]
 
 
-def _declare_steps(values: Values, page: Page, updates: int) -> None:
+def _declare_steps(values: Values, page: Page) -> None:
     """Declare how long the training is: optimizer steps of TRL over those of a step of the graph, or passes over the data."""
     most = values.whole("max_steps", -1)
     if most > 0:
-        page.setting("steps", math.ceil(most / updates))
+        page.setting("steps", math.ceil(most / _updates(values)))
         return
     page.setting("epochs", values.decimal("num_train_epochs"), "passes over the data")
     page.setting("steps", 0, "0: as many as the epochs have")
@@ -151,7 +163,7 @@ def _write_supervised(script: Script, values: Values, page: Page) -> list[str]:
     if longest := values.whole("max_length", 0):
         page.setting("max_tokens", longest, "of a row; longer ones are cut")
     page.setting("lr", values.decimal("learning_rate"))
-    _declare_steps(values, page, 1)
+    _declare_steps(values, page)
     if not pairs and (text := values["dataset_text_field"]) != "text" and script.train:
         script.train.steps.append(f'.map(lambda row: row | {{"text": row[{show(text)}]}})')
     _write_data(script, page, "examples", conversations=False)
@@ -179,7 +191,7 @@ def _write_grpo(script: Script, values: Values, page: Page) -> list[str]:
     """Write GRPO; return the lines of its graph."""
     accumulated, processes = values.count("gradient_accumulation_steps"), values.count("num_processes")
     window = values.count("per_device_train_batch_size") * processes
-    per_generation = values.whole("steps_per_generation", 0) or values.whole("generation_batch_size", 0) // window or accumulated
+    per_generation = _per_generation(values)
     group, completions = values.count("num_generations"), window * per_generation
     if completions % group:
         rule = f"does not divide the {completions} completions of a rollout: per_device_train_batch_size times steps_per_generation times"
@@ -195,7 +207,7 @@ def _write_grpo(script: Script, values: Values, page: Page) -> list[str]:
     page.setting("mini_batches", per_generation // accumulated, "optimizer steps a step")
     page.setting("lr", values.decimal("learning_rate"))
     page.setting("depth", 0, "staleness bound in weight versions; 0 is on-policy, as TRL")
-    _declare_steps(values, page, per_generation // accumulated * epochs)
+    _declare_steps(values, page)
     page.setting("engine", "vllm" if values["use_vllm"] else "transformers", "vllm, sglang or transformers")
     _write_data(script, page, "prompts", conversations=True)
     models = [each.model for each in script.rewards if each.model]
@@ -321,7 +333,7 @@ def _evaluation(script: Script, values: Values, page: Page, chat: str | None, *,
     samples = values.whole("num_generations_eval", values.count("num_generations"))
     options = {
         "reward": "score",
-        "every": page.setting("evaluate_every", every),
+        "every": page.setting("evaluate_every", max(1, every // _updates(values))),
         "samples": page.setting("samples", samples, "answers to each question held out"),
         "at_start": "True" if values["eval_on_start"] else None,
         "chat": chat,
@@ -336,7 +348,7 @@ def _run(values: Values, name: str, count: str) -> Run:
     named = [each for each in map(str, loggers if isinstance(loggers, list) else [loggers]) if each in SINKS]
     project, run = show(values.text("project")), show(values.text("run_name")) if values.has("run_name") else None
     given = {"wandb": {"project": project, "name": run}, "mlflow": {"experiment": project, "name": run}, "tensorboard": {}}
-    every: int | str = {"no": 0, "steps": values.whole("save_steps")}.get(
+    every: int | str = {"no": 0, "steps": max(1, values.whole("save_steps") // _updates(values))}.get(
         values["save_strategy"], f"max(1, len(rows(cfg, cfg.train)) // cfg.{count})"
     )
     sinks = [call(f"rg.runs.sinks.{SINKS[each]}", **given[each]) for each in named]

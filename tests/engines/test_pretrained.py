@@ -25,6 +25,16 @@ def test_a_model_folder_with_other_values_of_its_config_is_a_folder_of_links(tie
         model_folder(str(tied), tmp_path, config={"max_positions": 1})
 
 
+def test_a_model_folder_can_have_another_chat_template(tied: Path, tmp_path: Path) -> None:
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages }}")
+    made = Path(model_folder(str(tied), tmp_path, chat_template=template))
+    assert (made / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (made / "config.json").read_text() != ""
+    with pytest.raises(DataError, match="there is no such file; give a file of Jinja"):
+        model_folder(str(tied), tmp_path, chat_template="none.jinja")
+
+
 def test_the_end_tokens_of_generation_come_before_those_of_the_model(tied: Path, tmp_path: Path) -> None:
     for file in tied.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

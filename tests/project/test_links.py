@@ -26,6 +26,7 @@ WRITTEN = {  # by a run, a user or another library, in a folder of theirs
         "my.yaml",
         "plan.svg",
         "RECIPE.py",
+        "SCRIPT.py",
         "FILE.yaml",
         "sums.py",
         "gpus.py",
