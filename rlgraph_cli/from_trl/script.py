@@ -19,6 +19,7 @@ TRAINERS = {  # and the arguments that they accept by place
     "SFTTrainer": ("model", "args", "data_collator", "train_dataset", "eval_dataset"),
     "DPOTrainer": ("model", "ref_model", "args", "data_collator", "train_dataset", "eval_dataset"),
 }
+PARSED = ("GRPOConfig", "SFTConfig", "DPOConfig", "ModelConfig", "ScriptArguments")  # dataclasses that TRL's parser fills
 FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -64,13 +65,14 @@ def read_script(path: Path, words: Sequence[str]) -> Script:
     source = Source({**tables.rules["defaults"], **{each.key: each.value for each in declared}, **given}, path)
     _collect(source, tree, call)
     try:
-        fields = [
-            each for each in declared if each.line and each.value is not None
-        ]  # of dataclasses; an argument of argparse is none of TRL's
-        given = {name: value for name, value in given.items() if name not in {each.key for each in declared if not each.line}}
-        return _read_trainer(path, name, tables, call, source, given, fields)
+        known = [each for each in declared if each.line and tables.outcome_of(each).kind != "unknown"]
+        own = {each.key for each in declared} - {each.key for each in known}  # the script's own flags, which are no settings of TRL
+        given = {name: value for name, value in given.items() if name not in own}
+        return _read_trainer(path, name, tables, call, source, given, [each for each in known if each.value is not None])
     except Unreadable as error:
         raise ConfigError(f"{path}:{error.line}: {error.why}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: a value of the script is defined by itself; write it as a value") from None
 
 
 def flags_of(words: Sequence[str]) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def _declared(tree: ast.Module) -> Iterator[Setting]:
     for each in ast.walk(tree):
         fields: list[tuple[str, ast.expr]] = []
         match each:
-            case ast.ClassDef(bases=bases, body=body) if any(_last_name(base).endswith(("Arguments", "Config")) for base in bases):
+            case ast.ClassDef(bases=bases, body=body) if any(_last_name(base) in PARSED for base in bases):
                 fields = [(part.target.id, part.value) for part in body if isinstance(part, ast.AnnAssign) and part.value]  # type: ignore[union-attr]
             case ast.Call(func=ast.Attribute(attr="add_argument"), args=[*_, ast.Constant(value=str(flag))]):
                 fields = [(flag.lstrip("-").replace("-", "_"), each)]

@@ -31,7 +31,7 @@ OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
 }
-LARGEST = 4096  # the characters or elements of a value, and the bits of a number
+LARGEST = 4096  # the characters or elements of a value, the bits of a number, and the names that lead to one
 
 
 class Unreadable(Exception):
@@ -138,8 +138,12 @@ class Source:
 
     def follow(self, node: ast.AST) -> ast.AST:
         """Follow names to the expression or definition behind them."""
+        names = 0
         while isinstance(node, ast.Name):
             binding = self.find(node)
+            names += 1
+            if names > LARGEST:
+                raise RecursionError
             if binding.place is not None:
                 return ast.copy_location(ast.Subscript(binding.node, ast.Constant(binding.place), ast.Load()), node)  # type: ignore[arg-type]
             node = binding.node
@@ -151,8 +155,7 @@ class Source:
             value = self._read(node)
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             raise Unreadable(node, f"is an error: {error}") from None
-        large = len(value) if isinstance(value, str | list | tuple | dict) else value.bit_length() if isinstance(value, int) else 0
-        if large > LARGEST:
+        if (isinstance(value, str | list | dict) and len(value) > LARGEST) or (isinstance(value, int) and value.bit_length() > LARGEST):
             raise Unreadable(node, "is too large a value")
         return value
 
@@ -165,11 +168,14 @@ class Source:
                 found = self.read(binding.node)
                 return found if binding.place is None or found is Parsed else found[binding.place]
             case ast.JoinedStr(values=parts):
+                if any(isinstance(part, ast.FormattedValue) and (part.format_spec or part.conversion > 0) for part in parts):
+                    raise Unreadable(node, "has a format; write the text")
                 return "".join(str(self.read(part.value if isinstance(part, ast.FormattedValue) else part)) for part in parts)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
                 a, b = self.read(left), self.read(right)
-                if isinstance(op, ast.Pow) and abs(b) > 64:
-                    raise Unreadable(node, "is too large a power")
+                repeated = isinstance(op, ast.Mult) and (isinstance(a, str | list) or isinstance(b, str | list))
+                if (isinstance(op, ast.Pow) and abs(b) > 64) or (repeated and max(_size(a), 1) * max(_size(b), 1) > LARGEST):
+                    raise Unreadable(node, "is too large a value")
                 return OPERATORS[type(op)](a, b)
             case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
                 return OPERATORS[type(op)](self.read(operand))
@@ -215,3 +221,7 @@ class Source:
                 found = self.read(of)
                 return Parsed if found is Parsed else found[self.read(place)]
         raise Unreadable(node, "is known only when the script runs; write its value")
+
+
+def _size(value: Any) -> int:
+    return len(value) if isinstance(value, str | list) else int(value)

@@ -179,6 +179,9 @@ def test_a_recipe_has_the_functions_of_the_script_and_what_they_read(tmp_path: P
             r"train\.py:29: make\(\) is known only when the script runs; write its value",
         ),
         (GRPO.replace("GROUP = 2 * 2", "GROUP = 2 * 2\nfor each in range(3): GROUP = each"), [], "GROUP is changed where only running"),
+        (GRPO.replace("beta=0.04", "beta='x' * 10**9"), [], "is too large a value"),
+        (GRPO.replace("beta=0.04", "beta=f'{GROUP:.2f}'"), [], "has a format; write the text"),
+        (SFT.replace("def main(size=2):", "def main(size=2):\n    main(size)").replace("main(2)", ""), [], "is defined by itself"),
         (GRPO.replace("beta=0.04", "loss_type='vespo'"), [], "vespo has no counterpart; known are dapo, grpo, dr_grpo, cispo, sapo"),
         (GRPO.replace("beta=0.04", "top_entropy_quantile=0.2"), [], "a loss of some tokens"),
         (

@@ -143,6 +143,7 @@ def test_trls_formats_are_read(tmp_path: Path) -> None:
         {"prompt": "1 + 1", "answer": " = 2"},
         {"prompt": ASKED},
     ]
+    assert list(rg.data.conversational(rg.data.jsonl(tmp_path / "train.jsonl"))) == list(data)
 
 
 def test_gsm8k_is_read_from_its_files_by_split(tmp_path: Path) -> None:
