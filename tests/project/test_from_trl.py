@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 import rlgraph as rg
+from rlgraph_cli.from_trl.script import tables_of
+from rlgraph_cli.translate.settings import Setting
 
 TEXT = (Path(__file__).parents[2] / "docs" / "from_trl.md").read_text()
 RIGHT = "\n".join(line.split(" | ", 1)[1] for line in TEXT.splitlines() if line.startswith("| ") and " | " in line)
@@ -62,3 +64,18 @@ def test_the_worked_example_compiles_as_it_stands() -> None:
     assert scope["exact"](" 2", "2") == 1.0
     ast.parse(use)
     assert rg.compile(scope["graph"]("model", rows, depth=1), rg.Cluster(gpus=1)).certificate.staleness_bound == 1
+
+
+def test_the_command_knows_each_argument_of_the_tables_and_has_none_where_the_page_has() -> None:
+    tables, settings = tables_of("GRPO"), 0
+    for section in ("Batches and data", "Generation", "Rewards and advantages", "Loss", "The run"):
+        for row in TEXT.partition(f"## {section}\n")[2].partition("\n## ")[0].splitlines():
+            left, _, right = row.removeprefix("| ").partition(" | ")
+            for name, value in re.findall(r'`([a-z_0-9]+)(?:="?([\w.]+)"?)?[`,]', left if row.startswith("| `") else ""):
+                if name in ("prompt", "completions"):  # columns
+                    continue
+                settings += 1
+                kind = tables.outcome_of(Setting(name, {"True": True}.get(value, value or 3), name)).kind
+                assert kind != "unknown", name
+                assert not (right.startswith("none") and kind == "becomes" and value), row
+    assert settings > 60
