@@ -11,7 +11,7 @@ OWN = {"rg", "Config", "rows", "steps", "graph", "cluster", "cfg", "dataclass", 
 
 
 def copy(text: str, source: Source, nodes: Iterable[ast.AST]) -> tuple[list[str], list[str]]:
-    """Return the imports and the definitions that expressions read, as the script writes them, in its order.
+    """Collect the imports and the definitions that expressions read, as the script writes them, in its order.
 
     Raises Unreadable for what is TRL's, what is known only when the script runs, and a name that the recipe has itself.
     """

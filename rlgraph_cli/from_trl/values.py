@@ -171,6 +171,21 @@ class Source:
                 if any(isinstance(part, ast.FormattedValue) and (part.format_spec or part.conversion > 0) for part in parts):
                     raise Unreadable(node, "has a format; write the text")
                 return "".join(str(self.read(part.value if isinstance(part, ast.FormattedValue) else part)) for part in parts)
+            case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
+                return [self.read(part) for part in parts]
+            case ast.Dict(keys=keys, values=values):
+                pairs = [(None if key is None else self.read(key), self.read(value)) for key, value in zip(keys, values, strict=True)]
+                return {name: v for key, value in pairs for name, v in (value.items() if key is None else [(key, value)])}
+            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=keywords):
+                given = [(each.arg, self.read(each.value)) for each in keywords]
+                return {name: v for key, value in given for name, v in (value.items() if key is None else [(key, value)])}
+            case ast.Call() | ast.Attribute() | ast.Subscript():
+                return self._look_up(node)
+        return self._compute(node)
+
+    def _compute(self, node: ast.AST) -> Any:
+        """Compute arithmetic, comparisons and conditions."""
+        match node:
             case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
                 a, b = self.read(left), self.read(right)
                 repeated = isinstance(op, ast.Mult) and (isinstance(a, str | list) or isinstance(b, str | list))
@@ -190,14 +205,11 @@ class Source:
                 return value
             case ast.IfExp(test=test, body=body, orelse=orelse):
                 return self.read(body if self.read(test) else orelse)
-            case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
-                return [self.read(part) for part in parts]
-            case ast.Dict(keys=keys, values=values):
-                pairs = [(None if key is None else self.read(key), self.read(value)) for key, value in zip(keys, values, strict=True)]
-                return {name: v for key, value in pairs for name, v in (value.items() if key is None else [(key, value)])}
-            case ast.Call(func=ast.Name(id="dict"), args=[], keywords=keywords):
-                given = [(each.arg, self.read(each.value)) for each in keywords]
-                return {name: v for key, value in given for name, v in (value.items() if key is None else [(key, value)])}
+        raise Unreadable(node, "is known only when the script runs; write its value")
+
+    def _look_up(self, node: ast.AST) -> Any:
+        """Look up a field of what the parser or a configuration holds, an element, and paths."""
+        match node:
             case ast.Call(func=ast.Attribute(attr=attr)) if attr in PARSES:
                 return Parsed
             case ast.Call(func=ast.Name(id="Path" | "str" as kind), args=[argument]):

@@ -296,7 +296,7 @@ def model_folder(
     whose other files are links. Engine and trainer then agree on them. `chat_template` is a file of Jinja, which the copy has as its
     chat template.
 
-    Raises DataError for a path that holds no model, for a name that its config.json does not have, and for a template that is no file.
+    Raises DataError for a path that holds no model, for a name that its config.json does not have, and for a missing template.
 
     >>> import rlgraph as rg
     >>> generator = rg.Generator(rg.model_folder("tiny"), pool=rg.Pool("rollout"))  # doctest: +SKIP
