@@ -400,7 +400,7 @@ def test_a_script_runs_by_one_command(tmp_path: Path) -> None:
     path = write(tmp_path, SFT, str(tiny_model(tmp_path / "model", chat=True, context=1024)))
     (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 = 2"}\n' * 8)
     sets = ["--set", "gpus=0", "--set", f"out={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", "rlgraph", "train.py", str(path), "-o", str(tmp_path / "made.py"), "--plan", "--run", *sets]
+    command = [sys.executable, "-m", "rlgraph", "from-trl", str(path), "-o", str(tmp_path / "made.py"), "--plan", "--run", *sets]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "BECOMES (" in done.stdout
