@@ -83,7 +83,6 @@ SEPARATE: Mapping[str, str] = {
     "rlgraph.record": "`rg.record`",
     "rlgraph.runtime.checkpoint.offline_export": "imports 800 modules for models that a driver of a job does without",
     "rlgraph.runtime.driver.job": "`rg.Job`",
-    "rlgraph.runtime.driver.ray_cluster": "Ray's start and end",
     "rlgraph.runtime.driver.worker_group": "the connections of workers, and who is to blame",
     "rlgraph.runtime.worker.warm_worker": "imports the executor and unpickles, which the template does not",
     "rlgraph.tuning": "`rg.tune` and `rg.planning.replay`",

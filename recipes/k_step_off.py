@@ -46,7 +46,7 @@ def graph(cfg: Config) -> rg.Graph:
 
 if __name__ == "__main__":
     cfg = rg.config(Config)
-    plan = rg.compile(graph(cfg), rg.local_cluster())
+    plan = rg.compile(graph(cfg), rg.cluster())
     print(plan)
     with plan.launch() as job:
         list(rg.record(job, cfg.steps, cfg.out))  # or a loop: each step has metrics, staleness and seconds

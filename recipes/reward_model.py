@@ -37,7 +37,7 @@ def graph(cfg: Config) -> rg.Graph:
 if __name__ == "__main__":
     cfg = rg.config(Config)
     model = new_folder(f"{cfg.out}/model")
-    plan = rg.compile(graph(cfg), rg.local_cluster())
+    plan = rg.compile(graph(cfg), rg.cluster())
     print(plan)
     with plan.launch() as job:
         list(rg.record(job, cfg.steps, cfg.out))

@@ -56,6 +56,7 @@ from rlgraph.nodes.training.reference import Reference as Reference
 from rlgraph.nodes.training.teacher import Teacher as Teacher
 from rlgraph.plan.cluster import Cluster as Cluster
 from rlgraph.plan.plan import Plan as Plan
+from rlgraph.runtime.driver.discovery import cluster as cluster
 from rlgraph.runtime.driver.hosts import local_cluster as local_cluster
 from rlgraph.runtime.driver.job import Job as Job
 from rlgraph.values.lora import LoRA as LoRA

@@ -223,6 +223,7 @@ def launch(
 ) -> "Job":
     """Make the job of a plan; `Plan.launch` documents the arguments and the errors."""
     from rlgraph.runtime.checkpoint.store import choose_model, trained_models
+    from rlgraph.runtime.driver.discovery import say_idle_hosts
     from rlgraph.runtime.driver.hosts import local_cluster
     from rlgraph.runtime.driver.job import Job
     from rlgraph.runtime.driver.ray_dispatch import check_sendable
@@ -234,7 +235,7 @@ def launch(
     here = local_cluster()
     if plan.cluster.gpus > here.gpus and plan.cluster.hosts == 1:
         raise PlanError(
-            f"the plan is for {plan.cluster.gpus} GPUs, but this machine has {here.gpus}; compile for rlgraph.local_cluster() instead"
+            f"the plan is for {plan.cluster.gpus} GPUs, but this machine has {here.gpus}; compile for rlgraph.cluster() instead"
         )
     plan = plan if transport is None else with_transport(plan, transport)
     dispatch_name = chosen_dispatch(plan, dispatch)
@@ -248,6 +249,7 @@ def launch(
         choose_model(trained_models(graph, plan), None, "launch(export_every=)")
     if encrypt:
         check_encrypted(plan)
+    say_idle_hosts(plan)
     links = Links(wait_for_hosts_s or 0.0, encrypt)
     return Job(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s, recovery=recovery, links=links)
 
@@ -346,7 +348,7 @@ def _recovery(
 def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: Count = 3) -> Costs:
     """Run a few steps of a graph on Ray and measure the costs of its nodes, for `compile` and `tune`.
 
-        costs = rg.planning.profile(graph, rg.local_cluster(), steps=3)
+        costs = rg.planning.profile(graph, rg.cluster(), steps=3)
         print(rg.tune(build, rg.Cluster(gpus=8, cpus=64), costs, depth=range(3)))
 
     It runs one more step than `steps`, because the first one warms up. A long tail of response lengths needs more steps: costs only know

@@ -18,7 +18,7 @@ from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
 from rlgraph.render.report import FILE, GraphReport, write_joint
 from rlgraph.runtime.checkpoint.store import choose_model, difference, fingerprint, trained_models
-from rlgraph.runtime.driver.hosts import local_cluster
+from rlgraph.runtime.driver import discovery
 from rlgraph.runtime.driver.ray_dispatch import check_sendable
 from rlgraph.settings import Count, Natural, check_arguments
 
@@ -271,7 +271,7 @@ def run(
     Raises PlanError for graphs that cannot follow each other, CheckpointError for a folder of another curriculum, and the errors of
     `compile`, `launch` and of the steps.
     """
-    where, devices = Path(out), cluster or local_cluster()
+    where, devices = Path(out), cluster or discovery.cluster()
     if where.exists() and not where.is_dir():
         raise PlanError(f"run(out='{out}'): it is a file; give a folder, which is made if it is not there")
     stages = planned_stages(graphs, steps, devices)

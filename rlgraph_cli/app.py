@@ -293,7 +293,7 @@ def _use(translated: "Callable[[], tuple[Path, str]]", show_plan: bool, run_it: 
 
 
 def _cluster(recipe: "Recipe", cfg: Any, gpus: Any, gpu: Any, gpus_per_host: Any, cpus: Any, hosts: Any) -> "rg.Cluster":
-    """The cluster that the options describe; without options that of the recipe's `cluster(cfg)`, else this machine."""
+    """The cluster that the options describe; without options that of the recipe's `cluster(cfg)`, else what `rg.cluster()` finds."""
     import rlgraph as rg
 
     given = {"gpus": gpus, "gpu": gpu, "gpus_per_node": gpus_per_host, "cpus": cpus or (8 * gpus if gpus else None), "hosts": hosts}
@@ -305,4 +305,4 @@ def _cluster(recipe: "Recipe", cfg: Any, gpus: Any, gpu: Any, gpus_per_host: Any
             raise typer.BadParameter(f"'{gpu}' is not a known kind of GPU; known are {', '.join(DEVICES)}", param_hint="--gpu")
         kind = device_of(gpu) if gpu and gpus else None  # of a kind that is known the memory is too, and a plan that needs more is refused
         return rg.Cluster(**given, gpu_memory_bytes=kind.memory_bytes if kind else None)
-    return recipe.cluster_of(cfg) if recipe.cluster_of is not None else rg.local_cluster()
+    return recipe.cluster_of(cfg) if recipe.cluster_of is not None else rg.cluster()

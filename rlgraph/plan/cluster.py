@@ -89,8 +89,8 @@ class Cluster:
 
 AUTO = "auto"
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
-UNKNOWN_GPU = Precision("bfloat16", "GPUs are taken to compute in it; rg.local_cluster() asks them")
-UNKNOWN_CPU = Precision("float32", "the cluster does not say whether its cores compute in bfloat16; rg.local_cluster() does")
+UNKNOWN_GPU = Precision("bfloat16", "GPUs are taken to compute in it; rg.cluster() asks them")
+UNKNOWN_CPU = Precision("float32", "the cluster does not say whether its cores compute in bfloat16; rg.cluster() does")
 ASKED = "dtype= says so"
 
 

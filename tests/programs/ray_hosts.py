@@ -19,6 +19,7 @@ GIVE_UP_S = 400
 TESTS = Path(__file__).parents[1]
 RLGRAPH = f"{sys.executable} -m rlgraph"
 SMALL = "-- --num-cpus=1 --object-store-memory=80000000"
+TINY = "from pathlib import Path; from rlgraph.engines.hf.pretrained import tiny_model; tiny_model(Path('model'))"
 JOB, FIRST = f"{sys.executable} {TESTS / 'programs' / 'cluster_job.py'}", "10.99.0.1"
 SLURM_CONF = """
 ClusterName=hosts
@@ -89,12 +90,15 @@ def tokens(hosts: Hosts) -> None:
     run_together(
         lambda: hosts.do("join by a pipe", 2, f"cat {hosts.token(1)} | {RLGRAPH} cluster join {FIRST} --token - {SMALL}"),
         lambda: hosts.do("join with a shared home", 3, f"{RLGRAPH} cluster join {FIRST}:6379 {SMALL}", home=1),
+        lambda: hosts.do("model", 1, f'cd {hosts.shared}; {sys.executable} -c "{TINY}"'),
     )
     run_together(
         lambda: hosts.do("job", 1, f"{JOB} 3"),
         lambda: hosts.do("job with another token", 1, f"{JOB} 3", home=3),
         lambda: hosts.do("job without a token", 1, f"{JOB} 3", home=2, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH="/nowhere"),
     )
+    recipe = f"{sys.executable} {TESTS.parent / 'recipes' / 'grpo_kl.py'} model={hosts.shared}/model engine=transformers steps=2"
+    hosts.do("recipe", 1, f"{recipe} out={hosts.shared}/out && test $(wc -l <{hosts.shared}/out/metrics.jsonl) = 2")
     run_together(*(lambda n=n: hosts.do(f"stop {n}", n, f"{RLGRAPH} cluster stop; {LEFT}") for n in (1, 2, 3)))
     hosts.do("job without Ray", 1, f"{JOB} 3")
 
@@ -128,10 +132,9 @@ def jobs(hosts: Hosts) -> None:
     """`ray job submit` to the head's host, of a plan over two hosts and of a recipe on the head alone."""
     submit = "ray job submit --address http://127.0.0.1:8265"
     with_mode = {"RAY_AUTH_MODE": "token"}
-    tiny = "from pathlib import Path; from rlgraph.engines.hf.pretrained import tiny_model; tiny_model(Path('model'))"
     run_together(
         lambda: hosts.do("start", 1, f"{RLGRAPH} cluster start --address {FIRST} --jobs {SMALL}"),
-        lambda: hosts.do("model", 2, f'cd {hosts.shared}; python -c "{tiny}"'),
+        lambda: hosts.do("model", 2, f'cd {hosts.shared}; python -c "{TINY}"'),
     )
     hosts.do("join", 2, f"{RLGRAPH} cluster join {FIRST} {SMALL}", home=1)
     print(json.dumps({"did": "ports", "at": [address for address, ports in hosts.listening(1).items() if 8265 in ports]}), flush=True)

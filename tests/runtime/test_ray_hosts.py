@@ -43,6 +43,7 @@ TOKENS = {
     "job": (0, "hosts [0, 1, 2] same True"),
     "job with another token": (1, "home3/.ray/auth_token, which is not the head's; copy the head's token there"),
     "job without a token": (1, "RAY_AUTH_MODE is token here, and the token's file is /nowhere, which does not exist"),
+    "recipe": (0, "Ray has 3 hosts with 3 cores; idle: none\n"),  # and two steps were recorded
     "stop 1": (1, "ended"),  # grep, which counts what is left, found nothing
     "stop 2": (1, "\n0\n"),
     "stop 3": (1, "\n0\n"),

@@ -172,6 +172,17 @@ class FoundHosts(NamedTuple):
     driver: int = 0
 
 
+class RayHost(NamedTuple):
+    """A host of a Ray: what Ray may use of it, and its devices as the host itself describes them."""
+
+    node: str  # Ray's id
+    address: str
+    gpus: int
+    cores: int
+    devices: Cluster
+    is_here: bool = False
+
+
 @dataclass(frozen=True)
 class Hosts:
     """All hosts of a job. `of` maps each worker to its host: an index into `agents` and `addresses`, as `driver` is."""

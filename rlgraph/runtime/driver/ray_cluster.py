@@ -28,8 +28,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlgraph import notices
 from rlgraph.errors import ChannelTimeout, DispatchError, PlanError, RlgraphError
 from rlgraph.nodes.environments.leases import began, hold, lease
+from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.plan import Plan
-from rlgraph.runtime.driver.hosts import FoundHosts
+from rlgraph.runtime.driver.hosts import FoundHosts, RayHost, local_cluster
 from rlgraph.runtime.driver.orphan_cleanup import free_semaphores, sweep_command
 
 # Ray's token: in which mode Ray asks for one, and where it lies. Whoever knows it can run code on every host of the cluster.
@@ -189,6 +190,44 @@ def _gpus(node: dict[str, Any]) -> int:
     return int(node["Resources"].get("GPU", 0))
 
 
+def living_hosts(address: str | None) -> list[RayHost]:
+    """List the living hosts of the Ray at an address, each with its devices. None: of the Ray that this program is connected to.
+
+    Raises PlanError if Ray refuses this program's token, or a host does not answer.
+    """
+    if address is None:
+        return _described_nodes()
+    _connect("rg.cluster() looks for hosts", address)
+    try:
+        return _described_nodes()
+    finally:
+        call_or_abandon("the end of Ray", ray.shutdown, RAY_S)
+
+
+def _described_nodes() -> list[RayHost]:
+    here = ray.get_runtime_context().get_node_id()
+    task = ray.remote(_devices).options(num_cpus=0, max_retries=0)
+    nodes = {node["NodeID"]: node for node in _living_nodes()}
+    asked = {host: task.options(scheduling_strategy=on_host(host)).remote() for host in nodes if host != here}
+    found = []
+    for host, node in nodes.items():
+        try:
+            devices = ray.get(asked[host], timeout=RAY_S) if host in asked else local_cluster()
+        except ray.exceptions.RayError as error:
+            raise PlanError(
+                f"rg.cluster(): {node['NodeManagerAddress']} did not describe its devices ({str(error).strip().splitlines()[-1]}); start "
+                "Ray there again, in the environment that this program runs in"
+            ) from error
+        found.append(RayHost(host, node["NodeManagerAddress"], _gpus(node), int(node["Resources"].get("CPU", 0)), devices, host == here))
+    return found
+
+
+def _devices() -> Cluster:
+    """Describe the devices of the host that runs this task."""
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from a task that reserves none
+    return local_cluster()
+
+
 def gpus_per_host(plan: Plan) -> list[int]:
     """Count the GPUs that the plan uses on each of its hosts, up to the last one."""
     per_node = plan.cluster.gpus_per_node
@@ -269,7 +308,7 @@ def start_ray(hosts: int = 1, *, stores: bool = False, stopped: Callable[[], boo
     if ray.is_initialized():
         return False
     if hosts > 1:
-        _connect(hosts)
+        _connect(f"the plan takes {hosts} hosts")
         return True
     check_loopback()
     check_temporary()
@@ -506,25 +545,22 @@ def deaths_of(nodes: Collection[str]) -> str:
     return "; ".join(told)
 
 
-def _connect(hosts: int) -> None:
+def _connect(purpose: str, address: str = "auto") -> None:
     """Connect to the Ray that spans the hosts. Raises PlanError where none runs, or where it asks for another token."""
     refused = getattr(ray.exceptions, "AuthenticationError", ())  # older ones know no tokens
+    refusal = PlanError(f"{purpose}, whose Ray did not take this program's token: {describe_mode()}; {FIX}")
     try:
         with _preserve_signal_handlers():
-            call_with_deadline("Ray did not let this program in", lambda: ray.init(address="auto", logging_level=logging.ERROR))
+            call_with_deadline("Ray did not let this program in", lambda: ray.init(address=address, logging_level=logging.ERROR))
     except refused as error:
-        raise _not_let_in(hosts) from error
+        raise refusal from error
     except ConnectionError as error:
         if refused and refused.__name__ in str(error.__cause__):  # Ray wraps it as text
-            raise _not_let_in(hosts) from error
+            raise refusal from error
         raise PlanError(
-            f"the plan takes {hosts} hosts and no Ray runs here; run `rlgraph cluster start` on this host, and on each other one "
+            f"{purpose} and no Ray runs here; run `rlgraph cluster start` on this host, and on each other one "
             "`rlgraph cluster join THIS_HOST`"
         ) from error
-
-
-def _not_let_in(hosts: int) -> PlanError:
-    return PlanError(f"the plan takes {hosts} hosts, whose Ray did not take this program's token: {describe_mode()}; {FIX}")
 
 
 @contextlib.contextmanager
