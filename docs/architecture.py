@@ -64,6 +64,8 @@ def _package(module: str) -> str:
 
 def svg(ordered: Sequence[Sequence[str]], may: Pairs, found: Pairs) -> str:
     """Draw a matrix: a row imports the columns whose cells are filled; a pale cell would be allowed too."""
+    from rlgraph.render.plan_picture import IN_THE_DARK
+
     names = [name for layer in ordered for name in layer]
     depth = {name: k for k, layer in enumerate(ordered) for name in layer}
     right = NAMES + CELL * len(names) + GAP
@@ -72,6 +74,7 @@ def svg(ordered: Sequence[Sequence[str]], may: Pairs, found: Pairs) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="Inter, \'Segoe UI\', \'Helvetica Neue\', Arial, sans-serif" font-size="13" role="img" '
         'aria-label="the packages of rlgraph and their imports">',
+        IN_THE_DARK,
         '<rect width="100%" height="100%" fill="#ffffff"/>',
     ]
     columns = {name: NAMES + CELL * k for k, name in enumerate(names)} | {name: right + CELL * k for k, name in enumerate(LIBRARIES)}

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import rlgraph as rg
 from rlgraph.render.plan_layout import layout
-from rlgraph.render.plan_picture import svg
+from rlgraph.render.plan_picture import IN_THE_DARK, svg
 from rlgraph_cli.recipe import read
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -51,6 +51,7 @@ def picture(made: Sequence[rg.Plan]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" role="img" '
         f'aria-label="{said}">',
+        IN_THE_DARK,
         '<rect width="100%" height="100%" fill="#ffffff"/>',
     ]
     top = 0.0

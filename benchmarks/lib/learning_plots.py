@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lib.learning_runs import Run, interval, named
+from rlgraph.render.plan_picture import IN_THE_DARK
 
+MARKED = 30  # points that a curve may have to show each of them
 COLOURS = ("#2f6fd0", "#c2330f", "#2b8a57", "#8a4fbe", "#b7791f", "#4a5568")
 REACHED = 0.95  # of the final accuracy at depth 0, for the seconds that a setting takes to be as good
 
@@ -76,9 +78,9 @@ def draw_staleness(runs: Mapping[str, Run]) -> dict[str, str]:
     for correction, row in zip(corrections, axes, strict=True):
         _accuracy(row[0], groups, correction, 0)
         _accuracy(row[1], groups, correction, 1)
-    alone, axes = _figure(1, len(corrections))
-    for correction, axis in zip(corrections, axes[0], strict=True):
-        _accuracy(axis, groups, correction, 0)
+    alone, axes = _figure(len(corrections), 1)
+    for correction, row in zip(corrections, axes, strict=True):
+        _accuracy(row[0], groups, correction, 0)
     return {"accuracy": as_svg(both), "updates": as_svg(alone)}
 
 
@@ -87,10 +89,10 @@ def _accuracy(axis: Any, groups: Mapping[tuple[Any, ...], Sequence[Run]], correc
     for colour, depth in zip(COLOURS, [depth for name, depth in groups if name == correction], strict=False):
         curves = [([each[along] for each in run["accuracy"]], [each[2] for each in run["accuracy"]]) for run in groups[correction, depth]]
         _curves(axis, curves, colour, f"depth {depth}")
-    axis.set_title(correction, loc="left", fontsize=10)
+    axis.set_title("no correction" if correction == "disabled" else f"correction: {correction}", loc="left", fontsize=11)
     axis.set_xlabel(("updates", "seconds")[along])
     axis.set_ylabel("held-out accuracy")
-    axis.legend(frameon=False, fontsize=8)
+    axis.legend(frameon=False, fontsize=10)
 
 
 def draw_learning(runs: Mapping[str, Run]) -> str:
@@ -138,14 +140,16 @@ def _curves(axis: Any, curves: Sequence[tuple[Sequence[float], Sequence[float]]]
     """Draw the mean of several curves strongly, and each of them faintly."""
     for xs, ys in curves:
         axis.plot(xs, ys, color=colour, linewidth=0.7, alpha=0.35)
-    axis.plot(*mean_curve(curves), color=colour, linewidth=2.0, label=label)
+    means = mean_curve(curves)
+    axis.plot(*means, color=colour, linewidth=2.0, label=label, marker="o" if len(means[0]) <= MARKED else None, markersize=4)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.grid(color="#e4e8ed", linewidth=0.8)
 
 
 def _figure(rows: int, columns: int) -> tuple[Any, Any]:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.8 * columns, 2.9 * rows), layout="constrained")
+    figure = Figure(figsize=(7.6 if columns == 1 else 4.4 * columns, 3.0 * rows), layout="constrained")
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
@@ -164,4 +168,6 @@ def as_svg(figure: Any) -> str:
     target = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": "rlgraph", "svg.fonttype": "none"}):
         figure.savefig(target, format="svg", metadata={"Date": None})
-    return "\n".join(line.rstrip() for line in target.getvalue().splitlines()) + "\n"
+    lines = [line.rstrip() for line in target.getvalue().splitlines()]
+    lines.insert(next(at for at, line in enumerate(lines) if line.strip() == "<defs>"), IN_THE_DARK)
+    return "\n".join(lines) + "\n"

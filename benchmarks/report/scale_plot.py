@@ -13,9 +13,9 @@ def svg(values: Mapping[str, Any]) -> str:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({"font.size": 9, "font.family": "sans-serif"}):
-        figure = Figure(figsize=(13, 4.2), layout="tight")
-        losing, moving, beside = figure.subplots(1, 3)
+    with matplotlib.rc_context({"font.size": 11, "font.family": "sans-serif"}):
+        figure = Figure(figsize=(8, 12), layout="tight")
+        losing, moving, beside = figure.subplots(3, 1)
         _intervals(losing, values["intervals"])
         _fan_out(moving, values["fan_out"]["8B, from 8 hosts"])
         _anchors(beside, values["anchors"])
@@ -30,7 +30,7 @@ def _intervals(axes: Any, curves: Any) -> None:
         axes.plot(every, [100 * point["daly_lost"] for point in curve["points"]], "--", color=colour, linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="steps between two checkpoints", ylabel="% of the time lost", ylim=(0.1, 100))
     axes.set_title("Failures and checkpoints (dashed: Daly's formula)")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=10)
 
 
 def _fan_out(axes: Any, rows: Any) -> None:
@@ -39,15 +39,15 @@ def _fan_out(axes: Any, rows: Any) -> None:
         axes.plot(hosts, [row[name] for row in rows], "o-", color=colour, label=label, markersize=4)
     axes.set(xscale="log", yscale="log", xlabel="hosts of 8 generators", ylabel="seconds of a version")
     axes.set_title("8B in bfloat16 from 8 hosts, 400 GB/s a host")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=10)
 
 
 def _anchors(axes: Any, rows: Any) -> None:
     for place, row in enumerate(rows):
         axes.barh(place - 0.2, row["published_s"], 0.36, color=COLOURS[0], label="published" if not place else None)
         axes.barh(place + 0.2, row["modelled_s"], 0.36, color=COLOURS[1], label="modelled" if not place else None)
-    axes.set_yticks(range(len(rows)), [row["name"] for row in rows], fontsize=8)
+    axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     axes.invert_yaxis()
     axes.set(xlabel="seconds of a step")
     axes.set_title("Step times of NeMo RL v0.4")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=10)

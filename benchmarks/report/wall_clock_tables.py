@@ -95,7 +95,15 @@ def draw(found: Mapping[str, Any]) -> str:
         times, means = mean_curve(runs)
         each = [[at(xs, ys, time) for xs, ys in runs] for time in times]
         axis.fill_between(times, [min(ys) for ys in each], [max(ys) for ys in each], color=colour, alpha=0.15, linewidth=0)
-        axis.plot(times, means, color=colour, linewidth=2.0, label=f"{mode} ({len(runs)} seed{'s' if len(runs) > 1 else ''})")
+        axis.plot(
+            times,
+            means,
+            color=colour,
+            linewidth=2.0,
+            marker="o",
+            markersize=4,
+            label=f"{mode} ({len(runs)} seed{'s' if len(runs) > 1 else ''})",
+        )
     axis.axhline(wanted, color="#4a5568", linewidth=1.0, linestyle=(0, (4, 3)))
     axis.annotate(f"{wanted:.3f}: the end of time-shared", (0, wanted), (4, 4), textcoords="offset points", fontsize=10, color="#4a5568")
     axis.set_xlabel("seconds since the first step", fontsize=11)

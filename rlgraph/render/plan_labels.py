@@ -42,6 +42,7 @@ _BOLD = {
 }
 _OTHER, _WIDE = 1.5, 1.6  # characters of other scripts, and those that take two places in a terminal
 
+UNTIMED = "placeholder costs, so no times"
 ROUNDING = 1e-6  # pixels: tolerance for sums of floats, so that a text fits the room made for it
 
 
@@ -73,15 +74,15 @@ def fit_text(text: str, size: float, room: float, bold: bool = False) -> str:
     return kept.rstrip() + "…"
 
 
-Tone: TypeAlias = Literal["ink", "muted", "red", "badge", "red badge"]
+Tone: TypeAlias = Literal["ink", "muted", "red", "weights", "badge", "red badge"]
 Mark: TypeAlias = Literal["critical", "local", "weights", "order"]
 
 HEADING, NAME, SMALL = 17.0, 14.0, 12.5  # font sizes in pixels
 PAD = 9.0  # between the edge of a box and its texts
 BADGE = 20.0  # room for the number of a node's place in its pool, in front of its name
-BOX_LEAST, BOX_LISTED, BOX_MOST = 110.0, 206.0, 320.0  # the list of columns widens a box up to BOX_LISTED
+BOX_LEAST, BOX_LISTED, BOX_MOST = 110.0, 160.0, 320.0  # the list of columns widens a box up to BOX_LISTED
 LABEL_MOST = 190.0
-FULL = 0.995  # a pool that works all the time
+PLACEHOLDERS = "nominal"  # costs that nothing was measured for: a picture shows no seconds of them
 
 
 @dataclass(frozen=True)
@@ -118,12 +119,28 @@ class LegendItem:
         return self.label.span[1]
 
 
+def has_times(plan: Plan) -> bool:
+    """True if the plan's seconds mean something; those of placeholder costs do not."""
+    return plan.prediction.cost != PLACEHOLDERS
+
+
+def step_time(plan: Plan) -> str:
+    """Write the predicted step, with the source of its costs."""
+    return words.prediction(plan) if has_times(plan) else UNTIMED
+
+
+def _time(node: PlannedNode) -> str:
+    if node.cost != PLACEHOLDERS:
+        return words.node_time(node)
+    return f"every {node.due.every} steps" if node.due else ""
+
+
 def header(plan: Plan, x: float) -> list[TextLine]:
     """Place the name of the graph and, below it, the cluster and the predicted step."""
     name = fit_text(words.clean(plan.graph), HEADING, 600.0, bold=True)
     return [
         TextLine(x, 26.0, name, HEADING, bold=True),
-        TextLine(x, 48.0, f"{words.cluster(plan.cluster)} · {words.prediction(plan)}", NAME),
+        TextLine(x, 48.0, f"{words.cluster(plan.cluster)} · {step_time(plan)}", NAME),
     ]
 
 
@@ -135,8 +152,7 @@ def lane_labels(lanes: Iterable[tuple[float, PlannedPool | None]], plan: Plan, x
         room = LABEL_MOST - 2 * PAD
         found.append(TextLine(x + PAD, y + 23.0, fit_text(lines[0], NAME, room, bold=True), NAME, bold=True))
         found.append(TextLine(x + PAD, y + 42.0, fit_text(lines[1], SMALL, room), SMALL, "muted"))
-        full = pool is not None and pool.busy >= FULL
-        found += [TextLine(x + PAD, y + 60.0, line, SMALL, "red" if full else "muted") for line in lines[2:]]
+        found += [TextLine(x + PAD, y + 60.0, line, SMALL, "muted") for line in lines[2:]]
     return found
 
 
@@ -154,13 +170,14 @@ def _label_lines(pool: PlannedPool | None, plan: Plan) -> list[str]:
     used = any(node.pool == pool.name for node in plan.nodes)
     models = {node.model for node in plan.nodes if node.pool == pool.name}
     shared = [model.split for model in plan.models if model.name in models and model.split]
-    return [words.clean(pool.name), " · ".join([words.devices(pool), *shared]), f"busy {pool.busy:.0%}" if used else "no nodes of its own"]
+    busy = [f"busy {pool.busy:.0%}"] if has_times(plan) else []
+    return [words.clean(pool.name), " · ".join([words.devices(pool), *shared]), *(busy if used else ["no nodes"])]
 
 
 def box_width(node: PlannedNode, order: tuple[int, int] | None, plan: Plan) -> float:
     """Compute the width at which the texts of a box fit, within limits."""
     badge = BADGE if order else 0.0
-    first = badge + width(words.clean(node.name), NAME, bold=True) + 10.0 + width(words.node_time(node), SMALL)
+    first = badge + width(words.clean(node.name), NAME, bold=True) + 10.0 + width(_time(node), SMALL)
     listed = width(_second_line(node, plan, max(first, BOX_LISTED - 2 * PAD)), SMALL)
     return min(max(max(first, listed) + 2 * PAD, BOX_LEAST), BOX_MOST)
 
@@ -173,11 +190,11 @@ def box_texts(
     second = _second_line(node, plan, wide - 2 * PAD)
     base = y + high / 2 + (-4.5 if second else 4.5)
     tone: Tone = "red" if node.name in red.nodes else "muted"
-    found = [TextLine(x + wide - PAD, base, words.node_time(node), SMALL, tone, anchor="end")]
+    found = [TextLine(x + wide - PAD, base, _time(node), SMALL, tone, anchor="end")]
     start = x + PAD
     if order:
         badge: Tone = "red badge" if node.name in red.order else "badge"
-        found.append(TextLine(start + 7.5, base - 1.5, str(order[0]), 10.0, badge, bold=True, anchor="middle"))
+        found.append(TextLine(start + 7.5, base - 1.5, str(order[0]), 11.0, badge, bold=True, anchor="middle"))
         start += BADGE
     found.append(TextLine(start, base, fit_text(words.clean(node.name), NAME, found[0].span[0] - 6.0 - start, bold=True), NAME, bold=True))
     if second:
@@ -194,7 +211,9 @@ def _second_line(node: PlannedNode, plan: Plan, room: float) -> str:
     return next((line for line in lines if width(line, SMALL) <= room + ROUNDING), fit_text(lines[-1], SMALL, room))
 
 
-def loop_label(loop: PlannedLoop, y: float, middle: float, lower: Sequence[float], room: tuple[float, float]) -> TextLine:
+def loop_label(
+    loop: PlannedLoop, y: float, middle: float, lower: Sequence[float], room: tuple[float, float], tone: Tone = "weights"
+) -> TextLine:
     """Place the label of a feedback edge as near to `middle` as it fits in `room` beside the verticals `lower`."""
     name = fit_text(words.clean(loop.name), SMALL, 220.0)
     wide = width(f"{name}: {words.loop_terms(loop)}", SMALL)
@@ -203,7 +222,7 @@ def loop_label(loop: PlannedLoop, y: float, middle: float, lower: Sequence[float
     edges = [side for x in lower for side in (x - wide / 2 - 8.0, x + wide / 2 + 8.0)]
     beyond = max([least, *edges])
     free = [x for x in [wish, beyond, *(e for e in edges if least <= e <= most)] if all(abs(x - v) >= wide / 2 + 7.9 for v in lower)]
-    return TextLine(min(free, key=lambda x: abs(x - wish)), y, f"{name}: {words.loop_terms(loop)}", SMALL, "red", anchor="middle")
+    return TextLine(min(free, key=lambda x: abs(x - wish)), y, f"{name}: {words.loop_terms(loop)}", SMALL, tone, anchor="middle")
 
 
 def legend(plan: Plan, red: Critical, x: float, y: float, right: float) -> tuple[LegendItem, ...]:

@@ -276,11 +276,14 @@ class _Frame:
         return sum(self.lanes[-1])
 
 
+NOTHING = Critical(frozenset(), frozenset(), frozenset(), frozenset())
+
+
 def layout(plan: Plan) -> Layout:
     """Compute the coordinates of a plan's picture. No box, edge or text covers a box or a text that it does not belong to."""
     grid = arrange(plan)
     lines = route_channels(plan, grid)
-    red = critical(plan)
+    red = critical(plan) if plan_labels.has_times(plan) else NOTHING
     frame = _frame(plan, grid, lines)
     boxes = _boxes(plan, grid, frame)
     edges = _edges(plan, grid, lines, frame, boxes)
@@ -292,7 +295,7 @@ def layout(plan: Plan) -> Layout:
     for box in boxes.values():
         content += plan_labels.box_texts(box.node, box.order, (box.x, box.y, box.width, box.height), plan, red)
     foot = frame.bottom + LOOP_STEP * len(plan.loops)
-    written = _loop_labels(plan, loops, frame)
+    written = _loop_labels(plan, red, loops, frame)
     legend = plan_labels.legend(plan, red, EDGE, foot + 30, frame.right)
     content += written
     right = max([frame.right, *(text.span[1] for text in content), *(item.right for item in legend)])
@@ -442,7 +445,7 @@ def _beside(box: Box, index: int, y: float, side: int) -> list[Point]:
     return [(box.x, y), (box.x - ARROW - 8.0 - 6.0 * index, y)]
 
 
-def _loop_labels(plan: Plan, loops: Sequence[LoopLine], frame: _Frame) -> list[TextLine]:
+def _loop_labels(plan: Plan, red: Critical, loops: Sequence[LoopLine], frame: _Frame) -> list[TextLine]:
     """Place the label of each feedback edge under its line, where no line of a lower one crosses it."""
     written: list[TextLine] = []
     for index, loop in enumerate(plan.loops):
@@ -450,7 +453,8 @@ def _loop_labels(plan: Plan, loops: Sequence[LoopLine], frame: _Frame) -> list[T
         lower = [x for other in plan.loops[index + 1 :] for line in loops if line.loop.name == other.name for x in _falls(line)]
         ends = [x for line in own for x in _falls(line)]
         y = frame.bottom + LOOP_STEP * index + 18.0
-        written.append(plan_labels.loop_label(loop, y + 15.0, (min(ends) + max(ends)) / 2, lower, (EDGE, frame.right)))
+        tone: plan_labels.Tone = "red" if loop.name in red.loops else "weights"
+        written.append(plan_labels.loop_label(loop, y + 15.0, (min(ends) + max(ends)) / 2, lower, (EDGE, frame.right), tone))
     return written
 
 

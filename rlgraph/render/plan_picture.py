@@ -7,25 +7,28 @@ from itertools import pairwise
 from rlgraph.analysis import words
 from rlgraph.channels.api import transport_of
 from rlgraph.plan.plan import Plan, PlannedChannel
-from rlgraph.render.plan_labels import LegendItem, TextLine
+from rlgraph.render.plan_labels import LegendItem, TextLine, step_time
 from rlgraph.render.plan_layout import ARROW, Box, Edge, Lane, Layout, LoopLine, Point, layout
 
 FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, sans-serif"
-INK, MUTED, RED = "#1c2130", "#4d5464", "#c2330f"
+INK, MUTED, RED, VIOLET = "#1c2130", "#4d5464", "#c2330f", "#7a3fb0"
 EDGE_COLOUR, LOCAL_COLOUR = "#565d73", "#aab0c0"
 LANE_FILL, LANE_LINE = "#f4f6f8", "#d9dee4"
 BADGES = {"badge": MUTED, "red badge": RED}
 FILLS = {"generate": "#e3edfd", "train": "#fdeadb"}
+# A picture that is a file of its own is dark for readers in the dark; a page that holds one colours it itself.
+IN_THE_DARK = "<style>@media (prefers-color-scheme: dark) { svg:root { filter: invert(0.9) hue-rotate(180deg) } }</style>"
 RADIUS = 8.0  # of the corners of a feedback edge
 
 
 def svg(plan: Plan) -> str:
     """Draw a plan as one SVG document that needs no font, script or other file."""
     picture = layout(plan)
-    said = f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}: {words.prediction(plan)}"
+    said = f"{words.clean(plan.graph)} on {words.cluster(plan.cluster)}: {step_time(plan)}"
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(picture.width)} {_n(picture.height)}" '
         f'width="{_n(picture.width)}" height="{_n(picture.height)}" font-family="{FONT}" role="img" aria-label="{escape(said)}">',
+        IN_THE_DARK,
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         *(_lane(lane) for lane in picture.lanes),
         *(_edge(edge, plan, picture) for edge in sorted(picture.edges, key=lambda e: _layer(e, picture))),
@@ -122,6 +125,7 @@ def _curved_path(points: Sequence[Point]) -> str:
 
 def _loop(line: LoopLine, plan: Plan, picture: Layout) -> str:
     loop, red = line.loop, line.loop.name in picture.critical.loops
+    colour = RED if red else VIOLET
     cost = "hidden behind other work" if loop.hidden else "which lengthens the step"
     version = "the latest version" if loop.latest else "exactly the version of its depth"
     tip = _title(
@@ -134,8 +138,9 @@ def _loop(line: LoopLine, plan: Plan, picture: Layout) -> str:
     way = (1, 0) if y0 == y1 else (0, -1)
     short = (*line.points[:-1], (x1 - ARROW * way[0], y1 - ARROW * way[1]))
     return (
-        f'<g class="loop" fill="none" stroke="{RED}">{tip}<path d="{_bent_path(short)}" stroke="transparent" stroke-width="9"/>'
-        f'<path d="{_bent_path(short)}" stroke-width="{"2.6" if red else "1.6"}" stroke-dasharray="7 4"/>{_arrow((x1, y1), way, RED)}</g>'
+        f'<g class="loop" fill="none" stroke="{colour}">{tip}<path d="{_bent_path(short)}" stroke="transparent" stroke-width="9"/>'
+        f'<path d="{_bent_path(short)}" stroke-width="{"2.6" if red else "1.6"}" stroke-dasharray="7 4"/>'
+        f"{_arrow((x1, y1), way, colour)}</g>"
     )
 
 
@@ -166,7 +171,7 @@ def _text(text: TextLine) -> str:
     badge = ""
     if text.tone in BADGES:
         badge = f'<circle cx="{_n(text.x)}" cy="{_n(text.y - 3.5)}" r="8" fill="{BADGES[text.tone]}"/>'
-    fill = {"ink": INK, "muted": MUTED, "red": RED}.get(text.tone, "#ffffff")
+    fill = {"ink": INK, "muted": MUTED, "red": RED, "weights": VIOLET}.get(text.tone, "#ffffff")
     weight = ' font-weight="bold"' if text.bold else ""
     anchor = "" if text.anchor == "start" else f' text-anchor="{text.anchor}"'
     return (
@@ -178,10 +183,10 @@ def _text(text: TextLine) -> str:
 def _legend(item: LegendItem) -> str:
     x, y = item.x, item.y - 4.0
     if item.mark == "order":
-        return _text(TextLine(x + 15.0, item.y, "1", 10.0, "badge", bold=True, anchor="middle"))
+        return _text(TextLine(x + 15.0, item.y, "1", 11.0, "badge", bold=True, anchor="middle"))
     styles = {
         "critical": f'stroke="{RED}" stroke-width="2.2"',
         "local": f'stroke="{LOCAL_COLOUR}" stroke-width="1.6"',
-        "weights": f'stroke="{RED}" stroke-width="1.6" stroke-dasharray="7 4"',
+        "weights": f'stroke="{VIOLET}" stroke-width="1.6" stroke-dasharray="7 4"',
     }
     return f'<path d="M{_n(x)} {_n(y)}H{_n(x + 25)}" fill="none" {styles[item.mark]}/>'

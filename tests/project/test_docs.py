@@ -109,8 +109,8 @@ def test_the_readme_example_compiles_as_it_stands(tmp_path: Path) -> None:
 
 
 def test_the_readmes_picture_is_what_is_drawn_today(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(ROOT / "docs" / "draw.py"), str(tmp_path / "ppo.svg")], check=True, timeout=250)
-    assert (tmp_path / "ppo.svg").read_text() == (ROOT / "docs" / "ppo.svg").read_text()
+    subprocess.run([sys.executable, str(ROOT / "docs" / "draw.py"), str(tmp_path / "grpo.svg")], check=True, timeout=250)
+    assert (tmp_path / "grpo.svg").read_text() == (ROOT / "docs" / "grpo.svg").read_text()
 
 
 @pytest.mark.stage("recipes")

@@ -63,7 +63,7 @@ def test_the_site_builds_strictly_and_shows_what_it_should(tmp_path: Path) -> No
     index = (tmp_path / "index.html").read_text()
     assert 'href="quickstart.html"' in index
     assert 'href="concepts.html"' in index, "links of README to docs/ are not the site's"
-    assert 'src="ppo.svg"' in index
+    assert 'src="grpo.svg"' in index
     assert not re.findall(r'<(?:script|link|img)[^>]*(?:src|href)="https?://[^"]*', index), "the page loads something from elsewhere"
     for page in (tmp_path / "api").glob("*.html"):
         text = Text()
