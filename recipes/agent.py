@@ -21,7 +21,7 @@ class Config:
     engine: str = "vllm"  # or sglang, transformers
     prompts: int = 8  # questions a step
     group_size: int = 8  # sessions for each question
-    max_tokens: int = 64  # tokens of a session after its first question, with those of the program
+    max_tokens: int = 64  # tokens of a session after its first question, including the program's
     concurrency: int = 64  # sessions that are open at once
     lr: float = 1e-5
     depth: int = 1  # staleness bound in weight versions
@@ -45,7 +45,7 @@ def graph(cfg: Config) -> rg.Graph:
 
     prompts = rg.prompts(questions(cfg.seed), count=cfg.prompts, seed=cfg.seed)
     rollout = generator.rollout(prompts, weights, group_size=cfg.group_size, agent=solve, concurrency=cfg.concurrency)
-    advantages = rg.advantages(rollout, estimator=rg.GRPO())  # of the rewards that the program gives
+    advantages = rg.advantages(rollout, estimator=rg.GRPO())  # of the rewards that the program returns
     step = policy.update(rollout, advantages, loss=rg.ClippedLoss(clip_low=0.2, clip_high=0.28))
     weights.close(step.weights)
     return rg.Graph("agent", step.metrics)

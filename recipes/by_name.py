@@ -26,9 +26,9 @@ class Config:
     loss: str = "dapo"
     loss_options: dict[str, Any] = field(default_factory=dict)
     correction: str = ""  # none
-    prompts: int = 16  # prompts a step
-    group_size: int = 8  # responses a prompt
-    max_tokens: int = 5  # tokens a response
+    prompts: int = 16  # prompts per step
+    group_size: int = 8  # responses per prompt
+    max_tokens: int = 5  # tokens per response
     lr: float = 5e-6
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy
     steps: int = 25

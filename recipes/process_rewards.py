@@ -3,7 +3,7 @@
     python recipes/process_rewards.py [key=value ...] [config=FILE.yaml]
 
 Both begin as SmolLM2-135M-Instruct. A good step is an equation, a bad one says it in words: `reward/accuracy` of the judge goes to 1, then
-`step_rewards/mean` of the policy rises. After a kill the same command goes on. `--help` lists the settings.
+`step_rewards/mean` of the policy rises. After a kill the same command resumes. `--help` lists the settings.
 """
 
 from collections.abc import Callable
@@ -21,9 +21,9 @@ class Config:
     solutions: int = 8  # a step of the judge
     judge_lr: float = 1e-4  # the head begins at 0, and passes gradients on only once it has grown
     judge_steps: int = 24
-    prompts: int = 4  # prompts a step of the policy
-    group_size: int = 8  # responses a prompt
-    max_tokens: int = 20  # tokens a response
+    prompts: int = 4  # prompts per step of the policy
+    group_size: int = 8  # responses per prompt
+    max_tokens: int = 20  # tokens per response
     lr: float = 2e-5
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy
     steps: int = 30  # of the policy

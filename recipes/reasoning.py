@@ -1,4 +1,4 @@
-"""Reasoning with a long tail: fine-tuning on written-out solutions, then GRPO on answers alone.
+"""Reasoning with a long tail: fine-tuning on written-out solutions, then GRPO on answers only.
 
     python recipes/reasoning.py [key=value ...] [config=FILE.yaml]
     python recipes/reasoning.py depth=2 continuous=True                # the next batch decodes with the last half of this one
@@ -25,13 +25,13 @@ class Config:
     memory: float | None = None  # the engine's share of a GPU
     shortest: int = 4  # lines of a solution, each of about 12 tokens
     longest: int = 40
-    max_tokens: int = 600  # tokens a response
+    max_tokens: int = 600  # tokens per response
     examples: int = 32  # a step of fine-tuning
     sft_lr: float = 3e-4
     sft_steps: int = 60
-    prompts: int = 16  # prompts a step of GRPO
-    group_size: int = 8  # responses a prompt
-    mini_batches: int = 4  # optimizer steps a step
+    prompts: int = 16  # prompts per step of GRPO
+    group_size: int = 8  # responses per prompt
+    mini_batches: int = 4  # optimizer steps per step
     lr: float = 5e-6
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy
     continuous: bool = False

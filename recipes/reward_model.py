@@ -14,7 +14,7 @@ from tasks.exports import new_folder
 
 import rlgraph as rg
 
-FAR = tuple(range(30, 60))  # above the right answer: ranking near ones takes hundreds of steps
+FAR = tuple(range(30, 60))  # above the right answer: ranking near ones needs hundreds of steps
 
 
 @dataclass

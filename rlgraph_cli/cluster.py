@@ -36,7 +36,7 @@ def start(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Ray's port.")] = PORT,
     gpus: Gpus = None,
     jobs: Annotated[
-        bool, typer.Option("--jobs", help="Take `ray job submit` at 127.0.0.1:8265; needs the extra `default` of ray.")
+        bool, typer.Option("--jobs", help="Accept `ray job submit` at 127.0.0.1:8265; needs the extra `default` of ray.")
     ] = False,
     token_file: TokenFile = None,
 ) -> None:
@@ -87,7 +87,7 @@ def join(
 
 @app.command()
 def stop() -> None:
-    """End what `start` or `join` started on this host, workers included; any other Ray goes on."""
+    """End what `start` or `join` started on this host, workers included; any other Ray keeps running."""
     count = _end()
     _forget_address()
     typer.echo(f"ended {count} processes" if count else "nothing of a cluster runs here")
@@ -109,15 +109,15 @@ def _end() -> int:
 
 
 def check_takes_jobs() -> None:
-    """Raise ConfigError where Ray cannot take jobs: it would start without what takes them, and say nothing."""
+    """Raise ConfigError if Ray cannot accept jobs: it would start without a job server, silently."""
     try:
         import ray.dashboard.optional_deps  # noqa: F401 (Ray's own list)
     except ImportError as error:
-        raise _refused(f'start --jobs: this Ray takes no jobs ({error}); run `pip install "ray[default]"` on this host') from None
+        raise _refused(f'start --jobs: this Ray accepts no jobs ({error}); run `pip install "ray[default]"` on this host') from None
 
 
 def write_token(file: Path, token: str) -> None:
-    """Write a token into a new file that this user alone can read. Raises FileExistsError if there is one."""
+    """Write a token into a new file that only this user can read. Raises FileExistsError if there is one."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(file, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as written:
         written.write(token)
@@ -131,7 +131,7 @@ def parsed(head: str) -> tuple[str, int]:
     """
     host, _, port = head.partition(":")
     if not host or not (port or str(PORT)).isdigit():
-        raise typer.BadParameter(f"{head!r} is no address of a head; give HOST or HOST:PORT, as 10.0.0.1:{PORT}")
+        raise typer.BadParameter(f"{head!r} is not the address of a head; pass HOST or HOST:PORT, e.g. 10.0.0.1:{PORT}")
     return host, int(port or PORT)
 
 
@@ -157,7 +157,7 @@ def marked() -> list[int]:
 
 
 def _with_children(pids: list[int]) -> list[int]:
-    """Add the children of processes, and theirs: those of Ray that name themselves anew overwrite their environment."""
+    """Add the children of processes, and theirs: Ray's processes that rename themselves overwrite their environment."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -199,7 +199,7 @@ def _file(named: Path | None) -> Path:
 def _keep(file: Path, token: str) -> None:
     """Keep the token of standard input in its file. A file with another one is left as it is."""
     if token != "-":
-        raise typer.BadParameter("--token takes `-` alone: on a command line every user of this host could read the token")
+        raise typer.BadParameter("--token accepts only `-`: on a command line every user of this host could read the token")
     read = sys.stdin.readline().strip()
     if not read:
         raise _refused("--token -: nothing came on standard input; did the command before the `|` fail?")
@@ -242,7 +242,7 @@ def _ray_start(arguments: list[str], file: Path) -> None:
     said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
     if any("AuthenticationError" in line for line in said):
         raise _refused(
-            f"Ray there asks for another token ({MODE} is token) than that of {file}; copy the head's file here, or name it by --token-file"
+            f"Ray there asks for another token ({MODE} is token) than that in {file}; copy the head's file here, or pass its --token-file"
         )
     raise _failed("`ray start` failed: " + "\n".join(said[-5:]))
 

@@ -25,7 +25,7 @@ def doctor(context: typer.Context, json: Json = False) -> None:
 def exact(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A folder, or a name that `rg.model_folder` knows.")], json: Json = False
 ) -> None:
-    """Compare engine and trainer with exact=True, operation by operation. The exit code is 1 if one gives other numbers."""
+    """Compare engine and trainer with exact=True, operation by operation. The exit code is 1 if one returns other numbers."""
     import rlgraph as rg
     from rlgraph.engines.registry import exactness
 

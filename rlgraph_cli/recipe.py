@@ -101,7 +101,7 @@ def run(path: Path, settings: Sequence[str], profile: str | None = None, workers
 
 def _imported(path: Path) -> ModuleType:
     _source(path)
-    sys.path.insert(0, str(path.resolve().parent))  # as Python does for a program, so that a recipe finds what lies beside it
+    sys.path.insert(0, str(path.resolve().parent))  # as Python does for a program, so that a recipe finds the modules next to it
     name = f"recipe_{path.stem}"  # not the stem alone: recipes/math.py is not the module `math`
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
@@ -113,5 +113,5 @@ def _imported(path: Path) -> ModuleType:
 
 def _source(path: Path) -> str:
     if path.suffix != ".py" or not path.is_file():
-        raise ConfigError(f"recipe '{path}': there is no such file of Python; give the path of a recipe, as recipes/one_step_off.py")
+        raise ConfigError(f"recipe '{path}': Python file not found; pass the path of a recipe, e.g. recipes/one_step_off.py")
     return path.read_text(encoding="utf-8")

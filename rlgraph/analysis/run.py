@@ -234,7 +234,7 @@ def compare_events(run: Run) -> Iterator[EventComparison]:
 
 @dataclass(frozen=True)
 class WaitComparison:
-    """Predicted and measured seconds a step that a pool, or a worker of the host, waits for a channel or a feedback edge."""
+    """Predicted and measured seconds per step that a pool, or a worker of the host, waits for a channel or a feedback edge."""
 
     who: str
     on: str

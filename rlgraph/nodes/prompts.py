@@ -40,7 +40,7 @@ from rlgraph.settings import Name, Natural, Range, check_arguments
 
 
 class PromptSource(Operation):
-    """Draws `count` prompts a step, and builds their columns."""
+    """Draws `count` prompts per step, and builds their columns."""
 
     count: int
     prompt_field: str
@@ -294,7 +294,7 @@ class Streaming:
 
 # Prompts: walk a data set in a seeded order, `count` a step, epoch after epoch.
 
-PerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many prompts a step takes, a whole number of at least 1")]
+PerStep: TypeAlias = Annotated[int, Range(least=1, rule="the number of prompts per step, a whole number of at least 1")]
 RowsPerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many rows of the data a step takes, a whole number of at least 1")]
 
 

@@ -161,7 +161,7 @@ KNOWN = 2.0  # of the information criterion: evidence "not worth more than a bar
 
 @dataclass(frozen=True)
 class Share:
-    """The work of one rank in a step: its tokens a device, those of each pass where known, and whether it gathered no shards of others."""
+    """The work of one rank in a step: its tokens per device, those of each pass if known, and whether it gathered no shards of others."""
 
     tokens: float
     passes: Array | None = None

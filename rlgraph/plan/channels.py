@@ -290,7 +290,7 @@ UNKNOWN_BYTES: Final = 1 << 30  # of a message whose size no one knows
 
 
 class Link(Protocol):
-    """A host's link: it carries `bandwidth` bytes a second each way (None: any number), after `latency_s`."""
+    """A host's link: it carries `bandwidth` bytes per second each way (None: any number), after `latency_s`."""
 
     @property
     def bandwidth(self) -> float | None: ...

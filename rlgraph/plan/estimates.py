@@ -99,7 +99,7 @@ PREFILL, DECODING = 0.5, 0.6
 
 @dataclass(frozen=True)
 class Device:
-    """Peak bfloat16 operations and bytes of memory traffic a second, bytes of memory, and bytes a second to and from the
+    """Peak bfloat16 operations and bytes of memory traffic a second, bytes of memory, and bytes per second to and from the
     host, and to and from the other GPUs of the host, one way, as the vendor gives them."""
 
     flops: float
@@ -198,7 +198,7 @@ def stays_awake(parameters: int, itemsize: int) -> int:
 def decode_law(shape: ModelShape, device: Device, context: float) -> Decode:
     """Estimate the seconds of a decode step by the device's roofline and the host times of a table, each sequence `context` tokens long.
 
-    A token takes 2 operations a parameter; a decode step reads the weights once, and the keys and values of each sequence (Pope et al.,
+    A token takes 2 operations per parameter; a decode step reads the weights once, and the keys and values of each sequence (Pope et al.,
     2022, section 2).
     """
     return Decode(

@@ -369,7 +369,7 @@ class Forecast:
         return self.played.step_ends()[0]
 
     def waits(self) -> tuple[PlannedWait, ...]:
-        """Sum the seconds a step that each pool, and each worker on the host, waits for each channel; the longest first."""
+        """Sum the seconds per step that each pool, and each worker on the host, waits for each channel; the longest first."""
         total: dict[tuple[str, str, Reason], float] = {}
         events = {event.name: event for event in self.schedule.events}
         counted = range(self.warm_up, self.steps)

@@ -94,7 +94,7 @@ class ModelShape:
         return self.layers * self._layer(self.experts_used) + self.vocab * self.hidden
 
     def weight_bytes(self, itemsize: int, *, fp8: bool = False) -> int:
-        """The bytes of the weights; with `fp8` the layers have one byte a parameter. Scales are below a thousandth of that."""
+        """The bytes of the weights; with `fp8` the layers have one byte per parameter. Scales are below a thousandth of that."""
         return self.parameters * itemsize - (self.layers * self.layer_parameters * (itemsize - 1) if fp8 else 0)
 
     def kv_bytes_per_token(self, itemsize: int = 2) -> int:
@@ -214,7 +214,7 @@ class Workload:
     gradients and moments; the model itself has `frozen_bytes`, and if its matrices are `remade`, one of them is there in the dtype of
     passes at a time. An engine that merges adapters keeps the `merged` numbers of the matrices that they change, and its further copies
     have `version_bytes` (None: whole weights). An engine `in_fp8` has its layers in fp8; versions on their way are not. Its keys and values
-    have `kv_itemsize` bytes a number (None: as passes). With `packed` each rank has all matrices a second time, as its kernels want them.
+    have `kv_itemsize` bytes per element (None: as passes). With `packed` each rank has all matrices twice, as its kernels want them.
     With `plain_scores` scores are computed of logits without a kernel of their own, in copies in float32.
     """
 
@@ -343,7 +343,7 @@ def _copies(shape: ModelShape) -> int:
 #
 # Gradients of earlier passes are there all the time. `tests/plan/test_recorded_peaks.py` holds these against recorded peaks.
 
-MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes a parameter: float32 weights and gradients, AdamW's two moments
+MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes per parameter: float32 weights and gradients, AdamW's two moments
 MOMENTS = {"32bit": OPTIMIZER, "16bit": 4, "8bit": 2 * (1 + 4 / 256)}  # of two moments; those of 8 bits have a float32 scale for each block
 LOGITS_AT_ONCE = 1 << 28  # of a GPU's fused head: 1767 rows of a vocabulary of 151936
 SCORED_AT_ONCE, SCORE_COPIES = 1 << 27, 5  # logits that are scored at once by plain operations, and how many float32 copies that takes

@@ -331,7 +331,7 @@ class PlannedWait:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted steady state: seconds a step, the cycle that sets it, and advice in words.
+    """The predicted steady state: seconds per step, the cycle that sets it, and advice in words.
 
     `period_s` is that of the critical cycle, with the mean seconds until the last engine of a firing is done. `simulated_s` is
     found by playing the schedule with the lengths and spreads of the costs: it counts the waits for long responses, and an engine

@@ -339,6 +339,6 @@ def firing_order(schedule: Schedule) -> list[Event]:
 
 
 def simulated_period(schedule: Schedule, warm_up: int = WARM_UP_STEPS) -> float:
-    """Simulate the seconds a step, averaged over `warm_up` steps after the first `warm_up`."""
+    """Simulate the seconds per step, averaged over `warm_up` steps after the first `warm_up`."""
     ends = play(schedule, 2 * warm_up).step_ends()
     return (ends[2 * warm_up - 1] - ends[warm_up - 1]) / warm_up

@@ -116,7 +116,7 @@ def _shards(node: Node, parameters: float, learnt: float, device: Device, apart:
 
 
 GB = 10**9
-PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes a second, one way, of 16 lanes: 16 and 32 GT/s each, 128 bits sent as 130
+PCIE_4, PCIE_5 = 31.5e9, 63e9  # bytes per second, one way, of 16 lanes: 16 and 32 GT/s each, 128 bits sent as 130
 DEVICES: Mapping[str, Device] = {
     "A100": Device(312e12, 2.039e12, 80 * GB, PCIE_4, 300e9),
     "H100": Device(989e12, 3.35e12, 80 * GB, PCIE_5, 450e9),
@@ -126,7 +126,7 @@ DEVICES: Mapping[str, Device] = {
     "B200": Device(2250e12, 8.0e12, 180 * GB, PCIE_5, 900e9),
 }
 TRAINING = 0.4  # share of these peaks that well-tuned trainers reach; an assumption, which a profile replaces
-LINK = 25e9  # bytes a second at which a version reaches a generator
+LINK = 25e9  # bytes per second at which a version reaches a generator
 # Assumed lengths: the quantiles of a long-tailed task, as shares of the most tokens that are allowed.
 SHARES = ((0.0, 0.5, 0.9, 0.99, 1.0), (0.02, 0.2, 0.6, 0.95, 1.0))
 PROMPT_TOKENS = 256.0  # where the data set's prompts are not text
@@ -143,7 +143,7 @@ def device_of(name: str) -> Device | None:
 def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
     """Estimate the costs of a graph whose models' shapes are all known.
 
-    A token takes 2 operations a parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1), 2 more where layers are
+    A token takes 2 operations per parameter forwards and 6 in training (Kaplan et al., 2020, section 2.1), 2 more where layers are
     recomputed, those of gate and up where a part of them is, and 2 less of frozen ones; decoding is by the `decode_law` of the
     generator's engine. The host's time for each decode step, sequence and pass, and what logits take, are those of `host_times`.
     """
@@ -409,7 +409,7 @@ def _terms(decode: Decode) -> Sequence[str]:
 
 
 def single_number_caveats(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> Iterator[str]:
-    """Say how far the seconds of a generator may be off if its fit has a single number and it runs with other rows an engine than
+    """Say how far the seconds of a generator may be off if its fit has a single number and it runs with other rows per engine than
     were measured: the number may stand for decode steps, for sequences or for the firing."""
     rows = max(node.rows for node in graph.nodes)
     for node in graph.nodes:
@@ -419,8 +419,8 @@ def single_number_caveats(graph: Graph, settings: Mapping[str, Setting], costs: 
             continue
         if decode.divided and there.rows / there.engines != setting.rows / setting.engines:
             yield (
-                f"'{node.name}' was measured with responses of one length, {there.rows} an engine, and its seconds are divided into decode "
-                "steps and sequences as the roofline does; profile batches of two sizes"
+                f"'{node.name}' was measured with responses of one length, {there.rows} per engine, and its seconds are divided into "
+                "decode steps and sequences as the roofline does; profile batches of two sizes"
             )
         if not _single(cost):
             continue
@@ -435,7 +435,7 @@ def single_number_caveats(graph: Graph, settings: Mapping[str, Setting], costs: 
                 bounds.append(_decode_mean(costs, one, here, rows) * _decode_mean(costs, cost, there, there.rows) / at)
         if max(bounds) - min(bounds) > CLOSE_TERMS * seconds:
             yield (
-                f"'{node.name}' was measured on {there.rows / there.engines:.4g} responses an engine and is predicted on "
+                f"'{node.name}' was measured on {there.rows / there.engines:.4g} responses per engine and is predicted on "
                 f"{setting.rows / setting.engines:.4g}, but its firings did not tell decode steps from sequences: {seconds:.3g} s by "
                 f"{_terms(decode)[0]} alone, "
                 f"{min(bounds):.3g} to {max(bounds):.3g} s if it stands for another; profile batches of two sizes"

@@ -73,7 +73,7 @@ class _Draft:
         return trained_row_count(self.graph)
 
     def score(self, by: Objective, step_s: float) -> float:
-        """Compute the quantity to minimise: seconds a response, or device-seconds a response."""
+        """Compute the quantity to minimise: seconds per response, or device-seconds per response."""
         return step_s / self.rows * (sum(self.counts.values()) if by == "gpu_s_per_sample" else 1)
 
 
@@ -279,7 +279,7 @@ Durations = Mapping[str, Sequence[float]]  # of each event, by recorded step aft
 
 @dataclass(frozen=True)
 class Replayed:
-    """A recorded run under another configuration: mean seconds a step as recorded, played as recorded, and played changed."""
+    """A recorded run under another configuration: mean seconds per step as recorded, played as recorded, and played changed."""
 
     recorded_s: float
     again_s: float  # played as recorded: the difference to recorded_s is the error of playing

@@ -60,7 +60,7 @@ def _lane(lane: Lane) -> str:
 def _box(box: Box, plan: Plan, picture: Layout) -> str:
     node, red = box.node, box.node.name in picture.critical.nodes
     tip = [
-        f"{words.clean(node.name)}: {words.node_time(node)} ({node.cost}), {node.rows} rows a step",
+        f"{words.clean(node.name)}: {words.node_time(node)} ({node.cost}), {node.rows} rows per step",
         f"reads {words.elide(node.reads, len(node.reads)) or 'nothing'}",
         f"writes {words.elide(node.writes, len(node.writes)) or 'no columns'}",
         f"runs in {words.elide(node.workers, 8)}",

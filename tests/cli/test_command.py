@@ -142,8 +142,8 @@ REFUSED = {
         2,
         "error: --profile 0: recipe 'lengths.py' records no run by rg.record",
     ),
-    "a profile of no steps": (["run", "lengths.py", "--profile", "3..5"], 2, "error: --profile 3..5: give a step, as 3, or the first"),
-    "a worker without a profile": (["run", "lengths.py", "--worker", "policy"], 2, "--worker says which worker --profile is for"),
+    "a profile of no steps": (["run", "lengths.py", "--profile", "3..5"], 2, "error: --profile 3..5: pass a step, e.g. 3, or the first"),
+    "a worker without a profile": (["run", "lengths.py", "--worker", "policy"], 2, "--worker names the workers that --profile profiles"),
     "an unknown option": (["plan", "lengths.py", "--drow", "x.svg"], 2, "No such option: --drow"),
     "an unknown key": (["plan", "lengths.py", "cuont=3"], 2, "error: setting 'cuont': Key 'cuont' not in 'Config'. Did you mean: 'count'?"),
     "a picture in no folder": (["plan", "lengths.py", "--draw", "no/x.svg"], 2, "the folder 'no' does not exist; make it first"),
@@ -201,7 +201,7 @@ def test_a_recipe_that_is_missing_or_runs_or_returns_nothing_is_named(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(ConfigError, match="there is no such file of Python"):
+    with pytest.raises(ConfigError, match="Python file not found"):
         recipes.read(Path("gone.py"))
     recipe.write_text(RECIPE.partition("if __name__")[0].replace("return rg.Graph", "rg.Graph"))
     with pytest.raises(ConfigError, match="has no block"):

@@ -211,7 +211,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "tools on GPUs": (lambda: rg.Tools([rg.tools.python], pool=rg.Pool("p")), GraphError, "tools run on host cores"),
     "no tools": (lambda: rg.Tools([], pool=rg.Pool("p", cpus=2)), GraphError, "has no tool"),
     "an empty data set": (lambda: rg.prompts([], count=4), DataError, "the data set is empty"),
-    "no prompts a step": (lambda: rg.prompts(ITEMS, count=0), DataError, "count=0; count is how many prompts a step takes"),
+    "no prompts a step": (lambda: rg.prompts(ITEMS, count=0), DataError, "count=0; count is the number of prompts per step"),
     "a data set of strings": (lambda: rg.prompts(["a"], count=1), DataError, "each item is a mapping with the prompt under 'prompt'"),  # type: ignore[list-item]
     "a field of another name": (lambda: rg.prompts([{"question": "?"}], count=1), DataError, "name its field with prompt="),
     "a field of lists": (

@@ -139,7 +139,7 @@ def by_length(responses: list[str]) -> list[float]:
 
 WRONG_REWARDS = {
     "too few": ([1.0], "returned 1 rewards for 2 responses"),
-    "no number": ([1.0, "good"], "one number a response"),
+    "no number": ([1.0, "good"], "one number per response"),
     "nothing": (None, "returned NoneType"),
     "not a number": ([0.0, float("nan")], "returned nan for response 1; a reward is a finite number"),
     "infinite": ([float("inf"), 0.0], "returned inf for response 0"),

@@ -109,7 +109,7 @@ def test_without_a_default_the_last_error_ends_the_run_and_names_the_response(ki
     ) as error:
         scored(getattr(Flaky(99, raises), kind), soon(times=2))
     assert isinstance(error.value.__cause__, ConnectionError)
-    with pytest.raises(RlgraphError, match=r"returned None for response 2 .*; it returns one number a response"):
+    with pytest.raises(RlgraphError, match=r"returned None for response 2 .*; it returns one number per response"):
         scored(getattr(Flaky(99, lambda: None), kind), soon(times=2))
 
 

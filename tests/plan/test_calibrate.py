@@ -212,7 +212,7 @@ def test_one_size_of_batch_does_not_tell_steps_from_sequences_which_is_said_with
         assert larger.node("rollout").seconds == pytest.approx(truth, rel=0.01)
         return
     (said,) = larger.prediction.assumed
-    assert "'rollout' was measured on 16 responses an engine and is predicted on 64" in said
+    assert "'rollout' was measured on 16 responses per engine and is predicted on 64" in said
     low, high = map(float, said.split(" alone, ")[1].split(" s if")[0].split(" to "))
     assert low <= truth <= high
     assert "profile batches of two sizes" in said

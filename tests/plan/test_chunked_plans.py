@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "true": (lambda: Parts(True), "chunks=True"),
     "no divisor of the prompts": (
         lambda: Parts(3),
-        "chunks=3, which does not divide the 16 rows a step of 'prompts'",
+        "chunks=3, which does not divide the 16 rows per step of 'prompts'",
     ),
     "no node that takes a chunk": (
         lambda: Parts(by_group=False).graph(),

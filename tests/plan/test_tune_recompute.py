@@ -58,7 +58,7 @@ def test_costs_of_a_run_are_scaled_to_what_a_graph_computes_again(model: str) ->
         return rg.compile(loop(model, recompute=recompute, micro_batch_tokens=4096), CLUSTER, costs).node("update").seconds
 
     without = [seconds(measured(False), recompute) for recompute in RECOMPUTE]
-    assert without[2] / without[0] == pytest.approx(4 / 3, rel=0.03), "8 operations a parameter for 6"
+    assert without[2] / without[0] == pytest.approx(4 / 3, rel=0.03), "8 operations per parameter for 6"
     assert 0.3 < (without[1] - without[0]) / (without[2] - without[0]) < 0.5, "gate and up alone"
     with_all = measured(True, token_s=1e-4 * without[2] / without[0])
     assert [seconds(with_all, recompute) for recompute in RECOMPUTE] == pytest.approx(without, rel=1e-3)

@@ -286,7 +286,7 @@ DATA = {
     "two fields of one column": graph_mistake(
         "both become the column 'answers'", DataError, data=[{"prompt": "a", "answer": "b", "answers": "c"}]
     ),
-    "no prompts a step": graph_mistake("how many prompts a step takes", DataError, prompts={"count": 0}),
+    "no prompts a step": graph_mistake("the number of prompts per step", DataError, prompts={"count": 0}),
     "prompts a step as text": graph_mistake("write count=2, without quotes", DataError, prompts={"count": "2"}),
     "data without a seed": graph_mistake("leave it out for 0", DataError, prompts={"seed": None}),
     "a field that a later row lacks": launch_mistake("item 5 of the data set lacks the field 'answer'", data=items_with(5, answer=...)),
@@ -303,7 +303,7 @@ DATA = {
     "a prompt too long": launch_mistake("the prompt of item 2 of the data set has", data=items_with(2, prompt="1 + " * 2000)),
 }
 REWARDS = {
-    "no function": graph_mistake("a function that returns one number a response", reward="exact"),
+    "no function": graph_mistake("a function that returns one number per response", reward="exact"),
     "a column that is not there": graph_mistake("reads column 'solutions'", reward=lambda solutions: [0.0]),
     "any columns": graph_mistake("name those it reads in place of **", reward=trl),
     "positional": graph_mistake("name the columns it reads", reward=lambda *columns: [0.0]),
@@ -312,7 +312,7 @@ REWARDS = {
     "concurrency of 0": graph_mistake("how many responses are scored at a time", rewarding={"concurrency": 0}),
     "no deadline": graph_mistake("deadline_s is a number of seconds above 0", rewarding={"deadline_s": 0}),
     "outliers of 0": graph_mistake("standard deviations above 0", rewarding={"outliers": 0}),
-    "a column of another kind": graph_mistake("a reward is one number a response: name another", rewarding={"writes": "responses"}),
+    "a column of another kind": graph_mistake("a reward is one number per response: name another", rewarding={"writes": "responses"}),
     "a column without a name": graph_mistake("the name of the column", rewarding={"writes": ""}),
     "a lock": launch_mistake("function 'locked' cannot be sent to a worker: its 'lock' is a lock", GraphError, reward=holding()),
     "a lock in a partial": launch_mistake("its 'lock' is a lock", GraphError, reward=partial(held, lock=LOCK)),
@@ -323,7 +323,7 @@ REWARDS = {
     "NaN as a reward": reward_mistake("returned nan for response 0", lambda responses: [float("nan")] * len(responses)),
     "None as a reward": reward_mistake("returned None for response 0", lambda response: None),
     "too few rewards": reward_mistake("returned 1 rewards for 4 responses", lambda responses: [0.0]),
-    "one number for all": reward_mistake("returned float; it returns one number a response", lambda responses: 0.0),
+    "one number for all": reward_mistake("returned float; it returns one number per response", lambda responses: 0.0),
 }
 PLANS = {
     "a cluster by count": compile_mistake("cluster is a Cluster", lambda: rg.compile(graph(), 2)),  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from rlgraph.settings import Name, Range, Seconds, check_arguments
 DEADLINE_S = 300.0  # half of a job's own, so that the error names the response and not only the node
 OUTLIERS = 20.0
 OUTLIERS_RULE = "a number of standard deviations above 0, or None to look for none"
-RewardFunction: TypeAlias = Annotated[Callable[..., Any], Range(rule="a function that returns one number a response")]
+RewardFunction: TypeAlias = Annotated[Callable[..., Any], Range(rule="a function that returns one number per response")]
 RewardColumn: TypeAlias = Annotated[str, Range(least=1, rule="the name of the column that the rewards go to, as writes='baseline_rewards'")]
 Concurrency: TypeAlias = Annotated[int, Range(least=1, rule="how many responses are scored at a time, at least 1")]
 
@@ -128,7 +128,7 @@ def check_column(name: str, writes: str) -> None:
     spec = COLUMNS.get(writes)
     if spec is not None and (spec.dtype, spec.dims) != (torch.float32, ("B",)):
         raise GraphError(
-            f"node '{name}' has writes='{writes}', which holds {spec.meaning}; a reward is one number a response: name another"
+            f"node '{name}' has writes='{writes}', which holds {spec.meaning}; a reward is one number per response: name another"
         )
 
 

@@ -211,7 +211,7 @@ def match_parameters(
     Raises GraphError for anything but a function, and for parameters that name no columns.
     """
     if not callable(function):
-        raise GraphError(f"{where} was given {show_value(function)}; a reward is a function that returns one number a response")
+        raise GraphError(f"{where} was given {show_value(function)}; a reward is a function that returns one number per response")
     parameters = column_parameters(where, function, carried)
     if not parameters:
         raise GraphError(
@@ -310,7 +310,7 @@ def checked_rewards(
     """Convert rewards to scores. Raises RlgraphError naming the first row whose reward is no finite number of float32."""
     where = title(function)
     if isinstance(rewards, str | Mapping) or not isinstance(rewards, Iterable):
-        raise RlgraphError(f"{where} returned {type(rewards).__name__}; it returns one number a response, as a list or tensor")
+        raise RlgraphError(f"{where} returned {type(rewards).__name__}; it returns one number per response, as a list or tensor")
     given = list(rewards)
     if len(given) != rows:
         raise RlgraphError(f"{where} returned {len(given)} rewards for {rows} responses; it returns one a response, in their order")
@@ -319,14 +319,14 @@ def checked_rewards(
 
 def _check_score(where: str, reward: object, sample: Callable[[], str]) -> Score:
     if isinstance(reward, str | bytes):
-        raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}; it returns one number a response, no text")
+        raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}; it returns one number per response, no text")
     try:
         graded = score_of(reward)
         value = float(graded)  # type: ignore[arg-type] # what is no number is an error of Python's
     except DataError as error:
         raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}: {error}") from None
     except (TypeError, ValueError) as error:
-        raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}; it returns one number a response") from error
+        raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}; it returns one number per response") from error
     score = graded if isinstance(graded, Score) else Score(value)
     for number in (value, *([] if score.acc is None else [score.acc])):
         if not math.isfinite(number):

@@ -113,7 +113,7 @@ class Refill:
 
     reward: RewardFunction
     writes: RewardColumn = "rewards"
-    rounds: Annotated[int, Range(least=2, rule="how many times its prompts a step draws at most, a whole number of at least 2")] = 10
+    rounds: Annotated[int, Range(least=2, rule="the most draws of its prompts in a step, a whole number of at least 2")] = 10
     concurrency: Concurrency | None = None
     deadline_s: Seconds = DEADLINE_S
     retries: Retry | None = None
@@ -306,7 +306,7 @@ class DynamicSampler:
                 group.score(own)
 
     def _columns(self, groups: Sequence[Group]) -> dict[str, Column]:
-        """Build the columns of responses and prompts, one row a response."""
+        """Build the columns of responses and prompts, one row per response."""
         rows = [(group, group.responses[task.request.id]) for group in groups for task in group.tasks]
         positions = torch.tensor([group.position for group, _ in rows], dtype=torch.int64)
         rollout = self.operation.rollout

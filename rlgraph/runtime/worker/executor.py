@@ -118,7 +118,7 @@ def _reduce_metric(name: str, values: Sequence[float]) -> float:
 # Every worker draws the same rows of a step, so the columns that several workers write for one response meet in the recorder.
 
 MESSAGE_BYTES = 1 << 24  # of one message, about; the driver reads none above 64 MiB
-TOKENS = (  # columns with a number for each token that a recorder shows; of other columns it gets those with one number a row
+TOKENS = (  # columns with a number for each token that a recorder shows; of other columns it gets those with one number per row
     *("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version"),
     *("old_log_probs", "advantages", "loss_mask", "token_rewards"),
 )
