@@ -241,7 +241,7 @@ def launch(
     dispatch_name = chosen_dispatch(plan, dispatch)
     if wait_for_hosts_s is not None and plan.cluster.hosts == 1:
         raise PlanError(
-            f"launch(wait_for_hosts_s={wait_for_hosts_s:g}): the plan runs on this host alone and waits for no other; leave it out, or "
+            f"launch(wait_for_hosts_s={wait_for_hosts_s:g}): the plan runs only on this host and waits for no other; leave it out, or "
             "compile for a cluster of several hosts"
         )
     recovery = _recovery(checkpoint, every, keep, restarts, fresh, export_every)
@@ -337,9 +337,7 @@ def _recovery(
 
     if checkpoint is None:
         if (every, keep, restarts, fresh, export_every) != (10, 2, 0, False, None):
-            raise PlanError(
-                "launch(every=, keep=, restarts=, fresh=, export_every=) are about checkpoints; say where: launch(checkpoint='folder', ...)"
-            )
+            raise PlanError("launch(every=, keep=, restarts=, fresh=, export_every=) are about checkpoints; pass checkpoint='folder' too")
         return None
     return Recovery(Path(checkpoint), every, keep, restarts, fresh, export_every)
 

@@ -119,7 +119,7 @@ def _one_gpu(gpu: int) -> Check:
     found = f"{properties.name}, {words.size(properties.total_memory)}, compute capability {capability[0]}.{capability[1]}"
     if capability == MEASURED:
         return Check(f"GPU {gpu}", "ok", found)
-    return Check(f"GPU {gpu}", "warning", f"{found}; rlgraph was measured on 9.0 alone", "run the tests here: make test-gpu")
+    return Check(f"GPU {gpu}", "warning", f"{found}; rlgraph was measured only on 9.0", "run the tests here: make test-gpu")
 
 
 def links_check(topology: str, gpus: int) -> Check:
@@ -249,7 +249,7 @@ def layer_check(layer: str) -> Check:
     try:
         sandbox.check(sandbox.Limits(), others)
     except GraphError as error:
-        fix = f"docs/developers/security.md says what takes it away; or run without it: rg.tools.python(accept_missing=('{layer}',))"
+        fix = f"docs/developers/security.md explains what removes it; or run without it: rg.tools.python(accept_missing=('{layer}',))"
         return Check(f"sandbox: {layer}", "warning", str(error).splitlines()[0], fix)
     return Check(f"sandbox: {layer}", "ok", "works")
 
@@ -257,7 +257,7 @@ def layer_check(layer: str) -> Check:
 def port_check(port: int) -> Check:
     """Check that Ray's port is free. Only plans of several hosts use it; a plan of one host starts a Ray of its own."""
     address = os.environ.get("RAY_ADDRESS")
-    said = f"; RAY_ADDRESS={address} counts for plans of several hosts alone" if address else ""
+    said = f"; RAY_ADDRESS={address} only counts for plans of several hosts" if address else ""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

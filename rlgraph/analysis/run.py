@@ -203,7 +203,7 @@ class Run:
                 raw |= {key: with_new_names(raw[key]) for key in ("plan", "priced") if key in raw}
             return msgspec.convert(raw, cls)
         except msgspec.DecodeError as error:
-            raise DataError(f"'{path}' is no recorded run: {error}; it may have been cut off, or be of another version") from error
+            raise DataError(f"'{path}' is not a recorded run: {error}; it may have been cut off, or be of another version") from error
 
 
 @dataclass(frozen=True)

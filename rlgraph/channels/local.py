@@ -98,7 +98,7 @@ class LocalReader:
             raise self._end.timeout(step, 0, "no message is there, and in one process nobody else could put one: fire the writer first")
         message = queue.messages[len(queue.taken)]
         if message.step != step:
-            raise self._end.defect(step, f"the next message is that of step {message.step}; both ends must count steps alike")
+            raise self._end.defect(step, f"the next message is that of step {message.step}; both ends must count the same steps")
         queue.taken.append(Taken(step, message.columns))
         self._meter.message(message.size, len(queue.taken))
         return dict(message.columns)

@@ -75,7 +75,7 @@ def files_of(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
     found: list[Path] = []
     for path in [paths] if isinstance(paths, str | Path) else list(paths):
         if not isinstance(path, str | Path):
-            raise DataError(f"{show_value(path)} is no path of a file; give text or a pathlib.Path")
+            raise DataError(f"{show_value(path)} is not a path of a file; pass text or a pathlib.Path")
         place = Path(path).expanduser()
         if place.is_dir():
             here = sorted(file for file in place.iterdir() if file.suffix in suffixes)

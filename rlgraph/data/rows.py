@@ -222,7 +222,7 @@ def build_rows(
     for field_name, path in fields.items():
         if not isinstance(path, str) or not path:
             raise DataError(
-                f"{name}: {field_name}={show_value(path)} is no path of a field; give text, as answer='reward_model.ground_truth'"
+                f"{name}: {field_name}={show_value(path)} is not a path of a field; pass text, e.g. answer='reward_model.ground_truth'"
             )
     functions: tuple[Convert, ...] = (*convert, Fields({"prompt": "prompt", **fields})) if fields else convert
     return Rows(source, name, functions, overlong=Overlong(overlong, max_prompt_tokens))

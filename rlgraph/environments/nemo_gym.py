@@ -61,7 +61,7 @@ def nemo_gym_rows(path: str | Path) -> list[dict[str, str | list[dict[str, Any]]
         if row is None:
             continue
         if not isinstance(row, dict) or not isinstance(row.get(PARAMS), dict) or "input" not in row[PARAMS]:
-            raise DataError(f"{path}, line {number} has no {PARAMS} with `input`; it is no row of NeMo-Gym")
+            raise DataError(f"{path}, line {number} has no {PARAMS} with `input`; it is not a row of NeMo-Gym")
         given = row[PARAMS]
         tools = [
             {"type": "function", "function": {k: t[k] for k in ("name", "description", "parameters") if k in t}}

@@ -99,7 +99,7 @@ def read_chat(body: bytes) -> ChatAsked:
     try:
         request = msgspec.json.decode(body, type=ChatRequest)
     except NOT_JSON as error:  # UnicodeDecodeError too
-        raise ApiError(400, f"the request is no chat completion: {error!s:.300}", "invalid_request") from None
+        raise ApiError(400, f"the request is not a chat completion: {error!s:.300}", "invalid_request") from None
     _check_supported(request)
     try:
         messages = checked_messages("the request", "messages", request.messages)
@@ -334,7 +334,7 @@ class Endpoint:
             try:
                 key = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
                 if key not in self._sessions:
-                    raise ApiError(401, "this is no key of an open session", "invalid_api_key", "authentication_error")
+                    raise ApiError(401, "this is not the key of an open session", "invalid_api_key", "authentication_error")
                 self._strangers.pop(request.protocol, None)
                 return await handler(request, self._sessions[key])
             except ApiError as error:

@@ -116,7 +116,7 @@ def _check_value(where: str, field: str, value: Any, whole: bool) -> None:
         check_text(where, field, value)
     elif value != value:
         keep = f"rows.filter(lambda row: row['{field}'] == row['{field}'])"
-        raise DataError(f"{where} has {field}=nan, as pandas writes what is missing; write a number, or leave the item out: {keep}")
+        raise DataError(f"{where} has {field}=nan, which pandas writes for missing values; write a number, or leave the item out: {keep}")
     elif isinstance(value, int) and not LEAST <= value <= MOST:
         raise DataError(f"{where} has {field}={show_value(value)}; a whole number of a column has 64 bits: turn it into text, in each item")
     elif isinstance(value, int) and not whole and int(float(value)) != value:

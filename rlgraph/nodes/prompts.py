@@ -447,7 +447,7 @@ class Prompts(PromptSource):
             started += self.chat is not None and self.chat.system is not None and starts_with_system(item[self.prompt_field])
         if started == len(self.data):
             raise DataError(
-                f"node '{node.name}': every item has a system message of its own, so rg.options.Chat(system=…) has no effect: leave it out"
+                f"node '{node.name}': every item has its own system message, so rg.options.Chat(system=…) has no effect: leave it out"
             )
 
 

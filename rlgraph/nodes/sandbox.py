@@ -292,9 +292,11 @@ class LocalSandbox:
         check_layers(self.accept_missing)
         for path in self.packages:
             if not os.path.isdir(path):
-                raise GraphError(f"LocalSandbox(packages=…): {show_value(path)} is no folder of this machine")
+                raise GraphError(f"LocalSandbox(packages=…): {show_value(path)} is not a folder of this machine")
             if os.stat(path).st_mode & ALL_READ != ALL_READ:  # code runs as nobody where this process is root
-                raise GraphError(f"LocalSandbox(packages=…): {show_value(path)} is no folder that everyone may read; run chmod a+rx on it")
+                raise GraphError(
+                    f"LocalSandbox(packages=…): {show_value(path)} is not a folder that everyone may read; run chmod a+rx on it"
+                )
         self._process: asyncio.subprocess.Process | None = None
         self._folder = contextlib.ExitStack()
         self._turn = asyncio.Lock()

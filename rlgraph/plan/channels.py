@@ -244,7 +244,7 @@ def check_encrypted(plan: Plan) -> None:
     """Raise PlanError for a plan that `launch(encrypt=True)` cannot encrypt: one of a single host, or with a link of another library."""
     if plan.cluster.hosts == 1:
         raise PlanError(
-            "launch(encrypt=True): the plan runs on this host alone and sends nothing to another; leave encrypt out, or compile for a "
+            "launch(encrypt=True): the plan runs only on this host and sends nothing to another; leave encrypt out, or compile for a "
             "cluster of several hosts"
         )
     ends: tuple[PlannedChannel | PlannedLoop, ...] = (*plan.channels, *plan.loops)

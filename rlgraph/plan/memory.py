@@ -388,7 +388,7 @@ def check_memory(graph: str, memory: Sequence[PlannedMemory], fix: str | None = 
 
 FIXES = {
     "whole weights": "an engine reads its whole model, and a trainer's rank its share in float32: use more ranks of a trainer, fewer "
-    "other engines on a host, pools of their own, or a smaller model",
+    "other engines on a host, separate pools, or a smaller model",
     "weights": "give that pool more devices, or use a smaller model",
     "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
     "optimizer": 'set offload="moments" or rg.AdamW(moments="16bit"), give that pool more devices, or use a smaller model',
@@ -397,7 +397,7 @@ FIXES = {
     "logits": "set fused_head=True, lower micro_batch_tokens, or raise tensor_parallel",
     "keys and values": "lower max_context or max_tokens",
     REST: "set a smaller memory= for the engine, its share of a GPU",
-    "asleep": "give models that time-share GPUs pools of their own, train an adapter, or set rg.AdamW(moments='8bit')",
+    "asleep": "give models that time-share GPUs separate pools, train an adapter, or set rg.AdamW(moments='8bit')",
     "slots of batches": "lower count, group_size, max_tokens or depth",
     "weights in staging": "lower depth, or use a smaller model",
     "weights carried by NCCL": "place trainer and generator on the same host, lower depth, or use a smaller model",

@@ -281,7 +281,7 @@ def prepare_course(
 def _check(plan: Plan, graph: Graph, site: ClusterSite, every: int | None) -> None:
     if every is None and site.fails:
         raise PlanError(
-            "rehearse(every=None): at this site something fails, and without checkpoints a run begins anew each time; give every=10"
+            "rehearse(every=None): at this site something fails, and without checkpoints a run begins again each time; pass every=10"
         )
     if every is None and site.checkpoint_s:
         raise PlanError(

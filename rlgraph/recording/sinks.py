@@ -202,7 +202,7 @@ class SinkFeed:
     def _lose(self, reason: str) -> None:
         self.lost += 1
         if self.lost == 1:
-            self._notice(f"sink {self.name}: {reason}; the run goes on, and further failures are counted")
+            self._notice(f"sink {self.name}: {reason}; the run continues, and further failures are counted")
 
 
 class SinkFeeds:

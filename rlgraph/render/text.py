@@ -109,7 +109,7 @@ def _hosts(plan: Plan) -> str:
 
 
 def _pools(plan: Plan) -> list[str]:
-    rows = [[p.name, words.devices(p), f"{p.busy:.0%}", _members(plan, p.name) or "no nodes of its own"] for p in plan.pools]
+    rows = [[p.name, words.devices(p), f"{p.busy:.0%}", _members(plan, p.name) or "no nodes"] for p in plan.pools]
     if any(node.pool is None for node in plan.nodes):
         rows.append([words.HOST, "", "", _members(plan, None)])
     return align_rows(["pool", "devices", ">busy", "nodes"], rows)

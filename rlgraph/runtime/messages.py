@@ -237,7 +237,7 @@ def receive(connection: Connection) -> Message:
     try:
         return _decoder.decode(connection.receive(MOST_BYTES))
     except UNREADABLE as error:
-        raise ProtocolError(f"bytes that are no message ({error})") from error
+        raise ProtocolError(f"bytes that are not a message ({error})") from error
 
 
 # How a program asks its warm processes for workers: an order, with the files that travel with it over a socket.

@@ -102,7 +102,7 @@ LEFT, RIGHT = box("w", (4, 4), (0, 0), (4, 2)), box("w", (4, 4), (0, 2), (4, 2))
 WRONG = {
     "a hole": ([LEFT], [], r"weights: 'w' \[4, 4\]: its boxes hold 8 of 16 elements \(\[0:4, 0:2\] of trainer rank 0\)"),
     "a part twice": ([LEFT], [box("w", (4, 4), (0, 1), (4, 3))], r"\[0:4, 0:2\] of trainer rank 0 overlaps \[0:4, 1:4\] of trainer rank 1"),
-    "all of it twice": ([LEFT, RIGHT], [LEFT, RIGHT], r"what several ranks hold alike has replica=0 on one of them"),
+    "all of it twice": ([LEFT, RIGHT], [LEFT, RIGHT], r"what several ranks hold in common has replica=0 on one of them"),
     "a hole as large as an overlap": ([LEFT], [box("w", (4, 4), (2, 1), (4, 2))], "leaves the parameter's shape"),
     "a box beyond the end": ([LEFT], [box("w", (4, 4), (0, 3), (4, 2))], r"trainer rank 1 has a box of shape \[4, 2\] at offsets \[0, 3\]"),
     "a box before the begin": ([LEFT], [box("w", (4, 4), (0, -2), (4, 2))], r"at offsets \[0, -2\], which leaves"),

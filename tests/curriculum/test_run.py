@@ -240,7 +240,7 @@ def test_a_program_that_is_killed_in_its_second_graph_goes_on_from_its_checkpoin
     before = (out / "first" / "model" / "model.safetensors").stat().st_mtime_ns
     whole = forked_programs.run(str(program), cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr[-2000:]
-    assert "going on from the checkpoint after" in whole.stderr
+    assert "resuming from the checkpoint after" in whole.stderr
     assert (out / "first" / "model" / "model.safetensors").stat().st_mtime_ns == before, "the first graph did not run again"
     assert len(losses(out / "second")) == 40
 

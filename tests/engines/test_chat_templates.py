@@ -199,7 +199,7 @@ WRONG: dict[str, tuple[str, list[dict[str, Any]], rg.options.Chat | None, str]] 
         "qwen3",
         [{"prompt": [SYSTEM, USER]}] * 2,
         rg.options.Chat(system="Think."),
-        "every item has a system message of its own",
+        "every item has its own system message",
     ),
 }
 

@@ -240,9 +240,9 @@ REFUSED: dict[str, tuple[dict[str, Any], type[openai.APIStatusError], str]] = {
 
 DEEP = "[" * 100_000 + "]" * 100_000
 BODIES: dict[str, tuple[bytes, str]] = {
-    "no JSON": (b"{'messages'", "the request is no chat completion"),
+    "no JSON": (b"{'messages'", "the request is not a chat completion"),
     "no text": (b'{"messages": [{"role": "user", "content": "\xff"}]}', "'utf-8' codec can't decode"),
-    "a deep list": (b'{"messages": ' + DEEP.encode() + b"}", "the request is no chat completion"),
+    "a deep list": (b'{"messages": ' + DEEP.encode() + b"}", "the request is not a chat completion"),
     "a deep list in a text": (json.dumps({"messages": [user("a") | {"tool_calls": DEEP}]}).encode(), "which is not JSON"),
     "a list too deep for templates": (json.dumps({"messages": [user("a") | {"x": json.loads(DEEP[99_800:100_200])}]}).encode(), "flatter"),
     "a template": (json.dumps({"messages": [user("a")], "chat_template_kwargs": {"chat_template": "x"}}).encode(), "chat_template"),
@@ -258,7 +258,7 @@ def test_requests_that_cannot_be_answered_are_refused_in_openais_shape_and_the_s
                 with pytest.raises(kind) as refused:
                     await model.chat.completions.create(**{"model": "policy", "messages": [user("a")], **options})
                 found[name] = refused.value
-            with pytest.raises(openai.AuthenticationError, match="no key of an open session"):
+            with pytest.raises(openai.AuthenticationError, match="not the key of an open session"):
                 await stranger.chat.completions.create(model="policy", messages=[user("a")])
             with pytest.raises(openai.NotFoundError, match="this endpoint has POST /v1/chat/completions"):
                 await model.embeddings.create(model="policy", input="a")

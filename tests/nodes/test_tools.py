@@ -73,7 +73,7 @@ def test_python_runs_in_its_sandbox() -> None:
         (call("nothing"), "there is no tool 'nothing'; there are ['broken', 'calculator', 'leaves', 'python', 'search']"),
         (call("broken", query="x"), "error: OSError: no disk"),
         (call("search", wrong="x"), "TypeError"),
-        ('<tool_call>{"name": "search", "arguments": {"query": NaN}}</tool_call>', "nan is no number of JSON"),
+        ('<tool_call>{"name": "search", "arguments": {"query": NaN}}</tool_call>', "nan is not a number of JSON"),
         (call("calculator", expression="__import__('os')"), "cannot calculate"),
     ],
 )

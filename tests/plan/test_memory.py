@@ -132,7 +132,7 @@ def test_what_sleeps_is_counted_on_the_host_where_models_time_share_gpus(tmp_pat
     size = AdapterSize.of(ModelShape.from_config(QWEN3_8B), 32, "all-linear")  # type: ignore[arg-type]
     assert parts(lora, "host")["asleep"] == pytest.approx(2 * count + 8 * size.parameters, rel=1e-6)
     assert "host" not in {need.place for need in rg.compile(loop(model), rg.Cluster(gpus=8, gpu="H100")).memory}
-    with pytest.raises(PlanError, match=r"on host, which has 100\.0 GiB: asleep 183\.\d GiB.*pools of their own"):
+    with pytest.raises(PlanError, match=r"on host, which has 100\.0 GiB: asleep 183\.\d GiB.*separate pools"):
         rg.compile(loop(model, shared=True), rg.Cluster(gpus=8, gpu="H100", host_memory_bytes=100 * GIB))
 
 

@@ -207,7 +207,7 @@ def test_of_many_engines_some_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 WRONG = {
-    "no checkpoints where something fails": (lambda: run(ROUGH), r"every=None\): .* begins anew each time; give every=10"),
+    "no checkpoints where something fails": (lambda: run(ROUGH), r"every=None\): .* begins again each time; pass every=10"),
     "checkpoints without effect": (lambda: run(every=10), r"every=10\): .* changes nothing; leave it out"),
     "seconds of no checkpoint": (
         lambda: run(rg.planning.ClusterSite(checkpoint_s=5)),

@@ -77,7 +77,7 @@ def wait(cluster: RayCluster) -> None:
     ray_cluster.request_resources = lambda bundles: asked.append(bundles)
     ray_cluster.TOLD_S = 2.0
     ray_cluster.log.warning = lambda text, *words: told.append(text % words)  # type: ignore[method-assign]
-    with pytest.raises(PlanError, match="none with so many is left; waited 3 s"):
+    with pytest.raises(PlanError, match="no host with that many is left; waited 3 s"):
         awaited_hosts(plan, 3.0)
     assert told[0].endswith("s of 3 s: the plan takes hosts with [4, 4, 4] GPUs, Ray has hosts with [4, 2, 0]"), told
     assert asked == [[{"GPU": 4}, {"GPU": 4}, {"GPU": 4}], []]  # of what starts hosts on demand; nothing is asked for longer

@@ -204,7 +204,7 @@ def test_a_broken_checkpoint_is_refused_and_the_one_before_can_be_gone_on_from(n
     breaking(newest(tmp_path))
     with pytest.raises(CheckpointError, match=message) as raised:
         run(fakes.vector_loop(1), tmp_path, 9)
-    assert f"delete '{newest(tmp_path)}' to go on from the one before" in str(raised.value)
+    assert f"delete '{newest(tmp_path)}' to resume from the one before" in str(raised.value)
     newest(tmp_path).rename(tmp_path / "broken")
     assert run(fakes.vector_loop(1), tmp_path, 9) == run(fakes.vector_loop(1), None, 9)[6:]
 

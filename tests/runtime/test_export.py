@@ -268,4 +268,4 @@ def test_an_export_that_fails_leaves_the_run_going(
     with plan.launch(checkpoint=tmp_path / "checkpoints", every=1, export_every=1) as job:
         (tmp_path / "checkpoints" / "exports").touch()  # no folder can be made there
         assert [step.index for step in job.steps(2)] == [0, 1]
-    assert "the run goes on without this export" in capfd.readouterr().err
+    assert "the run continues without this export" in capfd.readouterr().err

@@ -171,5 +171,5 @@ def test_a_full_disk_of_the_drivers_host_is_named_and_leaves_the_last_checkpoint
     worker = r"'policy\[1\]' on host 2 \(10\.99\.0\.3\)"
     full = r"CheckpointError: the driver's host could not .*No space left on device.*\(\d+ MiB are free"
     assert re.search(f"{worker}: {full}", outcome["error"]), outcome["error"]
-    assert outcome["error"].endswith(f"the newest checkpoint is that after step {outcome['whole'][-1]}")
+    assert outcome["error"].endswith(f"the newest checkpoint is of step {outcome['whole'][-1]}")
     assert (outcome["newest"], outcome["left"]) == (f"step-{outcome['whole'][-1]:08d}", ["lock"])

@@ -98,12 +98,12 @@ def test_a_ray_without_compiled_graphs_runs_workers_by_calls(monkeypatch: pytest
 
 def test_a_plan_of_one_host_waits_for_no_other() -> None:
     plan = compile(fakes.vector_loop(1), Cluster(cpus=2))
-    with pytest.raises(PlanError, match=r"launch\(wait_for_hosts_s=60\): the plan runs on this host alone"):
+    with pytest.raises(PlanError, match=r"launch\(wait_for_hosts_s=60\): the plan runs only on this host"):
         plan.launch(wait_for_hosts_s=60)
 
 
 def test_what_cannot_be_encrypted_is_refused_before_anything_starts() -> None:
-    with pytest.raises(PlanError, match=r"launch\(encrypt=True\): the plan runs on this host alone and sends nothing to another"):
+    with pytest.raises(PlanError, match=r"launch\(encrypt=True\): the plan runs only on this host and sends nothing to another"):
         compile(fakes.vector_loop(1), Cluster(cpus=2)).launch(encrypt=True)
     check_encrypted(compile_plan(fakes.vector_loop(1), TWO))
     on_gpus = compile_plan(fakes.vector_loop(1, pools=(Pool("rollout", gpus=8), Pool("train", gpus=8))), Cluster(gpus=16, cpus=64))

@@ -98,7 +98,7 @@ def test_a_job_resumes_from_a_checkpoint_with_a_kept_engine(model: Path, tmp_pat
 
 def test_an_engine_that_cannot_be_kept_is_said_to_start_anew(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     _, pid = run_job(renewable_loop(model, "transformers"), 1)
-    assert "rg.runs.warm(engines=True) does not keep the engine of 'generator', which each launch starts anew" in caplog.text
+    assert "rg.runs.warm(engines=True) does not keep the engine of 'generator', which each launch starts again" in caplog.text
     assert wait_until_gone(pid)
 
 

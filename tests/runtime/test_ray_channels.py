@@ -58,7 +58,7 @@ def test_workers_that_are_none_of_rays_are_refused_before_the_first_step(monkeyp
     plan = with_transport(compile_plan(graph, Cluster(cpus=2)), "ray")
     monkeypatch.setattr(forked_workers, "compile_plan", lambda *given, **more: plan)
     with (
-        pytest.raises(NodeError, match=r"before the first step.* has transport 'ray', and this process is no worker of a Ray"),
+        pytest.raises(NodeError, match=r"before the first step.* has transport 'ray', and this process is not a worker of a Ray"),
         forked_workers.job(graph),
     ):
         pass

@@ -220,7 +220,7 @@ def test_a_killed_program_goes_on_and_a_terminated_one_saves_what_it_did(tmp_pat
         os.kill(terminated.pid, signal.SIGTERM)
         ended = terminated.end()
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
-    assert f"going on from the checkpoint after {last} steps" in ended.stderr
+    assert f"resuming from the checkpoint after {last} steps" in ended.stderr
     assert "finishing the steps in flight" in ended.stderr
     done = len(recorded(tmp_path))
     assert (tmp_path / "checkpoints" / f"step-{done:08d}").is_dir()

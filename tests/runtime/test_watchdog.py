@@ -125,7 +125,7 @@ def test_a_process_that_goes_on_before_the_deadline_is_warned_about_alone(caplog
         warned = threading.Thread(target=go_on_once_warned, args=(running.pids["generator"], caplog), daemon=True)
         warned.start()
         assert len(list(steps)) == 19
-    assert "worker 'generator' is stopped; let it go on with `kill -CONT`" in caplog.text
+    assert "worker 'generator' is stopped; resume it with `kill -CONT`" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ class FilesReader:
         folder.wait(there, lambda: end.timeout(step, timeout_s, "no message is there"), timeout_s)
         message = torch.load(folder.path / f"{self._next}", weights_only=True)
         if message["step"] != step:
-            raise end.defect(step, f"the next message is that of step {message['step']}; both ends must count steps alike")
+            raise end.defect(step, f"the next message is that of step {message['step']}; both ends must count the same steps")
         self._next += 1
         self._taken.append(Taken(step, message["columns"]))
         folder.meter.message(_size(message["columns"]), len(self._taken))

@@ -311,7 +311,7 @@ class HostReader(HostEnd):
                 raise self.end.stop_error(step, self._stop)
             full = self._full[0]
             if full.step != step:
-                raise self.end.defect(step, f"the next message is that of step {full.step}; both ends must count steps alike")
+                raise self.end.defect(step, f"the next message is that of step {full.step}; both ends must count the same steps")
             self._full.popleft()
             try:
                 columns, taken = self._read(full)

@@ -145,7 +145,7 @@ def listen(channel: str, address: str, backlog: int) -> socket.socket:
         listener.close()
         advice = {
             errno.EADDRINUSE: "another program has that port; leave it 0 to take any that is free",
-            errno.EADDRNOTAVAIL: "no network interface of this host has that address; give one of its own",
+            errno.EADDRNOTAVAIL: "no network interface of this host has that address; pass one of this host",
             errno.EACCES: "this user may not take that port; choose one above 1023",
         }.get(error.errno or 0, "choose another address")
         raise ChannelError(f"channel '{channel}' cannot listen at '{address}': {error.strerror}; {advice}") from error
@@ -154,7 +154,7 @@ def listen(channel: str, address: str, backlog: int) -> socket.socket:
 
 def _listen_at_path(channel: str, address: str, backlog: int) -> socket.socket:
     if os.path.exists(address):
-        raise ChannelError(f"channel '{channel}': '{address}' is taken; every channel of a job has a path of its own")
+        raise ChannelError(f"channel '{channel}': '{address}' is taken; every channel of a job has its own path")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(address + ".new")

@@ -199,7 +199,7 @@ def in_words(where: str) -> Iterator[None]:
 def _check_ray(channel: str) -> None:
     if not ray.is_initialized():
         raise ChannelError(
-            f"channel '{channel}' has transport 'ray', and this process is no worker of a Ray: its ends are workers of one Ray on one "
+            f"channel '{channel}' has transport 'ray', and this process is not a worker of a Ray: its ends are workers of one Ray on one "
             "host, so launch the plan on Ray, or take another transport"
         )
 

@@ -102,7 +102,7 @@ class WeightMessage:
                 raise ChannelBroken(
                     f"version {version} of the weights: parameter '{shard.name}' {shard} of trainer rank {rank} arrived with other bits "
                     f"than it was sent with (checksum {here}, sent {there}); a device, its memory or a link corrupts data: look into its "
-                    "error counters, and go on from the last checkpoint without it"
+                    "error counters, and resume from the last checkpoint without it"
                 )
 
 

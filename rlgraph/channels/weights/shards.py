@@ -226,7 +226,7 @@ def _check(name: str, found: list[Owned]) -> None:
     if two is not None:
         raise ChannelError(
             f"{_title_of(name, found)}: {_owner_of(*two[0])} overlaps {_owner_of(*two[1])}; every element is sent once: "
-            "what several ranks hold alike has replica=0 on one of them, and other numbers on the others"
+            "what several ranks hold in common has replica=0 on one of them, and other numbers on the others"
         )
 
 

@@ -30,7 +30,7 @@ def whole_value(value: Any) -> Any:
     if isinstance(value, str):
         return whole_text(value)
     if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{value} is no number of JSON")
+        raise ValueError(f"{value} is not a number of JSON")
     if isinstance(value, Mapping):
         return {whole_value(key): whole_value(entry) for key, entry in value.items()}
     return [whole_value(entry) for entry in value] if isinstance(value, list) else value
@@ -227,7 +227,7 @@ def pythonic(text: str, schemas: Schemas) -> list[ToolCall]:
         calls = body.elts if isinstance(body, ast.List) else []
         return [ToolCall(ast.unparse(call.func), _keywords(call)) for call in calls if isinstance(call, ast.Call)]
     except (ValueError, SyntaxError, RecursionError, MemoryError) as error:
-        return [ToolCall("unknown", {}, f"calls are {PYTHONIC}, and this is no such list ({error!s:.80})")]
+        return [ToolCall("unknown", {}, f"calls are {PYTHONIC}, and this is not such a list ({error!s:.80})")]
 
 
 FORMATS: dict[str, CallFormat] = {"hermes": hermes, "llama3_json": llama3_json, "pythonic": pythonic, "qwen3_coder": qwen3_coder}

@@ -231,7 +231,7 @@ class Program:
 def _check_function(run: Callable[..., Any]) -> None:
     where = f"Program(run={show_value(run)})"
     if not inspect.iscoroutinefunction(run):
-        raise GraphError(f"{where}: a program is an async function, as `async def solve(client, prompt)`, or a command line")
+        raise GraphError(f"{where}: a program is an async function, e.g. `async def solve(client, prompt)`, or a command line")
     parameters = inspect.signature(run).parameters
     kinds = {p.kind for p in parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:

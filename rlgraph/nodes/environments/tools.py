@@ -242,7 +242,7 @@ class Tools:
         for tool in self.tools:
             if not isinstance(tool, Tool) and not inspect.iscoroutinefunction(tool):
                 raise GraphError(
-                    f"Tools: {show_value(tool)} is no tool; pass rg.tools.python, or an async function: `async def search(query)`"
+                    f"Tools: {show_value(tool)} is not a tool; pass rg.tools.python, or an async function: `async def search(query)`"
                 )
         if len(names) < len(self.tools):
             raise GraphError(f"Tools: two tools have one name among {names}; a model calls a tool by its name")

@@ -205,7 +205,7 @@ class FunctionPool:
             self.tasks.pop(one.attempt, None)
             error = one.error
             if error is None and self.retry != ONCE and not self.usable(one.value):
-                error = _Unusable(f"returned {type(one.value).__name__}, which is no score")
+                error = _Unusable(f"returned {type(one.value).__name__}, which is not a score")
             if error is None or (isinstance(error, _Unusable) and not self._has_more(one.attempt) and self.retry.default is None):
                 found[place] = one.value
             elif not self._plan_retry(one.attempt, error):

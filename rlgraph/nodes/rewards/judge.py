@@ -195,7 +195,7 @@ def _content(text: str) -> str:
     try:
         content = json.loads(text)["choices"][0]["message"]["content"]
     except (*NOT_JSON, LookupError, TypeError):
-        raise ValueError(f"the judge's answer is no chat completion: {text[:EXCERPT]!r}") from None
+        raise ValueError(f"the judge's answer is not a chat completion: {text[:EXCERPT]!r}") from None
     if not isinstance(content, str):
         raise ValueError(f"the judge's answer has no text: {text[:EXCERPT]!r}")
     return content

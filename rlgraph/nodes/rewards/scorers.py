@@ -143,7 +143,7 @@ def _start_child() -> "subprocess.Popen[str]":
     if not (_send_pair(child, ("1", "1"), START_S) and child.stdout.readline().startswith("[true")):
         child.kill()
         child.communicate()
-        raise RlgraphError(f"math_verify: a process that compares 1 with 1 did not say that they are equal within {START_S:g} s")
+        raise RlgraphError(f"math_verify: a process that compares 1 with 1 did not find them equal within {START_S:g} s")
     return child
 
 

@@ -313,7 +313,7 @@ class TurnLoop(ConversationLoop):
         if not isinstance(messages, list | tuple) or not all(isinstance(message, Message) for message in messages):
             raise _CannotGoOn("errors", f"{what} returned a {type(messages).__name__} where a list of rg.agents.Message is due")
         if not messages or len(messages) > MOST_MESSAGES:
-            raise _CannotGoOn("errors", f"{what} returned {len(messages)} messages; a conversation goes on with 1 to {MOST_MESSAGES}")
+            raise _CannotGoOn("errors", f"{what} returned {len(messages)} messages; a conversation continues with 1 to {MOST_MESSAGES}")
         return messages
 
     def _truncate_messages(self, conversation: Conversation, messages: Sequence[Message]) -> Sequence[Message]:

@@ -114,7 +114,7 @@ class UpdateGuard:
     def _skip(self, answer: str, why: str) -> None:
         self.total, self.in_a_row, self.skipped = self.total + 1, self.in_a_row + 1, self.skipped + 1
         if answer == "stop":
-            raise GuardError(f"node '{self.node}': {why}; the weights are unchanged. Guards(...='skip') would go on with the next batch")
+            raise GuardError(f"node '{self.node}': {why}; the weights are unchanged. Guards(...='skip') would continue with the next batch")
         if self.in_a_row >= self.guards.patience:
             raise GuardError(
                 f"node '{self.node}': {why}, {self.in_a_row} times in a row; the weights are unchanged. "

@@ -188,9 +188,7 @@ def sampling_temperature(inputs: Sequence[Output]) -> float:
     """
     found = {node.name: float(sampling.temperature) or 1.0 for node, sampling in _samplings(inputs)}
     if len(set(found.values())) > 1:
-        raise GraphError(
-            f"rollouts of several temperatures are among the inputs of one node ({found}); give each rollout a node of its own"
-        )
+        raise GraphError(f"rollouts of several temperatures are among the inputs of one node ({found}); give each rollout a separate node")
     return next(iter(found.values()), 1.0)
 
 

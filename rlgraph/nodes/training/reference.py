@@ -214,7 +214,7 @@ class Reference(TrainedModel):
         if mixed is not None:
             raise GraphError(
                 f"node '{name}' follows the edge '{weights.name}' of '{mixed}', whose responses run through several versions (interrupt or "
-                "continuous): no one version wrote them; use an edge of its own with depth=0, or policy.log_probs(rollout)"
+                "continuous): no one version wrote them; use a separate edge with depth=0, or policy.log_probs(rollout)"
             )
         operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs))
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=("old_log_probs",), model=self, feedback=weights))

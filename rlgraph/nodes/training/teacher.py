@@ -165,7 +165,7 @@ def by_source(*inputs: Output, teachers: Mapping[str, Teacher], top_k: Count | N
     if len(teachers) < 2:
         raise GraphError(f"node '{name}' has teachers={list(teachers)}; several choose by source: with one call teacher.log_probs(rollout)")
     if "data_sources" not in list_columns(inputs):
-        raise GraphError(f"node '{name}' needs the column data_sources; pass prompts whose items have a data_source, beside the rollout")
+        raise GraphError(f"node '{name}' needs the column data_sources; pass prompts whose items have a data_source, next to the rollout")
     scored = []
     for source, teacher in teachers.items():
         own = f"{name} {source}"

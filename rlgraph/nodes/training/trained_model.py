@@ -473,7 +473,7 @@ def check_rows_fit(node: Node, model: TrainedModel) -> None:
         if most and most > room:
             raise GraphError(
                 f"node '{node.name}' scores rows of '{writer.name}', which may have {most} tokens, but its model has room for {room}: "
-                "raise its max_context= as far as the model's own bound, or lower that of the generator"
+                "raise its max_context= as far as the model's own bound, or lower the generator's"
             )
 
 

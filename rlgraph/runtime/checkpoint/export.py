@@ -155,7 +155,7 @@ def write_export(
         return found.write_adapter(folder) if source.adapter == "apart" else found.write_full_model(folder, most_file_bytes)
     others = other_tensors(model.path)
     if others and model.scores == "values":
-        raise ExportError(f"{where}: '{model.path}' is no folder of a text model alone, so a critic of it cannot be exported")
+        raise ExportError(f"{where}: '{model.path}' is not the folder of a plain text model, so a critic of it cannot be exported")
     names = export_names(shapes, model.path, model.scores, where) | {name: (name, shape) for name, (_, shape) in others.items()}
     layout = plan_files(names, dtype, most_file_bytes)
     with GrowingExport(folder, layout) as growing:

@@ -69,7 +69,7 @@ def _receive(connection: Connection) -> Message:
     try:
         return _decoder.decode(connection.receive())
     except UNREADABLE as error:
-        raise ProtocolError(f"bytes that are no message ({error})") from error
+        raise ProtocolError(f"bytes that are not a message ({error})") from error
 
 
 class Gatherer:

@@ -61,7 +61,7 @@ def newest_checkpoint(folder: Path) -> Path:
         return folder
     steps = checkpoint_steps(folder)
     if not steps:
-        there = "is no checkpoint and holds none" if folder.is_dir() else "does not exist"
+        there = "is not a checkpoint and holds none" if folder.is_dir() else "does not exist"
         raise CheckpointError(f"'{folder}' {there}; give a folder as `step-00000100`, or the one that launch(checkpoint=…) named")
     return steps[max(steps)]
 

@@ -62,9 +62,9 @@ def _adapter(model: TrainedModel) -> SavedAdapter | None:
 def check_apart(model: TrainedEntry, adapter: AdapterForm, where: str) -> None:
     """Raise ExportError for an adapter that is to be exported apart and is none, and for one of a critic."""
     if model.adapter is not None and model.scores == "values":
-        raise ExportError(f"{where}: '{model.name}' is a critic with an adapter, which checkpoints alone hold; export the policy")
+        raise ExportError(f"{where}: '{model.name}' is a critic with an adapter, which only checkpoints hold; export the policy")
     if adapter == "apart" and model.adapter is None:
-        raise ExportError(f"{where}: '{model.name}' trained no adapter that could be apart; leave out adapter='apart'")
+        raise ExportError(f"{where}: '{model.name}' trained no adapter that could be separate; leave out adapter='apart'")
 
 
 def choose_model(models: Sequence[TrainedEntry], policy: str | None, where: str) -> TrainedEntry:
@@ -287,7 +287,7 @@ class Checkpoints:
 
     def _check(self, folder: Path) -> None:
         """Raise CheckpointError unless the checkpoint is whole and of this graph."""
-        manifest = checked_manifest(folder, f"; delete '{folder}' to go on from the one before, or launch with fresh=True")
+        manifest = checked_manifest(folder, f"; delete '{folder}' to resume from the one before, or launch with fresh=True")
         cursors, saved = self._cursors(self.newest), manifest["cursors"]
         cursors = {name: cursor for name, cursor in cursors.items() if name in saved or "next" in cursor}  # evaluations had none before
         for name in cursors.keys() & saved.keys():  # a version before this one wrote no digest of the rows

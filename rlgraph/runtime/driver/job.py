@@ -293,7 +293,7 @@ class Job:
                 self._checkpoints.open()
                 self._finished = self._checkpoints.newest
                 if self._finished:
-                    self._say(f"going on from the checkpoint after {self._finished} steps in '{self._checkpoints.recovery.folder}'")
+                    self._say(f"resuming from the checkpoint after {self._finished} steps in '{self._checkpoints.recovery.folder}'")
                 self.session = self._new_session(self._checkpoints.start())
             self._start()
         except BaseException:
@@ -445,7 +445,7 @@ class Job:
         self._hear()
         self._commit(self._checkpoints)
         for trouble in self._checkpoints.troubles:
-            self._say(f"{trouble}\nthe run goes on; the newest checkpoint is that after step {self._checkpoints.newest}")
+            self._say(f"{trouble}\nthe run continues; the newest checkpoint is of step {self._checkpoints.newest}")
         self._checkpoints.troubles.clear()
 
     def _commit(self, checkpoints: Checkpoints) -> None:
@@ -510,7 +510,7 @@ class Job:
             try:
                 self.export(folder)
             except ExportError as error:
-                self._say(f"{error}\nthe run goes on without this export")
+                self._say(f"{error}\nthe run continues without this export")
 
     def spans(self) -> Sequence[Span]:
         """The spans of each worker so far, in seconds from the first tick."""

@@ -104,7 +104,7 @@ def call_or_abandon(what: str, work: Callable[[], None], seconds: float) -> None
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        dispatch_log.error("%s did not come within %g s; the job goes on without it", what, seconds)
+        dispatch_log.error("%s did not come within %g s; the job continues without it", what, seconds)
 
 
 def call_with_deadline(otherwise: str, work: Callable[[], T]) -> T:
@@ -124,7 +124,7 @@ def call_with_deadline(otherwise: str, work: Callable[[], T]) -> T:
     if failed:
         raise failed[0]
     if not done:
-        raise ChannelTimeout(f"{otherwise} within {RAY_S:g} s: Ray hangs; look at its logs, or start it anew")
+        raise ChannelTimeout(f"{otherwise} within {RAY_S:g} s: Ray hangs; look at its logs, or start it again")
     return done[0]
 
 
@@ -171,7 +171,7 @@ def ray_hosts(plan: Plan) -> FoundHosts:
         if node is None:
             have = {node["NodeManagerAddress"]: there[node["NodeID"]] for node in alive}
             raise PlanError(
-                f"the plan takes {wanted[host]} GPUs of its host {host}; Ray's hosts have {have}, of which none with so many is left"
+                f"the plan takes {wanted[host]} GPUs of its host {host}; Ray's hosts have {have}, and no host with that many is left"
             )
         left.remove(node)
         chosen[host] = node["NodeID"], node["NodeManagerAddress"]

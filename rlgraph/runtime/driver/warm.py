@@ -388,7 +388,7 @@ class ForkedProcesses(WithoutRay):
         for spec, wanted in zip(specs, self._announced.values(), strict=True):
             if self._warm.engines and wanted.engine is None and spec.model is not None and spec.model.traits.sampling is not None:
                 notices.here.say(
-                    f"rg.runs.warm(engines=True) does not keep the engine of '{spec.worker.model}', which each launch starts anew"
+                    f"rg.runs.warm(engines=True) does not keep the engine of '{spec.worker.model}', which each launch starts again"
                 )
         self._warm.announce([*self._announced.values()])
 

@@ -183,7 +183,7 @@ class Watchdog:
                 self._stopped.pop(worker, None)
             elif worker not in self._stopped:
                 self._stopped[worker] = now
-                log.warning("worker '%s' is stopped; let it go on with `kill -CONT`, or the job ends after %g s", worker, self.deadline_s)
+                log.warning("worker '%s' is stopped; resume it with `kill -CONT`, or the job ends after %g s", worker, self.deadline_s)
             elif now - self._stopped[worker] > self.deadline_s:
                 raise self.timeout(worker, states)
 

@@ -549,7 +549,7 @@ def checked_stage(node: str, stage: Any) -> Stage | ChunkedStage:
             "each firing"
         )
     if isinstance(stage, HasState) and not isinstance(stage, Stateful):
-        raise GraphError(f"node '{node}' has a state() for checkpoints and no load_state(state) to go on from it; add the other one")
+        raise GraphError(f"node '{node}' has a state() for checkpoints and no load_state(state) to resume from it; add the other one")
     found: Stage = stage
     return found
 
