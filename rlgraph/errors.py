@@ -209,7 +209,7 @@ class StalenessError(RlgraphError):
 
 
 class CertificateError(RlgraphError):
-    """A run broke the certificate of its plan. This is a defect of rlgraph, never of its user."""
+    """A run broke the certificate of its plan, or `exact=True` its bits. Report it as a defect of rlgraph or of its kernels."""
 
 
 class NodeError(RlgraphError):

@@ -139,7 +139,7 @@ def prediction(plan: Plan) -> str:
     """Format the predicted step time, with the source of its costs if they were not measured on this plan."""
     said = f"predicted step {seconds(plan.prediction.step_s, plan.prediction.cost)}"
     if plan.prediction.cost == "nominal":
-        return f"{said} (nominal costs: they rank, nothing was measured)"
+        return f"{said} (placeholder costs: compare plans with them, do not read them as seconds)"
     if plan.prediction.cost == "roofline":
         return f"{said} (estimated from model shapes and devices: nothing was measured)"
     scaled = [clean(node.name) for node in plan.nodes if node.cost == "scaled"]

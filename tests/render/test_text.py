@@ -54,8 +54,8 @@ def test_the_tables_are_aligned(plans: dict[str, Plan]) -> None:
     assert rows[0][column:] == "prompt_texts, answer"
 
 
-def test_times_say_whether_they_are_nominal(plans: dict[str, Plan]) -> None:
-    assert "nominal costs" in text(plans["one_step_off"])
+def test_times_say_whether_they_are_of_placeholder_costs(plans: dict[str, Plan]) -> None:
+    assert "placeholder costs" in text(plans["one_step_off"])
     assert " measured " in text(plans["ppo"])
     assert "~" not in text(plans["ppo"])
 
