@@ -400,7 +400,7 @@ def check_inputs(name: str, inputs: Sequence[Output], reads: Sequence[str]) -> N
         if carried[column] > 1:
             both = [output.node.name for output in inputs if column in output.columns]
             raise GraphError(
-                f"{where} reads column '{column}', which {both} both carry; pass one of them, or join them in a node of your own"
+                f"{where} reads column '{column}', which {both} both carry; pass one of them, or join them in your own node"
             )
     for output in inputs:
         if not set(output.columns) & set(reads):
@@ -446,7 +446,7 @@ def check_rows(node: Node) -> None:
         rows = node.rows if alone and not chosen else widest
         if output.node.rows <= 0 or rows % output.node.rows:
             raise GraphError(
-                f"node '{node.name}' joins {rows} rows a step with the {output.node.rows} of '{output.node.name}'; "
+                f"node '{node.name}' joins {rows} rows per step with the {output.node.rows} of '{output.node.name}'; "
                 "one must be a multiple of the other"
             )
 
@@ -456,7 +456,7 @@ def check_chunks(node: Node) -> None:
     for output in node.inputs:
         if node.chunks > 1 and output.node.rows % node.chunks:
             raise GraphError(
-                f"node '{node.name}' has chunks={node.chunks}, which does not divide the {output.node.rows} rows a step of "
+                f"node '{node.name}' has chunks={node.chunks}, which does not divide the {output.node.rows} rows per step of "
                 f"'{output.node.name}'; chunks are of equal size and hold whole groups: choose a divisor, or another count of prompts"
             )
 

@@ -268,7 +268,7 @@ def check_continuous_pools(graph: UncheckedGraph) -> None:
         if others:
             raise GraphError(
                 f"node '{node.name}' has continuous=True, so responses stay in its engine between two steps, but {others} run in the same "
-                f"pool '{node.pool.name if node.pool else ''}' and need its memory: give the generator a pool of its own"
+                f"pool '{node.pool.name if node.pool else ''}' and need its memory: give the generator a separate pool"
             )
 
 
@@ -325,7 +325,7 @@ def _why_full_batch(reader: Node, rollout: Node) -> str:
     if reader.pool is not None and reader.pool is rollout.pool:
         return f"runs in its pool '{rollout.pool.name if rollout.pool else ''}', so only after it"
     if not reader.traits.by_group:
-        return "takes the whole batch (a reward or node of your own works on chunks with by_group=True)"
+        return "takes the whole batch (your own reward or node works on chunks with by_group=True)"
     return "also reads a column of the whole batch, or of another rollout's chunks"
 
 
