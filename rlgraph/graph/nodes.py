@@ -399,9 +399,7 @@ def check_inputs(name: str, inputs: Sequence[Output], reads: Sequence[str]) -> N
             raise GraphError(f"{where} reads column '{column}', which none of its inputs {names} carries; {_fix(column, inputs)}")
         if carried[column] > 1:
             both = [output.node.name for output in inputs if column in output.columns]
-            raise GraphError(
-                f"{where} reads column '{column}', which {both} both carry; pass one of them, or join them in your own node"
-            )
+            raise GraphError(f"{where} reads column '{column}', which {both} both carry; pass one of them, or join them in your own node")
     for output in inputs:
         if not set(output.columns) & set(reads):
             raise GraphError(

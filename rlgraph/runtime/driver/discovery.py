@@ -46,8 +46,8 @@ def cluster() -> Cluster:
     """Describe the GPUs and cores of all hosts of the Ray in which this program runs, or of this machine if there is none.
 
     The environment variable `RAY_ADDRESS` names the Ray; else it is the one that `rlgraph cluster start`, `rlgraph cluster join` or `ray
-    start` started on this host. With `RAY_ADDRESS=local` it describes this machine only. A line on standard error tells which hosts and
-    devices of Ray were found, and which of them stay idle.
+    start` started on this host. With `RAY_ADDRESS=local` it describes this machine only. A line on standard error lists the hosts and
+    devices that Ray has, and the idle ones.
 
     Raises PlanError if the Ray of `RAY_ADDRESS` does not answer or refuses this program's token, or if a host does not answer.
 
