@@ -64,7 +64,7 @@ def cluster() -> Cluster:
     try:
         if at is not None:
             _reach(at)
-        hosts = living_hosts(at.address if at is not None else None)
+        hosts = living_hosts(connected=connected)
     except PlanError as error:
         if at is None or at.source.startswith(ADDRESS):
             raise

@@ -190,14 +190,14 @@ def _gpus(node: dict[str, Any]) -> int:
     return int(node["Resources"].get("GPU", 0))
 
 
-def living_hosts(address: str | None) -> list[RayHost]:
-    """List the living hosts of the Ray at an address, each with its devices. None: of the Ray that this program is connected to.
+def living_hosts(*, connected: bool) -> list[RayHost]:
+    """List the living hosts of a Ray, each with its devices: of the one that this program is `connected` to, or that Ray finds.
 
     Raises PlanError if Ray refuses this program's token, or a host does not answer.
     """
-    if address is None:
+    if connected:
         return _described_nodes()
-    _connect("rg.cluster() looks for hosts", address)
+    _connect("rg.cluster() looks for hosts")
     try:
         return _described_nodes()
     finally:
@@ -206,8 +206,8 @@ def living_hosts(address: str | None) -> list[RayHost]:
 
 def _described_nodes() -> list[RayHost]:
     here = ray.get_runtime_context().get_node_id()
-    task = ray.remote(_devices).options(num_cpus=0, max_retries=0)
     nodes = {node["NodeID"]: node for node in _living_nodes()}
+    task = ray.remote(num_cpus=0, max_retries=0)(_devices)
     asked = {host: task.options(scheduling_strategy=on_host(host)).remote() for host in nodes if host != here}
     found = []
     for host, node in nodes.items():
@@ -545,13 +545,13 @@ def deaths_of(nodes: Collection[str]) -> str:
     return "; ".join(told)
 
 
-def _connect(purpose: str, address: str = "auto") -> None:
+def _connect(purpose: str) -> None:
     """Connect to the Ray that spans the hosts. Raises PlanError where none runs, or where it asks for another token."""
     refused = getattr(ray.exceptions, "AuthenticationError", ())  # older ones know no tokens
     refusal = PlanError(f"{purpose}, whose Ray did not take this program's token: {describe_mode()}; {FIX}")
     try:
         with _preserve_signal_handlers():
-            call_with_deadline("Ray did not let this program in", lambda: ray.init(address=address, logging_level=logging.ERROR))
+            call_with_deadline("Ray did not let this program in", lambda: ray.init(address="auto", logging_level=logging.ERROR))
     except refused as error:
         raise refusal from error
     except ConnectionError as error:
