@@ -39,7 +39,7 @@ GpusPerHost = Annotated[int | None, typer.Option(min=1, help="GPUs of a host (de
 Cpus = Annotated[int | None, typer.Option(min=1, help="Cores of all hosts together (default: 8 a GPU).", rich_help_panel=MACHINE)]
 Hosts = Annotated[int | None, typer.Option(min=1, help="Hosts.", rich_help_panel=MACHINE)]
 OutFile = Annotated[Path | None, typer.Option("-o", "--out", help="The recipe to write (default: NAME.py).")]
-Skip = Annotated[bool, typer.Option("--skip", help="Leave out what is not possible; the table names it.")]
+Skip = Annotated[bool, typer.Option("--skip", help="Leave out unsupported settings; the table names them.")]
 ShowPlan = Annotated[bool, typer.Option("--plan", help="Print the plan on the cluster that the script names.")]
 RunIt = Annotated[bool, typer.Option("--run", help="Run the recipe.")]
 Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A setting of the recipe, for --plan and --run.")]
@@ -281,7 +281,7 @@ def _use(translated: "Callable[[], tuple[Path, str]]", show_plan: bool, run_it: 
     from rlgraph_cli import recipe as recipes
 
     if settings and not (show_plan or run_it):
-        raise typer.BadParameter("--set is for --plan and --run; a recipe takes settings as `python RECIPE.py KEY=VALUE`")
+        raise typer.BadParameter("--set is for --plan and --run; a recipe accepts settings as `python RECIPE.py KEY=VALUE`")
     file, table = translated()
     typer.echo(f"{table}\n\n{file}: written; run it with `python {file}`, look at its plan with `rlgraph plan {file}`")
     if show_plan:

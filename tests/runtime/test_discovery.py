@@ -41,12 +41,12 @@ def answering() -> Iterator[str]:
         yield f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def found_hosts(monkeypatch: pytest.MonkeyPatch, *hosts: RayHost) -> list[str | None]:
-    """Let the Ray at any address have these hosts; returns the addresses that are asked."""
+def found_hosts(monkeypatch: pytest.MonkeyPatch, *hosts: RayHost) -> list[bool]:
+    """Let the Ray at any address have these hosts; returns, for each question, whether the program was connected before."""
     from rlgraph.runtime.driver import ray_cluster
 
-    asked: list[str | None] = []
-    monkeypatch.setattr(ray_cluster, "living_hosts", lambda address: asked.append(address) or list(hosts))
+    asked: list[bool] = []
+    monkeypatch.setattr(ray_cluster, "living_hosts", lambda *, connected: asked.append(connected) or list(hosts))
     return asked
 
 
@@ -101,16 +101,16 @@ def test_the_hosts_of_the_ray_that_the_environment_names_are_the_cluster(
     asked = found_hosts(monkeypatch, host("a", 8, is_here=True), host("b", 8), host("c", 4, gpu="A100"))
     no_ray.write_text("10.0.0.1:6379")
     monkeypatch.setenv(discovery.ADDRESS, answering)
-    assert (rg.cluster().gpus, asked) == (16, [answering])
+    assert (rg.cluster().gpus, asked) == (16, [False])
     assert notices.here.list_all() == ("Ray has 2 hosts with 16 GPUs (H200) and 128 cores; idle: 4 of 4 GPUs of c (A100)",)
 
 
 def test_the_ray_that_was_started_on_this_host_is_found_by_its_file(no_ray: Path, answering: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = found_hosts(monkeypatch, host("a", is_here=True), host("b"))
     no_ray.write_text(answering)
-    assert (rg.cluster().hosts, asked) == (2, [answering])
+    assert (rg.cluster().hosts, asked) == (2, [False])
     monkeypatch.setenv(discovery.ADDRESS, "local")
-    assert (rg.cluster().hosts, asked) == (1, [answering]), "local is this machine"
+    assert (rg.cluster().hosts, asked) == (1, [False]), "local is this machine"
 
 
 def test_a_ray_of_this_host_alone_is_planned_for_as_this_machine(no_ray: Path, answering: str, monkeypatch: pytest.MonkeyPatch) -> None:
