@@ -209,7 +209,7 @@ def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, ru
 def launch(
     plan: Plan,
     *,
-    dispatch: Literal["compiled_graph", "calls"] | None = None,
+    dispatch: Literal["compiled_graph", "calls", "processes"] | None = None,
     deadline_s: Seconds = DEADLINE_S,
     checkpoint: str | Path | None = None,
     every: Count = 10,

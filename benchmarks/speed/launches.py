@@ -1,4 +1,4 @@
-"""Seconds of a program's launches one after the other: each on Ray, all inside of `rg.runs.warm()`, and all with engines kept.
+"""Seconds of a program's launches one after the other: on Ray, as processes, inside of `rg.runs.warm()`, and with engines kept.
 
     python benchmarks/speed/launches.py [--model FOLDER] [--shape 0.6B] [--launches 3] [--repeats 3] [--json PATH]
     python benchmarks/speed/launches.py --smoke                 # a tiny model
@@ -27,14 +27,14 @@ from benchmarks.lib.command import command_line, write
 from benchmarks.lib.machine import machine
 from benchmarks.speed import start
 
-KINDS = ("on Ray", "warm", "engines kept")
+KINDS = ("on Ray", "processes", "warm", "engines kept")
 TIMEOUT_S = 900.0
 
 
-def launched(plan: Any) -> dict[str, float]:
+def launched(plan: Any, dispatch: str | None) -> dict[str, float]:
     """Launch a plan for one step, and say what it took."""
     began_s, used_s = time.monotonic(), sum(start.cpu_seconds({}).values())
-    with plan.launch() as job:
+    with plan.launch(dispatch=dispatch) as job:
         ready_s = time.monotonic() - began_s
         step = next(iter(job.steps(1)))
         step_s, cpu_s = time.monotonic() - began_s, sum(start.cpu_seconds({}).values()) - used_s
@@ -48,8 +48,8 @@ def child(kind: str, model: str, launches: int) -> None:
 
     cluster = rg.local_cluster()
     plan = rg.compile(start.graph(rg.model_folder(model), 5, in_turns=cluster.gpus == 1), cluster)
-    with contextlib.nullcontext() if kind == "on Ray" else rg.runs.warm(engines=kind == "engines kept"):
-        found = [launched(plan) for _ in range(launches)]
+    with rg.runs.warm(engines=kind == "engines kept") if kind in ("warm", "engines kept") else contextlib.nullcontext():
+        found = [launched(plan, "processes" if kind == "processes" else None) for _ in range(launches)]
     print(json.dumps({"kind": kind, "load": os.getloadavg()[0], "launches": found}))
 
 

@@ -410,7 +410,7 @@ class Plan:
     def launch(
         self,
         *,
-        dispatch: Literal["compiled_graph", "calls"] | None = None,
+        dispatch: Literal["compiled_graph", "calls", "processes"] | None = None,
         deadline_s: Seconds = DEADLINE_S,
         checkpoint: str | Path | None = None,
         every: Count = 10,
@@ -425,8 +425,9 @@ class Plan:
         """Make the `rlgraph.Job`, for a `with` block: the block starts the workers on Ray and ends them when it is left.
 
         * `deadline_s`: bounds every wait of one worker for another.
-        * `dispatch`: how Ray starts the workers' loops: with one execution of a Compiled Graph, or with an actor call for each. None: a
-          Compiled Graph on one host if this Ray has them, else calls. The driver itself ticks the steps, equally fast with both.
+        * `dispatch`: what starts the workers' loops: one execution of a Compiled Graph of Ray, an actor call for each ("calls"), or, on
+          one host and without Ray, "processes". None: a Compiled Graph on one host if this Ray has them, else calls. The driver itself
+          ticks the steps, equally fast with each.
         * `checkpoint`: a folder into which the job writes a checkpoint every `every` steps and at the end, and keeps the newest `keep`. A
           job whose folder holds checkpoints resumes from the newest one.
         * `fresh`: moves existing checkpoints aside and starts from the beginning.

@@ -23,9 +23,9 @@ class Run:
 
 def write_cluster(page: Page, gpus: int, per_host: int, hosts: int = 1) -> None:
     """Write the machines that the script names."""
-    page.setting("gpus", gpus, "of all hosts; 0: this machine as it is")
+    page.setting("gpus", gpus, "of all hosts; 0: the machines that there are")
     made = call("rg.Cluster", gpus="cfg.gpus", gpus_per_node=str(per_host), cpus=f"8 * {gpus}", hosts=str(hosts) if hosts > 1 else None)
-    page.body += ["", "", "def cluster(cfg: Config) -> rg.Cluster:", f"    return {made} if cfg.gpus else rg.local_cluster()"]
+    page.body += ["", "", "def cluster(cfg: Config) -> rg.Cluster:", f"    return {made} if cfg.gpus else rg.cluster()"]
 
 
 def write_main(page: Page, run: Run) -> list[str]:

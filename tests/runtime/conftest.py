@@ -20,5 +20,5 @@ def ray_here() -> Iterator[None]:
 @pytest.fixture
 def ray_unless_forked(request: pytest.FixtureRequest, dispatch: str) -> None:
     """That one Ray where the test's `dispatch` needs it."""
-    if dispatch != "forked":
+    if dispatch not in ("forked", "processes"):
         request.getfixturevalue("ray_here")

@@ -96,6 +96,14 @@ def test_a_ray_without_compiled_graphs_runs_workers_by_calls(monkeypatch: pytest
         plan.launch(dispatch="compiled_graph")
 
 
+def test_what_processes_without_ray_cannot_serve_is_refused_before_anything_starts() -> None:
+    graph = fakes.vector_loop(1)
+    with pytest.raises(PlanError, match=r"a transport that needs Ray with launch\(dispatch='processes'\)"):
+        compile(graph, Cluster(cpus=2)).launch(dispatch="processes", transport="ray")
+    with pytest.raises(PlanError, match=r"a plan of 2 hosts with launch\(dispatch='processes'\)"):
+        compile(graph, TWO).launch(dispatch="processes")
+
+
 def test_a_plan_of_one_host_waits_for_no_other() -> None:
     plan = compile(fakes.vector_loop(1), Cluster(cpus=2))
     with pytest.raises(PlanError, match=r"launch\(wait_for_hosts_s=60\): the plan runs only on this host"):

@@ -59,6 +59,7 @@ def test_a_launch_without_a_temporary_folder_names_the_fix(monkeypatch: pytest.M
         ("forked", 1, 1),
         pytest.param("compiled_graph", 2, 2, marks=pytest.mark.ray),
         pytest.param("calls", 1, 1, marks=[pytest.mark.ray, pytest.mark.stage("jobs")]),
+        pytest.param("processes", 1, 1, marks=pytest.mark.stage("jobs")),
     ],
 )
 def test_a_run_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:

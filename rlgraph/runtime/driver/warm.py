@@ -331,7 +331,7 @@ def import_transformers() -> None:
 
 # Dispatch without Ray: workers come from warm processes.
 
-WARM = "warm"  # its name
+WARM, PROCESSES = "warm", "processes"  # their names
 
 
 class WithoutRay:
@@ -375,8 +375,8 @@ class WithoutRay:
 class ForkedProcesses(WithoutRay):
     """A `Dispatch` to the warm processes of `rg.runs.warm()`."""
 
-    def __init__(self) -> None:
-        warm = current_processes()
+    def __init__(self, warm: Warm | None = None) -> None:
+        warm = warm or current_processes()
         if warm is None:
             raise RlgraphError("a job that was launched inside of rg.runs.warm() starts its workers there too, and the block has been left")
         self._warm = warm
@@ -424,6 +424,16 @@ class ForkedProcesses(WithoutRay):
                 raise WorkerDied(f"worker '{worker.name}' could not be started: its process has ended; what it wrote says why")
 
 
+class Processes(ForkedProcesses):
+    """A `Dispatch` to warm processes that begin and end with the job."""
+
+    def __init__(self) -> None:
+        super().__init__(Warm())
+
+    def end(self) -> None:
+        self._warm.end()
+
+
 def kept_as(spec: WorkerSpec) -> Hashable | None:
     """Name all that makes a worker's engine what it is, by which a later job finds it; None for one that cannot begin again."""
     made_of = spec.model.traits.made_of if spec.model is not None else None
@@ -439,24 +449,22 @@ def chosen_dispatch(plan: Plan, asked: str | None) -> str:
     Raises PlanError for a plan that cannot be.
     """
     if current_processes() is not None:
-        check_warm(plan, asked)
+        if asked is not None:
+            raise PlanError(
+                f"launch(dispatch='{asked}') inside of rg.runs.warm(), whose jobs run without Ray; leave dispatch= out, or launch outside"
+            )
+        check_without_ray(plan, "inside of rg.runs.warm()")
         return WARM
+    if asked == PROCESSES:
+        check_without_ray(plan, "with launch(dispatch='processes')")
     if asked == "compiled_graph" and not has_compiled_graphs():
         raise PlanError("launch(dispatch='compiled_graph'): this Ray has no Compiled Graphs; leave dispatch= out")
     return asked or ("calls" if plan.cluster.hosts > 1 or not has_compiled_graphs() else "compiled_graph")
 
 
-def check_warm(plan: Plan, dispatch: str | None) -> None:
-    """Raise PlanError for a launch that warm processes cannot serve."""
-    if dispatch is not None:
-        raise PlanError(
-            f"launch(dispatch='{dispatch}') inside of rg.runs.warm(), whose jobs run without Ray; leave dispatch= out, or launch outside"
-        )
+def check_without_ray(plan: Plan, where: str) -> None:
+    """Raise PlanError for a launch that processes without Ray cannot serve."""
     if plan.cluster.hosts > 1:
-        raise PlanError(
-            f"a plan of {plan.cluster.hosts} hosts inside of rg.runs.warm(), whose processes are of this host; launch it outside"
-        )
+        raise PlanError(f"a plan of {plan.cluster.hosts} hosts {where}, whose processes are of this host; launch it on Ray")
     if lies_in_ray(plan):
-        raise PlanError(
-            "a transport that needs Ray inside of rg.runs.warm(), whose jobs run without Ray; choose another one, or launch outside"
-        )
+        raise PlanError(f"a transport that needs Ray {where}, whose processes run without it; choose another one, or launch on Ray")
