@@ -30,10 +30,12 @@ class TeacherKL:
     Source: Agarwal et al., 2023, 2306.13649; Lu and Thinking Machines Lab, 2025, "On-Policy Distillation".
 
     * `coef`: the weight of the KL.
+    * `clip`: the largest size of log p_student - log p_teacher that counts. None: any.
     * `of`: an estimator to whose advantages the KL is added, e.g. `TeacherKL(coef=0.1, of=rg.GRPO())`. None: only the KL.
     """
 
     coef: Positive = 1.0
+    clip: Positive | None = None
     of: Any = None
 
     def __post_init__(self) -> None:
@@ -57,7 +59,8 @@ class TeacherKL:
         """Compute the advantages `[B, T]`. Raises DataError for a column that is missing or of another shape."""
         mask = response_mask_of("TeacherKL", batch)
         student, teacher = (tokenwise("TeacherKL", batch, f"{who}_log_probs", mask) for who in ("rollout", "teacher"))
-        own = keep(self.coef * (teacher - student), mask)
+        apart = teacher - student
+        own = keep(self.coef * (apart if self.clip is None else apart.clamp(-self.clip, self.clip)), mask)
         others = {} if self.of is None else self.of(batch)
         return {**others, "advantages": others["advantages"] + own if others else own}
 

@@ -1,6 +1,7 @@
 """Writes the models of a training: generator, policy, and those that score."""
 
 from rlgraph.errors import ConfigError
+from rlgraph_cli.from_verl.distillation import distils, takes_top_tokens
 from rlgraph_cli.from_verl.shape import ACTOR, MODEL, ROLLOUT, Shape, shares_of
 from rlgraph_cli.translate.page import Page, call, show, unless
 from rlgraph_cli.translate.settings import Values
@@ -14,7 +15,8 @@ def write_models(values: Values, page: Page, shape: Shape, model: str, *, critic
         lines += [f'    train, rollouts = rg.Pool("train", share={train}), rg.Pool("rollout", share={roll})']
         trains, rolls = "train", "rollouts"
     else:
-        lines += ['    pool = rg.Pool("gpus")']
+        share = values.count("trainer.nnodes") * values.count("trainer.n_gpus_per_node")
+        lines += [f'    pool = rg.Pool("gpus"{f", share={share}" if distils(values) else ""})']
     lines += [f"    generator = {call('rg.Generator', model, pool=rolls, **generator_options(values, page, shape))}"]
     adapter, balance = adapter_of(values, MODEL), values.decimal(f"{ACTOR}megatron.override_transformer_config.moe_aux_loss_coeff")
     trainer = page.setting("trainer", trainer_of(values), "fsdp or megatron")
@@ -99,8 +101,8 @@ def declare_parallel(values: Values, page: Page, whose: str) -> dict[str, str | 
 
 
 def trainer_of(values: Values) -> str:
-    """Choose the trainer: with Megatron-Core there are no adapters that ranks share, and no replayed routes."""
-    if values[f"{MODEL}lora_rank"] or replays_routes(values):
+    """Choose the trainer: with Megatron-Core there are no shared adapters, no replayed routes and no losses of several tokens."""
+    if values[f"{MODEL}lora_rank"] or replays_routes(values) or takes_top_tokens(values):
         return "fsdp"
     named = [values["model_engine"], values[f"{ACTOR}strategy"]]
     return "megatron" if "megatron" in named or values["megatron"] else "fsdp"

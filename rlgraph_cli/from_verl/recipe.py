@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from rlgraph_cli.from_verl.distillation import distillation_loss_of, distils, takes_top_tokens, teacher_kl_of, write_teachers
 from rlgraph_cli.from_verl.fine_tuning import write_fine_tuning
 from rlgraph_cli.from_verl.losses import KL, correction_of, critic_update_of, estimator_of, loss_of
 from rlgraph_cli.from_verl.models import write_models
@@ -40,24 +41,51 @@ class Training:
         values, page, shape = self.values, self.page, self.shape
         declare_settings(values, page, shape)
         page.body += ["def graph(cfg: Config) -> rg.Graph:"]
-        kl = bool(values[f"{ACTOR}use_kl_loss"]) and bool(values.decimal(f"{ACTOR}kl_loss_coef"))
-        in_reward = bool(values["algorithm.use_kl_in_reward"])
-        critic = values["algorithm.adv_estimator"] == "gae"
+        taught = distils(values)  # where, in verl too, rewards are metrics alone
+        kl = not taught and bool(values[f"{ACTOR}use_kl_loss"]) and bool(values.decimal(f"{ACTOR}kl_loss_coef"))
+        in_reward = not taught and bool(values["algorithm.use_kl_in_reward"])
+        critic = not taught and values["algorithm.adv_estimator"] == "gae"
         write_models(values, page, shape, self._model(), critic=critic, reference=kl or in_reward)
         page.body += [""]
         scorer, chat = self._rollout()
+        if taught:
+            self._distillation()
+        else:
+            self._reinforcement(kl, in_reward, critic)
+        write_evaluation(values, page, shape, scored=bool(scorer), chat=chat)
+        page.body += ["    weights.close(step.weights)", f"    return rg.Graph({show(name)}, *outputs)"]
+        write_hosts(values, page, apart=shape.apart)
+        return write_main(page, run_of(values, name))
+
+    def _reinforcement(self, kl: bool, in_reward: bool, critic: bool) -> None:
+        """Write what follows the rewards: advantages, loss and update."""
         self._old_log_probs()
         if kl or in_reward:
             self._reference(in_reward)
         corrected = self._correction()
         self._baselines(critic)
-        page.body += [f"    advantages = {call('rg.advantages', *self.scored, estimator=estimator_of(values))}"]
-        page.body += [f"    loss = {loss_of(values, page, shape, corrected)}"]
-        self._update(critic, kl)
-        write_evaluation(values, page, shape, scored=bool(scorer), chat=chat)
-        page.body += ["    weights.close(step.weights)", f"    return rg.Graph({show(name)}, *outputs)"]
-        write_hosts(values, page, apart=shape.apart)
-        return write_main(page, run_of(values, name))
+        self._advantages(self.scored, estimator_of(self.values))
+        self.page.body += [f"    loss = {loss_of(self.values, self.page, self.shape, corrected)}"]
+        self.trained += ["ref"] if kl else []
+        self._update(critic)
+
+    def _distillation(self) -> None:
+        """Write what follows teachers: their scores, loss and update. The rewards are metrics."""
+        values, page = self.values, self.page
+        scored = write_teachers(values, page)
+        if takes_top_tokens(values):
+            self.trained += [scored]
+        else:
+            self._old_log_probs()
+            self._correction()
+            self._advantages(["rollout", scored], teacher_kl_of(values))
+        page.body += [f"    loss = {distillation_loss_of(values, page)}"]
+        self._update(critic=False)
+        page.body += [f"    outputs.append({self.scored[1]})"]
+
+    def _advantages(self, inputs: list[str], estimator: str) -> None:
+        self.page.body += [f"    advantages = {call('rg.advantages', *inputs, estimator=estimator)}"]
+        self.trained += ["advantages"]
 
     def _model(self) -> str:
         """Write the model's folder, if its config.json is to have other values; layers have no dropout in training."""
@@ -143,7 +171,7 @@ class Training:
             ]
             self.scored += ["baseline"]
 
-    def _update(self, critic: bool, kl: bool) -> None:
+    def _update(self, critic: bool) -> None:
         """Write the updates, and the outputs of the graph."""
         values, lines = self.values, self.page.body
         epochs, warmup = values.count(f"{ACTOR}ppo_epochs"), values.whole("trainer.critic_warmup")
@@ -153,8 +181,7 @@ class Training:
             "mini_batches": "cfg.mini_batches",
             "critic_warmup": str(warmup) if critic and warmup else None,
         }
-        inputs = [*self.trained, "advantages", *(["ref"] if kl else [])]
-        lines += [f"    step = {call('policy.update', *inputs, **options)}"]
+        lines += [f"    step = {call('policy.update', *self.trained, **options)}"]
         lines += [f"    critic_step = {critic_update_of(values, self.shape)}"] if critic else []
         lines += [f"    outputs = [step.metrics{', critic_step.metrics' if critic else ''}]"]
 

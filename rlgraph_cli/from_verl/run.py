@@ -1,5 +1,8 @@
 """Reads what runs: the machines of a training, its checkpoints and its record."""
 
+from operator import mul
+
+from rlgraph_cli.from_verl.distillation import distils
 from rlgraph_cli.translate.page import Page, call, show
 from rlgraph_cli.translate.run import SINKS, Run, write_cluster
 from rlgraph_cli.translate.settings import Values
@@ -7,14 +10,13 @@ from rlgraph_cli.translate.settings import Values
 
 def write_hosts(values: Values, page: Page, *, apart: bool) -> None:
     """Write the machines that the script names, by verl's own rule: pools that fit on one host together share hosts."""
-    nodes, each = values.count("trainer.nnodes"), values.count("trainer.n_gpus_per_node")
-    gpus, hosts, per_host = nodes * each, nodes, each
-    if apart and not values["trainer.use_nodes_ratios"]:
-        more, others = values.count("rollout.nnodes"), values.count("rollout.n_gpus_per_node")
-        gpus += more * others
-        together = each + others <= 8
-        hosts, per_host = (max(nodes, more), each + others) if together else (nodes + more, max(each, others))
-    write_cluster(page, gpus, per_host, hosts)
+    owners = ["trainer"]
+    owners += ["rollout"] if apart and not values["trainer.use_nodes_ratios"] else []
+    owners += ["distillation"] if distils(values) else []
+    nodes, gpus = ([values.count(f"{owner}.{size}") for owner in owners] for size in ("nnodes", "n_gpus_per_node"))
+    together = len(owners) > 1 and sum(gpus) <= 8
+    hosts, per_host = (max(nodes), sum(gpus)) if together else (sum(nodes), max(gpus))
+    write_cluster(page, sum(map(mul, nodes, gpus)), per_host, hosts)
 
 
 def run_of(values: Values, name: str) -> Run:

@@ -212,5 +212,6 @@ def test_the_reverse_kl_joins_the_advantages_of_another_estimator() -> None:
     }
     alone = alg.TeacherKL(coef=0.5)(columns)["advantages"]
     assert alone.tolist() == [[-0.5, 0.5], [0.25, 0.0]]
+    assert alg.TeacherKL(coef=0.5, clip=0.75)(columns)["advantages"].tolist() == [[-0.375, 0.375], [0.25, 0.0]]
     both = alg.TeacherKL(coef=0.5, of=alg.GRPO())(columns)["advantages"]
     torch.testing.assert_close(both, alone + alg.GRPO()(columns)["advantages"])

@@ -166,6 +166,9 @@ def test_a_recipe_that_is_there_stays_and_what_is_not_possible_can_be_skipped(tm
     assert file.read_text().startswith('"""What overrides starts with verl')
 
 
+MODELS = ("model", "teacher_model", "teacher_gsm8k", "teacher_geo3k")
+
+
 def stand_in(folder: Path) -> dict[str, str]:
     """Write two folders that plans can read, with shapes of Qwen3, data, a reward, and the settings that name them."""
     for name, shape in (("dense", QWEN3_8B), ("mixture", QWEN3_30B_A3B | {"num_key_value_heads": 8})):
@@ -178,12 +181,13 @@ def stand_in(folder: Path) -> dict[str, str]:
         "prompt": asked,
         "messages": [*asked, {"role": "assistant", "content": "2"}],
         "reward_model": {"ground_truth": "2"},
-        "data_source": "sums",
+        "data_source": "openai/gsm8k",
     }
     write_table(Table.from_pylist([row] * 2048), folder / "rows.parquet")
     (folder / "reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n")
     dense, rows = str(folder / "dense"), str(folder / "rows.parquet")
-    return {"train": rows, "validation": rows, "reward": str(folder / "reward.py"), "reward_model": dense, "critic": dense, "model": dense}
+    models = dict.fromkeys(MODELS, dense)
+    return {"train": rows, "validation": rows, "reward": str(folder / "reward.py"), "reward_model": dense, "critic": dense, **models}
 
 
 def graph_of(file: Path, settings: dict[str, str]) -> tuple[Graph, rg.Cluster]:
@@ -208,9 +212,6 @@ def recipe_of(name: str) -> str:
 WITHOUT = {  # what a script needs and a recipe does not have
     "examples/mtp_trainer/run_mimo_7b_mtp_fully_async_megatron_multinode": "heads of multi-token prediction are not trained",
     "examples/mtp_trainer/run_mimo_7b_mtp_megatron": "heads of multi-token prediction are not trained",
-    "examples/on_policy_distillation_trainer/run_qwen3_8b_fsdp": "distillation",
-    "examples/on_policy_distillation_trainer/run_qwen3_8b_megatron": "distillation",
-    "examples/on_policy_distillation_trainer/run_qwen3_8b_mopd_fsdp": "distillation",
     "examples/rollout_correction/run_qwen2_5_7b_fsdp": "normalize=True would depend on how the batch is split",
     "verl/experimental/fully_async_policy/shell/dapo_7b_async_retool": "a data set by a class of verl",
 }
@@ -259,6 +260,12 @@ verl.trainer.main_ppo trainer.v1.trainer_mode=separate_async trainer.use_nodes_r
  reward.custom_reward_function.path=score.py
 verl.experimental.fully_async_policy.fully_async_main rollout.test_freq=2 trainer.test_freq=2
 verl.trainer.sft_trainer model.lora_rank=8
+verl.trainer.main_ppo distillation.enabled=True distillation.distillation_loss.use_task_rewards=False
+ distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True
+ distillation.teacher_models.teacher_model.model_path=larger
+verl.trainer.main_ppo distillation.enabled=True distillation.distillation_loss.use_task_rewards=False
+ distillation.distillation_loss.loss_mode=forward_kl_topk distillation.teacher_models.one.model_path=larger
+ distillation.teacher_models.one.key=sums distillation.teacher_models.two.model_path=other distillation.teacher_models.two.key=code
 """
 
 
@@ -288,6 +295,23 @@ def test_values_that_are_none_are_errors_and_never_code(program: str) -> None:
                 tree = ast.parse(write_recipe(call, values, "written"))
                 names = {alias.name for part in ast.walk(tree) if isinstance(part, ast.Import | ast.ImportFrom) for alias in part.names}
                 assert names <= {"dataclass", "run_path", "rlgraph"}, (key, value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "rule"),
+    [
+        ("distillation.distillation_loss.loss_mode=k3", "loss_mode=k3 has no counterpart here; k1 with use_policy_gradient=True has one"),
+        ("distillation.distillation_loss.use_policy_gradient=True", "loss_mode=forward_kl_topk has no counterpart here"),
+        ("distillation.distillation_loss.use_task_rewards=True", "a loss distils, or follows the rewards; give False"),
+        ("distillation.teacher_models.two.key=sums", "give at least one teacher, and each a key of its own, not ['sums']"),
+        ("distillation.teacher_models.two.model_path=", "two needs a model_path, and a key if there are several teachers"),
+    ],
+)
+def test_a_distillation_without_counterpart_is_refused_by_name(changed: str, rule: str) -> None:
+    _, *words = TRAININGS.replace("\n ", " ").split("\n")[-2].split()
+    call = Call("", "verl.trainer.main_ppo", "", tuple(parse_override(text, 0) for text in [*words, changed]))
+    with pytest.raises(ConfigError, match=re.escape(rule)):
+        write_recipe(call, values_of(call, [TABLES.outcome_of(setting) for setting in call.settings]), "written")
 
 
 def test_a_limit_of_the_penalty_and_mini_batches_of_the_critic_are_those_given() -> None:
@@ -343,6 +367,9 @@ RUNS = {  # a script, and what a step of its recipe writes
     "examples/cispo_trainer/run_qwen3_8b_fsdp": "actor/pg_loss",
     "examples/grpo_trainer/run_qwen3_8b_megatron": "actor/kl_loss",
     "examples/gspo_trainer/run_qwen3_8b_fsdp": "actor/pg_loss",
+    "examples/on_policy_distillation_trainer/run_qwen3_8b_fsdp": "actor/pg_loss",
+    "examples/on_policy_distillation_trainer/run_qwen3_8b_megatron": "actor/distillation",
+    "examples/on_policy_distillation_trainer/run_qwen3_8b_mopd_fsdp": "teachers/openai/gsm8k",
     "examples/otb_trainer/run_qwen3_8b_fsdp": "actor/pg_loss",
     "examples/ppo_trainer/run_qwen3_8b_fsdp": "critic/vf_loss",
     "examples/reinforce_plus_plus_trainer/run_qwen3_8b_fsdp": "actor/pg_loss",
@@ -382,7 +409,7 @@ SMALL = {
 def test_recipes_of_scripts_train(name: str, tmp_path: Path) -> None:
     file = tmp_path / "small.py"
     file.write_text(recipe_of(name))
-    own = stand_in(tmp_path) | SMALL | {"model": str(tiny_model(tmp_path / "model", chat=True, context=1024))}
+    own = stand_in(tmp_path) | SMALL | dict.fromkeys(MODELS, str(tiny_model(tmp_path / "model", chat=True, context=4096)))
     own |= {"max_tokens": "200"} if "sft" in name else {}
     own |= {"trainer": "megatron", "buffer_tokens": "2"} if "one_step_off_policy/shell/dapo" in name else {}
     graph, cluster = graph_of(file, own)
