@@ -1,11 +1,11 @@
 """Writes the recipe that stands for a training of verl, as a person would have written it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlgraph_cli.from_verl.distillation import distillation_loss_of, distils, takes_top_tokens, teacher_kl_of, write_teachers
 from rlgraph_cli.from_verl.fine_tuning import write_fine_tuning
 from rlgraph_cli.from_verl.losses import KL, correction_of, critic_update_of, estimator_of, loss_of
-from rlgraph_cli.from_verl.models import write_models
+from rlgraph_cli.from_verl.models import generator_options, write_models
 from rlgraph_cli.from_verl.run import run_of, write_hosts
 from rlgraph_cli.from_verl.script import Call
 from rlgraph_cli.from_verl.shape import ACTOR, MODEL, ROLLOUT, Shape, shape_of
@@ -39,6 +39,8 @@ class Training:
     def write(self, name: str) -> list[str]:
         """Write Config, graph and cluster, and return the lines of the main block."""
         values, page, shape = self.values, self.page, self.shape
+        if values.has("trainer.val_only") and values["trainer.val_before_train"]:
+            return self._evaluation_alone(name)
         declare_settings(values, page, shape)
         page.body += ["def graph(cfg: Config) -> rg.Graph:"]
         taught = distils(values)  # where, in verl too, rewards are metrics alone
@@ -56,6 +58,28 @@ class Training:
         page.body += ["    weights.close(step.weights)", f"    return rg.Graph({show(name)}, *outputs)"]
         write_hosts(values, page, apart=shape.apart)
         return write_main(page, run_of(values, name))
+
+    def _evaluation_alone(self, name: str) -> list[str]:
+        """Write a graph that evaluates the model, of one step, and return the lines of the main block."""
+        values, page = self.values, self.page
+        files, scorer = values.files("data.val_files"), scorer_of(values, page)
+        if not files or not scorer:
+            raise values.error("trainer.val_only", "needs data.val_files, and a function that scores their answers")
+        page.setting("model", values[f"{MODEL}path"], "a folder in Hugging Face format, or a hub id")
+        page.setting("validation", files, "files of verl's schema, separated by commas")
+        page.setting("max_prompt_tokens", values.count("data.max_prompt_length"))
+        page.setting("max_tokens", values.count("data.max_response_length"), "tokens a response")
+        page.setting("steps", 1)
+        page.setting("seed", values.whole("data.seed", 0))
+        write_data(values, page)
+        page.body += ["def graph(cfg: Config) -> rg.Graph:"]
+        options = generator_options(values, page, replace(self.shape, apart=False))
+        generator = call("rg.Generator", self._model(), pool='rg.Pool("gpus")', **options)
+        page.body += [f"    generator = {generator}", f"    score = {scorer}"]
+        held_out = evaluation_of(values, page, "None", "1", at_start=True, chat=write_chat(values, page))
+        page.body += [f"    return {call('rg.Graph', show(name), held_out)}"]
+        write_hosts(values, page, apart=False)
+        return write_main(page, replace(run_of(values, name), every=0))
 
     def _reinforcement(self, kl: bool, in_reward: bool, critic: bool) -> None:
         """Write what follows the rewards: advantages, loss and update."""
@@ -99,8 +123,7 @@ class Training:
         """Write prompts, rollout and rewards; return the function that scores, and whether there are settings of the chat template."""
         values, lines = self.values, self.page.body
         data = write_data(values, self.page)
-        if chat := values.below("data.apply_chat_template_kwargs."):
-            lines += [f"    chat = rg.options.Chat(template_kwargs={show(chat)})"]
+        chat = write_chat(values, self.page)
         lines += [f"    prompts = {call('rg.prompts', data, count='cfg.prompts', chat='chat' if chat else None, seed='cfg.seed')}"]
         scorer = scorer_of(values, self.page)
         lines += [f"    score = {scorer}"] if scorer else []
@@ -122,7 +145,7 @@ class Training:
         }
         lines += [f"    rollout = {call('generator.rollout', 'prompts', 'weights', **options)}"]
         self.scored += [write_rewards(values, self.page, scorer, penalised, refilled)]
-        return scorer, bool(chat)
+        return scorer, chat
 
     def _old_log_probs(self) -> None:
         """Write the trainer's log-probs of what was sampled: ratios are taken against them unless verl bypasses them."""
@@ -281,7 +304,20 @@ def write_evaluation(values: Values, page: Page, shape: Shape, scored: bool, cha
     if not files or every <= 0 or not scored:
         return
     page.setting("validation", files, "empty for no evaluation")
-    page.setting("evaluate_every", every)
+    every_steps = page.setting("evaluate_every", every)
+    held_out = evaluation_of(values, page, "weights", every_steps, at_start=bool(values["trainer.val_before_train"]), chat=chat)
+    page.body += ["    if cfg.validation:", f"        held_out = {held_out}", "        outputs.append(held_out)"]
+
+
+def write_chat(values: Values, page: Page) -> bool:
+    """Write the settings of the chat template, and tell whether there are any."""
+    chat = values.below("data.apply_chat_template_kwargs.")
+    page.body += [f"    chat = rg.options.Chat(template_kwargs={show(chat)})"] if chat else []
+    return bool(chat)
+
+
+def evaluation_of(values: Values, page: Page, weights: str, every: str, *, at_start: bool, chat: bool) -> str:
+    """Write the call of an evaluation by the function `score`."""
     samples = values.count(f"{ROLLOUT}val_kwargs.n")
     sampled = bool(values[f"{ROLLOUT}val_kwargs.do_sample"])
     heat = values.decimal(f"{ROLLOUT}val_kwargs.temperature") if sampled else 0.0
@@ -302,14 +338,10 @@ def write_evaluation(values: Values, page: Page, shape: Shape, scored: bool, cha
     held = f"[*rows(cfg, cfg.validation)][:{most}]" if most > 0 else "rows(cfg, cfg.validation)"
     options = {
         "reward": "score",
-        "every": "cfg.evaluate_every",
+        "every": every,
         "samples": "cfg.samples",
         "sampling": sampling,
-        "at_start": "True" if values["trainer.val_before_train"] else None,
+        "at_start": "True" if at_start else None,
         "chat": "chat" if chat else None,
     }
-    page.body += [
-        "    if cfg.validation:",
-        f"        held_out = {call('rg.evaluate', 'generator', held, 'weights', **options)}",
-        "        outputs.append(held_out)",
-    ]
+    return call("rg.evaluate", "generator", held, weights, **options)

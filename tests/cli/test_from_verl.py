@@ -260,6 +260,7 @@ verl.trainer.main_ppo trainer.v1.trainer_mode=separate_async trainer.use_nodes_r
  reward.custom_reward_function.path=score.py
 verl.experimental.fully_async_policy.fully_async_main rollout.test_freq=2 trainer.test_freq=2
 verl.trainer.sft_trainer model.lora_rank=8
+verl.trainer.main_ppo trainer.val_only=True
 verl.trainer.main_ppo distillation.enabled=True distillation.distillation_loss.use_task_rewards=False
  distillation.distillation_loss.loss_mode=k1 distillation.distillation_loss.use_policy_gradient=True
  distillation.teacher_models.teacher_model.model_path=larger
@@ -416,6 +417,18 @@ def test_recipes_of_scripts_train(name: str, tmp_path: Path) -> None:
     with rg.compile(graph, cluster).run_here() as job:
         steps = [step.metrics for step in job.steps(2)]
     assert all(RUNS[name] in step for step in steps), sorted(steps[0])
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_evaluation_alone_is_of_one_step(tmp_path: Path) -> None:
+    words = ["trainer.val_only=True", "trainer.n_gpus_per_node=2", "trainer.save_freq=5", "data.val_max_samples=3"]
+    file, _ = translate(None, words, tmp_path / "alone.py", skip=False)
+    stood = stand_in(tmp_path)
+    assert rg.compile(*graph_of(file, stood)).certificate.staleness_bound == 0
+    own = stood | SMALL | {"model": str(tiny_model(tmp_path / "model", chat=True, context=1024)), "validation": stood["train"]}
+    with rg.compile(*graph_of(file, own)).run_here() as job:
+        (step,) = job.steps(1)
+    assert (step.metrics["val/acc/mean@1"], step.metrics["val/version"]) == (0, 0)
 
 
 PROPOSAL = """

@@ -250,6 +250,15 @@ def test_pairs_of_truncated_responses_leave_the_engines_log_probs_out() -> None:
         assert ("rollout_log_probs" in pairs.columns) == whole
 
 
+def test_the_rollouts_generator_evaluates_no_other_weights() -> None:
+    parts = Parts()
+    step = parts.policy.update(parts.rollout, parts.advantages, loss=rg.ClippedLoss())
+    evaluation = rg.evaluate(parts.generator, ITEMS, None, reward=exact, every=1)
+    parts.weights.close(step.weights)
+    with pytest.raises(rg.errors.GraphError, match="'rollout' and 'evaluate' are of one model, and follow feedback 'weights' and none"):
+        rg.Graph("g", step.metrics, evaluation)
+
+
 def test_what_no_output_of_a_graph_depends_on_is_named_in_a_warning() -> None:
     parts = Parts()
     dropped = parts.policy.update(parts.rollout, parts.advantages, loss=rg.ClippedLoss(), name="first")

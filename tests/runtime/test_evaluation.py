@@ -119,6 +119,16 @@ def test_the_same_version_gives_the_same_metrics_wherever_it_is_evaluated(model:
     assert seen[1][2.0] != seen[1][4.0]
 
 
+def test_an_evaluation_alone_is_of_the_folders_weights(model: str) -> None:
+    settings = {"every": 1, "samples": 4, "at_start": True}
+    sampling = rg.Sampling(max_tokens=6)
+    generator = rg.Generator(model, pool=rg.Pool("gpus"), engine="transformers", sampling=sampling, dtype="float32")
+    alone = digests.run_here(rg.Graph("alone", rg.evaluate(generator, DATA, None, reward=odd_length, **settings)), 2)
+    first = digests.run_here(graph(model, "time-shared", depth=0, **settings), 1)[0]
+    seen = [{name: value for name, value in step.items() if name.startswith("val/")} for step in (first, *alone)]
+    assert seen[0] == seen[1] == seen[2] != {}
+
+
 def test_metrics_are_those_of_each_source_and_of_all(model: str) -> None:
     step = digests.run_here(graph(model, "time-shared", every=1), 1)[0]
     assert {name for name in step if "pass@" in name} == {f"val/{source}pass@{k}" for source in ("", "even/", "odd/") for k in (1, 2, 4)}

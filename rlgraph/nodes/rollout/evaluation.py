@@ -164,7 +164,7 @@ ASKED = ("prompts", "prompt_mask")  # which nobody reads but a recorder of sampl
 def evaluate(
     generator: Generator,
     data: Dataset,
-    weights: Feedback,
+    weights: Feedback | None,
     *,
     reward: RewardFunction,
     every: Count,
@@ -193,6 +193,7 @@ def evaluate(
     On the rollout's generator it time-shares with the rollout and uses the same weights. On a separate generator and pool it overlaps
     with the training, on the weights that the step publishes. A step's metrics, and the metrics of later steps, wait for it.
 
+    * `weights`: the edge whose weights answer. None: those of the generator's folder, e.g. for a graph that only evaluates.
     * `steps`: the run's number of steps, to evaluate the last step too. None: only every `every`-th.
     * `at_start`: also evaluates step 0; a separate generator then uses its initial weights.
     * `passes`: the least reward of a right answer.
