@@ -158,9 +158,9 @@ def test_what_cannot_be_is_an_error_with_its_line(text: str, says: str, tmp_path
 
 def test_a_recipe_that_is_there_stays_and_what_is_not_possible_can_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["distillation.enabled=True", "data.train_batch_size=256", "algorithm.adv_estimator=grpo"]
+    words = ["algorithm.use_pf_ppo=True", "data.train_batch_size=256", "algorithm.adv_estimator=grpo"]
     file, table = translate(None, words, None, skip=True)
-    assert re.search(r"IS NOT POSSIBLE \(1\)\n +distillation.enabled=True +distillation: recipes/distill.py", table)
+    assert re.search(r"IS NOT POSSIBLE \(1\)\n +algorithm.use_pf_ppo=True +rows are not drawn again", table)
     with pytest.raises(ConfigError, match=r"'from_verl\.py' is there already"):
         translate(None, words, None, skip=True)
     assert file.read_text().startswith('"""What overrides starts with verl')

@@ -110,7 +110,11 @@ REFUSED: dict[str, tuple[Callable[[], object], type[rg.RlgraphError], str]] = {
         GraphError,
         "generator is a Generator",
     ),  # type: ignore[arg-type]
-    "no weights": (lambda: rg.evaluate(Parts().generator, ITEMS, None, reward=right, every=1), GraphError, "pass what rlgraph.feedback"),  # type: ignore[arg-type]
+    "no weights": (
+        lambda: rg.evaluate(Parts().generator, ITEMS, "weights", reward=right, every=1),
+        GraphError,
+        "pass what rlgraph.feedback",
+    ),  # type: ignore[arg-type]
     "never": (lambda: Parts().apart(every=0), GraphError, "every=0"),
     "no data": (
         lambda: rg.evaluate(Parts().generator, [], rg.feedback("w", depth=0), reward=right, every=1),

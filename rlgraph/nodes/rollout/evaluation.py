@@ -193,7 +193,7 @@ def evaluate(
     On the rollout's generator it time-shares with the rollout and uses the same weights. On a separate generator and pool it overlaps
     with the training, on the weights that the step publishes. A step's metrics, and the metrics of later steps, wait for it.
 
-    * `weights`: the edge whose weights answer. None: those of the generator's folder, e.g. for a graph that only evaluates.
+    * `weights`: the edge. With None, the weights of the generator's folder are evaluated, e.g. in a graph without update.
     * `steps`: the run's number of steps, to evaluate the last step too. None: only every `every`-th.
     * `at_start`: also evaluates step 0; a separate generator then uses its initial weights.
     * `passes`: the least reward of a right answer.
@@ -217,9 +217,8 @@ def evaluate(
     scored = match_parameters(
         f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, Calls(concurrency, deadline_s, retries, trial), texts
     )
-    for column in scored.reads:
-        if column not in (*ANSWERS, *texts):
-            raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; {choices(column, texts)}")
+    for column in (column for column in scored.reads if column not in (*ANSWERS, *texts)):
+        raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; {choices(column, texts)}")
     grade = Grade(scored, questions, samples, passes, source, "val" if name == NAME else f"val/{name}")
     return Output(declare(f"{name} rewards", grade, (answers,), reads=ANSWERS, writes=("rewards",), due=due), "metrics")
 
