@@ -38,7 +38,7 @@ def graphs(cfg: Config) -> tuple[list[Callable[..., rg.Graph]], list[int]]:
 
     def learnt() -> rg.Graph:
         judge = rg.LearnedReward(rg.model_folder(cfg.model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=cfg.judge_lr))
-        source = rg.stepwise(rows, cfg.solutions, judge, seed=cfg.seed)
+        source = rg.stages.stepwise(rows, cfg.solutions, judge, seed=cfg.seed)
         return rg.Graph("judge", judge.update(source, loss=rg.losses.StepwiseLoss()).metrics)
 
     def rewarded(judge: str) -> rg.Graph:  # the folder of the weights that the graph 'judge' left

@@ -40,7 +40,6 @@ from rlgraph.nodes.environments.program import Program as Program
 from rlgraph.nodes.environments.tools import Tools as Tools
 from rlgraph.nodes.examples import examples as examples
 from rlgraph.nodes.examples import pairs as pairs
-from rlgraph.nodes.examples import stepwise as stepwise
 from rlgraph.nodes.prompts import prompts as prompts
 from rlgraph.nodes.rewards import scorers as scorers
 from rlgraph.nodes.rewards.reward import reward as reward

@@ -456,7 +456,7 @@ def stepwise(
     >>> import rlgraph as rg
     >>> judge = rg.LearnedReward("tiny", pool=rg.Pool("train"))
     >>> rows = [{"prompt": "1 + 2 + 3 =", "completions": ["1 + 2 = 3", "3 + 3 = 7"], "labels": [True, False]}]
-    >>> solutions = rg.stepwise(rows, 8, judge, separator="\n")
+    >>> solutions = rg.stages.stepwise(rows, 8, judge, separator="\n")
     >>> solutions.columns
     ('prompts', 'prompt_mask', 'responses', 'response_mask', 'step_labels')
     >>> step = judge.update(solutions, loss=rg.losses.StepwiseLoss())

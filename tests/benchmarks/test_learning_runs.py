@@ -125,7 +125,7 @@ def test_curves_are_means_where_all_seeds_are() -> None:
     drawn = learning_plots.draw_staleness(runs)["accuracy"]
     assert drawn == learning_plots.draw_staleness(runs)["accuracy"]
     texts = "".join(ET.fromstring(drawn).itertext())
-    assert all(text in texts for text in ("disabled", "proximal", "depth 0", "depth 1", "seconds", "updates"))
+    assert all(text in texts for text in ("no correction", "proximal", "depth 0", "depth 1", "seconds", "updates"))
 
 
 @pytest.mark.stage("jobs")

@@ -239,7 +239,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"row 0 of '.*a.parquet' has no 'reward_model.answer': under 'reward_model' are style, ground_truth",
     ),
     "no column": (lambda folder: rg.data.jsonl(write(folder / "a.jsonl", [{"x": 1}]), answer="y")[0], "has no 'prompt': in it are x; name"),
-    "a path that is none": (lambda folder: rg.data.rows([{"prompt": "a"}], answer=3), "answer=3 is no path"),  # type: ignore[arg-type]
+    "a path that is none": (lambda folder: rg.data.rows([{"prompt": "a"}], answer=3), "answer=3 is not a path"),  # type: ignore[arg-type]
     "no verl rows": (lambda folder: rg.data.verl(write(folder / "a.jsonl", [{"prompt": "x"}]))[0], "has no 'reward_model.ground_truth'"),
     "pictures": (
         lambda folder: rg.data.verl(write(folder / "a.jsonl", [verl_row(1, images=["x"])]))[0],

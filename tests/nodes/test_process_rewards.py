@@ -71,7 +71,7 @@ def test_advantages_are_the_sums_of_the_following_normalised_steps_of_the_group(
 
 def test_a_process_reward_model_learns_labels_and_scores_each_step_by_its_own_text(model: str, tmp_path: Path) -> None:
     judge = rg.LearnedReward(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=3e-3), dtype="float32", micro_batch_tokens=60)
-    source = rg.stepwise(ROWS, 4, judge)
+    source = rg.stages.stepwise(ROWS, 4, judge)
     columns: Any = source.node.operation.start(Context())(0, {})
     labels, mask = columns["step_labels"], columns["response_mask"]
     tokenizer = load_tokenizer(model)
@@ -111,7 +111,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_row_of_another_form_is_refused_where_it_is_declared(what: str) -> None:
     row, message = MISTAKES[what]
     with pytest.raises(DataError, match=message):
-        rg.stepwise([row], 1, rg.LearnedReward("tiny", pool=rg.Pool("train")))
+        rg.stages.stepwise([row], 1, rg.LearnedReward("tiny", pool=rg.Pool("train")))
 
 
 def test_process_rewards_train_a_policy_in_a_graph(model: str, tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ def test_a_sink_that_raises_or_hangs_never_stops_the_run_and_is_said_once(tmp_pa
     assert kept.files == ["run.html", "plan.json", "costs.yaml"]
     assert kept.ended == ["ended"]
     said = "\n".join(job.notices)
-    assert said.count("OSError: [Errno 28] No space left on device; the run goes on") == 1
+    assert said.count("OSError: [Errno 28] No space left on device; the run continues") == 1
     assert said.count("it is too slow: 3 steps wait for it") == 1
     assert said.count("it cannot start: SystemExit: no network") == 1
     assert len(re.findall(r"\d+ calls failed or were dropped", said)) >= 2  # that of two sinks may be one text

@@ -192,7 +192,7 @@ def test_a_folder_without_a_run_and_a_truncated_run_are_errors(run: Run, tmp_pat
         Run.load(tmp_path)
     run.save(tmp_path)
     (tmp_path / "run.json").write_bytes((tmp_path / "run.json").read_bytes()[:-100])
-    with pytest.raises(DataError, match="no recorded run"):
+    with pytest.raises(DataError, match="not a recorded run"):
         Run.load(tmp_path)
 
 

@@ -230,7 +230,7 @@ def test_what_cannot_be_exported_is_one_error_before_anything_is_written(
 
 
 def test_exports_every_few_steps_need_a_folder_of_checkpoints_and_one_policy(model: Path) -> None:
-    with pytest.raises(rg.errors.PlanError, match="say where"):
+    with pytest.raises(rg.errors.PlanError, match="pass checkpoint="):
         rg.compile(graph_of(model), rg.Cluster(cpus=2)).launch(export_every=2)
     with pytest.raises(rg.errors.ExportError, match="nothing to export"):
         rg.compile(fakes.vector_loop(0), rg.Cluster(cpus=2)).launch(checkpoint="never made", export_every=2)

@@ -321,7 +321,7 @@ def test_a_worker_that_sends_nonsense_is_named(tmp_path: Path) -> None:
         connection = Connection(sock, b"key", 20, server=False)
         messages.send(connection, messages.Hello("policy", os.getpid()))
         connection.send(b"\x93nonsense")
-        with pytest.raises(WorkerDied, match=r"worker 'policy' .* died before its first step; .*carried bytes that are no message"):
+        with pytest.raises(WorkerDied, match=r"worker 'policy' .* died before its first step; .*carried bytes that are not a message"):
             group.until_open(lambda missing: None)
     listener.close()
 

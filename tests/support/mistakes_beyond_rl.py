@@ -109,12 +109,12 @@ MISTAKES = {
     ),
     "no pair a step": call_mistake("count is how many rows of the data a step takes", lambda: rg.pairs(PAIRS, 0, policy()), DataError),
     "no solution a step": call_mistake(
-        "count is how many rows of the data a step takes", lambda: rg.stepwise([SPLIT], 0, judge()), DataError
+        "count is how many rows of the data a step takes", lambda: rg.stages.stepwise([SPLIT], 0, judge()), DataError
     ),
     "a margin that is no number": call_mistake(
         "a finite number in each row", lambda: rg.pairs([{**PAIRS[0], "by": float("nan")}], 1, policy(), margin="by"), DataError
     ),
-    "a step with its separator": call_mistake("would end a step", lambda: rg.stepwise([SPLIT], 1, judge()), DataError),
+    "a step with its separator": call_mistake("would end a step", lambda: rg.stages.stepwise([SPLIT], 1, judge()), DataError),
     "a loss of pairs for labels": call_mistake("'examples' writes single rows", lambda: policy().update(labels(), loss=rg.losses.SimPO())),
     "KTO for pairs": call_mistake("'pairs' writes pairs", lambda: update_by_reference(pairs(), loss=rg.losses.KTO())),
     "KTO without mismatched rows": call_mistake("mismatched=True", lambda: update_by_reference(labels(), loss=rg.losses.KTO())),
@@ -131,7 +131,7 @@ MISTAKES = {
     "a reward model's loss for a policy": call_mistake("rg.DPO()", lambda: policy().update(pairs(), loss=rg.losses.BradleyTerry())),
     "a loss of steps for a policy": call_mistake(
         "the rewards of a rg.LearnedReward",
-        lambda: policy().update(rg.stepwise([SOLUTION], 1, judge()), loss=rg.losses.StepwiseLoss()),
+        lambda: policy().update(rg.stages.stepwise([SOLUTION], 1, judge()), loss=rg.losses.StepwiseLoss()),
     ),
     "a negative weight of a further batch": call_mistake(
         "a finite number above 0", lambda: policy().update(pairs(), loss=rg.losses.SimPO(), also=[(pairs(), rg.losses.SimPO(), -0.1)])

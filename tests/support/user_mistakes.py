@@ -369,7 +369,7 @@ LAUNCH = {
     "no room for a prompt": launch_mistake("lower max_tokens", sampling=rg.Sampling(max_tokens=10**5)),
     "an unknown dispatch": launch_mistake("dispatch is one of", PlanError, settings={"dispatch": "threads"}),
     "no time": launch_mistake("a number of seconds above 0", PlanError, settings={"deadline_s": 0}),
-    "every without a checkpoint": launch_mistake("say where", PlanError, settings={"every": 2}),
+    "every without a checkpoint": launch_mistake("pass checkpoint=", PlanError, settings={"every": 2}),
     "every 0 steps": launch_mistake("every is a whole number", PlanError, settings={"checkpoint": "c", "every": 0}),
     "restarts as text": launch_mistake("write restarts=2, without quotes", PlanError, settings={"checkpoint": "c", "restarts": "2"}),
     "a checkpoint that is no path": launch_mistake("checkpoint is text", PlanError, settings={"checkpoint": 3}),
