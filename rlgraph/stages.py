@@ -1,4 +1,4 @@
-"""Stages of a graph beyond those at the top of `rlgraph`: solutions with their steps, filters, shaped rewards, the correction of a rollout."""
+"""Stages beyond those at the top of `rlgraph`: solutions with their steps, filters, shaped rewards, the correction of a rollout."""
 
 from rlgraph.nodes.examples import stepwise as stepwise
 from rlgraph.nodes.rewards.reward import kl_shaped_rewards as kl_shaped_rewards
