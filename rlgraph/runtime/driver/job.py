@@ -468,7 +468,7 @@ class Job:
                 self._hear()
             self._commit(checkpoints)
         if idle and checkpoints.newest < last:
-            raise CheckpointError("\n".join([*checkpoints.troubles, f"the newest checkpoint is that after step {checkpoints.newest}"]))
+            raise CheckpointError("\n".join([*checkpoints.troubles, f"the newest checkpoint is of step {checkpoints.newest}"]))
 
     def notice(self, text: str) -> None:
         """Say once that something works otherwise than asked: in the job's output, `notices` and the report."""
