@@ -181,7 +181,9 @@ def _handles(pids: list[int]) -> list[int]:
 
 def _forget_address() -> None:
     """Remove the file by which programs find this host's Ray, if nothing answers there: they would wait for it for minutes."""
-    file = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
+    from rlgraph.runtime.driver.discovery import address_file
+
+    file = address_file()
     with contextlib.suppress(OSError):
         at = parsed(file.read_text(encoding="utf-8").strip())
         try:

@@ -1,10 +1,10 @@
 """The rows of measurements on H100s: ranks that share a pass or experts, shared prompts, and routes that are replayed."""
 
 from benchmarks.lib.figures import Figure, count, ms, percent, seconds, share
-from benchmarks.report.stage_rows import turns_on_gpu
+from benchmarks.report.stage_rows import turns
 from benchmarks.report.table import Row
 
-SHARED, ROUTES = "shared_prompts_h100.json", "router_replay_h100.json"
+SHARED, ROUTES, TAIL = "shared_prompts_h100.json", "router_replay_h100.json", "tool_rollouts_tail_h100.json"
 STEPS, RECORDED = "decode_steps_4b_h100.json", ("ways", "recorded")
 NORMS = "norms, rotations, activations"  # a kind of kernels
 
@@ -102,7 +102,11 @@ ON_H100S = [
         "attention in it", ms(STEPS, "ways", "pages", "kernel_s", "attention")),
     small_step("1,024 responses", "decode_steps_smollm2_h100.json", "--sequences 1024"),
     small_step("256 responses", "decode_steps_smollm2_256_h100.json", "--sequences 256"),
-    *turns_on_gpu("h100"),
+    *turns("tool_rollouts_h100.json", "SmolLM2, turns of 43 tokens, tools of 20 ms"),
+    *turns("tool_rollouts_long_turns_h100.json", "SmolLM2, turns of 170 tokens, tools of 20 ms"),
+    Row("the same with turns of 43 tokens and tools whose 99th percentile is 10 medians: a step over its bound",
+        share(TAIL, "step_over_bound"), "benchmarks/speed/tool_rollouts.py --tail 10",
+        "share of it that the engine was idle while a conversation could decode", percent(TAIL, "engine_idle_while_any_could_decode")),
     *launched_again("until all workers are ready", "ready_s"),
     *launched_again("to the end of the first step", "first_step_s"),
     shared("an update", "update"),

@@ -26,18 +26,6 @@ def turns(file: str, what: str) -> list[Row]:
                 "benchmarks/speed/tool_rollouts.py", "without tools, tokens/s", count(file, "without"))]  # fmt: skip
 
 
-def turns_on_gpu(gpu: str) -> list[Row]:
-    """Conversations with tools on a GPU: short turns, long ones, and tools with a tail."""
-    tail = f"tool_rollouts_tail_{gpu}.json"
-    return [
-        *turns(f"tool_rollouts_{gpu}.json", "SmolLM2, turns of 43 tokens, tools of 20 ms"),
-        *turns(f"tool_rollouts_long_turns_{gpu}.json", "SmolLM2, turns of 170 tokens, tools of 20 ms"),
-        Row("the same with turns of 43 tokens and tools whose 99th percentile is 10 medians: a step over its bound",
-            share(tail, "step_over_bound"), "benchmarks/speed/tool_rollouts.py --tail 10",
-            "share of it that the engine was idle while a conversation could decode", percent(tail, "engine_idle_while_any_could_decode")),
-    ]  # fmt: skip
-
-
 STAGES = [
     *rollouts("rollout_cpu.json", "a tiny model"),
     *turns("tool_rollouts_smollm2_cpu.json", "SmolLM2's shape, turns of 43 tokens"),

@@ -62,7 +62,7 @@ class Process:
         self.here: dict[str, Any] = {}  # what channel ends of this process share
         self.progress: Progress | None = None
         self._speaking = threading.Lock()  # what writes a checkpoint speaks as well
-        self.stopped = self.failed = False
+        self.failed = False
 
     def prepare(self) -> None:
         """Listen where this worker writes and tell the driver the addresses; after its answer connect, load the engine, and report."""
@@ -152,12 +152,10 @@ class Process:
     def run(self) -> None:
         """Fire every node for each step that the driver ticks, and report, until it says stop."""
         step = self.spec.resume.step if self.spec.resume else 0
-        self._await_tick(step)
-        while not self.stopped:
+        while self._await_tick(step):
             if self.progress is not None and not self.failed:  # on a failure the last activity stays, for the driver to see
                 self._fire(step, self.progress)
             step += 1
-            self._await_tick(step)
 
     def _fire(self, step: int, progress: Progress) -> None:
         try:
@@ -234,15 +232,15 @@ class Process:
         with contextlib.suppress(OSError):  # the driver is gone: the wait for its next message finds out
             self._tell(messages.Failure(self.name, step, node, name, str(error), trace, channel, peer, host))
 
-    def _await_tick(self, step: int) -> None:
-        """Wait for the tick of `step`, or for the end, and do what else the driver asks meanwhile."""
-        while not self.stopped:
+    def _await_tick(self, step: int) -> bool:
+        """Wait for the tick of `step`, and do what else the driver asks meanwhile; False once it says stop."""
+        while True:
             try:
                 message = messages.receive(self.control)
             except (EOFError, OSError):
                 os._exit(1)  # the driver is gone, and with it anyone to tell
             if isinstance(message, messages.Go):
-                return
+                return True
             if isinstance(message, messages.SampleRequest) and self.progress is not None:
                 self.progress.worker.tap.request = message
             if isinstance(message, messages.ProfileRequest) and self.progress is not None:
@@ -252,10 +250,10 @@ class Process:
             if isinstance(message, messages.DescribeShards | messages.WriteShards):
                 self._export(step - 1, message)
             if isinstance(message, messages.Shutdown):
-                self.stopped = True
                 if self.progress is not None:
                     self.progress.close(keep=message.keep)
                 self.control.close()
+                return False
 
 
 def serve(spec: WorkerSpec, driver: str, slot: EngineSlot | None = None) -> None:
