@@ -124,6 +124,12 @@ def run(name: str, steps: int, model: str | None) -> None:
     print(f"{name}: took {took['step_s']:.2f} s, said {row}", flush=True)
 
 
+def factors(kind: str) -> list[float]:
+    """List the factors, above or below, between what was predicted from `nothing` or from `costs` and what the runs took."""
+    rows = [row for row in read_results().values() if "step_s" in row and f"from_{kind}_s" in row]
+    return [max(row[f"from_{kind}_s"] / row["step_s"], row["step_s"] / row[f"from_{kind}_s"]) for row in rows]
+
+
 def tables() -> dict[str, str]:
     """Write the table by its name, as Markdown."""
     lines = ["| run on H200s | took | predicted from nothing | predicted from another run's costs |", "|---|---|---|---|"]
@@ -131,6 +137,8 @@ def tables() -> dict[str, str]:
         if "step_s" in row:
             cells = (seconds_with_error(row.get(f"from_{kind}_s"), row["step_s"], digits=1) for kind in ("nothing", "costs"))
             lines.append(f"| {name} | {row['step_s']:.1f} s | {' | '.join(cells)} |")
+    found = (factors(kind) for kind in ("nothing", "costs"))
+    lines.append(f"| factor, median and worst | | {' | '.join(f'{statistics.median(each):.2f}, {max(each):.2f}' for each in found)} |")
     return {"announced": "\n".join(lines) + "\n"}
 
 
@@ -157,10 +165,8 @@ def main() -> None:
         predict(given.names or RUNS)
     for name in given.names if given.what == "run" else ():
         run(name, given.steps, given.model)
-    rows = [row for row in read_results().values() if "step_s" in row]
     for kind in ("nothing", "costs"):
-        if errors := [max(row[key] / row["step_s"], row["step_s"] / row[key]) for row in rows if (key := f"from_{kind}_s") in row]:
-            print(f"from {kind}: median factor {statistics.median(errors):.3f}, worst {max(errors):.3f} of {len(errors)}")
+        print(f"from {kind}: median factor {statistics.median(factors(kind)):.3f}, worst {max(factors(kind)):.3f} of {len(factors(kind))}")
     if given.what == "parts":
         parts()
     if given.what == "table":

@@ -27,6 +27,8 @@ def beside(what: str, run: str, peer: str, file: str, step: str = "step_s") -> R
 BATCH = "256 responses of 1,024 tokens"
 BESIDE_PEERS = [
     beside(f"4B, {BATCH}, one step off on 1 + 1 H200", "4B, one step off", "verl 0.9.1", "verl_one_step_off_4b_h200.json", "wall_s"),
+    beside(f"4B, {BATCH}, on policy, time-shared on two H200", "4B, time-shared on both", "verl 0.9.1, colocated",
+           "verl_colocated_4b_h200.json", "wall_s"),
     beside(f"1.7B, {BATCH}, on policy on one H200", "1.7B, one engine", "TRL 1.16 with Liger", "trl_1.7b_h200.json"),
     beside(f"4B by an adapter of rank 32, {BATCH}, on policy on one H200", "4B by an adapter, one engine", "TRL 1.16 with PEFT and Liger",
            "trl_4b_adapter_h200.json"),
