@@ -1,5 +1,6 @@
 """For all tests."""
 
+import os
 from pathlib import Path
 
 from hypothesis import settings
@@ -12,6 +13,7 @@ pytest_plugins = [
     *(f"pytest_plugins.{name}" for name in ("leftovers", "missing_parts", "file_order", "second_chance", "skip_limit")),
 ]
 ROOT = Path(__file__).parents[1]
+os.environ["RAY_ADDRESS"] = "local"  # else programs join the Ray that another test has on this machine, and end with it
 leave_out_broken_amx()  # tests multiply in bfloat16 themselves
 settings.register_profile("untimed", deadline=None)  # the first example of a busy machine may take seconds
 settings.load_profile("untimed")

@@ -1,6 +1,7 @@
 """GPUs of a Ray of three nodes, of which the driver's has none: who gets which. Ray counts them, and nobody computes there."""
 
 import logging
+import os
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,8 @@ STORE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
-        cluster = RayCluster(initialize_head=True, head_node_args={**STORE, "include_dashboard": False, "temp_dir": folder, "num_gpus": 0})
+        os.environ["RAY_TMPDIR"] = folder
+        cluster = RayCluster(initialize_head=True, head_node_args={**STORE, "include_dashboard": False, "num_gpus": 0})
         try:
             small, large = (cluster.add_node(**STORE, num_gpus=gpus) for gpus in (2, 4))
             ray.init(address=cluster.address, logging_level=logging.ERROR)

@@ -86,7 +86,8 @@ def alive() -> int:
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # not Ray's own: other jobs find a Ray by what lies there
-        cluster = RayCluster(initialize_head=True, head_node_args={**STORE, "include_dashboard": False, "temp_dir": folder})
+        os.environ["RAY_TMPDIR"] = folder
+        cluster = RayCluster(initialize_head=True, head_node_args={**STORE, "include_dashboard": False})
         try:
             run(cluster)
         finally:

@@ -33,9 +33,9 @@ cd /; echo up; exec >/dev/null; while :; do sleep 1000 & wait; done"""
 
 
 def isolate_command(command: Sequence[str]) -> list[str]:
-    """Wrap a command so that it runs in namespaces of its own, and ends with its parent."""
+    """Wrap a command so that it runs in namespaces of its own, where it may look for a Ray, and ends with its parent."""
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    return ["setpriv", "--pdeathsig", "KILL", "unshare", *user, *SWITCH, *command]
+    return ["setpriv", "--pdeathsig", "KILL", "unshare", *user, *SWITCH, "env", "--unset=RAY_ADDRESS", *command]
 
 
 def explain_refusal() -> str:
