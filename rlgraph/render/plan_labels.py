@@ -77,10 +77,10 @@ def fit_text(text: str, size: float, room: float, bold: bool = False) -> str:
 Tone: TypeAlias = Literal["ink", "muted", "red", "weights", "badge", "red badge"]
 Mark: TypeAlias = Literal["critical", "local", "weights", "order"]
 
-HEADING, NAME, SMALL = 17.0, 14.0, 12.5  # font sizes in pixels
+HEADING, NAME, SMALL = 18.0, 15.0, 13.0  # font sizes in pixels
 PAD = 9.0  # between the edge of a box and its texts
 BADGE = 20.0  # room for the number of a node's place in its pool, in front of its name
-BOX_LEAST, BOX_LISTED, BOX_MOST = 110.0, 160.0, 320.0  # the list of columns widens a box up to BOX_LISTED
+BOX_MOST = 320.0
 LABEL_MOST = 190.0
 PLACEHOLDERS = "nominal"  # costs that nothing was measured for: a picture shows no seconds of them
 
@@ -166,7 +166,7 @@ def label_width(lanes: Sequence[PlannedPool | None], plan: Plan) -> float:
 
 def _label_lines(pool: PlannedPool | None, plan: Plan) -> list[str]:
     if pool is None:
-        return [words.HOST, words.with_count(sum(worker.pool is None for worker in plan.workers), "process")]
+        return [words.HOST, ""]
     used = any(node.pool == pool.name for node in plan.nodes)
     models = {node.model for node in plan.nodes if node.pool == pool.name}
     shared = [model.split for model in plan.models if model.name in models and model.split]
@@ -176,39 +176,27 @@ def _label_lines(pool: PlannedPool | None, plan: Plan) -> list[str]:
 
 def box_width(node: PlannedNode, order: tuple[int, int] | None, plan: Plan) -> float:
     """Compute the width at which the texts of a box fit, within limits."""
-    badge = BADGE if order else 0.0
-    first = badge + width(words.clean(node.name), NAME, bold=True) + 10.0 + width(_time(node), SMALL)
-    listed = width(_second_line(node, plan, max(first, BOX_LISTED - 2 * PAD)), SMALL)
-    return min(max(max(first, listed) + 2 * PAD, BOX_LEAST), BOX_MOST)
+    first = (BADGE if order else 0.0) + width(words.clean(node.name), NAME, bold=True)
+    return min(max(first, width(_time(node), SMALL)) + 2 * PAD, BOX_MOST)
 
 
 def box_texts(
     node: PlannedNode, order: tuple[int, int] | None, place: tuple[float, float, float, float], plan: Plan, red: Critical
 ) -> list[TextLine]:
-    """Place the name, predicted seconds and written columns of a node whose box is at `place` (x, y, width, height)."""
+    """Place the name and, below it, the predicted seconds of a node whose box is at `place` (x, y, width, height)."""
     x, y, wide, high = place
-    second = _second_line(node, plan, wide - 2 * PAD)
-    base = y + high / 2 + (-4.5 if second else 4.5)
-    tone: Tone = "red" if node.name in red.nodes else "muted"
-    found = [TextLine(x + wide - PAD, base, _time(node), SMALL, tone, anchor="end")]
-    start = x + PAD
+    time = _time(node)
+    base = y + high / 2 + (-3.0 if time else 5.0)
+    found, start = [], x + PAD
     if order:
         badge: Tone = "red badge" if node.name in red.order else "badge"
         found.append(TextLine(start + 7.5, base - 1.5, str(order[0]), 11.0, badge, bold=True, anchor="middle"))
         start += BADGE
-    found.append(TextLine(start, base, fit_text(words.clean(node.name), NAME, found[0].span[0] - 6.0 - start, bold=True), NAME, bold=True))
-    if second:
-        found.append(TextLine(x + PAD, base + 18.0, second, SMALL, "muted"))
+    name = fit_text(words.clean(node.name), NAME, x + wide - PAD - start, bold=True)
+    found.append(TextLine(start, base, name, NAME, bold=True))
+    if time:
+        found.append(TextLine(x + PAD, base + 17.0, time, SMALL, "red" if node.name in red.nodes else "muted"))
     return found
-
-
-def _second_line(node: PlannedNode, plan: Plan, room: float) -> str:
-    """List the columns that a node writes, or the weights it publishes: two of them, or one if two have no room."""
-    published = [loop.name for loop in plan.loops if loop.writer == node.name]
-    names = node.writes or published
-    lead = "" if node.writes or not names else "publishes "
-    lines = [lead + words.elide(names, shown) for shown in (2, 1)]
-    return next((line for line in lines if width(line, SMALL) <= room + ROUNDING), fit_text(lines[-1], SMALL, room))
 
 
 def loop_label(

@@ -189,7 +189,7 @@ EDGE = 12.0  # between the picture and its frame
 HEAD = 62.0  # the header
 LANE_GAP = 8.0
 LANE_LEAST = 84.0  # room for three lines of label
-BOX_HEIGHT = 48.0
+BOX_HEIGHT = 44.0
 ARROW = 9.0
 TRACK = 9.0  # between two lines in a gap
 GAP_OUTER, GAP_INNER = 16.0, 16.0
@@ -308,13 +308,13 @@ def _frame(plan: Plan, grid: Grid, lines: Mapping[str, Trunk]) -> _Frame:
     left = EDGE + plan_labels.label_width(grid.lanes, plan)
     side = 6.0 * len(plan.loops)
     crossings = _crossings(plan, grid)
-    columns, x = [], left + 22.0 + side
+    columns, x = [], left + 12.0 + side
     for index in range(grid.columns):
         members = [node for node in plan.nodes if grid.cells[node.name].column == index]
         width = max(plan_labels.box_width(node, order_in_pool(plan, node), plan) for node in members)
         columns.append((x, width))
-        x += width + min(44.0 + 4.0 * crossings[index], 80.0) + side
-    right = sum(columns[-1]) + 18.0 + side
+        x += width + min(28.0 + 4.0 * crossings[index], 64.0) + side
+    right = sum(columns[-1]) + 12.0 + side
     ports = _ports(plan, grid)
     strips, lanes, y = [], [], HEAD
     for index in range(len(grid.lanes)):
