@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from rlgraph.analysis import words
 from rlgraph.analysis.findings import findings
 from rlgraph.analysis.samples import Sample
 from rlgraph.analysis.words import Terminal
@@ -38,15 +39,15 @@ KEPT_BY_SINKS = ("run.html", "plan.json", "costs.yaml")
 FILES = {
     "run.html": "the report; open it in a browser",
     "run.json": "the run as data",
-    "metrics.jsonl": "metrics, a line a step",
-    "timeline.json": "timelines, predicted and measured (ui.perfetto.dev)",
-    "graph.svg": "the graph, placed",
+    "metrics.jsonl": "metrics, one line per step",
+    "timeline.json": "simulated and measured timelines, for ui.perfetto.dev",
+    "graph.svg": "a picture of the plan",
     "reward.svg": "mean reward by step",
-    "samples": "what the policy wrote",
-    "profiles": "traces of torch.profiler, memory snapshots",
+    "samples": "prompts and responses",
+    "profiles": "torch.profiler traces and memory snapshots",
     "plan.json": "the plan as data",
-    "costs.yaml": "what each node costs, for compile and tune",
-    "trace.json": "every firing, for replay",
+    "costs.yaml": "node costs, for compile and tune",
+    "trace.json": "all firings, for replay",
 }
 
 
@@ -295,8 +296,8 @@ def _write_results(job: "Job", done: list[Step], folder: Path, console: Console)
     job.trace().to_file(folder / "trace.json")
     if run.priced is not None:
         (folder / "graph.svg").write_text(plan_picture.svg(run.priced), encoding="utf-8")
-        fitted_s = run.priced.prediction.step_s
-        console.print(f"a step took {run.step_s:.2f} s (median), {fitted_s:.2f} s fitted to its own nodes", highlight=False)
+        simulated = words.seconds(run.priced.prediction.step_s)
+        console.print(f"median step: {words.seconds(run.step_s)}; simulated from measured node times: {simulated}", highlight=False)
     for line in findings(run):
         console.print(f"advice: {line}", highlight=False)
     for name, what in ((name, what) for name, what in FILES.items() if (folder / name).exists()):

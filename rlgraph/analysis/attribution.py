@@ -19,8 +19,8 @@ from rlgraph.plan.schedule import Span, SpanKind
 Use: TypeAlias = Literal["node", "moving", "sleep", "carry", "tools", "data", "weights", "room", "order", "idle", "start", "unexplained"]
 BUSY: tuple[Use, ...] = ("node", "moving", "sleep", "carry")
 LEAST = 0.002  # of a pool's time: smaller rows are added up into one line of the table
-HAND_OVER = "hand-over"  # the cause of a wait in which nobody upstream worked: the message was on its way
-SMALL = "smaller rows together"
+HAND_OVER = "message in transit"  # the cause of a wait in which no upstream worker was busy
+SMALL = "all smaller rows"
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Row:
     model: str = ""
 
     def __str__(self) -> str:
-        cause = " on its way" if self.cause == HAND_OVER else f", since {words.clean(self.cause)} was not done" if self.cause else ""
+        cause = f"; cause: {words.clean(self.cause)}" if self.cause else ""
         name = words.clean(self.name)
         match self.use:
             case "node" | "moving" | "sleep":
                 return name
             case "carry":
-                return f"rlgraph around {name}: copies and checks"
+                return f"copies and checks around {name}"
             case "tools":
                 return f"engine waits for tools or environments of {name}"
             case "data":
@@ -71,7 +71,7 @@ class Row:
             case "room":
                 return f"wait for a free slot of '{name}'{cause}"
             case "order":
-                return f"wait for order in the pool ('{name}'){cause}"
+                return f"wait for its turn in the pool ('{name}'){cause}"
             case "unexplained":
                 return "not explained"
             case _:
@@ -185,7 +185,7 @@ USES: Mapping[SpanKind, Use] = {
     "start": "start",
 }
 CHAIN = 12  # waits followed from one worker to the next; a longer chain is given up
-START_UP, BETWEEN, FINISHED = "start-up", "between steps", "no further step"
+START_UP, BETWEEN, FINISHED = "start-up", "between steps", "after the last step"
 CLAIMS = ("fire", "load", "wake", "sleep", "publish", "receive", "carry", "tools", "wait", "room", "order", "idle", "start")
 RANK = {claim: rank for rank, claim in enumerate(CLAIMS)}
 

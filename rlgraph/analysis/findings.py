@@ -89,21 +89,21 @@ def _balance(run: Run, side: LoopBalance) -> Iterator[str]:
     elif side.trainer_waits > NOTICED:
         wait = median(run.values("timing_s/wait_prev_gen") or [0.0])
         head = (
-            f"wait_prev_gen is high: {words.seconds(wait)} of a {words.seconds(run.step_s)} step; '{trainer.name}' waits "
+            f"wait_prev_gen is high: {words.seconds(wait)} per step of {words.seconds(run.step_s)}; '{trainer.name}' waits "
             f"{side.trainer_waits:.0%} of its time for '{name}'"
         )
         tail = _tail(run)
         if tail is not None and tail > TAIL:
             yield (
-                f"{head}, and lengths have a long tail (the longest response has {tail:.1f} times the tokens of the mean one): more "
-                f"devices will not shorten it; cap max_tokens, generate continuously, or raise depth above {loop.depth}"
+                f"{head}, and response lengths have a long tail (the longest is {tail:.1f} times the mean): more "
+                f"devices will not help; cap max_tokens, set continuous=True, or raise depth above {loop.depth}"
             )
         else:
-            even = "" if tail is None else f", and lengths are even (the longest {tail:.1f} times the mean)"
+            even = "" if tail is None else f", and response lengths are even (the longest is {tail:.1f} times the mean)"
             yield f"{head}{even}: {_split_advice(generator, trainer, side)}"
     elif side.generator_waits > NOTICED:
         yield (
-            f"'{name}' waits {side.generator_waits:.0%} of its time for '{loop.writer}' to make a version: training sets the step; "
+            f"'{name}' waits {side.generator_waits:.0%} of its time for a new version from '{loop.writer}': training limits the step; "
             f"{_split_advice(generator, trainer, side)}"
         )
 
@@ -116,12 +116,10 @@ def _split_advice(generator: PlannedPool, trainer: PlannedPool, side: LoopBalanc
     best = min(max(round(total * loads[0] / sum(loads)), 1), total - 1) if total > 1 and sum(loads) > 0 else counts[0]
     if best == counts[0]:
         more, less = (generator, trainer) if side.generate_s > side.train_s else (trainer, generator)
-        return (
-            f"no split of these {total} devices is more even; give '{more.name}' more devices, or less work ('{less.name}' has spare time)"
-        )
+        return f"no split of {total} devices is more balanced; give '{more.name}' more devices or less work ('{less.name}' often waits)"
     return (
-        f"share {best}:{total - best} for '{generator.name}':'{trainer.name}' instead of {counts[0]}:{counts[1]} would make both sides "
-        "take equally long, if their work divides"
+        f"share {best}:{total - best} for '{generator.name}':'{trainer.name}' instead of {counts[0]}:{counts[1]} would "
+        "balance both sides, if their time scales with devices"
     )
 
 
@@ -138,7 +136,7 @@ def _idle_pools(run: Run) -> Iterator[str]:
     for pool in working if len(working) > 2 else ():
         busy = run.steady_bubbles.busy(pool.name)
         if busy < UNUSED:
-            yield f"pool '{pool.name}' works {busy:.0%} of its time: its nodes could share the devices of another pool"
+            yield f"pool '{pool.name}' is busy {busy:.0%} of its time: its nodes could share the devices of another pool"
 
 
 def _slow_publishes(run: Run) -> Iterator[str]:
@@ -162,7 +160,7 @@ def _slow_wakes(run: Run) -> Iterator[str]:
         if share > NOTICED:
             yield (
                 f"engines that time-share '{pool.name}' wake and sleep for {share:.0%} of its time: use larger batches, or give each "
-                "engine a pool of its own with depth=1"
+                "engine its own pool, with depth=1"
             )
 
 
@@ -175,8 +173,8 @@ def _hosts(run: Run) -> Iterator[str]:
             if share > HELD_UP:
                 took = words.seconds(median(run.durations(node) or [0.0]))
                 yield (
-                    f"'{pool.name}' waits {share:.0%} of its time for '{node}' ({took} a step): make it faster or concurrent, let it "
-                    "work on parts of a batch (chunks), or raise depth so that it overlaps"
+                    f"'{pool.name}' waits {share:.0%} of its time for '{node}' ({took} per step): make it faster or concurrent, let it "
+                    "process parts of a batch (chunks), or raise depth so that it overlaps"
                 )
 
 
@@ -187,8 +185,8 @@ def _driver(run: Run) -> Iterator[str]:
         share = run.steady_bubbles.share((row for row in rows if row.use == "idle" and row.name == "between steps"), rows)
         if share > HELD_UP:
             yield (
-                f"'{pool.name}' has no step to work on {share:.0%} of its time: what your loop over job.steps() does between two steps "
-                "keeps the workers waiting, or steps are too short for their dispatch"
+                f"'{pool.name}' is idle between steps for {share:.0%} of its time: the code in your loop over job.steps() delays the "
+                "next step, or steps are shorter than their dispatch"
             )
 
 
@@ -222,7 +220,7 @@ def _flat(run: Run) -> Iterator[str]:
     values = run.values("critic/advantages/zero")
     if values and median(values) > NOTHING_LEARNT:
         yield (
-            f"{median(values):.0%} of the responses have an advantage of 0, since all responses to their prompt have equal rewards: "
+            f"{median(values):.0%} of the responses have an advantage of 0, since all responses to the same prompt have equal rewards: "
             "choose easier or harder prompts, check the reward on some samples, raise group_size, or drop such groups with refill"
         )
 

@@ -21,7 +21,7 @@ from rlgraph.values.pool import Pool
 
 WAITS: Mapping[str, Callable[[str], str]] = {
     "data": lambda name: f"'{name}'",
-    "slots": lambda name: f"room in '{name}'",
+    "slots": lambda name: f"a free slot in '{name}'",
     "loop": lambda name: f"the weights of '{name}'",
 }
 PAGE = 100  # columns of what is printed

@@ -156,33 +156,33 @@ def _of_conversations(prefix: str) -> tuple[Chart, ...]:
     """The charts of conversations with environments (`agent`) or with tools."""
     ends = (("median", "p50"), ("90th percentile", "p90"), ("most", "max"))
     return (
-        ("Turns", "of a conversation", tuple((said, f"{prefix}/turns/{end}") for said, end in ends)),
-        ("Seconds", "of a conversation", tuple((said, f"{prefix}/seconds/{end}") for said, end in ends)),
-        ("Failures", "of conversations, a step", tuple((kind.replace("_", " "), f"{prefix}/{kind}") for kind in FAILURES)),
-        ("Limits hit", "by conversations, a step", tuple((kind, f"{prefix}/limit_{kind}") for kind in LIMITS)),
+        ("Turns", "per conversation", tuple((said, f"{prefix}/turns/{end}") for said, end in ends)),
+        ("Seconds", "per conversation", tuple((said, f"{prefix}/seconds/{end}") for said, end in ends)),
+        ("Failures", "conversations per step", tuple((kind.replace("_", " "), f"{prefix}/{kind}") for kind in FAILURES)),
+        ("Limits hit", "conversations per step", tuple((kind, f"{prefix}/limit_{kind}") for kind in LIMITS)),
     )
 
 
 CHARTS: tuple[Chart, ...] = (
-    ("Reward", "mean reward of a batch", (("reward", REWARD),)),
-    ("Staleness", "versions behind, oldest and mean token", (("oldest", "staleness/max"), ("mean", "staleness/mean"))),
+    ("Reward", "mean per batch", (("reward", REWARD),)),
+    ("Staleness", "weight versions behind the policy", (("oldest token", "staleness/max"), ("mean", "staleness/mean"))),
     ("Response length", "tokens", (("mean", "response_length/mean"), ("longest", "response_length/max"))),
     ("Loss", "policy loss", (("policy loss", "actor/pg_loss"),)),
-    ("Imitation", "negative log-likelihood, nats a token", (("of the examples", "actor/nll"),)),
+    ("Imitation", "negative log-likelihood, nats per token", (("of the examples", "actor/nll"),)),
     ("Preferences", "share of pairs in the right order", (("policy", "preference/accuracy"), ("reward model", "reward/accuracy"))),
-    ("Distillation", "divergence from the teacher, nats a token", (("divergence", "actor/distillation"),)),
-    ("KL", "nats a token", (("policy has moved (ppo_kl)", "actor/ppo_kl"), ("to the reference", "actor/kl_loss"))),
-    ("Engine and trainer", "KL of their log-probs, nats a token", (("k3", "rollout_corr/k3_kl"), ("k1", "rollout_corr/kl"))),
+    ("Distillation", "divergence from the teacher, nats per token", (("divergence", "actor/distillation"),)),
+    ("KL", "nats per token", (("policy has moved (ppo_kl)", "actor/ppo_kl"), ("to the reference", "actor/kl_loss"))),
+    ("Engine and trainer", "KL of their log-probs, nats per token", (("k3", "rollout_corr/k3_kl"), ("k1", "rollout_corr/kl"))),
     ("Clipped", "share of tokens", (("clipped", "actor/pg_clipfrac"),)),
-    ("Entropy", "nats a token", (("entropy", "actor/entropy"),)),
+    ("Entropy", "nats per token", (("entropy", "actor/entropy"),)),
     ("Gradient", "norm before clipping", (("norm", "actor/grad_norm"),)),
     ("Value loss", "critic", (("value loss", "critic/vf_loss"),)),
     *(chart for prefix in ("agent", "tools") for chart in _of_conversations(prefix)),
-    ("Seconds of a step", "s", (("step", "timing_s/step"), ("gen", "timing_s/gen"), ("update_actor", "timing_s/update_actor"))),
-    ("Waiting", "s a step", (("wait_prev_gen", "timing_s/wait_prev_gen"), ("update_weights", "timing_s/update_weights"))),
+    ("Step time", "seconds", (("step", "timing_s/step"), ("gen", "timing_s/gen"), ("update_actor", "timing_s/update_actor"))),
+    ("Waiting", "seconds per step", (("wait_prev_gen", "timing_s/wait_prev_gen"), ("update_weights", "timing_s/update_weights"))),
 )
 # What evaluations measure: the ending of the metric that has its number of samples behind it, and what its values are.
-EVALUATED = (("Held-out accuracy", "acc/mean@", "share of right answers"), ("Held-out reward", "reward/mean@", "mean reward"))
+EVALUATED = (("Held-out accuracy", "acc/mean@", "share of correct answers"), ("Held-out reward", "reward/mean@", "mean reward"))
 # The first part of the names of rlgraph's own metrics; others are the user's.
 OURS = {
     "actor", "agent", "critic", "data", "dtype", "dynamic_sampling", "exact", "examples", "guards", "moe", "perf", "preference",
@@ -207,7 +207,7 @@ def curves(run: Run) -> Iterator[str]:
     if size > 1:
         yield f"<p>Each point is the mean of {size} steps.</p>"
     if run.earlier:
-        yield f"<p>The first {words.with_count(len(run.earlier), 'step')} ran before the run went on from its checkpoint.</p>"
+        yield f"<p>The first {words.with_count(len(run.earlier), 'step')} ran before the run resumed from its checkpoint.</p>"
     yield '<div class="charts">'
     for chart in charts_of(steps):
         yield from _draw_chart(chart, groups if chart in CHARTS else _groups_with_metrics(chart, groups))
@@ -215,7 +215,7 @@ def curves(run: Run) -> Iterator[str]:
 
 
 def _groups_with_metrics(chart: Chart, groups: Sequence[Steps]) -> Sequence[Steps]:
-    """Leave out the groups that lack a chart's metrics, so that the lines of an evaluation go on from one to the next."""
+    """Leave out the groups that lack a chart's metrics, so that the line of an evaluation connects its points."""
     metrics = [metric for _, metric in chart[2]]
     return [group for group in groups if any(math.isfinite(step.get(metric, math.nan)) for step in group for metric in metrics)]
 

@@ -20,6 +20,7 @@ from rlgraph.analysis.samples import PROFILES_FOLDER as PROFILES
 from rlgraph.plan.plan import Plan
 from rlgraph.render import charts, plan_picture
 from rlgraph.render.charts import REWARD, charts_of, curves, metric_names, of_version
+from rlgraph.render.plan_labels import has_times
 from rlgraph.render.text import mermaid, text
 from rlgraph.render.timeline import last_steps, predicted_steps, timeline
 
@@ -44,8 +45,8 @@ COLOURS = {"advantage": "advantage", "diff": "difference of log-probs", "log_pro
 def samples_section(folder: Path) -> Iterator[str]:
     """Yield the HTML of the browser of the samples in a run's folder."""
     shown, whole = shown_samples(folder)
-    where = "All of them are shown" if whole else "Those of a few places of the run are shown"
-    yield f"<p>Responses of the policy, trained on or answers of evaluations. {where}; the files are in <code>samples/</code>.</p>"
+    where = "All recorded ones are shown" if whole else "A selection from the whole run is shown"
+    yield f"<p>Responses of the policy, from training and evaluation. {where}; the files are in <code>samples/</code>.</p>"
     yield f'<div id="filters">{"".join(_controls())}</div>'
     yield '<p id="found" class="muted"></p><div id="samples-list"></div><div id="sample"></div>'
     yield f'<script type="application/json" id="sample-data">{as_script(shown)}</script>'
@@ -58,7 +59,7 @@ def _controls() -> Iterator[str]:
             for end, said in (("least", least), ("most", most))
         )
         yield f"<label>{name} <span>{' to '.join(fields)}</span></label>"
-    yield _select("kind", "kind", {"": "all", "training": "trained on", "evaluation": "of evaluations"})
+    yield _select("kind", "kind", {"": "all", "training": "training", "evaluation": "evaluation"})
     yield _select("ended by", "finish", {"": "any reason"})
     yield '<label>text <input name="text" type="search" placeholder="in prompt or response"/></label>'
     yield _select("sort by", "sort", SORTS)
@@ -131,14 +132,14 @@ LEGEND = (
     ("forward", "forward pass"),
     ("host", "host node"),
     ("moving", "weights moving"),
-    ("sleep", "engines wake and sleep"),
-    ("carry", "rlgraph's own work"),
+    ("sleep", "engine wakes or sleeps"),
+    ("carry", "copies and checks"),
     ("tools", "wait for tools"),
     ("data", "wait for data"),
     ("weights", "wait for a version"),
     ("room", "wait for a free slot"),
-    ("order", "wait for order in the pool"),
-    ("idle", "no step to work on"),
+    ("order", "wait for its turn in the pool"),
+    ("idle", "idle"),
 )
 
 
@@ -148,7 +149,7 @@ def write(path: str | Path, run: Run, folder: str | Path | None = None) -> None:
 
 
 def page(run: Run, folder: str | Path | None = None, *, state: str = "", scripts: Sequence[str] = SCRIPTS) -> str:
-    """Build the report as one HTML document with its style and scripts. `state` says whether the run goes on."""
+    """Build the report as one HTML document with its style and scripts. `state` says whether the run continues."""
     title = escape(words.clean(run.plan.graph))
     drawn = list(sections(run, folder))
     steps = words.with_count(len(run.steps), "step") + (f' · <span id="state">{escape(state)}</span>' if state else "")
@@ -198,7 +199,7 @@ def heading(title: str, said: str, linked: Sequence[tuple[str, str]]) -> Iterato
 def document(title: str, body: Sequence[str], scripts: Sequence[str] = SCRIPTS) -> str:
     """Make one HTML document of a report's parts, with its style and its scripts."""
     style, *parts = (files("rlgraph.render").joinpath(name).read_text(encoding="utf-8") for name in ("report.css", *scripts))
-    end = "<footer>Drawn by rlgraph. This file holds all that it shows.</footer>"
+    end = "<footer>Made by rlgraph. This file is self-contained.</footer>"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{title}</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/><link rel="icon" href="data:,"/>'
@@ -223,28 +224,28 @@ def _tiles(run: Run) -> Iterator[str]:
     seconds = sorted(run.values("timing_s/step"))
     if seconds:
         least, most = (seconds[round(part * (len(seconds) - 1))] for part in (0.1, 0.9))
-        yield _tile("a step", words.seconds(run.step_s), f"median of {len(seconds)}; {words.seconds(least)} to {words.seconds(most)}")
+        yield _tile("step time", words.seconds(run.step_s), f"median; 80% from {words.seconds(least)} to {words.seconds(most)}")
     if run.priced is not None:
-        fitted = run.priced.prediction.step_s
-        yield _tile("fitted", words.seconds(fitted), f"to its own nodes {_off(fitted, run.step_s)}")
+        simulated = run.priced.prediction.step_s
+        yield _tile("simulated step", words.seconds(simulated), f"from measured node times; {_off(simulated, run.step_s)}")
     rewards = [step[REWARD] for step in run.earlier if math.isfinite(step.get(REWARD, math.nan))] + run.values(REWARD)
     if rewards:
         part = max(len(rewards) // 10, 1)
-        yield _tile(
-            "reward", f"{fmean(rewards[-part:]):.3f}", f"from {fmean(rewards[:part]):.3f}; means of {words.with_count(part, 'step')}"
-        )
+        first, last = fmean(rewards[:part]), fmean(rewards[-part:])
+        yield _tile("reward", f"{last:.3f}", f"mean of the last {words.with_count(part, 'step')}; {first:.3f} at the start")
     held_out = next((name for name in metric_names(run.all_steps) if name.startswith("val/") and "acc/mean@" in name), None)
     if held_out is not None:
         values = [step[held_out] for step in run.all_steps if held_out in step]
-        said = f"{escape(held_out.removeprefix('val/'))}, from {values[0]:.3f}{of_version(run.all_steps)}"
+        said = f"{escape(held_out.removeprefix('val/'))}, {values[0]:.3f} at first{of_version(run.all_steps)}"
         yield _tile("held out", f"{values[-1]:.3f}", said)
     worst = max((step.get("staleness/max", 0.0) for step in run.steps), default=0.0)
-    yield _tile("staleness", f"{worst:.0f}", f"worst seen; bound {run.plan.certificate.staleness_bound}")
+    yield _tile("staleness", f"{worst:.0f}", f"highest seen; the bound is {run.plan.certificate.staleness_bound}")
     for pool in run.plan.pools:
         if run.bubbles.of_pool(pool.name):
             busy = run.steady_bubbles.busy(pool.name)
-            yield _tile(f"{escape(words.clean(pool.name))} busy", f"{busy:.0%}", f"{words.devices(pool)}; {pool.busy:.0%} was planned")
-    yield _tile("start-up", words.seconds(-run.start_s), "from the launch to the first tick")
+            planned = f"; predicted {pool.busy:.0%}" if has_times(run.plan) else ""
+            yield _tile(f"{escape(words.clean(pool.name))} busy", f"{busy:.0%}", f"{words.devices(pool)}{planned}")
+    yield _tile("start-up", words.seconds(-run.start_s), "from launch to first step")
 
 
 def _tile(name: str, value: str, note: str) -> str:
@@ -252,24 +253,25 @@ def _tile(name: str, value: str, note: str) -> str:
 
 
 def _off(predicted: float, measured: float) -> str:
-    return f"(measured {(measured - predicted) / predicted:+.1%})" if predicted else ""
+    if not predicted:
+        return ""
+    return f"measured {abs(measured - predicted) / predicted:.1%} {'more' if measured > predicted else 'less'}"
 
 
 def _advice(run: Run) -> Iterator[str]:
     lines = findings(run)
-    yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else "<p>Too few steps to learn from.</p>"
+    yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else "<p>Too few steps for advice.</p>"
     planned = run.plan.prediction.advice
     if planned:
-        yield f"<p>Said before the run, from {run.plan.prediction.cost} costs:</p>"
+        yield f"<p>Advice before the run, from {run.plan.prediction.cost} costs:</p>"
         yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in planned)}</ul>"
 
 
 def _graph(run: Run) -> Iterator[str]:
     plan = run.priced or run.plan
-    said = (
-        "measured seconds of each node" if run.priced is not None else f"{plan.prediction.cost} seconds, since too few steps were measured"
-    )
-    yield f'<p>With {said}; the critical cycle is red.</p><div class="drawing">{plan_picture.svg(plan)}</div>'
+    said = "measured" if run.priced is not None else f"{plan.prediction.cost}, since too few steps were measured"
+    yield f"<p>Node times are {said}. The critical cycle, which sets the step time, is red.</p>"
+    yield f'<div class="drawing">{plan_picture.svg(plan)}</div>'
 
 
 def _timeline(run: Run) -> Iterator[str]:
@@ -280,13 +282,13 @@ def _timeline(run: Run) -> Iterator[str]:
     count = min(SHOWN_STEPS, max(last, 1))
     measured = last_steps([span for span in run.spans if span.kind != "start"], count)
     predicted = predicted_steps(run.priced or run.plan, last, count)
-    source = "the measured seconds of its nodes" if run.priced is not None else f"{run.plan.prediction.cost} costs"
+    source = "measured node times" if run.priced is not None else f"{run.plan.prediction.cost} costs"
     yield (
-        f"<p>The last {words.with_count(count, 'step')}: as the schedule plays with {source}, and as measured. "
+        f"<p>The last {words.with_count(count, 'step')}: simulated from {source}, and measured. "
         'Zoom with <button type="button" data-zoom="1.5">+</button> <button type="button" data-zoom="0.667">−</button> '
-        "or Ctrl and the wheel; point at a block to read it.</p>"
+        "or Ctrl + wheel; hover over a block for details.</p>"
     )
-    yield from timeline([("predicted", predicted), ("measured", measured)], run.plan)
+    yield from timeline([("simulated", predicted), ("measured", measured)], run.plan)
     key = "".join(f'<span><i class="{name}"></i>{said}</span>' for name, said in LEGEND)
     yield f'<p class="legend">{key}</p>'
 
@@ -294,7 +296,7 @@ def _timeline(run: Run) -> Iterator[str]:
 def _bubbles(run: Run) -> Iterator[str]:
     bubbles = run.steady_bubbles
     yield (
-        f"<p>Every device-second from step {run.first_steady} on ({words.seconds(bubbles.end_s - bubbles.start_s)}): "
+        f"<p>All device time from step {run.first_steady} on, {words.seconds(bubbles.end_s - bubbles.start_s)} per device; "
         f"{bubbles.residual:.2%} not explained.</p>"
     )
     works = {node.name: node.work for node in run.plan.nodes}
@@ -310,7 +312,7 @@ def _bubbles(run: Run) -> Iterator[str]:
             tooltip = escape(f"{row}: {share:.1%}")
             yield f'<i class="{_use_class(row, works)}" style="width:{100 * share:.4f}%" title="{tooltip}"></i>'
         yield '</div><table><thead><tr><th class="n">device-seconds</th><th class="n">share</th><th>worker</th>'
-        yield "<th>spent on</th></tr></thead><tbody>"
+        yield "<th>used for</th></tr></thead><tbody>"
         small = [row for row in rows if row.seconds < LEAST * total]
         for row in rows[: len(rows) - len(small)]:
             key = f'<i class="key {_use_class(row, works)}"></i>'
@@ -331,15 +333,19 @@ def _row(seconds: str, share: str, worker: str, spent: str) -> str:
 
 def _prediction_section(run: Run) -> Iterator[str]:
     source = run.plan.prediction.cost
-    yield f"<p>Predicted when the run was launched, from {source} costs{' (they only rank)' if source == 'nominal' else ''}.</p>"
+    nominal = not has_times(run.plan)
+    said = "The plan had placeholder costs, so it predicted no times" if nominal else f"Predicted at launch, from {source} costs"
+    yield f"<p>{said}.</p>"
     if run.priced is not None:
         yield (
-            f"<p>Fitted to this run's own seconds of each node a step takes <b>{words.seconds(run.priced.prediction.step_s)}</b>; "
-            f"it took <b>{words.seconds(run.step_s)}</b> {_off(run.priced.prediction.step_s, run.step_s)}.</p>"
+            f"<p>Simulated from this run's node times, a step takes <b>{words.seconds(run.priced.prediction.step_s)}</b>. "
+            f"It took <b>{words.seconds(run.step_s)}</b>: {_off(run.priced.prediction.step_s, run.step_s)}.</p>"
         )
-    yield '<table><thead><tr><th>what</th><th class="n">predicted</th><th class="n">measured (median)</th><th class="n">80 % lie in</th>'
-    yield '<th class="n">measured / predicted</th><th class="n">firings</th></tr></thead><tbody>'
-    yield from (_comparison_row(row, source == "nominal") for row in compare_events(run))
+    columns = ("measured (median)", "10th to 90th percentile", "count", *(() if nominal else ("predicted", "measured / predicted")))
+    yield "<table><thead><tr><th>event</th>"
+    yield from (f'<th class="n">{column}</th>' for column in columns)
+    yield "</tr></thead><tbody>"
+    yield from (_comparison_row(row, nominal) for row in compare_events(run))
     yield "</tbody></table>"
     for what in run.plan.prediction.left_out:
         yield f"<p>Not predicted: {escape(words.clean(what))}.</p>"
@@ -347,9 +353,8 @@ def _prediction_section(run: Run) -> Iterator[str]:
         yield f"<p>Assumed: {escape(words.clean(what))}.</p>"
     waits = [wait for wait in compare_waits(run) if max(wait.predicted_s, wait.measured_s) > LEAST * run.step_s]
     if waits:
-        yield "<p>Waits of a step, as the schedule plays with the measured seconds of the nodes, and measured. "
-        yield "The plan gives a wait for several inputs to the last of them.</p>"
-        yield '<table><thead><tr><th>who</th><th>waits for</th><th class="n">fitted</th><th class="n">measured</th></tr></thead><tbody>'
+        yield "<p>Waits per step. If a node waits for several inputs, the simulation counts the wait for the last of them.</p>"
+        yield '<table><thead><tr><th>waiting</th><th>for</th><th class="n">simulated</th><th class="n">measured</th></tr></thead><tbody>'
         for wait in waits:
             yield f"<tr><td>{escape(words.clean(wait.who))}</td><td>{escape(words.WAITS[wait.reason](words.clean(wait.on)))}</td>"
             yield f'<td class="n">{words.seconds(wait.predicted_s)}</td><td class="n">{words.seconds(wait.measured_s)}</td></tr>'
@@ -357,15 +362,10 @@ def _prediction_section(run: Run) -> Iterator[str]:
 
 
 def _comparison_row(row: EventComparison, nominal: bool) -> str:
-    ratio = f"{row.measured_s / row.predicted_s:.2f}" if row.predicted_s and not nominal else "–"
-    spread = f"{words.seconds(row.p10_s)} to {words.seconds(row.p90_s)}"
-    cells = (
-        words.seconds(row.predicted_s, "nominal" if nominal else "given"),
-        words.seconds(row.measured_s),
-        spread,
-        ratio,
-        str(row.count),
-    )
+    cells = [words.seconds(row.measured_s), f"{words.seconds(row.p10_s)} to {words.seconds(row.p90_s)}", str(row.count)]
+    if not nominal:
+        ratio = f"{row.measured_s / row.predicted_s:.2f}" if row.predicted_s else "–"
+        cells += [words.seconds(row.predicted_s), ratio]
     numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
     return f"<tr><td>{escape(words.clean(row.name))}</td>{numbers}</tr>"
 
@@ -376,16 +376,16 @@ def _certificate(run: Run) -> Iterator[str]:
     size = f"at most {words.size(proof.buffered_bytes)}" if proof.buffered_bytes is not None else "not known before the run"
     slots = run.observed.channel_slots or {}
     rows = (
-        ("staleness, in versions", *_bound_row(proof.staleness_bound, int(worst))),
-        ("deadlock", "none" if proof.deadlock_free else "possible", f"{words.with_count(len(run.steps), 'step')} finished", "held"),
+        ("staleness in weight versions", *_bound_row(proof.staleness_bound, int(worst))),
+        ("deadlock", "none" if proof.deadlock_free else "possible", f"none in {words.with_count(len(run.steps), 'step')}", "held"),
         ("open batches", *_bound_row(proof.open_batches, run.observed.open_batches or None)),
         *((f"slots of '{channel.name}' in use", *_bound_row(channel.slots, slots.get(channel.name))) for channel in plan.channels),
-        ("bytes buffered in channels", size, "", "by construction"),
-        ("steps in flight", f"at most {plan.window}", "", "by construction"),
-        ("period, from the costs it was compiled with", words.seconds(proof.period_s, plan.prediction.cost), words.seconds(run.step_s), ""),
+        ("bytes buffered in channels", size, "", "enforced"),
+        ("steps in flight", f"at most {plan.window}", "", "enforced"),
+        *([("step time", words.seconds(proof.period_s, plan.prediction.cost), words.seconds(run.step_s), "")] if has_times(plan) else []),
         *_exact(run),
     )
-    yield "<table><thead><tr><th>what</th><th>certified</th><th>seen</th><th></th></tr></thead><tbody>"
+    yield "<table><thead><tr><th>bound</th><th>certified</th><th>measured</th><th></th></tr></thead><tbody>"
     for row in rows:
         yield f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
     yield "</tbody></table>"
@@ -394,12 +394,12 @@ def _certificate(run: Run) -> Iterator[str]:
 def _exact(run: Run) -> Iterator[tuple[str, str, str, str]]:
     if run.plan.certificate.exact:
         tokens = sum(step.get("exact/tokens_checked", 0.0) for step in run.steps)
-        yield "log-probs of rollout and trainer", "equal to the bit", f"equal in {tokens:.0f} tokens", "held"
+        yield "log-probs of rollout and trainer", "bit-identical", f"identical in {tokens:.0f} tokens", "held"
 
 
 def _bound_row(limit: int, seen: int | None) -> tuple[str, str, str]:
     if seen is None:
-        return f"at most {limit}", "not looked at", ""
+        return f"at most {limit}", "not recorded", ""
     return f"at most {limit}", f"at most {seen}", "held" if seen <= limit else "BROKEN"
 
 
@@ -416,7 +416,7 @@ def _settings(run: Run) -> Iterator[str]:
         for key, value in values.items():
             yield f"<tr><td>{escape(words.clean(key))}</td><td><code>{escape(words.clean(value))}</code></td></tr>"
         yield "</tbody></table></details>"
-    yield f"<details><summary>the plan, as it was launched</summary><pre>{escape(text(run.plan))}</pre></details>"
+    yield f"<details><summary>the launched plan</summary><pre>{escape(text(run.plan))}</pre></details>"
 
 
 # The report of several graphs that ran one after the other: one HTML file, with curves over all of their steps.
@@ -471,7 +471,7 @@ def joint_page(title: str, graphs: Sequence[GraphReport]) -> str:
 
 def _graph_table(graphs: Sequence[GraphReport]) -> Iterator[str]:
     yield '<table><thead><tr><th>graph</th><th>state</th><th class="n">steps</th><th>starts from</th>'
-    yield '<th class="n">a step, predicted</th><th class="n">a step, median</th><th class="n">all steps</th></tr></thead><tbody>'
+    yield '<th class="n">predicted step</th><th class="n">median step</th><th class="n">total</th></tr></thead><tbody>'
     for graph in graphs:
         predicted = words.seconds(graph.run.plan.prediction.step_s, graph.run.plan.prediction.cost) if graph.run else ""
         median = words.seconds(graph.run.step_s) if graph.run else ""
@@ -486,7 +486,7 @@ def _graph_table(graphs: Sequence[GraphReport]) -> Iterator[str]:
 def _joint_curves(graphs: Sequence[GraphReport]) -> Iterator[str]:
     """Draw each metric over the steps of all graphs, a line for each graph that has it."""
     steps = [(number, line) for number, graph in enumerate(graphs) for line in graph.lines]
-    yield '<p>Steps count on from graph to graph.</p><div class="charts">'
+    yield '<p>Step numbers continue from graph to graph.</p><div class="charts">'
     for title, unit, lines in charts_of([line for _, line in steps]):
         series: dict[str, list[float]] = {}
         for number, graph in enumerate(graphs):

@@ -49,14 +49,14 @@ def test_a_trainer_that_waits_with_even_lengths_is_advised_a_split_with_more_rol
 
 def test_a_trainer_that_waits_for_a_long_tail_is_advised_shorter_responses_not_devices() -> None:
     advice = said(simulate_run(plan(1, 3.0, 1.0), 30, tail=10.0))
-    assert "lengths have a long tail (the longest response has 10.0 times" in advice
-    assert "cap max_tokens, generate continuously, or raise depth above 1" in advice
+    assert "lengths have a long tail (the longest is 10.0 times" in advice
+    assert "cap max_tokens, set continuous=True, or raise depth above 1" in advice
     assert "share" not in advice
 
 
 def test_a_generator_that_waits_for_versions_is_advised_more_training_devices() -> None:
     advice = said(simulate_run(plan(1, 1.0, 3.0), 30))
-    assert "training sets the step; share 2:6 for 'rollout':'train' instead of 4:4" in advice
+    assert "training limits the step; share 2:6 for 'rollout':'train' instead of 4:4" in advice
     assert "wait_prev_gen" not in advice
 
 

@@ -39,7 +39,7 @@ def test_a_wait_is_traced_through_waiting_workers_to_the_late_node() -> None:
         ("data", "score", "load weights for rollout"): 2.0,
         ("data", "score", "rollout"): 10.0,
         ("data", "score", "score"): 3.0,
-        ("data", "score", "hand-over"): 1.0,  # the score was done at 7.5, and taken at 8
+        ("data", "score", "message in transit"): 1.0,  # the score was done at 7.5, and taken at 8
         ("node", "update", ""): 4.0,
     }
 
@@ -143,7 +143,7 @@ def test_a_worker_starts_up_before_its_first_span_and_is_finished_after_its_last
     assert {(row.use, row.name): row.seconds for row in found.of_worker("generator")} == {
         ("start", "start-up"): 2.0,
         ("node", "rollout"): 1.0,
-        ("idle", "no further step"): 2.0,
+        ("idle", "after the last step"): 2.0,
     }
     assert found.residual == 0
 
@@ -188,8 +188,8 @@ def test_the_table_shows_each_pool_with_seconds_shares_and_reasons() -> None:
         Span("update", "fire", 0, "policy", 6.0, 8.0),
     ]
     shown = str(attribute(spans, loop_plan(1)))
-    assert "75.0%  wait for data of 'rollout', since rollout was not done" in shown
+    assert "75.0%  wait for data of 'rollout'; cause: rollout" in shown
     assert "25.0%  update" in shown
-    assert "25.0%  no further step" in shown
+    assert "25.0%  after the last step" in shown
     assert "0.00% not explained" in shown
     assert all(len(line) <= 100 for line in shown.splitlines())

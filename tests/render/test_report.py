@@ -88,10 +88,10 @@ def test_predicted_and_measured_seconds_of_every_event_are_shown(run: Run, root:
 
 
 def test_the_certificate_stands_beside_what_was_seen(root: ElementTree.Element, run: Run, plans: dict[str, Plan]) -> None:
-    assert ["staleness, in versions", "at most 1", "at most 1", "held"] in cells(section(root, "certificate"))
+    assert ["staleness in weight versions", "at most 1", "at most 1", "held"] in cells(section(root, "certificate"))
     broken = Run(run.plan, ({**run.steps[-1], "staleness/max": 3.0},), run.spans, run.start_s, run.end_s, None, {})
     found = cells(section(ElementTree.fromstring(page(broken)), "certificate"))
-    assert ["staleness, in versions", "at most 1", "at most 3", "BROKEN"] in found
+    assert ["staleness in weight versions", "at most 1", "at most 3", "BROKEN"] in found
 
 
 def test_each_bound_of_the_certificate_has_its_observed_maximum_beside_it(run: Run) -> None:
@@ -147,7 +147,7 @@ def test_evaluations_of_any_name_and_metrics_of_ones_own_have_curves(run: Run) -
     assert {"Held-out accuracy", "mine/speed"} <= set(titles_of(found))
     assert "Held-out reward" not in titles_of(found)
     text = page(found)
-    assert "share of right answers; the last is of version 6" in text
+    assert "share of correct answers; the last is of version 6" in text
     assert all(f"<title>{name}</title>" in text for name in ("acc/mean@4", "hard/acc/mean@4"))
     partial = replace(run, steps=with_metrics(evaluated, 10, val__reward__mean_at_4=0.7))
     assert {"Held-out accuracy", "Held-out reward"} <= set(titles_of(partial)), "rewards that are no accuracies"
