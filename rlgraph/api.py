@@ -170,7 +170,7 @@ def report(run: Run | str | Path, path: str | Path | None = None) -> Path:
     >>> import rlgraph as rg
     >>> rg.report("no/such/run")
     Traceback (most recent call last):
-    rlgraph.errors.DataError: 'no/such/run/run.json': there is no recorded run; rlgraph.record(job, steps, folder) leaves one
+    rlgraph.errors.DataError: 'no/such/run/run.json': there is no recorded run; rg.record(job, steps, folder) writes one
 
     Without `path` the file is `run.html` in the folder. Raises DataError for a folder without a run that can be read.
     """
@@ -201,7 +201,7 @@ def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, ru
     from rlgraph.recording.watch import Watch
 
     if not Path(folder).is_dir():
-        raise DataError(f"watch({show_value(str(folder))}): no such folder; give the one that rlgraph.record(job, steps, folder) writes")
+        raise DataError(f"watch({show_value(str(folder))}): no such folder; pass the one that rlgraph.record(job, steps, folder) writes")
     return Watch(Path(folder), port)
 
 
@@ -271,7 +271,7 @@ def export(
     number of ranks, one shard of one parameter at a time, and needs neither Ray nor a GPU. `policy` names one of several trained models,
     e.g. `policy="critic"`. `adapter="apart"` writes a trained adapter as PEFT's folder; with dtype="float32" it keeps every bit.
 
-    Raises CheckpointError for a checkpoint that is not whole, and ExportError for a folder that exists or cannot be written, a disk without
+    Raises CheckpointError for an incomplete checkpoint, and ExportError for a folder that exists or cannot be written, a disk without
     room, and a model whose own folder is gone. No folder is left then.
     """
     from rlgraph.runtime.checkpoint.offline_export import export_checkpoint
@@ -361,13 +361,13 @@ def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: Count = 3) 
     >>> import rlgraph as rg
     >>> rg.planning.profile([], rg.Cluster(cpus=2))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    rlgraph.errors.PlanError: profile([]): graphs profiled together are at least one, with the same nodes; they ...
+    rlgraph.errors.PlanError: profile([]): pass at least one graph, all with the same nodes; they ...
     """
     graphs = [graph] if isinstance(graph, Graph) else list(graph)
     plans = [compile(each, cluster) for each in graphs]
     if not plans or any([node.name for node in plan.nodes] != [node.name for node in plans[0].nodes] for plan in plans):
         raise PlanError(
-            f"profile({[plan.graph for plan in plans]}): graphs profiled together are at least one, with the same nodes; they may "
+            f"profile({[plan.graph for plan in plans]}): pass at least one graph, all with the same nodes; they may "
             "differ in prompts, groups, lengths, depth and devices"
         )
     traces = []

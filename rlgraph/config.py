@@ -83,7 +83,7 @@ def _quote_text_setting(cls: type, pair: str) -> str:
 def _check_texts(where: str, cls: type, found: DictConfig) -> None:
     """Raise ConfigError for a setting that is text, and that YAML read as a number or a truth."""
     for key, value in _misread(cls, OmegaConf.to_container(found)):
-        raise ConfigError(f"{where}: setting '{key}' is text, and YAML reads {value!r} there: write it in quotes")
+        raise ConfigError(f"{where}: setting '{key}' is text, but YAML reads {value!r} there: put it in quotes")
 
 
 def _misread(kind: Any, value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -28,7 +28,7 @@ def to_int(name: str, value: Any) -> int:
         except TypeError:  # a tensor or an array of several
             raise Wrong from None
     if not LEAST <= value <= MOST:
-        raise Wrong("no whole number of more than 64 bits is taken")
+        raise Wrong("whole numbers of more than 64 bits are not supported")
     return int(value)
 
 

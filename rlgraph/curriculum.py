@@ -24,7 +24,7 @@ from rlgraph.settings import Count, Natural, check_arguments
 
 # The stages of a curriculum, planned before the first one starts, so that bad input is refused then.
 
-HOW = "it is a graph, or a function that makes one of the folders of earlier graphs, as `def rl(sft): return rg.Graph('rl', …)`"
+HOW = "it is a graph, or a function that makes one from the folders of earlier graphs, e.g. `def rl(sft): return rg.Graph('rl', …)`"
 FOLDER = re.compile(r"\w[\w. -]{0,59}")  # what a graph's folder may be called
 
 
@@ -58,7 +58,7 @@ def planned_stages(graphs: Sequence[Any], steps: Sequence[int], cluster: Cluster
     Raises PlanError, or the error of a graph, where one cannot be made, planned or launched.
     """
     if not graphs or len(steps) != len(graphs):
-        raise PlanError(f"run(steps={show_value(list(steps))}) of {len(graphs)} graphs: give at least one graph, and its steps for each")
+        raise PlanError(f"run(steps={show_value(list(steps))}) of {len(graphs)} graphs: pass at least one graph, and its steps for each")
     found: list[Stage] = []
     folders: dict[str, str] = {}
     for place, (given, count) in enumerate(zip(graphs, steps, strict=True)):
@@ -79,7 +79,7 @@ def planned_stages(graphs: Sequence[Any], steps: Sequence[int], cluster: Cluster
         if stage.name not in taken:
             raise PlanError(
                 f"run(): no later graph starts from the weights of '{stage.name}'; make a later one of a function with the parameter "
-                f"{stage.name}, as `def rl({stage.name}): …`, or leave '{stage.name}' out"
+                f"{stage.name}, e.g. `def rl({stage.name}): …`, or leave '{stage.name}' out"
             )
     return tuple(found)
 
@@ -97,7 +97,7 @@ def _maker(given: Any, where: str, earlier: Sequence[str]) -> tuple[Callable[...
         elif parameter.default is parameter.empty:
             raise PlanError(
                 f"run(), {where}, is made by a function with the parameter '{parameter}', which names no earlier graph; these are "
-                f"{list(earlier)}: name one of them, or give a default"
+                f"{list(earlier)}: name one of them, or pass a default"
             )
     return given, tuple(takes)
 
@@ -121,7 +121,7 @@ def _handed_on(graph: Graph, plan: Plan, where: str) -> str:
     if len(policies) > 1 or (not policies and len(trained) > 1):
         raise PlanError(
             f"run(), {where}, '{graph.name}' trains {[model.name for model in trained]}, and the weights of one model are handed on: put "
-            "it last, or run it by itself and export each, as rg.runs.export(checkpoint, folder, policy=…)"
+            "it last, or run it by itself and export each, e.g. rg.runs.export(checkpoint, folder, policy=…)"
         )
     return choose_model(trained, None, f"run(), {where}, '{graph.name}', hands on its weights").path
 
@@ -164,9 +164,9 @@ class StageFolder:
             return False
         found = difference(json.loads((self.path / DONE).read_text()), stage_identity(stage, stage.plan))
         if found:
-            raise CheckpointError(f"'{self.path}' holds a graph that is done, and is another one: {found}; give another folder")
+            raise CheckpointError(f"'{self.path}' holds another, finished graph: {found}; pass another folder")
         if stage.stand_in is not None and not self.model.is_dir():
-            raise CheckpointError(f"'{self.path}' says that its graph is done, but '{self.model}' is gone; give another folder")
+            raise CheckpointError(f"'{self.path}' records a finished graph, but '{self.model}' is missing; pass another folder")
         return True
 
     def mark_done(self, stage: Stage, plan: Plan) -> None:
@@ -182,7 +182,7 @@ class StageFolder:
         if self.checkpoints.exists() and (self.path / BEGAN).exists():
             found = difference(json.loads((self.path / BEGAN).read_text()), dict(weights))
             if found:
-                raise CheckpointError(f"'{self.checkpoints}' are of a run from other weights: {found}; give another folder")
+                raise CheckpointError(f"'{self.checkpoints}' belong to a run from other weights: {found}; pass another folder")
         _write(self.path / BEGAN, dict(weights))
 
 
@@ -273,7 +273,7 @@ def run(
     """
     where, devices = Path(out), cluster or discovery.cluster()
     if where.exists() and not where.is_dir():
-        raise PlanError(f"run(out='{out}'): it is a file; give a folder, which is made if it is not there")
+        raise PlanError(f"run(out='{out}'): it is a file; pass a folder, which is created if missing")
     stages = planned_stages(graphs, steps, devices)
     folders = {stage.name: StageFolder(where / stage.name) for stage in stages}
     done = [folders[stage.name].has_run(stage) for stage in stages]

@@ -81,7 +81,7 @@ def accept_old_names(**names: str) -> Callable[[C], C]:
             for old in names.keys() & kwargs.keys():
                 new = names[old]
                 if new in kwargs:
-                    raise TypeError(f"{target.__name__}() was given {new}= and {old}=, its old name; give {new}= alone")
+                    raise TypeError(f"{target.__name__}() got {new}= and its old name {old}=; pass only {new}=")
                 warnings.warn(f"{target.__name__}({old}=...) is now {target.__name__}({new}=...)", DeprecationWarning, stacklevel=2)
                 kwargs[new] = kwargs.pop(old)
             return function(*args, **kwargs)

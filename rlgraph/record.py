@@ -97,7 +97,7 @@ def record(
     from rlgraph.runtime.local import LocalJob
 
     if isinstance(job, LocalJob):
-        raise PlanError(f"record(job={show_value(job)}): only a job of plan.launch() is recorded; take another's steps by job.steps(n)")
+        raise PlanError(f"record(job={show_value(job)}): record a job of plan.launch(); other jobs have job.steps(n)")
     with prepared_folder(job, Path(out)) as folder:
         profile = take_request() or profile
         if profile is not None:
@@ -145,14 +145,14 @@ def prepared_folder(job: "Job", folder: Path) -> Iterator[Path]:
     """
     where = f"record(out='{folder}')"
     if folder.exists() and not folder.is_dir():
-        raise PlanError(f"{where}: it is a file; give a folder, which is made if it is not there")
+        raise PlanError(f"{where}: it is a file; pass a folder, which is created if missing")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = lock_file(folder / LOCK)
     except BlockingIOError:
         raise PlanError(f"{where}: another job records into this folder; give each run its own folder, or wait until it ends") from None
     except OSError as error:
-        raise PlanError(f"{where}: the folder cannot be written ({error}); give one that can") from None
+        raise PlanError(f"{where}: the folder cannot be written ({error}); pass a writable one") from None
     try:
         job.plan.draw(folder / "graph.svg")
         (folder / "plan.json").write_text(job.plan.to_json())

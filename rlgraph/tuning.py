@@ -165,7 +165,7 @@ def tune(
     }
     for name, values in tried.items():
         if not values:
-            raise PlanError(f"tune({name}={show_value(choices[name])}): give the values to try, as {name}=(1, 2)")
+            raise PlanError(f"tune({name}={show_value(choices[name])}): pass the values to try, e.g. {name}=(1, 2)")
     found = search(build, cluster, costs, {name: values or [] for name, values in tried.items()}, by, max_staleness, shapes_of)
     ranked = tuple(
         Tuned(c.settings, c.plan, c.step_s, c.samples_per_s, c.tokens_per_s, c.gpu_s_per_sample, c.staleness) for c in found.ranked

@@ -166,7 +166,7 @@ def run(
 def tune(
     recipe: RecipePath,
     settings: Annotated[
-        list[str], typer.Argument(metavar="KEY=VALUE,VALUE...", help="Values to try, as depth=0,1,2. A key with one value is only set.")
+        list[str], typer.Argument(metavar="KEY=VALUE,VALUE...", help="Values to try, e.g. depth=0,1,2. A key with one value is fixed.")
     ],
     by: Annotated[By, typer.Option(help="What to rank by.")] = By.tokens_per_s,
     max_staleness: Annotated[int | None, typer.Option(min=0, help="Leave out plans whose batches may be more versions behind.")] = None,

@@ -47,7 +47,9 @@ class Recipe:
     def graph(self, cfg: Any) -> Graph:
         """Build the graph. Raises ConfigError if the recipe's function returns anything else, or there are several graphs."""
         if self.graph_of is None:
-            raise ConfigError(f"recipe '{self.path}' has several graphs, by `graphs(cfg)`; this takes a recipe of one, by `graph(cfg)`")
+            raise ConfigError(
+                f"recipe '{self.path}' has several graphs, by `graphs(cfg)`; this command requires one graph, by `graph(cfg)`"
+            )
         made = self.graph_of(cfg)
         if not isinstance(made, Graph):
             raise ConfigError(f"recipe '{self.path}': graph(cfg) returned {show_value(made)}; {RULE}")
@@ -96,7 +98,7 @@ def run(path: Path, settings: Sequence[str], profile: str | None = None, workers
         profiles.ask(profiles.Profile(steps_of(profile), tuple(workers) or None))
     runpy.run_path(str(path), run_name="__main__")
     if profiles.take_request() is not None:
-        raise ConfigError(f"--profile {profile}: recipe '{path}' records no run by rg.record, so nothing was profiled")
+        raise ConfigError(f"--profile {profile}: recipe '{path}' does not call rg.record, so nothing was profiled")
 
 
 def _imported(path: Path) -> ModuleType:

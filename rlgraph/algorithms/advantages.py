@@ -130,7 +130,7 @@ class OPO(GroupEstimator):
         >>> OPO()({**batch, "response_mask": torch.tensor([[True, False, False], [True, True, True]])})["advantages"][:, 0].tolist()
         [0.75, -0.25]
 
-    A group without any response token has no weights, and no token for its advantages. Source: Hao et al., 2025, 2505.23585.
+    A group without response tokens has no advantages. Source: Hao et al., 2025, 2505.23585.
     """
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -231,11 +231,11 @@ class GDPO(GRPO):
         super().__post_init__()
         if not self.keys or len(set(self.keys)) < len(self.keys):
             raise GraphError(
-                f"GDPO(keys={show_value(self.keys)}): keys name one column or more, each once, as in keys=('accuracy', 'format')"
+                f"GDPO(keys={show_value(self.keys)}): keys name one column or more, each once, e.g. keys=('accuracy', 'format')"
             )
         if self.weights is not None and len(self.weights) != len(self.keys):
             raise GraphError(
-                f"GDPO(weights={show_value(self.weights)}): there is one weight for each of the keys {show_value(self.keys)}; give "
+                f"GDPO(weights={show_value(self.weights)}): there is one weight for each of the keys {show_value(self.keys)}; pass "
                 "a tuple of them"
             )
 

@@ -151,7 +151,7 @@ def masked_log_ratio(where: str, log_probs: torch.Tensor, rollout_log_probs: tor
     check_mask(where, mask)
     if not log_probs.shape == rollout_log_probs.shape == mask.shape:
         raise DataError(
-            f"{where}: log-probs have shape {list(log_probs.shape)}, those of the rollout {list(rollout_log_probs.shape)}, the mask "
+            f"{where}: log-probs have shape {list(log_probs.shape)}, the rollout's {list(rollout_log_probs.shape)}, the mask "
             f"{list(mask.shape)}; all three are [B, T]"
         )
     return keep(log_probs - rollout_log_probs, mask)

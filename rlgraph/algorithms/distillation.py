@@ -68,7 +68,7 @@ class TeacherKL:
 @settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class DistillationLoss:
-    """The divergence of the student's distribution from the teacher's at each token, with a gradient through all tokens that travel.
+    """The divergence of the student's distribution from the teacher's at each token, with a gradient through all tokens that are sent.
 
         >>> DistillationLoss(divergence="jsd", beta=0.5).reads
         ('teacher_top_ids', 'teacher_top_log_probs')
@@ -76,10 +76,10 @@ class DistillationLoss:
     * `divergence`: "forward_kl" is KL(teacher, student), "reverse_kl" is KL(student, teacher), "jsd" is the generalised Jensen-Shannon
       divergence beta KL(teacher, M) + (1 - beta) KL(student, M), M = (1 - beta) student + beta teacher.
     * `beta`: the weight of the teacher in the mixture M of "jsd".
-    * `aggregation`: how token losses become one number, "token-mean" or as `rg.ClippedLoss`.
+    * `aggregation`: reduces token losses, by "token-mean" or as in `rg.ClippedLoss`.
     * `horizon`: the tokens that "seq-mean-token-sum-norm" divides by.
 
-    `teacher.top_log_probs(…, top_k=64)` chooses the tokens that travel: the teacher's top k, with all others counted as one token, or with
+    `teacher.top_log_probs(…, top_k=64)` chooses the tokens to send: the teacher's top k, with all others counted as one token, or with
     `top_k=None` the whole vocabulary. With k tokens the divergence is at most the divergence over the whole vocabulary, and 0 only if
     both agree.
 
@@ -102,7 +102,7 @@ class DistillationLoss:
         if self.divergence != "jsd" and self.beta != 0.5:
             raise GraphError(f"DistillationLoss(beta={self.beta}): only the divergence 'jsd' mixes by beta; leave it out")
         if self.divergence == "jsd" and self.beta in (0, 1):
-            raise GraphError(f"DistillationLoss(beta={self.beta}): the divergence is then a KL; give 'forward_kl' or 'reverse_kl'")
+            raise GraphError(f"DistillationLoss(beta={self.beta}): the divergence is then a KL; pass 'forward_kl' or 'reverse_kl'")
 
     def __call__(
         self, log_probs: torch.Tensor, batch: Columns, totals: Totals, entropy: torch.Tensor | None = None

@@ -15,15 +15,15 @@ def check_number(
     rule = f"{name} is a finite number" + (f" above {above:g}" if above > float("-inf") else "")
     rule += (f" of at least {least:g}" if least > float("-inf") else "") + (f" and at most {most:g}" if most < float("inf") else "")
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
-        raise GraphError(f"{where}({name}={show_value(value)}): {rule}; give such a number")
+        raise GraphError(f"{where}({name}={show_value(value)}): {rule}; pass such a number")
     if not (value >= least and value > above and value <= most):
-        raise GraphError(f"{where}({name}={show_value(value)}): {rule}; give such a number")
+        raise GraphError(f"{where}({name}={show_value(value)}): {rule}; pass such a number")
 
 
 def check_whole(where: str, name: str, value: object, least: int) -> None:
     """Raise GraphError unless the value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise GraphError(f"{where}({name}={show_value(value)}): {name} is a whole number of at least {least}; give such a number")
+        raise GraphError(f"{where}({name}={show_value(value)}): {name} is a whole number of at least {least}; pass such a number")
 
 
 def check_choice(where: str, name: str, value: object, choices: Collection[object]) -> None:
@@ -76,7 +76,7 @@ def rowwise(where: str, batch: Columns, name: str, mask: torch.Tensor) -> torch.
     if not column.is_floating_point() or column.shape != mask.shape[:1]:
         raise DataError(
             f"{where}: column '{name}' is {column.dtype} of shape {list(column.shape)}; for {mask.shape[0]} responses it holds "
-            f"{mask.shape[0]} floating-point numbers, one a response"
+            f"{mask.shape[0]} floating-point numbers, one per response"
         )
     return column
 

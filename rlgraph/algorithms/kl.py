@@ -38,7 +38,7 @@ def kl_penalty(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: 
     check_choice("kl_penalty", "estimator", estimator, KL_ESTIMATORS)
     if log_probs.shape != ref_log_probs.shape:
         raise DataError(
-            f"kl_penalty: the log-probs have shape {list(log_probs.shape)}, those of the reference {list(ref_log_probs.shape)}; give "
+            f"kl_penalty: the log-probs have shape {list(log_probs.shape)}, the reference's {list(ref_log_probs.shape)}; pass "
             "both for the same tokens, [B, T]"
         )
     return kl_of_log_ratio(log_probs - ref_log_probs, estimator)
@@ -218,7 +218,7 @@ def constant_groups(metric: torch.Tensor, group_ids: torch.Tensor) -> torch.Tens
     if group_ids.dtype is not torch.int64 or metric.ndim != 1 or group_ids.shape != metric.shape:
         raise DataError(
             f"constant_groups: 'group_ids' is {group_ids.dtype} of shape {list(group_ids.shape)}, the metric has shape "
-            f"{list(metric.shape)}; give one number and one int64 id for each response, [B]"
+            f"{list(metric.shape)}; pass one number and one int64 id for each response, [B]"
         )
     groups = Groups.of(group_ids)
     constant = (groups.min(metric) == groups.max(metric)) & (groups.sizes > 1)

@@ -76,8 +76,8 @@ class PolicyLoss(ABC):
         >>> SquaredRatio(kl_coef=0.01).reads
         ('old_log_probs', 'advantages', 'ref_log_probs')
 
-    * `aggregation`: how token losses become one number: "token-mean", "token-sum", or a sum or mean of each response first,
-      "seq-mean-token-sum", "seq-mean-token-mean" or "seq-mean-token-sum-norm".
+    * `aggregation`: reduces token losses over all tokens, "token-mean" or "token-sum", or per response first, "seq-mean-token-sum",
+      "seq-mean-token-mean" or "seq-mean-token-sum-norm".
     * `horizon`: the fixed number of tokens that "seq-mean-token-sum-norm" divides by.
     * `entropy_coef`: the weight of the entropy, which the loss rewards.
     * `kl_coef`: the weight of the KL divergence from `ref_log_probs`; 0 reads none.

@@ -405,7 +405,7 @@ def proximal_log_probs(
     check_choice("proximal_log_probs", "method", method, ("loglinear", "linear"))
     if not log_probs.shape == rollout_log_probs.shape == weight_version.shape:
         raise DataError(
-            f"proximal_log_probs: log-probs have shape {list(log_probs.shape)}, those of the rollout {list(rollout_log_probs.shape)}, "
+            f"proximal_log_probs: log-probs have shape {list(log_probs.shape)}, the rollout's {list(rollout_log_probs.shape)}, "
             f"'weight_version' {list(weight_version.shape)}; all three are [B, T]"
         )
     lag = current_version - weight_version
@@ -498,7 +498,7 @@ class Bypass:
         settings.check(self)
         if self.loss.ratio and self.correction.weights is not None:
             raise GraphError(
-                f"Bypass: {type(self.loss).__name__} takes ratios against the rollout already, so importance weights would correct twice; "
+                f"Bypass: {type(self.loss).__name__} already computes ratios against the rollout, so weights would correct twice; "
                 "leave the weights out, or use Reinforce()"
             )
         if self.correction.weights is not None and self.correction.weights.normalize:

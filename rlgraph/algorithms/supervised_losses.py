@@ -31,7 +31,7 @@ class SFTLoss:
     The metric `actor/nll` is the negative log-likelihood per token, with and without `dft`. Oracle: TRL's `SFTTrainer`.
 
     * `dft`: weights each token with its probability, without gradient: dynamic fine-tuning (Wu et al., 2025, 2508.05629).
-    * `aggregation`: how token losses become one number, "token-mean" or as `rg.ClippedLoss`.
+    * `aggregation`: reduces token losses, by "token-mean" or as in `rg.ClippedLoss`.
     * `horizon`: the tokens that "seq-mean-token-sum-norm" divides by.
     """
 
@@ -374,7 +374,7 @@ class ValueLoss:
     Source: Schulman et al., 2017, 1707.06347, as implemented for language models by TRL.
 
     * `clip`: how far values may move from the old values; None leaves out the clipped term.
-    * `aggregation`: how token losses become one number, "token-mean" or as `rg.ClippedLoss`.
+    * `aggregation`: reduces token losses, by "token-mean" or as in `rg.ClippedLoss`.
     * `horizon`: the tokens that "seq-mean-token-sum-norm" divides by.
     """
 

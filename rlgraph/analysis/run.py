@@ -196,14 +196,14 @@ class Run:
         """Read the run in a folder. Raises DataError if there is none, or the file is not a run."""
         path = Path(folder) / FILE
         if not path.is_file():
-            raise DataError(f"'{path}': there is no recorded run; rlgraph.record(job, steps, folder) leaves one")
+            raise DataError(f"'{path}': there is no recorded run; rg.record(job, steps, folder) writes one")
         try:
             raw = msgspec.json.decode(path.read_bytes())
             if isinstance(raw, dict):
                 raw |= {key: with_new_names(raw[key]) for key in ("plan", "priced") if key in raw}
             return msgspec.convert(raw, cls)
         except msgspec.DecodeError as error:
-            raise DataError(f"'{path}' is not a recorded run: {error}; it may have been cut off, or be of another version") from error
+            raise DataError(f"'{path}' is not a recorded run: {error}; it may have been cut off, or come from another version") from error
 
 
 @dataclass(frozen=True)

@@ -131,7 +131,7 @@ class Lines:
             row = json.loads(text)
         except NOT_JSON as error:
             raise DataError(
-                f"line {number} of '{self.file}' is no JSON ({error!s:.120}): {show_value(text)}; write a row a line, or a list of rows"
+                f"line {number} of '{self.file}' is no JSON ({error!s:.120}): {show_value(text)}; write one row per line, or a list of rows"
             ) from None
         if not isinstance(row, Mapping):
             raise DataError(f"line {number} of '{self.file}' is {show_value(row)}; each line is a mapping, as {{\"prompt\": …}}")
@@ -241,5 +241,5 @@ def load_dataset_split(path: str, split: str, config: str | None, revision: str 
     except Exception as error:
         raise DataError(
             f"data set '{path}' ({split}) cannot be loaded: {type(error).__name__}: {error!s:.200}; check its name, split and network, or "
-            "download it and give its files, as rg.data.parquet('folder/*.parquet')"
+            "download it and give its files, e.g. rg.data.parquet('folder/*.parquet')"
         ) from error

@@ -46,7 +46,7 @@ class Stream:
     def convert_row(self, number: int, row: Any) -> Row | None:
         """Convert a row; None for one that is left out. Raises DataError for a row that is none, or that cannot be converted."""
         if not isinstance(row, Mapping):
-            raise DataError(f"row {number} of the stream is {show_value(row)}; a row is a mapping, as {{'prompt': …}}")
+            raise DataError(f"row {number} of the stream is {show_value(row)}; a row is a mapping, e.g. {{'prompt': …}}")
         found: Row | None = row
         for function in self.convert:
             if found is None:
@@ -99,7 +99,7 @@ def stream(source: Any, *, overlong: Policy = "error", max_prompt_tokens: Count 
     """
     if isinstance(source, Iterator):
         raise DataError(
-            f"stream({show_value(source)}): a generator can be read only once; give the function that makes it, without calling it"
+            f"stream({show_value(source)}): a generator can be read only once; pass the function that makes it, without calling it"
         )
     iterates = hasattr(source, "__iter__") and not isinstance(source, str | bytes | Mapping)
     if not iterates and not callable(source):
@@ -149,7 +149,7 @@ class StreamReader:
         except StopIteration:
             if not self.kept:
                 raise DataError(
-                    f"epoch {self.epoch} of the stream has {self.taken} rows, of which none is kept; an epoch has at least one"
+                    f"epoch {self.epoch} of the stream has {self.taken} rows, none of which is used; an epoch has at least one"
                 ) from None
             self.epoch, self.taken, self.kept, self._rows = self.epoch + 1, 0, 0, None
             return None, True
@@ -191,8 +191,8 @@ class StreamReader:
             self._rows = self._after(None, self.taken)
         if self._rows is None:
             raise DataError(
-                f"row {self.number - 1} of the stream is not the one that it was before the checkpoint; a stream gives the same rows each "
-                "time: remove what is random in it, or launch with fresh=True"
+                f"row {self.number - 1} of the stream has changed since the checkpoint; a stream must yield the same rows each time: make "
+                "it deterministic, or launch with fresh=True"
             )
 
     def _after(self, state: Any, rows: int) -> Iterator[Any] | None:

@@ -309,11 +309,11 @@ def check_request(request: Request, held: Container[str], context: int, vocab: i
     """Raise DataError unless the id is new, and the prompt is token ids of the vocabulary and leaves room for a response."""
     where = f"request '{request.id}'"
     if request.id in held:
-        raise DataError(f"{where}: the engine already holds a request with this id; give each request its own")
+        raise DataError(f"{where}: the engine already holds a request with this id; use a different id for each request")
     if not 1 <= len(request.prompt) < context:
         raise DataError(
             f"{where}: the prompt has {len(request.prompt)} tokens; a prompt has at least 1 and leaves room for a response in the "
-            f"context of {context} tokens: shorten it, or give a longer context"
+            f"context of {context} tokens: shorten it, or use a longer context"
         )
     if not 0 <= min(request.prompt) <= max(request.prompt) < vocab:
         raise DataError(f"{where}: the prompt has a token id outside of 0..{vocab - 1}: it was encoded with the tokenizer of another model")

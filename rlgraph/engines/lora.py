@@ -125,7 +125,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
             if b is None or there != (b.shape[0], adapter[module + A].shape[1]):
                 given = "no lora_B" if b is None else f"an adapter for {[b.shape[0], adapter[module + A].shape[1]]}"
                 has = f"is {list(there)}" if there is not None else "has no such tensor"
-                raise DataError(f"adapter: '{module}' has {given}, and the model '{self._folder}' {has}: they are of two models")
+                raise DataError(f"adapter: '{module}' has {given}, and the model '{self._folder}' {has}: they belong to different models")
         return MergedWeights(self, adapter, changed, scale, dtype)
 
 

@@ -93,7 +93,7 @@ def check_plan(model: Any) -> None:
             if ranks > 1:
                 raise GraphError(
                     f"{type(model).__name__}(expert_parallel={model.expert_parallel}, {name}={ranks}): trainer='{model.spec.name}' shares "
-                    f"experts between ranks with passes of their own; leave out {name}"
+                    f"experts between ranks that have their own micro-batches; leave out {name}"
                 )
         check_folder_experts(type(model).__name__, model.path, model.expert_parallel)
     if model.traits.ranks_per_pass > 1:
@@ -196,9 +196,7 @@ class SpecTable(Generic[S]):
         Raises GraphError if another spec has that name.
         """
         if self._known.setdefault(spec.name, spec) is not spec:
-            raise GraphError(
-                f"register({type(spec).__name__}(name={show_value(spec.name)})): there is one of that name; choose another name"
-            )
+            raise GraphError(f"register({type(spec).__name__}(name={show_value(spec.name)})): this name is taken; choose another one")
 
     def find(self, asked: str | S) -> S:
         """Look up a spec by its name; a spec is returned as it is."""
@@ -264,7 +262,7 @@ def vllm_calls(name: str, tokenizer: Any) -> Callable[[str, Mapping[str, Any]], 
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
         from vllm.tool_parsers import ToolParserManager
     except ImportError as error:
-        raise GraphError(f"{where} needs vLLM, which cannot be imported ({error!s:.200}): use a format of rlgraph's own") from None
+        raise GraphError(f"{where} needs vLLM, which cannot be imported ({error!s:.200}): use one of rlgraph's own formats") from None
     try:
         kind = ToolParserManager.get_tool_parser(name)
         parser = kind(tokenizer)

@@ -96,7 +96,7 @@ def mcp(
     """
     where = f"mcp({', '.join(map(show_value, command))})"
     if not command:
-        raise GraphError("mcp(): give the command of the server, as mcp('python', 'server.py')")
+        raise GraphError("mcp(): pass the command of the server, e.g. mcp('python', 'server.py')")
     if processes is not None and processes < 1:
         raise GraphError(f"{where}: processes={processes}; it is a whole number, at least 1")
     if own and processes is not None:

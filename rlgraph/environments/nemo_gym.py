@@ -26,7 +26,7 @@ class NemoGym:
     def __post_init__(self) -> None:
         settings.check(self)
         if self.url.partition("://")[0] not in ("http", "https"):
-            raise GraphError(f"nemo_gym({show_value(self.url)}): give the resource server's address, as 'http://127.0.0.1:8000'")
+            raise GraphError(f"nemo_gym({show_value(self.url)}): pass the resource server's address, e.g. 'http://127.0.0.1:8000'")
 
     def __call__(self, task: str) -> "NemoGymSession":
         return NemoGymSession(self, json.loads(task))

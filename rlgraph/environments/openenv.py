@@ -32,7 +32,7 @@ class OpenEnv:
     def __post_init__(self) -> None:
         settings.check(self)
         if self.url.partition("://")[0] not in ("http", "https", "ws", "wss"):
-            raise GraphError(f"openenv({show_value(self.url)}): give the server's address, as 'http://127.0.0.1:8000'")
+            raise GraphError(f"openenv({show_value(self.url)}): pass the server's address, e.g. 'http://127.0.0.1:8000'")
 
     def __call__(self, seed: int | None = None) -> "OpenEnvSession":
         return OpenEnvSession(self, seed)

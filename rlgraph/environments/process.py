@@ -39,9 +39,9 @@ class ProcessEnvironments:
     def __post_init__(self) -> None:
         settings.check(self)
         if ":" not in self.environment:
-            raise GraphError(f"process({show_value(self.environment)}): name a class, as 'package.module:Class' or 'folder/file.py:Class'")
+            raise GraphError(f"process({show_value(self.environment)}): name a class, e.g. 'package.module:Class' or 'file.py:Class'")
         if not Path(self.python).exists():
-            raise GraphError(f"process(python={show_value(self.python)}): there is no such program; give the bin/python of an environment")
+            raise GraphError(f"process(python={show_value(self.python)}): there is no such program; pass the bin/python of an environment")
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -23,12 +23,12 @@ class Graph(UncheckedGraph):
     Raises GraphError with the place, what was found, the rule and the fix.
     """
 
-    HOW: ClassVar[str] = "pass a graph, as rg.Graph('name', step.metrics)"
+    HOW: ClassVar[str] = "pass a graph, e.g. rg.Graph('name', step.metrics)"
 
     @check_arguments(what="graph")
     def __init__(self, name: Name, *outputs: Output) -> None:
         if not outputs:
-            raise GraphError(f"graph '{name}' has no outputs; pass the outputs it should have, as Graph('{name}', step.metrics)")
+            raise GraphError(f"graph '{name}' has no outputs; pass the outputs it should have, e.g. Graph('{name}', step.metrics)")
         for output in outputs:
             if not isinstance(output, Output):
                 given = describe(output)
@@ -58,7 +58,7 @@ def unreached_nodes(graph: Graph) -> tuple[Node, ...]:
 def unreached_warnings(graph: Graph) -> tuple[str, ...]:
     """Name the nodes that a graph leaves out."""
     names = [node.name for node in unreached_nodes(graph)]
-    return (f"no output of the graph depends on {names}, which never run: give rg.Graph their outputs, or leave them out",) if names else ()
+    return (f"no output of the graph depends on {names}, which never run: pass rg.Graph their outputs, or leave them out",) if names else ()
 
 
 # A graph with other models in the places of its own, as with the folders of those that are named by a hub id.

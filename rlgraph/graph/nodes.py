@@ -76,7 +76,7 @@ class Model:
         return ModelTraits()
 
     def with_dtype(self, dtype: str) -> "Model":
-        """Copy the model, to compute in `dtype`, which the plan chose where its traits have one."""
+        """Copy the model with `dtype`, which the plan chose, in its traits if they have one."""
         return replace(self, dtype=dtype)  # type: ignore[call-arg] # a model whose traits have a dtype has this field
 
     def load(self, context: Any) -> Any:
@@ -146,7 +146,7 @@ class Operation(ABC):
         return NotImplemented
 
     def cursor(self, step: int) -> Mapping[str, Any] | None:
-        """Give the position of a data source after `step` steps, with the settings of its order, as plain values; None for other nodes.
+        """Return the position of a data source after `step` steps, with the settings of its order, as plain values; None for other nodes.
 
         A run continues from a checkpoint only if these are the same.
         """
@@ -382,7 +382,7 @@ def check_close(feedback: Feedback, source: Output | None, given: Any) -> None:
             raise GraphError(f"{where} was closed with {describe(given)}; close it with the output of a node that carries {missing}")
         return
     if source is None:
-        raise GraphError(f"{where} was closed with {describe(given)}; close it with the weights of an update, as close(step.weights)")
+        raise GraphError(f"{where} was closed with {describe(given)}; close it with the weights of an update, e.g. close(step.weights)")
     if source.node.model is not None and source.node.model.role == "critic":
         raise GraphError(
             f"{where} was closed with the weights of '{source.node.name}', a critic; close it with those of the policy's update"

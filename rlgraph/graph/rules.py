@@ -47,22 +47,22 @@ def _check_reader(graph: UncheckedGraph, feedback: Feedback, source: Model, node
     sampling = node.traits.sampling
     if feedback.depth > 0:
         raise GraphError(
-            f"{where}, at depth={feedback.depth}: responses of older weights have other log-probs; use depth=0, or leave out exact"
+            f"{where}, at depth={feedback.depth}: responses from older weights have different log-probs; use depth=0, or leave out exact"
         )
     if not model.traits.samples_exactly:
-        raise GraphError(f"{where}, but its engine has other kernels than the trainer; use engine='vllm', or leave out exact")
+        raise GraphError(f"{where}, but its engine uses different kernels than the trainer; use engine='vllm', or leave out exact")
     if model.path != source.path:
-        raise GraphError(f"{where} of '{source.path}', and its own model is '{model.path}'; give the same path, or leave out exact")
+        raise GraphError(f"{where} of '{source.path}', and its own model is '{model.path}'; pass the same path, or leave out exact")
     if model.traits.dtype != source.traits.dtype:
         raise GraphError(
             f"{where} and dtype='{source.traits.dtype}', and has dtype='{model.traits.dtype}'; use "
             f"rg.Generator(…, dtype='{source.traits.dtype}')"
         )
     if model.traits.tensor_parallel > 1 or model.group > 1:
-        raise GraphError(f"{where}, and an engine spans {model.group} GPUs, which add up in another order; use tensor_parallel=1")
+        raise GraphError(f"{where}, and an engine spans {model.group} GPUs, which sum in a different order; use tensor_parallel=1")
     own = [name for name, given in (("weights_dtype", model.traits.weights_dtype), ("drafts", model.traits.drafts)) if given is not None]
     if own:
-        raise GraphError(f"{where}, and its engine has {own[0]}=, which computes in another way; leave out {own[0]}, or exact")
+        raise GraphError(f"{where}, and its engine has {own[0]}=, which computes differently; leave out {own[0]}, or exact")
     if sampling is not None and not sampling.is_full_distribution:
         raise GraphError(
             f"{where}, and samples with top_p={sampling.top_p}, top_k={sampling.top_k} and temperature={sampling.temperature}: the "
@@ -92,7 +92,7 @@ def check_adapters(graph: UncheckedGraph) -> None:
             if node.model.path != source.path:
                 raise GraphError(
                     f"{where} of '{source.path}', and its own model is '{node.model.path}'; both start from one folder, since only the "
-                    "adapter is sent: give the same path"
+                    "adapter is sent: pass the same path"
                 )
             if node.model.group > 1:
                 raise GraphError(
@@ -280,7 +280,7 @@ def check_single_update(graph: UncheckedGraph) -> None:
         if other is not node:
             raise GraphError(
                 f"nodes '{other.name}' and '{node.name}' both update one {node.model.role if node.model else 'model'}; a step "
-                "has one update of a model: give it epochs= or mini_batches= for several optimizer steps, or make a second model"
+                "has one update of a model: set epochs= or mini_batches= for several optimizer steps, or make a second model"
             )
 
 

@@ -184,7 +184,7 @@ def node(
     def wrap(function: Callable[[Columns], Fired]) -> FunctionNode:
         name = function_name(function)
         if not callable(function) or len(inspect.signature(function).parameters) != 1:
-            raise GraphError(f"node '{name}' must be a function of one argument, the columns it reads, as in def {name}(batch)")
+            raise GraphError(f"node '{name}' must be a function of one argument, the columns it reads, e.g. def {name}(batch)")
         if not read or not written:
             raise GraphError(
                 f"node '{name}' reads {list(read)} and writes {list(written)}; a node reads and writes at least one column each"
@@ -207,7 +207,7 @@ def checked_columns(node: str, writes: Sequence[str], columns: Columns, count: i
     """Raise GraphError unless `columns` are those that the node said it writes, with `count` rows each, or equally many."""
     if not isinstance(columns, Mapping):
         raise GraphError(
-            f"node '{node}' returned {show_value(columns)}; it returns its columns by name, as {{'{(*writes, 'name')[0]}': …}}"
+            f"node '{node}' returned {show_value(columns)}; it returns its columns by name, e.g. {{'{(*writes, 'name')[0]}': …}}"
         )
     if set(columns) != set(writes):
         raise GraphError(f"node '{node}' returned columns {sorted(columns)}; it declares {list(writes)}: return exactly those")
@@ -215,7 +215,7 @@ def checked_columns(node: str, writes: Sequence[str], columns: Columns, count: i
         _check_kind(node, name, column)
     rows = {name: len(column) for name, column in columns.items()}
     if len(set(rows.values())) > 1:
-        raise GraphError(f"node '{node}' returned columns of different lengths {rows}; every column of a batch has one entry a row")
+        raise GraphError(f"node '{node}' returned columns of different lengths {rows}; every column of a batch has one entry per row")
     if count is not None and any(found != count for found in rows.values()):
         raise GraphError(
             f"node '{node}' returned {min(rows.values())} rows where {count} are due: return one entry for each row of the batch"
@@ -260,6 +260,6 @@ def checked_metrics(node: str, metrics: Mapping[str, Any]) -> dict[str, float]:
         if not isinstance(name, str) or isinstance(value, torch.Tensor) or not isinstance(value, SupportsFloat):
             raise GraphError(
                 f"node '{node}' returned the metric {show_value(name)} as {type(value).__name__}; "
-                "a metric is a number under a name: give value.item()"
+                "a metric is a number under a name: return value.item()"
             )
     return {name: float(value) for name, value in metrics.items()}

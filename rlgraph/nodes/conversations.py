@@ -50,7 +50,7 @@ class Chat:
             check_json(f"Chat({name}={show_value(value)}): {name}", value)
 
     def conversation(self, where: str, item: Mapping[str, Any], prompt: str) -> ChatPrompt:
-        """Make the conversation of a row. Raises DataError, which begins with `where`, for messages that are none."""
+        """Make the conversation of a row. Raises DataError, which begins with `where`, for invalid messages."""
         messages = checked_messages(where, prompt, item[prompt])
         if self.system is not None and messages[0]["role"] not in SYSTEM:
             messages.insert(0, {"role": "system", "content": self.system})
@@ -59,7 +59,7 @@ class Chat:
             raise DataError(
                 f"{where} has a conversation that ends with the assistant's message {show_value(messages[-1]['content'])}; the "
                 "model writes "
-                "what follows: leave that message out, or give chat=rg.options.Chat(continue_final=True) to have it continued"
+                "what follows: leave that message out, or pass chat=rg.options.Chat(continue_final=True) to have it continued"
             )
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         tools = _read_list(where, TOOLS, item.get(TOOLS)) or list(self.tools)
@@ -89,7 +89,7 @@ def check_text(where: str, name: str, text: str) -> None:
         raise DataError(
             f"{where} has {name}={show_value(text[error.start : error.end])} at character {error.start}, a lone surrogate, which is "
             "half of a "
-            "character: mend the text, as text.encode(errors='replace').decode()"
+            "character: fix the text, e.g. text.encode(errors='replace').decode()"
         ) from None
 
 
@@ -132,7 +132,7 @@ def checked_messages(where: str, prompt: str, value: Any) -> list[dict[str, Any]
 
 def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message.get("role"), str) or not message["role"]:
-        raise DataError(f"{where} is {show_value(dict(message))}; a message names its role, as 'user'")
+        raise DataError(f"{where} is {show_value(dict(message))}; a message names its role, e.g. 'user'")
     if "content" not in message and not message.get("tool_calls"):
         raise DataError(f"{where} is {show_value(dict(message))}; a message has its text under 'content'")
     made = {key: value for key, value in message.items() if value is not None or key == "content"}
@@ -187,7 +187,7 @@ def _parse_json(where: str, name: str, value: Any) -> Any:
             found = json.loads(value) if value.strip() else None
     except NOT_JSON as error:
         raise DataError(
-            f"{where} has {name}={show_value(value)}, which is not JSON ({error}): give a list or a mapping, or its JSON"
+            f"{where} has {name}={show_value(value)}, which is not JSON ({error}): pass a list or a mapping, or its JSON"
         ) from None
     check_json(f"{where}: {name}", found)
     return found
@@ -199,11 +199,11 @@ def check_json(where: str, value: Any) -> None:
     while layer := [item for each in layer if isinstance(each, Mapping | list | tuple) for item in _values(each)]:
         depth += 1
         if depth > DEEPEST:
-            raise DataError(f"{where} holds more than {DEEPEST} lists and mappings inside one another; give flatter values")
+            raise DataError(f"{where} holds more than {DEEPEST} lists and mappings inside one another; flatten them")
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # which refuses lone surrogates
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where} holds what JSON cannot ({error}); give text, numbers, lists and mappings of these") from None
+        raise DataError(f"{where} holds what JSON cannot ({error}); pass text, numbers, lists and mappings of these") from None
 
 
 def _values(value: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]:

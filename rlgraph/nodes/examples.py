@@ -63,7 +63,7 @@ def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, 
         first, second = (_build_example(where, row, row["prompt"], name, chat, learns) for name in ("chosen", "rejected"))
         return first, second
     if not is_conversation(row["chosen"]) or not is_conversation(row["rejected"]):
-        raise DataError(f"{where} has no 'prompt', and 'chosen' and 'rejected' that are no conversations; give the prompt")
+        raise DataError(f"{where} has no 'prompt', and 'chosen' and 'rejected' that are not conversations; add the prompt")
     both = [checked_messages(where, name, row[name]) for name in ("chosen", "rejected")]
     alike = next((n for n, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
     if any(len(messages) == alike for messages in both):
@@ -87,7 +87,7 @@ def _text(where: str, row: Row, chat: Chat, example: Example) -> Example:
     """Refuse what only a conversation has, in a row that is text: no template renders it."""
     given = [name for name in (TOOLS, TEMPLATE_KWARGS) if row.get(name)] or ([] if chat == Chat() else ["chat"])
     if given:
-        raise DataError(f"{where} is text, which no chat template renders, and has {given[0]}=; leave that out, or give messages")
+        raise DataError(f"{where} is text, which no chat template renders, and has {given[0]}=; leave that out, or pass messages")
     for name, text in (("its prompt", example.prompt), ("its text to learn", example.completion)):
         check_prompt(where, name, str(text))
     return example
@@ -228,8 +228,8 @@ class Examples(DrawnRows):
             found = encode_example(tokenizer, example, where, self.max_tokens)
             if found.whole > len(found.tokens) and self.overlong == "error":
                 raise DataError(
-                    f"{where} has {found.whole} tokens, more than max_tokens={self.max_tokens}: leave it out, or give overlong='cut', "
-                    "which learns its first ones"
+                    f"{where} has {found.whole} tokens, more than max_tokens={self.max_tokens}: leave it out, or pass overlong='cut', "
+                    "which trains on its first tokens"
                 )
             made.append(found)
         return made
@@ -267,7 +267,7 @@ def examples(
     seed: Natural = 0,
     name: Name = "examples",
 ) -> Output:
-    """Declare a source of examples to imitate: `count` rows of `data` a step, tokenised as `model` reads them.
+    """Declare a source of examples to imitate: `count` rows of `data` per step, tokenised as `model` reads them.
 
     >>> import rlgraph as rg
     >>> policy = rg.Policy("tiny", pool=rg.Pool("train"))
@@ -283,8 +283,8 @@ def examples(
     messages of text.
 
     `label` names a field that marks a row as good (True, or a number above 0.5) or bad: the column `preferences`, for
-    `rg.losses.KTO`. With `mismatched` a second row follows each, its prompt with the response of the step's row before, and the
-    preference 0.
+    `rg.losses.KTO`. With `mismatched` each row is followed by a second one: its prompt with the response of the previous row of
+    the step, and preference 0.
 
     A `data_source` becomes `data_sources`. Rows of more than `max_tokens` tokens are an error, or are cut at their end.
 
@@ -313,7 +313,7 @@ def pairs(
     seed: Natural = 0,
     name: Name = "pairs",
 ) -> Output:
-    """Declare a source of preference pairs: `count` rows of `data` a step, each with a `chosen` and a `rejected` answer.
+    """Declare a source of preference pairs: `count` rows of `data` per step, each with a `chosen` and a `rejected` answer.
 
     >>> import rlgraph as rg
     >>> policy = rg.Policy("tiny", pool=rg.Pool("train"))
@@ -345,7 +345,7 @@ def _declare_examples(
     if is_stream(data):
         raise DataError(f"{name}: the data set is a stream, which has no order to draw from; read it into rows: rg.data.rows(list(…))")
     if max_tokens is None and overlong != "error":
-        raise DataError(f"{name}: overlong={overlong!r} has no effect without max_tokens; give it, or leave this out")
+        raise DataError(f"{name}: overlong={overlong!r} has no effect without max_tokens; pass it, or leave this out")
     data = rows(data) if type(data).__module__.partition(".")[0] == "datasets" else data
     first = check_data(name, data, None)
     operation = Examples(
@@ -429,7 +429,7 @@ def solution_of(where: str, row: Any, separator: str) -> Solution:
         raise DataError(f"{where} has the fields {fields}; a solution has 'prompt', 'completions' (its steps) and 'labels'")
     prompt, steps, good = row["prompt"], row["completions"], row["labels"]
     if not isinstance(prompt, str) or not prompt:
-        raise DataError(f"{where} has prompt={show_value(prompt)}; it is a text that is not empty")
+        raise DataError(f"{where} has prompt={show_value(prompt)}; it is a non-empty text")
     if not isinstance(steps, list | tuple) or not steps or not all(isinstance(step, str) and step for step in steps):
         raise DataError(
             f"{where} has completions={show_value(steps)}; they are the texts of its steps, at least one and none of them empty"
@@ -442,7 +442,7 @@ def solution_of(where: str, row: Any, separator: str) -> Solution:
     if split is not None:
         raise DataError(
             f"{where} has the step {show_value(split)}, within which the separator {separator!r} would end a step of a response: strip it, "
-            "split the step, or give another separator"
+            "split the step, or pass another separator"
         )
     return prompt, steps, good
 
@@ -451,7 +451,7 @@ def solution_of(where: str, row: Any, separator: str) -> Solution:
 def stepwise(
     data: Dataset, count: RowsPerStep, model: Model, *, separator: Name = "\n", seed: Natural = 0, name: Name = "stepwise"
 ) -> Output:
-    r"""Declare a source of solutions with a label for each step: `count` rows of `data` a step, to learn process rewards from.
+    r"""Declare a source of solutions with a label for each step: `count` rows of `data` per step, to learn process rewards from.
 
     >>> import rlgraph as rg
     >>> judge = rg.LearnedReward("tiny", pool=rg.Pool("train"))

@@ -33,11 +33,11 @@ def check_data(name: str, data: Any, prompt: str | None) -> Mapping[str, Any]:
         )
     if isinstance(data, str | bytes | PurePath):
         raise DataError(
-            f"{name}: the data set is {show_value(data)}; it is a list of items: read the file first, as rg.data.jsonl(path) does"
+            f"{name}: the data set is {show_value(data)}; it is a list of items: read the file first, e.g. with rg.data.jsonl(path)"
         )
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise DataError(
-            f"{name}: the data set is {show_value(data)}; it needs __len__ and __getitem__, as a list of dicts has: give list(...) "
+            f"{name}: the data set is {show_value(data)}; it needs __len__ and __getitem__, as a list of dicts has: pass list(...) "
             "of it, or "
             "the function that makes it"
         )
@@ -51,7 +51,7 @@ def check_data(name: str, data: Any, prompt: str | None) -> Mapping[str, Any]:
 def check_first(name: str, first: Any, prompt: str | None) -> None:
     """Raise DataError unless the first item is a mapping with a field `prompt`, if one is asked for."""
     if prompt is None and not isinstance(first, Mapping):
-        raise DataError(f"{name}: the first item is {show_value(first)}; each item is a mapping of fields: give a list of dicts")
+        raise DataError(f"{name}: the first item is {show_value(first)}; each item is a mapping of fields: pass a list of dicts")
     if not isinstance(first, Mapping):
         fix = f"give [{{'{prompt}': text}} for text in data]" if isinstance(first, str) else "give a list of dicts"
         raise DataError(f"{name}: the first item is {show_value(first)}; each item is a mapping with the prompt under '{prompt}': {fix}")
@@ -174,7 +174,7 @@ def _as_text(prompt: str, value: Any) -> str:
     if isinstance(value, bytes):
         return ": decode it, as item['prompt'].decode()"
     if is_conversation(value):
-        return ", and these are messages, where the first item has text: give chat=rg.options.Chat(), which makes messages of all"
+        return ", and these are messages, where the first item has text: pass chat=rg.options.Chat(), which makes messages of all"
     if isinstance(value, list):
         return ", or a list of messages {'role': …, 'content': …}"
     return f": leave the item out, by {left_out(prompt)}" if value is None else ""
@@ -187,8 +187,8 @@ def left_out(field: str) -> str:
 
 def _field_fix(field: str, value: Any) -> str:
     if isinstance(value, Mapping):
-        return "turn it into text, as json.dumps(value), or take a field of it by its path, as rg.data.parquet(file, answer='extra.answer')"
-    return f"write '', or leave the item out: {left_out(field)}" if value is None else "turn it into text, as json.dumps(value)"
+        return "turn it into text, e.g. json.dumps(value), or name a field in it, e.g. rg.data.parquet(file, answer='extra.answer')"
+    return f"write '', or leave the item out: {left_out(field)}" if value is None else "turn it into text, e.g. json.dumps(value)"
 
 
 # The order in which rows are drawn, as a pure function of the seed: one permutation after another, or a mixture of several.

@@ -117,7 +117,7 @@ def check_results(name: str, data: Any, results: Feedback | None) -> None:
     reads = isinstance(data, Mix) and data.by_results
     if reads and results is None:
         raise DataError(
-            f"{name}: the curriculum of the mixture reads results, which have to come back: give results=rg.feedback('results', depth=1, "
+            f"{name}: the curriculum of the mixture reads results: pass results=rg.feedback('results', depth=1, "
             "columns='rewards'), and close it with the rewards"
         )
     if results is not None and not reads:
@@ -163,7 +163,7 @@ class PromptsByResults:
         parts, rows = self.waiting.pop(0)
         if len(rewards) % len(parts):
             raise DataError(
-                f"results: {len(rewards)} rewards came back of {len(parts)} prompts; close the edge with rewards of the rollout's responses"
+                f"results: {len(rewards)} rewards came back for {len(parts)} prompts; close the edge with the rewards of the rollout"
             )
         means = rewards.double().view(len(parts), -1).mean(-1).tolist()
         begins = [0, *self.data.ends]
@@ -278,7 +278,7 @@ class Streaming:
             if not tokens or (policy == "error" and len(tokens) > most):
                 raise DataError(
                     f"row {number} of the stream has a prompt of {len(tokens)} tokens, but node '{room.node}' has room for 1 to {most}: "
-                    "lower max_tokens, or drop such prompts, as rg.data.stream(rows, overlong='drop')"
+                    "lower max_tokens, or drop such prompts, e.g. rg.data.stream(rows, overlong='drop')"
                 )
             fits = fits and len(tokens) <= most
         self.overlong += not fits

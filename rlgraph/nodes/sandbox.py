@@ -127,7 +127,7 @@ def _holds(path: str, value: str) -> bool:
 def check_layers(names: Collection[str]) -> None:
     """Raise GraphError for names that are no layers."""
     if isinstance(names, str) or not set(names) <= set(LAYERS):
-        raise GraphError(f"accept_missing={show_value(names)}: it names layers that this machine may lack, of {LAYERS}, as ('namespaces',)")
+        raise GraphError(f"accept_missing={show_value(names)}: name layers that this machine may lack, of {LAYERS}, e.g. ('namespaces',)")
 
 
 def open_home(accept_missing: Collection[str]) -> contextlib.AbstractContextManager[str]:

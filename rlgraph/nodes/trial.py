@@ -227,7 +227,7 @@ def try_loss(node: str, loss: Any, batch: Columns, scores: Literal["log_probs", 
         return  # a run takes no step there; and log-probs of chosen tokens are the trainer's to make
     what = f"its loss '{type(loss).__name__}'"
     if not hasattr(loss, "needs_entropy"):
-        raise GraphError(f"{what} has no `needs_entropy`: set it to False, or to True for a loss that is given the entropy")
+        raise GraphError(f"{what} has no `needs_entropy`: set it to False, or to True for a loss that uses the entropy")
     tried = _TriedLoss(node, what, copy_callable(loss), mask, scores)
     value, finite = tried.take(batch)
     if not finite:  # made-up advantages may all be 0, as those of few batches are

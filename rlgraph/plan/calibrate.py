@@ -47,7 +47,7 @@ class Trace:
                 raw["plan"] = with_new_names(raw.get("plan"))
             return msgspec.convert(raw, Trace)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            raise PlanError(f"replay('{path}'): {error}; give the trace.json that rg.record writes") from None
+            raise PlanError(f"replay('{path}'): {error}; pass the trace.json that rg.record writes") from None
 
 
 # Leave out of a fit the rare firings in which the machine stalled.

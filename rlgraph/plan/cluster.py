@@ -69,7 +69,7 @@ class Cluster:
             # While it is made: GPUs say how many hosts there are at least.
             object.__setattr__(self, "hosts", max(self.hosts, -(-self.gpus // self.gpus_per_node)))
         if self.hosts > max(self.cpus, self.gpus):
-            raise PlanError(f"Cluster(hosts={self.hosts}, cpus={self.cpus}): each host has at least one core; give the cores of all hosts")
+            raise PlanError(f"Cluster(hosts={self.hosts}, cpus={self.cpus}): each host has at least one core; pass the cores of all hosts")
 
     def host_of_gpu(self, gpu: int) -> int:
         """Find the host of a GPU."""

@@ -259,7 +259,7 @@ class NodeCost:
     * `serial_s`: seconds per firing that do not depend on the devices.
     * `parallel_s`: device-seconds per firing (of `measured.rows` rows, if known).
     * `token_s`: device-seconds per token of the batch, prompts included.
-    * `pass_s`: the least seconds of a micro-batch: the host's work to launch it.
+    * `pass_s`: the minimum seconds per micro-batch: the host's work to launch it.
     * `sharded_pass_s`: the same if ranks gather shards of the model.
     * `shards`: the GPU's seconds per micro-batch to gather shards; `token_s` already includes them for the `measured` ranks.
     * `decode`: the function of a generator, of response lengths.
@@ -359,12 +359,12 @@ class NodeCost:
         return found
 
     def gathering_s(self, setting: Setting) -> float:
-        """Predict the additional seconds of a micro-batch over the measured ranks', since ranks gather shards and reduce gradients."""
+        """Predict how many seconds longer than measured a micro-batch is, because ranks gather shards and reduce gradients."""
         measured = 0.0 if self.measured is None else sum(each.seconds(self.measured) for each in self.shards)
         return sum(each.seconds(setting) for each in self.shards) - measured
 
     def recomputes_otherwise(self, setting: Setting) -> bool:
-        """Whether layers compute again in a setting what they did not where this was measured, or the reverse."""
+        """Whether layers recompute more, or less, in a setting than in the measured one."""
         if self.measured is None or self.measured.passes is None or setting.passes is None:
             return False
         return self.measured.passes.recompute not in (None, setting.passes.recompute)

@@ -167,7 +167,7 @@ class Costs:
         return NodeCost.on(cost) if isinstance(cost, Mapping) else NodeCost(serial_s=float(cost))
 
     def law(self, node: str) -> NodeCost:
-        """Call `cost_of`, with a warning: the name of an older version."""
+        """Call `cost_of`: its old name, which warns."""
         warnings.warn("Costs.law(...) is now Costs.cost_of(...)", DeprecationWarning, stacklevel=2)
         return self.cost_of(node)
 
@@ -326,8 +326,8 @@ def warnings_of(compared: Iterable[Compared]) -> tuple[str, ...]:
         example = ", ".join([f"{counts[0]}: {seconds[first]:.6g}", *(f"{count}: …" for count in counts[1:3])])
         found.append(
             f"the seconds of {_join_words(map(repr, apart))} are plain numbers, and are taken to be the same on "
-            f"{_join_words(map(str, sorted({count for each in apart.values() for count in each})))} devices, which are compared; give the "
-            f"seconds on each count, as '{first}': {{{example}}}"
+            f"{_join_words(map(str, sorted({count for each in apart.values() for count in each})))} devices, which are compared; pass the "
+            f"seconds on each count, e.g. '{first}': {{{example}}}"
         )
     if apart := {name: counts for name, counts in by_rows.items() if len(counts) > 1}:
         found.append(

@@ -435,7 +435,7 @@ class Plan:
         * `export_every`: the steps between two exports of the policy as a Hugging Face folder, `exports/step-…` in the checkpoints' folder.
         * `transport`: how columns cross processes of a host: "shm" (the default), or "ray" with the channels of Ray's Compiled Graphs. The
           results are bit-identical.
-        * `wait_for_hosts_s`: the seconds that the start waits for hosts that Ray does not have yet, and for GPUs that others hold.
+        * `wait_for_hosts_s`: the seconds that the start waits for hosts that Ray does not have yet, and for GPUs that other jobs hold.
         * `encrypt`: encrypts with TLS every connection that rlgraph opens between hosts. A plan in which another library sends columns or
           weights between hosts is refused.
 
@@ -486,9 +486,9 @@ class Plan:
         return plan
 
     def steps_ahead(self) -> Mapping[str, int]:
-        """Count for each worker the steps that it fires beyond the one it finishes, because other workers wait for them.
+        """Count for each worker how many steps ahead of the finished step it runs, because other workers need them.
 
-        If update k waits in its pool until rollout k + 1 is done, the rollout fires that step too, and its prompts come before it.
+        If update k follows rollout k + 1 in their pool, the rollout and its prompts run one step ahead.
         """
         found = {worker.name: 0 for worker in self.workers}
         settled = False

@@ -47,7 +47,7 @@ class ClusterSite:
     * `stragglers`: the share of hosts that are slow in a step.
     * `slow_down`: the factor by which a slow host is slower.
 
-    Raises PlanError for a number that cannot be, and for a number that has no effect without another.
+    Raises PlanError for an impossible number, and for a number that has no effect without another.
 
     >>> ClusterSite(gpu_mtbf_s=3e8, host_mtbf_s=5e7, restart_s=300).mtbf_s(gpus=1024, hosts=128)
     167410.7142857143
@@ -85,7 +85,7 @@ class ClusterSite:
         )
         for holds, given, why, missing in alone:
             if holds:
-                raise PlanError(f"ClusterSite({given}): {why}; give {missing}, or leave it out")
+                raise PlanError(f"ClusterSite({given}): {why}; pass {missing}, or leave it out")
 
     @property
     def fails(self) -> bool:
@@ -150,7 +150,7 @@ def _with_versions(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) ->
             if costs.publish_bytes is None:
                 raise PlanError(
                     f"rehearse(site=ClusterSite(bandwidth={site.bandwidth:g})): the weights of '{writer}' go to another host, "
-                    "and the costs do not say how large a version is; give rg.planning.Costs(…, publish_bytes=…)"
+                    "and the costs do not say how large a version is; pass rg.planning.Costs(…, publish_bytes=…)"
                 )
             loop = next(loop for loop in plan.loops if loop.writer == writer and reader in loop.readers)
             crossing[d] = _crossing_s(costs.publish_bytes, plan, loop, site)
@@ -285,7 +285,7 @@ def _check(plan: Plan, graph: Graph, site: ClusterSite, every: int | None) -> No
         )
     if every is None and site.checkpoint_s:
         raise PlanError(
-            f"rehearse(every=None): ClusterSite(checkpoint_s={site.checkpoint_s:g}) changes nothing without checkpoints; give every=10"
+            f"rehearse(every=None): ClusterSite(checkpoint_s={site.checkpoint_s:g}) has no effect without checkpoints; set every=10"
         )
     if every is not None and not site.fails and not site.checkpoint_s:
         raise PlanError(
@@ -421,7 +421,7 @@ def with_failures(
         if stuck > HEADWAY:
             raise PlanError(
                 f"rehearse(every={every}): {stuck} failures in a row came before a checkpoint, {every} steps of {step_s:.4g} s after a "
-                f"restart of {restart_s:.4g} s; save more often, or give a site that fails more rarely"
+                f"restart of {restart_s:.4g} s; save more often, or pass a site that fails more rarely"
             )
 
 

@@ -399,7 +399,7 @@ class Profile:
         check(self, PlanError)
         first, last = self.range
         if first > last:
-            raise PlanError(f"Profile(steps=({first}, {last})): the first step comes after the last; give them in order, as (3, 5)")
+            raise PlanError(f"Profile(steps=({first}, {last})): the first step comes after the last; pass them in order, e.g. (3, 5)")
 
     @property
     def range(self) -> tuple[int, int]:

@@ -113,7 +113,7 @@ class Watch:
         try:
             self._server = _Server((LOOPBACK, port), _Handler)
         except OSError as error:
-            raise DataError(f"watch(port={port}): {error.strerror or error}; give a port that is free, or 0 for any") from None
+            raise DataError(f"watch(port={port}): {error.strerror or error}; pass a port that is free, or 0 for any") from None
         self._server.watch = self
         self._page: tuple[str, bytes] = ("", b"")
         self._lock = threading.Lock()

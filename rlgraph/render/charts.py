@@ -25,7 +25,7 @@ def svg(title: str, xs: Sequence[float], series: Mapping[str, Sequence[float]], 
     """
     for name, values in series.items():
         if len(values) != len(xs):
-            raise ValueError(f"series '{name}' has {len(values)} values for {len(xs)} positions; give one value for each position")
+            raise ValueError(f"series '{name}' has {len(values)} values for {len(xs)} positions; pass one value for each position")
     seen = [value for values in series.values() for value in values if math.isfinite(value)]
     y_ticks, x_ticks = ticks(seen), ticks([x for x in xs if math.isfinite(x)], whole=all(float(x).is_integer() for x in xs))
     rows = _legend_rows(list(series)) if len(series) > 1 else []

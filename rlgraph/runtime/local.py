@@ -66,7 +66,7 @@ class LocalJob:
 
     def __enter__(self) -> "LocalJob":
         if self._entered:
-            raise RlgraphError("the job is already running, or was: make another with `plan.run_here()`")
+            raise RlgraphError("the job is running or has run: create another with `plan.run_here()`")
         self._entered = True
         for progress in self.progress.values():
             progress.load()

@@ -47,7 +47,7 @@ class PromptLookup:
             raise GraphError(f"PromptLookup(shortest={self.shortest}, longest={self.longest}): the shortest is at most the longest")
 
     def schedule(self, most: int) -> list[list[int]]:
-        """The guesses of a step, by the fewest and the most sequences that it decodes; `most` of them at once."""
+        """List ranges of decoding sequences, up to `most`, each with its guesses per step: `[first, last, guesses]`."""
         return [[1, min(self.below, most), self.tokens], *([[self.below + 1, most, 0]] if self.below < most else [])]
 
 

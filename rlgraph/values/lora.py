@@ -95,7 +95,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
     where = f"adapter '{folder}'"
     for name in (CONFIG, TENSORS):
         if not (Path(folder) / name).is_file():
-            raise DataError(f"{where}: it has no {name}; give a folder that save_pretrained of PEFT, or an export of an adapter, wrote")
+            raise DataError(f"{where}: it has no {name}; pass a folder that save_pretrained of PEFT, or an export of an adapter, wrote")
     try:
         config: dict[str, Any] = json.loads((Path(folder) / CONFIG).read_text(encoding="utf-8"))
         missing = [name for name in ("r", "lora_alpha", "target_modules") if name not in config]

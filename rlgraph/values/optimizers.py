@@ -63,8 +63,8 @@ class _Ending(RateSchedule):
         super().__post_init__()
         if self.steps <= self.warmup_steps:
             raise GraphError(
-                f"{type(self).__name__}(warmup_steps={self.warmup_steps}, steps={self.steps}): steps counts all optimizer steps, those of "
-                "the warm-up included; give more of them"
+                f"{type(self).__name__}(warmup_steps={self.warmup_steps}, steps={self.steps}): steps counts all optimizer steps, including "
+                "the warm-up; pass more of them"
             )
 
     def decay_progress(self, step: int) -> float:
@@ -128,8 +128,8 @@ class WSD(_Ending):
         super().__post_init__()
         if self.warmup_steps + self.decay_steps > self.steps:
             raise GraphError(
-                f"WSD(steps={self.steps}, warmup_steps={self.warmup_steps}, decay_steps={self.decay_steps}): warm-up and decay lie within "
-                "steps; shorten them, or give more steps"
+                f"WSD(steps={self.steps}, warmup_steps={self.warmup_steps}, decay_steps={self.decay_steps}): warm-up and decay are part of "
+                "steps; shorten them, or pass more steps"
             )
 
     def __call__(self, step: int) -> float:
@@ -229,7 +229,7 @@ class Muon(AdamW):
     * `adjust_lr`: "match_rms_adamw" makes a step as large as AdamW's, so that both use the same `lr`. "original" is the rule of the source,
       for rates of about 0.02.
     * `lr`: the learning rate after the warm-up.
-    * `betas`, `eps`: of AdamW, for the parameters that it trains.
+    * `betas`, `eps`: AdamW's, for the parameters that AdamW trains.
     * `moments`: "32bit"; only AdamW supports the other precisions.
     """
 

@@ -39,4 +39,4 @@ class Pool:
         if self.gpus is not None and self.cpus is not None:
             raise GraphError(f"pool '{self.name}' has both gpus={self.gpus} and cpus={self.cpus}; a pool is of one kind: make two pools")
         if self.share != 1 and (self.gpus is not None or self.cpus is not None):
-            raise GraphError(f"pool '{self.name}' has a share and an exact count; give one of them")
+            raise GraphError(f"pool '{self.name}' has a share and an exact count; set one of them")

@@ -140,7 +140,7 @@ REFUSED = {
     "a profile of nothing": (
         ["run", "lengths.py", "--profile", "0"],
         2,
-        "error: --profile 0: recipe 'lengths.py' records no run by rg.record",
+        "error: --profile 0: recipe 'lengths.py' does not call rg.record",
     ),
     "a profile of no steps": (["run", "lengths.py", "--profile", "3..5"], 2, "error: --profile 3..5: pass a step, e.g. 3, or the first"),
     "a worker without a profile": (["run", "lengths.py", "--worker", "policy"], 2, "--worker names the workers that --profile profiles"),
@@ -246,7 +246,7 @@ def test_what_is_for_one_graph_refuses_a_recipe_of_several(recipe: Path) -> None
     for command in (["tune", "lengths.py", "count=4,8"], ["plan", "lengths.py", "--costs", "costs.yaml"]):
         ended = rlgraph(*command, cwd=recipe.parent)
         assert (ended.returncode, ended.stdout) == (2, "")
-        assert "error: recipe 'lengths.py' has several graphs, by `graphs(cfg)`; this takes a recipe of one" in ended.stderr
+        assert "error: recipe 'lengths.py' has several graphs, by `graphs(cfg)`; this command requires one graph" in ended.stderr
     recipe.write_text(recipe.read_text().replace("return [one(cfg)], [2]", "return [one(cfg)]"))
     ended = rlgraph("plan", "lengths.py", cwd=recipe.parent)
     assert ended.returncode == 2

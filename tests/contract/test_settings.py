@@ -205,7 +205,7 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "an edge that is none": (lambda: made().rollout(rg.prompts(QUESTIONS, 1), "weights"), "pass what rlgraph.feedback(...) returned"),  # type: ignore[arg-type]
     "prompts that are a list": (lambda: made().rollout(QUESTIONS), "pass the output of another node"),  # type: ignore[arg-type]
     "a graph of outputs alone": (lambda: rg.Graph(rg.prompts(QUESTIONS, 1)), "Graph(name=the batch of 'prompts')"),  # type: ignore[arg-type]
-    "a cluster by count": (lambda: rg.compile("g", 2), "pass a graph, as rg.Graph"),  # type: ignore[arg-type]
+    "a cluster by count": (lambda: rg.compile("g", 2), "pass a graph, e.g. rg.Graph"),  # type: ignore[arg-type]
 }
 
 
@@ -312,7 +312,7 @@ def test_a_text_setting_is_the_text_as_it_is_written_or_an_error(text: str, tmp_
     assert rg.config(Texts, [f"config={file}"]) == Texts(text, [text])
     for wrong in (f"name: {text}\n", f"more: [{text}]\n"):
         file.write_text(wrong)
-        with pytest.raises(ConfigError, match=r"setting '(name|more\[0\])' is text, and YAML reads .* there: write it in quotes"):
+        with pytest.raises(ConfigError, match=r"setting '(name|more\[0\])' is text, but YAML reads .* there: put it in quotes"):
             rg.config(Texts, [f"config={file}"])
 
 

@@ -134,7 +134,7 @@ def test_a_curriculum_that_stopped_in_its_second_graph_goes_on_there(model: str,
     ]
     rg.run(stages(model), tmp_path / "cut", steps=STEPS, cluster=HOST, quiet=True)
     assert len(began) == 3, "all graphs are done: none starts"
-    with pytest.raises(CheckpointError, match="'steps' was 4 and is 5; give another folder"):
+    with pytest.raises(CheckpointError, match="'steps' was 4 and is 5; pass another folder"):
         rg.run(stages(model), tmp_path / "cut", steps=[3, 5], cluster=HOST, quiet=True)
 
 

@@ -143,7 +143,7 @@ def test_the_rewards_of_a_group_count_as_one_mean() -> None:
     again.load_state(stage.state())
     later = [each(2, {"rewards": torch.ones(6)}) for each in (stage, again)]
     assert later[0][0]["prompt_texts"] == later[1][0]["prompt_texts"]
-    with pytest.raises(RlgraphError, match="5 rewards came back of 2 prompts"):
+    with pytest.raises(RlgraphError, match="5 rewards came back for 2 prompts"):
         stage(3, {"rewards": torch.ones(5)})
 
 
@@ -190,7 +190,7 @@ def continuous() -> Graph:
 
 
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "no edge": (lambda: rg.prompts(BY_RESULTS, 4), "the curriculum of the mixture reads results, which have to come back: give results="),
+    "no edge": (lambda: rg.prompts(BY_RESULTS, 4), "the curriculum of the mixture reads results: pass results="),
     "nobody reads them": (lambda: rg.prompts(PLAIN, 4, results=open_edge()), "results='results' has no effect"),
     "no mixture": (lambda: rg.prompts(EASY, 4, results=open_edge()), "results='results' has no effect"),
     "an edge of weights": (

@@ -110,7 +110,7 @@ def test_a_stream_that_changed_since_the_checkpoint_is_refused() -> None:
         for row in sums():
             yield {**row, "prompt": row["prompt"].replace("5", "6")}
 
-    with pytest.raises(DataError, match=r"row 5 of the stream is not the one that it was before the checkpoint"):
+    with pytest.raises(DataError, match=r"row 5 of the stream has changed since the checkpoint"):
         stage_of(rg.prompts(others, count=3)).load_state(stage.state())
 
 
@@ -198,7 +198,7 @@ def test_what_a_stream_cannot_do_is_an_error_that_says_so(folder: Path) -> None:
         rg.evaluate(generator, sums, weights, reward=lambda response: 0.0, every=1)
     with pytest.raises(DataError, match="seed=3 has no effect on a stream"):
         rg.prompts(sums, count=2, seed=3)
-    with pytest.raises(DataError, match="can be read only once; give the function that makes it"):
+    with pytest.raises(DataError, match="can be read only once; pass the function that makes it"):
         rg.data.stream(sums())
     with pytest.raises(DataError, match=r"a stream is a datasets.IterableDataset, or a function"):
         rg.data.stream(7)

@@ -261,5 +261,5 @@ def test_two_splits_in_one_process_are_refused(monkeypatch: pytest.MonkeyPatch) 
     from rlgraph.engines.megatron import modules
 
     monkeypatch.setattr(modules, "_made", [(2, 1, 1, 1)])
-    with pytest.raises(GraphError, match=r"another model in these processes has tensor_parallel=2, .* or processes of their own"):
+    with pytest.raises(GraphError, match=r"another model in these processes has tensor_parallel=2, .* or use separate processes"):
         modules.MegatronRanks(0, 2, pipeline=2)

@@ -31,7 +31,7 @@ def test_a_model_folder_can_have_another_chat_template(tied: Path, tmp_path: Pat
     made = Path(model_folder(str(tied), tmp_path, chat_template=template))
     assert (made / "chat_template.jinja").read_text() == "{{ messages }}"
     assert (made / "config.json").read_text() != ""
-    with pytest.raises(DataError, match="there is no such file; give a file of Jinja"):
+    with pytest.raises(DataError, match="there is no such file; pass a file of Jinja"):
         model_folder(str(tied), tmp_path, chat_template="none.jinja")
 
 

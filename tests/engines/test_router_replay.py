@@ -168,7 +168,7 @@ def test_what_cannot_be_replayed_is_refused(model: Path, tmp_path: Path) -> None
     batch |= {name: batch[name] % 64 for name in ("prompts", "responses")}  # its vocabulary is smaller
     with (
         closing(trainer(folder_of("granitemoe", tmp_path))) as engine,
-        pytest.raises(GraphError, match=r"router_replay=True: .* does not tell which experts it chose"),
+        pytest.raises(GraphError, match=r"router_replay=True: .* does not report which experts it chose"),
     ):
         engine.scores(batch)
     with closing(trainer(model)) as engine:

@@ -64,7 +64,7 @@ def test_a_rate_ends_at_its_share_and_stays(schedule: RateSchedule) -> None:
         (lambda: rg.optim.Cosine(steps=5, warmup_steps=5), r"Cosine\(warmup_steps=5, steps=5\): steps counts all"),
         (lambda: rg.optim.Linear(steps=0), r"Linear\(steps=0\)"),
         (lambda: rg.optim.Linear(steps=9, final=1.5), r"Linear\(final=1.5\)"),
-        (lambda: rg.optim.WSD(steps=9, warmup_steps=5, decay_steps=5), "warm-up and decay lie within"),
+        (lambda: rg.optim.WSD(steps=9, warmup_steps=5, decay_steps=5), "warm-up and decay are part of"),
         (lambda: rg.optim.WSD(steps=9, decay_steps=5, decay="sqrt"), r"WSD\(decay='sqrt'\)"),  # type: ignore[arg-type]
         (lambda: rg.optim.Constant(warmup_steps=-1), r"Constant\(warmup_steps=-1\)"),
         (lambda: rg.AdamW(warmup_steps=3, schedule=rg.optim.Cosine(steps=9)), r"write schedule=rg.optim.Cosine\(warmup_steps=3, …\)"),

@@ -200,7 +200,7 @@ def test_ranks_that_share_experts_have_passes_of_their_own(name: str, cases: dic
     given: dict[str, Any] = {name: 2}
     with pytest.raises(GraphError, match=rf"Policy\(expert_parallel=2, {name}=2\): trainer='fsdp' shares experts .*; leave out {name}"):
         check_plan(rg.Policy(cases["qwen3"].folder, pool=rg.Pool("train"), expert_parallel=2, **given))
-    with pytest.raises(GraphError, match="experts are shared in groups of 2 ranks, each with passes of its own"):
+    with pytest.raises(GraphError, match="experts are shared in groups of 2 ranks, each with its own micro-batches"):
         Ranks("cpu", 0, 4, expert=2, **{name.split("_")[0]: 2})
 
 

@@ -146,5 +146,5 @@ def test_a_ring_divides_the_ranks_that_share_a_row(cases: dict[str, Case]) -> No
 
 
 def test_ranks_come_in_whole_groups() -> None:
-    with pytest.raises(GraphError, match=r"world=6, tensor_parallel=2, context_parallel=2\): the ranks come in groups of 4"):
+    with pytest.raises(GraphError, match=r"world=6, tensor_parallel=2, context_parallel=2\): ranks form groups of 4"):
         Ranks("cpu", 0, 6, tensor=2, context=2)

@@ -190,11 +190,11 @@ def test_conversations_share_processes_and_one_that_dies_takes_only_its_own() ->
     [
         (lambda: rg.environments.process("games"), "name a class"),
         (lambda: rg.environments.process(COUNT, python="no/python"), "no such program"),
-        (lambda: rg.environments.openenv("127.0.0.1:8000"), "give the server's address"),
-        (lambda: rg.environments.nemo_gym("ws://x"), "give the resource server's address"),
-        (lambda: rg.environments.mcp(), "give the command"),
+        (lambda: rg.environments.openenv("127.0.0.1:8000"), "pass the server's address"),
+        (lambda: rg.environments.nemo_gym("ws://x"), "pass the resource server's address"),
+        (lambda: rg.environments.mcp(), "pass the command"),
         (lambda: rg.environments.mcp("echo", own=True, processes=2), "has no effect"),
-        (lambda: rg.environments.gymnasium("x", instruction="y", actions=["a"], act=str), "give one of the two"),
+        (lambda: rg.environments.gymnasium("x", instruction="y", actions=["a"], act=str), "pass one of the two"),
     ],
 )
 def test_what_cannot_be_is_refused_where_it_is_written(make: object, said: str) -> None:

@@ -95,7 +95,7 @@ def test_a_record_that_was_left_half_written_is_left_out(tmp_path: Path) -> None
 
 def test_what_cannot_be_cached_is_refused(model: str, tmp_path: Path) -> None:
     source = rg.pairs(PAIRS, 3, rg.Policy(model, pool=rg.Pool("train")))
-    with pytest.raises(GraphError, match="give dtype='bfloat16' or 'float32'"):
+    with pytest.raises(GraphError, match="pass dtype='bfloat16' or 'float32'"):
         rg.Reference(model, pool=rg.Pool("reference")).log_probs(source, cache=tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot be used"):

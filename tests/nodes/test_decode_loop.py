@@ -206,7 +206,7 @@ def test_other_prompts_than_were_looked_up_are_refused() -> None:
     first = [Task(Request("rollout: a", [0], Sampling(max_tokens=1), 0)), Task(Request("rollout: b", [0], Sampling(max_tokens=3), 0))]
     loop.begin(0, first)
     loop.take(0, first)
-    with pytest.raises(DataError, match="step 1 has other prompts than it had one step before"):
+    with pytest.raises(DataError, match="step 1 has different prompts than it had one step before"):
         loop.begin(1, request())
 
 

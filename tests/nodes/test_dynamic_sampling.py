@@ -162,12 +162,12 @@ def test_what_a_refill_cannot_go_with_is_refused_when_declared(name: str) -> Non
 
 
 def test_what_is_no_refill_is_refused() -> None:
-    with pytest.raises(GraphError, match="has refill=True; pass what to refill by"):
+    with pytest.raises(GraphError, match="has refill=True; pass the options of the refill"):
         rg.Generator("m", pool=rg.Pool("p")).rollout(rg.prompts(data("dd"), count=1), group_size=2, refill=True)  # type: ignore[arg-type]
 
 
 def test_prompts_of_a_node_of_the_users_own_have_no_order_to_draw_from() -> None:
-    with pytest.raises(GraphError, match="its prompts are of another node"):
+    with pytest.raises(GraphError, match="its prompts come from another node"):
         rg.Generator("m", pool=rg.Pool("p")).rollout(own_node(), group_size=2, refill=Refill(reward=last_letter))
 
 

@@ -177,7 +177,11 @@ WRONG: dict[str, tuple[str, Sequence[dict[str, Any]], str]] = {
     "a conversation for a model without a template": ("tiny", [{"messages": TALK}], "the model has no chat template"),
     "a conversation without an answer": ("qwen2_5", [{"messages": TALK[:1]}], "has no message of the assistant to learn"),
     "a role that the template refuses": ("gemma", [{"messages": [TALK[1], TALK[1]]}], "the chat template refuses its messages of"),
-    "a turn that is rendered in another way later": ("qwen3", [{"messages": THINKS}], "renders message 1 in another way once more follow"),
+    "a turn that is rendered in another way later": (
+        "qwen3",
+        [{"messages": THINKS}],
+        "renders message 1 differently once more messages follow",
+    ),
     "tools that the template does not write": (
         "smollm2",
         [{"messages": TALK}, {"messages": TALK, "tools": [TOOL]}],

@@ -256,7 +256,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no response": ({"prompt": "Is {prompt} nice?"}, r"its fields are \['prompt'\]; name columns, {response} among them"),
     "an open brace": ({"prompt": "{response} {"}, "write a brace of the text as two"),
     "a field of no name": ({"prompt": "{response} {}"}, "its fields are"),
-    "two defaults": ({"retries": rg.options.Retry(), "default": 0.0}, "give the default in the Retry"),
+    "two defaults": ({"retries": rg.options.Retry(), "default": 0.0}, "set the default in the Retry"),
     "no concurrency": ({"concurrency": 0}, "concurrency is a whole number of at least 1"),
 }
 

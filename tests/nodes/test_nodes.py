@@ -127,7 +127,7 @@ def test_a_value_that_no_column_holds_is_named_before_anything_starts(name: str)
 
 
 def test_what_is_no_data_set_is_named_with_what_to_give() -> None:
-    with pytest.raises(DataError, match=r"the data set is PosixPath\('train.jsonl'\).*read the file first, as rg.data.jsonl"):
+    with pytest.raises(DataError, match=r"the data set is PosixPath\('train.jsonl'\).*read the file first, e.g. with rg.data.jsonl"):
         rg.prompts(Path("train.jsonl"), count=1)  # type: ignore[arg-type]
     with pytest.raises(DataError, match=r"item 0 of the data set has prompt=\['hi'\]; a prompt is text, or a list of messages {'role'"):
         rg.prompts([{"prompt": ["hi"]}], count=1)

@@ -103,7 +103,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "no labels": ({"prompt": "1", "completions": ["2"]}, "a solution has 'prompt', 'completions'"),
     "labels of other steps": ({"prompt": "1", "completions": ["2"], "labels": [True, False]}, "for each of its 1 steps"),
     "an empty step": ({"prompt": "1", "completions": [""], "labels": [True]}, "none of them empty"),
-    "no prompt": ({"prompt": "", "completions": ["2"], "labels": [True]}, "a text that is not empty"),
+    "no prompt": ({"prompt": "", "completions": ["2"], "labels": [True]}, "a non-empty text"),
 }
 
 

@@ -102,5 +102,5 @@ def test_what_is_shaped_may_lie_in_another_column() -> None:
 
 @pytest.mark.parametrize("by", [OverlongPenalty, None, rg.GRPO])
 def test_what_does_not_shape_rewards_is_refused(by: Any) -> None:
-    with pytest.raises(GraphError, match="pass an object that reads and gives rewards"):
+    with pytest.raises(GraphError, match="pass an object that maps rewards"):
         rg.stages.shaped_rewards(*rollout_and_rewards(), by=by)

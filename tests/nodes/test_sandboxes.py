@@ -203,7 +203,7 @@ def test_a_sandbox_ends_when_it_is_closed_and_with_the_process_that_made_it(tmp_
 
 
 def test_a_wrong_sandbox_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(GraphError, match="names layers that this machine may lack"):
+    with pytest.raises(GraphError, match="name layers that this machine may lack"):
         rg.agents.LocalSandbox(accept_missing=("walls",))
     for path, message in ((tmp_path / "missing", "is not a folder"), (tmp_path, "that everyone may read")):
         tmp_path.chmod(0o700)

@@ -49,7 +49,7 @@ def test_weights_of_a_critic_close_no_feedback() -> None:
 def test_a_reference_follows_no_edge_whose_version_nobody_knows() -> None:
     _, _, rollout, _ = graph_parts()
     reference = rg.Reference("m", pool=rg.Pool("logp"))
-    with pytest.raises(GraphError, match="takes the newest version there is: rollout and log-probs would use different ones"):
+    with pytest.raises(GraphError, match="uses the newest version: rollout and log-probs would use different ones"):
         reference.old_log_probs(rollout, weights=rg.feedback("weights", depth=1, latest=True))
     with pytest.raises(GraphError, match="pass what rlgraph"):
         reference.old_log_probs(rollout, weights="weights")

@@ -202,7 +202,7 @@ WRONG = {
     ),
     "a negative cost": (lambda: rg.planning.Costs({"rollout": -1.0}), "the cost of 'rollout' is -1.0"),
     "a negative cluster": (lambda: rg.Cluster(gpus=-1), "gpus is a whole number of at least 0"),
-    "no graph": (lambda: rg.compile("graph", rg.Cluster()), "pass a graph, as rg.Graph"),  # type: ignore[arg-type]
+    "no graph": (lambda: rg.compile("graph", rg.Cluster()), "pass a graph, e.g. rg.Graph"),  # type: ignore[arg-type]
 }
 
 

@@ -211,7 +211,7 @@ WRONG = {
     "checkpoints without effect": (lambda: run(every=10), r"every=10\): .* changes nothing; leave it out"),
     "seconds of no checkpoint": (
         lambda: run(rg.planning.ClusterSite(checkpoint_s=5)),
-        r"checkpoint_s=5\) changes nothing without checkpoints",
+        r"checkpoint_s=5\) has no effect without checkpoints",
     ),
     "a restart of nothing": (lambda: rg.planning.ClusterSite(restart_s=5), "give gpu_mtbf_s or host_mtbf_s, or leave it out"),
     "stragglers that keep up": (lambda: rg.planning.ClusterSite(stragglers=0.1), "give slow_down above 1"),

@@ -93,7 +93,7 @@ def test_a_missing_trace_and_a_short_one_are_refused(trace: Trace, tmp_path: Pat
     with pytest.raises(PlanError, match=r"there is no such trace; rg.record writes trace.json"):
         rg.planning.replay(tmp_path)
     (tmp_path / "trace.json").write_text("{}")
-    with pytest.raises(PlanError, match=r"give the trace.json that rg.record writes"):
+    with pytest.raises(PlanError, match=r"pass the trace.json that rg.record writes"):
         rg.planning.replay(tmp_path)
     short = Trace(trace.plan, tuple(s for s in trace.spans if s.step < 2), trace.sampled)
     with pytest.raises(PlanError, match="has 2 steps; at least 4 are needed"):

@@ -117,17 +117,17 @@ def test_a_run_that_fails_and_one_that_is_left_say_so(job: Job, tmp_path: Path) 
 
 
 def test_a_folder_that_is_not_there_and_a_port_in_use_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no such folder; give the one that"):
+    with pytest.raises(DataError, match="no such folder; pass the one that"):
         rg.runs.watch(tmp_path / "none")
-    with rg.runs.watch(tmp_path) as view, pytest.raises(DataError, match="Address already in use; give a port that is free"):
+    with rg.runs.watch(tmp_path) as view, pytest.raises(DataError, match="Address already in use; pass a port that is free"):
         rg.runs.watch(tmp_path, int(view.url.rstrip("/").rpartition(":")[2]))
 
 
 def test_recording_into_a_file_is_an_error_of_rlgraph(job: Job, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(rg.errors.PlanError, match="it is a file; give a folder"):
+    with pytest.raises(rg.errors.PlanError, match="it is a file; pass a folder"):
         next(rg.record(job, 1, tmp_path / "run"))
-    with pytest.raises(rg.errors.PlanError, match=r"cannot be written .*Not a directory.*; give one that can"):
+    with pytest.raises(rg.errors.PlanError, match=r"cannot be written .*Not a directory.*; pass a writable one"):
         next(rg.record(job, 1, tmp_path / "run" / "run"))
 
 

@@ -188,10 +188,13 @@ def newest(folder: Path) -> Path:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "a flipped bit of the weights": (lambda path: flip(path / "policy" / "__0_0.distcp"), "'policy/__0_0.distcp' is not what was written"),
-    "a flipped bit of a node": (lambda path: flip(path / "generator.pt"), "'generator.pt' is not what was written"),
+    "a flipped bit of the weights": (
+        lambda path: flip(path / "policy" / "__0_0.distcp"),
+        "'policy/__0_0.distcp' was changed after it was written",
+    ),
+    "a flipped bit of a node": (lambda path: flip(path / "generator.pt"), "'generator.pt' was changed after it was written"),
     "a changed manifest": (lambda path: flip(path / "manifest.json"), "is not"),
-    "a changed plan": (lambda path: flip(path / "plan.json"), "plan.json is not what was written"),
+    "a changed plan": (lambda path: flip(path / "plan.json"), "plan.json was changed after it was written"),
     "a missing file": (lambda path: (path / "prompts.pt").unlink(), "is not whole"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "is not whole"),
 }
@@ -227,7 +230,7 @@ OTHERS: dict[str, tuple[Callable[[], Graph], str]] = {
 def test_a_checkpoint_of_another_graph_is_refused_saying_what_differs(name: str, tmp_path: Path) -> None:
     run(fakes.vector_loop(1), tmp_path, 3)
     other, difference = OTHERS[name]
-    with pytest.raises(CheckpointError, match=f"is of another graph: {difference}; give another folder, or launch with fresh=True"):
+    with pytest.raises(CheckpointError, match=f"is of another graph: {difference}; pass another folder, or launch with fresh=True"):
         run(other(), tmp_path, 6)
 
 
@@ -317,7 +320,7 @@ def test_other_rows_and_another_order_are_refused_and_checkpoints_without_a_dige
     for other in (items[::-1], [{**items[0], "prompt": "other"}, *items[1:]]):
         monkeypatch.setattr(fakes, "ITEMS", other)
         with pytest.raises(
-            CheckpointError, match=r"was made with other rows of \['prompts'\], or with these in another order; give the same"
+            CheckpointError, match=r"was made with other rows of \['prompts'\], or the same in another order; pass the same"
         ):
             run(fakes.vector_loop(1), tmp_path, 5)
     manifest = newest(tmp_path) / "manifest.json"

@@ -98,10 +98,10 @@ def imitates(model: str) -> object:
 
 
 REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
-    "depth": (lambda m, o: loop(m, depth=1), "at depth=1: responses of older weights have other log-probs; use depth=0"),
+    "depth": (lambda m, o: loop(m, depth=1), "at depth=1: responses from older weights have different log-probs; use depth=0"),
     "engine": (
         lambda m, o: loop(m, generator={"engine": "transformers"}),
-        "its engine has other kernels than the trainer",
+        "its engine uses different kernels than the trainer",
     ),
     "folder": (lambda m, o: loop(m, base=o), "give the same path"),
     "the generator's dtype": (lambda m, o: loop(m, generator={"dtype": "auto"}), r"use rg.Generator\(…, dtype='float32'\)"),
@@ -110,7 +110,7 @@ REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
         "exact works with float32 on cores and bfloat16 on GPUs; write",
     ),
     "another dtype": (lambda m, o: loop(m, policy={"dtype": "bfloat16"}), r"dtype='bfloat16', and has .* use .*dtype='bfloat16'\)"),
-    "an engine on several GPUs": (lambda m, o: loop(m, generator={"tensor_parallel": 2}), "spans 2 GPUs, which add up in another order"),
+    "an engine on several GPUs": (lambda m, o: loop(m, generator={"tensor_parallel": 2}), "spans 2 GPUs, which sum in a different order"),
     "fp8 weights": (lambda m, o: loop(m, generator={"weights_dtype": "fp8"}), "its engine has weights_dtype="),
     "guessed tokens": (lambda m, o: loop(m, generator={"drafts": rg.options.PromptLookup()}), "its engine has drafts="),
     "top_p": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, top_p=0.9)}), "top_p=0.9, .* use top_p=1"),
@@ -167,5 +167,5 @@ def test_a_family_without_proof_is_refused_before_anything_starts(model: str, tm
 
     folder = folder_of("gemma2", tmp_path)
     policy = rg.Policy(str(folder), pool=rg.Pool("train"), dtype="float32", exact=True)
-    with pytest.raises(DataError, match="the family 'gemma2' is not proven to be exact; those that are: llama, qwen2, qwen3"):
+    with pytest.raises(DataError, match="the family 'gemma2' is not proven to be exact; proven are: llama, qwen2, qwen3"):
         check_trained(policy)

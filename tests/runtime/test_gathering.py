@@ -81,7 +81,7 @@ def test_bytes_that_are_not_those_that_were_saved_are_refused(folders: Folders) 
     (folders.other / "x.pt").write_bytes(b"other")
     (folders.driver / "step-00000002" / "x.pt").write_bytes(b"other")
     with folders.worker() as worker:
-        with pytest.raises(CheckpointError, match=r"could not take or give 'x.pt': other bytes arrived than were sent"):
+        with pytest.raises(CheckpointError, match=r"could not receive or send 'x.pt': other bytes arrived than were sent"):
             worker.send(4, folders.other, [file])
         with pytest.raises(CheckpointError, match=r"'x.pt' of a checkpoint could not be copied .*: other bytes arrived than were saved"):
             worker.fetch("x.pt", folders.other / "resumed", file.sha256)

@@ -332,7 +332,7 @@ def tensor_metric(batch: Columns) -> tuple[dict[str, Column], dict[str, float]]:
 
 
 def test_a_metric_that_is_no_number_is_named_at_once() -> None:
-    message = r"node 'tensor_metric' failed at step 0 .* returned the metric 'loss' as Tensor; .* give value\.item\(\)"
+    message = r"node 'tensor_metric' failed at step 0 .* returned the metric 'loss' as Tensor; .* return value\.item\(\)"
     with forked_workers.job(fakes.vector_loop(1, middle=tensor_metric)) as running, pytest.raises(NodeError, match=message):
         list(running.steps(2))
 

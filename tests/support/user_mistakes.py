@@ -204,7 +204,7 @@ POOLS = {
     "a share as text": call_mistake("write share=1, without quotes", lambda: rg.Pool("p", share="1")),  # type: ignore[arg-type]
     "no GPUs": call_mistake("an exact count", lambda: rg.Pool("p", gpus=0)),
     "GPUs and cores": call_mistake("a pool is of one kind", lambda: rg.Pool("p", gpus=1, cpus=1)),
-    "a share and a count": call_mistake("give one of them", lambda: rg.Pool("p", share=2, gpus=1)),
+    "a share and a count": call_mistake("set one of them", lambda: rg.Pool("p", share=2, gpus=1)),
 }
 SAMPLING = {
     "no tokens": call_mistake("max_tokens is a whole number of at least 1", lambda: rg.Sampling(max_tokens=0)),
@@ -236,7 +236,7 @@ NODES = {
     "tools that are none": graph_mistake("tools is a Tools", rollout={"tools": "python"}),
     "chunks that do not divide": graph_mistake("does not divide", rollout={"chunks": 3}),
     "an unknown interrupt": graph_mistake("['keep', 'recompute']", rollout={"interrupt": "drop"}),
-    "refill of True": graph_mistake("pass what to refill by", rollout={"refill": True}),
+    "refill of True": graph_mistake("pass the options of the refill", rollout={"refill": True}),
     "an edge by name": call_mistake(
         "pass what rlgraph.feedback(...) returned",
         lambda: rg.Generator("m", pool=pool()).rollout(rg.prompts(ITEMS, 1), "weights"),  # type: ignore[arg-type]
@@ -247,9 +247,9 @@ NODES = {
     "a depth of True": call_mistake("how many weight versions", lambda: rg.feedback("w", depth=True)),
     "three buffers": call_mistake("so that it receives while it decodes", lambda: rg.feedback("w", depth=1, buffers=3)),
     "a second buffer of no use": call_mistake("nothing is decoded while weights arrive", lambda: rg.feedback("w", depth=0, buffers=2)),
-    "the estimator by name": graph_mistake("pass an estimator object, as estimator=rg.GRPO()", estimator="grpo"),
+    "the estimator by name": graph_mistake("pass an estimator object, e.g. estimator=rg.GRPO()", estimator="grpo"),
     "the estimator's class": graph_mistake("the class GRPO; pass an estimator object", estimator=rg.GRPO),
-    "the loss by name": graph_mistake("pass a loss object, as loss=rg.ClippedLoss()", loss="ppo"),
+    "the loss by name": graph_mistake("pass a loss object, e.g. loss=rg.ClippedLoss()", loss="ppo"),
     "the loss's class": graph_mistake("the class ClippedLoss; pass a loss object", loss=rg.ClippedLoss),
     "no epochs": graph_mistake("epochs is a whole number of at least 1", update={"epochs": 0}),
     "mini-batches that do not divide": graph_mistake("must have equal sizes", update={"mini_batches": 3}),
@@ -277,7 +277,7 @@ DATA = {
     "no items": graph_mistake("the data set is empty", DataError, data=[]),
     "a dict of lists": graph_mistake("for row in zip(*data.values())", DataError, data={"prompt": ["a"], "answer": ["b"]}),
     "a path": graph_mistake("read the file first", DataError, data="train.jsonl"),
-    "a generator": graph_mistake("give list(...) of it", DataError, data=(item for item in ITEMS)),
+    "a generator": graph_mistake("pass list(...) of it", DataError, data=(item for item in ITEMS)),
     "texts": graph_mistake("[{'prompt': text} for text in data]", DataError, data=["1 + 1 ="]),
     "another field": graph_mistake("name its field with prompt=", DataError, data=[{"question": "1 + 1 ="}]),
     "bytes": graph_mistake("decode it", DataError, data=[{"prompt": b"1 + 1 ="}]),
@@ -312,7 +312,9 @@ REWARDS = {
     "concurrency of 0": graph_mistake("how many responses are scored at a time", rewarding={"concurrency": 0}),
     "no deadline": graph_mistake("deadline_s is a number of seconds above 0", rewarding={"deadline_s": 0}),
     "outliers of 0": graph_mistake("standard deviations above 0", rewarding={"outliers": 0}),
-    "a column of another kind": graph_mistake("a reward is one number per response: name another", rewarding={"writes": "responses"}),
+    "a column of another kind": graph_mistake(
+        "a reward is one number per response: choose another name", rewarding={"writes": "responses"}
+    ),
     "a column without a name": graph_mistake("the name of the column", rewarding={"writes": ""}),
     "a lock": launch_mistake("function 'locked' cannot be sent to a worker: its 'lock' is a lock", GraphError, reward=holding()),
     "a lock in a partial": launch_mistake("its 'lock' is a lock", GraphError, reward=partial(held, lock=LOCK)),
@@ -354,7 +356,7 @@ PLANS = {
     "no JSON": compile_mistake("this is rlgraph", lambda: rg.Plan.from_json("plan")),
     "another picture": compile_mistake(".svg or .mmd", lambda: rg.compile(graph(), rg.Cluster()).draw("plan.png")),
     "an unknown objective": compile_mistake("by is one of", lambda: rg.tune(graph, rg.Cluster(), by="speed")),  # type: ignore[arg-type]
-    "a setting without values": compile_mistake("give the values to try", lambda: rg.tune(graph, rg.Cluster(), depth=())),
+    "a setting without values": compile_mistake("pass the values to try", lambda: rg.tune(graph, rg.Cluster(), depth=())),
     "steps as text": Mistake(
         "run",
         lambda model: rg.compile(graph(model), rg.Cluster()).run_here().steps("3"),  # type: ignore[arg-type]

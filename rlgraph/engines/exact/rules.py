@@ -15,8 +15,7 @@ def check(path: str, model_type: str, dtype: str) -> None:
     """Raise DataError for a model that is not proven to be exact, or whose dtype is that of GPUs and that is not proven to be so there."""
     if model_type not in FAMILIES:
         raise DataError(
-            f"exact=True with '{path}': a model of the family '{model_type}' is not proven to be exact; those that are: "
-            f"{', '.join(FAMILIES)}"
+            f"exact=True with '{path}': a model of the family '{model_type}' is not proven to be exact; proven are: {', '.join(FAMILIES)}"
         )
     if dtype != "float32":
         check_model(text_config(path))
@@ -74,7 +73,7 @@ def check_model(config: Any) -> None:
 
 def _check_rotation(given: dict[str, Any]) -> None:
     if given.get("rope_type", "default") != "default" or given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise DataError(f"rope_parameters {given}: on a GPU exact=True is proven for plain rotations alone; leave it out")
+        raise DataError(f"rope_parameters {given}: on a GPU exact=True is proven only for plain rotary embeddings; leave it out")
 
 
 # What exact attention asks of a model, on a CPU and on a GPU.

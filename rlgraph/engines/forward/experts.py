@@ -76,7 +76,7 @@ class Routing:
         if routes is not None and routes.shape[1] != self._layers:
             raise DataError(
                 f"router_replay=True: the routes of the batch are of {routes.shape[1]} layers, and the trainer's model has {self._layers} "
-                "with experts; generator and policy have to read one model"
+                "with experts; generator and policy must use the same model"
             )
         self._routes = routes
 
@@ -102,14 +102,14 @@ class Routing:
     def _refuse(self, router: Any) -> None:
         asked = "router_replay=True" if self.replay else f"load_balance={self._coefficient}" if self._coefficient and self._on else ""
         if asked:
-            raise GraphError(f"{asked}: {type(router).__name__} does not tell which experts it chose; {TELLING}: leave it out")
+            raise GraphError(f"{asked}: {type(router).__name__} does not report which experts it chose; {TELLING}: leave it out")
 
     def _replay_routes(self, layer: int, router: Any, output: Any, routes: torch.Tensor) -> Any:
         logits, weights, experts = output
         if routes.shape[-1] != experts.shape[-1]:
             raise DataError(
                 f"router_replay=True: the routes of the batch are {routes.shape[-1]} experts a token, and the trainer's model has "
-                f"{experts.shape[-1]}; generator and policy have to read one model"
+                f"{experts.shape[-1]}; generator and policy must use the same model"
             )
         if not self._weighed:
             _check_weighed(router, logits.detach(), weights.detach(), experts)

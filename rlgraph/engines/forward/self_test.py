@@ -232,7 +232,7 @@ def trainer_layout(
     if not found[PADDED].right:
         raise DataError(
             f"{where}: rlgraph does not compute what the model's own forward does: {found[PADDED]}; train a model of a family in "
-            "docs/developers/families.md, or go without this test at your own risk: self_test=False"
+            "docs/developers/families.md, or skip this test at your own risk: self_test=False"
         )
     wrong = [f"{way} ({result})" for way, result in found.items() if not result.right]
     note = f"{where}: batches are padded{'' if found[SHARED].right else ', each response with its own prompt'}, since rlgraph cannot lay"
@@ -249,7 +249,7 @@ def check_generator(path: str | Path, *, device: str = "cpu") -> None:
     if not result.right:
         raise DataError(
             f"model '{path}' ({check_model(path).model_type}): the engine 'transformers' does not decode what the model's own forward "
-            f"computes: {result}; use engine='vllm', or go without this test at your own risk: self_test=False"
+            f"computes: {result}; use engine='vllm', or skip this test at your own risk: self_test=False"
         )
 
 

@@ -101,7 +101,7 @@ def init_distributed(rank: int, world: int) -> bool:
     if dist.is_initialized():
         found = (dist.get_rank(), dist.get_world_size())
         if found != (rank, world):
-            raise GraphError(f"FsdpEngine(rank={rank}, world={world}): the process group has rank {found[0]} of {found[1]}; give the same")
+            raise GraphError(f"FsdpEngine(rank={rank}, world={world}): the process group has rank {found[0]} of {found[1]}; pass the same")
         return False
     if world > 1:
         raise GraphError(f"FsdpEngine(world={world}): call torch.distributed.init_process_group on every rank before")
@@ -242,12 +242,12 @@ class Ranks:
         if world % expert or expert > 1 < tensor * context:
             raise GraphError(
                 f"FsdpEngine(world={world}, tensor_parallel={tensor}, context_parallel={context}, expert_parallel={expert}): experts are "
-                f"shared in groups of {expert} ranks, each with passes of its own; give a multiple, and leave out the others"
+                f"shared in groups of {expert} ranks, each with its own micro-batches; use a multiple, and leave out the others"
             )
         if world % (tensor * context):
             raise GraphError(
-                f"FsdpEngine(world={world}, tensor_parallel={tensor}, context_parallel={context}): the ranks come in groups of "
-                f"{tensor * context}; give a multiple"
+                f"FsdpEngine(world={world}, tensor_parallel={tensor}, context_parallel={context}): ranks form groups of "
+                f"{tensor * context}; use a multiple"
             )
         self.ring = ring
         self.tensor, self.context, self.data = tensor, context, world // (tensor * context)

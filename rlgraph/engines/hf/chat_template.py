@@ -83,7 +83,7 @@ def check_answered(path: str | Path, tokenizer: Any, conversations: Sequence[str
             raise DataError(
                 f"item {index} of the data set: the chat template of the reward model '{path}' refuses it ({type(error).__name__}: "
                 f"{error!s:.200}); its messages are of {show_value(roles)}: change them, or give the reward model a template that "
-                "takes them"
+                "accepts them"
             ) from error
 
 
@@ -105,7 +105,7 @@ def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequenc
     if not tokenizer.chat_template:
         raise DataError(
             f"item {first} of the data set is a conversation, but the tokenizer of '{path}' has no chat template: take the instruct "
-            "model, copy its chat_template.jinja into the folder, or give prompts as text without chat="
+            "model, copy its chat_template.jinja into the folder, or pass prompts as text without chat="
         )
     template = tokenizer.chat_template
     texts = []
@@ -113,7 +113,7 @@ def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequenc
         conversation = ChatPrompt.from_json(text)
         if reads(template, "strftime_now") and "date_string" not in (conversation.template_kwargs or {}):
             notices.here.say(
-                f"the chat template of '{path}' writes today's date, so that a run of another day has other prompts: give a fixed one, as "
+                f"the chat template of '{path}' writes today's date, so a run on another day has other prompts: pass a fixed one, e.g. "
                 "rg.options.Chat(template_kwargs={'date_string': '1 Jan 2025'}), if it reads that name"
             )
         check_read(f"item {index} of the data set", f"the chat template of '{path}'", template, conversation)
@@ -123,7 +123,7 @@ def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequenc
             roles = [message.get("role") for message in conversation.messages]
             raise DataError(
                 f"item {index} of the data set: the chat template of '{path}' refuses it ({type(error).__name__}: {error!s:.200}); its "
-                f"messages are of {show_value(roles)}: change them to roles and an order that the template takes, or leave the item out"
+                f"messages are of {show_value(roles)}: change them to roles and an order that the template accepts, or leave the item out"
             ) from error
     tokens: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     return tokens
@@ -293,7 +293,7 @@ class TurnTemplate:
             return
         what = f"a message of role '{answer['role']}'"
         if text != assembled:
-            fix = "use a template that keeps them, or give keep_thinking=True, which leaves earlier turns as the model has written them"
+            fix = "use a template that keeps them, or pass keep_thinking=True, which leaves earlier turns as the model has written them"
             raise self._difference(text, assembled, what, fix)
         whole = self._encode(text)
         if whole != pieces:
@@ -475,9 +475,8 @@ def _spans(tokenizer: Any, example: Example, messages: Sequence[Any], whole: str
         after = _render_messages(tokenizer, example, messages[: number + 1], where)
         if not (whole.startswith(before) and whole.startswith(after) and after.startswith(before)):
             raise DataError(
-                f"{where}: the chat template renders message {number} in another way once more follow, as templates do that drop earlier "
-                'thinking, so what the model would have said there is not in the text: give learns="last", or a template that keeps each '
-                "message as it was"
+                f"{where}: the chat template renders message {number} differently once more messages follow, e.g. without its thinking, so "
+                'the text lacks what the model would have written there: pass learns="last", or use a template that keeps each message'
             )
         spans[number] = len(before), len(after.rstrip())
     return spans
@@ -511,7 +510,7 @@ def _check_written(messages: Sequence[Mapping[str, Any]], text: str, spans: Mapp
 
 def _render_messages(tokenizer: Any, example: Example, messages: Sequence[Any], where: str, *, answer: bool = False) -> str:
     if not tokenizer.chat_template:
-        raise DataError(f"{where} is a conversation, but the model has no chat template: take the instruct model, or give text")
+        raise DataError(f"{where} is a conversation, but the model has no chat template: use the instruct model, or pass text")
     chat = ChatPrompt(messages, example.tools, example.template_kwargs)
     try:
         return chat.render(tokenizer) if answer else _render_chat(tokenizer, chat)
@@ -520,7 +519,7 @@ def _render_messages(tokenizer: Any, example: Example, messages: Sequence[Any], 
         raise DataError(
             f"{where}: the chat template refuses its messages of {show_value(roles)} ({type(error).__name__}: {error!s:.200}); "
             "change them to "
-            "roles and an order that the template takes, or leave it out"
+            "roles and an order that the template accepts, or leave it out"
         ) from error
 
 

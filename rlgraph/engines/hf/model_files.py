@@ -167,7 +167,7 @@ def check_loadable(path: str | Path, config: Mapping[str, Any]) -> None:
         if shapes[name] != wanted:
             raise DataError(
                 f"'{places[name]}': '{name}' has the shape {list(shapes[name])}, but by config.json it is {list(wanted)}: "
-                "weights and config are of two models; take both from one"
+                "weights and config belong to different models; take both from one"
             )
     _check_layers(folder, config, shapes)
     _check_tied(folder, shapes, places)
@@ -181,10 +181,10 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
 
         raise DataError(
             f"'{file}': model_type {show_value(config['model_type'])} is unknown to transformers {transformers.__version__}; install a "
-            "version that knows it, or take another model: code that comes with a model is not run"
+            "version that knows it, or use another model: code that comes with a model is never run"
         )
     if config.get("is_encoder_decoder"):
-        raise DataError(f"'{file}': an encoder with a decoder; rlgraph takes decoder-only text models")
+        raise DataError(f"'{file}': an encoder with a decoder; rlgraph supports only decoder-only text models")
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
         if not isinstance(config[name], int) or isinstance(config[name], bool) or config[name] < 1:
             raise DataError(f"'{file}': {name} is {config[name]!r:.60}; it is a whole number above 0")
@@ -325,7 +325,7 @@ def check_tokenizer(path: str | Path) -> Any:
     files = [folder / name for name in names if (folder / name).exists()]
     if not files:
         raise DataError(
-            f"model '{path}': no tokenizer among its files; copy tokenizer.json and tokenizer_config.json from where it comes from"
+            f"model '{path}': no tokenizer among its files; copy tokenizer.json and tokenizer_config.json from the original model"
         )
     for file in files:
         if file.suffix == ".json":
@@ -392,7 +392,7 @@ def download_folder(model: str) -> str:
     except Exception as error:  # noqa: BLE001 (of the library by which huggingface_hub asks, which its versions change)
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise DataError(
-            f"model '{model}': no such folder, it is not in the cache, and {constants.ENDPOINT} gave none ({why}); {fix}"
+            f"model '{model}': no such folder, it is not in the cache, and {constants.ENDPOINT} returned none ({why}); {fix}"
         ) from None
 
 

@@ -62,7 +62,7 @@ def check_model(path: str | Path, *, loadable: bool = False) -> ModelSummary:
     if not folder.is_dir():
         apart = f"; download it first: `hf download {path} --local-dir {folder.name}`, and give that folder"
         get = apart if is_hub_id(str(path)) else ""
-        raise DataError(f"{where}: no such folder; give a folder that holds config.json and *.safetensors{get}")
+        raise DataError(f"{where}: no such folder; pass a folder that holds config.json and *.safetensors{get}")
     for pattern in ("config.json", "*.safetensors"):
         if not any(folder.glob(pattern)):
             found = sorted(p.name for p in folder.iterdir())[:8]
@@ -72,7 +72,7 @@ def check_model(path: str | Path, *, loadable: bool = False) -> ModelSummary:
     try:
         config = text_entries(folder, config)
     except Exception as broken:  # whatever transformers raises for a config that it does not know
-        raise DataError(f"{where}: config.json is of no model that transformers can read ({broken!s:.120})") from broken
+        raise DataError(f"{where}: config.json describes no model that transformers supports ({broken!s:.120})") from broken
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     try:
         summary = ModelSummary(
@@ -87,7 +87,7 @@ def check_model(path: str | Path, *, loadable: bool = False) -> ModelSummary:
             eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (eos,),
         )
     except KeyError as missing:
-        raise DataError(f"{where}: config.json has no {missing}; rlgraph takes decoder-only text models of transformers") from None
+        raise DataError(f"{where}: config.json has no {missing}; rlgraph supports only decoder-only text models of transformers") from None
     if loadable:
         check_loadable(folder, config)
     return summary
@@ -99,7 +99,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except (ValueError, OSError) as broken:
         raise DataError(f"'{path}' is not JSON ({broken}); write the model folder again") from None
     if not isinstance(value, dict):
-        raise DataError(f"'{path}' holds a {type(value).__name__}, where there is a JSON object; write the model folder again")
+        raise DataError(f"'{path}' holds a {type(value).__name__} instead of a JSON object; write the model folder again")
     return value
 
 
@@ -258,7 +258,7 @@ def _write_atomically(folder: Path, write: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as refused:
-        raise DataError(f"model folder '{folder}' cannot be made ({refused}); give a folder that can be written") from None
+        raise DataError(f"model folder '{folder}' cannot be made ({refused}); pass a folder that can be written") from None
     try:
         with _without_bars():
             write(beside)
@@ -292,9 +292,8 @@ def model_folder(
     """Look up the folder of a model. `smollm2` and `tiny` are made inside `folder` at the first call, a hub id is downloaded
     once to the cache of huggingface_hub, and any other name is a path.
 
-    With `config`, such as `{"max_position_embeddings": 32768}`, the folder is a copy inside `folder` with these values in its config.json,
-    whose other files are links. Engine and trainer then agree on them. `chat_template` is a file of Jinja, which the copy has as its
-    chat template.
+    With `config`, such as `{"max_position_embeddings": 32768}`, the folder is a copy inside `folder` with these values in its config.json;
+    its other files are links. `chat_template` is a Jinja file that becomes the chat template of the copy.
 
     Raises DataError for a path that holds no model, for a name that its config.json does not have, and for a missing template.
 
@@ -316,7 +315,7 @@ def model_folder(
     if not config and chat_template is None:
         return found
     if chat_template is not None and not Path(chat_template).is_file():
-        raise DataError(f"model_folder('{name}', chat_template='{chat_template}'): there is no such file; give a file of Jinja")
+        raise DataError(f"model_folder('{name}', chat_template='{chat_template}'): there is no such file; pass a file of Jinja")
     template = Path(chat_template).read_text(encoding="utf-8") if chat_template is not None else None
     return _changed_folder(Path(found), Path(folder), config or {}, template)
 

@@ -312,7 +312,7 @@ class MegatronEngine:
 
     def top_scores(self, batch: Columns, top_k: int | None, *, temperature: float = 1.0) -> NoReturn:
         """Refuse: this trainer gives log-probs of one token at each position."""
-        raise NotImplementedError("trainer='megatron' gives log-probs of one token at each position")
+        raise NotImplementedError("trainer='megatron' returns log-probs of one token at each position")
 
     def _scores(self, batch: Columns, temperature: float, *, squares: bool) -> torch.Tensor:
         result = torch.zeros(1 + squares, *shape_of(batch), device=self._device)

@@ -40,11 +40,11 @@ class MegatronRanks:
         given = f"MegatronEngine(world={world}, {_name_setting(asked)})"
         for sharing in (tensor * context * pipeline, pipeline * expert):
             if world % sharing:
-                raise GraphError(f"{given}: the ranks come in groups of {sharing}; give a multiple")
+                raise GraphError(f"{given}: ranks form groups of {sharing}; use a multiple")
         if _made and _made[-1] != asked:
             raise GraphError(
-                f"{given}: another model in these processes has {_name_setting(_made[-1])}, and Megatron-Core knows one way in a process; "
-                "give both the same, or processes of their own"
+                f"{given}: another model in these processes has {_name_setting(_made[-1])}, and Megatron-Core supports one per process; "
+                "set the same for both, or use separate processes"
             )
         from megatron.core import parallel_state as groups
 
@@ -238,7 +238,7 @@ def check_config(where: str, config: Any, *, tensor: int = 1, context: int = 1, 
         )
     unknown = _unsupported_features(config)
     if unknown:
-        raise GraphError(f"{given}: the model has {', '.join(unknown)}, which is not offered with Megatron-Core; leave out trainer")
+        raise GraphError(f"{given}: the model has {', '.join(unknown)}, which is not supported with Megatron-Core; leave out trainer")
     experts = FamilyOptions(config).num_experts or 1
     if experts == 1 < expert:
         raise GraphError(f"{where}(expert_parallel={expert}): the model has no experts; leave out expert_parallel")

@@ -202,7 +202,7 @@ class ChosenExperts:
     def _take(self, router: Any, given: Any, output: Any) -> None:
         if not tells(output):
             raise GraphError(
-                f"Generator(routes=True): {type(router).__name__} does not tell which experts it chose; {TELLING}: leave out routes"
+                f"Generator(routes=True): {type(router).__name__} does not report which experts it chose; {TELLING}: leave out routes"
             )
         self._layers.append(output[2].to("cpu", torch.int16))
 

@@ -29,7 +29,7 @@ def write_down(model: Any, config: Any) -> torch.Tensor:
     silent = [layer for layer in layers if layer._quant_method.is_monolithic or not isinstance(layer.router, BaseRouter)]
     if silent:
         raise GraphError(
-            f"Generator(routes=True): the experts of {type(model).__name__} are chosen inside of one kernel, which does not tell them; use "
+            f"Generator(routes=True): the experts of {type(model).__name__} are chosen inside one kernel, which does not report them; use "
             "another engine, or leave out routes"
         )
     device = next(model.parameters()).device

@@ -46,7 +46,7 @@ class VllmScorer:
     def top_scores(self, batch: Columns, top_k: int | None, *, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Give `scores`, and of the `top_k` most probable tokens ids (int32) and log-probs `[B, T, K]`, the most probable first."""
         if top_k is None:
-            raise GraphError("a teacher on vLLM gives the log-probs of some tokens, not of the whole vocabulary; give top_k, as top_k=64")
+            raise GraphError("a teacher on vLLM returns the log-probs of some tokens, not of the vocabulary; set top_k, e.g. top_k=64")
         return self._score_batch(batch, min(top_k, self._vocabulary), temperature)
 
     def _score_batch(self, batch: Columns, top_k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

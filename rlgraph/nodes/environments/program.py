@@ -212,7 +212,7 @@ class Program:
         missing = [name for name in self.env if "=" not in name and name not in os.environ]
         if missing:
             raise GraphError(
-                f"Program(env={show_value(self.env)}): the environment has no variables {missing}; set them, or give NAME=value"
+                f"Program(env={show_value(self.env)}): the environment has no variables {missing}; set them, or pass NAME=value"
             )
 
     async def session(self, client: AgentClient, columns: Mapping[str, str], item: Mapping[str, Any]) -> Ended:
@@ -235,7 +235,7 @@ def _check_function(run: Callable[..., Any]) -> None:
     parameters = inspect.signature(run).parameters
     kinds = {p.kind for p in parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
-        raise GraphError(f"{where}: its parameters name fields of a prompt, as (client, prompt)")
+        raise GraphError(f"{where}: its parameters name fields of a prompt, e.g. (client, prompt)")
     if CLIENT not in parameters:
         raise GraphError(f"{where}: it has no parameter 'client', through which it calls the model: `async def solve(client, prompt)`")
 
@@ -271,7 +271,7 @@ def _reward(result: object) -> float:
         reward = math.nan
     if not math.isfinite(reward) or (isinstance(result, str) and not result):
         raise ValueError(
-            f"the program returned {show_value(result)}; a program returns its reward, a finite number. Else set rewarded=False"
+            f"the program returned {show_value(result)}; a program returns its reward, a finite number. Otherwise set rewarded=False"
         )
     return reward
 

@@ -237,7 +237,7 @@ class Tools:
         settings.check(self)
         check_format("Tools", self.calls)
         if not self.tools:
-            raise GraphError("Tools([]) has no tool; pass at least one, as Tools([rg.tools.python], pool=...)")
+            raise GraphError("Tools([]) has no tool; pass at least one, e.g. Tools([rg.tools.python], pool=...)")
         names = [tool.name for tool in self.by_name().values()]
         for tool in self.tools:
             if not isinstance(tool, Tool) and not inspect.iscoroutinefunction(tool):

@@ -61,7 +61,7 @@ class CodeTests(Scorer):
         settings.check(self)
         sandbox.check_layers(self.accept_missing)
         if not self.tests.isidentifier() or self.tests == "response":
-            raise GraphError(f"code(tests={show_value(self.tests)}): tests is the name of a field of the data, as tests='tests'")
+            raise GraphError(f"code(tests={show_value(self.tests)}): tests is the name of a field of the data, e.g. tests='tests'")
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("response", self.tests)]
         # While it is made: `inspect.signature` reads the fields of the data from it, as from a function.
         object.__setattr__(self, "__signature__", inspect.Signature(parameters))
@@ -168,7 +168,7 @@ def cases_of(tests: Any) -> list[Case]:
     else:
         reason = ""
     if not found:
-        raise DataError(f'code: the tests of an item are {show_value(tests)}{reason}; they are JSON, as [{{"input": "2", "output": "4"}}]')
+        raise DataError(f'code: the tests of an item are {show_value(tests)}{reason}; write JSON, e.g. [{{"input": "2", "output": "4"}}]')
     return found
 
 

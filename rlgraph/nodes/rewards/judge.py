@@ -78,7 +78,7 @@ class Judge(Scorer):
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise GraphError(
-                f"judge(url={show_value(self.url)}): url is the address of an OpenAI-compatible server, as http://127.0.0.1:8000/v1"
+                f"judge(url={show_value(self.url)}): url is the address of an OpenAI-compatible server, e.g. http://127.0.0.1:8000/v1"
             )
         if parts.username or parts.password or parts.query:
             raise GraphError("judge(url=…): the address holds a user, a password or a query; put the key into the environment variable")
@@ -169,7 +169,7 @@ def judge(
     if importlib.util.find_spec("httpx2") is None:
         raise DataError("judge: the package httpx2 is not installed: pip install 'rlgraph-dataflow[rewards]'")
     if isinstance(retries, Retry) and default is not None:
-        raise GraphError(f"judge(retries={show_value(retries)}, default={default}): give the default in the Retry")
+        raise GraphError(f"judge(retries={show_value(retries)}, default={default}): set the default in the Retry")
     retry = retries if isinstance(retries, Retry) else Retry(times=retries, default=default)
     return Judge(url, model, prompt, parse, key, max_tokens, temperature, limit_s, dict(body or {}), concurrency, retry)
 

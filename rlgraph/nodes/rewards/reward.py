@@ -23,7 +23,7 @@ DEADLINE_S = 300.0  # half of a job's own, so that the error names the response 
 OUTLIERS = 20.0
 OUTLIERS_RULE = "a number of standard deviations above 0, or None to look for none"
 RewardFunction: TypeAlias = Annotated[Callable[..., Any], Range(rule="a function that returns one number per response")]
-RewardColumn: TypeAlias = Annotated[str, Range(least=1, rule="the name of the column that the rewards go to, as writes='baseline_rewards'")]
+RewardColumn: TypeAlias = Annotated[str, Range(least=1, rule="the name of the column for the rewards, e.g. writes='baseline_rewards'")]
 Concurrency: TypeAlias = Annotated[int, Range(least=1, rule="how many responses are scored at a time, at least 1")]
 
 
@@ -128,7 +128,7 @@ def check_column(name: str, writes: str) -> None:
     spec = COLUMNS.get(writes)
     if spec is not None and (spec.dtype, spec.dims) != (torch.float32, ("B",)):
         raise GraphError(
-            f"node '{name}' has writes='{writes}', which holds {spec.meaning}; a reward is one number per response: name another"
+            f"node '{name}' has writes='{writes}', which holds {spec.meaning}; a reward is one number per response: choose another name"
         )
 
 
@@ -225,7 +225,7 @@ def shaped_rewards(*inputs: Output, by: Shaping, of: str = "rewards", trial: boo
     # Users give any object.
     if not callable(by) or isinstance(by, type) or "rewards" not in getattr(by, "reads", ()):
         raise GraphError(
-            f"node '{name}' has by={show_value(by)}; pass an object that reads and gives rewards, as by=rg.estimators.OverlongPenalty(...)"
+            f"node '{name}' has by={show_value(by)}; pass an object that maps rewards, e.g. by=rg.estimators.OverlongPenalty(...)"
         )
     if isinstance(by, OverlongPenalty):
         _check_reached(name, inputs, by)
@@ -243,7 +243,7 @@ def _check_reached(name: str, inputs: Sequence[Output], by: OverlongPenalty) -> 
         if dims.get("T", begins + 1) <= begins:
             raise GraphError(
                 f"node '{name}' penalises responses of more than {begins} tokens, but '{output.node.name}' writes at most {dims['T']}, so "
-                f"it would do nothing: give OverlongPenalty(max_tokens={dims['T']}, ...), which is the rollout's"
+                f"it has no effect: pass OverlongPenalty(max_tokens={dims['T']}, ...), the rollout's limit"
             )
 
 

@@ -62,7 +62,7 @@ def score_of(value: object) -> object:
         return value
     if "score" not in value:
         raise DataError(
-            f"a mapping has its number under 'score', as {{'score': 1.0, 'pred': '42'}}; it has {show_value(sorted(map(str, value)))}"
+            f"a mapping has its number under 'score', e.g. {{'score': 1.0, 'pred': '42'}}; it has {show_value(sorted(map(str, value)))}"
         )
     return Score(value["score"], value.get("pred"), value.get("acc"))
 
@@ -242,7 +242,7 @@ def column_parameters(where: str, function: Callable[..., Any], carried: Sequenc
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         named = [ALIASES.get(p.name, p.name) for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
         raise GraphError(
-            f"{where}: {_name(function)}{inspect.signature(function)} takes any columns; name those it reads in place of **, as in "
+            f"{where}: {_name(function)}{inspect.signature(function)} takes any columns; name those it reads in place of **, e.g. "
             f"({', '.join([*named, 'answers'])}): there are {list(carried)}"
         )
     if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters.values()):
@@ -313,7 +313,7 @@ def checked_rewards(
         raise RlgraphError(f"{where} returned {type(rewards).__name__}; it returns one number per response, as a list or tensor")
     given = list(rewards)
     if len(given) != rows:
-        raise RlgraphError(f"{where} returned {len(given)} rewards for {rows} responses; it returns one a response, in their order")
+        raise RlgraphError(f"{where} returned {len(given)} rewards for {rows} responses; it returns one per response, in order")
     return [_check_score(where, reward, functools.partial(sample, row)) for row, reward in enumerate(given)]
 
 

@@ -154,7 +154,7 @@ class DecodeLoop:
         if step not in self._batches:
             self._submit(step, tasks)
         elif self._batches[step].tasks != tasks:
-            raise DataError(f"step {step} has other prompts than it had one step before: the items of a data set must not change")
+            raise DataError(f"step {step} has different prompts than it had one step before: the items of a data set must not change")
         self._batches[step].begun = True
 
     def take(self, step: int, tasks: Sequence[Task]) -> list[Outcome]:

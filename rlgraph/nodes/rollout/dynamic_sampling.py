@@ -125,13 +125,13 @@ class Refill:
     def declare(self, name: str, rollout: Rollout, prompts: Output, weights: Feedback | None) -> Output:
         """Declare the rollout that draws its own prompts.
 
-        Raises GraphError for options that exclude a refill, and for a reward that reads a column that is not there.
+        Raises GraphError for options that exclude a refill, and for a reward that reads a missing column.
         """
         where = f"node '{name}'"
         source = prompts.node.operation
         if not isinstance(source, Prompts):
             raise GraphError(
-                f"{where} draws from the data order, but its prompts are of another node or of a stream; pass rg.prompts(rows) of rows "
+                f"{where} draws from the data order, but its prompts come from another node or a stream; pass rg.prompts(rows) of rows "
                 "with a length"
             )
         self._check(where, name, rollout)
@@ -154,7 +154,7 @@ class Refill:
         if rollout.rewards_per_prompt < 2:
             raise GraphError(f"{where} has refill= and group_size=1, and a group of one is never constant; use larger groups, or no refill")
         if rollout.chunks > 1:
-            raise GraphError(f"{where} has refill= and chunks={rollout.chunks}, but a batch is known when its last group is: choose one")
+            raise GraphError(f"{where} has refill= and chunks={rollout.chunks}, but a batch ends only with its last group: choose one")
         check_column(name, self.writes)
 
 

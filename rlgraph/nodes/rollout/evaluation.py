@@ -218,7 +218,7 @@ def evaluate(
         f"node '{name}'", reward, (*ANSWERS, *texts), generator.path, Calls(concurrency, deadline_s, retries, trial), texts
     )
     for column in (column for column in scored.reads if column not in (*ANSWERS, *texts)):
-        raise GraphError(f"node '{name}' reads column '{column}', which its data set does not give; {choices(column, texts)}")
+        raise GraphError(f"node '{name}' reads column '{column}', which its data set lacks; {choices(column, texts)}")
     grade = Grade(scored, questions, samples, passes, source, "val" if name == NAME else f"val/{name}")
     return Output(declare(f"{name} rewards", grade, (answers,), reads=ANSWERS, writes=("rewards",), due=due), "metrics")
 

@@ -100,7 +100,7 @@ def fit_prompts(
         if tokens and len(tokens) <= most:
             continue
         if not tokens or source.overlong.policy == "error":
-            drop = "drop such prompts, as rg.data.rows(data, overlong='drop')"
+            drop = "drop such prompts, e.g. rg.data.rows(data, overlong='drop')"
             raised = "max_context, lower max_tokens" if most == room else "max_prompt_tokens"
             fix = f"raise {raised}, or {drop}" if tokens else "leave it out, by rows.filter(lambda row: row['prompt'])"
             limit = f"a context of {context} less {response} for the response" if most == room else "max_prompt_tokens of the data set"

@@ -167,7 +167,7 @@ class Generator(Model):
         if self.engines_per_gpu > 1 and self.tensor_parallel > 1:
             raise GraphError(
                 f"Generator(engines_per_gpu={self.engines_per_gpu}, tensor_parallel={self.tensor_parallel}): engines that span GPUs "
-                "share none; give one of the two"
+                "share none; pass only one of the two"
             )
         if self.memory is not None and self.pool.cpus is not None:
             raise GraphError(
@@ -565,10 +565,10 @@ def check_options(name: str, routes: bool, **options: Any) -> None:
     agent = options["agent"]
     if isinstance(agent, Agent) and agent.warm and options["concurrency"] is None:
         raise GraphError(
-            f"node '{name}' has Agent(warm={agent.warm}) without concurrency=, so every conversation begins at once and none waits for its "
-            "place; give concurrency=, or leave warm out"
+            f"node '{name}' has Agent(warm={agent.warm}) without concurrency=, so every conversation begins at once and none waits; "
+            "pass concurrency=, or leave warm out"
         )
     if refill is not None and not hasattr(refill, "declare"):
         raise GraphError(
-            f"node '{name}' has refill={show_value(refill)}; pass what to refill by, as refill=rg.options.Refill(reward=right)"
+            f"node '{name}' has refill={show_value(refill)}; pass the options of the refill, e.g. refill=rg.options.Refill(reward=right)"
         )

@@ -53,7 +53,7 @@ def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: 
     ('advantages',)
     """
     if not callable(estimator) or isinstance(estimator, type) or not hasattr(estimator, "reads"):
-        raise GraphError(f"node '{name}' has estimator={show_value(estimator)}; pass an estimator object, as estimator=rg.GRPO()")
+        raise GraphError(f"node '{name}' has estimator={show_value(estimator)}; pass an estimator object, e.g. estimator=rg.GRPO()")
     given = list_columns(inputs)
     reads = list(estimator.reads)
     if "loss_mask" in given and "response_mask" in reads:
@@ -140,7 +140,7 @@ def rollout_correction(
     correction = _correction(name, weights, rejections)
     rejects = isinstance(correction, RolloutCorrection) and bool(correction.rejections)
     if denominator == "all" and not rejects:
-        raise GraphError(f"node '{name}' has denominator='all', but rejects nothing; give rejections, or leave it out")
+        raise GraphError(f"node '{name}' has denominator='all', but rejects nothing; pass rejections, or leave it out")
     masks = rejects and denominator == "kept"
     weighs = not masks or (isinstance(correction, RolloutCorrection) and correction.weights is not None)
     writes = (*(("rollout_is_weights",) if weighs else ()), *(("loss_mask",) if masks else ()))
@@ -153,10 +153,10 @@ def _correction(name: str, weights: Any, rejections: Sequence[Rejection]) -> Rol
     """Combine weights and rejections into one object; pass a function of the user's own through."""
     if isinstance(weights, type) or not (weights is None or callable(weights)):
         raise GraphError(
-            f"node '{name}' has weights={show_value(weights)}; pass a weights object, as weights=rg.estimators.TruncatedIS(level='token')"
+            f"node '{name}' has weights={show_value(weights)}; pass a weights object, e.g. weights=rg.estimators.TruncatedIS(level='token')"
         )
     if weights is None and not rejections:
-        raise GraphError(f"node '{name}' has neither weights nor rejections, and so nothing to do; give one of them")
+        raise GraphError(f"node '{name}' has neither weights nor rejections, and so nothing to do; pass one of them")
     if weights is None or isinstance(weights, ImportanceWeights):
         return RolloutCorrection(weights, tuple(rejections))
     if rejections:

@@ -68,7 +68,7 @@ class Critic(TrainedModel):
 
 @dataclass(frozen=True, eq=False)
 class Values(ModelScores):
-    """Compute the values [B, T] of the responses under the critic's present weights."""
+    """Compute the values [B, T] of the responses under the critic's current weights."""
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: {"values": context.engine.scores(columns)}

@@ -112,7 +112,7 @@ class LearnedReward(TrainedModel):
 
     @check_arguments()
     def rewards(self, *inputs: Output, writes: str = "rewards", name: str = "reward") -> Output:
-        """Declare `rewards` [B]: the reward of each response under the present weights. A rollout with `chunks` is scored part by part."""
+        """Declare `rewards` [B]: the reward of each response under the current weights. A rollout with `chunks` is scored part by part."""
         check_column(name, writes)
         return Output(declare(name, LearnedRewards(self, writes), inputs, reads=TOKENS, writes=(writes,), model=self))
 
@@ -190,7 +190,7 @@ def check_heads(graph: Graph, to_come: Collection[str] = ()) -> None:
         if not any(HEAD in header_shapes(file) for file in Path(model.path).glob("*.safetensors")):
             raise DataError(
                 f"node '{node.name}' gives rewards by '{model.path}', which has no {HEAD}, and nothing in the graph trains it: all rewards "
-                "would be 0; train it first by judge.update(…), and give the folder of its export"
+                "would be 0; train it first by judge.update(…), and pass the folder of its export"
             )
 
 

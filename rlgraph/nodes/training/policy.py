@@ -19,7 +19,7 @@ from rlgraph.values.sampling import Sampling
 
 @dataclass(frozen=True, eq=False)
 class LogProbs(ModelScores):
-    """Compute log-probs [B, T] of the responses under the present weights and, with `squares`, the sums of squared probabilities.
+    """Compute log-probs [B, T] of the responses under the current weights and, with `squares`, the sums of squared probabilities.
 
     With `base` they are those of the model without its adapter.
     """

@@ -48,7 +48,7 @@ class CachedScores:
             for file in sorted(self.folder.glob(f"*{ENDING}")):
                 self._read(file.read_bytes())
         except OSError as error:
-            raise DataError(f"the cache of scores '{self.folder}' cannot be used ({error}); give a folder that can be written") from None
+            raise DataError(f"the cache of scores '{self.folder}' cannot be used ({error}); pass a folder that can be written") from None
         self._file = self.folder / f"{secrets.token_hex(8)}{ENDING}"
 
     def _read(self, held: bytes) -> None:
@@ -115,7 +115,7 @@ class CachedLogProbs(LogProbs):
     def check(self, node: Node) -> None:
         super().check(node)
         if Path(self.cache).exists() and not Path(self.cache).is_dir():
-            raise DataError(f"node '{node.name}' has cache='{self.cache}', which is a file; give a folder; it is made where there is none")
+            raise DataError(f"node '{node.name}' has cache='{self.cache}', which is a file; pass a folder, which is created if missing")
 
     def start(self, context: Context) -> Stage:
         folder = Path(self.cache) / model_key(self.model.path, self.model.dtype, self.temperature)
@@ -185,7 +185,7 @@ class Reference(TrainedModel):
                 raise GraphError(
                     f"node '{name}' has cache={show_value(str(cache))} of a reference with dtype='auto', which may be another one "
                     "on the next "
-                    "machine; give dtype='bfloat16' or 'float32'"
+                    "machine; pass dtype='bfloat16' or 'float32'"
                 )
             operation = CachedLogProbs(self, "ref_log_probs", temperature, cache=os.path.abspath(cache))
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
@@ -207,14 +207,14 @@ class Reference(TrainedModel):
             )
         if weights.latest:
             raise GraphError(
-                f"node '{name}' follows feedback '{weights.name}', which takes the newest version there is: rollout and log-probs would "
+                f"node '{name}' follows feedback '{weights.name}', which uses the newest version: rollout and log-probs would "
                 "use different ones; use an edge without latest=True"
             )
         mixed = next((o.node.name for o in inputs if _mixes_versions(o, weights)), None)
         if mixed is not None:
             raise GraphError(
                 f"node '{name}' follows the edge '{weights.name}' of '{mixed}', whose responses run through several versions (interrupt or "
-                "continuous): no one version wrote them; use a separate edge with depth=0, or policy.log_probs(rollout)"
+                "continuous): no single version wrote them; use a separate edge with depth=0, or policy.log_probs(rollout)"
             )
         operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs))
         return Output(declare(name, operation, inputs, reads=TOKENS, writes=("old_log_probs",), model=self, feedback=weights))

@@ -129,7 +129,7 @@ class BySource(Operation):
                 raise GraphError(f"node '{node.name}': item {index} of '{origin.name}' {self._without(source)}")
 
     def _without(self, source: object) -> str:
-        return f"has the data_source {source!r}, for which there is no teacher among {list(self.sources)}: give one, or leave the row out"
+        return f"has the data_source {source!r}, for which there is no teacher among {list(self.sources)}: pass one, or leave the row out"
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: self.fire(columns)
@@ -160,10 +160,10 @@ def by_source(*inputs: Output, teachers: Mapping[str, Teacher], top_k: Count | N
     ('teacher_log_probs', 'teacher_top_ids', 'teacher_top_log_probs')
 
     Without `top_k` only the sampled tokens are scored. Metrics: `teachers/NAME`, the rows of each. Raises GraphError for inputs without
-    `data_sources`, and while it runs for a source without a teacher.
+    `data_sources`, and, during the run, for a source without a teacher.
     """
     if len(teachers) < 2:
-        raise GraphError(f"node '{name}' has teachers={list(teachers)}; several choose by source: with one call teacher.log_probs(rollout)")
+        raise GraphError(f"node '{name}' has teachers={list(teachers)}; it needs two or more: for one, call teacher.log_probs(rollout)")
     if "data_sources" not in list_columns(inputs):
         raise GraphError(f"node '{name}' needs the column data_sources; pass prompts whose items have a data_source, next to the rollout")
     scored = []

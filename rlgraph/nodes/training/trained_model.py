@@ -114,7 +114,7 @@ def check_four_bits(model: Any) -> None:
         raise GraphError(f"{where}, compiled=True): products with matrices of 4 bits are not compiled; leave out compiled")
     for name, ranks in (("data_parallel", model.data_parallel or 1), ("context_parallel", model.context_parallel)):
         if ranks > 1:
-            raise GraphError(f"{where}, {name}={ranks}): a base of 4 bits is whole on one rank; leave out one")
+            raise GraphError(f"{where}, {name}={ranks}): a 4-bit base must be whole on one rank; leave out one")
 
 
 def check_installed(model: Any) -> None:
@@ -165,7 +165,7 @@ def check_adapter_folder(model: Any, summary: ModelSummary) -> None:
         there = LoRA.load(lora.folder)
         if (there.rank, there.alpha, _targets(there)) != (lora.rank, lora.alpha, _targets(lora)):
             raise GraphError(
-                f"{where} begins in '{lora.folder}', whose rank, alpha and targets are {there.rank}, {there.alpha:g} and "
+                f"{where} starts from '{lora.folder}', whose rank, alpha and targets are {there.rank}, {there.alpha:g} and "
                 f"{_targets(there)}; write adapter=rg.LoRA.load({lora.folder!r})"
             )
 
@@ -187,7 +187,7 @@ def check_replay(model: Any) -> None:
         if value != plain:
             raise GraphError(
                 f"{type(model).__name__}(router_replay=True, {name}={value!r}): routers of layers that are compiled, or that ranks share, "
-                f"are not told what to choose; leave out {name}, or router_replay"
+                f"cannot be told what to choose; leave out {name}, or router_replay"
             )
 
 
@@ -451,12 +451,12 @@ def check_whole_vocabulary(name: str, model: TrainedModel) -> None:
     """Raise GraphError for a trainer, or for ranks that share passes, that do not compute the log-probs of several tokens at a position."""
     if not model.spec.whole_vocabulary:
         raise GraphError(
-            f"node '{name}' needs log-probs of several tokens at each position, which trainer='{model.spec.name}' does not give: leave out "
+            f"node '{name}' needs log-probs of several tokens per position, which trainer='{model.spec.name}' does not return: leave out "
             "trainer, or distil by the sampled token"
         )
     if model.tensor_parallel > 1 or model.context_parallel > 1:
         raise GraphError(
-            f"node '{name}' needs log-probs of several tokens at each position, which ranks that share a pass do not give: leave out "
+            f"node '{name}' needs log-probs of several tokens per position, which ranks that share a pass do not return: leave out "
             f"tensor_parallel={model.tensor_parallel} and context_parallel={model.context_parallel}, or distil by the sampled token"
         )
 
@@ -499,10 +499,8 @@ def check_scored(name: str, model: TrainedModel, temperature: float, top_k: int 
         return
     if temperature != 1.0:
         raise GraphError(
-            f"node '{name}' scores responses that are sampled at temperature {temperature}, but trainer='{model.spec.name}' gives those of "
+            f"node '{name}' scores responses that are sampled at temperature {temperature}, but trainer='{model.spec.name}' scores at "
             "temperature 1; sample at 1, or leave out trainer"
         )
     if top_k is None:
-        raise GraphError(
-            f"node '{name}' has top_k=None, but trainer='{model.spec.name}' gives some tokens of the vocabulary; give top_k, as top_k=64"
-        )
+        raise GraphError(f"node '{name}' has top_k=None, but trainer='{model.spec.name}' returns only some log-probs; set e.g. top_k=64")

@@ -114,7 +114,7 @@ def checked_also(node: str, also: Sequence[Any]) -> Iterator[tuple[Sequence[Outp
     for number, entry in enumerate(also):
         where = f"node '{node}' has also[{number}]={show_value(entry)}"
         if not isinstance(entry, tuple) or len(entry) != 3:
-            raise GraphError(f"{where}; each is (batch, loss, weight), as (examples, rg.SFTLoss(), 0.1)")
+            raise GraphError(f"{where}; each is (batch, loss, weight), e.g. (examples, rg.SFTLoss(), 0.1)")
         given, loss, weight = entry
         outputs = [given] if isinstance(given, Output) else given
         if not isinstance(outputs, list | tuple) or not outputs or not all(isinstance(o, Output) and o.kind == "batch" for o in outputs):
@@ -366,7 +366,7 @@ def checked_schedule(node: str, inputs: Sequence[Any], epochs: int, mini_batches
 def check_loss(name: str, loss: object) -> None:
     """Raise GraphError for anything but a loss object."""
     if not callable(loss) or isinstance(loss, type) or not hasattr(loss, "reads"):
-        raise GraphError(f"node '{name}' has loss={show_value(loss)}; pass a loss object, as loss=rg.ClippedLoss()")
+        raise GraphError(f"node '{name}' has loss={show_value(loss)}; pass a loss object, e.g. loss=rg.ClippedLoss()")
 
 
 # Whether a loss goes with what it is given: its model's scores, and the rows of its batch.
@@ -409,6 +409,6 @@ def check_rows(name: str, loss: object, inputs: Iterable[Any], mini_batches: int
         raise GraphError(f"node '{name}' has loss={kind}(…), which requires {HELD[loss.rows]}, but '{carrier.name}' writes {HELD[held]}")
     if carrier.rows // mini_batches % 2:
         raise GraphError(
-            f"node '{name}' has mini_batches={mini_batches} of {carrier.rows} rows, which parts two rows that {kind} compares; choose a "
+            f"node '{name}' has mini_batches={mini_batches} of {carrier.rows} rows, which splits pairs that {kind} compares; choose a "
             f"divisor of {carrier.rows // 2}"
         )

@@ -152,7 +152,7 @@ class Gatherer:
 
     def _give(self, connection: Connection, wish: Wish) -> None:
         if self._resume is None:
-            raise ProtocolError("a wish for a file, in a session that resumes from nothing")
+            raise ProtocolError("a request for a file, in a session that resumes from nothing")
         asked = _inside(self._resume, wish.path)
         try:
             file = asked.open("rb")
@@ -213,7 +213,7 @@ class DriverFolder:
         if not isinstance(answer, Receipt):
             raise ProtocolError("no answer, where the driver was asked")
         if answer.refused:
-            raise CheckpointError(f"the driver's host could not take or give '{path}': {answer.refused}")
+            raise CheckpointError(f"the driver's host could not receive or send '{path}': {answer.refused}")
         return answer
 
 
@@ -267,7 +267,7 @@ def use_job_folder(spec: WorkerSpec) -> WorkerSpec:
     if saving is None or not (found := describe_missing_folder(saving)):
         return spec
     if not saving.gatherer:
-        raise CheckpointError(f"the checkpoint folder '{saving.folder}' is not that of the driver ({found}); give one that it can read")
+        raise CheckpointError(f"the checkpoint folder '{saving.folder}' is not the driver's ({found}); pass one that all hosts share")
     of_host = Path(spec.folder) / "checkpoints"
     own = of_host / file_name(spec.worker.name)
     own.mkdir(parents=True, exist_ok=True)

@@ -62,7 +62,7 @@ def newest_checkpoint(folder: Path) -> Path:
     steps = checkpoint_steps(folder)
     if not steps:
         there = "is not a checkpoint and holds none" if folder.is_dir() else "does not exist"
-        raise CheckpointError(f"'{folder}' {there}; give a folder as `step-00000100`, or the one that launch(checkpoint=…) named")
+        raise CheckpointError(f"'{folder}' {there}; pass a folder such as `step-00000100`, or the one that launch(checkpoint=…) named")
     return steps[max(steps)]
 
 

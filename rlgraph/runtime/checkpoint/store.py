@@ -198,7 +198,7 @@ class Checkpoints:
         except BlockingIOError:
             raise CheckpointError(f"checkpoint folder '{folder}' is in use by another job; one folder belongs to one run") from None
         except OSError as error:
-            raise CheckpointError(f"checkpoint folder '{folder}' cannot be written ({error}); give one that can") from None
+            raise CheckpointError(f"checkpoint folder '{folder}' cannot be written ({error}); pass a writable one") from None
 
     def close(self) -> None:
         """Release the folder."""
@@ -297,11 +297,11 @@ class Checkpoints:
         changed = [name for name, old, new in both if old != new and {**old, "digest": new.get("digest")} == new]
         if changed and not found:
             raise CheckpointError(
-                f"checkpoint '{folder}' was made with other rows of {changed}, or with these in another order; give the same data, another "
+                f"checkpoint '{folder}' was made with other rows of {changed}, or the same in another order; pass the same data, another "
                 "folder, or launch with fresh=True"
             )
         if found := found or difference(saved, cursors):
-            raise CheckpointError(f"checkpoint '{folder}' is of another graph: {found}; give another folder, or launch with fresh=True")
+            raise CheckpointError(f"checkpoint '{folder}' is of another graph: {found}; pass another folder, or launch with fresh=True")
         self.set_aside = tuple(manifest["set_aside"])
         self.figures = {0: manifest.get("figures", {}).get("first", {})}
 
@@ -339,17 +339,17 @@ def checked_manifest(folder: Path, fix: str = "; export an older one") -> dict[s
     try:
         text = (folder / "manifest.json").read_text()
         if hashlib.sha256(text.encode()).hexdigest() != (folder / "manifest.sha256").read_text():
-            raise CheckpointError(f"checkpoint '{folder}': manifest.json is not what was written{fix}")
+            raise CheckpointError(f"checkpoint '{folder}': manifest.json was changed after it was written{fix}")
         manifest: dict[str, Any] = json.loads(text)
         if "plan" in manifest and hashlib.sha256((folder / "plan.json").read_bytes()).hexdigest() != manifest["plan"]:
-            raise CheckpointError(f"checkpoint '{folder}': plan.json is not what was written{fix}")
+            raise CheckpointError(f"checkpoint '{folder}': plan.json was changed after it was written{fix}")
         for written in (w for shard in msgspec.convert(manifest["parts"], list[CheckpointShard]) for w in shard.written):
             with (folder / written.path).open("rb") as data:
                 found = hashlib.file_digest(data, "sha256").hexdigest()
             if found != written.sha256:
-                raise CheckpointError(f"checkpoint '{folder}': '{written.path}' is not what was written{fix}")
+                raise CheckpointError(f"checkpoint '{folder}': '{written.path}' was changed after it was written{fix}")
     except (OSError, ValueError, KeyError, msgspec.ValidationError) as error:
-        raise CheckpointError(f"checkpoint '{folder}' is not whole ({error}){fix}") from None
+        raise CheckpointError(f"checkpoint '{folder}' is incomplete ({error}){fix}") from None
     if manifest["format"] != FORMAT:
         raise CheckpointError(f"checkpoint '{folder}' has format {manifest['format']}, this version reads {FORMAT}{fix}")
     return manifest

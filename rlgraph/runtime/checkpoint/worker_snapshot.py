@@ -177,7 +177,7 @@ def restore(worker: "Worker", resume: Resume) -> dict[int, Fired]:
     planned = worker.spec.worker
     shards = sorted((p for p in read_shards(folder) if set(p.nodes) == set(planned.nodes)), key=lambda p: p.rank)
     if not shards:
-        raise CheckpointError(f"checkpoint '{folder}' holds nothing of the nodes {list(planned.nodes)}; it is of another graph")
+        raise CheckpointError(f"checkpoint '{folder}' has no state of the nodes {list(planned.nodes)}; it belongs to another graph")
     held = [torch.load(folder / shard.file, weights_only=True) for shard in shards]
     same = len(shards) == planned.world
     mine = held[planned.rank] if same else held[0]

@@ -545,7 +545,7 @@ def checked_stage(node: str, stage: Any) -> Stage | ChunkedStage:
         return stage
     if not callable(stage):
         raise GraphError(
-            f"node '{node}': start(context) gave {show_value(stage)}; it gives a function of (step, columns), which is called at "
+            f"node '{node}': start(context) returned {show_value(stage)}; it gives a function of (step, columns), which is called at "
             "each firing"
         )
     if isinstance(stage, HasState) and not isinstance(stage, Stateful):
