@@ -33,7 +33,7 @@ class Config:
 def graph(cfg: Config) -> rg.Graph:
     if not cfg.top_k and cfg.divergence != "reverse_kl":
         raise rg.errors.GraphError(
-            f"top_k=0 compares the sampled token by reverse_kl; leave divergence={cfg.divergence} out, or give top_k=64"
+            f"top_k=0 compares the sampled token by reverse_kl; leave divergence={cfg.divergence} out, or set top_k=64"
         )
     model = rg.model_folder(cfg.model)
     sampling = rg.Sampling(max_tokens=cfg.max_tokens)

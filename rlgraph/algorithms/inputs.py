@@ -48,7 +48,7 @@ def check_mask(where: str, mask: torch.Tensor) -> None:
     """Raise DataError unless the mask is bool and `[B, T]`, with T of 1 or more."""
     if mask.dtype is not torch.bool or mask.ndim != 2 or not mask.shape[1]:
         raise DataError(
-            f"{where}: 'response_mask' is {mask.dtype} of shape {list(mask.shape)}; a mask is bool and [B, T]: give it as mask.bool()"
+            f"{where}: 'response_mask' is {mask.dtype} of shape {list(mask.shape)}; a mask is bool and [B, T]: pass mask.bool()"
         )
 
 

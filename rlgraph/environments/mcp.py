@@ -100,7 +100,7 @@ def mcp(
     if processes is not None and processes < 1:
         raise GraphError(f"{where}: processes={processes}; it is a whole number, at least 1")
     if own and processes is not None:
-        raise GraphError(f"{where}: own=True gives each conversation one process, so processes={processes} has no effect; leave it out")
+        raise GraphError(f"{where}: own=True starts one process per conversation, so processes={processes} has no effect; leave it out")
     try:
         importlib.import_module("mcp")
     except ModuleNotFoundError as error:

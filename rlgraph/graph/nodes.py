@@ -385,7 +385,7 @@ def check_close(feedback: Feedback, source: Output | None, given: Any) -> None:
         raise GraphError(f"{where} was closed with {describe(given)}; close it with the weights of an update, e.g. close(step.weights)")
     if source.node.model is not None and source.node.model.role == "critic":
         raise GraphError(
-            f"{where} was closed with the weights of '{source.node.name}', a critic; close it with those of the policy's update"
+            f"{where} was closed with the weights of '{source.node.name}', a critic; close it with the weights of the policy's update"
         )
 
 

@@ -167,7 +167,7 @@ def check_unique_names(graph: UncheckedGraph) -> None:
     """Plans, channels and reports identify nodes and pools by their names."""
     for name, count in Counter(node.name for node in graph.nodes).items():
         if count > 1:
-            raise GraphError(f"graph '{graph.name}' has {count} nodes called '{name}'; give each its own with name=")
+            raise GraphError(f"graph '{graph.name}' has {count} nodes called '{name}'; use different names, with name=")
     for name, count in Counter(pool.name for pool in graph.pools).items():
         if count > 1:
             raise GraphError(f"graph '{graph.name}' has {count} different pools called '{name}'; use one Pool object, or two names")

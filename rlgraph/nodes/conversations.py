@@ -102,7 +102,7 @@ def check_prompt(where: str, name: str, text: str) -> None:
         found = json.loads(text)
         if is_conversation(found) and all("role" in message for message in found):
             raise DataError(
-                f"{where} has {name}={show_value(text)}, a conversation written as JSON; give its messages: json.loads reads them"
+                f"{where} has {name}={show_value(text)}, a conversation written as JSON; pass its messages: json.loads reads them"
             )
 
 

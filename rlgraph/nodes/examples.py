@@ -67,7 +67,7 @@ def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, 
     both = [checked_messages(where, name, row[name]) for name in ("chosen", "rejected")]
     alike = next((n for n, (a, b) in enumerate(zip(*both, strict=False)) if a != b), min(map(len, both)))
     if any(len(messages) == alike for messages in both):
-        raise DataError(f"{where}: one of 'chosen' and 'rejected' begins the other, so they cannot be told apart; leave it out")
+        raise DataError(f"{where}: one of 'chosen' and 'rejected' begins the other, so they cannot be distinguished; leave it out")
     first, second = (
         _conversation(where, row, name, messages[:alike], messages[alike:], chat, learns)
         for name, messages in zip(("chosen", "rejected"), both, strict=True)

@@ -228,7 +228,7 @@ def with_transport(plan: Plan, asked: str) -> Plan:
     if asked != default and on_gpus:
         raise PlanError(
             f"transport='{asked}': '{on_gpus[0].name}' goes from GPU to GPU by transport '{on_gpus[0].transport}', and '{asked}' would "
-            "take it through the host's memory; leave transport out"
+            "send it through the host's memory; leave transport out"
         )
     if not any(end.transport == default for end in ends):
         raise PlanError(f"transport='{asked}' changes nothing: in this plan no channel leaves its process; leave transport out")

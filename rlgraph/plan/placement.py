@@ -211,7 +211,7 @@ def _ranks(
         hosts = {cluster.host_of_gpu(gpu) for gpu in own} or {cluster.host_of_core(core + rank * threads)}
         if len(hosts) > 1:
             raise PlanError(
-                f"{name}[{rank}] gets GPUs {list(own)}, which lie on hosts {sorted(hosts)} of {cluster.gpus_per_node} GPUs each; "
+                f"{name}[{rank}] gets GPUs {list(own)}, on hosts {sorted(hosts)} of {cluster.gpus_per_node} GPUs each; "
                 f"one worker runs on one host: choose shares, or a group of {model.group}, that divide the hosts evenly"
             )
         return hosts.pop()
@@ -257,9 +257,8 @@ def _check_one_host(model: Model, name: str, hosts: Sequence[int]) -> None:
     for first in range(0, len(hosts), sharing):
         if len(set(hosts[first : first + sharing])) > 1:
             raise PlanError(
-                f"{name}[{first}] to {name}[{first + sharing - 1}] compute each pass together ({split_text(model.traits)}), but lie "
-                "on hosts "
-                f"{sorted(set(hosts[first : first + sharing]))}; choose shares, or a smaller group, that divide the hosts evenly"
+                f"{name}[{first}] to {name}[{first + sharing - 1}] compute each pass together ({split_text(model.traits)}), but are "
+                "on hosts {sorted(set(hosts[first : first + sharing]))}; choose shares, or a smaller group, that divide the hosts evenly"
             )
 
 

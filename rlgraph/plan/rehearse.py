@@ -266,8 +266,8 @@ def prepare_course(
     joining = [node.name for node in graph.nodes if forecast.is_played(graph, node, priced)]
     if joining:
         raise PlanError(
-            f"rehearse: batches or versions join while '{joining[0]}' decodes, and a rehearsal does not play that; leave `continuous` and "
-            "`interrupt` out, or take plan.prediction.step_s"
+            f"rehearse: batches or versions join while '{joining[0]}' decodes, which a rehearsal does not simulate; leave `continuous` and "
+            "`interrupt` out, or use plan.prediction.step_s"
         )
     settings = settings_on(graph, cluster, {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools})
     schedule, unknown = with_links(plan, graph, priced, site)
@@ -289,8 +289,8 @@ def _check(plan: Plan, graph: Graph, site: ClusterSite, every: int | None) -> No
         )
     if every is not None and not site.fails and not site.checkpoint_s:
         raise PlanError(
-            f"rehearse(every={every}): at this site checkpoints cost nothing and nothing fails, so it changes nothing; leave it out, or "
-            "give ClusterSite(checkpoint_s=…, host_mtbf_s=…)"
+            f"rehearse(every={every}): at this site checkpoints cost nothing and nothing fails, so it has no effect; leave it out, or "
+            "pass ClusterSite(checkpoint_s=…, host_mtbf_s=…)"
         )
     if every is not None and not _trainer_names(graph):
         raise PlanError(f"rehearse(every={every}): graph '{plan.graph}' trains nothing, so there is nothing to save; leave it out")

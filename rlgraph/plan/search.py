@@ -401,8 +401,8 @@ def deeper(plan: Plan, depth: int) -> Schedule:
         pool = plan.node(loop.writer).pool
         if depth != loop.depth and any(plan.node(reader).pool == pool for reader in loop.readers):
             raise PlanError(
-                f"replay(depth={depth}): '{loop.writer}' shares pool '{pool}' with what it gives weights to, and the order of nodes there "
-                "changes with the depth; compile the graph of that depth with job.costs(), or let rg.tune try several"
+                f"replay(depth={depth}): '{loop.writer}' shares pool '{pool}' with the node that loads its weights, and the order of "
+                "nodes there changes with the depth; compile the graph of that depth with job.costs(), or let rg.tune try several"
             )
     more = depth - max(loop.depth for loop in plan.loops)
 

@@ -143,7 +143,7 @@ class LocalJob:
             while self._finished < self._asked:
                 if not self._open:
                     how = "inside `with plan.run_here() as job:`, or between job.start() and job.close()"
-                    raise RlgraphError(f"the job is not running: take its steps {how}")
+                    raise RlgraphError(f"the job is not running: call job.steps() {how}")
                 step, start = self._finished, time.monotonic()
                 self._fire(step, step + 1)
                 self._finished = step + 1

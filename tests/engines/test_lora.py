@@ -203,7 +203,7 @@ def test_a_merge_has_the_bits_of_a_sum_into_new_memory_and_leaves_the_base(dtype
 
 
 def test_an_adapter_of_another_model_or_of_unknown_targets_is_refused(make: Any, tied: Path) -> None:
-    with pytest.raises(DataError, match="of two models"):
+    with pytest.raises(DataError, match="belong to different models"):
         BaseWeights(tied).with_adapter({"x.lora_A.weight": torch.zeros(2, 3), "x.lora_B.weight": torch.zeros(3, 2)}, 1.0, torch.float32)
     with pytest.raises(DataError, match="no projection \\['query'\\]"):
         engine_of(tied, adapter=LoRA(rank=2, targets=("q_proj", "query")))

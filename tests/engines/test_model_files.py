@@ -116,7 +116,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "header of no tensor": (written("model.safetensors", header(b"{}")), "hold no tensor"),
     "header of another size": (written("model.safetensors", WRONG_SIZE), r"a tensor of shape \[2\] and F32 has 4 bytes"),
     "a file of the index is missing": (written("model.safetensors.index.json", INDEX), r"index\.json': there is no 'model-00002-of-00002"),
-    "index is no JSON": (written("model.safetensors.index.json", b"x"), r"index\.json' is no index of weights"),
+    "index is no JSON": (written("model.safetensors.index.json", b"x"), r"index\.json' is not an index of weights"),
     "a head beside the tied one": (with_head, r"'lm_head\.weight' differs from 'model\.embed_tokens\.weight', but config\.json ties them"),
     "no tokenizer": (without_tokenizer, "no tokenizer among its files"),
     "tokenizer cut off": (written("tokenizer.json", b'{"version": "1.0", "mod'), r"tokenizer\.json' is not JSON"),

@@ -176,7 +176,7 @@ def test_what_cannot_be_replayed_is_refused(model: Path, tmp_path: Path) -> None
             engine.scores(replayed_batch(layers=3))
         batch = replayed_batch()
         batch |= {name: column[..., :1] for name, column in batch.items() if "routes" in name}
-        with pytest.raises(DataError, match="are 1 experts a token, and the trainer's model has 2"):
+        with pytest.raises(DataError, match="are 1 experts per token, and the trainer's model has 2"):
             engine.scores(batch)
     pool = rg.Pool("train")
     for setting in ({"compiled": True}, {"tensor_parallel": 2}, {"context_parallel": 2}):

@@ -79,7 +79,7 @@ REFUSED = {
     ("mistral", "tool", ""): "cannot render messages of roles .'tool'.",
     ("qwen3", "user", ""): r"changes earlier turns when a message of role 'user' follows: .*it writes 'Well.*has '<think>\\nHm\.",
     ("qwen3", "tool", "off"): r"role 'tool' follows: .*it writes 'ool_call>.*has 'hink>",
-    ("no_end", "user", ""): r"writes '\\n' after a turn of the model, which is no special token",
+    ("no_end", "user", ""): r"writes '\\n' after a turn of the model, which is not a special token",
 }
 
 

@@ -179,7 +179,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "a buffer of no use": (lambda: rg.feedback("w", depth=0, buffers=2), GraphError, "nothing is decoded while weights arrive"),
     "latest of one": (lambda: rg.feedback("w", depth=0, latest=True), GraphError, "only one version exists"),
     "depth in one pool": (depth_in_one_pool, GraphError, "every model is in pool 'shared' and nothing can overlap"),
-    "two nodes of a name": (two_of_a_name, GraphError, "2 nodes called 'reward'; give each its own with name="),
+    "two nodes of a name": (two_of_a_name, GraphError, "2 nodes called 'reward'; use different names, with name="),
     "two pools of a name": (two_pools_of_a_name, GraphError, "2 different pools called 'gpu'"),
     "ratios against a truncated distribution": (
         read_from(rg.Sampling(top_p=0.9), lambda policy, *given: policy.update(*given, loss=rg.ClippedLoss())),

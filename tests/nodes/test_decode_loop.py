@@ -239,5 +239,5 @@ def test_what_cannot_be_combined_is_refused_where_it_is_declared(name: str) -> N
 
 def test_prompts_that_cannot_be_looked_up_are_refused() -> None:
     prompts = shouted(rg.prompts([{"prompt": "?"}], count=2))
-    with pytest.raises(GraphError, match=r"which only rlgraph\.prompts can tell"):
+    with pytest.raises(GraphError, match=r"only rg\.prompts over a data set with a length has them"):
         rg.Generator("m", pool=rg.Pool("p")).rollout(prompts, rg.feedback("weights", depth=1), continuous=True)

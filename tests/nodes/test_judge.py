@@ -275,7 +275,7 @@ def test_a_field_that_no_column_has_is_named_when_the_graph_is_declared() -> Non
 
 
 def test_retries_are_given_once() -> None:
-    with pytest.raises(GraphError, match="brings its own; set them there"):
+    with pytest.raises(GraphError, match="has its own; set them there"):
         operation(rg.scorers.judge("http://127.0.0.1/v1", "m", prompt="{response}"), retries=rg.options.Retry())
 
 

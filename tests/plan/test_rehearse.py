@@ -208,7 +208,7 @@ def test_of_many_engines_some_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> 
 
 WRONG = {
     "no checkpoints where something fails": (lambda: run(ROUGH), r"every=None\): .* begins again each time; pass every=10"),
-    "checkpoints without effect": (lambda: run(every=10), r"every=10\): .* changes nothing; leave it out"),
+    "checkpoints without effect": (lambda: run(every=10), r"every=10\): .* has no effect; leave it out"),
     "seconds of no checkpoint": (
         lambda: run(rg.planning.ClusterSite(checkpoint_s=5)),
         r"checkpoint_s=5\) has no effect without checkpoints",

@@ -261,7 +261,7 @@ def test_bad_settings_end_with_a_clear_error_before_anything_starts(name: str, t
 
 WRONG_BEYOND = {  # by recipe
     "curriculum": (["group_size=0"], "group_size is a whole number of responses to a prompt, at least 1"),
-    "distill": (["top_k=0", "divergence=jsd"], "leave divergence=jsd out, or give top_k=64"),
+    "distill": (["top_k=0", "divergence=jsd"], "leave divergence=jsd out, or set top_k=64"),
     "dpo": (["loss=kto"], "but 'pairs' writes pairs"),
     "kto": (["examples=1"], "at least 2 rows per step"),
     "mixture": (["weight=0"], "its weight is a finite number above 0"),

@@ -108,7 +108,7 @@ class Routing:
         logits, weights, experts = output
         if routes.shape[-1] != experts.shape[-1]:
             raise DataError(
-                f"router_replay=True: the routes of the batch are {routes.shape[-1]} experts a token, and the trainer's model has "
+                f"router_replay=True: the routes of the batch are {routes.shape[-1]} experts per token, and the trainer's model has "
                 f"{experts.shape[-1]}; generator and policy must use the same model"
             )
         if not self._weighed:

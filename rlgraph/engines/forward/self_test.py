@@ -326,8 +326,8 @@ def small_model(path: str | Path) -> Any:
         return miniature(text_config(path), "eager")
     except Exception as error:  # whatever the code of a model raises
         raise DataError(
-            f"model '{path}' ({kind}): no small model can be made of its configuration to test it with ({_reason(error)}); rlgraph takes "
-            "decoder-only text models of transformers; without the test: self_test=False"
+            f"model '{path}' ({kind}): no small test model can be built from its configuration ({_reason(error)}); rlgraph supports "
+            "only decoder-only text models of transformers; without the test: self_test=False"
         ) from error
 
 
@@ -338,8 +338,8 @@ def _score_small_model(path: str | Path, device: str) -> tuple[Any, dict[str, to
         return model, batch, score_single_rows(model, batch)
     except Exception as error:  # whatever the code of a model raises
         raise DataError(
-            f"{_name_folder(path)}: transformers' own forward over a sequence fails ({_reason(error)}); rlgraph takes decoder-only text "
-            "models of transformers"
+            f"{_name_folder(path)}: transformers' own forward over a sequence fails ({_reason(error)}); rlgraph supports only decoder-only "
+            "text models of transformers"
         ) from error
 
 

@@ -87,7 +87,7 @@ class PiecePlace(msgspec.Struct, frozen=True, array_like=True):
 
     def restore(self) -> WriteResult:
         if not re.fullmatch(FILE, self.file):
-            raise ValueError(f"a rank says that it wrote '{self.file}', which is no name of a shard")
+            raise ValueError(f"a rank says that it wrote '{self.file}', which is not the name of a shard")
         return WriteResult(self.index.restore(), self.size, _StorageInfo(self.file, self.at, self.length))
 
 

@@ -28,7 +28,7 @@ def load(model: Any, place: Place) -> TrainEngine:
 
         layout = trainer_layout(model.path, flat=flat, shared=not model.exact, device=place.device, dtype=dtype)
         if sharing and not layout.flat:
-            raise DataError(f"{layout.note}; ranks share such passes alone: use tensor_parallel=1 and context_parallel=1")
+            raise DataError(f"{layout.note}; ranks can share only packed passes: use tensor_parallel=1 and context_parallel=1")
         flat, shared = layout.flat, layout.shared
         if layout.note and place.rank == 0:
             log.warning(layout.note)

@@ -104,7 +104,7 @@ def check_conversations(path: str | Path, tokenizer: Any, conversations: Sequenc
     """
     if not tokenizer.chat_template:
         raise DataError(
-            f"item {first} of the data set is a conversation, but the tokenizer of '{path}' has no chat template: take the instruct "
+            f"item {first} of the data set is a conversation, but the tokenizer of '{path}' has no chat template: use the instruct "
             "model, copy its chat_template.jinja into the folder, or pass prompts as text without chat="
         )
     template = tokenizer.chat_template
@@ -211,7 +211,7 @@ class TurnTemplate:
         """
         if not self.tokenizer.chat_template:
             raise DataError(
-                f"the tokenizer of '{self.path}' has no chat template, and conversations of several turns are rendered by one: take the "
+                f"the tokenizer of '{self.path}' has no chat template, and conversations of several turns are rendered by one: use the "
                 "instruct model, or copy its chat_template.jinja into the folder"
             )
         chat = ChatPrompt([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": MARK}], closed=True)
@@ -219,8 +219,8 @@ class TurnTemplate:
         first = self._encode(after)[:1]
         if not first or first[0] not in self.tokenizer.added_tokens_decoder:
             raise DataError(
-                f"the chat template of '{self.path}' writes {show_value(after[:AROUND])} after a turn of the model, which is no special "
-                "token, so that the model cannot tell the end of its turn: use a model whose template ends turns with such a token"
+                f"the chat template of '{self.path}' writes {show_value(after[:AROUND])} after a turn of the model, which is not a special "
+                "token, so the model cannot recognise the end of its turn: use a model whose template ends turns with such a token"
             )
         return first[0]
 

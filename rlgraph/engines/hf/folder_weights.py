@@ -354,7 +354,7 @@ class FolderWeights:
             if shape != tuple(state[name].shape):
                 raise DataError(
                     f"'{file}': '{source}' has the shape {list(shape)}, but by config.json it is {list(state[name].shape)}: weights and "
-                    "config are of two models; take both from one"
+                    "config belong to different models; take both from one"
                 )
 
     def _tie(self) -> None:

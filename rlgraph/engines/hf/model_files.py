@@ -236,7 +236,7 @@ def _check_index(folder: Path, places: Mapping[str, Path]) -> None:
     try:
         weights = dict(json.loads(index.read_text())["weight_map"])
     except (ValueError, TypeError, KeyError) as broken:
-        raise DataError(f"'{index}' is no index of weights ({broken!s:.80}); {AGAIN}") from None
+        raise DataError(f"'{index}' is not an index of weights ({broken!s:.80}); {AGAIN}") from None
     for name, file in weights.items():
         if name not in places or not (folder / file).exists():
             lacks = f"there is no '{file}'" if not (folder / file).exists() else f"'{file}' lacks the weight '{name}'"

@@ -289,7 +289,7 @@ def _arguments(path: str | Path, context: int, dtype: str, seed: int, machine: M
         _check_attention(path, config)
         shape = ModelShape.from_config(config)
         if shape is None:
-            raise DataError(f"engine='sglang': the config of '{path}' does not give the sizes of its keys and values; use engine='vllm'")
+            raise DataError(f"engine='sglang': the config of '{path}' lacks the sizes of its keys and values; use engine='vllm'")
         token_bytes = shape.kv_bytes_per_token(getattr(torch, dtype).itemsize)
         arguments |= on_cpu(token_bytes, context, sequences, machine.kv_cache_bytes)
     return arguments | ({} if machine.overlap is None else {"disable_overlap_schedule": not machine.overlap})

@@ -316,9 +316,9 @@ class ScoreEngine:
         self._model = self._model.to(device).eval()
         labels = self._model.config.num_labels
         if label is None and labels > 1:
-            raise DataError(f"model '{path}' gives {labels} numbers a text; choose the reward among them with label=0 to {labels - 1}")
+            raise DataError(f"model '{path}' gives {labels} numbers per text; choose the reward among them with label=0 to {labels - 1}")
         if label is not None and not 0 <= label < labels:
-            raise DataError(f"model '{path}' gives {labels} number(s) a text, so there is no label={label}; choose 0 to {labels - 1}")
+            raise DataError(f"model '{path}' gives {labels} number(s) per text, so there is no label={label}; choose 0 to {labels - 1}")
         self._device, self._label, self._batch_tokens = device, label or 0, batch_tokens
         self._rank, self._world, self._add_up = rank, world, add_up
 
@@ -333,7 +333,7 @@ class ScoreEngine:
             if not 0 < len(tokens) <= self._context:
                 raise DataError(
                     f"response {row} and its prompt have {len(tokens)} tokens, but the reward model reads 1 to {self._context}: "
-                    "lower max_tokens, drop long prompts, or take a model of a longer context"
+                    "lower max_tokens, drop long prompts, or use a model with a longer context"
                 )
         found = torch.zeros(len(rows))
         for number, places in enumerate(_batches([len(tokens) for tokens in rows], self._batch_tokens)):

@@ -109,7 +109,7 @@ class Calls:
         if not isinstance(function, Scorer):
             return self.concurrency or CONCURRENCY, self.deadline_s, self.retries
         if self.retries is not None and function.retries is not None:
-            raise GraphError(f"{where} has retries={show_value(self.retries)}, but {show_value(function)} brings its own; set them there")
+            raise GraphError(f"{where} has retries={show_value(self.retries)}, but {show_value(function)} has its own; set them there")
         return self.concurrency or function.concurrency, self.deadline_s, self.retries or function.retries
 
 

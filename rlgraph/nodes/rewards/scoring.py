@@ -242,8 +242,8 @@ def column_parameters(where: str, function: Callable[..., Any], carried: Sequenc
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         named = [ALIASES.get(p.name, p.name) for p in parameters.values() if p.kind is not p.VAR_KEYWORD]
         raise GraphError(
-            f"{where}: {_name(function)}{inspect.signature(function)} takes any columns; name those it reads in place of **, e.g. "
-            f"({', '.join([*named, 'answers'])}): there are {list(carried)}"
+            f"{where}: {_name(function)}{inspect.signature(function)} accepts any columns; name the columns that it reads instead of **, "
+            f"e.g. ({', '.join([*named, 'answers'])}): there are {list(carried)}"
         )
     if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters.values()):
         raise GraphError(

@@ -67,8 +67,8 @@ def check_rotation(where: str, path: str, most: int, room: str = "Generator(max_
     limit = rotary_limit(text_config(path))
     if limit is not None and most > limit:
         raise GraphError(
-            f"{where} rows of up to {most} tokens of '{path}', whose rotary factors change beyond {limit}: vLLM then uses others for all "
-            f"rows, and transformers for the rows beside a longer one, so log-probs would not agree; set {room} to at most {limit}"
+            f"{where} rows of up to {most} tokens of '{path}', whose rotary factors change beyond {limit}: vLLM then changes them for all "
+            f"rows, and transformers for rows packed with a longer one, so log-probs would differ; set {room} to at most {limit}"
         )
 
 

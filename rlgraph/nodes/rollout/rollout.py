@@ -71,8 +71,8 @@ def admission_rule(node: str, weights: Feedback | None, interrupt: Running | Non
         )
     if continuous and source is not None and not isinstance(source, Prompts):
         raise GraphError(
-            f"node '{node}' has continuous=True, so it looks up the next prompts while it decodes, which only rlgraph.prompts can tell, "
-            "and of a data set with a length: pass its output, read a stream into rg.data.rows(list(...)), or leave continuous out"
+            f"node '{node}' has continuous=True, so it needs the next prompts while it decodes, and only rg.prompts over a data set with "
+            "a length has them: pass its output, read a stream into rg.data.rows(list(...)), or leave continuous out"
         )
     return BatchAdmission(interrupt, continuous, weights.depth if weights is not None else None)
 
@@ -553,8 +553,8 @@ def check_options(name: str, routes: bool, **options: Any) -> None:
         )
     if routes and (options["tools"] is not None or options["agent"] is not None):
         raise GraphError(
-            f"node '{name}' samples conversations, and its generator has routes=True: routes are those of one turn; leave out routes, or "
-            "tools and agent"
+            f"node '{name}' samples conversations, and its generator has routes=True: routes are recorded for one turn only; leave out "
+            "routes, or tools and agent"
         )
     for option in ("max_turns", "concurrency"):
         if options[option] is not None and options["tools"] is None and options["agent"] is None:

@@ -307,7 +307,7 @@ def preferred(*inputs: Output, gap: AtLeastZero = 0.0, name: Name = "preferred")
     given = list_columns(inputs)
     sources = [o.node.traits for o in inputs if isinstance(o, Output) and (o.node.traits.group_size or 1) > 1]
     if not sources:
-        raise GraphError(f"node '{name}' needs a rollout with a group_size of 2 or more among its inputs, to take the best and the worst")
+        raise GraphError(f"node '{name}' needs a rollout with a group_size of 2 or more among its inputs, to select the best and the worst")
     whole = all(source.sampling is None or source.sampling.is_full_distribution for source in sources)
     passed = (column for column in CARRIED if column in given and (whole or column != SAMPLED))
     kept, size = (*TOKENS, *passed), sources[0].group_size or 1

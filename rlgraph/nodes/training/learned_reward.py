@@ -189,7 +189,7 @@ def check_heads(graph: Graph, to_come: Collection[str] = ()) -> None:
             continue
         if not any(HEAD in header_shapes(file) for file in Path(model.path).glob("*.safetensors")):
             raise DataError(
-                f"node '{node.name}' gives rewards by '{model.path}', which has no {HEAD}, and nothing in the graph trains it: all rewards "
+                f"node '{node.name}' scores with '{model.path}', which has no {HEAD}, and nothing in the graph trains it: all rewards "
                 "would be 0; train it first by judge.update(…), and pass the folder of its export"
             )
 

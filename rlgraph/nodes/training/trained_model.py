@@ -343,7 +343,7 @@ class TrainedModel(Model, TrainerSettings):
         if self.load_balance and (self.compiled or self.tensor_parallel > 1 or self.context_parallel > 1):
             raise GraphError(
                 f"{type(self).__name__}(load_balance={self.load_balance}): layers that are compiled, or that ranks share, do not "
-                "tell what their routers chose; leave out load_balance, or compiled, tensor_parallel and context_parallel"
+                "report what their routers chose; leave out load_balance, or compiled, tensor_parallel and context_parallel"
             )
         check_replay(self)
         _ = self.spec  # looked up where the model is declared

@@ -545,8 +545,8 @@ def checked_stage(node: str, stage: Any) -> Stage | ChunkedStage:
         return stage
     if not callable(stage):
         raise GraphError(
-            f"node '{node}': start(context) returned {show_value(stage)}; it gives a function of (step, columns), which is called at "
-            "each firing"
+            f"node '{node}': start(context) returned {show_value(stage)}; it must return a function of (step, columns), called at each "
+            "firing"
         )
     if isinstance(stage, HasState) and not isinstance(stage, Stateful):
         raise GraphError(f"node '{node}' has a state() for checkpoints and no load_state(state) to resume from it; add the other one")
