@@ -265,7 +265,7 @@ def export(
     Exported(folder=PosixPath('model'), step=740, dtype='bfloat16', parameters=134515008, bytes=269060344)
     >>> rg.runs.export("no/checkpoints", "model", dtype="float32")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    rlgraph.errors.CheckpointError: 'no/checkpoints' does not exist; give a folder as `step-00000100`, or ...
+    rlgraph.errors.CheckpointError: 'no/checkpoints' does not exist; pass a folder such as `step-00000100`, or ...
 
     `checkpoint` is a checkpoint such as `step-00000740`, or a folder of them: then the newest is exported. It reads checkpoints of any
     number of ranks, one shard of one parameter at a time, and needs neither Ray nor a GPU. `policy` names one of several trained models,

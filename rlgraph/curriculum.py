@@ -266,7 +266,7 @@ def run(
     >>> import tempfile, rlgraph as rg
     >>> rg.run([rg.Graph("sums", rg.prompts([{"prompt": "1 + 1 ="}], count=4))], tempfile.mkdtemp(), steps=[1, 2])
     Traceback (most recent call last):
-    rlgraph.errors.PlanError: run(steps=[1, 2]) of 1 graphs: give at least one graph, and its steps for each
+    rlgraph.errors.PlanError: run(steps=[1, 2]) of 1 graphs: pass at least one graph, and its steps for each
 
     Raises PlanError for graphs that cannot follow each other, CheckpointError for a folder of another curriculum, and the errors of
     `compile`, `launch` and of the steps.

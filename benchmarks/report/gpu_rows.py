@@ -93,7 +93,7 @@ def recomputed(file: str, shape: str) -> list[Row]:
 
 def overlap(file: str, what: str) -> list[Row]:
     """A step one step off, over its bound, and beside the same plan time-shared."""
-    found = [Row(f"{what}, lengths whose p99 is 6.6 medians, one step off: a step over max(generate, train)",
+    found = [Row(f"{what}, long-tailed lengths (p99 = 6.6 x median), one step off: step time relative to max(generate, train)",
                  share(file, "step_over_bound"), "benchmarks/speed/overlap.py",
                  "a step", seconds(file, "one_step_off", "step_s"))]  # fmt: skip
     if what.startswith("0.6B on 1"):

@@ -104,7 +104,7 @@ ON_H100S = [
     small_step("256 responses", "decode_steps_smollm2_256_h100.json", "--sequences 256"),
     *turns("tool_rollouts_h100.json", "SmolLM2, turns of 43 tokens, tools of 20 ms"),
     *turns("tool_rollouts_long_turns_h100.json", "SmolLM2, turns of 170 tokens, tools of 20 ms"),
-    Row("the same with turns of 43 tokens and tools whose 99th percentile is 10 medians: a step over its bound",
+    Row("the same with turns of 43 tokens and long-tailed tools (p99 = 10 x median): step time relative to its lower bound",
         share(TAIL, "step_over_bound"), "benchmarks/speed/tool_rollouts.py --tail 10",
         "share of it that the engine was idle while a conversation could decode", percent(TAIL, "engine_idle_while_any_could_decode")),
     *launched_again("until all workers are ready", "ready_s"),

@@ -47,7 +47,7 @@ RELIABLE = [
     Row("a checkpoint of {size} every 10 steps, SmolLM2: share of the time that training stands still",
         percent(CHECKPOINTS, "training stalled, share of ten steps (median)"), "benchmarks/speed/checkpoint_cost.py",
         words={"size": Figure(CHECKPOINTS, ("bytes of a checkpoint",), "{:.1f} GB", 1e-9)}),
-    Row("time of ten steps while such a checkpoint is written, no core free, over ten without: first time",
+    Row("ten steps while such a checkpoint is written, no core free, relative to ten without: first time",
         share(CHECKPOINTS, "ten steps with a checkpoint over ten without", 0), "benchmarks/speed/checkpoint_cost.py",
         "second time", share(CHECKPOINTS, "ten steps with a checkpoint over ten without", 1)),
     *(

@@ -28,8 +28,8 @@ def large(file: str, model: str, options: str = "", passes: str = "") -> list[Ro
     """What the largest models take to load and to update, beside what a plan counts."""
     script = f"benchmarks/speed/large.py {model}{options}"
     return [
-        Row(f"{model}, two ranks, each its own part: loading", seconds(file, "load", "s", form="{:.1f} s"), script, "bytes of its files",
-            gigabytes(file, "write", "bytes")),
+        Row(f"{model}, two ranks that each load their part: loading time", seconds(file, "load", "s", form="{:.1f} s"), script,
+            "bytes of its files", gigabytes(file, "write", "bytes")),
         Row(f"{model}: peak of a GPU while loading", gigabytes(file, "load", "device_peak_bytes"), script, "in the plan",
             gigabytes(file, "load", "device_counted_bytes")),
         Row(f"{model}: an update of 8 sequences of 4,096 tokens{passes}, recomputed, moments of 16 bits on the host",

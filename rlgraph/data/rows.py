@@ -247,7 +247,7 @@ def rows(data: Dataset, *, overlong: Policy = "error", max_prompt_tokens: Count 
         return replace(data, convert=(*data.convert, *own.convert), overlong=own.overlong)
     if isinstance(data, Mapping | str | bytes) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise DataError(
-            f"rows({show_value(data)}): a data set has a length and rows, as a list of dicts has; read a file by rg.data.jsonl(path)"
+            f"rows({show_value(data)}): a data set has a length and rows, e.g. a list of dicts; read a file with rg.data.jsonl(path)"
         )
     arrow = (present_row,) if type(data).__module__.partition(".")[0] == "datasets" else ()
     return build_rows(data, LIST, fields, overlong, max_prompt_tokens, *arrow)

@@ -442,7 +442,7 @@ def check_moments_stay(graph: Graph) -> None:
         if model.traits.moments_stay and not any(other.pool is model.pool for other in models if other is not model):
             raise PlanError(
                 f"graph '{graph.name}': {type(model).__name__}('{model.path}', offload='never'): no other model has the pool "
-                f"'{model.pool.name}', so that the moments stay on its GPUs anyway; leave it out"
+                f"'{model.pool.name}', so the moments stay on its GPUs anyway; leave it out"
             )
 
 

@@ -53,7 +53,7 @@ class ClusterSite:
     167410.7142857143
     >>> ClusterSite(restart_s=300)
     Traceback (most recent call last):
-    rlgraph.errors.PlanError: ClusterSite(restart_s=300): nothing fails and restarts; give gpu_mtbf_s or host_mtbf_s, or leave it out
+    rlgraph.errors.PlanError: ClusterSite(restart_s=300): nothing fails and restarts; pass gpu_mtbf_s or host_mtbf_s, or leave it out
     """
 
     bandwidth: Positive | None = None

@@ -105,7 +105,7 @@ def test_an_engine_of_a_user_may_define_its_counts_by_their_old_names() -> None:
 
 
 def test_both_spellings_in_one_call_are_refused() -> None:
-    with pytest.raises(TypeError, match="latest= and freshest=, its old name"):
+    with pytest.raises(TypeError, match="latest= and its old name freshest="):
         rg.feedback("w", depth=1, latest=True, freshest=True)  # type: ignore[call-arg]
 
 

@@ -143,7 +143,7 @@ def test_checkpoints_of_other_weights_are_refused(model: str, tmp_path: Path, mo
     monkeypatch.setattr(running.StageFolder, "mark_done", lambda self, stage, plan: None)
     rg.run(stages(model)[:1], tmp_path, steps=[1], cluster=HOST, quiet=True)
     (tmp_path / "first" / "began.json").write_text('{"zeroth": "other weights"}')
-    with pytest.raises(CheckpointError, match="are of a run from other weights: 'zeroth' is missing now"):
+    with pytest.raises(CheckpointError, match="belong to a run from other weights: 'zeroth' is missing now"):
         rg.run(stages(model)[:1], tmp_path, steps=[1], cluster=HOST, quiet=True)
 
 
@@ -157,7 +157,7 @@ def without_update(model: str) -> rg.Graph:
 
 
 MISTAKES: dict[str, tuple[Any, Any, type[RlgraphError], str]] = {
-    "no graph": (lambda m: [], [], PlanError, "give at least one graph"),
+    "no graph": (lambda m: [], [], PlanError, "pass at least one graph"),
     "steps of one": (stages, [3], PlanError, r"run\(steps=\[3\]\) of 2 graphs"),
     "a name": (lambda m: ["first"], [1], PlanError, "graph 1 of 1, is 'first'; it is a graph, or a function"),
     "no graph in return": (lambda m: [lambda: 3], [1], PlanError, "its function returned 3"),

@@ -260,7 +260,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         "line 1 of .* has answer='four'",
     ),
     "a policy that is none": (lambda folder: rg.data.rows([{"prompt": "a"}], overlong="cut"), "overlong"),  # type: ignore[arg-type]
-    "a path as rows": (lambda folder: rg.data.rows("train.jsonl"), r"read a file by rg.data.jsonl"),  # type: ignore[arg-type]
+    "a path as rows": (lambda folder: rg.data.rows("train.jsonl"), r"read a file with rg.data.jsonl"),  # type: ignore[arg-type]
 }
 
 

@@ -192,7 +192,7 @@ def test_what_a_stream_cannot_do_is_an_error_that_says_so(folder: Path) -> None:
     prompts = rg.prompts(sums, count=2)
     with pytest.raises(GraphError, match="read a stream into"):
         generator.rollout(prompts, weights, continuous=True)
-    with pytest.raises(GraphError, match=r"or of a stream; pass rg.prompts"):
+    with pytest.raises(GraphError, match=r"or a stream; pass rg.prompts"):
         generator.rollout(prompts, weights, group_size=2, refill=rg.options.Refill(reward=lambda response: 0.0))
     with pytest.raises(DataError, match="evaluates on a stream"):
         rg.evaluate(generator, sums, weights, reward=lambda response: 0.0, every=1)

@@ -99,7 +99,7 @@ def test_a_balancing_loss_that_cannot_be_is_refused(folders: dict[str, Path], tm
     with pytest.raises(GraphError, match="does not report which experts it chose"):
         updated(folders["granitemoe"], load_balance=0.1)
     assert not torch.distributed.is_initialized()
-    with pytest.raises(GraphError, match="layers that are compiled, or that ranks share, do not tell"):
+    with pytest.raises(GraphError, match="layers that are compiled, or that ranks share, do not report"):
         rg.Policy("tiny", pool=rg.Pool("train"), load_balance=0.1, compiled=True)
 
 

@@ -154,7 +154,7 @@ def test_an_export_replaces_nothing(make: object, tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ExportError, match="give a folder that can"):
+    with pytest.raises(ExportError, match="pass another folder"):
         check_target(tmp_path / "file" / "out")
 
 

@@ -212,7 +212,7 @@ def test_weights_of_another_model_are_refused(cases: dict[str, Case]) -> None:
         ("moe", {"tensor": 4}, r"Policy\(tensor_parallel=4\): the model has num_key_value_heads=2"),
         ("llama", {"expert": 2}, r"Policy\(expert_parallel=2\): the model has no experts; leave out expert_parallel"),
         ("gemma2", {}, r"Policy\(trainer='megatron'\): models of type 'gemma2' are not trained by Megatron-Core here; .* llama, qwen2"),
-        ("biased", {}, r"Policy\(trainer='megatron'\): the model has attention_bias, which is not offered"),
+        ("biased", {}, r"Policy\(trainer='megatron'\): the model has attention_bias, which is not supported"),
     ],
 )
 def test_a_model_that_is_not_offered_is_refused(
@@ -245,7 +245,7 @@ def test_where_megatron_is_not_installed_the_error_says_how(monkeypatch: pytest.
 @installed
 def test_several_tokens_at_a_position_are_refused(cases: dict[str, Case]) -> None:
     policy = rg.Policy(str(cases["llama"].folder), pool=rg.Pool("train"), trainer="megatron")
-    with pytest.raises(GraphError, match=r"node 'update' needs log-probs of several tokens .* trainer='megatron' does not give"):
+    with pytest.raises(GraphError, match=r"node 'update' needs log-probs of several tokens .* trainer='megatron' does not return"):
         check_whole_vocabulary("update", policy)
 
 

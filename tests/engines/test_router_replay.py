@@ -172,7 +172,7 @@ def test_what_cannot_be_replayed_is_refused(model: Path, tmp_path: Path) -> None
     ):
         engine.scores(batch)
     with closing(trainer(model)) as engine:
-        with pytest.raises(DataError, match="are of 3 layers, and the trainer's model has 2"):
+        with pytest.raises(DataError, match="has routes of 3 layers, but the trainer's model has 2"):
             engine.scores(replayed_batch(layers=3))
         batch = replayed_batch()
         batch |= {name: column[..., :1] for name, column in batch.items() if "routes" in name}

@@ -194,7 +194,7 @@ class Nothing(Operation):
     ("operation", "message"),
     [
         (Half(), r"node 'mine' has a state\(\) .* no load_state"),
-        (Nothing(), r"node 'mine': start\(context\) returned None; it returns a function"),
+        (Nothing(), r"node 'mine': start\(context\) returned None; it must return a function"),
     ],
 )
 def test_a_stage_that_cannot_run_or_go_on_is_refused_before_the_first_step(operation: Operation, message: str) -> None:

@@ -77,7 +77,7 @@ def test_a_graph_that_build_refuses_is_left_out_with_its_reason() -> None:
 
 WRONG = {
     "no values": (lambda: rg.tune(build, rg.Cluster(gpus=4), None, depth=()), r"tune\(depth=\(\)\): pass the values to try"),
-    "one value": (lambda: rg.tune(build, rg.Cluster(gpus=4), None, depth=1), r"as depth=\(1, 2\)"),  # type: ignore[arg-type]
+    "one value": (lambda: rg.tune(build, rg.Cluster(gpus=4), None, depth=1), r"e\.g\. depth=\(1, 2\)"),  # type: ignore[arg-type]
     "an objective that is none": (lambda: rg.tune(build, rg.Cluster(gpus=4), by="speed"), "'tokens_per_s', 'gpu_s"),  # type: ignore[arg-type]
     "a cluster too small": (lambda: rg.tune(build, rg.Cluster(gpus=1), None), "tune found no plan: graph 'grpo' needs at least 2 GPUs"),
     "costs that lack a node": (

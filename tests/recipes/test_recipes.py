@@ -273,7 +273,7 @@ WRONG_BEYOND = {  # by recipe
     ),
     "self_play": (["depth=-1"], "feedback 'first weights' has depth=-1"),
     "sft": (["examples=0"], "count is how many rows of the data a step takes"),
-    "teachers": (["scored_by=megatron"], "which trainer='megatron' does not give"),
+    "teachers": (["scored_by=megatron"], "which trainer='megatron' does not return"),
 }
 
 

@@ -179,7 +179,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "shared matrices": (lambda m: loop(m, tensor_parallel=2), "ranks that share matrices"),
     "muon": (lambda m: rg.Policy(m, pool=rg.Pool("p"), adapter=LORA, optimizer=rg.optim.Muon()), "whole matrices"),
     "load balance": (lambda m: loop(m, load_balance=0.1), "routers of experts are frozen"),
-    "another folder": (lambda m: loop(m, other="elsewhere"), "give the same path"),
+    "another folder": (lambda m: loop(m, other="elsewhere"), "pass the same path"),
     "an engine without tests": (lambda m: loop(m, engine="sglang"), "its engine is not tested with adapters"),
     "no adapter": (lambda m: loop(m, adapter=None), "no adapter to leave out"),
     "a reward model": (lambda m: rg.RewardModel(m, pool=rg.Pool("p"), adapter=LORA), "adapter"),  # type: ignore[call-arg]

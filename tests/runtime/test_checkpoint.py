@@ -193,10 +193,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "'policy/__0_0.distcp' was changed after it was written",
     ),
     "a flipped bit of a node": (lambda path: flip(path / "generator.pt"), "'generator.pt' was changed after it was written"),
-    "a changed manifest": (lambda path: flip(path / "manifest.json"), "is not"),
+    "a changed manifest": (lambda path: flip(path / "manifest.json"), "manifest.json was changed|is incomplete"),
     "a changed plan": (lambda path: flip(path / "plan.json"), "plan.json was changed after it was written"),
-    "a missing file": (lambda path: (path / "prompts.pt").unlink(), "is not whole"),
-    "no manifest": (lambda path: (path / "manifest.json").unlink(), "is not whole"),
+    "a missing file": (lambda path: (path / "prompts.pt").unlink(), "is incomplete"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), "is incomplete"),
 }
 
 

@@ -103,7 +103,7 @@ REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
         lambda m, o: loop(m, generator={"engine": "transformers"}),
         "its engine uses different kernels than the trainer",
     ),
-    "folder": (lambda m, o: loop(m, base=o), "give the same path"),
+    "folder": (lambda m, o: loop(m, base=o), "pass the same path"),
     "the generator's dtype": (lambda m, o: loop(m, generator={"dtype": "auto"}), r"use rg.Generator\(…, dtype='float32'\)"),
     "the policy's dtype": (
         lambda m, o: loop(m, policy={"dtype": "auto"}),

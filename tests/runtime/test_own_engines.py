@@ -113,5 +113,5 @@ def test_a_registered_name_is_listed_and_belongs_to_one_spec(model: str) -> None
     with pytest.raises(GraphError, match=r"one of \['vllm', 'transformers', 'sglang', 'unigram'\]"):
         rg.Generator(model, pool=rg.Pool("p"), engine="llama")
     registry.ENGINES.register(ENGINE)
-    with pytest.raises(GraphError, match=r"EngineSpec.name='vllm'.*there is one of that name"):
+    with pytest.raises(GraphError, match=r"EngineSpec.name='vllm'.*this name is taken"):
         registry.ENGINES.register(registry.EngineSpec(name="vllm", load=ENGINE.load))

@@ -75,7 +75,7 @@ class Routing:
         """
         if routes is not None and routes.shape[1] != self._layers:
             raise DataError(
-                f"router_replay=True: the routes of the batch are of {routes.shape[1]} layers, and the trainer's model has {self._layers} "
+                f"router_replay=True: the batch has routes of {routes.shape[1]} layers, but the trainer's model has {self._layers} "
                 "with experts; generator and policy must use the same model"
             )
         self._routes = routes
