@@ -12,7 +12,7 @@ from benchmarks.report import recipe_tables, scale_tables, small_gpu_rows, stale
 from benchmarks.report.accuracy_rows import ACCURATE, PREDICTED
 from benchmarks.report.channel_rows import BY_RAY, CHANNELS, HOPS_BY_RAY, MIB, hop
 from benchmarks.report.exact_rows import EXACT, EXACT_ON_GPUS
-from benchmarks.report.gpu_rows import BESIDE_PEERS, ON_GPUS, flash, weights
+from benchmarks.report.gpu_rows import BESIDE_PEERS, ON_GPUS, weights
 from benchmarks.report.h100_rows import ON_H100S
 from benchmarks.report.learning_rows import LEARNING
 from benchmarks.report.mathematics_rows import MATHEMATICS, MATHEMATICS_IN_TEXT
@@ -26,7 +26,6 @@ from benchmarks.report.two_gpu_rows import ON_TWO_H200S
 SHOWN: list[Row] = [
     MATHEMATICS[0],
     *BESIDE_PEERS,
-    flash("4B:1:compiled", "4B on one H200, compiled"),
     weights("8B")[1],
     ACCURATE[1],
     ACCURATE[10],
