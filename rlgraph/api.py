@@ -224,11 +224,11 @@ def launch(
     """Make the job of a plan; `Plan.launch` documents the arguments and the errors."""
     from rlgraph.runtime.checkpoint.store import choose_model, trained_models
     from rlgraph.runtime.driver.discovery import say_idle_hosts
+    from rlgraph.runtime.driver.dispatch import chosen_dispatch
     from rlgraph.runtime.driver.hosts import local_cluster
     from rlgraph.runtime.driver.job import Job
-    from rlgraph.runtime.driver.ray_dispatch import check_sendable
+    from rlgraph.runtime.driver.sendable import check_sendable
     from rlgraph.runtime.driver.session import Links
-    from rlgraph.runtime.driver.warm import chosen_dispatch
 
     graph = checked_source(plan)
     check_sendable(graph)

@@ -19,7 +19,7 @@ from rlgraph.plan.plan import Plan
 from rlgraph.render.report import FILE, GraphReport, write_joint
 from rlgraph.runtime.checkpoint.store import choose_model, difference, fingerprint, trained_models
 from rlgraph.runtime.driver import discovery
-from rlgraph.runtime.driver.ray_dispatch import check_sendable
+from rlgraph.runtime.driver.sendable import check_sendable
 from rlgraph.settings import Count, Natural, check_arguments
 
 # The stages of a curriculum, planned before the first one starts, so that bad input is refused then.

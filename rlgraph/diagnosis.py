@@ -23,6 +23,7 @@ from rlgraph.errors import GraphError
 from rlgraph.nodes import sandbox
 from rlgraph.plan.cluster import Cluster, Precision
 from rlgraph.render.text import align_rows
+from rlgraph.runtime.driver import ray_features
 from rlgraph.runtime.driver.hosts import local_cluster
 
 # The result of a check, and all of them together.
@@ -319,8 +320,8 @@ def version_of(name: str) -> str | None:
 def package_check(requirement: Requirement, version: str | None, *, optional: bool = False) -> Check:
     """Compare an installed version with the supported range. One out of it is a problem, or a warning if it is optional.
 
-    >>> package_check(Requirement("ray>=2.44,<2.61"), "2.61.0").fix
-    "pip install 'ray<2.61,>=2.44'"
+    >>> package_check(Requirement("ray>=2.44"), "2.43.0").fix
+    "pip install 'ray>=2.44'"
     """
     name, wanted = requirement.name, f"{requirement.name}{requirement.specifier}"
     if version is None:
@@ -329,6 +330,17 @@ def package_check(requirement: Requirement, version: str | None, *, optional: bo
         state: State = "warning" if optional else "problem"
         return Check(name, state, f"{version}, but {requirement.specifier} is supported", f"pip install '{wanted}'")
     return Check(name, "ok", version)
+
+
+def ray_check() -> Check:
+    """Look for what rlgraph uses of Ray, and say what happens without."""
+    installed = ray_features.version()
+    if not installed or (missing := ray_features.find_missing(ray_features.START)):
+        found = f"{installed} lacks {', '.join(missing)}" if installed else "not installed"
+        return Check("Ray", "problem", f"{found}: only launch(dispatch='processes') runs jobs", ray_features.INSTALL)
+    graphs = "with" if ray_features.has_compiled_graphs() else "calls of actors start the loops of workers, without"
+    direct = "with" if not ray_features.find_missing(ray_features.DIRECT_TRANSPORT) else "without"
+    return Check("Ray", "ok", f"{installed}, {graphs} Compiled Graphs; {direct} Direct Transport, which rlgraph does not use")
 
 
 def _extra_checks(requirements: list[tuple[str, Requirement]]) -> Iterator[Check]:
@@ -351,7 +363,7 @@ def _extra_checks(requirements: list[tuple[str, Requirement]]) -> Iterator[Check
 
 
 def doctor() -> Diagnosis:
-    """Check this machine: versions, GPUs and their links, dtypes, memory, limits, the sandbox, Ray's port. Nothing is changed.
+    """Check this machine: versions, GPUs and their links, dtypes, memory, limits, the sandbox, Ray and its port. Nothing is changed.
 
         print(rg.runs.doctor())
 
@@ -361,4 +373,4 @@ def doctor() -> Diagnosis:
     >>> [check.state for check in rg.runs.doctor().checks if check.name == "Python"]
     ['ok']
     """
-    return Diagnosis((*version_checks(), *device_checks(), *system_checks()))
+    return Diagnosis((*version_checks(), ray_check(), *device_checks(), *system_checks()))

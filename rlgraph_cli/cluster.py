@@ -110,10 +110,11 @@ def _end() -> int:
 
 def check_takes_jobs() -> None:
     """Raise ConfigError if Ray cannot accept jobs: it would start without a job server, silently."""
-    try:
-        import ray.dashboard.optional_deps  # noqa: F401 (Ray's own list)
-    except ImportError as error:
-        raise _refused(f'start --jobs: this Ray accepts no jobs ({error}); run `pip install "ray[default]"` on this host') from None
+    from rlgraph.runtime.driver.ray_features import JOBS as NEEDED
+    from rlgraph.runtime.driver.ray_features import find_missing
+
+    if find_missing(NEEDED):
+        raise _refused('start --jobs: this Ray accepts no jobs; run `pip install "ray[default]"` on this host')
 
 
 def write_token(file: Path, token: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlgraph.api import compile
 from rlgraph.config import config
+from rlgraph.curriculum import planned_stages
 from rlgraph.errors import ConfigError, show_value
 from rlgraph.graph.graph import Graph
 from rlgraph.plan.cluster import Cluster
@@ -65,8 +66,6 @@ class Recipe:
         made = self.graphs_of(cfg)
         if not isinstance(made, tuple) or len(made) != 2 or not all(isinstance(part, list | tuple) for part in made):
             raise ConfigError(f"recipe '{self.path}': graphs(cfg) returned {show_value(made)}; {RULE}")
-        from rlgraph.curriculum import planned_stages  # it imports Ray, as nothing that plans one graph does
-
         return [stage.plan for stage in planned_stages(*made, cluster)]
 
 

@@ -439,7 +439,7 @@ class Plan:
         * `encrypt`: encrypts with TLS every connection that rlgraph opens between hosts. A plan in which another library sends columns or
           weights between hosts is refused.
 
-        Raises PlanError if this machine lacks what the plan was compiled for, and DataError for models and prompts that
+        Raises PlanError if this machine or its Ray lacks what the plan needs, and DataError for models and prompts that
         cannot be used, both before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
         """
         job: rlgraph.Job = self.facade.launch(

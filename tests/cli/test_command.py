@@ -101,13 +101,22 @@ def test_help_lists_the_commands_and_loads_nothing_heavy(tmp_path: Path) -> None
     assert all(name in ended.stdout for name in ("plan", "run", "tune", "export", "report", "compare", "doctor"))
 
 
-def test_plan_prints_and_draws_the_plan_and_starts_nothing(recipe: Path) -> None:
-    code = "import sys, rlgraph_cli\ntry:\n    rlgraph_cli.main()\nfinally:\n    print('ray' in sys.modules)"
-    command = [sys.executable, "-c", code, "plan", "lengths.py", "count=8", "--draw", "plan.svg", "--timeline", "timeline.json"]
+PLAN_AND_TUNE = """
+import contextlib, sys, rlgraph_cli
+for sys.argv in (sys.argv, ["rlgraph", "tune", "lengths.py", "count=4,8"]):
+    with contextlib.suppress(SystemExit):
+        rlgraph_cli.main()
+print("ray" in sys.modules)
+"""
+
+
+def test_plan_prints_and_draws_the_plan_and_starts_nothing_as_tune_does(recipe: Path) -> None:
+    command = [sys.executable, "-c", PLAN_AND_TUNE, "plan", "lengths.py", "count=8", "--draw", "plan.svg", "--timeline", "timeline.json"]
     variables = os.environ | {"PYTHONPATH": str(ROOT)}
     ended = subprocess.run(command, cwd=recipe.parent, env=variables, capture_output=True, text=True, timeout=250, check=False)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("lengths on 2 cores:")
+    assert "2 plans compared on 2 cores" in ended.stdout
     assert ended.stdout.splitlines()[-1] == "False", "planning has imported Ray"
     assert (recipe.parent / "plan.svg").read_text().startswith("<svg")
     assert json.loads((recipe.parent / "timeline.json").read_text())

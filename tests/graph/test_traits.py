@@ -23,7 +23,7 @@ from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.job import Job
-from rlgraph.runtime.driver.ray_dispatch import check_sendable
+from rlgraph.runtime.driver.sendable import check_sendable
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.worker.spec import worker_specs
 from rlgraph.values.pool import Pool

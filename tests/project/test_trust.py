@@ -19,7 +19,7 @@ ALLOWED = {
         "Unpickler",
     },  # reads a checkpoint's table of contents with the few classes that it is made of
     "runtime/worker/warm_worker.py": {"pickle"},  # what its own driver sends a worker of `rg.runs.warm()`, in a file without a name
-    "runtime/driver/ray_dispatch.py": {"cloudpickle"},  # tries what Ray will send, and reads nothing back
+    "runtime/driver/sendable.py": {"cloudpickle"},  # writes what its own workers read, and reads nothing back
 }
 
 

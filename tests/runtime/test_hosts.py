@@ -15,7 +15,6 @@ from rlgraph.plan.channels import check_encrypted
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.render.text import text
-from rlgraph.runtime.driver.warm import chosen_dispatch
 from rlgraph.runtime.local import LocalJob
 from rlgraph.values.pool import Pool
 
@@ -85,15 +84,6 @@ def test_a_dead_worker_is_named_with_its_host() -> None:
         running.session.dispatch.processes["policy"].kill()
         with pytest.raises(WorkerDied, match=r"worker 'policy' \(process \d+\) on host 1 \(127\.0\.0\.2\) died while"):
             list(steps)
-
-
-def test_a_ray_without_compiled_graphs_runs_workers_by_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = compile(fakes.vector_loop(1), Cluster(cpus=2))
-    assert chosen_dispatch(plan, None) == "compiled_graph"
-    monkeypatch.setitem(sys.modules, "ray.dag", None)
-    assert chosen_dispatch(plan, None) == "calls"
-    with pytest.raises(PlanError, match=r"launch\(dispatch='compiled_graph'\): this Ray has no Compiled Graphs; leave dispatch= out"):
-        plan.launch(dispatch="compiled_graph")
 
 
 def test_what_processes_without_ray_cannot_serve_is_refused_before_anything_starts() -> None:

@@ -5,23 +5,18 @@ workers fire in the plan's order over rlgraph's channels, at each tick that the 
 """
 
 import contextlib
-import functools
 import importlib.util
-import inspect
 import logging
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ray
-from ray import cloudpickle
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rlgraph.errors import DispatchError, GraphError, PlanError, WorkerDied, function_name
-from rlgraph.graph.graph import Graph
-from rlgraph.graph.nodes import Operation
+from rlgraph.errors import DispatchError, PlanError, WorkerDied
 from rlgraph.plan.channels import writers_of
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import Ask, FoundHosts, HostAgent, LocalHostAgent, RemoteHostAgent, worker_environment
@@ -119,52 +114,6 @@ def said_by_ray() -> Iterator[None]:
         raise DispatchError(f"Ray: {error}") from error
 
 
-class Dispatch(Protocol):
-    """Starts and ends workers. The driver itself ticks them."""
-
-    def begin(self, hosts: int, *, stores: bool = False) -> None:
-        """Start Ray on `hosts` hosts unless it runs; with room for messages if Ray `stores` them."""
-
-    def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
-        """Find the hosts of the plan, and reserve there what it uses.
-
-        Raises PlanError if there are fewer hosts, or others hold its GPUs, also after waiting `patience_s`.
-        """
-
-    def death(self, hosts: Collection[int]) -> str:
-        """Say which process of Ray ended that the job needs, with its log; empty if none did. It asks Ray itself for these `hosts` only."""
-
-    def folders(self) -> Sequence[str]:
-        """List the folders of what `begin` started: those that a killed driver leaves behind."""
-
-    def end(self) -> None:
-        """End what `begin` started."""
-
-    def host_agent(self, host: str, folder: str) -> HostAgent:
-        """Start the agent that watches the job's workers on another host."""
-
-    def announce(self, specs: Sequence[WorkerSpec]) -> None:
-        """Hear which workers are to be created next, and give back what is kept for others."""
-
-    def create(self, spec: WorkerSpec, driver: str, host: str = "") -> Any:
-        """Start a worker that connects to the driver at its address, and prepares itself."""
-
-    def check(self) -> None:
-        """Raise WorkerDied if a worker is known to have failed before it could connect."""
-
-    def start(self, actors: Sequence[Any]) -> None:
-        """Run the workers, which are ready, until the driver tells them to stop."""
-
-    def stop(self) -> None:
-        """Release what `start` holds, once the workers have stopped or been killed."""
-
-    def kill(self, actor: Any) -> None:
-        """Kill a worker."""
-
-    def let_go(self, actor: Any) -> bool:
-        """Part from a worker that has said goodbye; whether its process lives on, for another job."""
-
-
 class Actors:
     """Workers as Ray actors."""
 
@@ -246,15 +195,6 @@ class Actors:
         return False
 
 
-def has_compiled_graphs() -> bool:
-    """Whether this Ray has Compiled Graphs, which it may drop."""
-    try:
-        from ray.dag import MultiOutputNode
-    except ImportError:
-        return False
-    return hasattr(MultiOutputNode, "experimental_compile")
-
-
 class CompiledGraph(Actors):
     """One Compiled Graph over all workers, under one MultiOutputNode."""
 
@@ -286,7 +226,7 @@ class ActorCalls(Actors):
         self.running.clear()
 
 
-DISPATCHES: dict[str, type[Dispatch]] = {"compiled_graph": CompiledGraph, "calls": ActorCalls}
+DISPATCHES: dict[str, type[CompiledGraph | ActorCalls]] = {"compiled_graph": CompiledGraph, "calls": ActorCalls}
 
 
 def _actor_class() -> type:
@@ -332,81 +272,6 @@ def _make_asker(actor: Any) -> Ask:
             return None
 
     return ask
-
-
-def pickle_value(value: Any) -> bytes:
-    """Pickle a value as it is sent to a worker: what has no module that others can import is sent by value."""
-    found: bytes = cloudpickle.dumps(value)
-    return found
-
-
-def sendable(value: Any) -> bool:
-    """Tell whether a value can be sent to a worker."""
-    try:
-        pickle_value(value)
-    except Exception:  # noqa: BLE001 (whatever a user's object raises, it cannot be sent)
-        return False
-    return True
-
-
-# Check before anything starts that what the user gave can be sent to other processes, and name what cannot.
-
-DEPTH = 4  # of the way to the culprit
-
-
-def check_sendable(graph: Graph) -> None:
-    """Raise GraphError naming the node, the function and what it holds that no other process can have."""
-    for node in graph.nodes:
-        given = node.traits.given
-        for value in (node.operation,) if given is None else given:
-            if sendable(value):
-                continue
-            *way, culprit = _way(value, ())
-            what = f"its '{'.'.join(way)}' is {_describe_type(culprit)}" if way else f"it is {_describe_type(culprit)}"
-            raise GraphError(
-                f"node '{node.name}': {_title(value)} cannot be sent to a worker: {what}, which stays in its process; "
-                "make it inside the function, at its first call"
-            )
-
-
-def _way(value: Any, way: tuple[str, ...]) -> tuple[Any, ...]:
-    """Find the innermost object that cannot be sent, and the names that lead to it."""
-    if len(way) < DEPTH:
-        for name, part in _parts(value):
-            if part is not value and not sendable(part):
-                return _way(part, (*way, name) if name else way)
-    return (*way, value)
-
-
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, functools.partial):
-        yield "", value.func
-        yield from value.keywords.items()
-        yield from ((str(place), part) for place, part in enumerate(value.args))
-    elif inspect.ismethod(value):
-        yield "", value.__self__
-    elif inspect.isfunction(value):
-        found = inspect.getclosurevars(value)
-        yield from {**found.nonlocals, **found.globals}.items()
-    elif isinstance(value, Mapping):
-        yield from ((str(key), part) for key, part in value.items())
-    elif isinstance(value, list | tuple):
-        yield from ((str(place), part) for place, part in enumerate(value))
-    elif hasattr(value, "__dict__"):
-        yield from (("" if name in ("function", "scoring") else name, part) for name, part in vars(value).items())
-
-
-def _title(value: Any) -> str:
-    if isinstance(value, Operation):
-        return f"operation '{type(value).__name__}'"
-    function = getattr(value, "function", value)  # of what wraps one
-    function = function.func if isinstance(function, functools.partial) else function
-    return f"function '{function_name(function)}'"
-
-
-def _describe_type(value: Any) -> str:
-    kind = type(value).__name__
-    return f"a {kind}" if type(value).__module__ in ("builtins", "_thread", "_io") else f"a {type(value).__module__}.{kind}"
 
 
 # The forward graph of a plan as a Compiled Graph of Ray, for Ray's own tools: an edge for each channel.

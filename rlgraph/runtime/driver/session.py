@@ -20,11 +20,10 @@ from rlgraph.plan.channels import lies_in_ray
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.gathering import Gatherer
-from rlgraph.runtime.driver import orphan_cleanup, ray_dispatch
+from rlgraph.runtime.driver import orphan_cleanup
+from rlgraph.runtime.driver.dispatch import Dispatch, make_dispatch
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, Hosts, LocalHostAgent
-from rlgraph.runtime.driver.ray_dispatch import Dispatch
 from rlgraph.runtime.driver.signals import hold_signals
-from rlgraph.runtime.driver.warm import PROCESSES, WARM, ForkedProcesses, Processes
 from rlgraph.runtime.driver.watchdog import FIRST_S
 from rlgraph.runtime.driver.worker_group import WorkerGroup
 from rlgraph.runtime.worker.activity import Heartbeat, under_way
@@ -110,7 +109,7 @@ class Session:
         # A graceful end waits for all steps in flight, so keep no more of them in flight than can overlap.
         self._window = plan.window - 2 if start else plan.window
         self._graph, self._deadline_s = graph, deadline_s
-        self.dispatch = (ray_dispatch.DISPATCHES | {WARM: ForkedProcesses, PROCESSES: Processes})[dispatch_name]()
+        self.dispatch = make_dispatch(dispatch_name)
         self._actors: list[Any] = []
         self.group = WorkerGroup(plan, deadline_s, self.dispatch.death)
         self._hosts: Hosts | None = None

@@ -15,12 +15,11 @@ from importlib import import_module
 from typing import Any, TypeAlias
 
 from rlgraph import notices
-from rlgraph.errors import PlanError, RlgraphError, WorkerDied
+from rlgraph.errors import RlgraphError, WorkerDied
 from rlgraph.graph.traits import ModelTraits
-from rlgraph.plan.channels import lies_in_ray
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent, worker_environment
-from rlgraph.runtime.driver.ray_dispatch import has_compiled_graphs, pickle_value
+from rlgraph.runtime.driver.sendable import pickle_value
 from rlgraph.runtime.messages import PID_BYTES, ForkOrder, send_order
 from rlgraph.runtime.worker.spec import WorkerSpec
 
@@ -441,30 +440,3 @@ def kept_as(spec: WorkerSpec) -> Hashable | None:
         return None
     place = spec.worker.threads, spec.local_gpus, spec.shares_devices, spec.copies, spec.merging_bytes, spec.sequences, spec.exact
     return made, *place
-
-
-def chosen_dispatch(plan: Plan, asked: str | None) -> str:
-    """Choose how a plan is dispatched: as `asked`, inside of `rg.runs.warm()` from its processes, and else as Ray can.
-
-    Raises PlanError for a plan that cannot be.
-    """
-    if current_processes() is not None:
-        if asked is not None:
-            raise PlanError(
-                f"launch(dispatch='{asked}') inside of rg.runs.warm(), whose jobs run without Ray; leave dispatch= out, or launch outside"
-            )
-        check_without_ray(plan, "inside of rg.runs.warm()")
-        return WARM
-    if asked == PROCESSES:
-        check_without_ray(plan, "with launch(dispatch='processes')")
-    if asked == "compiled_graph" and not has_compiled_graphs():
-        raise PlanError("launch(dispatch='compiled_graph'): this Ray has no Compiled Graphs; leave dispatch= out")
-    return asked or ("calls" if plan.cluster.hosts > 1 or not has_compiled_graphs() else "compiled_graph")
-
-
-def check_without_ray(plan: Plan, where: str) -> None:
-    """Raise PlanError for a launch that processes without Ray cannot serve."""
-    if plan.cluster.hosts > 1:
-        raise PlanError(f"a plan of {plan.cluster.hosts} hosts {where}, whose processes are of this host; launch it on Ray")
-    if lies_in_ray(plan):
-        raise PlanError(f"a transport that needs Ray {where}, whose processes run without it; choose another one, or launch on Ray")

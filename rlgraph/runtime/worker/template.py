@@ -23,13 +23,13 @@ from importlib import import_module
 from rlgraph.runtime.messages import PID_BYTES, receive_order
 
 NODES = (
-    "ray.cloudpickle",
     "rlgraph.api",
     "rlgraph.nodes.rollout.rollout",
     "rlgraph.nodes.rewards.reward",
     "rlgraph.nodes.training.advantages",
     "rlgraph.nodes.training.critic",
     "rlgraph.nodes.training.policy",
+    "rlgraph.runtime.driver.sendable",  # with cloudpickle, by which orders are pickled
     "rlgraph.runtime.worker.warm_worker",
 )
 PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent ends
