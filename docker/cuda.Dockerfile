@@ -9,7 +9,7 @@ RUN apt-get update \
 RUN python3.12 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
 
-RUN python -m pip install --no-cache-dir "torch==2.11.0" "vllm==0.26.0" "ray[cgraph]>=2.44,<2.61" "transformers>=5.16,<5.20"
+RUN python -m pip install --no-cache-dir "torch==2.11.0" "vllm==0.26.0" "ray[cgraph]>=2.44" "transformers>=5.16,<5.20"
 
 WORKDIR /opt/rlgraph
 COPY pyproject.toml setup.py README.md LICENSE ./
