@@ -1,5 +1,6 @@
 """One Ray for all tests that start workers."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +19,9 @@ def ray_here() -> Iterator[None]:
 
 
 @pytest.fixture
-def ray_unless_forked(request: pytest.FixtureRequest, dispatch: str) -> None:
-    """That one Ray where the test's `dispatch` needs it."""
+def ray_unless_forked(request: pytest.FixtureRequest, dispatch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one Ray where the test's `dispatch` needs it; with "calls" it has no Compiled Graphs."""
     if dispatch not in ("forked", "processes"):
         request.getfixturevalue("ray_here")
+    if dispatch == "calls":
+        monkeypatch.setitem(sys.modules, "ray.dag", None)

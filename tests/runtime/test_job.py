@@ -58,13 +58,11 @@ def test_a_launch_without_a_temporary_folder_names_the_fix(monkeypatch: pytest.M
         ("forked", 0, 1),
         ("forked", 1, 1),
         pytest.param("compiled_graph", 2, 2, marks=pytest.mark.ray),
-        pytest.param("calls", 1, 1, marks=[pytest.mark.ray, pytest.mark.stage("jobs")]),
+        *(pytest.param("calls", depth, max(depth, 1), marks=[pytest.mark.ray, pytest.mark.stage("jobs")]) for depth in (0, 1, 2)),
         pytest.param("processes", 1, 1, marks=pytest.mark.stage("jobs")),
     ],
 )
-def test_a_run_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, buffers: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    if dispatch == "calls":
-        monkeypatch.setitem(sys.modules, "ray.dag", None)  # as in a Ray without Compiled Graphs
+def test_a_run_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, buffers: int) -> None:
     graph = fakes.vector_loop(depth, buffers=buffers)
     with job(graph, dispatch) as running:
         held = running.session.shards("policy")

@@ -132,7 +132,14 @@ def test_a_signal_lets_depth_plus_two_steps_finish_and_saves_them(depth: int, tm
 
 
 @pytest.mark.usefixtures("ray_unless_forked")
-@pytest.mark.parametrize(("worker", "dispatch"), [("generator", "forked"), pytest.param("policy", "compiled_graph", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    ("worker", "dispatch"),
+    [
+        ("generator", "forked"),
+        pytest.param("policy", "compiled_graph", marks=pytest.mark.ray),
+        pytest.param("policy", "calls", marks=[pytest.mark.ray, pytest.mark.stage("jobs")]),
+    ],
+)
 def test_a_killed_worker_is_replaced_and_the_steps_go_on(worker: str, dispatch: str, tmp_path: Path) -> None:
     graph = fakes.vector_loop(1, generate_s=0.02, train_s=0.02)
     found = []
