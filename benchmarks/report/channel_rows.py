@@ -1,9 +1,10 @@
-"""The rows of batches and messages between workers: `channels.py`, `dispatch.py` and `between_hosts.py`."""
+"""The rows of batches and messages between workers: `channels.py`, `direct_transport.py`, `dispatch.py` and `between_hosts.py`."""
 
 from benchmarks.lib.figures import Figure, ms, percent
 from benchmarks.report.between_hosts_rows import BETWEEN_HOSTS
 from benchmarks.report.table import Row
 
+DIRECT = "direct_transport_cpu.json"
 HOPS, HOPS_BY_RAY = "channels_cpu.json", "channels_ray_cpu.json"  # the second is of a busier machine: compare rows of one run alone
 
 
@@ -30,6 +31,11 @@ CHANNELS = [
             other, hop(other, size, form, HOPS_BY_RAY))
         for name, size, form in HOP_SIZES
         for other in ("rlgraph shm", f"{BY_RAY}, zero-copy", "rlgraph tcp")
+    ),
+    *(
+        Row(f"{name} to another worker, on a busy machine", hop("rlgraph shm", size, form, DIRECT), "benchmarks/speed/direct_transport.py",
+            "Ray Direct Transport, gloo", hop("Ray Direct Transport", size, form, DIRECT))
+        for name, size, form in (("1 KiB", 1 << 10, "{:.2f} ms"), ("1 MiB", MIB, "{:.1f} ms"), ("256 MiB", 256 * MIB, "{:.0f} ms"))
     ),
     *BETWEEN_HOSTS,
     Row("1 KiB there and back", ms(HOPS, "round_trips", {"transport": "rlgraph shm"}, "median_s", form="{:.2f} ms"),
