@@ -40,7 +40,7 @@ class Response:
     """A sampled response: its token ids, and for each token its log-prob under the sampling distribution and the version of the
     weights that sampled it.
 
-    `finish` is the reason why it ended: "stop" at a stop token, "length" at its limit of tokens or of the context, "abort" if dropped.
+    `finish` is why it ended: "stop" at a stop token or string, "length" at its limit of tokens or of the context, "abort" if dropped.
     `routes` [prompt + response, layers, k], int16, are the experts that an engine with routes chose for each token when it read it first;
     -1 where they are not known, as for the last token, which it never reads.
     """

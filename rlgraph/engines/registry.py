@@ -20,11 +20,12 @@ from rlgraph.plan.cluster import AUTO
 from rlgraph.plan.estimates import Estimates, fully_sharded_memory, master_weights, moments
 from rlgraph.plan.model_shapes import Need, Workload
 from rlgraph.settings import Name, OneOf, refuse_unknown
+from rlgraph.values.sampling import Sampling
 from rlgraph.values.trainer import setting_names
 
 S = TypeVar("S", bound="EngineSpec | TrainerSpec")
 EngineSetting: TypeAlias = Literal[
-    "memory", "max_sequences", "engines_per_gpu", "self_test", "engine_args", "weights_dtype", "drafts", "routes"
+    "memory", "max_sequences", "engines_per_gpu", "self_test", "engine_args", "weights_dtype", "drafts", "routes", "min_p", "stop"
 ]
 TRAINER_SETTINGS = (*(name for name in setting_names() if name != "optimizer"), "self_test", "max_context")  # optional ones
 TrainerSetting: TypeAlias = Annotated[str, OneOf(TRAINER_SETTINGS)]
@@ -38,7 +39,7 @@ class EngineSpec(Estimates):
     * `name`: its name in `engine=` and in errors.
     * `load`: `load(generator, place)` builds the engine in its worker. It is pickled, so it must be a function of a module.
     * `settings`: the optional fields of `Generator` that the engine supports: `max_sequences`, `memory`, `engines_per_gpu`, `self_test`,
-      `weights_dtype`, `drafts`, `routes`, `engine_args`. Any other setting is an error.
+      `weights_dtype`, `drafts`, `routes`, `engine_args`; and of its `Sampling`: `min_p`, `stop`. Any other setting is an error.
     * `spans_devices`: it supports `tensor_parallel`.
     * `shares_steps`: responses that join later are decoded in the same steps as running responses.
     * `merges_adapters`: it may follow a policy with `adapter=`: each version is then computed from the base and the adapter.
@@ -247,6 +248,19 @@ def _check_choice(model: Any, choice: str, table: SpecTable[S], optional: tuple[
                 f"leave it out{f', or use {others}' if others else ''}"
             )
     return spec
+
+
+def sampling_of(generator: Any, given: Sampling | None) -> Sampling:
+    """Choose the sampling of a node: its own, or its generator's. Raises GraphError for a setting that the engine does not support."""
+    spec, sampling = generator.spec, given or generator.sampling
+    for name in ("min_p", "stop"):
+        where = f"Sampling({name}={show_value(vars(sampling)[name])})"
+        if vars(sampling)[name] and not spec.takes(name):
+            others = " or ".join(f"engine={known!r}" for known in ENGINES.with_setting(name))
+            raise GraphError(f"{where}: the engine '{spec.name}' has no such setting; leave it out, or use {others}")
+        if name == "min_p" and sampling.min_p and generator.drafts is not None:
+            raise GraphError(f"{where}: engines with drafts sample by temperature, top_k and top_p; leave out min_p, or drafts")
+    return sampling
 
 
 # vLLM's parsers of tool calls, by name.

@@ -416,9 +416,9 @@ def check_whole_distribution(name: str, inputs: Sequence[Output], reads: Sequenc
         if sampling is None or sampling.is_full_distribution or output.prefix + SAMPLED not in {*output.columns} & {*reads}:
             continue
         raise GraphError(
-            f"node '{name}' reads '{SAMPLED}' of '{output.node.name}', which samples with top_p={sampling.top_p}, "
-            f"top_k={sampling.top_k} and temperature={sampling.temperature}: the engine samples from some tokens, the trainer's log-probs "
-            "cover the whole vocabulary; use top_p=1, top_k=0 and a temperature above 0, or pass policy.log_probs(rollout) to an update"
+            f"node '{name}' reads '{SAMPLED}' of '{output.node.name}', which samples with {sampling.distribution}: the engine samples from "
+            "some tokens, the trainer's log-probs cover the whole vocabulary; use top_p=1, top_k=0, min_p=0 and a temperature above 0, or "
+            "pass policy.log_probs(rollout) to an update"
         )
 
 

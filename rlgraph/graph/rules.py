@@ -65,8 +65,8 @@ def _check_reader(graph: UncheckedGraph, feedback: Feedback, source: Model, node
         raise GraphError(f"{where}, and its engine has {own[0]}=, which computes differently; leave out {own[0]}, or exact")
     if sampling is not None and not sampling.is_full_distribution:
         raise GraphError(
-            f"{where}, and samples with top_p={sampling.top_p}, top_k={sampling.top_k} and temperature={sampling.temperature}: the "
-            "trainer's log-probs cover the whole vocabulary; use top_p=1, top_k=0 and a temperature above 0"
+            f"{where}, and samples with {sampling.distribution}: the trainer's log-probs cover the whole vocabulary; "
+            "use top_p=1, top_k=0, min_p=0 and a temperature above 0"
         )
 
 

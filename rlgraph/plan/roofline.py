@@ -225,7 +225,7 @@ def _limit(graph: Graph) -> tuple[float | None, bool]:
     """The most tokens of a response that the graph samples, and whether every response has as many."""
     samplings = [node.model.traits.sampling for node in graph.nodes if node.model is not None and node.traits.work == "generate"]
     longest = max((s for s in samplings if s is not None), key=lambda s: s.max_tokens, default=None)
-    return (float(longest.max_tokens), longest.ignore_eos and not longest.stop_token_ids) if longest else (None, False)
+    return (float(longest.max_tokens), longest.ignore_eos and not (longest.stop_token_ids or longest.stop)) if longest else (None, False)
 
 
 def with_limits(graph: Graph, costs: Costs) -> Costs:

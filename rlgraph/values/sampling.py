@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from rlgraph import settings
 from rlgraph.notices import old_attribute
-from rlgraph.settings import Count, Natural, Range
+from rlgraph.settings import Count, Name, Natural, Range
 
 Running: TypeAlias = Literal["keep", "recompute"]  # what becomes of the keys and values of running requests at new weights
 
@@ -15,13 +15,18 @@ Running: TypeAlias = Literal["keep", "recompute"]  # what becomes of the keys an
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class Sampling:
-    """How a generator samples responses. A response ends with its end-of-text token or a stop token, and includes that token.
+    """How a generator samples responses. A response ends with its end-of-text token, a stop token or the token that completes a stop
+    string, and includes that token.
 
     * `max_tokens`: the most tokens per response.
     * `temperature`: divides the logits; 0 is greedy.
     * `top_k`: samples from the k most likely tokens; 0: from all.
     * `top_p`: samples from the most likely tokens that together have this probability; 1: from all.
+    * `min_p`: samples from the tokens that are at least this share as likely as the most likely one; 0: from all. It applies before
+      `top_k` and `top_p`.
     * `stop_token_ids`: further token ids that end a response.
+    * `stop`: texts that end a response. It keeps all tokens that were sampled: a text and what its last token has after it are part of
+      the response. Special tokens count with their text. Each turn of a conversation ends at them too.
     * `ignore_eos`: continues past the end-of-text token, up to `max_tokens`.
 
     Raises GraphError for a value out of its range.
@@ -38,6 +43,8 @@ class Sampling:
     top_k: Natural = 0
     stop_token_ids: tuple[Natural, ...] = ()
     ignore_eos: bool = False
+    min_p: Annotated[float, Range(least=0, most=1, rule="a share of at least 0 and at most 1, and 0 keeps all tokens")] = 0.0
+    stop: tuple[Name, ...] = ()
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -45,7 +52,12 @@ class Sampling:
     @property
     def is_full_distribution(self) -> bool:
         """Whether any token of the vocabulary may be sampled, so that log-probs are those that a trainer computes."""
-        return self.top_p == 1 and self.top_k == 0 and self.temperature > 0
+        return self.top_p == 1 and self.top_k == 0 and self.min_p == 0 and self.temperature > 0
+
+    @property
+    def distribution(self) -> str:
+        """What the distribution is that tokens are drawn from, for errors."""
+        return f"top_p={self.top_p}, top_k={self.top_k}, min_p={self.min_p} and temperature={self.temperature}"
 
     whole = old_attribute("whole", "is_full_distribution")
 

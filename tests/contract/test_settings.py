@@ -229,8 +229,8 @@ def test_equivalent_values_are_converted_to_the_type() -> None:
 
 
 def test_an_unknown_setting_is_refused_with_those_that_there_are() -> None:
-    with pytest.raises(GraphError, match=r"Sampling\(min_p=0\.1\): there is no setting 'min_p'; the settings are max_tokens, "):
-        rg.Sampling(min_p=0.1)  # type: ignore[call-arg]
+    with pytest.raises(GraphError, match=r"Sampling\(best_of=2\): there is no setting 'best_of'; the settings are max_tokens, "):
+        rg.Sampling(best_of=2)  # type: ignore[call-arg]
     with pytest.raises(GraphError, match="did you mean 'recompute'"):
         rg.Policy("tiny", pool=rg.Pool("train"), recompte=True)  # type: ignore[call-arg]
 

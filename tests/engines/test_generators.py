@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.generation_requests import DRAWN
+from support.generation_requests import DRAWN, check_stopped
 from support.tiny import UPDATES, VLLM_PROMPTS, other_weights
+
+from rlgraph.values.sampling import Sampling
 
 
 def case(engine: str, model: str, *marks: pytest.MarkDecorator) -> Any:
@@ -61,19 +63,20 @@ def test_log_probs_are_those_of_the_distribution_that_is_drawn_from(run: dict[st
         if sampling.temperature == 0:
             assert response["tokens"] == logits.argmax(-1).tolist()
         else:
-            logits = left_in(logits / sampling.temperature, sampling.top_k, sampling.top_p)
+            logits = left_in(logits / sampling.temperature, sampling)
         expected = of_tokens(logits, response["tokens"])
         torch.testing.assert_close(torch.tensor(response["log_probs"]), expected, atol=1e-4, rtol=0)
 
 
-def left_in(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
-    """Leave in the `top_k` likeliest tokens, then the likeliest that together have `top_p`, row by row and token by token."""
+def left_in(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Leave in what `min_p` does, the `top_k` likeliest tokens, then the likeliest that together have `top_p`, token by token."""
     kept = torch.full_like(logits, -torch.inf)
     for row, values in enumerate(logits):
-        order = values.argsort(descending=True)[: top_k or None]
+        order = values.argsort(descending=True)[: sampling.top_k or None]
+        order = order[(values[order] - values.max()).exp() >= sampling.min_p]
         share = 0.0
         for token, probability in zip(order.tolist(), values[order].softmax(-1).tolist(), strict=True):
-            if share < top_p:
+            if share < sampling.top_p:
                 kept[row, token] = values[token]
             share += probability
     return kept
@@ -119,6 +122,11 @@ def test_a_response_ends_with_its_stop_token(run: dict[str, Any]) -> None:
     free = run["repeated"][0]["tokens"]
     assert run["stopped"]["tokens"] == free[: free.index(free[3]) + 1]
     assert (run["stopped"]["finish"], run["repeated"][0]["finish"]) == ("stop", "length")
+
+
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(run: dict[str, Any]) -> None:
+    off = 1e-5 if run["engine"].startswith("sglang") else 0.0
+    check_stopped(run["repeated"], run["stopped_at_text"], run["text"], off)
 
 
 @pytest.mark.parametrize("run", VLLM, indirect=True)

@@ -11,12 +11,13 @@ ROWS, VOCAB = 6, 50
 
 
 def drawn(
-    logits: torch.Tensor, *, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, seed: int = 3
+    logits: torch.Tensor, *, temperature: float = 1.0, min_p: float = 0.0, top_p: float = 1.0, top_k: int = 0, seed: int = 3
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rows = len(logits)
     return sample(
         logits,
         torch.full((rows,), temperature),
+        torch.full((rows,), min_p),
         torch.full((rows,), top_p),
         torch.full((rows,), top_k or 1 << 30, dtype=torch.int32),
         torch.full((rows,), seed),
@@ -38,15 +39,23 @@ def test_tokens_come_as_often_as_they_are_likely() -> None:
 
 def test_a_row_does_not_depend_on_the_others(logits: torch.Tensor) -> None:
     together = drawn(logits, top_p=0.8)[0].tolist()
-    args = (torch.ones(1), torch.full((1,), 0.8), torch.full((1,), 1 << 30, dtype=torch.int32), torch.tensor([3]))
+    args = (torch.ones(1), torch.zeros(1), torch.full((1,), 0.8), torch.full((1,), 1 << 30, dtype=torch.int32), torch.tensor([3]))
     assert [int(sample(logits[row : row + 1], *args, torch.tensor([row]))[0]) for row in range(ROWS)] == together
     assert drawn(logits, top_p=0.8, seed=4)[0].tolist() != together
 
 
 @pytest.mark.parametrize(
-    "limits", [{"top_p": 0.7}, {"top_k": 5}, {"top_p": 0.6, "top_k": 9, "temperature": 0.5}, {"top_p": 1e-9}, {"top_k": VOCAB}]
+    "limits",
+    [
+        {"top_p": 0.7},
+        {"top_k": 5},
+        {"top_p": 0.6, "top_k": 9, "temperature": 0.5},
+        {"top_p": 1e-9},
+        {"top_k": VOCAB},
+        {"min_p": 0.3, "top_p": 0.9},
+    ],
 )
-def test_log_probs_leave_out_what_top_p_and_top_k_do(logits: torch.Tensor, limits: dict[str, float]) -> None:
+def test_log_probs_leave_out_what_min_p_top_p_and_top_k_do(logits: torch.Tensor, limits: dict[str, float]) -> None:
     sampling = Sampling(**limits)  # type: ignore[arg-type]
     expected = _filter_logits(logits / sampling.temperature, sampling).log_softmax(-1)
     for seed in range(20):
@@ -56,11 +65,12 @@ def test_log_probs_leave_out_what_top_p_and_top_k_do(logits: torch.Tensor, limit
 
 def test_rows_of_one_batch_are_filtered_each_by_its_own_limits(logits: torch.Tensor) -> None:
     top_ps, top_ks = torch.tensor([1.0, 0.5, 1.0, 0.9, 1.0, 0.3]), torch.tensor([1 << 30, 1 << 30, 3, 7, 1, 2])
-    seeds = torch.tensor([1, 2, 3, GREEDY, 5, 6])
-    tokens, log_probs = sample(logits, torch.ones(ROWS), top_ps, top_ks, seeds, torch.arange(ROWS))
+    min_ps, seeds = torch.tensor([0.2, 0.0, 0.0, 0.9, 0.0, 0.1]), torch.tensor([1, 2, 3, GREEDY, 5, 6])
+    tokens, log_probs = sample(logits, torch.ones(ROWS), min_ps, top_ps, top_ks, seeds, torch.arange(ROWS))
     for row in range(ROWS):
         greedy = seeds[row] == GREEDY
-        sampling = Sampling() if greedy else Sampling(top_p=float(top_ps[row]), top_k=int(top_ks[row]) % (1 << 30))
+        limits = {"min_p": float(min_ps[row]), "top_p": float(top_ps[row]), "top_k": int(top_ks[row]) % (1 << 30)}
+        sampling = Sampling() if greedy else Sampling(**limits)  # type: ignore[arg-type]
         assert not greedy or tokens[row] == logits[row].argmax()
         torch.testing.assert_close(log_probs[row], _filter_logits(logits[row : row + 1], sampling).log_softmax(-1)[0, tokens[row]])
 

@@ -1,9 +1,12 @@
 """Responses of the transformers engine are samples of its model, and depend on weights, prompt and seed."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.generation_requests import FREE, check_stopped, end_at_text, two_letters
+from support.tiny import VLLM_PROMPTS
 
 from rlgraph.engines.api import Response
 from rlgraph.engines.hf.pretrained import tiny_model
@@ -62,6 +65,16 @@ def test_a_response_ends_with_its_stop_token(engine: TransformersEngine) -> None
     assert (last.tokens, last.finish) == (stopped[0].tokens, "stop"), "it ended by itself, with the last token that it may have"
 
 
+def test_a_response_ends_with_the_token_that_completes_a_stop_string(engine: TransformersEngine) -> None:
+    free = [asdict(response) for response in engine.generate(VLLM_PROMPTS[3:], FREE, SEEDS[:2])]
+    text = two_letters([response["tokens"] for response in free])
+    stopped = engine.generate(VLLM_PROMPTS[3:], replace(FREE, stop=(text,)), SEEDS[:2])
+    check_stopped(free, [asdict(response) for response in stopped], text)
+    [end] = [end_at_text(response["tokens"], text) for response in free if end_at_text(response["tokens"], text)]
+    last = engine.generate(VLLM_PROMPTS[3:], replace(FREE, max_tokens=end, stop=(text,)), SEEDS[:2])
+    assert [response.finish for response in last] == [response.finish for response in stopped], "it ends with the last token it may have"
+
+
 def test_a_response_ends_at_the_context(engine: TransformersEngine) -> None:
     responses = engine.generate([[3] * 30, [3] * 4], Sampling(max_tokens=5, ignore_eos=True), [0, 1])
     assert [(len(response.tokens), response.finish) for response in responses] == [(2, "length"), (5, "length")]
@@ -101,6 +114,9 @@ def test_tokens_are_drawn_as_often_as_their_probability_says() -> None:
         (Sampling(top_k=2), [4 / 7, 0.0, 3 / 7, 0.0]),
         (Sampling(top_p=0.35), [1.0, 0.0, 0.0, 0.0]),
         (Sampling(top_p=0.6), [4 / 7, 0.0, 3 / 7, 0.0]),
+        (Sampling(min_p=0.6), [4 / 7, 0.0, 3 / 7, 0.0]),
+        (Sampling(min_p=0.6, top_p=0.5), [1.0, 0.0, 0.0, 0.0]),
+        (Sampling(min_p=1.0), [1.0, 0.0, 0.0, 0.0]),
         (Sampling(temperature=0.5), [16 / 30, 1 / 30, 9 / 30, 4 / 30]),
     ],
 )
@@ -113,7 +129,7 @@ def test_log_probs_are_of_the_distribution_sampled_from(sampling: Sampling, kept
 
 
 def test_logits_that_are_no_numbers_have_log_probs_that_are_none() -> None:
-    for sampling in (Sampling(), Sampling(top_p=0.9, top_k=2), Sampling(temperature=0)):
+    for sampling in (Sampling(), Sampling(top_p=0.9, top_k=2, min_p=0.1), Sampling(temperature=0)):
         tokens, log_probs = sample(torch.full((2, 4), torch.nan), torch.tensor([0.1, 0.9], dtype=torch.float64), sampling)
         assert ((tokens >= 0) & (tokens < 4)).all()
         assert log_probs.isnan().all()

@@ -184,9 +184,10 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "ratios against a truncated distribution": (
         read_from(rg.Sampling(top_p=0.9), lambda policy, *given: policy.update(*given, loss=rg.ClippedLoss())),
         GraphError,
-        "node 'update' reads 'rollout_log_probs' of 'rollout', which samples with top_p=0.9, top_k=0 .* use top_p=1",
+        "node 'update' reads 'rollout_log_probs' of 'rollout', which samples with top_p=0.9, top_k=0, .* use top_p=1",
     ),
     "a correction by log-probs of some tokens": (read_from(rg.Sampling(top_k=5), corrected), GraphError, "node 'correction' .* top_k=5"),
+    "a correction by those of likely ones": (read_from(rg.Sampling(min_p=0.1), corrected), GraphError, "'correction' .* min_p=0.1"),
     "a bypass of greedy responses": (read_from(rg.Sampling(temperature=0), bypassed), GraphError, "temperature=0: .* temperature above 0"),
     "another batch of truncated responses": (read_from(rg.Sampling(top_p=0.9), also), GraphError, "reads 'rollout_log_probs'"),
     "a share of 0": (lambda: rg.Pool("p", share=0), GraphError, r"share=0\): share is a positive number, or None"),

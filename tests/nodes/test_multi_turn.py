@@ -52,6 +52,18 @@ def test_a_call_is_answered_as_the_template_says_and_the_response_goes_on(folder
     assert found == {"turns_mean": 2, "calls": 1, "failures": 0, "malformed_calls": 0, "limit_turns": 0}
 
 
+def test_a_turn_that_a_stop_string_ended_is_closed_by_the_template_and_answered(folder: Path) -> None:
+    sampling = rg.Sampling(max_tokens=600, stop=("</tool_call>",))
+    rolled = Rolled(folder, ask_once, [{"prompt": "2 x 7?"}], tools=tools(), sampling=sampling, close="")
+    assert [request.sampling.stop for request in rolled.engine.asked] == [("</tool_call>",)] * 2
+    assert rolled.turns() == [
+        (True, CALL % 7),
+        (False, f"<|im_end|>\n<|im_start|>user\n<tool_response>\n14\n</tool_response>{NEXT}"),
+        (True, "it is 14"),
+    ]
+    assert rolled.columns["finish_reasons"].tolist() == [FINISH_REASONS.index("stop")]
+
+
 def test_a_worker_whose_host_cannot_run_code_says_so_before_its_first_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the model would read that its code could not be run, in each conversation, and learn from that."""
 

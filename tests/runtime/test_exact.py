@@ -114,7 +114,7 @@ REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
     "fp8 weights": (lambda m, o: loop(m, generator={"weights_dtype": "fp8"}), "its engine has weights_dtype="),
     "guessed tokens": (lambda m, o: loop(m, generator={"drafts": rg.options.PromptLookup()}), "its engine has drafts="),
     "top_p": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, top_p=0.9)}), "top_p=0.9, .* use top_p=1"),
-    "top_k": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, top_k=9)}), "top_k=9 .* use top_p=1, top_k=0"),
+    "top_k": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, top_k=9)}), "top_k=9, .* use top_p=1, top_k=0"),
     "greedy": (lambda m, o: loop(m, generator={"sampling": replace(SAMPLING, temperature=0)}), "a temperature above 0"),
     "compiled": (lambda m, o: loop(m, policy={"compiled": True}), r"Policy\(exact=True, compiled=True\): .* leave out one"),
     "adapter": (lambda m, o: loop(m, policy={"adapter": rg.LoRA(rank=4)}), "the combination is not tested to be exact"),

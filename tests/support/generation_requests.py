@@ -1,13 +1,14 @@
 """What every engine that generates is asked by the conformance suite, in the process that holds it."""
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 from support.tiny import UPDATES, VLLM_PROMPTS, other_weights
 
 from rlgraph.engines.api import GenerateEngine, Response
+from rlgraph.engines.hf.pretrained import byte_tokenizer
 from rlgraph.errors import DataError
 from rlgraph.values.sampling import Sampling
 
@@ -17,7 +18,8 @@ FREE = Sampling(max_tokens=8, ignore_eos=True)
 DRAWN = {
     "top_p": Sampling(max_tokens=8, ignore_eos=True, temperature=0.7, top_p=0.6),
     "top_k": Sampling(max_tokens=8, ignore_eos=True, top_k=7),
-    "both": Sampling(max_tokens=8, ignore_eos=True, temperature=1.3, top_p=0.8, top_k=20),
+    "min_p": Sampling(max_tokens=8, ignore_eos=True, temperature=0.5, min_p=0.6),
+    "both": Sampling(max_tokens=8, ignore_eos=True, temperature=1.3, top_p=0.8, top_k=20, min_p=0.1),
     "greedy": Sampling(max_tokens=8, ignore_eos=True, temperature=0),
 }
 
@@ -37,10 +39,35 @@ def sample_requests(engine: GenerateEngine, weights: Mapping[str, torch.Tensor])
     found["drawn"] = {name: sampled(sampling) for name, sampling in DRAWN.items()}
     stop = found["repeated"][0]["tokens"][3]
     found["stopped"] = asdict(engine.generate(VLLM_PROMPTS[:1], Sampling(max_tokens=8, ignore_eos=True, stop_token_ids=(stop,)), [0])[0])
+    found["text"] = two_letters([response["tokens"] for response in found["repeated"]])
+    found["stopped_at_text"] = sampled(replace(FREE, stop=("never", found["text"])))
     found["at_context"] = asdict(engine.generate([[3] * 60], FREE, [0])[0])
     found["refused"] = refusal(engine, {"model.norm.weight": torch.ones(64)})
     found["reshaped"] = refusal(engine, {**weights, "model.norm.weight": torch.ones(1)})
     return found
+
+
+def two_letters(responses: Sequence[Sequence[int]]) -> str:
+    """Return the text of two tokens that follow each other in a response to the tiny model's prompts."""
+    decode = byte_tokenizer().decode
+    pairs = [decode(tokens[place : place + 2]) for tokens in responses for place in range(1, len(tokens) - 2)]
+    return next(pair for pair in pairs if len(pair) == 2 and "\ufffd" not in pair)
+
+
+def end_at_text(tokens: Sequence[int], text: str) -> int | None:
+    """Count the fewest tokens of a response of the tiny model whose text has this text in it."""
+    decode = byte_tokenizer().decode
+    return next((end for end in range(1, len(tokens) + 1) if text in decode(tokens[:end])), None)
+
+
+def check_stopped(free: Sequence[Mapping[str, Any]], stopped: Sequence[Mapping[str, Any]], text: str, off: float = 0.0) -> None:
+    """Compare responses that end at a text with those that went on: the same tokens and log-probs, up to the one that completes it."""
+    ends = [end_at_text(one["tokens"], text) for one in free]
+    assert {end is None for end in ends} == {True, False}
+    for one, other, end in zip(free, stopped, ends, strict=True):
+        assert other["tokens"] == one["tokens"][:end]
+        torch.testing.assert_close(torch.tensor(other["log_probs"]), torch.tensor(one["log_probs"][:end]), atol=off, rtol=0)
+        assert other["finish"] == ("length" if end is None else "stop")
 
 
 def refusal(engine: GenerateEngine, weights: Mapping[str, torch.Tensor]) -> str:

@@ -216,6 +216,9 @@ SAMPLING = {
     "top_k of -1": call_mistake("top_k is a whole number of at least 0", lambda: rg.Sampling(top_k=-1)),
     "a stop token as text": call_mistake("item 0 is '</s>'", lambda: rg.Sampling(stop_token_ids=("</s>",))),  # type: ignore[arg-type]
     "one stop token": call_mistake("write stop_token_ids=(2,)", lambda: rg.Sampling(stop_token_ids=2)),  # type: ignore[arg-type]
+    "min_p in percent": call_mistake("at most 1, and 0 keeps all tokens", lambda: rg.Sampling(min_p=5)),
+    "one stop string": call_mistake("write stop=('</answer>',)", lambda: rg.Sampling(stop="</answer>")),  # type: ignore[arg-type]
+    "an empty stop string": call_mistake("item 0 is ''", lambda: rg.Sampling(stop=("",))),
     "NaN as temperature": call_mistake("temperature is", lambda: rg.Sampling(temperature=float("nan"))),
 }
 OPTIMIZER = {

@@ -6,7 +6,7 @@ SGLang keeps settings of its whole process (threads, a process group, stand-ins)
 import itertools
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rlgraph.engines.api import GenerateEngine, Request, Response, check_request
 from rlgraph.engines.hf.pretrained import check_model, parameter_shapes
 from rlgraph.engines.sglang import start
 from rlgraph.engines.sglang.start import GREEDY, SeededSampler
+from rlgraph.engines.stop_strings import StopStrings, stop_strings
 from rlgraph.values.sampling import Running
 
 MEMORIES = ("weights", "kv_cache")  # that SGLang frees by name, in the order in which they come back
@@ -97,7 +98,7 @@ class SglangEngine(GenerateEngine):
         assert queued.rid == name
         queued.eos_token_ids = set()  # the stop tokens of `Sampling` alone end a response
         self._names[request.id] = name
-        self._rows[name] = _HeldRequest(request, queued)
+        self._rows[name] = _HeldRequest(request, queued, stop_strings(self._summary.path, request.sampling))
 
     @property
     def _salt(self) -> str:
@@ -113,6 +114,7 @@ class SglangEngine(GenerateEngine):
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k or -1,
+            min_p=sampling.min_p,
             sampling_seed=GREEDY if sampling.temperature == 0 else request.seed % (1 << 63),
             stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._summary.eos_token_ids)],
         )
@@ -158,8 +160,12 @@ class SglangEngine(GenerateEngine):
                 continue
             row.tokens.append(int(req.output_ids[-1]))
             row.log_probs.append(log_probs[place])
-            if req.finished():
-                self._ended[row.request.id] = self._forget(req.rid)
+            stopped = row.texts is not None and row.texts.find_end(row.tokens, len(row.tokens) - 1) is not None
+            if stopped and not req.finished():
+                self._abort(req.rid)
+            if stopped or req.finished():
+                ended = self._forget(req.rid)
+                self._ended[row.request.id] = replace(ended, finish="stop") if stopped else ended
 
     def _forget(self, name: str) -> Response:
         row = self._rows.pop(name)
@@ -177,15 +183,18 @@ class SglangEngine(GenerateEngine):
 
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:
         """End these requests and return their responses so far."""
-        from sglang.srt.managers.io_struct import AbortReq
-
         ended = {}
         for request_id in ids:
             if request_id in self._names:
                 name = self._names[request_id]
-                self._scheduler.abort_request(AbortReq(rid=name))
+                self._abort(name)
                 ended[request_id] = self._forget(name)
         return ended
+
+    def _abort(self, name: str) -> None:
+        from sglang.srt.managers.io_struct import AbortReq
+
+        self._scheduler.abort_request(AbortReq(rid=name))
 
     @torch.no_grad()
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
@@ -265,5 +274,6 @@ class _HeldRequest:
 
     request: Request
     req: Any
+    texts: StopStrings | None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)

@@ -28,6 +28,6 @@ def load(generator: Any, place: Place) -> GenerateEngine:
 ENGINE = EngineSpec(
     name="sglang",
     load=load,
-    settings=("memory", "max_sequences"),
+    settings=("memory", "max_sequences", "min_p", "stop"),
     shares=(start.MEMORY_ALONE, start.MEMORY_SHARED),
 )

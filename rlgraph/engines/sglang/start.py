@@ -395,8 +395,9 @@ class SeededSampler:
         self, output: Any, info: Any, return_logprob: bool, top_logprobs_nums: Any, token_ids_logprobs: Any, positions: torch.Tensor
     ) -> torch.Tensor:
         logits, warm = output.next_token_logits, info.temperatures.view(-1)
-        filters = info.need_top_p_sampling or info.need_top_k_sampling  # known on the host
-        tokens, log_probs = sample(logits, warm, info.top_ps, info.top_ks, info.sampling_seed, positions, filters=filters)
+        filters = info.need_top_p_sampling or info.need_top_k_sampling or info.need_min_p_sampling  # known on the host
+        limits = info.min_ps, info.top_ps, info.top_ks
+        tokens, log_probs = sample(logits, warm, *limits, info.sampling_seed, positions, filters=filters)
         # On a GPU the copy is under way when this returns; SGLang waits for the tokens, which leave after it.
         host = torch.empty(log_probs.shape, dtype=torch.float32, pin_memory=log_probs.is_cuda)
         self.drawn.append(host.copy_(log_probs, non_blocking=True))
@@ -406,6 +407,7 @@ class SeededSampler:
 def sample(
     logits: torch.Tensor,
     temperatures: torch.Tensor,
+    min_ps: torch.Tensor,
     top_ps: torch.Tensor,
     top_ks: torch.Tensor,
     seeds: torch.Tensor,
@@ -415,19 +417,19 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample a token `[B]` for each row of `logits [B, V]`, and return its log-prob `[B]` under the distribution it is drawn from.
 
-    Temperature, top-p, top-k, seed and position are `[B]`. Greedy rows have the seed -1; their log-probs are those of temperature 1.
+    Temperature, min-p, top-p, top-k, seed and position are `[B]`. Greedy rows have the seed -1; their log-probs are those of temperature 1.
     Without `filters` every row keeps all tokens.
 
     >>> logits = torch.tensor([[0.0, 9.0, 1.0]]).repeat(2, 1)
     >>> one, zero = torch.ones(2), torch.zeros(2, dtype=torch.int64)
-    >>> sample(logits, one, one, zero + 1, torch.tensor([GREEDY, 5]), zero + 7)[0].tolist()
+    >>> sample(logits, one, zero, one, zero + 1, torch.tensor([GREEDY, 5]), zero + 7)[0].tolist()
     [1, 1]
     """
     greedy = seeds == GREEDY
     warm = torch.where(greedy, 1.0, temperatures)[:, None]
     logits = logits.float() / warm
     if filters:
-        logits = _filter_logits(logits, torch.where(greedy, 1.0, top_ps), torch.where(greedy, 0, top_ks))
+        logits = _filter_logits(logits, torch.where(greedy, 0.0, min_ps), torch.where(greedy, 1.0, top_ps), torch.where(greedy, 0, top_ks))
     log_probs = logits.log_softmax(-1)
     cumulative = log_probs.double().exp().cumsum(-1)
     total = cumulative[:, -1:]
@@ -438,9 +440,10 @@ def sample(
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 
 
-def _filter_logits(logits: torch.Tensor, top_ps: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
-    """Set the logits of tokens that `top_k`, then `top_p` leave out to minus infinity; 0 or the vocabulary's size keeps all."""
+def _filter_logits(logits: torch.Tensor, min_ps: torch.Tensor, top_ps: torch.Tensor, top_ks: torch.Tensor) -> torch.Tensor:
+    """Set the logits of tokens that min-p, top-k, then top-p leave out to minus infinity; a top-k of 0 or the vocabulary keeps all."""
     vocab = logits.shape[-1]
+    logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_ps.log()[:, None], -torch.inf)
     count = torch.where((top_ks > 0) & (top_ks < vocab), top_ks, vocab).long()
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     least = ordered.gather(-1, count[:, None] - 1)

@@ -1,5 +1,6 @@
 """Generate with transformers: plain batched sampling with a key-value cache. Slow and simple, the reference for vLLM."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from rlgraph.engines.hf.folder_weights import FolderWeights, whole_part
 from rlgraph.engines.hf.model_files import FamilyOptions, rotary_limit, text_config
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.lora import describe_weights
+from rlgraph.engines.stop_strings import StopStrings, stop_strings
 from rlgraph.errors import DataError, GraphError
 from rlgraph.values.sampling import Running, Sampling
 
@@ -77,6 +79,7 @@ class TransformersEngine(GenerateEngine):
                 min(request.sampling.max_tokens, self._context - len(request.prompt)),
                 frozenset(request.sampling.stop_token_ids) | (frozenset() if request.sampling.ignore_eos else eos),
                 len(request.prompt),
+                stop_strings(self._summary.path, request.sampling),
             )
             for place, request in enumerate(requests)
         ]
@@ -131,7 +134,13 @@ class _Row:
     limit: int
     stops: frozenset[int]
     prompt: int = 0
+    texts: StopStrings | None = None
     response: Response = field(default_factory=lambda: Response([], []))
+
+    def is_stopped(self) -> bool:
+        """Whether the last token is a stop token or completes a stop string."""
+        tokens = self.response.tokens
+        return tokens[-1] in self.stops or (self.texts is not None and self.texts.find_end(tokens, len(tokens) - 1) is not None)
 
 
 class _Batch:
@@ -170,11 +179,11 @@ class _Batch:
         """Append each unfinished row's token, and return the responses that end with it."""
         finished = {}
         for row in self.rows:
-            token = chosen[row.place]
-            row.response.tokens.append(token)
+            row.response.tokens.append(chosen[row.place])
             row.response.log_probs.append(log_probs[row.place])
-            if token in row.stops or self._steps == row.limit:
-                finished[row.id] = replace(self.response_of(row), finish="stop" if token in row.stops else "length")
+            stopped = row.is_stopped()
+            if stopped or self._steps == row.limit:
+                finished[row.id] = replace(self.response_of(row), finish="stop" if stopped else "length")
         self.rows = [row for row in self.rows if row.id not in finished]
         return finished
 
@@ -235,7 +244,7 @@ def score_by_decoding(model: Any, prompts: Sequence[Sequence[int]], responses: t
 
 def _drawing_fields(sampling: Sampling) -> Sampling:
     """Keep the fields of a sampling that say how a token is drawn, without those that end a response."""
-    return Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k)
+    return Sampling(temperature=sampling.temperature, top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p)
 
 
 def sample(logits: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
@@ -258,7 +267,9 @@ def sample(logits: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> t
 
 
 def _filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Set the logits of tokens that `top_k`, then `top_p` leave out to minus infinity."""
+    """Set the logits of tokens that `min_p`, `top_k`, then `top_p` leave out to minus infinity."""
+    if sampling.min_p > 0:
+        logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(sampling.min_p), -torch.inf)
     if 0 < sampling.top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[:, -1:], -torch.inf)
     if sampling.top_p < 1:

@@ -23,7 +23,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
 ENGINE = EngineSpec(
     name="transformers",
     load=load,
-    settings=("engines_per_gpu", "self_test", "routes"),
+    settings=("engines_per_gpu", "self_test", "routes", "min_p", "stop"),
     shares_steps=False,
     merges_adapters=True,
     sleep_bytes=stays_awake,

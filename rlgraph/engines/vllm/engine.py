@@ -22,6 +22,7 @@ from rlgraph.engines.hf.model_files import header_shapes, in_text_model, is_head
 from rlgraph.engines.hf.pretrained import check_model, parameter_shapes
 from rlgraph.engines.lora import MergedWeights, describe_weights
 from rlgraph.engines.precision import in_company
+from rlgraph.engines.stop_strings import StopStrings, stop_strings
 from rlgraph.engines.vllm import arguments as engine_arguments
 from rlgraph.engines.vllm import drafts as vllm_drafts
 from rlgraph.engines.vllm import weights as fp8_weights
@@ -68,7 +69,8 @@ class CoreRequests:
     def make(self, request: Request, salt: str) -> Any:
         """Make vLLM's `EngineCoreRequest`, under a name that no other has. It shares prefixes with requests of the same `salt`."""
         sampling = request.sampling
-        way = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop_token_ids, sampling.ignore_eos)
+        drawn = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
+        way = (*drawn, sampling.stop_token_ids, sampling.ignore_eos)
         if way not in self._checked:
             prompt, tasks = {"prompt_token_ids": list(request.prompt)}, self._llm.get_supported_tasks()
             checked = self._llm.input_processor.process_inputs(request.id, prompt, self._params(sampling), supported_tasks=tasks)
@@ -97,6 +99,7 @@ class CoreRequests:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p,
             stop_token_ids=[*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._ends)],
             ignore_eos=sampling.ignore_eos,
             seed=0,  # replaced; a request with a seed is sampled by a generator of its own
@@ -345,7 +348,7 @@ class VllmEngine(GenerateEngine):
             made.resumable = self._held is not None and bool(request.conversation)
         self.llm.engine_core.add_request(made)
         self._names[request.id] = made.request_id
-        self._running[made.request_id] = _Running(request)
+        self._running[made.request_id] = _Running(request, stop_strings(self._summary.path, request.sampling))
         if self._routes is not None:
             self._routes.begin(made.request_id, request.prompt)
 
@@ -364,10 +367,14 @@ class VllmEngine(GenerateEngine):
                 self.decoded += len(output.new_token_ids)
                 self.decodings += 1
                 row.log_probs += output.new_logprobs.logprobs[:, 0].tolist()
-            if output.finish_reason is not None:
-                finished[row.request.id] = self._forget(output.request_id, FINISHES.get(str(output.finish_reason), "abort"))
-                if self._held is not None and row.request.conversation:
-                    self._held.hold(row.request.conversation, output.request_id)
+            stopped = row.cut_at_text(len(output.new_token_ids))
+            if stopped and output.finish_reason is None:
+                self.llm.engine_core.abort_requests([output.request_id])
+            if stopped or output.finish_reason is not None:
+                finish = "stop" if stopped else FINISHES.get(str(output.finish_reason), "abort")
+                finished[row.request.id] = self._forget(output.request_id, finish)
+            if output.finish_reason is not None and self._held is not None and row.request.conversation:
+                self._held.hold(row.request.conversation, output.request_id)
         return finished
 
     def end_conversations(self, conversations: Iterable[str]) -> None:
@@ -597,5 +604,13 @@ class _Running:
     """A request that the engine holds, and what it has so far."""
 
     request: Request
+    texts: StopStrings | None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+
+    def cut_at_text(self, fresh: int) -> bool:
+        """Leave out the tokens after the first of the last `fresh` ones that completes a stop string; return whether there is one."""
+        end = None if self.texts is None else self.texts.find_end(self.tokens, len(self.tokens) - fresh)
+        if end is not None:
+            del self.tokens[end:], self.log_probs[end:]
+        return end is not None

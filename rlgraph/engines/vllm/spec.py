@@ -61,7 +61,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
 ENGINE = EngineSpec(
     name="vllm",
     load=load,
-    settings=("memory", "max_sequences", "engines_per_gpu", "engine_args", "weights_dtype", "drafts", "routes"),
+    settings=("memory", "max_sequences", "engines_per_gpu", "engine_args", "weights_dtype", "drafts", "routes", "min_p", "stop"),
     spans_devices=True,
     merges_adapters=True,
     samples_exactly=True,

@@ -13,6 +13,7 @@ import torch
 from rlgraph.columns import Column, Columns, rows_of_rank, truncation_mask
 from rlgraph.data.rows import Dataset, Mix
 from rlgraph.engines.hf.chat_template import encoded_prompts
+from rlgraph.engines.registry import sampling_of
 from rlgraph.errors import DataError, GraphError, choices
 from rlgraph.graph.nodes import Due, Feedback, Node, Operation, Output, declare
 from rlgraph.graph.traits import NodeTraits
@@ -207,9 +208,10 @@ def evaluate(
     delay other nodes, and DataError as `rg.prompts` does.
     """
     questions = _questions(name, data, chat, prompt)
-    _check(name, questions, samples, sampling or generator.sampling, source)
+    sampling = sampling_of(generator, sampling)
+    _check(name, questions, samples, sampling, source)
     due = Due(every, steps, at_start)
-    answer = Answer(generator, questions, samples, sampling or generator.sampling, due)
+    answer = Answer(generator, questions, samples, sampling, due)
     rows = len(data) * samples
     answers = Output(declare(name, answer, (), reads=(), writes=(*ANSWERS, *ASKED), rows=rows, model=generator, feedback=weights, due=due))
     messages = () if questions.chat is None else ("prompt_messages",)

@@ -18,7 +18,7 @@ from rlgraph.engines.api import Request
 from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate, encoded_prompts, reads
 from rlgraph.engines.hf.model_files import header_shapes
 from rlgraph.engines.hf.pretrained import check_model
-from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of
+from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of, sampling_of
 from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.graph.nodes import Feedback, Model, Node, Operation, Output, declare
 from rlgraph.graph.traits import ModelTraits, NodeTraits
@@ -181,6 +181,7 @@ class Generator(Model):
             )
         check_told(self)
         _ = self.spec, self._gpu_only  # looked up and checked where the model is declared
+        sampling_of(self, None)
 
     @cached_property
     def spec(self) -> EngineSpec:
@@ -270,7 +271,7 @@ class Generator(Model):
         operation = Rollout(
             generator=self,
             group_size=group_size * (given.sequences if isinstance(given, Program) else 1),
-            sampling=sampling or self.sampling,
+            sampling=sampling_of(self, sampling),
             tools=tools,
             agent=given,
             max_turns=max_turns or (MAX_CALLS if isinstance(given, Program) else MAX_TURNS),
