@@ -26,9 +26,9 @@ def copy(text: str, source: Source, nodes: Iterable[ast.AST]) -> tuple[list[str]
             if isinstance(binding.node, ast.Import | ast.ImportFrom):
                 continue
             if name.id in OWN:
-                raise Unreadable(name, f"is a name of the recipe itself; name it differently than {', '.join(sorted(OWN))}")
+                raise Unreadable(name, f"is also a name of the recipe; rename it, to none of {', '.join(sorted(OWN))}")
             if not isinstance(binding.node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and binding.place is not None:
-                raise Unreadable(name, "is one of several values; assign it by itself")
+                raise Unreadable(name, "is assigned together with other names; assign it in a statement of its own")
             waiting.append(binding.node)
     imports = [_import(name, each.node) for name, each in found.items() if isinstance(each.node, ast.Import | ast.ImportFrom)]
     lines = text.splitlines()

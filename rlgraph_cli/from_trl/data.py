@@ -50,7 +50,7 @@ def data_of(source: Source, key: str, node: ast.expr) -> tuple[Data, list[Settin
                     said = data.files or "the rows of the script"
                     return data, [Setting(key, said, f"{key}={said}", line), *reversed(settings)]
                 case _:
-                    raise Unreadable(made, "is no data set that can be read; write load_dataset(…), or give -- --dataset_name FILE")
+                    raise Unreadable(made, "cannot be read as a data set; write load_dataset(…), or pass -- --dataset_name FILE")
     except Unreadable as error:
         return data, [Setting(key, Unread(error.why), f"{key}={ast.unparse(node)}", line)]
 
@@ -63,10 +63,10 @@ def _origin(source: Source, data: Data, call: ast.Call, place: Any) -> None:
         data.reads.append(call.args[0])
         return
     if name not in ("load_dataset", *READERS):
-        raise Unreadable(call, "is no data set that can be read; write load_dataset(…), or give -- --dataset_name FILE")
+        raise Unreadable(call, "cannot be read as a data set; write load_dataset(…), or pass -- --dataset_name FILE")
     first = READERS.get(name) or source.read(call.args[0] if call.args else named["path"])
     if not first:
-        raise Unreadable(call, "is of no data set yet; give -- --dataset_name FILE")
+        raise Unreadable(call, "names no data set; pass -- --dataset_name FILE")
     if first in ("json", "parquet", "csv"):
         files = source.read(call.args[0] if name in READERS else named["data_files"])
         files = files.get(place or "train") if isinstance(files, dict) else files
@@ -111,7 +111,7 @@ def _step(source: Source, data: Data, key: str, attr: str, call: ast.Call) -> Se
     made = source.follow(functions[0]) if len(functions) == 1 and known else call
     arguments = len(made.args.args) if isinstance(made, ast.FunctionDef | ast.Lambda) else 0
     if arguments != 1:
-        return Setting(name, Unread("is no function of one row; write the rows that it makes to a file"), text, call.lineno)
+        return Setting(name, Unread("is not a function of one row; write the rows that it makes to a file"), text, call.lineno)
     said = ast.unparse(made if isinstance(made, ast.Lambda) else functions[0])
     called = f"({said})" if isinstance(made, ast.Lambda) else said
     data.steps.insert(0, f".filter({said})" if attr == "filter" else f".map(lambda row: row | {called}(row))")

@@ -108,7 +108,7 @@ def _optimizer(values: Values, updates: str) -> str:
     options = values["lr_scheduler_kwargs"] or {}
     numbers = isinstance(options, dict) and all(isinstance(each, int | float) for each in options.values())
     if not numbers or not options.keys() <= {"min_lr", "min_lr_rate"}:
-        raise values.error("lr_scheduler_kwargs", "has no counterpart but for the numbers min_lr and min_lr_rate; see rg.optim for others")
+        raise values.error("lr_scheduler_kwargs", "has no counterpart except for the numbers min_lr and min_lr_rate; see rg.optim")
     lowest = options.get("min_lr_rate") or options.get("min_lr", 0.0) / (values.decimal("learning_rate") or 1.0)
     schedule = None
     if not kind.startswith("constant"):
@@ -138,7 +138,7 @@ def _adapter(values: Values) -> str | None:
         return None
     targets = values["peft_config.target_modules"] or ["q_proj", "v_proj"]  # which PEFT chooses for most families
     if not isinstance(targets, str | list) or not all(isinstance(each, str) for each in targets):
-        raise values.error("peft_config.target_modules", "is no list of names")
+        raise values.error("peft_config.target_modules", "is not a list of names")
     return call(
         "rg.LoRA",
         rank=str(values.whole("peft_config.r", 16 if flags else 8)),
@@ -170,7 +170,7 @@ def _write_supervised(script: Script, values: Values, page: Page) -> list[str]:
     model, template = "cfg.model", values["chat_template_path"]
     lines = ['pool = rg.Pool("train")']
     if template and not str(template).endswith((".jinja", ".j2")):
-        raise values.error("chat_template_path", "adds tokens of another model; give a file of Jinja, *.jinja")
+        raise values.error("chat_template_path", "adds tokens of another model; pass a Jinja file, *.jinja")
     if template:
         model = "model"
         lines += [f"model = rg.model_folder(cfg.model, chat_template={page.setting('chat_template', str(template), 'a file of Jinja')})"]
@@ -195,11 +195,11 @@ def _write_grpo(script: Script, values: Values, page: Page) -> list[str]:
     group, completions = values.count("num_generations"), window * per_generation
     if completions % group:
         rule = f"does not divide the {completions} completions of a rollout: per_device_train_batch_size times steps_per_generation times"
-        raise values.error("num_generations", f"{rule} num_processes, as TRL requires; give -- --num_processes N, or more steps")
+        raise values.error("num_generations", f"{rule} num_processes, as TRL requires; pass -- --num_processes N, or more steps")
     if per_generation % accumulated:
-        raise values.error("steps_per_generation", f"is no multiple of gradient_accumulation_steps={accumulated}; choose one")
+        raise values.error("steps_per_generation", f"must be a multiple of gradient_accumulation_steps={accumulated}, as TRL requires")
     if not script.rewards:
-        raise values.error("reward_funcs", "is no reward; name a function of the script, or give -- --reward_funcs accuracy_reward")
+        raise values.error("reward_funcs", "is not a reward; name a function of the script, or pass -- --reward_funcs accuracy_reward")
     epochs = values.count("num_iterations")
     page.setting("prompts", completions // group, "prompts a step")
     page.setting("group_size", group, "responses a prompt")
@@ -213,7 +213,7 @@ def _write_grpo(script: Script, values: Values, page: Page) -> list[str]:
     models = [each.model for each in script.rewards if each.model]
     weights = values["reward_weights"]
     if weights and not (isinstance(weights, list) and [*map(type, weights)] == [float] * len(script.rewards)):
-        raise values.error("reward_weights", f"are no {len(script.rewards)} numbers as 0.5, one for each reward")
+        raise values.error("reward_weights", f"must be {len(script.rewards)} numbers such as 0.5, one per reward")
     if not models:
         while page.body and not page.body[-1]:
             page.body.pop()
@@ -221,7 +221,7 @@ def _write_grpo(script: Script, values: Values, page: Page) -> list[str]:
     lines, kl = _write_models(values, page, f" * cfg.mini_batches{f' * {epochs}' if epochs > 1 else ''}")
     chat = values["chat_template_kwargs"]
     if chat and not isinstance(chat, dict):
-        raise values.error("chat_template_kwargs", "is no mapping")
+        raise values.error("chat_template_kwargs", "is not a mapping")
     options = f"rg.options.Chat(template_kwargs={show(chat)})" if chat else None
     lines += [f"prompts = {call('rg.prompts', _rows(page), count='cfg.prompts', chat=options, seed='cfg.seed')}"]
     lines += ["rollout = generator.rollout(prompts, weights, group_size=cfg.group_size)"]
@@ -262,6 +262,8 @@ def _write_models(values: Values, page: Page, updates: str) -> tuple[list[str], 
         temperature=unless(1.0, values.decimal("temperature")),
         top_p=unless(1.0, top_p),
         top_k=unless(0, max(0, top_k)),
+        min_p=unless(0.0, values.decimal("min_p")),
+        stop=unless((), _stop(values)),
     )
     memory = values.decimal("vllm_gpu_memory_utilization")
     context = values.whole("vllm_max_model_length", 0)
@@ -280,6 +282,17 @@ def _write_models(values: Values, page: Page, updates: str) -> tuple[list[str], 
     if not values.decimal("beta"):
         return lines, ""
     return lines, "policy.base_log_probs(rollout)" if adapter else f"rg.Reference(cfg.model, pool={train}).log_probs(rollout)"
+
+
+def _stop(values: Values) -> tuple[str, ...]:
+    """Read the texts at which responses stop, by vLLM's name or by that of transformers."""
+    given = values["generation_kwargs"] or {"stop": []}
+    known = isinstance(given, dict) and len(given) == 1 and given.keys() <= {"stop", "stop_strings"}
+    texts = next(iter(given.values())) if known else None
+    texts = [texts] if isinstance(texts, str) else texts
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise values.error("generation_kwargs", "has no counterpart except for the texts of stop or stop_strings; leave the rest out")
+    return tuple(texts)
 
 
 def _correction(values: Values) -> str:
@@ -313,7 +326,7 @@ def _loss(values: Values, page: Page) -> str:
         )
     if kind == "cispo":
         if high < 1:
-            raise values.error("epsilon_high", "is the largest ratio of loss_type=cispo; give one above 1, e.g. 5.0")
+            raise values.error("epsilon_high", "is the largest ratio of loss_type=cispo; choose a number above 1, e.g. 5.0")
         return call("rg.losses.CISPO", clip_low="1.0", clip_high=page.setting("clip_high", high - 1), **options)
     clips = {"clip_low": page.setting("clip_low", low), "clip_high": page.setting("clip_high", high)}
     if values["importance_sampling_level"] == "sequence":

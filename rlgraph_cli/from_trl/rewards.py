@@ -70,12 +70,12 @@ def _reward(source: Source, node: ast.expr) -> Reward:
             return Reward(str(name))
         if isinstance(made, ast.Constant) and "/" in str(name):
             return Reward(str(name), model=str(name))
-        raise Unreadable(node, f"has no counterpart; {' and '.join(KNOWN)} have: write a function, or rg.estimators.OverlongPenalty")
+        raise Unreadable(node, f"has no counterpart; use {' or '.join(KNOWN)}, write a function, or use rg.estimators.OverlongPenalty")
     if not isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef):
-        raise Unreadable(node, "is no function that the script defines; write `def reward(completions, **kwargs)` in it")
+        raise Unreadable(node, "is not a function that the script defines; write `def reward(completions, **kwargs)` in it")
     reward = Reward(made.name, made, node)
     if wrong := [each for each in reward.arguments if each in NOT_PASSED]:
-        raise Unreadable(node, f"reads {', '.join(wrong)}, which a recipe's rewards do not have; rg.reward reads columns")
+        raise Unreadable(node, f"reads {', '.join(wrong)}, which rewards of a recipe do not get; rg.reward passes columns")
     return reward
 
 

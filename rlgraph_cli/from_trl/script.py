@@ -45,19 +45,19 @@ def tables_of(kind: str) -> Tables:
 def read_script(path: Path, words: Sequence[str]) -> Script:
     """Read a script of Python; `words` are the flags that it, or TRL's parser, would get.
 
-    Raises ConfigError for a file that is missing or no Python, without a trainer or with several, and for words that are no flags.
+    Raises ConfigError for a file that is missing or not Python, without a trainer or with several, and for words that are not flags.
     """
     if not path.is_file():
-        raise ConfigError(f"from-trl: there is no file '{path}'; give a script of Python that makes a trainer of TRL")
+        raise ConfigError(f"from-trl: file '{path}' not found; pass a Python script that makes a trainer of TRL")
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"))
     except (SyntaxError, ValueError) as error:
-        raise ConfigError(f"{path}:{getattr(error, 'lineno', 0)}: this is no Python: {error.args[0]}") from None
+        raise ConfigError(f"{path}:{getattr(error, 'lineno', 0)}: this is not Python: {error.args[0]}") from None
     made = [*_trainers(tree)]
     if len(made) != 1:
         lines = ", ".join(f"{path.name}:{call.lineno}" for _, call in made)
         found = f"{len(made)} trainers ({lines})" if made else "no trainer"
-        raise ConfigError(f"{path}: the script makes {found}; from-trl reads one {', '.join(TRAINERS)}: give a script that makes it")
+        raise ConfigError(f"{path}: the script makes {found}; from-trl reads scripts with one of {', '.join(TRAINERS)}")
     name, call = made[0]
     tables = tables_of(name.removesuffix("Trainer"))
     given = flags_of(words)
@@ -66,13 +66,13 @@ def read_script(path: Path, words: Sequence[str]) -> Script:
     _collect(source, tree, call)
     try:
         known = [each for each in declared if each.line and tables.outcome_of(each).kind != "unknown"]
-        own = {each.key for each in declared} - {each.key for each in known}  # the script's own flags, which are no settings of TRL
+        own = {each.key for each in declared} - {each.key for each in known}  # the script's own flags, which are not settings of TRL
         given = {name: value for name, value in given.items() if name not in own}
         return _read_trainer(path, name, tables, call, source, given, [each for each in known if each.value is not None])
     except Unreadable as error:
         raise ConfigError(f"{path}:{error.line}: {error.why}") from None
     except RecursionError:
-        raise ConfigError(f"{path}: a value of the script is defined by itself; write it as a value") from None
+        raise ConfigError(f"{path}: a value of the script depends on itself; write the value") from None
 
 
 def flags_of(words: Sequence[str]) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def flags_of(words: Sequence[str]) -> dict[str, Any]:
         elif name:
             found[name].append(word)
         else:
-            raise ConfigError(f"from-trl: '{word}' is no flag; write -- --learning_rate 1e-6")
+            raise ConfigError(f"from-trl: '{word}' is not a flag; write -- --learning_rate 1e-6")
     read = {name: [_yaml(word) for word in values] for name, values in found.items()}
     flags = {name: values[0] if len(values) == 1 else values or True for name, values in read.items()}
     off = {name[3:]: False for name, value in flags.items() if name.startswith("no_") and value is True}
@@ -101,14 +101,14 @@ def flags_of(words: Sequence[str]) -> dict[str, Any]:
     try:
         base = OmegaConf.to_container(OmegaConf.load(str(file)))
     except Exception as error:  # noqa: BLE001 (each parser of YAML has errors of its own)
-        raise ConfigError(f"'{file}' is no YAML: {error}") from None
+        raise ConfigError(f"'{file}' is not YAML: {error}") from None
     return {**(base if isinstance(base, dict) else {}), **flags}
 
 
 def _yaml(word: str) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.create(f"value: {word}"))["value"]
-    except Exception:  # noqa: BLE001 (a word that is no YAML is text)
+    except Exception:  # noqa: BLE001 (a word that is not YAML is text)
         return word
 
 
@@ -174,7 +174,7 @@ def _read_trainer(
 ) -> Script:
     named = {**dict(zip(TRAINERS[name], call.args, strict=False)), **{each.arg: each.value for each in call.keywords if each.arg}}
     if any(each.arg is None for each in call.keywords):
-        raise Unreadable(call, "is given ** that from-trl does not read; name the arguments")
+        raise Unreadable(call, "has ** arguments that from-trl does not read; name the arguments")
     settings = [] if _last_name(call.func) == name else [Setting("trainer", name, f"{_last_name(call.func)}(…)", call.lineno)]
     rewards: tuple[Reward, ...] = ()
     if "reward_funcs" in given:
@@ -210,7 +210,7 @@ def _setting(source: Source, key: str, node: ast.expr) -> Setting:
     try:
         value = source.read(node)
     except Unreadable as error:
-        value = Unread(f"{error.why}, or give -- --{key.rpartition('.')[2]} VALUE")
+        value = Unread(f"{error.why}, or pass -- --{key.rpartition('.')[2]} VALUE")
     return Setting(key, value, f"{key}={ast.unparse(node)}", node.lineno)
 
 
@@ -237,7 +237,7 @@ def _config(source: Source, node: ast.expr, fields: Sequence[Setting]) -> list[S
     if isinstance(made, ast.Call) and _last_name(made.func).endswith(("Config", "Arguments")):
         settings = _keywords(source, made)
     elif not (isinstance(made, ast.Constant) and made.value is None) and source.read(node) is not Parsed:
-        raise Unreadable(node, "is no configuration that can be read: write GRPOConfig(…), SFTConfig(…) or DPOConfig(…) with values")
+        raise Unreadable(node, "cannot be read as a configuration; write GRPOConfig(…), SFTConfig(…) or DPOConfig(…) with values")
     names = {each.id for each in _names_of(source, node)}
     return settings + [_setting(source, target.attr, value) for owner, target, value in source.attributes if owner in names]
 

@@ -132,9 +132,9 @@ class Source:
             if not found:
                 continue
             if name.id in scope.changed or not found[-1].sure:
-                raise Unreadable(name, "is changed where only running the script would tell how; assign it once, to a value")
+                raise Unreadable(name, "changes in a way that only running the script would tell; assign it once, to a value")
             return found[-1]
-        raise Unreadable(name, "is a name that the script does not assign before")
+        raise Unreadable(name, "is not assigned before this line; assign a value to it")
 
     def follow(self, node: ast.AST) -> ast.AST:
         """Follow names to the expression or definition behind them."""
@@ -154,9 +154,9 @@ class Source:
         try:
             value = self._read(node)
         except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
-            raise Unreadable(node, f"is an error: {error}") from None
+            raise Unreadable(node, f"raises an error: {error}") from None
         if (isinstance(value, str | list | dict) and len(value) > LARGEST) or (isinstance(value, int) and value.bit_length() > LARGEST):
-            raise Unreadable(node, "is too large a value")
+            raise Unreadable(node, "is too large; write a smaller value")
         return value
 
     def _read(self, node: ast.AST) -> Any:
@@ -169,7 +169,7 @@ class Source:
                 return found if binding.place is None or found is Parsed else found[binding.place]
             case ast.JoinedStr(values=parts):
                 if any(isinstance(part, ast.FormattedValue) and (part.format_spec or part.conversion > 0) for part in parts):
-                    raise Unreadable(node, "has a format; write the text")
+                    raise Unreadable(node, "has a format specification; write the text")
                 return "".join(str(self.read(part.value if isinstance(part, ast.FormattedValue) else part)) for part in parts)
             case ast.List(elts=parts) | ast.Tuple(elts=parts) | ast.Set(elts=parts):
                 return [self.read(part) for part in parts]
@@ -190,7 +190,7 @@ class Source:
                 a, b = self.read(left), self.read(right)
                 repeated = isinstance(op, ast.Mult) and (isinstance(a, str | list) or isinstance(b, str | list))
                 if (isinstance(op, ast.Pow) and abs(b) > 64) or (repeated and max(_size(a), 1) * max(_size(b), 1) > LARGEST):
-                    raise Unreadable(node, "is too large a value")
+                    raise Unreadable(node, "is too large; write a smaller value")
                 return OPERATORS[type(op)](a, b)
             case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATORS:
                 return OPERATORS[type(op)](self.read(operand))

@@ -19,7 +19,7 @@ def translate(source: Path | None, overrides: Sequence[str], out: Path | None, s
     """
     started = read_call(source, overrides)
     if started.module.rpartition(".")[2] not in TRAINERS and not started.module.endswith(".py"):
-        raise ConfigError(f"{started.source}: {started.module} is no trainer; known are {', '.join(TRAINERS)}")
+        raise ConfigError(f"{started.source}: {started.module} is not a trainer that from-verl knows; it knows {', '.join(TRAINERS)}")
     outcomes = [TABLES.outcome_of(setting) for setting in started.settings]
     return write_file(
         started.source,

@@ -122,11 +122,11 @@ def correction_of(values: Values, page: Page, shape: Shape) -> dict[str, str]:
 
 
 def bounds_of(text: str, key: str) -> list[str]:
-    """Read a bound, or two as `0.5_2.0`. Raises ConfigError for what are no numbers."""
+    """Read a bound, or two as `0.5_2.0`. Raises ConfigError for anything but numbers."""
     try:
         return [show(float(part)) for part in text.split("_", 1)]
     except ValueError:
-        raise ConfigError(f"from-verl: {key}={text} is no bound, as 2.0, or two, as 0.5_2.0") from None
+        raise ConfigError(f"from-verl: {key}={text} must be one bound such as 2.0, or two such as 0.5_2.0") from None
 
 
 def critic_update_of(values: Values, shape: Shape) -> str:

@@ -148,7 +148,7 @@ def optimizer_of(values: Values, page: Page, prefix: str, clip: float, lr: str) 
     """Write AdamW with its schedule; verl counts the steps of a schedule by batches, rlgraph by optimizer steps."""
     betas = values[f"{prefix}betas"] if prefix != "critic.optim." else None
     if betas is not None and (not isinstance(betas, list) or [type(each) for each in betas] != [float, float]):
-        raise ConfigError(f"from-verl: {prefix}betas={betas} is no pair of numbers")
+        raise ConfigError(f"from-verl: {prefix}betas={betas} must be a pair of numbers")
     decay = values.decimal(f"{prefix}weight_decay")
     warm = values.whole(f"{prefix}lr_warmup_steps", -1)
     share = values.decimal(f"{prefix}lr_warmup_steps_ratio") if prefix != "critic.optim." else 0.0

@@ -53,14 +53,14 @@ class Call:
 def read_call(path: Path | None, overrides: Sequence[str]) -> Call:
     """Read a script (*.sh), a configuration (*.yaml) or nothing but overrides; `overrides` come last, as behind verl's own command.
 
-    Raises ConfigError for a file that is missing, starts no training of verl or needs a variable, and for words that are no override.
+    Raises ConfigError for a file that is missing, starts no training of verl or needs a variable, and for words that are not overrides.
     """
     if path is None:
         if not overrides:
             raise ConfigError("from-verl: give a script (*.sh), a configuration (*.yaml), or overrides behind `--`, as verl takes them")
         return Call("overrides", "verl.trainer.main_ppo", "", tuple(parse_override(text, 0) for text in overrides))
     if not path.is_file():
-        raise ConfigError(f"from-verl: there is no file '{path}'; give a script (*.sh) or a configuration (*.yaml) of verl")
+        raise ConfigError(f"from-verl: file '{path}' not found; pass a script (*.sh) or a configuration (*.yaml) of verl")
     if path.suffix in (".yaml", ".yml"):
         return _read_config(path, overrides)
     words = _last_training(path, *_run_shell(path, overrides))
@@ -96,7 +96,7 @@ def parse_override(text: str, line: int, path: Path | None = None) -> Setting:
         return Setting(key[1:], None, text, line)
     if not sign or not re.fullmatch(r"[\w@./-]+", key):
         where = f"{path}:{line}" if path and line else str(path or "from-verl")
-        raise ConfigError(f"{where}: '{text}' is no override of verl; it takes key=value, +key=value or ~key")
+        raise ConfigError(f"{where}: '{text}' is not an override of verl; write key=value, +key=value or ~key")
     quoted = re.fullmatch(r"'(\[.*\])'|\"(\[.*\])\"", value)  # a list in quotes of hydra's own
     try:
         read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={(quoted[1] or quoted[2]) if quoted else value}"]), resolve=False)
@@ -110,7 +110,7 @@ def _read_config(path: Path, overrides: Sequence[str]) -> Call:
     try:
         read = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except Exception as error:  # noqa: BLE001 (each parser of YAML has errors of its own)
-        raise ConfigError(f"'{path}' is no YAML: {error}") from None
+        raise ConfigError(f"'{path}' is not YAML: {error}") from None
     if not isinstance(read, dict):
         raise ConfigError(f"'{path}' holds no settings of verl; give a configuration such as outputs/…/.hydra/config.yaml")
     leaves = [Setting(key, value, f"{key}={value}") for key, value in _leaves(read, "")]

@@ -65,7 +65,7 @@ def shares_of(values: Values) -> tuple[Any, Any]:
                 "generate; the first three are one pool, and so are equal"
             )
         if not all(isinstance(ratio, int | float) for ratio in ratios):
-            raise ConfigError(f"from-verl: trainer.use_nodes_ratios={ratios} are no numbers")
+            raise ConfigError(f"from-verl: trainer.use_nodes_ratios={ratios} must be numbers")
         return ratios[0], ratios[3]
     train = values.count("trainer.nnodes") * values.count("trainer.n_gpus_per_node")
     roll = values.count("rollout.nnodes") * values.count("rollout.n_gpus_per_node")

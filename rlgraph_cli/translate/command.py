@@ -29,12 +29,12 @@ def write_file(
         first = "\n".join(f"  {_where(source, each)}{each.setting.text}: {each.text}" for each in stopped[:8])
         more = f"\n  and {len(stopped) - 8} more" if len(stopped) > 8 else ""
         count = f"{len(stopped)} of {len(outcomes)} settings have no counterpart"
-        raise ConfigError(f"{source}: {count}:\n{first}{more}\ngive --skip to write the recipe without them")
+        raise ConfigError(f"{source}: {count}:\n{first}{more}\npass --skip to write the recipe without them")
     name = graph_name(out.stem)
     text = write(name)
     file = out if chosen else Path(f"{name}.py")
     if file.exists() and not chosen:
-        raise ConfigError(f"'{file}' is there already; choose another file with -o, or remove it")
+        raise ConfigError(f"'{file}' exists; choose another file with -o, or remove it")
     file.write_text(text, encoding="utf-8")
     return file, table(outcomes, library)
 

@@ -123,7 +123,7 @@ class Values:
     def count(self, key: str) -> int:
         """Read a whole number of at least 1. Raises ConfigError for another."""
         if (found := self.whole(key)) < 1:
-            raise self.error(key, "is no number of at least 1")
+            raise self.error(key, "must be a number of at least 1")
         return found
 
     def decimal(self, key: str) -> float:
@@ -134,7 +134,7 @@ class Values:
         """Read a text, empty where there is none. Raises ConfigError for a list or a mapping."""
         value = self[key]
         if isinstance(value, list | dict):
-            raise self.error(key, "is no text")
+            raise self.error(key, "is not text")
         return "" if value is None else str(value)
 
     def files(self, key: str) -> str:
@@ -150,9 +150,9 @@ class Values:
             read: Number | None = kind(value)
         except (TypeError, ValueError, OverflowError):
             read = None
-        rounded = isinstance(value, float) and read != value  # 2.5 is no number of responses
+        rounded = isinstance(value, float) and read != value  # 2.5 is not a number of responses
         if read is None or rounded or isinstance(value, bool) or not math.isfinite(read):
-            raise self.error(key, f"is no {name}")
+            raise self.error(key, f"is not a {name}")
         return read
 
     def has(self, key: str) -> bool:

@@ -168,9 +168,9 @@ def test_a_recipe_has_the_functions_of_the_script_and_what_they_read(tmp_path: P
 @pytest.mark.parametrize(
     ("text", "flags", "says"),
     [
-        ("print(1)", [], "the script makes no trainer; from-trl reads one GRPOTrainer, SFTTrainer, DPOTrainer"),
+        ("print(1)", [], "the script makes no trainer; from-trl reads scripts with one of GRPOTrainer, SFTTrainer, DPOTrainer"),
         (f"{SFT}\nDPOTrainer('m')", [], r"the script makes 2 trainers \(train\.py:\d+, train\.py:\d+\)"),
-        ("def f(:\n", [], r"train\.py:1: this is no Python"),
+        ("def f(:\n", [], r"train\.py:1: this is not Python"),
         (GRPO.replace("beta=", "betta="), [], r"train\.py:29: betta=0\.04: TRL 1\.16 has no such setting; did you mean beta\?"),
         (GRPO.replace("beta=0.04", "beta=os.cpu_count()"), [], r"train\.py:29: beta=.*known only when the script runs.*--beta VALUE"),
         (
@@ -178,10 +178,14 @@ def test_a_recipe_has_the_functions_of_the_script_and_what_they_read(tmp_path: P
             [],
             r"train\.py:29: make\(\) is known only when the script runs; write its value",
         ),
-        (GRPO.replace("GROUP = 2 * 2", "GROUP = 2 * 2\nfor each in range(3): GROUP = each"), [], "GROUP is changed where only running"),
-        (GRPO.replace("beta=0.04", "beta='x' * 10**9"), [], "is too large a value"),
-        (GRPO.replace("beta=0.04", "beta=f'{GROUP:.2f}'"), [], "has a format; write the text"),
-        (SFT.replace("def main(size=2):", "def main(size=2):\n    main(size)").replace("main(2)", ""), [], "is defined by itself"),
+        (
+            GRPO.replace("GROUP = 2 * 2", "GROUP = 2 * 2\nfor each in range(3): GROUP = each"),
+            [],
+            "GROUP changes in a way that only running",
+        ),
+        (GRPO.replace("beta=0.04", "beta='x' * 10**9"), [], "is too large; write"),
+        (GRPO.replace("beta=0.04", "beta=f'{GROUP:.2f}'"), [], "has a format specification; write the text"),
+        (SFT.replace("def main(size=2):", "def main(size=2):\n    main(size)").replace("main(2)", ""), [], "depends on itself"),
         (GRPO.replace("beta=0.04", "loss_type='vespo'"), [], "vespo has no counterpart; known are dapo, grpo, dr_grpo, cispo, sapo"),
         (GRPO.replace("beta=0.04", "top_entropy_quantile=0.2"), [], "a loss of some tokens"),
         (
@@ -189,16 +193,16 @@ def test_a_recipe_has_the_functions_of_the_script_and_what_they_read(tmp_path: P
             [],
             "num_generations=3 does not divide the 4 completions",
         ),
-        (GRPO.replace("beta=0.04", "max_steps=2.5"), [], r"train\.py:29: max_steps=2\.5 is no whole number"),
-        (GRPO.replace("[exact, brief]", "[lambda completions: [1.0]]"), [], "is no function that the script defines"),
-        (GRPO.replace("scale=1.0", "environments"), [], "brief reads environments, which a recipe's rewards do not have"),
+        (GRPO.replace("beta=0.04", "max_steps=2.5"), [], r"train\.py:29: max_steps=2\.5 is not a whole number"),
+        (GRPO.replace("[exact, brief]", "[lambda completions: [1.0]]"), [], "is not a function that the script defines"),
+        (GRPO.replace("scale=1.0", "environments"), [], "brief reads environments, which rewards of a recipe do not get"),
         (
             GRPO.replace("return PATTERN", "return trl_set or PATTERN").replace("import GRPOConfig", "import trl_set, GRPOConfig"),
             [],
             "TRL's, which a",
         ),
-        (GRPO.replace("rows.map(ask,", "rows.map(ask, batched=True,"), [], r"train_dataset\.map\(ask\): is no function of one row"),
-        (SFT, ["learning_rate"], "'learning_rate' is no flag"),
+        (GRPO.replace("rows.map(ask,", "rows.map(ask, batched=True,"), [], r"train_dataset\.map\(ask\): is not a function of one row"),
+        (SFT, ["learning_rate"], "'learning_rate' is not a flag"),
         (SFT.replace("SFTConfig(", "SFTConfig(completion_only_loss=False, "), [], "False has no counterpart; known are True, None"),
         (SFT + "\nclass Own(SFTTrainer): pass\n", [], None),
         (
@@ -206,7 +210,9 @@ def test_a_recipe_has_the_functions_of_the_script_and_what_they_read(tmp_path: P
             [],
             "trainer of the script's own",
         ),
-        (SCRIPTS["DPO"], [], r"load_dataset\(script_args.dataset_name\) is of no data set yet; give -- --dataset_name FILE"),
+        (GRPO.replace("beta=0.04", "repetition_penalty=1.1"), [], "a penalty depends on the tokens before"),
+        (GRPO.replace("beta=0.04", "generation_kwargs={'bad_words': ['a']}"), [], "except for the texts of stop or stop_strings"),
+        (SCRIPTS["DPO"], [], r"load_dataset\(script_args.dataset_name\) names no data set; pass -- --dataset_name FILE"),
         (SCRIPTS["DPO"], [*DPO_FLAGS, "--loss_type", "hinge"], "hinge has no counterpart"),
     ],
 )
@@ -231,6 +237,16 @@ def test_flags_are_those_of_the_parser_and_of_its_configuration(tmp_path: Path) 
     assert found == {"learning_rate": 1e-5, "max_steps": 3, "packing": True, "bf16": False, "targets": ["a", "b"]}
     script = read_script(write(tmp_path, SCRIPTS["DPO"]), [*DPO_FLAGS, "--config", str(tmp_path / "config.yaml")])
     assert (given(script)["model"], given(script)["learning_rate"]) == ("MODEL", 1e-5)
+
+
+@pytest.mark.parametrize("stop", ["'stop': '</answer>'", "'stop_strings': ['</answer>']"])
+def test_ways_to_sample_become_those_of_the_recipe(stop: str, tmp_path: Path) -> None:
+    sampled = f"beta=0.04, min_p=0.05, generation_kwargs={{{stop}}}, repetition_penalty=1.0"
+    file, _ = translate(write(tmp_path, GRPO.replace("beta=0.04", sampled)), [], tmp_path / "made.py", skip=False)
+    made = recipes.read(file)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n' * 4)
+    rollout = next(node for node in made.graph(made.configured([])).nodes if node.name == "rollout")
+    assert (rollout.operation.sampling.min_p, rollout.operation.sampling.stop) == (0.05, ("</answer>",))
 
 
 JUNK = ("x", -1, 0, 2.5, True, [1], ["a"], {"a": 1}, 'a"; import os; b="', "a\n\nimport os\n", None)

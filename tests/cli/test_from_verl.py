@@ -128,8 +128,8 @@ def test_a_configuration_is_read_by_its_leaves(tmp_path: Path) -> None:
     [
         ("echo nothing", "starts no training of verl"),
         ("set -u\nX=1\npython3 -m verl.trainer.main_ppo model=$MODEL_DIR", r"train\.sh:3: the script needs MODEL_DIR"),
-        ("python3 -m verl.trainer.main_ppo data.train_batch_size", r"train\.sh:1: 'data\.train_batch_size' is no override"),
-        ("python3 -m verl.trainer.main_generation_server a=1", "is no trainer"),
+        ("python3 -m verl.trainer.main_ppo data.train_batch_size", r"train\.sh:1: 'data\.train_batch_size' is not an override"),
+        ("python3 -m verl.trainer.main_generation_server a=1", "is not a trainer that from-verl knows"),
         ("while true; do :; done", "has not ended within"),
         (
             "python3 -m verl.trainer.main_ppo \\\n data.train_batchsize=3",
@@ -142,11 +142,11 @@ def test_a_configuration_is_read_by_its_leaves(tmp_path: Path) -> None:
         ),
         (
             "python3 -m verl.trainer.main_ppo data.train_batch_size=256 actor_rollout_ref.rollout.n=2.5",
-            r"rollout\.n=2\.5 is no whole number",
+            r"rollout\.n=2\.5 is not a whole number",
         ),
-        ("python3 -m verl.trainer.main_ppo data.train_batch_size=256 actor_rollout_ref.actor.optim.lr=.nan", "lr=nan is no number"),
+        ("python3 -m verl.trainer.main_ppo data.train_batch_size=256 actor_rollout_ref.actor.optim.lr=.nan", "lr=nan is not a number"),
         ("python3 -m verl.trainer.main_ppo trainer.generate_ahead_steps=0", "counts from 1, which is on-policy"),
-        ("python3 -m verl.trainer.main_ppo data.train_batch_size=many", "train_batch_size=many is no whole number"),
+        ("python3 -m verl.trainer.main_ppo data.train_batch_size=many", "train_batch_size=many is not a whole number"),
     ],
 )
 def test_what_cannot_be_is_an_error_with_its_line(text: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +161,7 @@ def test_a_recipe_that_is_there_stays_and_what_is_not_possible_can_be_skipped(tm
     words = ["algorithm.use_pf_ppo=True", "data.train_batch_size=256", "algorithm.adv_estimator=grpo"]
     file, table = translate(None, words, None, skip=True)
     assert re.search(r"IS NOT POSSIBLE \(1\)\n +algorithm.use_pf_ppo=True +rows are not drawn again", table)
-    with pytest.raises(ConfigError, match=r"'from_verl\.py' is there already"):
+    with pytest.raises(ConfigError, match=r"'from_verl\.py' exists"):
         translate(None, words, None, skip=True)
     assert file.read_text().startswith('"""What overrides starts with verl')
 
