@@ -249,6 +249,28 @@ def test_ways_to_sample_become_those_of_the_recipe(stop: str, tmp_path: Path) ->
     assert (rollout.operation.sampling.min_p, rollout.operation.sampling.stop) == (0.05, ("</answer>",))
 
 
+@pytest.mark.parametrize("case", json.loads((TESTS / "oracle" / "trl_grpo.json").read_text()), ids=lambda case: str(case["options"]))
+def test_the_first_losses_of_a_recipe_are_those_of_trls_trainer(case: dict[str, Any], tmp_path: Path) -> None:
+    """TRL computes in float32, and adds 1e-4 to the standard deviation of a group where rlgraph adds 1e-6."""
+    options = "".join(f", {name}={value!r}" for name, value in case["options"].items())
+    text = GRPO.replace(", beta=0.04, use_bias_correction_kl=False", options)
+    file, _ = translate(write(tmp_path, text), [], tmp_path / "made.py", skip=False)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1 + 1 =", "answer": "2"}\n' * 4)
+    made = recipes.read(file)
+    operations = {node.name: node.operation for node in made.graph(made.configured([])).nodes}
+    rewards, advantages = torch.tensor(case["rewards"]), torch.tensor(case["advantages"])
+    ones = torch.ones(len(rewards), 1, dtype=torch.bool)
+    given = {"rewards": rewards, "group_ids": torch.arange(len(rewards)) // 4, "response_mask": ones}
+    torch.testing.assert_close(operations["advantages"].function(given)["advantages"][:, 0], advantages, atol=1e-3, rtol=1e-3)
+    assert len({one["loss"] for one in case["losses"]}) == 2
+    for one in case["losses"]:
+        columns = {name: torch.tensor(value) for name, value in one.items()}
+        mask = columns["response_mask"] = columns["response_mask"].bool()
+        columns["advantages"] = columns["advantages"][:, None] * mask
+        loss, _ = operations["update"].loss(columns["log_probs"], columns, rg.algorithms.Totals.of(mask))
+        assert float(loss) == pytest.approx(one["loss"], rel=1e-5, abs=1e-6)
+
+
 JUNK = ("x", -1, 0, 2.5, True, [1], ["a"], {"a": 1}, 'a"; import os; b="', "a\n\nimport os\n", None)
 
 
