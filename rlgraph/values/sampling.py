@@ -15,8 +15,7 @@ Running: TypeAlias = Literal["keep", "recompute"]  # what becomes of the keys an
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class Sampling:
-    """How a generator samples responses. A response ends with its end-of-text token, a stop token or the token that completes a stop
-    string, and includes that token.
+    """How a generator samples responses. A response ends with its end-of-text token, a stop token or a stop string, and includes it.
 
     * `max_tokens`: the most tokens per response.
     * `temperature`: divides the logits; 0 is greedy.

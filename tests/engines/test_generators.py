@@ -127,6 +127,8 @@ def test_a_response_ends_with_its_stop_token(run: dict[str, Any]) -> None:
 def test_a_response_ends_with_the_token_that_completes_a_stop_string(run: dict[str, Any]) -> None:
     off = 1e-5 if run["engine"].startswith("sglang") else 0.0
     check_stopped(run["repeated"], run["stopped_at_text"], run["text"], off)
+    in_conversation, alone = run["next_turns"]
+    assert in_conversation == alone
 
 
 @pytest.mark.parametrize("run", VLLM, indirect=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from support.tiny import UPDATES, VLLM_PROMPTS, other_weights
 
-from rlgraph.engines.api import GenerateEngine, Response
+from rlgraph.engines.api import GenerateEngine, Request, Response
 from rlgraph.engines.hf.pretrained import byte_tokenizer
 from rlgraph.errors import DataError
 from rlgraph.values.sampling import Sampling
@@ -41,10 +41,24 @@ def sample_requests(engine: GenerateEngine, weights: Mapping[str, torch.Tensor])
     found["stopped"] = asdict(engine.generate(VLLM_PROMPTS[:1], Sampling(max_tokens=8, ignore_eos=True, stop_token_ids=(stop,)), [0])[0])
     found["text"] = two_letters([response["tokens"] for response in found["repeated"]])
     found["stopped_at_text"] = sampled(replace(FREE, stop=("never", found["text"])))
+    row = next(row for row, response in enumerate(found["stopped_at_text"]) if response["finish"] == "stop")
+    found["next_turns"] = next_turns(engine, VLLM_PROMPTS[row], replace(FREE, stop=(found["text"],)), row)
     found["at_context"] = asdict(engine.generate([[3] * 60], FREE, [0])[0])
     found["refused"] = refusal(engine, {"model.norm.weight": torch.ones(64)})
     found["reshaped"] = refusal(engine, {**weights, "model.norm.weight": torch.ones(1)})
     return found
+
+
+def next_turns(engine: GenerateEngine, prompt: Sequence[int], sampling: Sampling, seed: int) -> list[list[int]]:
+    """Return the tokens of a turn after one that a stop string ended, in its conversation and by itself."""
+    done: dict[str, Response] = {}
+    for turn in ("0", "1"):
+        read = [*prompt, *(done["0"].tokens if done else ())]
+        engine.submit(Request(turn, read, sampling, seed, "talk"))
+        while turn not in done:
+            done |= engine.step()
+    engine.end_conversations(["talk"])
+    return [done["1"].tokens, engine.generate([[*prompt, *done["0"].tokens]], sampling, [seed])[0].tokens]
 
 
 def two_letters(responses: Sequence[Sequence[int]]) -> str:
