@@ -208,8 +208,7 @@ def evaluate(
     delay other nodes, and DataError as `rg.prompts` does.
     """
     questions = _questions(name, data, chat, prompt)
-    sampling = sampling_of(generator, sampling)
-    _check(name, questions, samples, sampling, source)
+    sampling = _check(name, questions, samples, sampling_of(generator, sampling), source)
     due = Due(every, steps, at_start)
     answer = Answer(generator, questions, samples, sampling, due)
     rows = len(data) * samples
@@ -237,8 +236,8 @@ def _questions(name: str, data: Dataset, chat: Chat | None, prompt: str) -> Prom
     return questions
 
 
-def _check(name: str, questions: Prompts, samples: int, sampling: Sampling, source: str) -> None:
-    """Raise GraphError for settings without effect: several samples of a greedy sampling, or a source that no item names."""
+def _check(name: str, questions: Prompts, samples: int, sampling: Sampling, source: str) -> Sampling:
+    """Check a sampling and a source, and return the sampling. Raises GraphError for several samples if greedy, or an unknown source."""
     if samples > 1 and sampling.temperature == 0:
         raise GraphError(
             f"node '{name}' has samples={samples} of a greedy sampling, which are all equal; leave samples out, or set a temperature, e.g. "
@@ -246,6 +245,7 @@ def _check(name: str, questions: Prompts, samples: int, sampling: Sampling, sour
         )
     if source != SOURCE and source not in questions.fields:
         raise GraphError(f"node '{name}' has source='{source}', which the items lack; {choices(source, questions.fields)}")
+    return sampling
 
 
 @dataclass(frozen=True, eq=False)
