@@ -244,7 +244,7 @@ BODIES: dict[str, tuple[bytes, str]] = {
     "no text": (b'{"messages": [{"role": "user", "content": "\xff"}]}', "'utf-8' codec can't decode"),
     "a deep list": (b'{"messages": ' + DEEP.encode() + b"}", "the request is not a chat completion"),
     "a deep list in a text": (json.dumps({"messages": [user("a") | {"tool_calls": DEEP}]}).encode(), "which is not JSON"),
-    "a list too deep for templates": (json.dumps({"messages": [user("a") | {"x": json.loads(DEEP[99_800:100_200])}]}).encode(), "flatter"),
+    "a list too deep for templates": (json.dumps({"messages": [user("a") | {"x": json.loads(DEEP[99_800:100_200])}]}).encode(), "flatten"),
     "a template": (json.dumps({"messages": [user("a")], "chat_template_kwargs": {"chat_template": "x"}}).encode(), "chat_template"),
 }
 
