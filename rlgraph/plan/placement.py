@@ -258,7 +258,7 @@ def _check_one_host(model: Model, name: str, hosts: Sequence[int]) -> None:
         if len(set(hosts[first : first + sharing])) > 1:
             raise PlanError(
                 f"{name}[{first}] to {name}[{first + sharing - 1}] compute each pass together ({split_text(model.traits)}), but are "
-                "on hosts {sorted(set(hosts[first : first + sharing]))}; choose shares, or a smaller group, that divide the hosts evenly"
+                f"on hosts {sorted(set(hosts[first : first + sharing]))}; choose shares, or a smaller group, that divide the hosts evenly"
             )
 
 
