@@ -1,4 +1,4 @@
-"""The cluster that a program runs in: all hosts of a Ray that was started for it, or this machine."""
+"""Describe the cluster that a program runs in: all hosts of the Ray that was started for it, or this machine."""
 
 import contextlib
 import os
@@ -15,12 +15,12 @@ from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import RayHost, local_cluster
 
 ADDRESS = "RAY_ADDRESS"  # Ray's own name
-HERE = "local"  # its value for a Ray of the program alone
+HERE = "local"  # its value for a Ray that only this program uses
 REACH_S = 3.0
 
 
 class RayAddress(NamedTuple):
-    """Where a Ray may run, and the variable or file that says so."""
+    """The address at which a Ray may run, and the variable or file that names it."""
 
     address: str
     source: str
@@ -38,7 +38,7 @@ def ray_address() -> RayAddress | None:
 
 
 def address_file() -> Path:
-    """The file in which `ray start` leaves the address of its Ray for programs of this host."""
+    """The file in which `ray start` writes the address of its Ray for programs on this host."""
     return Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
 
 
@@ -92,7 +92,7 @@ def describe(found: Cluster) -> str:
 
 
 def say_idle_hosts(plan: Plan) -> None:
-    """Say so if a plan leaves hosts idle: those without a worker, or all other hosts of a Ray that the program did not ask for."""
+    """Print a notice if a plan leaves hosts idle: hosts without a worker, or other hosts of a Ray that the program did not ask for."""
     without = sorted(set(range(plan.cluster.hosts)) - {worker.host for worker in plan.workers})
     if without:
         notices.here.say(f"the plan has no worker on hosts {without} of {plan.cluster.hosts}, which stay idle; give its pools more devices")
@@ -107,7 +107,7 @@ def say_idle_hosts(plan: Plan) -> None:
 
 
 def _reach(at: RayAddress) -> None:
-    """Raise PlanError unless something answers at an address: Ray itself would wait for minutes."""
+    """Raise PlanError unless a process listens at the address; Ray itself would wait for minutes."""
     host, _, port = at.address.rpartition(":")
     if "/" in at.address or not host or not port.isdigit():
         raise PlanError(
@@ -123,11 +123,11 @@ def _reach(at: RayAddress) -> None:
         ) from None
 
 
-# What a plan can use of several hosts: GPUs of one kind, and as many on each host, but for one that may have fewer.
+# A plan on several hosts uses GPUs of one kind, and equally many on each host; only one host may have fewer.
 
 
 def span(hosts: Sequence[RayHost]) -> tuple[Cluster, list[str]]:
-    """Describe as much of some hosts as one plan can use, and list what stays idle.
+    """Describe the part of some hosts that one plan can use, and list what stays idle.
 
     >>> def host(name, gpus, gpu="H100", is_here=False):
     ...     return RayHost(name, name, gpus, 64, Cluster(gpus=gpus, cpus=64, gpu=gpu), is_here)
@@ -139,7 +139,7 @@ def span(hosts: Sequence[RayHost]) -> tuple[Cluster, list[str]]:
     left = {host: host.gpus - used.get(host, 0) for host in hosts}
     idle = [f"{count} of {host.gpus} GPUs of {host.address} ({host.devices.gpu})" for host, count in left.items() if count]
     idle += [f"{host.address}, which has no GPU" for host in hosts if not (host.gpus or host in used or host.is_here) and host.cores]
-    if len(used) == 1 and not any(host.is_here for host in used):  # a plan of one host is for this one
+    if len(used) == 1 and not any(host.is_here for host in used):  # a plan for one host runs on this one
         used |= {host: 0 for host in hosts if host.is_here}
     devices = [host.devices for host, gpus in used.items() if gpus or not any(used.values())]
     found = Cluster(
@@ -157,7 +157,7 @@ def span(hosts: Sequence[RayHost]) -> tuple[Cluster, list[str]]:
 
 
 def _most_gpus(hosts: Sequence[RayHost]) -> dict[RayHost, int]:
-    """Choose the hosts with most GPUs of one kind, and the GPUs to use of each."""
+    """Choose the hosts with the most GPUs of one kind, and how many GPUs to use on each."""
     choices: list[dict[RayHost, int]] = [{}]
     for kind, most in {(host.devices.gpu, host.gpus) for host in hosts if host.gpus}:
         alike = [host for host in hosts if host.gpus and host.devices.gpu == kind]

@@ -1,4 +1,4 @@
-"""How a job's workers are started: on Ray, or as processes of this host without Ray, which is not imported then."""
+"""Choose how a job's workers start: on Ray, or as processes of this host, without importing Ray."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
@@ -16,19 +16,19 @@ class Dispatch(Protocol):
     """Starts and ends workers. The driver itself ticks them."""
 
     def begin(self, hosts: int, *, stores: bool = False) -> None:
-        """Start Ray on `hosts` hosts unless it runs; with room for messages if Ray `stores` them."""
+        """Start Ray on `hosts` hosts unless it runs already. If Ray `stores` messages, its object store gets room for them."""
 
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
-        """Find the hosts of the plan, and reserve there what it uses.
+        """Find the hosts of the plan, and reserve the GPUs that it uses.
 
-        Raises PlanError if there are fewer hosts, or others hold its GPUs, also after waiting `patience_s`.
+        Raises PlanError if after `patience_s` there are fewer hosts, or others hold the GPUs.
         """
 
     def death(self, hosts: Collection[int]) -> str:
-        """Say which process of Ray ended that the job needs, with its log; empty if none did. It asks Ray itself for these `hosts` only."""
+        """Name a process of Ray that ended although the job needs it, with its log; empty if none did. Ask Ray itself only for `hosts`."""
 
     def folders(self) -> Sequence[str]:
-        """List the folders of what `begin` started: those that a killed driver leaves behind."""
+        """List the folders that a Ray started by `begin` leaves behind if the driver is killed."""
 
     def end(self) -> None:
         """End what `begin` started."""
@@ -37,16 +37,16 @@ class Dispatch(Protocol):
         """Start the agent that watches the job's workers on another host."""
 
     def announce(self, specs: Sequence[WorkerSpec]) -> None:
-        """Hear which workers are to be created next, and give back what is kept for others."""
+        """Receive the workers that will be created next, and end cached engines that none of them can reuse."""
 
     def create(self, spec: WorkerSpec, driver: str, host: str = "") -> Any:
-        """Start a worker that connects to the driver at its address, and prepares itself."""
+        """Start a worker. It connects to the driver at this address, and loads what it needs."""
 
     def check(self) -> None:
         """Raise WorkerDied if a worker is known to have failed before it could connect."""
 
     def start(self, actors: Sequence[Any]) -> None:
-        """Run the workers, which are ready, until the driver tells them to stop."""
+        """Run the workers, which are ready, until the driver stops them."""
 
     def stop(self) -> None:
         """Release what `start` holds, once the workers have stopped or been killed."""
@@ -55,13 +55,13 @@ class Dispatch(Protocol):
         """Kill a worker."""
 
     def let_go(self, actor: Any) -> bool:
-        """Part from a worker that has said goodbye; whether its process lives on, for another job."""
+        """Release a worker that has shut down; return whether its process continues, for another job."""
 
 
 def chosen_dispatch(plan: Plan, asked: str | None) -> str:
-    """Choose how a plan is dispatched: as `asked`, inside of `rg.runs.warm()` from its processes, and else as Ray can.
+    """Choose the dispatch of a plan: the one `asked` for, inside of `rg.runs.warm()` its processes, otherwise what Ray supports.
 
-    Raises PlanError for a plan that cannot be, and for a Ray that lacks what it needs.
+    Raises PlanError if this dispatch cannot run the plan, or Ray lacks a feature that it needs.
     """
     if current_processes() is not None:
         if asked is not None:
@@ -92,7 +92,7 @@ def _ray_dispatch(plan: Plan, asked: str | None) -> str:
 
 
 def check_without_ray(plan: Plan, where: str) -> None:
-    """Raise PlanError for a launch that processes without Ray cannot serve."""
+    """Raise PlanError if a plan cannot run without Ray."""
     if plan.cluster.hosts > 1:
         raise PlanError(f"a plan of {plan.cluster.hosts} hosts {where}, whose processes are of this host; launch it on Ray")
     if lies_in_ray(plan):
@@ -100,7 +100,7 @@ def check_without_ray(plan: Plan, where: str) -> None:
 
 
 def make_dispatch(name: str) -> Dispatch:
-    """Make the dispatch of this name; those on Ray import it only now."""
+    """Make the dispatch of this name. Only here is Ray imported, if it needs Ray."""
     without_ray: dict[str, type[Dispatch]] = {WARM: ForkedProcesses, PROCESSES: Processes}
     if name in without_ray:
         return without_ray[name]()

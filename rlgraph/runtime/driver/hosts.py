@@ -1,6 +1,6 @@
-"""The machine this runs on, as a cluster to compile for; and the agents of a job, one per host.
+"""Describe this machine as a cluster to compile for, and watch the hosts of a job through one agent per host.
 
-An agent keeps a folder, reads what the workers of its host do, and cleans up at the end.
+An agent has a folder, reads the state of its host's workers, and cleans up at the end.
 """
 
 import os
@@ -22,14 +22,14 @@ from rlgraph.runtime.worker.activity import ANSWER_S as WORKERS_S
 from rlgraph.runtime.worker.activity import Heartbeat, read_stacks, read_status
 from rlgraph.runtime.worker.spec import WorkerSpec
 
-ANSWER_S = 3.0  # of another host
-STACKS_S = ANSWER_S + WORKERS_S  # of another host whose workers answer it
+ANSWER_S = 3.0  # for another host to answer
+STACKS_S = ANSWER_S + WORKERS_S  # for another host to answer after its workers
 ASK_AGAIN_S = 0.5
 CLOCK_S = 30.0  # between two comparisons of clocks
-PINGS = 4  # of a comparison, the fastest of which counts
-DRIFT_S = 0.003  # of two clocks between two comparisons: 100 parts in a million
-SILENT_S = 7.0  # a host that answers nothing for so long is lost
-START_S = 180.0  # of its first answer: Ray starts a process for it, on a busy machine
+PINGS = 4  # per comparison; the fastest counts
+DRIFT_S = 0.003  # of two clocks between two comparisons: 100 parts per million
+SILENT_S = 7.0  # a host that does not answer for this long is lost
+START_S = 180.0  # for the first answer: Ray starts a process for it, on a busy machine
 
 Ask: TypeAlias = Callable[..., Any]
 
@@ -38,16 +38,16 @@ class HostAgent(Protocol):
     """Watches the workers of a job on one host."""
 
     def states(self, workers: Collection[str]) -> Mapping[str, Heartbeat]:
-        """Read what each worker does; workers that have begun nothing are left out."""
+        """Read the activity of each worker; leave out workers that have not begun any."""
 
     def stacks(self, pids: Mapping[str, int]) -> Mapping[str, str]:
-        """Read the Python stacks of each worker; `pids` are the processes by worker."""
+        """Read the Python stacks of each worker; `pids` maps workers to process ids."""
 
     def answers(self) -> bool:
-        """Ask the host for a sign of life, and tell whether it gave one."""
+        """Ping the host; return whether it answered."""
 
     def silent_s(self) -> float:
-        """Tell for how many seconds the host has answered nothing; 0 if it answered the last call."""
+        """Return the seconds for which the host has not answered; 0 if it answered the last call."""
 
     def clock(self) -> "Clock":
         """Compare the host's monotonic clock with that of the driver's host."""
@@ -72,7 +72,7 @@ class LocalHostAgent:
         os.makedirs(folder, mode=0o700, exist_ok=True)
 
     def read_clock(self) -> float:
-        """Return this host's clock, as a sign of life."""
+        """Return this host's clock, which also answers a ping."""
         return time.monotonic()
 
     def states(self, workers: Collection[str]) -> dict[str, Heartbeat]:
@@ -98,8 +98,8 @@ class LocalHostAgent:
 class RemoteHostAgent:
     """Forwards to the `LocalHostAgent` of another host: `ask(method, timeout_s, *arguments)` calls it there, and returns None on a timeout.
 
-    Without an answer nothing is known of the workers there. One call without an answer marks the host as silent: from then on a thread
-    asks for a sign of life, and nobody else waits for it until it gives one.
+    Without an answer nothing is known about its workers. A call without an answer marks the host as silent: from then on only a thread
+    pings it, and no other call waits for it until it answers.
     """
 
     def __init__(self, ask: Ask) -> None:
@@ -166,14 +166,14 @@ class RemoteHostAgent:
 
 
 class FoundHosts(NamedTuple):
-    """(id, address) of the plan's hosts in its order, then of the driver's if the plan does not use it; empty if there is no other host."""
+    """(id, address) of the plan's hosts in order, then of the driver's host if the plan does not use it; empty if there is one host."""
 
     hosts: Sequence[tuple[str, str]] = ()
     driver: int = 0
 
 
 class RayHost(NamedTuple):
-    """A host of a Ray: what Ray may use of it, and its devices as the host itself describes them."""
+    """A host of a Ray: the GPUs and cores that Ray may use, and its devices as the host itself describes them."""
 
     node: str  # Ray's id
     address: str
@@ -185,7 +185,7 @@ class RayHost(NamedTuple):
 
 @dataclass(frozen=True)
 class Hosts:
-    """All hosts of a job. `of` maps each worker to its host: an index into `agents` and `addresses`, as `driver` is."""
+    """All hosts of a job. `of` maps each worker to its host; it and `driver` are indices into `agents` and `addresses`."""
 
     folder: str
     agents: tuple[HostAgent, ...]
@@ -203,7 +203,7 @@ class Hosts:
         return {worker: found[worker] for worker in pids if worker in found}
 
     def ask_all(self) -> frozenset[int]:
-        """Ask all other hosts for a sign of life, at once, and return those that gave none."""
+        """Ping all other hosts at once, and return the hosts that did not answer."""
         others = [host for host in range(len(self.agents)) if host != self.driver]
         if not others:
             return frozenset()
@@ -212,7 +212,7 @@ class Hosts:
             return frozenset(host for host, answer in zip(others, answers, strict=True) if not answer)
 
     def lost_hosts(self) -> frozenset[int]:
-        """The hosts that have answered nothing for so long that they are lost."""
+        """The hosts that have not answered for `SILENT_S`, and so are lost."""
         return frozenset(host for host, agent in enumerate(self.agents) if agent.silent_s() > SILENT_S)
 
     def silent_s(self, host: int) -> float:
@@ -224,7 +224,7 @@ class Hosts:
 
     @property
     def clock_slack_s(self) -> float:
-        """By how much moments of two hosts may be in the wrong order."""
+        """The error with which times of two hosts can be compared, in seconds."""
         first, second, *_ = *sorted((agent.clock().slack_s for agent in self.agents), reverse=True), 0.0, 0.0
         return first + second
 
@@ -251,7 +251,7 @@ class Hosts:
         return found
 
 
-# The machine this runs on: as a cluster to compile for, and the environment of a worker on it.
+# This machine: as a cluster to compile for, and the environment of its workers.
 
 
 def local_cluster() -> Cluster:
@@ -277,22 +277,22 @@ def local_cluster() -> Cluster:
 
 
 def _host_memory_bytes() -> int:
-    """Read the memory of the host, or the limit of the container where that is less."""
+    """Read the memory of the host, or the container's limit if it is lower."""
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.exists() else "max"
     return min(host, int(text)) if text.isdigit() else host
 
 
-# The environment variables of a worker: which GPUs it sees, how many threads it uses, what it may import.
+# The environment variables of a worker: the GPUs that it sees, its threads, and its import path.
 
 
 def worker_environment(spec: WorkerSpec, reserved: Sequence[str] | None = None) -> dict[str, str]:
-    """Build the variables that a worker needs before it imports anything; `reserved` are the GPUs of its host that the job may use."""
+    """Build the variables that a worker needs before its imports; `reserved` lists the GPUs of its host that the job may use."""
     threads = str(spec.worker.threads)
-    visible = None if spec.listen_at else os.environ.get("CUDA_VISIBLE_DEVICES")  # which of several hosts it describes is not known
+    visible = None if spec.listen_at else os.environ.get("CUDA_VISIBLE_DEVICES")  # with several hosts, it may describe another one
     mine = reserved or (visible.split(",") if visible else [str(gpu) for gpu in range(max(spec.local_gpus, default=-1) + 1)])
-    # Ranks of one host meet at the loopback interface alone.
+    # Ranks of one host use only the loopback interface.
     inside = {} if spec.listen_at else {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return {
         # The plan assigns the GPUs: models of one pool share them, which Ray's own count cannot express.
@@ -303,5 +303,5 @@ def worker_environment(spec: WorkerSpec, reserved: Sequence[str] | None = None) 
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # vLLM warns at each start that it binds memory to a node
-        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # a worker imports what the driver can
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),  # so a worker can import what the driver can
     }

@@ -39,19 +39,19 @@ from rlgraph.settings import Natural, check_arguments
 
 # Limit how often a job starts again without making progress in between.
 
-HOPELESS = (CheckpointError, StalenessError)  # errors that the same job meets again
+HOPELESS = (CheckpointError, StalenessError)  # errors that the same job would raise again
 
 
 @dataclass
 class Restarts:
-    """Counts failures in a row; a checkpoint that is newer than at the last failure makes them count anew."""
+    """Counts failures in a row; the count restarts if there is a newer checkpoint than at the last failure."""
 
     allowed: int
     used: int = 0
     newest: int = 0
 
     def allows(self, error: Exception, newest: int, *, ready: bool) -> bool:
-        """Count a failure and tell whether the job may start again; `ready` says that all workers were ready when it failed."""
+        """Count a failure and return whether the job may start again; `ready` means that all workers were ready when it failed."""
         if newest > self.newest:
             self.used, self.newest = 0, newest
         unloadable = isinstance(error, NodeError) and not ready  # an engine that failed to load will fail again
@@ -61,12 +61,12 @@ class Restarts:
         return True
 
 
-# Find prompts that kill their worker by firing for one prompt at a time; set aside one that has killed a worker twice.
+# Find prompts that kill their worker: fire for one prompt at a time, and skip a prompt that has killed a worker twice.
 
 
 @dataclass
 class PoisonPrompts:
-    """The evidence of the deaths so far. `probe` is the (node, step) that the next session tries prompt by prompt."""
+    """Records the deaths of workers so far. `probe` is the (node, step) that the next session fires prompt by prompt."""
 
     graph: Graph
     plan: Plan
@@ -74,7 +74,7 @@ class PoisonPrompts:
     accused: int | None = None  # the place in the data order of the prompt at which the last probe died
 
     def saw(self, did: Heartbeat | None, set_aside: tuple[int, ...]) -> int | None:
-        """Learn from what a worker did when it failed; give the place of a prompt that has now killed its worker twice."""
+        """Record what a worker did when it failed; return the place of a prompt that has now killed its worker twice."""
         if did is None:
             return None
         activity = did.activity
@@ -90,7 +90,7 @@ class PoisonPrompts:
 
     def _source(self) -> Prompts | None:
         sources = [node.operation for node in self.graph.nodes if isinstance(node.operation, Prompts)]
-        return sources[0] if len(sources) == 1 and not sources[0].by_results else None  # whose order only its worker knows
+        return sources[0] if len(sources) == 1 and not sources[0].by_results else None  # only its worker knows its order
 
     def _place(self, step: int, prompt: int, set_aside: tuple[int, ...]) -> int:
         source = self._source()
@@ -98,7 +98,7 @@ class PoisonPrompts:
         return source.positions(step, set_aside)[prompt]
 
     def _can_probe(self, node: str) -> bool:
-        """Tell whether a node can be fired for one prompt without changing the run: a node of a trained model cannot."""
+        """Whether a node can fire for a single prompt without changing the run; a node of a trained model cannot."""
         planned = next((found for found in self.plan.nodes if found.name == node), None)
         trained = {found.model for found in self.plan.nodes if found.work == "train"}
         return planned is not None and bool(planned.reads) and planned.model not in {*trained} - {None} and self._source() is not None
@@ -110,22 +110,22 @@ class PoisonPrompts:
         return f"prompt {place} of the data order ({source.item(place)[source.prompt_field]!r:.80})"
 
 
-# What a recorder asks of a job's workers: rows of what they write, profiles of what they do.
+# Requests of a recorder to a job's workers: rows that they write, and profiles.
 
 Tell = Callable[[Message], None]
 
 
 class RecorderPort:
-    """The requests of a recorder, which each session of the job tells its workers, and the rows that came of them."""
+    """The requests of a recorder, which each session of the job sends to its workers, and the rows that the workers returned."""
 
     def __init__(self, graph: Graph, tell: Tell) -> None:
         self._graph, self._tell = graph, tell
         self._requests: dict[type, SampleRequest | ProfileRequest] = {}
         self._rows: dict[int, list[SampledRows]] = {}
-        self.before_commit: Callable[[], None] = lambda: None  # what a recorder still has to write of the steps of a checkpoint
+        self.before_commit: Callable[[], None] = lambda: None  # writes what a recorder has not yet written for the steps of a checkpoint
 
     def request_samples(self, share: float, most: int | None = None, seed: int = 0) -> None:
-        """Ask the workers for rows of each further step: a share drawn by `seed`, at most `most`. `sampled_rows` gives them."""
+        """Ask the workers for rows of each further step: a share drawn by `seed`, at most `most`. `sampled_rows` returns them."""
         self._request(SampleRequest(share, most, seed, sample_sources(self._graph)))
 
     def request_profile(self, request: ProfileRequest) -> None:
@@ -142,29 +142,29 @@ class RecorderPort:
         return not self._requests
 
     def begin_session(self) -> None:
-        """Tell the workers of a new session; they send again the rows of steps that were not given."""
+        """Send the requests to the workers of a new session, which send again the rows of steps that were not yielded."""
         self._rows.clear()
         for request in self._requests.values():
             self._tell(request)
 
     def take(self, rows: Sequence[SampledRows], finished: int) -> None:
-        """Take what workers have sent, and drop rows of the steps that were given: nobody asked for them, or they come twice."""
+        """Add rows from workers, and drop rows of steps that were yielded: nobody asked for them, or they arrive twice."""
         self._rows = {step: kept for step, kept in self._rows.items() if step >= finished}
         for each in rows:
             if each.step >= finished:
                 self._rows.setdefault(each.step, []).append(each)
 
     def sampled_rows(self, step: int) -> Sequence[SampledRows]:
-        """Take the rows of the step that was given last."""
+        """Return the rows of the step that was yielded last."""
         return self._rows.pop(step, [])
 
 
-# Export from a running job: its workers write their own shards, between two steps.
+# Export from a running job: between two steps, each worker writes its shards.
 
 
 @dataclass
 class JobExports:
-    """The exports of a job: those that its user asks for, and one every few steps among its checkpoints."""
+    """The exports of a job: exports that the user asks for, and one every few steps into the folder of checkpoints."""
 
     graph: Graph
     plan: Plan
@@ -178,12 +178,12 @@ class JobExports:
         self.last = metrics
 
     def next_due(self, finished: int) -> int:
-        """The step after which the next export is due: no step beyond it is begun before."""
+        """The step after which the next export is due; no later step begins before it."""
         every = self.checkpoints.recovery.export_every if self.checkpoints else None
         return sys.maxsize if every is None else (finished // every + 1) * every
 
     def due(self, finished: int) -> Path | None:
-        """The folder of the export that is due after `finished` steps; None if there is none, or it is there."""
+        """The folder of the export that is due after `finished` steps; None if none is due, or the folder exists."""
         recovery = self.checkpoints.recovery if self.checkpoints else None
         if recovery is None or recovery.export_every is None or finished % recovery.export_every:
             return None
@@ -193,7 +193,7 @@ class JobExports:
     def write(self, session: Session, folder: str | Path, dtype: ExportDtype, policy: str | None, adapter: AdapterForm) -> Exported:
         """Export a model of a session, once its steps in flight are done.
 
-        Raises ExportError where the folder cannot be made whole, with the session unharmed; else as `Session.step` does.
+        Raises ExportError if the folder cannot be written completely; the session continues. Otherwise raises as `Session.step` does.
         """
         where = f"export('{folder}')"
         model = choose_model(trained_models(self.graph, self.plan), policy, where)
@@ -236,7 +236,7 @@ class Job:
         self._restarts = Restarts(recovery.restarts if recovery else 0)
         self._poison_prompts = PoisonPrompts(graph, plan)
         self._signals = Signals(lambda: not self.session.ended and not self.session.is_forked and self.session.ticked > self.session.first)
-        self.notices: tuple[str, ...] = ()  # what works otherwise than asked, as workers said
+        self.notices: tuple[str, ...] = ()  # what works differently than asked, as reported by workers
         self._console = Terminal(stderr=True, highlight=False)
         self.session = self._new_session()
         self._asked = self._finished = 0
@@ -329,7 +329,7 @@ class Job:
                 self._export_due()
                 yield step
                 self._settle()
-        finally:  # a loop that is left early asks for none of the steps that it has not been given
+        finally:  # if the caller leaves the loop early, the remaining steps no longer count as asked for
             self._asked -= max(before + count - max(self._finished, before), 0)
         if self._signals.asked is not None:
             self.close()
@@ -339,7 +339,7 @@ class Job:
         return self._asked if self._signals.asked is None else min(self._asked, self.session.ticked)
 
     def _next(self, last: int) -> Step:
-        """Wait for the next step to give; steps that a restart repeats are not given again."""
+        """Wait for the next step to yield; steps that a restart repeats are not yielded again."""
         self._start_s = self._start_s or time.monotonic()
         self._last_s = self._last_s or self._start_s
         while True:
@@ -439,7 +439,7 @@ class Job:
             self._checkpoints.hear(news)
 
     def _settle(self) -> None:
-        """Finish the checkpoints whose steps have all been given, and say which could not be written."""
+        """Finish the checkpoints whose steps have all been yielded, and report checkpoints that could not be written."""
         if self._checkpoints is None:
             return
         self._hear()
@@ -454,7 +454,7 @@ class Job:
         checkpoints.commit(self._finished)
 
     def _save(self) -> None:
-        """Make a last checkpoint if no worker is beyond the step that was given last, else finish the one that is being written."""
+        """Make a last checkpoint if no worker is beyond the last yielded step, otherwise finish the one that is being written."""
         checkpoints, session = self._checkpoints, self.session
         if checkpoints is None or session.ended or not session.is_ready:
             return
@@ -462,7 +462,7 @@ class Job:
         last = self._finished if idle else self._finished // every * every
         self._settle()
         if checkpoints.tried < last:
-            session.save(last)  # a worker that is beyond this step has written it, or is writing it
+            session.save(last)  # a worker beyond this step has written it or is writing it
             while not checkpoints.has_all_answers(last):
                 session.listen()
                 self._hear()
@@ -471,7 +471,7 @@ class Job:
             raise CheckpointError("\n".join([*checkpoints.troubles, f"the newest checkpoint is of step {checkpoints.newest}"]))
 
     def notice(self, text: str) -> None:
-        """Say once that something works otherwise than asked: in the job's output, `notices` and the report."""
+        """Report once that something works differently than asked: in the job's output, `notices` and the report."""
         if text and text not in self.notices:
             self.notices = (*self.notices, text)
             self._say(text)
@@ -590,7 +590,7 @@ class Job:
         with hold_signals("ending the workers"):
             self.session.close()
             if self._checkpoints is not None:
-                if not self.session.failed:  # workers that end write their shards first, also where the loop was left early
+                if not self.session.failed:  # workers write their shards before they end, also if the caller left the loop early
                     self._settle()
                 self._checkpoints.close()
         self._signals.restore()

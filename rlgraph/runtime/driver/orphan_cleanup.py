@@ -1,6 +1,6 @@
-"""Sweep what a killed driver left behind, found by the note that it kept: its processes at once, its folders at the next start.
+"""Clean up after a killed driver, using the note in its job folder: its processes at once, its folders at the next start.
 
-Other jobs are left alone.
+Other jobs are not touched.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ import msgspec
 
 from rlgraph.nodes.environments.leases import began, namespaces
 
-PREFIX = "rlgraph-job-"  # only job folders have it, so no model's code writes into a folder of such a name
+PREFIX = "rlgraph-job-"  # only of job folders: a model's code never writes into a folder with such a name
 NOTE = "owner.json"
 MOST_BYTES = 1 << 20  # of a note
 SEMAPHORE = re.compile(r"sem\.(?:hdr|obj)(\d+)-\d+")  # of a Compiled Graph, in /dev/shm, with the process id of the raylet
-STARTING = b"ray/_private/workers/default_worker.py"  # the program of Ray's workers, until they give themselves a title
+STARTING = b"ray/_private/workers/default_worker.py"  # in the command of Ray's workers until they set their title
 SESSION = r"session_[0-9_-]+_{pid}"  # Ray's name for the folder of a Ray that process `pid` started, within a folder `ray`
 
 
@@ -31,16 +31,16 @@ class _Note(msgspec.Struct, frozen=True):
     owner: tuple[int, int]
     workers: tuple[tuple[int, int], ...]
     also: tuple[str, ...]
-    namespaces: str = ""  # in which these ids and times count
+    namespaces: str = ""  # in which these ids and times are valid
 
 
 def make_job_folder() -> str:
-    """Make a folder for a job that nobody else can enter, and return its path."""
+    """Make a folder for a job that no other user can enter, and return its path."""
     return tempfile.mkdtemp(prefix=PREFIX)
 
 
 def claim(folder: Path, processes: Iterable[int], also: Iterable[str]) -> None:
-    """Note whose a job's folder is: this process, the workers, and the sessions of its own Ray, `also`."""
+    """Write the note into a job's folder: its owner, which is this process, the workers, and sessions of its Ray, `also`."""
     note = _Note(_birth(os.getpid()), tuple(_birth(pid) for pid in processes), tuple(also), namespaces())
     temporary = folder / f"{NOTE}.new"
     with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
@@ -49,17 +49,17 @@ def claim(folder: Path, processes: Iterable[int], also: Iterable[str]) -> None:
 
 
 def sweep_command() -> list[str]:
-    """Make the command that sweeps when this process is gone. Ray's logs stay until the next start."""
+    """Build the command that cleans up once this process has ended. Ray's logs stay until the next start."""
     code = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import sweep; sweep(folders=False)"
     return [sys.executable, "-c", code]
 
 
 def sweep(*, folders: bool = True) -> list[str]:
-    """End the workers, free the semaphores and remove the folders of drivers that are gone; return which folders were removed.
+    """End the workers, free the semaphores and remove the folders of drivers that have ended; return the removed folders.
 
-    A note is believed in a folder that this library made: of this user, for this user alone, and no link. A note from other namespaces,
-    as of a container that shares /tmp, is left alone: its processes cannot be seen here. What is removed is that folder, and the session
-    of a Ray that the dead driver itself had started; no other path, whatever the note says.
+    A note counts only in a folder that this library made: it belongs to this user, only this user can enter it, and it is not a link. A
+    note from other namespaces, e.g. of a container that shares /tmp, is ignored: its processes are invisible here. Only this folder and
+    the session of a Ray that the dead driver started are removed, whatever the note says.
     """
     swept = []
     for folder in sorted(Path(tempfile.gettempdir()).glob(PREFIX + "*")):
@@ -80,7 +80,7 @@ def sweep(*, folders: bool = True) -> list[str]:
 
 
 def _end_starting_workers(session: Path) -> None:
-    """End the workers of a dead Ray that had not reached it yet: they would wait for it for a minute."""
+    """End the workers of a dead Ray that had not yet connected to it: they would wait for it for a minute."""
     for command in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
             words = command.read_bytes()
@@ -89,7 +89,7 @@ def _end_starting_workers(session: Path) -> None:
 
 
 def free_semaphores() -> None:
-    """Remove the semaphores that a Compiled Graph leaves whose worker was killed; a living Ray uses its own."""
+    """Remove the semaphores that a Compiled Graph leaves when its worker is killed, unless their raylet is alive."""
     for path in Path("/dev/shm").glob("sem.*"):
         made_by = SEMAPHORE.fullmatch(path.name)
         if made_by and began(int(made_by[1])) < 0:
@@ -98,11 +98,11 @@ def free_semaphores() -> None:
 
 
 def _remove_folder(folder: Path) -> list[str]:
-    """Remove a folder by its descriptor: a link that takes its place meanwhile is not followed."""
+    """Remove a folder by its descriptor, so that a link that replaces it meanwhile is not followed."""
     with contextlib.suppress(OSError), _open_own_folder(folder, private=False) as handle:
         for name in os.listdir(handle):
             try:
-                os.unlink(name, dir_fd=handle)  # not `rmtree` at once: it would open a worker's pipe, and wait for a writer for ever
+                os.unlink(name, dir_fd=handle)  # before `rmtree`, which would open a worker's pipe and wait for a writer forever
             except OSError:
                 shutil.rmtree(name, ignore_errors=True, dir_fd=handle)
         folder.rmdir()
@@ -116,7 +116,7 @@ def _is_session(path: Path, owner: int) -> bool:
 
 @contextmanager
 def _open_own_folder(folder: Path, *, private: bool = True) -> Iterator[int]:
-    """Open a folder of this user. Raises OSError for a link, another user's, and, if `private`, one that others may enter."""
+    """Open a folder of this user. Raises OSError for a link, a folder of another user, and, if `private`, one that others may enter."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         found = os.fstat(handle)
@@ -128,7 +128,7 @@ def _open_own_folder(folder: Path, *, private: bool = True) -> Iterator[int]:
 
 
 def _note(folder: int) -> _Note | None:
-    """Read the note in an open folder; None for anything but a plain file that this user alone may write."""
+    """Read the note in an open folder; None unless it is a plain file that only this user may write."""
     try:
         handle = os.open(NOTE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
@@ -145,7 +145,7 @@ def _note(folder: int) -> _Note | None:
 
 
 def _birth(pid: int) -> tuple[int, int]:
-    """Pair a process id with the time at which the process began, because the system uses ids again."""
+    """Pair a process id with the time at which the process began, because the system reuses ids."""
     return pid, began(pid)
 
 

@@ -1,4 +1,4 @@
-"""The Ray that a job runs on: one of its own on this machine, or the one that spans the hosts."""
+"""Start or find the Ray that a job runs on: a separate one on this machine, or the one that spans the hosts."""
 
 import atexit
 import contextlib
@@ -33,7 +33,7 @@ from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts, RayHost, local_cluster
 from rlgraph.runtime.driver.orphan_cleanup import free_semaphores, sweep_command
 
-# Ray's token: in which mode Ray asks for one, and where it lies. Whoever knows it can run code on every host of the cluster.
+# Ray's token: the mode in which Ray requires it, and its file. Whoever knows it can run code on every host of the cluster.
 
 MODE, FILE, TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_TOKEN"  # Ray's own names
 FIX = f"copy the head's token there, or name its file by {MODE}=token {FILE}=FILE; `rlgraph cluster start` prints where the head has it"
@@ -46,9 +46,9 @@ def token_file() -> Path:
 
 
 def make_token() -> None:
-    """Write the token for this user's own Rays if there is none. Of programs that start at once, all then have the same one.
+    """Write the token for Rays that this user starts, if there is none. Programs that start at the same time then share one token.
 
-    Ray would write the file in place when it starts: another program could read half of it, or overwrite what is in use.
+    Ray would write the file in place: another program could read half of it, or overwrite a token that is in use.
     """
     file = token_file()
     chosen = os.environ.get(MODE, "token") not in ("", "token") or any(os.environ.get(name) for name in (FILE, TOKEN))
@@ -70,7 +70,7 @@ def make_token() -> None:
 
 
 def _write(file: Path) -> None:
-    """Write a token that nobody else can read, whole or not at all. Raises FileExistsError if another program was first."""
+    """Write a token that no other user can read, atomically. Raises FileExistsError if another program was first."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent) as whole:
         whole.write(secrets.token_hex(32))
@@ -79,7 +79,7 @@ def _write(file: Path) -> None:
 
 
 def describe_mode() -> str:
-    """Name Ray's mode here, and the file or variable from which it takes the token."""
+    """Name Ray's mode here, and the file or variable from which it reads the token."""
     mode = os.environ.get(MODE)
     said = f"{MODE} is {mode}" if mode else f"{MODE} is not set"
     if os.environ.get(TOKEN):
@@ -89,17 +89,17 @@ def describe_mode() -> str:
     return f"{said} here, and the token's file is {file}, which {there}"
 
 
-# Deadlines for calls that have none.
+# Deadlines for calls of Ray that have none.
 
 dispatch_log = logging.getLogger("rlgraph.dispatch")
 
-RAY_S = 180  # for what Ray does at once, unless it hangs; it may start a process for it, on a busy machine
+RAY_S = 180  # for calls that return at once unless Ray hangs; on a busy machine it may have to start a process
 
 T = TypeVar("T")
 
 
 def call_or_abandon(what: str, work: Callable[[], None], seconds: float) -> None:
-    """Run a call of Ray that has no deadline, and go on without it if it hangs: the processes that are left are killed next."""
+    """Run a call of Ray that has no deadline, and continue without it if it hangs: the caller kills the remaining processes next."""
     thread = threading.Thread(target=work, name=what, daemon=True)
     thread.start()
     thread.join(seconds)
@@ -108,7 +108,7 @@ def call_or_abandon(what: str, work: Callable[[], None], seconds: float) -> None
 
 
 def call_with_deadline(otherwise: str, work: Callable[[], T]) -> T:
-    """Run a call of Ray that has no deadline and that the job needs. Raises what the call raises, ChannelTimeout if it hangs."""
+    """Run a call of Ray that has no deadline and that the job needs. Raises the call's error, or ChannelTimeout if it hangs."""
     done: list[T] = []
     failed: list[BaseException] = []
 
@@ -128,9 +128,9 @@ def call_with_deadline(otherwise: str, work: Callable[[], T]) -> T:
     return done[0]
 
 
-ANSWER_S = 30  # of a host, which may have to start a process for it
+ANSWER_S = 30  # for a host to answer; it may have to start a process
 SESSION = re.compile(r"/[^=,\s]*/session_[0-9][^/,\s]*")
-AGENTS = {  # by the names of their logs: what their command is, before and after they give themselves a title
+AGENTS = {  # by the names of their logs: parts of their command before and after they set their title
     "dashboard_agent": (b"dashboard/agent.py", b"ray::DashboardAgent"),
     "runtime_env_agent": (b"runtime_env/agent/main.py", b"ray::RuntimeEnvAgent"),
 }
@@ -139,20 +139,20 @@ END = 4096  # bytes of a log that are read
 LIST_S = 3.0  # for Ray's list of hosts
 ROOM = 32 << 20  # bytes of Ray's temporary folder: logs, sockets, ports
 LOOK_S = 0.1  # between two looks at a start
-STOPPED_S = 20.0  # for a start to end by itself after a signal, with all that it has begun
-LAST_S = 60.0  # for the thread of a Ray that died, to take note of it
-STARTS = 3  # of Ray, where one of its processes ends as it starts
-START_S = 180  # of each of Ray's own processes: on a busy machine more than the 30 s that Ray gives them
+STOPPED_S = 20.0  # for a start, with all processes that it began, to end after a signal
+LAST_S = 60.0  # for the thread of a Ray that died to notice it
+STARTS = 3  # attempts to start Ray if one of its processes ends during the start
+START_S = 180  # for each process of Ray to start: on a busy machine it needs more than Ray's 30 s
 SUBMITTED_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray's own name
-TOLD_S = 10.0  # between two lines about hosts that are awaited
+TOLD_S = 10.0  # between two lines about hosts that a job waits for
 log = logging.getLogger("rlgraph.hosts")
 
 
 def ray_hosts(plan: Plan) -> FoundHosts:
-    """Find a living host of Ray for each host of the plan; the driver's is taken first where it has the GPUs.
+    """Find a living host of Ray for each host of the plan; prefer the driver's host if it has the GPUs.
 
-    Hosts that need many GPUs choose first, each the host with the fewest that suffice. Raises PlanError where Ray has fewer hosts, or
-    none with the GPUs.
+    Hosts of the plan that need most GPUs choose first, each the host with the fewest that suffice. Raises PlanError if Ray has fewer
+    hosts, or none with enough GPUs.
     """
     alive = _living_nodes()
     here = ray.get_runtime_context().get_node_id()
@@ -191,7 +191,7 @@ def _gpus(node: dict[str, Any]) -> int:
 
 
 def living_hosts(*, connected: bool) -> list[RayHost]:
-    """List the living hosts of a Ray, each with its devices: of the one that this program is `connected` to, or that Ray finds.
+    """List the living hosts, with their devices, of the Ray that this program is `connected` to, or that Ray finds.
 
     Raises PlanError if Ray refuses this program's token, or a host does not answer.
     """
@@ -224,7 +224,7 @@ def _described_nodes() -> list[RayHost]:
 
 def _devices() -> Cluster:
     """Describe the devices of the host that runs this task."""
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from a task that reserves none
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)  # Ray hides all GPUs from a task without reserved GPUs
     return local_cluster()
 
 
@@ -236,9 +236,9 @@ def gpus_per_host(plan: Plan) -> list[int]:
 
 
 def awaited_hosts(plan: Plan, patience_s: float) -> FoundHosts:
-    """Find the hosts of a plan, waiting until each of them answers: Ray lists a lost host as alive for a while.
+    """Wait until each host of a plan answers, and return the hosts: Ray lists a lost host as alive for a while.
 
-    A Ray that starts hosts on demand is asked for hosts with the plan's GPUs. Every `TOLD_S` a line says what is still missing.
+    If Ray starts hosts on demand, ask it for hosts with the plan's GPUs. Every `TOLD_S` log what is still missing.
     """
     began_s = told_s = time.monotonic()
     with _asked_for(plan):
@@ -256,7 +256,7 @@ def awaited_hosts(plan: Plan, patience_s: float) -> FoundHosts:
 
 
 def _describe_shortage(plan: Plan) -> str:
-    """Say what a plan takes beside what Ray has."""
+    """Describe what a plan requires and what Ray has."""
     there = [_gpus(node) for node in _living_nodes()]
     wanted = gpus_per_host(plan)
     if not any(wanted):
@@ -266,7 +266,7 @@ def _describe_shortage(plan: Plan) -> str:
 
 @contextlib.contextmanager
 def _asked_for(plan: Plan) -> Iterator[None]:
-    """Have a Ray that scales by itself start hosts with these GPUs; others do not heed it."""
+    """Request hosts with these GPUs, which an autoscaling Ray starts; others ignore the request."""
     bundles = [{"GPU": count} for count in gpus_per_host(plan) if count]
     if bundles:
         request_resources(bundles=bundles)
@@ -287,7 +287,7 @@ def _answering_hosts(plan: Plan) -> FoundHosts:
 
 
 def _answers(host: str) -> bool:
-    """Tell whether a host runs a new task."""
+    """Whether a host runs a new task."""
     task = ray.remote(_sign_of_life).options(num_cpus=0, max_retries=0, scheduling_strategy=on_host(host))
     try:
         return bool(ray.get(task.remote(), timeout=ANSWER_S))
@@ -406,7 +406,7 @@ class LocalRay:
         """End the daemons that are left, agents that a daemon started included."""
         self._over.set()
         for process in (daemon.process for daemon in self.daemons):
-            with contextlib.suppress(ProcessLookupError):  # its group is gone, or it was the program's
+            with contextlib.suppress(ProcessLookupError):  # its group has ended, or was the program's group
                 os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.wait()
@@ -428,7 +428,7 @@ class LocalRay:
     ) -> "subprocess.Popen[bytes]":
         if self._over.is_set():
             raise _Died("Ray is ended while it starts")
-        # Ray would run Python between fork and exec. In a program with many libraries a fork can crash, by what one of them does in it.
+        # Ray would run Python between fork and exec. With many libraries loaded this can crash, since a library may run code in the fork.
         launched = [sys.executable, "-ISc", BEFORE_DAEMON, *command] if options.pop("preexec_fn", None) else command
         process = start(launched, **options)
         self.daemons.append(Daemon.of(process, command))
@@ -439,9 +439,9 @@ class LocalRay:
         return f"; its logs are in {self.daemons[0].logs}" if self.daemons else ""
 
 
-OWN: list[LocalRay] = []  # the one that runs
+OWN: list[LocalRay] = []  # the Ray that this program started, while it runs
 
-# What Ray does in the process of a daemon before it becomes the daemon: it ends with the thread that started it, and Ctrl-C is not for it.
+# Ray's own setup of a daemon's process, before exec: the process ends with the thread that started it, and ignores Ctrl-C.
 BEFORE_DAEMON = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -451,19 +451,19 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 def _start_local_ray(*, stores: bool) -> None:
-    """Start a Ray for this program alone."""
-    # Payload does not go through the object store unless Ray `stores` it, so the smallest one does. Workers get no CPU resource, since
-    # they share the cores as the plan says.
-    # Ray runs workers at nice 15 unless told otherwise, so that any other process of the machine would starve them.
-    # "local": a Ray of its own, also where `ray start` or RAY_ADDRESS names another that runs here.
+    """Start a Ray that only this program uses."""
+    # Messages do not use the object store unless Ray `stores` them, so the smallest store suffices. Workers reserve no CPUs of Ray, since
+    # the plan assigns the cores.
+    # By default Ray runs workers at nice 15, so that any other process on the machine would starve them.
+    # "local" starts a separate Ray even if `ray start` or RAY_ADDRESS names another one.
     ray.init(
         "local",
         include_dashboard=False,
         num_cpus=1,
-        object_store_memory=None if stores else 100 * 2**20,  # None: as Ray finds right for the machine
+        object_store_memory=None if stores else 100 * 2**20,  # None: Ray chooses the size
         log_to_driver=True,
         logging_level=logging.ERROR,
-        # No worker is started before it is asked for: those of the plan are processes of their own, with variables of their own.
+        # Ray starts no worker in advance: each worker of the plan is a new process with its own variables.
         _system_config={
             "worker_niceness": 0,
             "enable_worker_prestart": False,
@@ -474,7 +474,7 @@ def _start_local_ray(*, stores: bool) -> None:
 
 
 class _Died(Exception):
-    """A daemon of Ray ended while Ray started: on a busy machine its raylet gives an agent of its own 15 s, which is no setting."""
+    """A daemon of Ray ended while Ray started: a raylet waits 15 s for its agent, which is too short on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -492,7 +492,7 @@ class Daemon:
         return Daemon(process, Path(command[0]).name, Path(folder[0] if folder else "") / "logs")
 
     def death(self) -> str:
-        """Say that it ended though Ray needs it, or an agent of it, with which it ends; empty for others."""
+        """Report that it, or an agent with which it ends, ended although Ray needs it; empty for other daemons."""
         if self.name not in ("raylet", "gcs_server"):
             return ""
         if agent := AGENT.search(_last_lines(self.logs / f"{self.name}.err")):
@@ -503,7 +503,7 @@ class Daemon:
 
 
 class RayAgent(NamedTuple):
-    """A process that a raylet started, and with which it ends."""
+    """A process that a raylet started; the raylet ends with it."""
 
     name: str
     pid: int
@@ -522,7 +522,7 @@ def agents_of(raylet: int) -> list[RayAgent]:
 
 
 def _ends(log_file: Path) -> str:
-    """Quote the last line of a log; where it is empty, name the log of outputs, which is long."""
+    """Quote the last line of a log; if it is empty, name the log of outputs, which is long."""
     lines = [line for line in _last_lines(log_file).splitlines() if line.strip()]
     return f"; its log {log_file} ends: {lines[-1].strip():.200}" if lines else f"; its log is {log_file.with_suffix('.out')}"
 
@@ -535,7 +535,7 @@ def _last_lines(log_file: Path) -> str:
 
 
 def deaths_of(nodes: Collection[str]) -> str:
-    """Say why Ray ended on hosts, by their ids; empty where it runs, or Ray does not say."""
+    """Report why Ray ended on hosts, which are listed by id; empty if it runs there, or Ray does not report a reason."""
     known: list[dict[str, Any]] = []
     call_or_abandon("Ray's list of hosts", lambda: known.extend(ray.nodes()), LIST_S)
     ended = {node["NodeManagerAddress"]: node.get("DeathReasonMessage") for node in known if node["NodeID"] in nodes and not node["Alive"]}
@@ -546,8 +546,8 @@ def deaths_of(nodes: Collection[str]) -> str:
 
 
 def _connect(purpose: str) -> None:
-    """Connect to the Ray that spans the hosts. Raises PlanError where none runs, or where it asks for another token."""
-    refused = getattr(ray.exceptions, "AuthenticationError", ())  # older ones know no tokens
+    """Connect to the Ray that spans the hosts. Raises PlanError if none runs, or if it requires another token."""
+    refused = getattr(ray.exceptions, "AuthenticationError", ())  # older versions have no tokens
     refusal = PlanError(f"{purpose}, whose Ray did not take this program's token: {describe_mode()}; {FIX}")
     try:
         with _preserve_signal_handlers():
@@ -565,12 +565,12 @@ def _connect(purpose: str) -> None:
 
 @contextlib.contextmanager
 def _separate_process_groups(start_daemon: Callable[..., Any]) -> Iterator[None]:
-    """Have Ray start its daemons through a function, and in process groups of their own, so that a signal to the program's group is the
-    program's to handle.
+    """Have Ray start its daemons through a function, each in a separate process group, so that only the program handles signals to its
+    group.
 
-    A SIGTERM of `timeout` or of a job scheduler goes to the whole group. It would end Ray under the steps in flight, and the
-    end of the job would then wait for a Ray that is gone. The daemons still die with the driver, because the kernel ends them;
-    where it cannot, Ray needs them in the driver's group, and they stay there.
+    `timeout` and job schedulers send SIGTERM to the whole group. Ray would end while steps are in flight, and the end of the job would
+    then wait for a Ray that no longer runs. The daemons still end with the driver, because the kernel kills them; where the kernel
+    cannot, Ray needs them in the driver's group, and they stay there.
     """
     services = ray._private.services
     popen = services.ConsolePopen
@@ -585,7 +585,7 @@ def _separate_process_groups(start_daemon: Callable[..., Any]) -> Iterator[None]
 
 @contextlib.contextmanager
 def _no_submitted_job() -> Iterator[None]:
-    """Hide the settings of a job of `ray job submit`: they name a working folder that only the Ray of that job has."""
+    """Hide the settings of `ray job submit`: they name a working folder that only the Ray of the submitted job has."""
     held = os.environ.pop(SUBMITTED_JOB, None)
     try:
         yield
@@ -596,7 +596,7 @@ def _no_submitted_job() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _preserve_signal_handlers() -> Iterator[None]:
-    """Keep Ray from taking SIGTERM while it starts: its handler exits in the middle of whatever runs, even where that holds a lock."""
+    """Keep Ray from handling SIGTERM while it starts: its handler exits in the middle of any code, even if this holds a lock."""
     utils = ray._private.utils
     set_handler = utils.set_sigterm_handler
     utils.set_sigterm_handler = lambda handler: None
@@ -608,14 +608,14 @@ def _preserve_signal_handlers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _patient(check: Callable[[], None]) -> Iterator[None]:
-    """Give Ray's node `START_S` to come up: Ray's own 30 s are no setting, and end before its processes are loaded on a busy machine.
+    """Wait up to `START_S` for Ray's node to start: Ray's fixed 30 s end before its processes are loaded on a busy machine.
 
-    Ray waits for the port of its gcs_server without letting other threads run, also after that has ended: it only looks once at a time.
-    Raises what `check` raises, e.g. once a daemon has ended.
+    While Ray waits for the port of its gcs_server, no other thread runs, even if the gcs_server has ended. Here it looks once per call.
+    Raises the error of `check`, e.g. once a daemon has ended.
     """
     services, launcher = ray._private.services, ray._private.node
     get_node = services.get_node
-    get_port: Any = vars(launcher).get("wait_for_persisted_port")  # older ones have no such port
+    get_port: Any = vars(launcher).get("wait_for_persisted_port")  # older versions have no such port
 
     def in_time(call: Callable[..., Any], *which: Any, **options: Any) -> Any:
         end = time.monotonic() + START_S
@@ -637,13 +637,13 @@ def _patient(check: Callable[[], None]) -> Iterator[None]:
 
 
 def session_folder() -> str:
-    """Find the folder in which the Ray that `start_ray` started keeps its logs and sockets."""
+    """Find the folder with the logs and sockets of the Ray that `start_ray` started."""
     folder: str = ray._private.worker._global_node.get_session_dir_path()
     return folder
 
 
 def stop_ray() -> None:
-    """End the Ray that `start_ray` started, and what it leaves in shared memory when a worker of a Compiled Graph was killed."""
+    """End the Ray that `start_ray` started, and free the shared memory that it leaves if a worker of a Compiled Graph was killed."""
     call_or_abandon("the end of Ray", ray.shutdown, RAY_S)
     while OWN:
         OWN.pop().end()

@@ -1,4 +1,4 @@
-"""Dispatch on Ray: reserve GPUs, start the workers, end them. `ray_cluster` knows which Ray.
+"""Dispatch on Ray: reserve GPUs, start the workers, end them. `ray_cluster` chooses the Ray.
 
 For Ray's own tools it also draws a plan as a Compiled Graph of Ray, with an edge for each channel. A job does not run this graph: its
 workers fire in the plan's order over rlgraph's channels, at each tick that the driver sends them.
@@ -37,16 +37,16 @@ from rlgraph.runtime.driver.ray_cluster import (
 from rlgraph.runtime.driver.signals import hold_signals
 from rlgraph.runtime.worker.spec import WorkerSpec
 
-# GPUs of a Ray that others use too: reserved by a placement group, so that two jobs, or a job and other work on Ray, never share one.
+# If others use the same Ray, a placement group reserves GPUs, so that two jobs, or a job and other work on Ray, never share one.
 
-RESERVE_S = 30.0  # in which what another job frees is free
-SLIVER = 0.001  # of the resource by which Ray knows a host: it ties a bundle to that host
+RESERVE_S = 30.0  # until GPUs that another job frees are free in Ray
+SLIVER = 0.001  # of the resource that identifies a host in Ray: it binds a bundle to this host
 
 
 class Reservation:
-    """The GPUs of a plan's hosts, all or none. `gpus` are their numbers on each host, by its id.
+    """Reserves the GPUs of all hosts of a plan, or none. `gpus` maps each host's id to the numbers of its GPUs.
 
-    Raises PlanError if others hold them for longer than `patience_s`, and `RESERVE_S` at least.
+    Raises PlanError if others still hold them after `patience_s`, and at least `RESERVE_S`.
     """
 
     def __init__(self, plan: Plan, hosts: Sequence[tuple[str, str]], patience_s: float = 0.0) -> None:
@@ -73,7 +73,7 @@ class Reservation:
             self.gpus = {host: found for (host, _, _), found in zip(wanted, numbers, strict=True)}
 
     def free(self) -> None:
-        """Give the GPUs back. It is done also where Ray no longer answers: Ray itself frees what an ended driver held."""
+        """Free the GPUs. Errors of a Ray that no longer answers are ignored: Ray frees the GPUs of a driver that has ended."""
         with contextlib.suppress(ray.exceptions.RayError):
             for holder in self._holders:
                 ray.kill(holder)
@@ -91,23 +91,23 @@ class Reservation:
 
 
 class _Holder:
-    """An actor that holds GPUs, and knows which."""
+    """An actor that holds GPUs, and returns their numbers."""
 
     def numbers(self) -> list[str]:
         return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
-# Dispatch on Ray: start the workers. Which Ray, `ray_cluster` knows.
+# Dispatch on Ray: start the workers.
 #
-# A worker's loop over the steps is one call, in one of two ways with the same behaviour: one execution of a Compiled Graph over all
-# workers, or an actor call for each.
+# A worker's loop over the steps is one call. There are two ways to make it, with the same behaviour: one execution of a Compiled Graph over
+# all workers, or one actor call per worker.
 
-KILL_S = 5  # for Ray to take note that an actor is to end
+KILL_S = 5  # for Ray to accept that an actor must end
 
 
 @contextlib.contextmanager
 def said_by_ray() -> Iterator[None]:
-    """Turn the errors of Ray into DispatchError, so that no other file needs to know Ray's classes."""
+    """Convert Ray's errors to DispatchError, so that no other file needs Ray's classes."""
     try:
         yield
     except ray.exceptions.RayError as error:
@@ -127,7 +127,7 @@ class Actors:
     def begin(self, hosts: int, *, stores: bool = False) -> None:
         with hold_signals("waiting until Ray has started, to end all of it") as stopped:
             self._owns_ray = start_ray(hosts, stores=stores, stopped=stopped)
-            self._started_ray = self._owns_ray and hosts == 1  # a Ray of several hosts is only connected to
+            self._started_ray = self._owns_ray and hosts == 1  # rlgraph only connects to a Ray of several hosts
 
     @said_by_ray()
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
@@ -163,7 +163,7 @@ class Actors:
     def create(self, spec: WorkerSpec, driver: str, host: str = "") -> Any:
         variables = worker_environment(spec, self._reserved.gpus.get(host) if self._reserved else None)
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0}
-        if not self._started_ray:  # in a Ray of others the process may have run their tasks, and imported what reads the variables
+        if not self._started_ray:  # another program's Ray may reuse a process that has already imported libraries, which read the variables
             options["runtime_env"] = {"env_vars": variables}
         if host:
             options["scheduling_strategy"] = on_host(host)
@@ -202,21 +202,21 @@ class CompiledGraph(Actors):
     def start(self, actors: Sequence[Any]) -> None:
         from ray.dag import InputNode, MultiOutputNode
 
-        logging.getLogger("ray.dag.compiled_dag_node").setLevel(logging.CRITICAL)  # it reports a teardown that went well as errors
+        logging.getLogger("ray.dag.compiled_dag_node").setLevel(logging.CRITICAL)  # it logs errors even if the teardown succeeds
         with InputNode() as begins:
             graph = MultiOutputNode([actor.run.bind(begins) for actor in actors])
         self.graph = call_with_deadline("the Compiled Graph did not come up", lambda: graph.experimental_compile(_submit_timeout=-1))
-        # A driver that has not yet read from an actor aborts in Ray's own teardown when that actor dies, so read once now.
+        # If an actor dies before the driver has read from it, the driver aborts in Ray's teardown, so read once now.
         ray.get(self.graph.execute(False), timeout=RAY_S)
         self.running = self.graph.execute(True)
 
     def stop(self) -> None:
         call_or_abandon("the end of the Compiled Graph", lambda: self.graph.teardown(kill_actors=True), RAY_S)
-        del self.running  # only now: a reference dropped before would still try to read its result
+        del self.running  # only now: dropped before the teardown, the reference would try to read its result
 
 
 class ActorCalls(Actors):
-    """One actor call for each worker: for several hosts, and for Ray versions without Compiled Graphs."""
+    """One actor call per worker, for several hosts and for versions of Ray without Compiled Graphs."""
 
     @said_by_ray()
     def start(self, actors: Sequence[Any]) -> None:
@@ -230,10 +230,10 @@ DISPATCHES: dict[str, type[CompiledGraph | ActorCalls]] = {"compiled_graph": Com
 
 
 def _actor_class() -> type:
-    """Make the class of the actors, which sets a worker's variables before it imports anything that reads them.
+    """Make the class of the actors. It sets a worker's variables before any import reads them.
 
-    A local class is pickled by value: its process needs to find rlgraph only once it has the driver's path. Variables that Ray itself
-    sets (`runtime_env`) cost each worker the start of one more interpreter.
+    A local class is pickled by value, so its process imports rlgraph only after it has the driver's path. If Ray sets the variables
+    (`runtime_env`), each worker starts one more interpreter.
     """
 
     class WorkerProcess:
@@ -245,13 +245,13 @@ def _actor_class() -> type:
             os.environ.update(variables)
             path = variables["PYTHONPATH"].split(os.pathsep)
             sys.path[:] = [*path, *(folder for folder in sys.path if folder not in path)]
-            gc.disable()  # a sixth of the time of the imports
+            gc.disable()  # saves a sixth of the import time
             from rlgraph.runtime.worker import process
 
             gc.enable()
             self._begin = process.Process
 
-        def prepare(self, spec: "WorkerSpec", driver: str) -> None:  # as text, since an annotation is pickled too, and imports
+        def prepare(self, spec: "WorkerSpec", driver: str) -> None:  # a string, since annotations are pickled too, and would import
             self._worker = self._begin(spec, driver)
             self._worker.prepare()
 
@@ -263,7 +263,7 @@ def _actor_class() -> type:
 
 
 def _make_asker(actor: Any) -> Ask:
-    """Make a function that calls a method of an actor by name; None if the call fails, or does not answer in time."""
+    """Make a function that calls a method of an actor by name, and returns None if the call fails or times out."""
 
     def ask(method: str, timeout_s: float, *arguments: object) -> Any:
         try:
@@ -280,7 +280,7 @@ BY_GRAPHVIZ = (".svg", ".png", ".pdf")
 
 
 def ray_dag(plan: Plan, actors: Mapping[str, Any]) -> Any:
-    """Bind each node of one step to the actors of its workers. Raises PlanError where a worker has no actor, or no method `fire`."""
+    """Bind each node of one step to the actors of its workers. Raises PlanError for a worker without an actor, or without `fire`."""
     from ray.dag import InputNode, MultiOutputNode
 
     missing = [worker.name for worker in plan.workers if worker.name not in actors]
@@ -306,9 +306,9 @@ def ray_dag(plan: Plan, actors: Mapping[str, Any]) -> Any:
 
 
 def draw(compiled: Any, path: Path) -> None:
-    """Draw a compiled graph of Ray: as Mermaid text, or by Ray's own `visualize`. Raises PlanError without graphviz, or for another ending.
+    """Draw a compiled graph of Ray as Mermaid text, or with Ray's `visualize`. Raises PlanError without graphviz, or for another suffix.
 
-    Ray's "ascii" is never taken: it places a task under a reader of the stage before, and fails where an edge skips a stage.
+    Ray's "ascii" is not used: it draws a task under a reader of the previous stage, and fails if an edge skips a stage.
     """
     if path.suffix == ".mmd":
         path.write_text(mermaid(compiled), encoding="utf-8")
@@ -329,7 +329,7 @@ def draw(compiled: Any, path: Path) -> None:
 
 
 def mermaid(compiled: Any) -> str:
-    """Write a compiled graph of Ray as a Mermaid flowchart: its tasks, and an edge for each value that one reads of another."""
+    """Write a compiled graph of Ray as a Mermaid flowchart: its tasks, and an edge for each value that one task reads from another."""
     lines = ["flowchart LR"]
     for index, task in compiled.idx_to_task.items():
         lines.append(f'  t{index}["{_label(task.dag_node)}"]')
@@ -339,6 +339,6 @@ def mermaid(compiled: Any) -> str:
 
 
 def _label(task: Any) -> str:
-    """Name a task: the node that it fires, or Ray's own kind of task where it is the input or the output."""
+    """Name a task: the node that it fires, or Ray's class of task for the input and the output."""
     fired = [given for given in task.get_args()[:1] if isinstance(given, str)]
     return "".join(char if char.isalnum() or char in " _-." else "_" for char in (fired or [type(task).__name__])[0])

@@ -1,4 +1,4 @@
-"""What rlgraph uses of Ray that a version of Ray may lack. It is looked for before anything starts."""
+"""Check before anything starts that this version of Ray has the features that rlgraph uses."""
 
 import importlib.util
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from rlgraph.plan.plan import Plan
 TESTED = "2.60.0"  # the newest version that was tested
 INSTALL = f"pip install 'ray=={TESTED}'"
 
-# By module and name. Ray's public interface is not listed, and neither is what rlgraph does without.
+# By module and name. Ray's public interface is not listed, nor are features that rlgraph can do without.
 START = (
     "ray._private.node:Node.get_session_dir_path",
     "ray._private.services:ConsolePopen",
@@ -50,12 +50,12 @@ def _is_there(module: str, name: str) -> bool:
 
 
 def has_compiled_graphs() -> bool:
-    """Whether this Ray has Compiled Graphs, which it may drop."""
+    """Whether this Ray has Compiled Graphs, which a later version may drop."""
     return not find_missing(COMPILED_GRAPHS)
 
 
 def check_ray(plan: Plan) -> None:
-    """Raise PlanError for a Ray that lacks what a plan's launch needs."""
+    """Raise PlanError if Ray lacks features that a plan's launch needs."""
     if not version():
         raise PlanError("launch(): Ray is not installed; `pip install ray`, or launch(dispatch='processes'), which runs without it")
     if missing := find_missing(START):

@@ -1,4 +1,4 @@
-"""Check before anything starts that what the user gave can be sent to other processes, and name what cannot."""
+"""Check before anything starts that the user's objects can be sent to other processes, and name those that cannot."""
 
 import functools
 import inspect
@@ -7,8 +7,8 @@ from typing import Any
 
 try:
     import cloudpickle
-except ImportError:  # an environment that was made without rlgraph's own requirements
-    from ray import cloudpickle  # a copy of it, which takes a second to import
+except ImportError:  # an environment without rlgraph's requirements
+    from ray import cloudpickle  # a copy of it, which needs a second to import
 
 from rlgraph.errors import GraphError, function_name
 from rlgraph.graph.graph import Graph
@@ -16,25 +16,25 @@ from rlgraph.graph.nodes import Operation
 
 
 def pickle_value(value: Any) -> bytes:
-    """Pickle a value as it is sent to a worker: what has no module that others can import is sent by value."""
+    """Pickle a value as for a worker: functions and classes without an importable module are sent by value."""
     found: bytes = cloudpickle.dumps(value)
     return found
 
 
 def sendable(value: Any) -> bool:
-    """Tell whether a value can be sent to a worker."""
+    """Whether a value can be sent to a worker."""
     try:
         pickle_value(value)
-    except Exception:  # noqa: BLE001 (whatever a user's object raises, it cannot be sent)
+    except Exception:  # noqa: BLE001 (a user's object may raise anything)
         return False
     return True
 
 
-DEPTH = 4  # of the way to the culprit
+DEPTH = 4  # of attributes and items to search
 
 
 def check_sendable(graph: Graph) -> None:
-    """Raise GraphError naming the node, the function and what it holds that no other process can have."""
+    """Raise GraphError if an object cannot be sent, with the node, the function and the part that is the reason."""
     for node in graph.nodes:
         given = node.traits.given
         for value in (node.operation,) if given is None else given:
@@ -78,7 +78,7 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 def _title(value: Any) -> str:
     if isinstance(value, Operation):
         return f"operation '{type(value).__name__}'"
-    function = getattr(value, "function", value)  # of what wraps one
+    function = getattr(value, "function", value)  # of an object that wraps a function
     function = function.func if isinstance(function, functools.partial) else function
     return f"function '{function_name(function)}'"
 

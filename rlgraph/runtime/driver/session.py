@@ -1,4 +1,4 @@
-"""One session of a plan on Ray: its workers, from the first one's start to the last one's end."""
+"""Run one session of a plan's workers, from their start to their end."""
 
 import os
 import secrets
@@ -29,15 +29,15 @@ from rlgraph.runtime.driver.worker_group import WorkerGroup
 from rlgraph.runtime.worker.activity import Heartbeat, under_way
 from rlgraph.runtime.worker.spec import Start, WorkerSpec, worker_specs
 
-# The start of a plan's workers: each in a process, joined to the driver and to one another; every wait has a deadline and a name.
+# Start a plan's workers, each in a process, and connect them to the driver and to one another. Every wait has a deadline and a name.
 
 
 def start_workers(
     dispatch: Dispatch, group: WorkerGroup, specs: Sequence[WorkerSpec], actors: list[Any], hosts: Hosts, ids: Sequence[str]
 ) -> None:
-    """Start a worker for each spec and wait until all are ready; `actors` gets each as it is made, on the hosts of `ids`.
+    """Start a worker per spec, on the hosts of `ids`, and wait until all are ready. Each is appended to `actors` as soon as it exists.
 
-    Raises WorkerDied or NodeError for a worker that cannot start, ChannelTimeout for one that has not started by the deadline.
+    Raises WorkerDied or NodeError if a worker cannot start, ChannelTimeout if it has not started by the deadline.
     """
     wanted, end = f"{hosts.addresses[hosts.driver]}:0" if hosts.addresses else f"{hosts.folder}/driver", time.monotonic() + group.start_s
     listener = listen("driver", wanted, backlog=len(specs) + 8)
@@ -71,20 +71,20 @@ def start_workers(
 
 
 T = TypeVar("T")
-GOODBYE_S = 5.0  # for workers that have nothing left to do
-KILLED_S = 1.0  # for what Ray kills to be gone
-ABANDON_S = 0.25  # for workers of a session that failed
+GOODBYE_S = 5.0  # for idle workers to end
+KILLED_S = 1.0  # for workers that Ray kills to end
+ABANDON_S = 0.25  # for workers of a failed session to end
 
 
 @dataclass(frozen=True)
 class Links:
-    """How a job reaches its hosts: how long it waits for those that are not there yet, or were lost, and whether it encrypts."""
+    """How a job connects to its hosts: how long it waits for missing or lost hosts, and whether it encrypts."""
 
     wait_s: float = 0.0
     encrypt: bool = False
 
     def with_wait(self, wait_s: float) -> "Links":
-        """The same, but with a wait of at least so many seconds."""
+        """Return a copy that waits at least this many seconds."""
         return replace(self, wait_s=max(self.wait_s, wait_s))
 
 
@@ -92,7 +92,7 @@ PLAIN = Links()
 
 
 class Session:
-    """The workers of a plan: start them, tick them, hear their reports, end them. A failed session is of no further use."""
+    """The workers of a plan: starts them, ticks them, receives their reports, ends them. A failed session cannot be used again."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Session:
     ) -> None:
         self.plan, self.first = plan, start.resume.step if start and start.resume else 0
         self._start_at, self._links, self._owner = start, links, os.getpid()
-        # A graceful end waits for all steps in flight, so keep no more of them in flight than can overlap.
+        # A graceful end waits for all steps in flight, so start no more of them than can overlap.
         self._window = plan.window - 2 if start else plan.window
         self._graph, self._deadline_s = graph, deadline_s
         self.dispatch = make_dispatch(dispatch_name)
@@ -117,7 +117,7 @@ class Session:
         self.folder = ""
         self._dispatching = self.ended = self.failed = False
         self.ticked = self.reported = self.first
-        self.did: Heartbeat | None = None  # what the worker did that failed
+        self.did: Heartbeat | None = None  # activity of the worker that failed, when it failed
 
     @property
     def pids(self) -> Mapping[str, int]:
@@ -126,16 +126,16 @@ class Session:
 
     @property
     def clock_slack_s(self) -> float:
-        """By how much the spans of two workers may be in the wrong order, in seconds."""
+        """The error with which spans of two workers can be compared, in seconds."""
         return self.group.clock_slack_s
 
     def under_way(self) -> str:
-        """Describe what the nodes do now and how far they are; empty before the workers are ready and after they have ended."""
+        """Describe the work and the progress of the nodes; empty before the workers are ready and after they have ended."""
         return under_way(self.group.states(), self.plan) if self.is_ready and not self.ended else ""
 
     @property
     def in_flight(self) -> bool:
-        """Whether steps are at work that have not been reported."""
+        """Whether there are steps that have begun and not been reported."""
         return self.ticked > self.reported
 
     @property
@@ -145,7 +145,7 @@ class Session:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this process is a fork of the one that made it, whose workers, sockets and folder these are."""
+        """Whether this process is a fork of the one that created the session and owns its workers, sockets and folder."""
         return os.getpid() != self._owner
 
     def check_runs(self) -> None:
@@ -190,13 +190,13 @@ class Session:
         start_workers(self.dispatch, self.group, specs, self._actors, self._hosts, [host for host, _ in found.hosts])
         here = [
             pid for name, pid in self.group.pids.items() if self._hosts.of[name] == self._hosts.driver
-        ]  # ids of other hosts mean others
+        ]  # process ids are valid on their own host only
         orphan_cleanup.claim(Path(self.folder), here, self.dispatch.folders())
         self.dispatch.start(self._actors)
         self._dispatching = True
 
     def _listen_for_shards(self, authkey: bytes, hosts: Hosts) -> Start | None:
-        """Listen for shards of hosts that do not see the folder of checkpoints, if there are other hosts."""
+        """Listen for shards from hosts that do not share the folder of checkpoints, if there are other hosts."""
         start = self._start_at
         if start is None or not start.folder or not hosts.addresses:
             return start
@@ -207,7 +207,7 @@ class Session:
 
     @property
     def notice(self) -> str:
-        """Say which hosts send their shards of checkpoints, since they do not share the folder; empty if none does."""
+        """Name the hosts that send their shards of checkpoints because they do not share the folder; empty if none does."""
         if self._start_at is None or self._hosts is None or not self.group.apart:
             return ""
         names = " and ".join(self._hosts.name(at) for at in sorted({self._hosts.of[worker] for worker in self.group.apart}))
@@ -221,9 +221,9 @@ class Session:
         return Hosts(self.folder, tuple(agents) or (here,), tuple(address for _, address in found.hosts), placed, found.driver)
 
     def step(self, last: int) -> Sequence[messages.Report]:
-        """Wait for the reports of the next step; the workers already work on the steps after it, up to `last`.
+        """Wait for the reports of the next step, while the workers already work on later steps, up to `last`.
 
-        Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, when the workers have ended.
+        Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, after the workers have ended.
         """
         return self._explain_death(lambda: self._step(last))
 
@@ -248,21 +248,21 @@ class Session:
         return reports
 
     def news(self) -> Sequence[messages.Saved | messages.NotSaved]:
-        """Take what the workers have said of checkpoints since the last call."""
+        """Return the workers' messages about checkpoints since the last call."""
         news, self.group.saved = self.group.saved, []
         return news
 
     def tell(self, message: messages.Message) -> None:
-        """Send a message to every worker, which it takes before the next tick."""
+        """Send a message to every worker, which handles it before the next tick."""
         self.group.tell(message)
 
     def take_samples(self) -> Sequence[messages.SampledRows]:
-        """Take the recorded rows that workers have sent since the last call."""
+        """Return the recorded rows that workers have sent since the last call."""
         rows, self.group.sampled = self.group.sampled, []
         return rows
 
     def save(self, step: int) -> None:
-        """Ask every worker to complete the checkpoint after `step` steps, all of which are done; `news` tells when it has."""
+        """Ask every worker to complete the checkpoint after `step` steps, all of which are done; `news` returns their answers."""
         self.group.tell(messages.Save(step))
 
     def shards(self, model: str) -> Sequence[messages.ShardsDescribed]:
@@ -270,7 +270,7 @@ class Session:
         return self._explain_death(lambda: self.group.shards(self._workers_of(model)))
 
     def write_shards(self, model: str, order: messages.WriteShards) -> Sequence[messages.ShardsWritten]:
-        """Have the workers of a model write their shards of an export. Raises as `step` does."""
+        """Have a model's workers write their shards of an export. Raises as `step` does."""
         return self._explain_death(lambda: self.group.write_shards(self._workers_of(model), order))
 
     def _workers_of(self, model: str) -> Sequence[str]:

@@ -1,5 +1,5 @@
-"""Ctrl-C and SIGTERM: the first lets the steps in flight finish, the second stops at once. Neither comes in the middle of a
-start of Ray or of the end of the workers, which would leave processes and shared memory behind: it comes right after.
+"""Handle Ctrl-C and SIGTERM: the first signal lets the steps in flight finish, the second stops at once. While Ray starts or workers
+end, a signal would leave processes and shared memory behind, so it is held back until this is done.
 """
 
 import contextlib
@@ -11,15 +11,15 @@ from types import FrameType
 from typing import Any
 
 HANDLED = (signal.SIGINT, signal.SIGTERM)
-_holding: list[str] = []  # what the signals are held back for
+_holding: list[str] = []  # the work for which signals are held back
 
 
 @contextlib.contextmanager
 def hold_signals(doing: str) -> Iterator[Callable[[], bool]]:
     """Hold both signals back during work that must not be interrupted; the first signal is raised again after it.
 
-    `doing` tells the user what the program does meanwhile. The work must end by itself within seconds, also by asking the function that
-    the context returns, whether a signal has come. Signals that the program ignores stay ignored.
+    `doing` describes the work for the user. The work must end by itself within seconds; the function that the context returns tells it
+    whether a signal has come. Signals that the program ignores stay ignored.
     """
     if _holding or threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -53,7 +53,7 @@ class Signals:
         self._before: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Take the signals; again after each start of Ray, which takes SIGTERM for itself."""
+        """Install the handlers. Call it again after each start of Ray, which replaces the handler of SIGTERM."""
         if threading.current_thread() is threading.main_thread():
             before: dict[int, Any] = {int(number): signal.signal(number, self._handle) for number in HANDLED}
             self._before = self._before or before
@@ -73,7 +73,7 @@ class Signals:
 
     @staticmethod
     def stop(number: int) -> None:
-        """End the program as the signal asks for."""
+        """End the program: KeyboardInterrupt for Ctrl-C, otherwise the exit status of the signal."""
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""Warm processes: they have imported what workers need, live from one launch of the program to the next, and dispatch without Ray."""
+"""Dispatch without Ray to warm processes, which have imported what workers need and continue from one launch to the next."""
 
 import os
 import select
@@ -23,14 +23,14 @@ from rlgraph.runtime.driver.sendable import pickle_value
 from rlgraph.runtime.messages import PID_BYTES, ForkOrder, send_order
 from rlgraph.runtime.worker.spec import WorkerSpec
 
-# The program's ends of warm processes: a template from which workers are forked, and a worker that was asked for.
+# The program's handles of warm processes: a template from which workers are forked, and a worker.
 
 END_S = 10.0
 
 
 @dataclass
 class Template:
-    """A process from which workers are forked, or that is a worker itself, `alone`."""
+    """A process from which workers are forked, or, if it is `alone`, that is a worker itself."""
 
     process: "subprocess.Popen[bytes]"
     asked: socket.socket
@@ -39,18 +39,18 @@ class Template:
 
     @classmethod
     def start(cls, prepare: str, environment: Mapping[str, str], *, alone: bool = False) -> "Template":
-        """Start a process that imports by `prepare`, a function as `module:name`."""
+        """Start a process that calls the function `prepare`, given as `module:name`, for its imports."""
         mine, its = socket.socketpair()
         with its:
             command = [sys.executable, "-P", "-m", "rlgraph.runtime.worker.template", str(its.fileno()), prepare, *["alone"] * alone]
-            # In a group of its own: a signal to the program's group is the program's to handle.
+            # In a separate group, so that only the program handles signals to its group.
             process = subprocess.Popen(
                 command, env=dict(environment), pass_fds=[its.fileno()], stdin=subprocess.DEVNULL, process_group=0, cwd="/"
             )
         return cls(process, mine, alone)
 
     def fork(self, name: str, order: ForkOrder) -> "WarmWorker":
-        """Ask for a worker, which comes once the process has imported."""
+        """Ask for a worker, which starts once the process has done its imports."""
         told, tells = os.pipe2(os.O_CLOEXEC)
         later, its = socket.socketpair() if order.keeps and not self.alone else (None, None)
         try:
@@ -70,7 +70,7 @@ class Template:
         return worker
 
     def lives(self) -> bool:
-        """Whether it can fork."""
+        """Whether the process runs, so that it can fork."""
         return self.process.poll() is None
 
     def idle(self) -> bool:
@@ -78,7 +78,7 @@ class Template:
         return all(worker.is_gone() for worker in self.workers)
 
     def end(self) -> None:
-        """End it, and with it the workers that it has forked."""
+        """End the process and the workers that it has forked."""
         self.asked.close()
         self.process.kill()
         self.process.wait(END_S)
@@ -87,7 +87,7 @@ class Template:
 
 
 class WarmWorker:
-    """A worker that was asked for: a process once its template has forked it. One with a socket for `later` orders can serve again."""
+    """A requested worker: a process once its template has forked it. With a socket for `later` orders it can serve several jobs."""
 
     def __init__(self, name: str, template: Template, told: int, later: socket.socket | None) -> None:
         self.name = name
@@ -95,7 +95,7 @@ class WarmWorker:
         self._over = False
 
     def serve_next(self, name: str, order: ForkOrder) -> None:
-        """Have it serve another job, with the engine that it has kept."""
+        """Start another job in it, with its cached engine."""
         self.name = name
         assert self._later is not None
         try:
@@ -104,7 +104,7 @@ class WarmWorker:
             raise WorkerDied(f"worker '{name}' could not be started: the process that kept its engine has ended") from error
 
     def is_gone(self) -> bool:
-        """Whether its process is gone, or will not come since its template is."""
+        """Whether its process has ended, or will not start because its template has ended."""
         if self._over:
             return True
         if self._process < 0:
@@ -114,7 +114,7 @@ class WarmWorker:
         return self._over
 
     def _look(self) -> None:
-        """See whether the template has forked it."""
+        """Check whether the template has forked it."""
         if not select.select([self._told], [], [], 0)[0]:
             return
         said = os.read(self._told, PID_BYTES)
@@ -125,7 +125,7 @@ class WarmWorker:
         self._over = self._process < 0
 
     def kill(self) -> None:
-        """End its process, whatever it does; one that is still to come ends with its template."""
+        """Kill its process; a process that has not started yet ends with its template."""
         if self.is_gone():
             return
         if self._process < 0:
@@ -134,7 +134,7 @@ class WarmWorker:
             signal.pidfd_send_signal(self._process, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill it and wait until it is gone, with all that it holds."""
+        """Kill its process and wait until its memory is free."""
         self.kill()
         if self._process >= 0:
             select.select([self._process], [], [], END_S)
@@ -150,16 +150,16 @@ class WarmWorker:
         self._told = self._process = -1
 
 
-# Warm processes: they have imported what workers need, and live from one launch of the program to the next.
+# The set of warm processes of a program.
 
-IGNORED_VARIABLES = {"PYTHONPATH", "PYTEST_CURRENT_TEST"}  # variables that are not read by imports; a worker gets its own path
-MOST_TEMPLATES = 6  # processes that are kept; each takes some hundred MB
+IGNORED_VARIABLES = {"PYTHONPATH", "PYTEST_CURRENT_TEST"}  # imports do not read them; each worker sets its import path
+MOST_TEMPLATES = 6  # processes to keep; each uses some hundred MB
 Key: TypeAlias = tuple[str, frozenset[tuple[str, str]], Hashable]
 
 
 @dataclass(frozen=True)
 class ProcessRequirements:
-    """What a worker needs of its process: environment, imports, whether these open a GPU, and what its engine is, if that can be kept."""
+    """What a worker requires of its process: environment, imports, whether these open a GPU, and its engine, if it can be cached."""
 
     name: str
     environment: Mapping[str, str]
@@ -174,12 +174,12 @@ class ProcessRequirements:
 
     @property
     def key(self) -> Key:
-        """What processes have in common that serve the same."""
+        """Equal for workers that the same process can serve."""
         return self.imports, frozenset(pair for pair in self.environment.items() if pair[0] not in IGNORED_VARIABLES), self.engine
 
 
 class Warm:
-    """The warm processes of a program, by what they have imported in which environment; with `engines` those that keep theirs too."""
+    """The warm processes of a program, by imports and environment; with `engines`, also workers that keep their engine."""
 
     def __init__(self, *, engines: bool = False) -> None:
         self.engines = engines
@@ -189,7 +189,7 @@ class Warm:
         self.ended = False
 
     def announce(self, wanted: Sequence[ProcessRequirements]) -> None:
-        """End the kept engines that none of these workers will take, so that their memory is free before others start."""
+        """End the cached engines that none of these workers will reuse, so that their memory is free before others start."""
         needed = Counter(each.key for each in wanted)
         for key, workers in self._kept.items():
             for worker in workers[needed[key] :]:
@@ -198,7 +198,7 @@ class Warm:
         self._tidy()
 
     def start(self, wanted: ProcessRequirements, order: ForkOrder) -> WarmWorker:
-        """Start a worker: with a kept engine, else from the process with its environment and imports, which is started if there is none."""
+        """Start a worker: with a cached engine, otherwise as a fork of a process with its environment and imports."""
         if self.ended:
             raise RlgraphError(
                 f"worker '{wanted.name}' cannot be started: the block of rg.runs.warm() has been left; start the job inside of it"
@@ -212,7 +212,7 @@ class Warm:
         return self._template(wanted).fork(wanted.name, order)
 
     def keep(self, wanted: ProcessRequirements, worker: WarmWorker) -> None:
-        """Keep a worker that has done its job, for the next that wants the same."""
+        """Keep a worker whose job has ended, for the next one with equal requirements."""
         self._kept.setdefault(wanted.key, []).append(worker)
 
     def _template(self, wanted: ProcessRequirements) -> Template:
@@ -226,7 +226,7 @@ class Warm:
                 template.end()
             self._make_room()
             template = Template.start(wanted.imports, wanted.environment)
-        self._templates[key] = template  # the last one is the one that was used last
+        self._templates[key] = template  # ordered by last use
         return template
 
     def _make_room(self) -> None:
@@ -234,7 +234,7 @@ class Warm:
             self._templates.pop(key).end()
 
     def _tidy(self) -> None:
-        """Take away the processes that have ended."""
+        """Remove the processes that have ended."""
         for template in [template for template in self._alone if not template.lives()]:
             template.end()
             self._alone.remove(template)
@@ -245,7 +245,7 @@ class Warm:
         return tuple(template.process.pid for template in (*self._templates.values(), *self._alone) if template.lives())
 
     def end(self) -> None:
-        """End all of them."""
+        """End all warm processes."""
         self.ended = True
         for template in (*self._templates.values(), *self._alone):
             template.end()
@@ -306,7 +306,7 @@ def current_processes() -> Warm | None:
     return _HERE.get()
 
 
-# What the engines on torch and transformers import, for a process from which workers are forked.
+# The imports of engines on torch and transformers, for a process from which workers are forked.
 
 MODULES = (
     "rlgraph.engines.forward.self_test",
@@ -323,18 +323,18 @@ MODULES = (
 
 
 def import_transformers() -> None:
-    """Import what trainers on FSDP2, engines on transformers and tokenizers need; it opens no GPU."""
+    """Import the libraries of FSDP2 trainers, transformers engines and tokenizers, without opening a GPU."""
     for module in MODULES:
         import_module(module)
 
 
 # Dispatch without Ray: workers come from warm processes.
 
-WARM, PROCESSES = "warm", "processes"  # their names
+WARM, PROCESSES = "warm", "processes"  # names of the two dispatches
 
 
 class WithoutRay:
-    """What a `Dispatch` has in common whose workers are processes of this host, which run as soon as they are made."""
+    """The common part of dispatches whose workers are processes of this host, which run as soon as they start."""
 
     def begin(self, hosts: int, *, stores: bool = False) -> None:
         pass
@@ -424,7 +424,7 @@ class ForkedProcesses(WithoutRay):
 
 
 class Processes(ForkedProcesses):
-    """A `Dispatch` to warm processes that begin and end with the job."""
+    """A `Dispatch` to processes that start and end with the job."""
 
     def __init__(self) -> None:
         super().__init__(Warm())
@@ -434,7 +434,7 @@ class Processes(ForkedProcesses):
 
 
 def kept_as(spec: WorkerSpec) -> Hashable | None:
-    """Name all that makes a worker's engine what it is, by which a later job finds it; None for one that cannot begin again."""
+    """List everything that determines a worker's engine, as the key by which a later job finds it; None if it cannot be reused."""
     made_of = spec.model.traits.made_of if spec.model is not None else None
     if made_of is None or (made := made_of()) is None:
         return None

@@ -1,4 +1,4 @@
-"""Watch the workers while none sends a message: find the stuck one, the one to blame, or the lost host."""
+"""Watch the workers while none sends a message: find the stuck worker, the worker to blame, or the lost host."""
 
 import logging
 import os
@@ -17,15 +17,15 @@ from rlgraph.runtime.driver.hosts import Hosts
 from rlgraph.runtime.messages import Failure, Report
 from rlgraph.runtime.worker.activity import Heartbeat, describe_activity, edge_of, event_name, of_interest
 
-# Find the worker that keeps others waiting: follow the waits from a worker that waited too long to one that does not wait.
+# Find the worker that keeps others waiting: follow the waits from a worker that waited too long to a worker that does not wait.
 #
-# Worker `score` waits for channel 'rollout', its writer `generator` waits for channel 'prompts', and `prompts` runs its node:
-# `prompts` is to blame, whichever of the others is the first to lose patience.
+# If `score` waits for channel 'rollout', its writer `generator` waits for channel 'prompts', and `prompts` runs its node, then `prompts`
+# is to blame, whichever wait times out first.
 
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait of a worker: for a message of a channel or a version of weights from the workers `of`, or room that they must make."""
+    """The wait of a worker for the workers `of`: for a message or a version of weights, or for `room` that they must free."""
 
     end: PlannedChannel | PlannedLoop
     of: tuple[str, ...]
@@ -34,7 +34,7 @@ class Wait:
 
 
 def wait_of(plan: Plan, state: Heartbeat) -> Wait | None:
-    """Find what a worker waits for; None if it works. A worker that publishes may do either."""
+    """Find what a worker waits for; None if it works. A worker that publishes may work or wait."""
     activity = state.activity
     end = edge_of(plan, activity) if activity.waits or activity.kind == "publish" else None
     if end is None:
@@ -46,7 +46,7 @@ def wait_of(plan: Plan, state: Heartbeat) -> Wait | None:
 
 
 def keeps_slots(wait: Wait, writer: Heartbeat, reader: Heartbeat) -> bool:
-    """Tell whether a reader has finished with a message and still holds its slot, for which the writer waits."""
+    """Whether a reader has finished with a message and still holds its slot, for which the writer waits."""
     if isinstance(wait.end, PlannedChannel):
         wanted = (writer.step + 1) * wait.end.chunks - 1 - wait.end.slots  # or an earlier message, if a batch has chunks
         return (reader.step + reader.activity.idle) * wait.end.chunks - wait.end.credits > wanted
@@ -59,7 +59,7 @@ def keeps_slots(wait: Wait, writer: Heartbeat, reader: Heartbeat) -> bool:
 
 @dataclass(frozen=True)
 class Culprit:
-    """The worker that keeps another waiting, and the channel whose slots it holds, if that is the reason."""
+    """The worker that keeps another one waiting, and the channel whose slots it holds, if this is the reason."""
 
     worker: str
     keeps: str | None = None
@@ -68,7 +68,7 @@ class Culprit:
 def culprit(plan: Plan, states: Mapping[str, Heartbeat], waiting: str, held: Mapping[tuple[str, str], int]) -> Culprit | None:
     """Find the worker at the end of a chain of waits; None if all known workers wait for one another.
 
-    `held` says how many slots of a channel a worker held between its last two steps.
+    `held` counts the slots that a worker held between its last two steps, by worker and channel.
     """
     seen: set[str] = set()
     at_work: list[str] = []
@@ -98,14 +98,14 @@ def culprit(plan: Plan, states: Mapping[str, Heartbeat], waiting: str, held: Map
 
 @dataclass(frozen=True)
 class Cut:
-    """Connections between living processes that ended: `workers` are those that each of them has."""
+    """Connections between living processes that ended; each of `workers` is an end of all of them."""
 
     workers: tuple[str, ...]
     channels: tuple[str, ...]
 
 
 def find_disconnected(failures: Sequence[Failure], pids: Mapping[str, int]) -> Cut | None:
-    """Find the worker that lost its channels, from its own and its peers' reports; two workers if only one connection ended."""
+    """Find the worker that lost its channels, from its reports and its peers'; two workers if only one connection ended."""
     names = {pid: name for name, pid in pids.items()}
     lost = [(failure.worker, names.get(failure.peer), failure.channel) for failure in failures if failure.peer]
     ends: list[Collection[str]] = [{worker, peer} for worker, peer, _ in lost if peer is not None]
@@ -115,16 +115,16 @@ def find_disconnected(failures: Sequence[Failure], pids: Mapping[str, int]) -> C
     return Cut(tuple(common), tuple(dict.fromkeys(channel for _, _, channel in lost))) if common else None
 
 
-# Watch the workers while none sends a message: warn about a slow node, find a stuck one, and write down what all of them do.
+# Watch the workers while none sends a message: warn about a slow node, find a stuck worker, and describe what every worker does.
 
 log = logging.getLogger("rlgraph.watchdog")
 
-LOOK_S = 0.25  # of silence between two looks; a look reads one small file a worker
-SLOW = 5.0  # a firing of so many medians is slow
+LOOK_S = 0.25  # of silence between two looks; a look reads one small file per worker
+SLOW = 5.0  # a firing that lasts this many medians is slow
 SLOW_LEAST_S = 2.0
-REMEMBERED = 50  # firings that a median is taken of
-FIRST_S = 0.75  # a worker's own wait ends this long after the deadline, so that the node it waits for is named first
-LATE_S = 2.0  # where it does not, it is the driver that ends it
+REMEMBERED = 50  # firings of which the median is computed
+FIRST_S = 0.75  # a worker's wait ends this long after the deadline, so that the node for which it waits is named first
+LATE_S = 2.0  # after the deadline: if the worker has not ended its wait by then, the driver does
 
 Work: TypeAlias = tuple[str, str, str]  # the kind, node and edge of an event: all chunks of a batch count as one
 
@@ -137,17 +137,17 @@ class Watchdog:
     deadline_s: float
     states: Callable[[], Mapping[str, Heartbeat]]
     stacks: Callable[[Collection[str]], Mapping[str, str]]
-    used: dict[str, int] = field(default_factory=dict)  # slots that a writer had found taken, by channel, as last reported
-    held: dict[tuple[str, str], int] = field(default_factory=dict)  # slots that a reading worker had not given back then, by channel
+    used: dict[str, int] = field(default_factory=dict)  # occupied slots by channel, as last reported by the writer
+    held: dict[tuple[str, str], int] = field(default_factory=dict)  # slots not yet released, by reading worker and channel
     _seconds: dict[Work, deque[float]] = field(default_factory=dict)
     _warned: set[tuple[Work, int]] = field(default_factory=set)
-    _stopped: dict[str, float] = field(default_factory=dict)  # since when a process was seen to be
+    _stopped: dict[str, float] = field(default_factory=dict)  # when each process was first seen stopped
 
     def __post_init__(self) -> None:
         self._work: dict[str, Work] = {event.name: (event.kind, event.node, event.edge) for event in self.plan.schedule.events}
 
     def note(self, report: Report) -> None:
-        """Record how long the nodes of a worker took, and how full its channels are."""
+        """Record the durations of a worker's nodes, and how full its channels are."""
         for slots in report.slots:
             if slots.end.side == "put":
                 self.used[slots.end.name] = slots.used
@@ -158,9 +158,9 @@ class Watchdog:
                 self._seconds.setdefault(self._work[span.name], deque(maxlen=REMEMBERED)).append(span.seconds)
 
     def look(self, missing: Collection[str], since_s: float, deadline_s: float) -> None:
-        """Warn about slow nodes; `missing` are the workers that the driver has waited for since `since_s`.
+        """Warn about slow nodes; the driver has waited for the workers `missing` since `since_s`.
 
-        Raises ChannelTimeout for a worker that does one thing for longer than the deadline, or is stopped for as long.
+        Raises ChannelTimeout if one activity of a worker lasts longer than the deadline, or its process is stopped for longer.
         """
         waited_s = time.monotonic() - since_s
         states = self.states()
@@ -208,9 +208,9 @@ class Watchdog:
             )
 
     def timeout(self, worker: str, states: Mapping[str, Heartbeat], told: str = "") -> ChannelTimeout:
-        """Make the error for a worker that waits or works for too long; it names first the worker that keeps it waiting.
+        """Make the error for a worker that waits or works for too long; it first names the worker that causes the wait.
 
-        `told` is a worker's own message about it.
+        `told` is the waiting worker's message.
         """
         found = culprit(self.plan, states, worker, self.held) or Culprit(worker)
         guilty = states[found.worker]
@@ -230,7 +230,7 @@ class Watchdog:
         return f"worker '{found.worker}' has been {doing}{': its next tick did not reach it' if guilty.activity.idle else ''}"
 
     def account(self, concerned: Collection[str]) -> str:
-        """Describe what every worker does, how full the channels are, and the stacks of the workers concerned; write it to a file too."""
+        """Describe what every worker does, how full the channels are, and the stacks of these workers; also write it to a file."""
         table = self.table()
         everyone = self.stacks([worker.name for worker in self.plan.workers])
         parts = [f"\n  worker '{name}', Python stacks:\n{_indent(of_interest(everyone[name]))}" for name in concerned if name in everyone]
@@ -239,7 +239,7 @@ class Watchdog:
         return f"\n{table}{''.join(parts)}\n  the stacks of all workers are in {path}"
 
     def table(self) -> str:
-        """Write a line for each worker, the one with the oldest activity first, and a line for each channel."""
+        """Build a line per worker, with the oldest activity first, and a line per channel."""
         states = sorted(self.states().items(), key=lambda item: -item[1].for_s)
         lines = [f"  worker '{name}' has been {state.describe(self.plan)}" for name, state in states]
         ends = {channel.name: (channel.slots, channel.writer, channel.readers) for channel in self.plan.channels}
@@ -256,7 +256,7 @@ def _indent(text: str) -> str:
 
 
 def _write_private_file(text: str) -> str:
-    """Write a file that only this user can read, and return its path, or why there is none."""
+    """Write a file that only this user can read; return its path, or why it could not be written."""
     try:
         handle, path = tempfile.mkstemp(prefix="rlgraph-stall-", suffix=".txt")
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -266,11 +266,11 @@ def _write_private_file(text: str) -> str:
     return path
 
 
-# Say which host was lost, or between which hosts the network is cut, from what the driver sees and what workers report.
+# Find the host that was lost, or the hosts between which the network is cut, from the driver's observations and the workers' reports.
 
 
 def host_error(plan: Plan, hosts: Hosts, lost: Collection[int], why: str = "") -> WorkerDied:
-    """Make the error for hosts that answer nothing; `why` is what ended on the way, if anything did."""
+    """Make the error for hosts that do not answer; `why` is the reason, if it is known."""
     names = " and ".join(hosts.name(host) for host in sorted(lost))
     workers = [worker for host in sorted(lost) for worker in hosts.on(host)]
     told = f"{names} {'was' if len(lost) == 1 else 'were'} lost, with worker{'s' * (len(workers) > 1)} {_quote_names(workers)}"
@@ -284,11 +284,11 @@ def host_error(plan: Plan, hosts: Hosts, lost: Collection[int], why: str = "") -
 
 
 def connection_error(hosts: Hosts, failures: Sequence[Failure]) -> ChannelBroken | None:
-    """Make the error for a connection between two hosts that ended though both answer; None if no worker reports one."""
+    """Make the error for a connection between two hosts that ended although both answer; None if no worker reports one."""
     cuts: Counter[tuple[int, int]] = Counter()
     channels: dict[tuple[int, int], list[str]] = {}
     for failure in failures:
-        if hosts.addresses.count(failure.host) == 1:  # else several hosts of a test have one address
+        if hosts.addresses.count(failure.host) == 1:  # in tests several hosts may share an address
             here, there = hosts.of[failure.worker], hosts.addresses.index(failure.host)
             ends = min(here, there), max(here, there)
             cuts[ends] += 1

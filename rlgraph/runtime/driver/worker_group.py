@@ -1,4 +1,4 @@
-"""The driver's side of the workers' connections: who is ready, who has reported, and who is to blame."""
+"""The driver's side of the workers' connections: find which workers are ready, have reported, or are to blame."""
 
 import contextlib
 import os
@@ -24,16 +24,16 @@ from rlgraph.runtime.driver.watchdog import LOOK_S, Watchdog, connection_error, 
 from rlgraph.runtime.worker.activity import Heartbeat, describe_activity
 
 T = TypeVar("T")
-CONSEQUENCES = {kind.__name__ for kind in (ChannelBroken, ChannelClosed, ChannelTimeout)}  # of trouble elsewhere
-IN_COLLECTIVES = {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError"}  # PyTorch's, where a peer may have gone away
-START_LEAST_S = 300.0  # to start processes, import libraries and load engines takes longer than a deadline for steps may be
-SETTLE_S = 1.0  # how long a first sign of trouble waits for a better explanation
-ANSWERED_S = 1.0  # what was on its way when a host fell silent may still be read for so long
-HANDSHAKE_S = 10.0  # after this long a process that connects and stays silent is dropped, so that the others can connect
+CONSEQUENCES = {kind.__name__ for kind in (ChannelBroken, ChannelClosed, ChannelTimeout)}  # of another failure
+IN_COLLECTIVES = {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError"}  # PyTorch's, if a peer has ended
+START_LEAST_S = 300.0  # starting processes, importing libraries and loading engines may exceed the deadline for steps
+SETTLE_S = 1.0  # after the first failure, to wait for a better explanation
+ANSWERED_S = 1.0  # to read messages that were on their way when a host fell silent
+HANDSHAKE_S = 10.0  # a process that connects and stays silent for this long is dropped, so that others can connect
 
 
 class WorkerGroup:
-    """All workers of a job, as the driver sees them. It sleeps until a message comes, and looks at the workers if none comes for long."""
+    """All workers of a job, as seen by the driver. It sleeps until a message arrives, and checks the workers if none arrives for long."""
 
     def __init__(self, plan: Plan, deadline_s: float, ray_death: Callable[[Collection[int]], str] = lambda hosts: "") -> None:
         self.plan, self.deadline_s, self._ray_death, self._look_at_ray_s = plan, deadline_s, ray_death, 0.0
@@ -46,19 +46,19 @@ class WorkerGroup:
         self._processes: dict[str, int] = {}  # handles, by worker
         self._selector = selectors.DefaultSelector()
         self._opened: dict[str, Mapping[str, str]] = {}
-        self.apart: set[str] = set()  # workers whose hosts do not see the folder of checkpoints
+        self.apart: set[str] = set()  # workers whose hosts do not share the folder of checkpoints
         self._ready: set[str] = set()
         self._reports: dict[int, dict[str, messages.Report]] = {}
-        self.saved: list[messages.Saved | messages.NotSaved] = []  # news of checkpoints that nobody has looked at yet
-        self.sampled: list[messages.SampledRows] = []  # that nobody has taken yet
+        self.saved: list[messages.Saved | messages.NotSaved] = []  # unread messages about checkpoints
+        self.sampled: list[messages.SampledRows] = []  # unread
         self._shards: dict[str, messages.ShardsDescribed] = {}
         self._written: dict[str, messages.ShardsWritten] = {}
         self._failures: list[messages.Failure] = []
         self._dead: dict[str, str] = {}  # with the reason, if the connection gave one
-        self._heard_s: dict[str, float] = {}  # when each worker said something last
+        self._heard_s: dict[str, float] = {}  # time of each worker's last message
 
     def welcome(self, listener: socket.socket, authkey: bytes, hosts: Hosts, *, encrypt: bool = False) -> threading.Thread:
-        """Accept the workers' connections on a thread, which ends after the last of them, or when the listener closes."""
+        """Accept the workers' connections on a thread, which ends after the last connection, or when the listener closes."""
         self._hosts = hosts
         thread = threading.Thread(target=self._accept, args=(listener, authkey, encrypt), name="welcome workers", daemon=True)
         thread.start()
@@ -69,8 +69,8 @@ class WorkerGroup:
             try:
                 sock, _ = listener.accept()
             except OSError:
-                return  # the listener was closed, and with it the attempt to start
-            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger, who is not let in
+                return  # the listener was closed because the start has ended
+            with contextlib.suppress(AuthenticationError, EOFError, OSError):  # not a worker of this job
                 self._enter(Connection(sock, authkey, HANDSHAKE_S, server=True, encrypt=encrypt))
 
     def _enter(self, connection: Connection) -> None:
@@ -78,22 +78,22 @@ class WorkerGroup:
         if not isinstance(hello, messages.Hello) or hello.worker not in self._names or hello.worker in self.connections:
             connection.close()
             return
-        if connection.local:  # between hosts, Ray's `kill` is all that can be done
+        if connection.local:  # on other hosts only Ray's `kill` is possible
             self._processes[hello.worker] = os.pidfd_open(connection.pid)
         self.pids[hello.worker] = hello.pid
         self.connections[hello.worker] = connection
         self._selector.register(connection, selectors.EVENT_READ, hello.worker)
 
     def tell(self, message: messages.Message, to: Collection[str] | None = None) -> None:
-        """Send a message to every worker that is still there, or to some of them."""
+        """Send a message to every connected worker, or to some of them."""
         for connection in [connection for name, connection in self.connections.items() if to is None or name in to]:
             with contextlib.suppress(OSError):  # the worker is dead: the next `_listen` reports it
                 messages.send(connection, message)
 
     def until_open(self, on_wait: Callable[[list[str]], None]) -> dict[str, str]:
-        """Wait until every worker listens, and collect the addresses; `on_wait` gets the missing workers again and again.
+        """Wait until every worker listens, and collect the addresses; call `on_wait` with the missing workers repeatedly.
 
-        Raises what `on_wait` does, else what went wrong with the first that could not.
+        Raises the error of `on_wait`, or of the first worker that failed.
         """
         since_s = time.monotonic()
         while missing := [worker.name for worker in self.plan.workers if worker.name not in self._opened]:
@@ -102,9 +102,9 @@ class WorkerGroup:
         return {planned: address for addresses in self._opened.values() for planned, address in addresses.items()}
 
     def await_engines(self, on_wait: Callable[[list[str]], None]) -> None:
-        """Wait until every worker has loaded its engine; `on_wait` gets the missing workers again and again.
+        """Wait until every worker has loaded its engine; call `on_wait` with the missing workers repeatedly.
 
-        Raises what went wrong with the first that could not.
+        Raises the error of the first worker that failed.
         """
         since_s = time.monotonic()
         while missing := [worker.name for worker in self.plan.workers if worker.name not in self._ready]:
@@ -114,7 +114,7 @@ class WorkerGroup:
     def reports(self, step: int) -> Sequence[messages.Report]:
         """Wait for the reports of all workers on `step`, in the plan's order.
 
-        Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, whichever explains best what happened.
+        Raises NodeError, WorkerDied, ChannelTimeout or ChannelBroken, whichever best explains the failure.
         """
         since_s = time.monotonic()
         self._check_ray()
@@ -131,7 +131,7 @@ class WorkerGroup:
                 raise ChannelTimeout(f"no worker has said anything for {silent_s:.1f} s{self.watchdog.account([])}")
 
     def shards(self, workers: Collection[str]) -> Sequence[messages.ShardsDescribed]:
-        """Ask workers for the shards that they hold, when no step is at work. Raises as `reports` does."""
+        """Ask workers for the shards that they hold, while no step runs. Raises as `reports` does."""
         return self._answers(messages.DescribeShards(), workers, self._shards)
 
     def write_shards(self, workers: Collection[str], order: messages.WriteShards) -> Sequence[messages.ShardsWritten]:
@@ -147,14 +147,14 @@ class WorkerGroup:
         return [heard[name] for name in workers]
 
     def await_disconnects(self, timeout_s: float) -> bool:
-        """Wait until every worker has closed its end; False if the time ran out."""
+        """Wait until every worker has closed its connection; False on a timeout."""
         end = time.monotonic() + timeout_s
         while self.connections and (left := end - time.monotonic()) > 0:
             self._hear(left)
         return not self.connections
 
     def kill(self, patience_s: float) -> None:
-        """Kill the workers' processes of this host that Ray has not ended in time: a stopped process does not react to Ray."""
+        """Kill the workers' processes on this host that Ray has not ended in time: a stopped process does not react to Ray."""
         end = time.monotonic() + patience_s
         for process in self._processes.values():
             if not select.select([process], [], [], max(end - time.monotonic(), 0.0))[0]:
@@ -162,9 +162,9 @@ class WorkerGroup:
                     signal.pidfd_send_signal(process, signal.SIGKILL)
 
     def await_exits(self, timeout_s: float, staying: Collection[str] = ()) -> None:
-        """Wait until the workers' processes of this host have ended, at most `timeout_s` for each, and release their handles.
+        """Wait until the workers' processes on this host have ended, at most `timeout_s` for each, and release their handles.
 
-        Those of the workers that are `staying` live on.
+        The processes of `staying` workers continue.
         """
         for worker, process in self._processes.items():
             if worker not in staying:
@@ -177,7 +177,7 @@ class WorkerGroup:
         self._selector.close()
 
     def _listen(self, missing: Collection[str], since_s: float, deadline_s: float) -> bool:
-        """Take the next message, or look at who is missing; True if there was a message."""
+        """Handle the next messages, or check the missing workers; True if there was a message."""
         heard = self._hear(LOOK_S)
         if not heard:
             self._check_ray()
@@ -188,7 +188,7 @@ class WorkerGroup:
         return heard
 
     def _check_ray(self) -> None:
-        """Raise DispatchError if a process of this job's own Ray has ended: without it the workers end soon, or never hear of it."""
+        """Raise DispatchError if a process of this job's Ray has ended: without it the workers end soon, or hang."""
         now_s = time.monotonic()
         if now_s >= self._look_at_ray_s:  # not at each step: a look reads the ends of two logs
             self._look_at_ray_s = now_s + LOOK_S
@@ -196,7 +196,7 @@ class WorkerGroup:
                 raise _ray_death_error(died)
 
     def _hear(self, timeout_s: float) -> bool:
-        """Read the workers' messages; True if any came within the time."""
+        """Read the workers' messages; True if any arrived within the time."""
         speaking = self._selector.select(timeout_s)
         for key, _ in speaking:
             name = key.data
@@ -247,11 +247,11 @@ class WorkerGroup:
 
     @property
     def clock_slack_s(self) -> float:
-        """By how much moments of two workers may be in the wrong order, in seconds: 0 on one host."""
+        """The error with which times of two workers can be compared, in seconds: 0 on one host."""
         return self._hosts.clock_slack_s if self._hosts else 0.0
 
     def did(self) -> Heartbeat | None:
-        """Find what the failed or dead worker did at that moment, if that is known. Nobody is to blame for the end of Ray."""
+        """Find what the failed or dead worker did at that moment; None if it is unknown, or if Ray ended."""
         if self._ray_death(()):
             return None
         failed, perhaps = ([failure.worker for failure in self._own_failures(of_peers=peers)] for peers in (False, True))
@@ -259,22 +259,22 @@ class WorkerGroup:
         return next((states.get(name) for name in (*failed, *self._silent_deaths(), *perhaps)), None)
 
     def explanation(self) -> RlgraphError | None:
-        """Find the cause of trouble: a node that failed, else a worker that died. Listens a moment longer for either.
+        """Find the cause of a failure: a node that failed, otherwise a worker that died. Wait a moment for either.
 
-        A rank that fails in a collective can say so before we learn that its peer died: the death is the cause.
+        A rank that fails in a collective may report it before the driver sees that its peer died: the death is the cause.
         """
         lost = self._hosts.ask_all() if self._hosts and not self._own_failures(of_peers=False) else frozenset()
         if lost and self._hosts:
             died = self._ray_death(lost)
             return host_error(self.plan, self._hosts, lost, (f"\n  {died}" if died else "") + self._first_trouble())
-        stalled = any(failure.error == "ChannelTimeout" for failure in self._failures)  # then nobody has more to tell
+        stalled = any(failure.error == "ChannelTimeout" for failure in self._failures)  # then no better explanation will come
         end = time.monotonic() + (0 if stalled else SETTLE_S)
         while not self._cause() and (left := end - time.monotonic()) > 0:
             self._hear(left)
         return self._cause() or next(map(self._node_error, self._own_failures(of_peers=True)), None)
 
     def _look_for_lost_hosts(self) -> None:
-        """Raise WorkerDied for hosts that answer nothing, and from which no worker has said anything since."""
+        """Raise WorkerDied for hosts that do not answer, and whose workers have sent nothing since."""
         if self._hosts is None:
             return
         now, hosts = time.monotonic(), self._hosts
@@ -287,17 +287,17 @@ class WorkerGroup:
             raise host_error(self.plan, hosts, lost)
 
     def _first_trouble(self) -> str:
-        """Quote the first worker that reported trouble."""
+        """Quote the first failure that a worker reported."""
         return "".join(f"\n  worker '{failure.worker}': {failure.message}" for failure in self._failures[:1])
 
     def _own_failures(self, *, of_peers: bool) -> list[messages.Failure]:
-        """List the failures that no peer has caused; or those of ranks in a collective, which a peer's death may have caused."""
+        """List the failures that no peer has caused, or failures in a collective, which a peer's death may have caused."""
         several = {worker.name for worker in self.plan.workers if worker.world > 1}
         own = [failure for failure in self._failures if failure.error not in CONSEQUENCES]
         return [failure for failure in own if of_peers == (failure.error in IN_COLLECTIVES and failure.worker in several)]
 
     def _silent_deaths(self) -> list[str]:
-        """List the workers that are gone without having failed before."""
+        """List the workers that died without reporting a failure."""
         failed = {failure.worker for failure in self._failures}
         return [name for name in self._dead if name not in failed]
 
