@@ -1,4 +1,4 @@
-"""The interface of every channel, and the table of transports: a writer, its readers, slots, deadlines, and three errors that stop it.
+"""The interface of channels, and the table of transports: a writer, its readers, slots, deadlines, and three errors that stop it.
 
 An end belongs to one thread. Other threads may call `close()` and `fail()`, which end its wait, and `statistics()`.
 """
@@ -20,7 +20,7 @@ MAX_SLOTS = 64  # the control messages of this many slots always fit into a sock
 
 @dataclass(frozen=True)
 class Statistics:
-    """The counts of one end. `used` is the number of slots taken at a writer's last put, or held by a reader now."""
+    """The counts of one end. `used` is the number of slots that were occupied at a writer's last put, or that a reader holds now."""
 
     slots: int
     used: int
@@ -206,10 +206,10 @@ def check_columns(end: End, step: int, columns: Columns) -> None:
 
 # Every transport by name: its two ends, and its properties for the plan, the memory estimate, the worker and the tests.
 #
-# A new transport is one file that defines `open_writer` and `open_reader`, and one line of `TRANSPORTS`; a user's own is one file and a
-# call of `register`. The file is imported when an end is made, so a plan can name a transport whose library is not installed.
+# A new transport is one file that defines `open_writer` and `open_reader`, and one line in `TRANSPORTS`, or in a user's program one call
+# of `register`. The file is imported when an end is made, so a plan can name a transport whose library is not installed.
 
-Reach: TypeAlias = Literal["process", "host", "hosts"]  # how far from the writer its readers may be
+Reach: TypeAlias = Literal["process", "host", "hosts"]  # that the readers may share with the writer
 Memory: TypeAlias = Literal["host", "gpu"]
 
 
@@ -235,7 +235,7 @@ class Transport:
 
 
 class Onward(Protocol):
-    """Where readers connect to which another reader passes messages on."""
+    """The address at which readers connect to a reader that passes messages on to them."""
 
     @property
     def address(self) -> str: ...
@@ -258,7 +258,7 @@ class Site:
     host: str = ""
     timeout_s: float = 0.0
     here: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    encrypt: bool = False  # what goes between hosts
+    encrypt: bool = False  # traffic between hosts
     local_readers: int = 0
     onward: Onward | None = field(default=None, repr=False, compare=False)
 
@@ -270,7 +270,7 @@ class ListeningWriter(Writer, Protocol):
     def address(self) -> str: ...
 
 
-# If several fit, a plan takes the first that reaches far enough and keeps its slots in the memory of the columns.
+# If several fit, a plan uses the first that reaches far enough and has its slots in the memory of the columns.
 TRANSPORTS: Final[Mapping[str, Transport]] = {
     transport.name: transport
     for transport in (
@@ -309,7 +309,7 @@ def transport_of(name: str) -> Transport:
 
 
 def first_choice(reach: Reach, memory: Memory = "host") -> str:
-    """Name the transport that a plan takes for readers within this reach and columns in this memory."""
+    """Name the transport that a plan uses for readers within this reach and columns in this memory."""
     wanted = None if reach == "process" else memory
     return next(name for name, found in TRANSPORTS.items() if found.reach == reach and found.writer_keeps == wanted)
 
@@ -325,7 +325,7 @@ def open_writer(transport: str | Transport, site: Site) -> ListeningWriter:
 
 
 def open_onward(transport: str | Transport, site: Site) -> Onward:
-    """Listen for readers that a reader will pass messages on to; its `Site.onward` takes what this returns, whose `address` tells where."""
+    """Listen for readers to which a reader will pass messages on. Its `Site.onward` accepts the result, whose `address` they connect to."""
     found = transport if isinstance(transport, Transport) else transport_of(transport)
     return cast(Onward, importlib.import_module(found.module).open_onward(found, site))
 

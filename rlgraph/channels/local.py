@@ -19,7 +19,7 @@ class _Message:
 
 @dataclass
 class _Queue:
-    """The messages that one reader has not released, oldest first; the reader holds those in `taken`."""
+    """The messages that one reader has not released, oldest first; the reader holds the messages in `taken`."""
 
     messages: deque[_Message] = field(default_factory=deque)
     taken: deque[Taken] = field(default_factory=deque)
@@ -171,7 +171,7 @@ def _shared_state(site: Site) -> _Shared:
 def _copy_column(column: Column, dtype: torch.dtype | None) -> Column:
     if isinstance(column, torch.Tensor):
         column = column.detach()
-        # A cast is a copy, whatever the dtype was: the writer of weights goes on changing its own.
+        # A cast always copies, whatever the dtype was: the writer of weights continues to change its tensors.
         return column.to(dtype, copy=True) if dtype is not None and column.is_floating_point() else column
     return column
 

@@ -1,4 +1,4 @@
-"""Accept readers, those that know the key, of a writer or of a reader that passes messages on; threads end once all have connected."""
+"""Accept readers that know the key, for a writer or for a reader that passes messages on; threads end once all have connected."""
 
 import os
 import socket
@@ -12,13 +12,13 @@ from rlgraph.channels.host.protocol import Failed, Goodbye, Lost, Welcome
 from rlgraph.channels.remote.relay import to_reader
 from rlgraph.channels.remote.transfer import DeviceBuffers
 
-HANDSHAKE_S = 10.0  # a process that connects and stays silent holds up the others no longer than this
+HANDSHAKE_S = 10.0  # a process that connects and stays silent delays others at most this long
 
 
 class Acceptor:
-    """Listens for the readers at one address or several; `connections` are those that have connected, in order.
+    """Listens for the readers at one address or several; `connections` lists the readers that have connected, in order.
 
-    Readers of this host connect at a path, and those of other hosts at a port, each by a relay.
+    Readers on this host connect at a path. Readers on other hosts connect at a port, each through a relay.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Acceptor:
         self._shut = False
         self._listeners = {listen(channel, address, backlog=readers + 8): address for address in addresses}
         self.address = next((bound(listener) for listener, address in self._listeners.items() if not is_path(address)), addresses[0])
-        self.bell = os.eventfd(0)  # rung when a reader has connected, for the thread that waits for messages
+        self.bell = os.eventfd(0)  # set when a reader has connected, for the thread that waits for messages
         for listener in self._listeners:
             threading.Thread(target=self._admit, args=[listener], name=f"accept {channel}", daemon=True).start()
 
@@ -54,7 +54,7 @@ class Acceptor:
         return self._readers - len(self.connections)
 
     def handles(self) -> list[int]:
-        """The descriptors to wait on: those of the readers, and the bell that a new one rings."""
+        """The descriptors to wait on: the readers' sockets, and the bell that a new reader sets."""
         return [self.bell, *(connection.fileno() for connection in self.connections)]
 
     def news(self, handles: Iterable[int]) -> list[Connection]:
@@ -92,7 +92,7 @@ class Acceptor:
             try:
                 connection = Connection(sock, self._authkey, HANDSHAKE_S, server=True, encrypt=self._encrypt)
             except (AuthenticationError, EOFError, OSError):
-                continue  # whoever it was has been told, and the place stays free for a reader
+                continue  # the process has received a refusal, and its place stays free for a reader
             if not connection.local:
                 connection = to_reader(self._channel, connection, self.buffers)
             with self._lock:

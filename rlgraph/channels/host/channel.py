@@ -1,9 +1,9 @@
 """Channels between processes: control messages on a socket, columns in unnamed shared memory.
 
-A slot is a memfd segment of the writer, whose handle travels over the socket. The memory is freed when the last process that maps it
-ends, however it ends. Columns on a GPU stay in GPU memory; a reader on any GPU of the host maps them. A channel that listens at a
-port too may have readers on other hosts: a relay on each side passes control messages and bytes over TCP. Columns on a GPU go by NCCL
-if the channel has that carrier. A reader may pass messages on to others, of its host or of the next one (`open_onward`).
+A slot is a memfd segment of the writer, whose handle is sent over the socket. The memory is freed when the last process that maps it
+ends, however it ends. Columns on a GPU stay in GPU memory; a reader on any GPU of the host maps them. A channel that also listens at a
+port may have readers on other hosts: a relay on each side sends control messages and bytes over TCP. NCCL sends columns on a GPU if it
+is the channel's carrier. A reader may pass messages on to readers on its host or on the next one (`open_onward`).
 """
 
 import functools
@@ -30,11 +30,11 @@ from rlgraph.channels.remote.transfer import DEVICES, DeviceBuffers
 from rlgraph.columns import Column, Columns
 from rlgraph.errors import ChannelError, show_value
 
-# What the two ends of a host channel share.
+# The common part of both ends of a host channel.
 
 
 class HostEnd:
-    """How an end closes, fails and counts. `close` and `fail` may come from another thread."""
+    """Closes and fails an end, and counts. Another thread may call `close` and `fail`."""
 
     def __init__(self, name: str, role: str, slots: int) -> None:
         self.end = End(name, role)
@@ -61,22 +61,22 @@ class HostEnd:
                 self._segments.clear()
 
     def _leave(self, last: Goodbye | Failed) -> None:
-        """Send a last message to the peers, and let go of what the end holds beside the segments."""
+        """Send a last message to the peers, and release everything except the segments."""
         raise NotImplementedError
 
 
-PART_BYTES = 4 << 20  # large enough that what a part costs on its way is little beside its bytes
+PART_BYTES = 4 << 20  # large enough that the overhead per part is small
 
 
 def open_writer(transport: Transport, site: Site) -> "HostWriter":
     addresses = _addresses(transport, site)
-    far = not all(map(places.is_path, addresses))  # else readers map the writer's memory, on whatever device
+    far = not all(map(places.is_path, addresses))  # otherwise readers map the writer's memory, on any device
     carrier = transport.carrier if far else None
     return HostWriter(site.channel, site.slots, site.readers, site.authkey, addresses, carrier, encrypt=site.encrypt and far)
 
 
 def open_onward(transport: Transport, site: Site) -> Acceptor:
-    """Listen for the readers that a reader is to pass messages on to; `HostReader` takes what this returns."""
+    """Listen for the readers to which a reader will pass messages on; `HostReader` accepts the result."""
     welcome, shared = protocol.Welcome(site.slots, transport.carrier), site.local_readers > 0
     buffers = None if transport.carrier is None else DeviceBuffers.on_current_device(site.channel, transport.carrier, shared=shared)
     addresses = _addresses(transport, site)
@@ -88,7 +88,7 @@ def open_reader(transport: Transport, site: Site) -> "HostReader":
 
 
 def _addresses(transport: Transport, site: Site) -> list[str]:
-    """A path for readers of this host, and a port for those of other hosts."""
+    """A path for readers on this host, and a port for readers on other hosts."""
     if transport.reach != "hosts":
         return [site.address]
     far = site.local_readers < site.readers
@@ -98,9 +98,9 @@ def _addresses(transport: Transport, site: Site) -> list[str]:
 class HostWriter(HostEnd):
     """The writer. It listens at `address` for `readers` readers that know `authkey`.
 
-    An address is a path in a folder of the job for readers on this host, or `host:port` for readers on any host (port 0 takes a free one,
-    and `address` says which). Between hosts `carrier="nccl"` sends columns on a GPU from GPU to GPU ("gloo" does the same for host
-    memory); without a carrier they go through the memory of both hosts. With `encrypt` what goes to other hosts is encrypted, by TLS.
+    An address is a path in a folder of the job for readers on this host, or `host:port` for readers on any host (port 0 chooses a free
+    one, which `address` has). Between hosts `carrier="nccl"` sends columns on a GPU from GPU to GPU ("gloo" does the same for host
+    memory); without a carrier they go through the memory of both hosts. `encrypt` encrypts traffic to other hosts with TLS.
 
     The constructor returns at once; the first `put` waits for the readers. Raises ChannelError for an impossible number of slots or
     readers, or an impossible address.
@@ -119,7 +119,7 @@ class HostWriter(HostEnd):
     ) -> None:
         check_channel(name, slots, readers)
         addresses = [address] if isinstance(address, str) else address
-        self._local = all(places.is_path(one) for one in addresses)  # a relay passes on whole messages alone
+        self._local = all(places.is_path(one) for one in addresses)  # a relay passes on only whole messages
         for one in addresses:
             places.check_address(name, one, carrier if self._local else None)
         if encrypt and not self._local:
@@ -147,14 +147,14 @@ class HostWriter(HostEnd):
         with self._lock:
             if self._stop is not None:
                 raise self.end.stop_error(step, self._stop)
-            slot = self._free[-1]  # the one used last: its pages are the warmest
+            slot = self._free[-1]  # the most recently used one, whose pages are in the cache
             size = self._send(step, slot, self._layout, columns, self._bucket_bytes(bucket_bytes, self._layout))
             self._free.pop()
             self._unread[slot] = list(self._acceptor.connections)
             self._meter.message(size, self._meter.slots - len(self._free))
 
     def _send(self, step: int, slot: int, wanted: slot_memory.MessageLayout, columns: Columns, bucket_bytes: int | None) -> int:
-        """Fill the slot and tell the readers, with `bucket_bytes` after each bucket; return the message's bytes."""
+        """Fill the slot and notify the readers, with `bucket_bytes` after each bucket; return the message's bytes."""
         view, handle = self._write_views.get(slot), None
         if view is None or view.layout is not wanted:
             view, segment, handle = self._lay(slot, wanted)
@@ -184,9 +184,9 @@ class HostWriter(HostEnd):
         return view.size + wanted.device_size
 
     def _bucket_bytes(self, wanted: int | None, of: slot_memory.MessageLayout) -> int | None:
-        """The size of buckets whose control messages fit into the socket's buffer with those of all slots; None for a single one.
+        """The size of buckets such that the control messages of all slots fit into the socket's buffer; None for a single bucket.
 
-        Between hosts it is that of the parts that travel while the next is copied. Only columns in host memory can be sent so.
+        Between hosts it is the size of the parts: one is sent while the next is copied. Only columns in host memory can be sent so.
         """
         size, slots = of.host_size + of.device_size, self._meter.slots
         if not self._local:
@@ -203,7 +203,7 @@ class HostWriter(HostEnd):
             protocol.tell(self._acceptor.connections, message)
 
     def _lay(self, slot: int, wanted: slot_memory.MessageLayout) -> tuple[slot_memory.WriteView, mmap.mmap, int | None]:
-        """Lay the message out in the slot's memory; return the view, the memory, and the memory's handle if it is new."""
+        """Arrange the message in the slot's memory; return the view, the memory, and the memory's handle if it is new."""
         self._write_views.pop(slot, None)
         memory, exported = self._room(slot, wanted) if wanted.device_size else (None, None)
         header = wanted.header(exported)
@@ -212,7 +212,7 @@ class HostWriter(HostEnd):
         return slot_memory.WriteView(wanted, header, segment, memory), segment, handle
 
     def _room(self, slot: int, wanted: slot_memory.MessageLayout) -> tuple[torch.Tensor, Handle | None]:
-        """The slot's memory on the layout's device, and the handle under which readers of this host map it."""
+        """The slot's memory on the layout's device, and the handle with which readers on this host map it."""
         if self._buffers is not None:
             new = functools.partial(torch.empty, dtype=torch.uint8, device=wanted.device)
             return self._buffers.of_slot(slot, wanted.device_size, new), None
@@ -261,9 +261,9 @@ class HostWriter(HostEnd):
 
 
 class HostReader(HostEnd):
-    """A reader of the writer, or of the reader that passes its messages on, that listens at `address`; it waits up to `timeout_s` for it.
+    """A reader of the end that listens at `address`, a writer or a reader that passes messages on; it waits up to `timeout_s` for it.
 
-    From another host it can pass messages on itself, to the readers of `onward`.
+    If the writer is on another host, it can also pass messages on to the readers of `onward`.
 
     Raises ChannelTimeout if no writer listens in time, ChannelError if it refuses the authkey.
     """
@@ -282,7 +282,7 @@ class HostReader(HostEnd):
         self._mapped = MappedMemory()
         self._read_views: dict[int, tuple[slot_memory.ReadView, Taken]] = {}  # for each slot, the last message read there
         self._full: deque[Full] = deque()
-        self._there: dict[int, tuple[int, int]] = {}  # for each slot that is still being written: how many tensors are there, of how many
+        self._there: dict[int, tuple[int, int]] = {}  # for each slot that is being written: tensors that have arrived, and all
         self._taken: deque[tuple[int, Taken]] = deque()
 
     def take(self, step: int, timeout_s: float) -> dict[str, Column]:
@@ -333,7 +333,7 @@ class HostReader(HostEnd):
         with self._lock:
             if self._open:
                 protocol.send(self._connection, Free(slot))
-        if taken.text or not taken.is_reusable():  # text lies in the header, and is never given twice
+        if taken.text or not taken.is_reusable():  # text is in the header, and is decoded for each message
             self._read_views.pop(slot, None)
         taken.check_unchanged(self.end)
 
@@ -353,7 +353,7 @@ class HostReader(HostEnd):
     def _await(self, step: int, timeout_s: float, ready: Callable[[], bool], *, one_by_one: bool = False) -> None:
         """Wait until `ready()` holds, or the channel has stopped.
 
-        With `one_by_one` it leaves later messages unread: each look at the socket gives the interpreter to a thread that computes.
+        With `one_by_one` it leaves later messages unread: each read of the socket hands the interpreter to a thread that computes.
         """
         deadline = time.monotonic() + timeout_s
         if not one_by_one:
@@ -394,7 +394,7 @@ class HostReader(HostEnd):
         self._stop = protocol.stop(message, "the writer", self._connection)
 
     def _accept(self, full: Full) -> Disconnected | None:
-        """Map the slot's new memory, if it has some; return what is wrong with the message, or that the writer died meanwhile."""
+        """Map the slot's new memory, if there is any; return the fault of the message, or that the writer died meanwhile."""
         try:
             if full.segment:
                 self._segments[full.slot] = map_segment(self._connection.receive_handle(), full.segment)  # views keep the old memory alive

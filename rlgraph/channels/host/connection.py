@@ -1,8 +1,8 @@
 """A connection to one peer that knows the job's key: framed bytes, handles of files, a deadline for each call. Never pickle.
 
-Both sides prove that they know the key, by HMAC over the other's random challenge and their own role, before anything else
-is read; on an encrypted connection also over the certificate that they see. What a peer sends is bytes of a known length;
-`protocol` and `runtime.messages` check what they mean.
+Before anything else is read, both sides prove that they know the key, with an HMAC over the other's random challenge and their own
+role; on an encrypted connection also over the certificate that they see. A peer sends bytes of a known length, whose content
+`protocol` and `runtime.messages` check.
 """
 
 import contextlib
@@ -27,18 +27,18 @@ import msgspec
 from rlgraph.channels.host.encryption import EncryptedSocket, encrypt_socket
 from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
 
-# Ends connections to other hosts on which bytes are under way and nothing is acknowledged. Keep-alive asks only where none are.
+# End connections to other hosts if bytes are in flight and none is acknowledged. Keep-alive covers only connections without such bytes.
 #
-# `TCP_USER_TIMEOUT` sees this too. But it also ends the connection of a living peer that reads nothing for as long, because it holds its
+# `TCP_USER_TIMEOUT` detects this too. But it also ends the connection of a living peer that does not read, because it holds its
 # interpreter or is busy: its window is closed, though its kernel answers.
 
-LOST_S = 5  # a host that does not answer for so long is lost, whether it was sent something or not
+LOST_S = 5  # a host that does not answer for this long is lost, whether bytes are in flight or not
 LOOK_S = 0.5
 _UNACKNOWLEDGED_AND_SILENT_MS = struct.Struct("=24xI28xI")  # of `struct tcp_info`: tcpi_unacked, tcpi_last_ack_recv
 
 
 class LinkWatch:
-    """Looks at the connections of a process, on one thread, which ends with the last of them."""
+    """Checks the connections of a process on one thread, which ends with the last connection."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class LinkWatch:
                     return
 
     def _look(self, link: socket.socket) -> None:
-        """End a link that was lost at the last look too: after a pause of this whole machine, answers come in between two looks."""
+        """End a link that two checks in a row find lost: after a pause of this whole machine, answers arrive between two checks."""
         try:
             lost = is_unanswered(link)
         except OSError:  # it is closed
@@ -78,11 +78,11 @@ class LinkWatch:
         else:
             self._links.discard(link)
             with contextlib.suppress(OSError):
-                socket.socket.shutdown(link, socket.SHUT_RDWR)  # also of a TLS socket, whose own would read on as plain text
+                socket.socket.shutdown(link, socket.SHUT_RDWR)  # also for TLS, whose own method would read on as plain text
 
 
 def is_unanswered(link: socket.socket) -> bool:
-    """Tell whether bytes are under way and the other host has acknowledged nothing for `LOST_S`. Raises OSError if the link is closed."""
+    """Whether bytes are in flight and the other host has acknowledged none for `LOST_S`. Raises OSError if the link is closed."""
     info = link.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _UNACKNOWLEDGED_AND_SILENT_MS.size)
     under_way, silent_ms = _UNACKNOWLEDGED_AND_SILENT_MS.unpack(info)
     return under_way > 0 and silent_ms >= LOST_S * 1000
@@ -104,7 +104,7 @@ def _forget_links() -> None:
 os.register_at_fork(after_in_child=_forget_links)
 
 
-# Addresses of connections: a path in a folder of the job on one host, `address:port` between hosts.
+# Addresses of connections: on one host a path in a folder of the job, between hosts `address:port`.
 
 MAX_PATH_BYTES = 107 - len(".new")  # sun_path of sockaddr_un, and what `listen` appends
 _IN_MOVED_TO = 0x80
@@ -132,7 +132,7 @@ def check_address(channel: str, address: str, carrier: str | None = None) -> Non
 def listen(channel: str, address: str, backlog: int) -> socket.socket:
     """Listen at a path or at `address:port`. The path appears only once it accepts connections.
 
-    Port 0 takes a free port. Raises ChannelError if another writer has the path or the port.
+    Port 0 chooses a free port. Raises ChannelError if another writer has the path or the port.
     """
     if is_path(address):
         return _listen_at_path(channel, address, backlog)
@@ -185,7 +185,7 @@ def close_listener(listener: socket.socket, address: str) -> None:
 def dial(where: str, address: str, timeout_s: float) -> socket.socket:
     """Connect to the listener at `address`; waits for a path to appear. `where` begins every error.
 
-    Raises ChannelTimeout if none listens in time, ChannelBroken if it is gone.
+    Raises ChannelTimeout if none listens in time, ChannelBroken if it has ended.
     """
     deadline = time.monotonic() + timeout_s
     if is_path(address) and not _wait_for_path(address, deadline):
@@ -209,17 +209,17 @@ def dial(where: str, address: str, timeout_s: float) -> socket.socket:
 
 
 def writer_gone_error(where: str, address: str, error: Exception, channel: str = "") -> ChannelBroken:
-    """Make the error for a writer that is gone before its reader has joined it."""
+    """Make the error for a writer that ended before its reader connected."""
     broken = ChannelBroken(f"{where}: the writer at '{address}' is gone ({error or 'end of file'})")
     broken.channel, broken.host = channel, "" if is_path(address) else _host_and_port(address)[0]
     return broken
 
 
 def tune(sock: socket.socket) -> None:
-    """Between hosts: send small messages at once, and notice within seconds that the other host is gone.
+    """Set up a connection between hosts to send small messages at once, and to detect within seconds that the other host is lost.
 
-    Keep-alive asks a silent peer every second. With bytes under way it asks nothing, and TCP would retransmit for a quarter of an hour:
-    `link_watch` ends such a connection.
+    Keep-alive probes a silent peer every second. While bytes are in flight it sends no probe, and TCP would retransmit for a quarter of an
+    hour: `link_watch` ends such a connection.
     """
     sock.settimeout(None)
     if sock.family == socket.AF_UNIX:
@@ -233,14 +233,14 @@ def tune(sock: socket.socket) -> None:
 
 
 def set_deadline(sock: socket.socket, timeout_s: float) -> None:
-    """Let every blocking call on the socket fail with BlockingIOError after so many seconds; 0 means never."""
+    """Let every blocking call on the socket fail with BlockingIOError after this many seconds; 0 means never."""
     limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
 def wait_readable(handles: Iterable[int], deadline: float) -> list[int]:
-    """Wait until some of the handles can be read, and return these; none if the deadline passes first."""
+    """Wait until some handles can be read, and return them; none if the deadline passes first."""
     poll = select.poll()
     for handle in handles:
         poll.register(handle, select.POLLIN)
@@ -249,7 +249,7 @@ def wait_readable(handles: Iterable[int], deadline: float) -> list[int]:
 
 
 def _wait_for_path(path: str, deadline: float) -> bool:
-    """Wait for the path until the deadline, and return whether it exists. It sleeps in inotify: a listener is renamed into its place."""
+    """Wait for the path until the deadline, and return whether it exists. It sleeps in inotify, since `listen` renames a listener to it."""
     if os.path.exists(path):
         return True
     libc = ctypes.CDLL(None, use_errno=True)
@@ -278,7 +278,7 @@ def _join_address(host: str, port: int) -> str:
 
 
 MAX_FRAME = 1 << 16  # bytes of a control message
-STALL_S = 10.0  # a peer that stops in the middle of a frame, or does not take one, has failed
+STALL_S = 10.0  # a peer that stops in the middle of a frame, or does not read one, has failed
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)  # what decoding malformed bytes raises
 _LENGTH = struct.Struct("!I")
 _CHALLENGE, _PROOF = 32, 32  # bytes
@@ -289,14 +289,14 @@ class ProtocolError(OSError):
 
 
 class Connection:
-    """An authenticated connection, with `encrypt` by TLS if its peer is on another host.
+    """An authenticated connection; `encrypt` uses TLS if its peer is on another host.
 
-    Raises AuthenticationError if the peer does not know the key, OSError if it is gone or silent.
+    Raises AuthenticationError if the peer does not know the key, OSError if it has ended or is silent.
     """
 
     def __init__(self, sock: socket.socket, authkey: bytes, timeout_s: float, *, server: bool, encrypt: bool = False) -> None:
         self.pid, self.peer, self.host = _peer(sock)
-        self.sends_on = False  # whether a relay at its other end sends the bytes of messages to another host
+        self.sends_on = False  # whether a relay at its other end sends the messages' bytes to another host
         fingerprint = b""
         if encrypt and sock.family != socket.AF_UNIX:
             sock, fingerprint = encrypt_socket(sock, timeout_s, server=server)
@@ -312,7 +312,7 @@ class Connection:
 
     @classmethod
     def pair(cls, peer: str, host: str) -> "tuple[Connection, Connection]":
-        """Make the two ends of a connection inside this process, in place of one to `peer` on another host."""
+        """Make the two ends of a connection inside this process, which stands for a connection to `peer` on another host."""
         ends = []
         for sock in socket.socketpair():
             end = cls.__new__(cls)
@@ -327,9 +327,9 @@ class Connection:
         return self._socket.family == socket.AF_UNIX
 
     def _shake_hands(self, authkey: bytes, server: bool, fingerprint: bytes) -> None:
-        """Exchange challenges and proofs; each role proves itself by its own name, so that no proof can be sent back.
+        """Exchange challenges and proofs. Each proof contains the role, so that it cannot be sent back.
 
-        With the fingerprint of the certificate, none can be passed on either, by one who shows a certificate of his own.
+        It also contains the fingerprint of the certificate, so that a man in the middle, who shows another one, cannot pass it on.
         """
         mine, theirs = (b"server", b"client") if server else (b"client", b"server")
         challenge = os.urandom(_CHALLENGE)
@@ -340,7 +340,7 @@ class Connection:
         expected = _proof(authkey, theirs, challenge + fingerprint)
         if not hmac.compare_digest(self._read(_PROOF), expected):
             if server:
-                self._socket.sendall(bytes(_PROOF))  # not the proof that the client expects, so it learns of the refusal
+                self._socket.sendall(bytes(_PROOF))  # not the expected proof, so the client sees the refusal
             between = ", or somebody stands between the two ends, with a certificate of his own" if fingerprint else ""
             raise AuthenticationError(f"the peer does not know the key of this job{between}")
         if server:
@@ -356,14 +356,14 @@ class Connection:
         return self._socket.fileno()
 
     def send(self, frame: bytes, *, more: bool = False) -> None:
-        """Send one frame. Raises OSError if the peer is gone or takes nothing for some seconds.
+        """Send one frame. Raises OSError if the peer has ended, or reads nothing for some seconds.
 
-        With `more` it leaves with the bytes that follow at once: alone it would wake the peer once more: 16 MiB took 5.3 ms, not 4.9.
+        With `more` it is sent together with the bytes that follow at once: sent separately, it would wake the peer a second time.
         """
         self._socket.sendall(_LENGTH.pack(len(frame)) + frame, socket.MSG_MORE if more else 0)
 
     def wait(self) -> None:
-        """Block until there is something to receive, or the peer is gone."""
+        """Block until there is something to receive, or the peer has ended."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         poll.poll()
@@ -376,20 +376,20 @@ class Connection:
         return self._read(length)
 
     def send_bytes(self, data: memoryview) -> None:
-        """Send raw bytes, whose number the peer knows from the frame before."""
+        """Send raw bytes, whose number the peer knows from the previous frame."""
         self._socket.sendall(data)
 
     def receive_into(self, memory: memoryview) -> None:
         """Fill the memory with raw bytes. Raises EOFError if the peer ends first."""
         while memory:
-            # All of it by one call: after each, a thread waits for the interpreter.
+            # Read everything with one call: after each call, the thread waits for the interpreter.
             count = self._socket.recv_into(memory, 0, socket.MSG_WAITALL)
             if not count:
                 raise EOFError
             memory = memory[count:]
 
     def send_handle(self, handle: int) -> None:
-        assert isinstance(self._socket, socket.socket)  # memory is shared on one host alone
+        assert isinstance(self._socket, socket.socket)  # memory is shared only on one host
         socket.send_fds(self._socket, [b"\0"], [handle])
 
     def receive_handle(self) -> int:
@@ -411,7 +411,7 @@ class Connection:
 
     def end(self, how: int = socket.SHUT_RDWR) -> None:
         """Shut the connection down: both sides read end-of-file, after the bytes already sent."""
-        with contextlib.suppress(OSError):  # the peer may have gone first
+        with contextlib.suppress(OSError):  # the peer may have closed it first
             self._socket.shutdown(how)
 
     def close(self) -> None:
@@ -437,16 +437,16 @@ def _peer(sock: socket.socket) -> tuple[int, str, str]:
     return 0, f"at {host}, port {port}", host
 
 
-# The network interface of an address, which gloo and NCCL want to know by name.
+# The name of an address's network interface, which gloo and NCCL need.
 
 ADDRESS_OF, MASK_OF = 0x8915, 0x891B  # SIOCGIFADDR, SIOCGIFNETMASK
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def talk_at(address: str) -> None:
-    """Let gloo and NCCL of this process use the interface of an address, unless the user has named one.
+    """Have gloo and NCCL in this process use the interface of an address, unless the user has named one.
 
-    Otherwise they take the first interface, or resolve the host's own name, which names a loopback address on many hosts.
+    By default they use the first interface, or resolve the host's name, which is a loopback address on many hosts.
     """
     name = interface_of(address)
     for variable in VARIABLES if name else ():
@@ -454,7 +454,7 @@ def talk_at(address: str) -> None:
 
 
 def interface_of(address: str) -> str:
-    """Find the interface that has an IPv4 address, else the one whose network it lies in; empty if there is none.
+    """Find the interface that has an IPv4 address, or whose network contains it; empty if there is none.
 
     >>> interface_of("127.0.0.1")
     'lo'

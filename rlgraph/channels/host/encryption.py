@@ -1,9 +1,9 @@
-"""TLS on a connection between hosts. Nobody signs the certificates: the handshake with the job's key vouches for them.
+"""TLS on a connection between hosts. Certificates are not signed: the handshake with the job's key authenticates them.
 
-The process that listens makes a certificate for itself when it first needs one, and its private key never leaves it. Python's `ssl` cannot
-make one and Ray brings no package that can, so the command `openssl` does. Both ends then prove that they know the job's key over that
-certificate's fingerprint (`connection`), as SCRAM does over `tls-server-end-point`: one who stands between them would have to show a
-certificate of his own, and the proofs would not fit.
+The process that listens makes a certificate when it first needs one, and its private key never leaves the process. Python's `ssl` cannot
+make one, nor can a package that Ray installs, so the command `openssl` does. Both ends then prove that they know the job's key over this
+certificate's fingerprint (`connection`), as SCRAM does over `tls-server-end-point`: a man in the middle would show another certificate,
+and the proofs would not match.
 """
 
 import errno
@@ -29,15 +29,15 @@ COMMAND: Final = f"openssl req -x509 {CURVE} -nodes -subj /CN=rlgraph -days 3650
 class EncryptedSocket:
     """A TLS connection with the calls of a blocking socket that `Connection` uses. One thread may send while another receives.
 
-    OpenSSL allows one call at a time, so each is made without blocking, under a lock, and the waiting is done outside of it. What one end
-    sends by one call, the other receives whole before it waits again. So no decrypted byte is left over when a thread polls the
+    OpenSSL allows one call at a time, so each call is made under a lock without blocking, and the waits are outside of the lock. Whatever
+    one end sends in one call, the other receives completely before it waits again. So no decrypted byte is left when a thread polls the
     descriptor, and TLS 1.3 sends nothing else once session tickets are off.
     """
 
     family = socket.AF_INET
 
     def __init__(self, tls: ssl.SSLSocket) -> None:
-        self.timeout_s = 0.0  # without progress; 0 means for ever
+        self.timeout_s = 0.0  # without progress; 0 means forever
         self._tls, self._lock = tls, threading.Lock()
         tls.setblocking(False)
 
@@ -45,17 +45,17 @@ class EncryptedSocket:
         return self._tls.fileno()
 
     def sendall(self, data: bytes | memoryview, flags: int = 0) -> None:
-        """Send all of it at once, whatever the flags say. Raises BlockingIOError if the peer takes nothing in time."""
+        """Send everything at once, and ignore the flags. Raises BlockingIOError if the peer reads nothing in time."""
         rest = memoryview(data)
         while rest:
             rest = rest[self._retry_when_readable(functools.partial(self._tls.send, rest)) :]
 
     def recv_into(self, memory: memoryview, nbytes: int = 0, flags: int = 0) -> int:
-        """Receive at most one record, of 16 KiB, whatever the flags say; 0 at the end. Raises BlockingIOError if nothing comes in time."""
+        """Receive at most one record, of 16 KiB, and ignore the flags; 0 at the end. Raises BlockingIOError if nothing arrives in time."""
         return self._retry_when_readable(functools.partial(self._tls.recv_into, memory))
 
     def shutdown(self, how: int) -> None:
-        """Shut the connection below TLS down: `SSLSocket.shutdown` would read what still comes as plain text."""
+        """Shut down the connection below TLS: `SSLSocket.shutdown` would read further bytes as plain text."""
         socket.socket.shutdown(self._tls, how)
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class EncryptedSocket:
 def encrypt_socket(sock: socket.socket, timeout_s: float, *, server: bool) -> tuple[ssl.SSLSocket, bytes]:
     """Begin TLS on a new connection; return it, and the fingerprint of the certificate that this end has seen.
 
-    Raises BlockingIOError for a peer that is silent, OSError for one that speaks no TLS. The socket is closed then.
+    Raises BlockingIOError for a silent peer, OSError for a peer without TLS; the socket is closed then.
     """
     context, fingerprint = _make_certificate() if server else (_client(), b"")
     sock.settimeout(timeout_s)
@@ -101,7 +101,7 @@ def check_encryption(channel: str, carrier: str | None) -> None:
 
 @functools.cache
 def _make_certificate() -> tuple[ssl.SSLContext, bytes]:
-    """Make this process's certificate: the context of those who listen, and its fingerprint."""
+    """Make this process's certificate; return the TLS context of its listeners, and the fingerprint."""
     try:
         pem = subprocess.run(COMMAND.split(), capture_output=True, stdin=subprocess.DEVNULL, timeout=MAKE_S, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
@@ -112,7 +112,7 @@ def _make_certificate() -> tuple[ssl.SSLContext, bytes]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0
-    handle = os.memfd_create("certificate", os.MFD_CLOEXEC)  # `ssl` reads files alone
+    handle = os.memfd_create("certificate", os.MFD_CLOEXEC)  # `ssl` reads only files
     try:
         os.write(handle, pem)
         context.load_cert_chain(f"/proc/self/fd/{handle}")
@@ -126,7 +126,7 @@ def _make_certificate() -> tuple[ssl.SSLContext, bytes]:
 def _client() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the proofs over its fingerprint check it
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the proofs over its fingerprint authenticate it
     return context
 
 

@@ -16,19 +16,19 @@ from rlgraph.errors import ChannelError, ChannelTimeout, show_value
 
 MAX_REASON = 4000  # characters, so that the message still fits into one write
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-CarrierName: TypeAlias = Literal["nccl", "gloo"]  # of what carries columns on a GPU between hosts
+CarrierName: TypeAlias = Literal["nccl", "gloo"]  # the library that sends columns on a GPU between hosts
 Slot: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=MAX_SLOTS)]
 
 
 class Welcome(msgspec.Struct, tag="welcome", array_like=True, forbid_unknown_fields=True):
-    """Writer to reader, first: the channel's number of slots, and the library that sends its columns on a GPU, if any."""
+    """Writer to reader, as the first message: the channel's number of slots, and the library that sends its columns on a GPU, if any."""
 
     slots: Annotated[int, msgspec.Meta(ge=1, le=MAX_SLOTS)]
     carrier: CarrierName | None = None
 
 
 class KeyValue(msgspec.Struct, tag="key_value", array_like=True, forbid_unknown_fields=True):
-    """Either way, before the first slot is full: an entry of the store by which two ends set up their communicator."""
+    """Both directions, before the first slot is full: an entry of the store with which two ends set up their communicator."""
 
     key: str
     value: bytes
@@ -38,9 +38,9 @@ class Full(msgspec.Struct, tag="full", array_like=True, forbid_unknown_fields=Tr
     """Writer to reader: a slot holds the columns of a step. If `segment` is not 0, a handle of the slot's new memory follows.
 
     A communicator sends `carried` bytes of it separately, once the reader's host requests them. `coming` tensors of it are still being
-    written, one after another; `More` reports the progress. A host that passes the carried bytes on awaits so many of them itself, of which
-    `Staged` tells. If `memory` is not 0, a reader that shares the host maps the carried bytes anew: by a handle on a GPU, or as so many
-    bytes of host memory, of which a handle follows.
+    written, one after another; `More` reports the progress. A host that passes the carried bytes on may still wait for some of them, and
+    `Staged` reports its progress. If `memory` is not 0, a reader on the same host maps the carried bytes again: with its handle on a GPU,
+    or with a handle that follows, as this many bytes of host memory.
     """
 
     step: int
@@ -64,7 +64,7 @@ class More(msgspec.Struct, tag="more", array_like=True, forbid_unknown_fields=Tr
 class Portion(msgspec.Struct, tag="portion", array_like=True, forbid_unknown_fields=True):
     """Writer to its relay: the first `bytes` bytes of the slot are written, and with them the first `tensors` tensors.
 
-    Between two relays the bytes follow, those that no part before had.
+    Between two relays the bytes that no earlier part had follow.
     """
 
     slot: Slot
@@ -73,14 +73,14 @@ class Portion(msgspec.Struct, tag="portion", array_like=True, forbid_unknown_fie
 
 
 class Staged(msgspec.Struct, tag="staged", array_like=True, forbid_unknown_fields=True):
-    """Relay to relay: the first `bytes` of the slot's `carried` bytes have come to the host that passes them on."""
+    """Relay to relay: the first `bytes` of the slot's `carried` bytes have arrived at the host that passes them on."""
 
     slot: Slot
     bytes: Size
 
 
 class Posted(msgspec.Struct, tag="posted", array_like=True, forbid_unknown_fields=True):
-    """Reader's relay to writer's relay: it has posted a receive of `carried` bytes, up to `bytes`, from where the last one ended."""
+    """Reader's relay to writer's relay: it has posted a receive of `carried` bytes, from the end of the last receive up to `bytes`."""
 
     slot: Slot
     bytes: Size
@@ -99,17 +99,17 @@ class Free(msgspec.Struct, tag="free", array_like=True, forbid_unknown_fields=Tr
 
 
 class Goodbye(msgspec.Struct, tag="goodbye", array_like=True, forbid_unknown_fields=True):
-    """Either way: this end has closed; no further message follows."""
+    """Both directions: this end has closed; no further message follows."""
 
 
 class Failed(msgspec.Struct, tag="failed", array_like=True, forbid_unknown_fields=True):
-    """Either way: this end failed."""
+    """Both directions: this end failed."""
 
     reason: str
 
 
 class Lost(msgspec.Struct, tag="lost", array_like=True, forbid_unknown_fields=True):
-    """From one that passes messages on: the end beyond it, `peer`, is gone without a goodbye; without a `peer`, the end in its process."""
+    """From a relay: the end beyond it, `peer`, ended without a goodbye; without a `peer`, the end in the relay's process."""
 
     peer: str
     why: str
@@ -117,7 +117,7 @@ class Lost(msgspec.Struct, tag="lost", array_like=True, forbid_unknown_fields=Tr
 
 @dataclass(frozen=True)
 class Disconnected:
-    """Received instead of a message: the peer is gone without a goodbye."""
+    """Received instead of a message: the peer ended without a goodbye."""
 
     why: str
 
@@ -128,13 +128,13 @@ _decoder = msgspec.msgpack.Decoder(ControlMessage)
 
 
 def bytes_that_fit(size: int | float, slots: int, least: int) -> int | None:
-    """The bytes of parts, at least so many, whose messages fit into a socket's buffer with those of all slots; None if not even two do."""
-    most = MAX_SLOTS // slots - 3  # beside: `Full`, the last part, and one of another device
+    """The size of parts, at least this many bytes, with which the messages of all slots fit into a socket's buffer; None if under two."""
+    most = MAX_SLOTS // slots - 3  # the others: `Full`, the last part, and one for another device
     return max(least, math.ceil(size / most)) if most > 1 else None
 
 
 def part_bytes(size: int | float, slots: int, least: int) -> int | None:
-    """The bytes of the parts in which a message travels between hosts; None if it goes whole, as one does that has hardly two.
+    """The size of the parts in which a message is sent between hosts; None if it has hardly two parts, and is sent whole.
 
     >>> part_bytes(1 << 20, 1, 4 << 20), part_bytes(100 << 20, 1, 4 << 20), part_bytes(1 << 30, 2, 4 << 20)
     (None, 4194304, 37025581)
@@ -147,24 +147,24 @@ def encode(message: ControlMessage) -> bytes:
 
 
 def send(connection: Connection, message: ControlMessage, *handles: int | None) -> None:
-    """Send a message, then file descriptors. A peer that is gone is no error here: the next `receive` reports it."""
+    """Send a message, then file descriptors. If the peer has ended, the next `receive` reports it."""
     try:
         connection.send(encode(message))
         for handle in handles:
             if handle is not None:
                 connection.send_handle(handle)
     except OSError:
-        connection.end()  # half a message may have been sent, so nothing may follow it
+        connection.end()  # part of a message may have been sent, so nothing may follow it
 
 
 def tell(readers: Iterable[Connection], message: ControlMessage, handle: int | None = None) -> None:
-    """Send a message to all these readers."""
+    """Send a message to all of these readers."""
     for reader in readers:
         send(reader, message, handle)
 
 
 def tell_full(readers: Iterable[Connection], full: Full, handle: int | None, memory: Handle | Segment | None) -> None:
-    """Tell all these readers of a message; `memory`, of its carried bytes, is for those of this host. Closes its handle."""
+    """Announce a message to readers; only readers on this host receive `memory`, of its carried bytes. Closes its handle."""
     for reader in readers:
         if memory is None or reader.host:
             send(reader, full, handle)
@@ -177,7 +177,7 @@ def tell_full(readers: Iterable[Connection], full: Full, handle: int | None, mem
 
 
 def tell_part(readers: Iterable[Connection], part: Portion, *, more: bool) -> None:
-    """Tell relays to other hosts of a part, and readers of this host if there are `more` whole tensors with it."""
+    """Announce a part to relays to other hosts, and to readers on this host if it completes `more` tensors."""
     for reader in readers:
         if reader.sends_on:
             send(reader, part)
@@ -186,7 +186,7 @@ def tell_part(readers: Iterable[Connection], part: Portion, *, more: bool) -> No
 
 
 def receive(connection: Connection) -> ControlMessage | Disconnected:
-    """Receive the next message, or `Disconnected` with the reason why there is none."""
+    """Receive the next message, or `Disconnected` with the reason."""
     try:
         return _decoder.decode(connection.receive())
     except UNREADABLE as error:
@@ -207,7 +207,7 @@ def disconnect_message(error: Exception) -> Disconnected:
 def connect(channel: str, address: str, authkey: bytes, timeout_s: float, *, encrypt: bool = False) -> tuple[Connection, Welcome]:
     """Connect to the writer that listens at `address`, and receive its welcome; waits for the writer to start.
 
-    Raises ChannelTimeout if there is none after `timeout_s`, ChannelBroken if it is gone, ChannelError if it refuses the key.
+    Raises ChannelTimeout if there is none after `timeout_s`, ChannelBroken if it has ended, ChannelError if it refuses the key.
     """
     where = f"channel '{channel}', a reader"
     sock = dial(where, address, timeout_s)
@@ -226,14 +226,14 @@ def connect(channel: str, address: str, authkey: bytes, timeout_s: float, *, enc
         raise ChannelTimeout(f"{where}: waited {timeout_s:g} s, the writer at '{address}' does not answer") from error
     except AuthenticationError as error:
         raise ChannelError(f"{where}: the writer at '{address}' refused the authkey; all ends of a job use one key ({error})") from error
-    except (OSError, EOFError) as error:  # as at any later time: its death, or what happened to its host, is the cause
+    except (OSError, EOFError) as error:  # its death, or a failure of its host, is the cause, as at any later time
         raise writer_gone_error(where, address, error, channel) from error
     except UNREADABLE as error:
         raise ChannelError(f"{where}: the writer at '{address}' sent no welcome ({error})") from error
 
 
 def stop(message: ControlMessage | Disconnected, role: str, connection: Connection) -> Stop:
-    """The reason why the peer sends no more: its last message, or what was received instead."""
+    """The reason why the peer sends nothing more: its last message, or what was received instead."""
     who = f"{role} ({connection.peer})"
     match message:
         case Goodbye():

@@ -1,4 +1,4 @@
-"""The transport "ray": columns through the channels of Ray's Compiled Graphs, in shared memory and between GPUs."""
+"""The transport "ray" sends columns through the channels of Ray's Compiled Graphs, in shared memory and between GPUs."""
 
 import contextlib
 import mmap
@@ -37,15 +37,15 @@ from rlgraph.errors import ChannelBroken, ChannelError
 
 # Columns through the channels of Ray's Compiled Graphs: a buffer of Ray's shared memory for each slot of the plan.
 #
-# Ray carries the bytes. The control messages (connected, full, free, why an end stopped) go over the connection of every host channel,
+# Ray carries the bytes. The control messages (connected, full, free, why an end stopped) use the connection of every host channel,
 # because Ray has none: its reader polls with most of a core and does not notice a peer's death. Three rules avoid Ray's defects. A message
 # never exceeds its buffer, since Ray never frees a buffer that it enlarges; a larger message gets a new channel of twice the size. A reader
-# copies each message and releases Ray's buffer, which a view that outlives the message would hold for ever. All ends are on one host,
+# copies each message and releases Ray's buffer, which a view that outlives the message would hold forever. All ends are on one host,
 # since a channel of Ray between hosts can hang.
 
-ROOM = 1.25  # of a new buffer, over its first message
+ROOM = 1.25  # size of a new buffer relative to its first message
 LEAST_BYTES = 4096
-CLEANUP_TIMEOUT_S = 30.0  # for Ray to do what nothing is left to wait for
+CLEANUP_TIMEOUT_S = 30.0  # for cleanup by Ray, when the channel has ended
 
 
 def open_writer(transport: Transport, site: Site) -> "RayWriter":
@@ -59,7 +59,7 @@ def open_reader(transport: Transport, site: Site) -> "RayReader":
 class RayWriter(HostWriter):
     """The writer; all its readers are processes of the same Ray on this host.
 
-    Raises ChannelError where this process is none of Ray's.
+    Raises ChannelError if Ray did not start this process.
     """
 
     def __init__(self, site: Site) -> None:
@@ -70,7 +70,7 @@ class RayWriter(HostWriter):
         self._channels: dict[int, tuple[Any, int]] = {}  # for each slot, Ray's channel and the bytes that its buffer holds
 
     def _send(self, step: int, slot: int, wanted: slot_memory.MessageLayout, columns: Columns, bucket_bytes: int | None) -> int:
-        """Write the message into Ray's buffer of the slot, then tell the readers. Where that buffer is new, they get its name."""
+        """Write the message into Ray's buffer of the slot, then notify the readers, with the name of the buffer if it is new."""
         header = wanted.header(None)
         size = slot_memory.size_of(wanted, header)
         message = (header, size - wanted.host_size, _raw(wanted, columns), self._parts(wanted))
@@ -97,21 +97,21 @@ class RayWriter(HostWriter):
         return size + wanted.device_size
 
     def _parts(self, wanted: slot_memory.MessageLayout) -> tuple[Any, ...]:
-        """The entries of the message beside its bytes in host memory."""
+        """The entries of the message besides its bytes in host memory."""
         return ()
 
     def _after(self, slot: int, wanted: slot_memory.MessageLayout, columns: Columns) -> None:
-        """Send the columns that do not go through host memory, after the readers were told of the message."""
+        """Send the columns that do not go through host memory, after the readers were notified of the message."""
 
     def _make(self, size: int) -> Any:
-        """Make a channel of Ray with a buffer of that size, for each process that reads."""
+        """Make a channel of Ray with a buffer of this size, for each process that reads."""
         processes = len({connection.pid for connection in self._acceptor.connections})
         with in_words(f"channel '{self.end.channel}', the writer, a slot of {size / 2**20:.1f} MiB"):
             return Channel(self_actor(), [(any_actor(self._site), node_id())] * processes, SharedMemoryType(buffer_size_bytes=size))
 
 
 class RayReader(HostReader):
-    """A reader. Raises ChannelError where this process is none of Ray's."""
+    """A reader. Raises ChannelError if Ray did not start this process."""
 
     def __init__(self, site: Site) -> None:
         _check_ray(site.channel)
@@ -127,7 +127,7 @@ class RayReader(HostReader):
         return why
 
     def _read(self, full: Full) -> tuple[dict[str, Column], Taken]:
-        """Copy the message out of Ray's buffer, which is the next message's from then on, and lay it out as in a slot."""
+        """Copy the message out of Ray's buffer, which the next message then uses, and arrange it as in a slot."""
         header, start, raw, parts = self._ray_buffers.take(full)
         apart = self._beside(full, parts)
         size = full.carried - apart
@@ -146,16 +146,16 @@ class RayReader(HostReader):
 
 @dataclass
 class RayBuffers:
-    """Ray's buffers of one channel in a process that reads: Ray gives it each message once, however many readers it has."""
+    """Ray's buffers of one channel in a process that reads. Ray delivers each message once per process, however many readers it has."""
 
     site: Site
     readers: int = 0
     channels: dict[int, tuple[bytes, Any]] = field(default_factory=dict)  # for each slot, the name and the channel of Ray
-    messages: dict[int, tuple[Any, int]] = field(default_factory=dict)  # by step, and how many readers have yet to take it
+    messages: dict[int, tuple[Any, int]] = field(default_factory=dict)  # by step, with the number of readers that have not taken it
     lock: threading.Lock = field(default_factory=threading.Lock)  # readers of one process may be in several threads
 
     def connect(self, slot: int, name: bytes) -> None:
-        """Attach to the channel of that name at once, while the writer lives."""
+        """Attach to the channel of this name at once, while the writer lives."""
         with self.lock:
             if slot not in self.channels or self.channels[slot][0] != name:
                 self.channels[slot] = name, attach_channel(self.site, name)
@@ -172,7 +172,7 @@ class RayBuffers:
 
 
 def attach_channel(site: Site, name: bytes) -> Any:
-    """Find the channel of Ray that has that name on this host, and keep its buffer from going with the writer."""
+    """Find Ray's channel with this name on this host, and keep its buffer alive when the writer ends."""
     found, actor, node = ray.ObjectRef(name), any_actor(site), node_id()
     of = {node: ReaderRefInfo(found, ray.ActorID.nil(), 1)}
     channel = Channel(actor, [(actor, node)], SharedMemoryType(), node, found, of, True)
@@ -183,7 +183,7 @@ def attach_channel(site: Site, name: bytes) -> Any:
 
 @contextmanager
 def in_words(where: str) -> Iterator[None]:
-    """Raise Ray's errors as errors of the channel."""
+    """Convert Ray's errors to errors of the channel."""
     try:
         yield
     except ray.exceptions.ObjectStoreFullError as error:
@@ -205,7 +205,7 @@ def _check_ray(channel: str) -> None:
 
 
 def _raw(wanted: slot_memory.MessageLayout, columns: Columns) -> list[tuple[int, Any]]:
-    """The bytes and the offset of each tensor: a view if it is already stored as it is sent, else a copy."""
+    """The bytes and the offset of each tensor: a view if it has the layout that is sent, otherwise a copy."""
     found = []
     for place in wanted.host:
         column = cast(torch.Tensor, columns[place.name]).detach()
@@ -223,12 +223,12 @@ def node_id() -> str:
 
 
 def self_actor() -> Any:
-    """The actor that this process is; None for a driver."""
+    """The actor of this process; None for a driver."""
     return get_self_actor()
 
 
 def any_actor(site: Site) -> Any:
-    """An actor on this host: Ray wants one for each reader, and of those on the writer's host only counts them."""
+    """An actor on this host: Ray requires one per reader, and only counts actors on the writer's host."""
     if self_actor() is not None:
         return self_actor()
     if "an actor" not in site.here:
@@ -236,11 +236,11 @@ def any_actor(site: Site) -> Any:
     return site.here["an actor"]
 
 
-# Columns on a GPU through the accelerator channel of Ray's Compiled Graphs, all others through its shared memory.
+# Columns on a GPU use the accelerator channel of Ray's Compiled Graphs, all others its shared memory.
 #
-# Ray's channel has no buffer: a send waits for its receive. So the writer stages each slot on its GPU, and a thread for each reader sends
-# from there when the reader takes. The communicator that Ray's channel calls is rlgraph's own pair of NCCL, the library that torch
-# has loaded: Ray's would need cupy, which brings a second one. "gloo" is its twin for machines without a GPU.
+# Ray's channel has no buffer: a send waits for its receive. So the writer stages each slot on its GPU, and a thread per reader sends
+# from there when the reader reads. Ray's channel calls rlgraph's communicator, a pair that uses the NCCL that torch has loaded: Ray's
+# communicator would need cupy, which has a second NCCL. "gloo" replaces NCCL on machines without a GPU.
 
 META_BYTES = 4096  # of Ray's metadata: shape and dtype of one flat tensor
 
@@ -254,7 +254,7 @@ def open_device_reader(transport: Transport, site: Site) -> "RayDeviceReader":
 
 
 class RayDeviceWriter(RayWriter):
-    """The writer. Raises ChannelError where this process is none of Ray's, or has no GPU."""
+    """The writer. Raises ChannelError if Ray did not start this process, or it has no GPU."""
 
     def __init__(self, site: Site, kind: CarrierName) -> None:
         self._kind, self._staged = kind, DeviceBuffers.on_current_device(site.channel, kind)
@@ -276,7 +276,7 @@ class RayDeviceWriter(RayWriter):
             super()._obey(message, connection)
 
     def _parts(self, wanted: slot_memory.MessageLayout) -> tuple[Any, ...]:
-        """The message's number of bytes on the GPU, and for each reader the Ray channel of their metadata."""
+        """The bytes of the message on the GPU, and for each reader the Ray channel of their metadata."""
         return wanted.device_size, {sender.store: sender.name for sender in self._senders.values()} if wanted.device_size else {}
 
     def _after(self, slot: int, wanted: slot_memory.MessageLayout, columns: Columns) -> None:
@@ -301,7 +301,7 @@ class RayDeviceWriter(RayWriter):
 
 
 class RayDeviceReader(RayReader):
-    """A reader. Raises ChannelError where this process is none of Ray's, or has no GPU."""
+    """A reader. Raises ChannelError if Ray did not start this process, or it has no GPU."""
 
     def __init__(self, site: Site, kind: CarrierName) -> None:
         self._kind, self._device = kind, DeviceBuffers.on_current_device(site.channel, kind).device
@@ -432,16 +432,16 @@ class Pair(Communicator):
 
 
 class _Flat(_TorchTensorAcceleratorChannel):
-    """Ray's accelerator channel, on whichever device the pair is."""
+    """Ray's accelerator channel, on the device of the pair."""
 
     def ensure_registered_as_writer(self) -> None:
-        """Nothing: it is, and the twin's device is a CPU, which Ray refuses."""
+        """Do nothing: the end is registered, and Ray would refuse the CPU of the gloo pair."""
 
     ensure_registered_as_reader = ensure_registered_as_writer
 
 
 def _channel(told: Any, pair: Pair, site: Site) -> Any:
-    """Make Ray's channel of a pair, whose metadata go through `told`."""
+    """Make Ray's channel of a pair, with the channel `told` for its metadata."""
     context = ChannelContext.get_current()
     context.set_torch_device(pair._device)
     name = pair.generate_communicator_id()

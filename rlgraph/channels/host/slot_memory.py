@@ -1,9 +1,9 @@
 """The slots of a channel: their memory, how a peer maps it, and where each column of a message is in it.
 
-A slot's host memory is an unnamed segment behind a file handle, freed with the last process that maps it. In it are a msgpack header with
-the text columns, then the tensors as aligned raw bytes. Columns on a GPU are in GPU memory: the header holds the handle under which a
-reader of the same host maps it, between hosts the bytes are sent to memory of the reader's GPU. A reader copies from mapped memory of a GPU
-by the copy engines, over NVLink: no kernel of either side waits for the other, and neither needs the other's device to be visible.
+A slot's host memory is an unnamed segment behind a file handle, freed when the last process that maps it ends. It contains a msgpack header
+with the text columns, then the tensors as aligned raw bytes. Columns on a GPU are in GPU memory: the header holds the handle with which a
+reader on the same host maps it; between hosts the bytes are sent to memory of the reader's GPU. A reader copies from a GPU's mapped memory
+with the copy engines, over NVLink: no kernel of either side waits for the other, and neither needs to see the other's device.
 """
 
 import fcntl
@@ -23,16 +23,16 @@ from rlgraph.channels.host.connection import UNREADABLE, ProtocolError
 from rlgraph.columns import Column, Columns
 
 ALIGNMENT = 64  # a cache line, and enough for any dtype
-PLAIN = re.compile(r"bool|u?int(8|16|32|64)|b?float\w+|complex\w+")  # other dtypes are no raw bytes: quantized ones, bits, sub-bytes
+PLAIN = re.compile(r"bool|u?int(8|16|32|64)|b?float\w+|complex\w+")  # other dtypes are not raw bytes: quantized ones, bits, sub-bytes
 DTYPES = {
     name: found for name, found in vars(torch).items() if isinstance(found, torch.dtype) and PLAIN.fullmatch(name) and "x2" not in name
 }
 
 
 def new_segment(channel: str, size: int) -> tuple[int, mmap.mmap]:
-    """Allocate a segment of at least `size` bytes and return its handle. Pages that are never touched take no memory."""
+    """Allocate a segment of at least `size` bytes and return its handle. Pages that are never touched use no memory."""
     capacity = max(mmap.PAGESIZE, 1 << (size - 1).bit_length())
-    name = f"rlgraph {channel}".replace("\0", " ").encode()[:200].decode(errors="ignore")  # as the system accepts it
+    name = f"rlgraph {channel}".replace("\0", " ").encode()[:200].decode(errors="ignore")  # within the limits of the system
     handle = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(handle, capacity)
@@ -44,7 +44,7 @@ def new_segment(channel: str, size: int) -> tuple[int, mmap.mmap]:
 
 
 def segment_of(channel: str, segment: mmap.mmap | None, size: int) -> tuple[int | None, mmap.mmap]:
-    """Reuse a slot's memory if it holds `size` bytes, else allocate new memory and return its handle too."""
+    """Reuse a slot's memory if it holds `size` bytes, otherwise allocate new memory and return its handle too."""
     return (None, segment) if segment is not None and len(segment) >= size else new_segment(channel, size)
 
 
@@ -64,7 +64,7 @@ def map_segment(handle: int, size: int) -> mmap.mmap:
 
 
 class Handle(msgspec.Struct, tag="device", array_like=True):
-    """Device memory as its owner exports it: `size` bytes, and what CUDA needs to map them."""
+    """Device memory as exported by its owner: `size` bytes, and the data that CUDA needs to map them."""
 
     size: int
     memory: bytes
@@ -78,7 +78,7 @@ class Handle(msgspec.Struct, tag="device", array_like=True):
 
 @dataclass(frozen=True)
 class Segment:
-    """Memory of this host, as bytes, and the file handle under which others map it."""
+    """Memory of this host, as bytes, and the file handle with which others map it."""
 
     bytes: torch.Tensor
     handle: int
@@ -94,22 +94,22 @@ class Segment:
 
 
 class DeviceMemory:
-    """Memory of this process on a GPU, with the handle under which others map it."""
+    """Memory of this process on a GPU, with the handle with which others map it."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
         self.handle = handle_of(self.bytes)
 
 
-# The memories of other processes that are mapped here, by address, while their `MappedMemory` keeps them.
+# Memory of other processes that is mapped here, by address, while its `MappedMemory` exists.
 _foreign_segments: dict[int, tuple[weakref.ref[torch.Tensor], Handle]] = {}
 
 
 def handle_of(tensor: torch.Tensor) -> Handle:
-    """Export the GPU memory that a tensor lies in. For memory of another process this is its owner's handle."""
+    """Export the GPU memory of a tensor. For memory of another process, return its owner's handle."""
     storage = tensor.untyped_storage()
     memory, handle = _foreign_segments.get(storage.data_ptr(), (None, None))
-    if memory is not None and handle is not None and memory() is not None:  # else the address is this process's again
+    if memory is not None and handle is not None and memory() is not None:  # otherwise this process has reused the address
         return handle
     _, exported, allocation, offset, counter, counter_offset, event, needed = storage._share_cuda_()
     return Handle(storage.nbytes(), exported, allocation, offset, counter, counter_offset, event, needed)
@@ -125,7 +125,7 @@ class MappedMemory:
         """Map the peer's memory, as bytes to copy from."""
         key = (handle.memory, handle.offset)
         if key not in self.memories:
-            here = torch.cuda.current_device()  # the mapping is this device's, wherever the memory lies
+            here = torch.cuda.current_device()  # the mapping belongs to this device, wherever the memory is
             storage = torch.UntypedStorage._new_shared_cuda(
                 here,
                 handle.memory,
@@ -142,7 +142,7 @@ class MappedMemory:
 
 
 class Malformed(ValueError):
-    """A header that no writer writes."""
+    """A header that no writer can have written."""
 
 
 class TensorColumn(msgspec.Struct, tag="tensor", array_like=True):
@@ -185,8 +185,8 @@ def signature(columns: Columns, dtype: torch.dtype | None) -> Signature | None:
 class MessageLayout:
     """The place of every column of a message. Floating-point columns are cast to `dtype`.
 
-    Columns on devices of type `apart` take `device_size` bytes on their device, all others are in host memory. One layout serves all
-    messages with the same `signature`.
+    Columns on devices of type `apart` use `device_size` bytes on their device, all others are in host memory. All messages with the same
+    `signature` share a layout.
     """
 
     def __init__(self, columns: Columns, dtype: torch.dtype | None, *, apart: str | None = "cuda") -> None:
@@ -209,7 +209,7 @@ class MessageLayout:
             ends[on_device] = _align_size(place.offset + column.numel() * stored.itemsize)
             if on_device:
                 self.device = column.device
-        # Columns without an element need device memory too: it tells their device.
+        # Columns without an element also need device memory, since it determines their device.
         self.host_size, self.device_size = ends[False], ends[True] or (ALIGNMENT if self.apart else 0)
         self.tensors = len(self.host) + len(self.apart)
 
@@ -219,7 +219,7 @@ class MessageLayout:
 
 
 class WriteView:
-    """The memory of one slot, laid out for writing: another message of the layout is only copied in. `memory` is the slot's on a GPU."""
+    """The memory of one slot, arranged for writing: messages of this layout are only copied into it. `memory` is its memory on a GPU."""
 
     def __init__(self, layout: MessageLayout, header: bytes, segment: mmap.mmap, memory: torch.Tensor | None) -> None:
         self.layout, self.header = layout, len(header)
@@ -251,9 +251,9 @@ class WriteView:
             yield end
 
     def write_parts(self, columns: Columns, part_bytes: int) -> Iterator[tuple[int, int]]:
-        """Copy every tensor into the slot, all in host memory, and a large one by parts of it.
+        """Copy every tensor into the slot, all in host memory, and a large tensor in parts.
 
-        Yields after each part the number of bytes of the slot that are written, and of tensors.
+        Yields after each part the number of bytes and of tensors in the slot that are written.
         """
         if self._buckets[0] != part_bytes:
             self._buckets = (part_bytes, _in_buckets([(place.name, self._views[place.name]) for place in self.layout.host], part_bytes))
@@ -304,13 +304,13 @@ def _in_buckets(views: Sequence[tuple[str, torch.Tensor]], bucket_bytes: int | N
 
 
 def size_of(layout: MessageLayout, header: bytes) -> int:
-    """The bytes of a slot in host memory: its header and its columns there."""
+    """The bytes of a slot in host memory: its header and the columns in host memory."""
     return _align_size(len(header)) + layout.host_size
 
 
 @dataclass(frozen=True)
 class ReadView:
-    """The columns read from a slot. A later message with the same header and memory has the same views."""
+    """The columns read from a slot. A later message with the same header and memory reuses the views."""
 
     header: bytes
     size: int
@@ -369,13 +369,13 @@ def _check(entry: TensorColumn, room: int) -> None:
 
 def device_view(memory: torch.Tensor, dtype: torch.dtype, shape: torch.Size, offset: int) -> torch.Tensor:
     """View a tensor that begins `offset` bytes into a flat memory."""
-    with torch.inference_mode(False):  # a slot keeps its views, whatever mode the caller is in
+    with torch.inference_mode(False):  # a slot keeps its views, in any mode of the caller
         return memory[offset : offset + shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def _view(slot: mmap.mmap, dtype: torch.dtype, shape: torch.Size, offset: int) -> torch.Tensor:
     count = shape.numel()
-    with torch.inference_mode(False):  # views serve autograd whatever mode the caller is in
+    with torch.inference_mode(False):  # autograd must accept the views, in any mode of the caller
         if count == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(slot, dtype=dtype, count=count, offset=offset).view(shape)

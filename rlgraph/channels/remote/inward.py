@@ -1,7 +1,7 @@
-"""The relay on the reader's host: messages come in with their bytes, once for all readers that this process passes them on to.
+"""The relay on the reader's host: it receives messages with their bytes, once for all readers to which this process passes them on.
 
-These are the other readers of this host, which map the memory that the bytes came into, and a reader on the next host, to which they go on
-while more of them come in. A slot is free for the writer once all of them have released it. What ends one end is told to the others.
+These are the other readers on this host, which map the memory of the bytes, and a reader on the next host, to which the bytes are sent
+while more of them arrive. A slot is free for the writer once all readers have released it. If one end stops, the others learn why.
 """
 
 import os
@@ -23,7 +23,7 @@ from rlgraph.channels.remote.relay import Relay
 from rlgraph.channels.remote.transfer import DeviceBuffers, Finish, HungUp, PairComm, PeerFailed, run_watched
 from rlgraph.errors import show_value
 
-POSTED_MOST = 2  # parts, so that a sender that has ended one can begin the next
+POSTED_MOST = 2  # parts, so that a sender that has finished one can begin the next
 _receives = threading.Lock()  # held for a transfer: a process receives one at a time
 
 
@@ -38,19 +38,19 @@ def from_writer(channel: str, remote: Connection, buffers: DeviceBuffers | None,
 class _Inward(Relay):
     onward: Acceptor | None = None
     slots: int = 1
-    coming: Full | None = None  # the message of which parts come in, after its first part
-    there: tuple[int, int] = 0, 0  # the bytes and tensors of it that are there
-    handle: int | None = None  # of new memory, of which the readers do not know yet
+    coming: Full | None = None  # the message that arrives in parts
+    there: tuple[int, int] = 0, 0  # the bytes and tensors of it that have arrived
+    handle: int | None = None  # of new memory that the readers do not know yet
     unread: dict[int, list[Connection]] = field(default_factory=dict)  # for each slot, the readers that have not released it
     gone: list[Connection] = field(default_factory=list)  # readers that ended before the writer
-    ended: bool = False  # whether the reader of this process has said that it ends
+    ended: bool = False  # whether the reader of this process has announced its end
     last: Goodbye | Failed | Lost | None = None  # of the writer
 
     def begin(self) -> None:
         self.join(1)
 
     def readers(self) -> list[Connection]:
-        """All readers that messages are for."""
+        """All readers that receive messages."""
         others = [] if self.onward is None else self.onward.connections
         return [reader for reader in (self.near, *others) if reader not in self.gone]
 
@@ -105,7 +105,7 @@ class _Inward(Relay):
         super().part()
 
     def _answer(self, message: ControlMessage, reader: Connection) -> None:
-        """Pass on what a reader says: that it ended, or, once all readers have said so, that a slot is free."""
+        """Pass on a reader's message: that it ended, or that a slot is free, once all readers have freed it."""
         if isinstance(message, Free) and reader in self.unread.get(message.slot, ()):
             self.unread[message.slot].remove(reader)
             if not self.unread[message.slot]:
@@ -117,14 +117,14 @@ class _Inward(Relay):
             self.ended = True
 
     def _leave(self, reader: Connection, why: ControlMessage | Disconnected) -> None:
-        """Tell the writer that a reader ended. The others still get what is on its way."""
+        """Tell the writer that a reader ended. The others still receive the messages on their way."""
         self.gone.append(reader)
         if not isinstance(why, Goodbye | Failed | Lost):
             why = Lost("" if reader is self.near else reader.peer, protocol.stop(why, "a reader", reader).reason or "")
         self.remote.send(protocol.encode(why))
 
     def _receive_part(self, part: Portion) -> None:
-        """Receive the bytes of a part; readers hear of the message with the first one, in which the header is."""
+        """Receive the bytes of a part; readers learn of the message with the first part, which has the header."""
         full, (size, tensors) = self.coming, self.there
         if full is None or part.slot != full.slot or not tensors <= part.tensors <= full.coming:
             raise ProtocolError(f"{show_value(part)}, which continues no message")
@@ -151,7 +151,7 @@ class _Inward(Relay):
             self._pass_on(full)
 
     def _pass_on(self, full: Full) -> None:
-        """Tell the readers of a message, with the handle of its memory if that is new."""
+        """Announce a message to the readers, with the handle of its memory if it is new."""
         self._gather()
         self.unread[full.slot] = self.readers()
         self._tell(full, self.unread[full.slot], None)
@@ -180,11 +180,11 @@ class _Inward(Relay):
                 )
                 raise PeerFailed(missing)
             if self.near.fileno() in handles:
-                raise HungUp  # before the first message a reader says nothing but that it ends
+                raise HungUp  # before the first message a reader can only announce its end
             self.onward.hush()
 
     def _receive_carried(self, full: Full) -> None:
-        """Receive the carried bytes: relays to other hosts hear of them with the first part, readers of this host once all are there."""
+        """Receive the carried bytes: relays to other hosts learn of them with the first part, readers on this host after the last."""
         if self.buffers is None or self.comm is None:
             raise ProtocolError(f"{show_value(full)}, but the ends agreed on no carrier")
         if full.awaited >= full.carried:
@@ -210,7 +210,7 @@ class _Inward(Relay):
         self._forget_handle()
 
     def _receive_parts(self, full: Full, memory: torch.Tensor, comm: PairComm, part: int) -> Iterator[int]:
-        """Receive bytes in parts, and tell after each how many are there. The next one is posted meanwhile, if the sending host has it."""
+        """Receive bytes in parts, and yield after each how many have arrived. Meanwhile post the next part, if the sending host has it."""
         staged, begun = full.carried - full.awaited, 0
         posted: deque[tuple[int, Finish]] = deque()
         while begun < full.carried or posted:

@@ -1,8 +1,8 @@
-"""A channel between two hosts is a channel on each of them. Relays join the two: they carry control messages and bytes over TCP.
+"""A channel between two hosts is a channel on each of them. Two relays connect them: they send control messages and bytes over TCP.
 
 The relay on the writer's host acts as a reader (`outward`), the relay on the reader's host as a writer (`inward`). Each runs in a thread
-of the process whose end it serves, so `put` returns once its columns are in a slot, and they travel while both ends compute. Columns on a
-GPU travel separately, by a communicator of the two relays.
+of the process whose end it serves, so `put` returns once its columns are in a slot, and they are sent while both ends compute. A
+communicator of the two relays sends columns on a GPU.
 """
 
 import mmap
@@ -21,9 +21,9 @@ from rlgraph.channels.host.slot_memory import map_segment
 from rlgraph.channels.remote.transfer import DeviceBuffers, Gloo, HungUp, LinkStore, Nccl, PairComm, PeerFailed, run_watched
 from rlgraph.errors import show_value
 
-STALL_S = 120.0  # a process may hold its interpreter for long; a host that is gone is found by keep-alive
+STALL_S = 120.0  # a process may hold its interpreter for long; keep-alive detects a lost host
 FAREWELL_S = 10.0  # for the other host to read the last bytes
-NO_DEADLINE_S = 86_400.0  # silence between two messages is no fault; the thread that waits for a message has its own deadline
+NO_DEADLINE_S = 86_400.0  # silence between two messages is normal; the thread that waits for a message has a deadline
 
 
 @dataclass
@@ -38,17 +38,17 @@ class Relay:
     comm: PairComm | None = None
 
     def start(self, what: str) -> None:
-        """Run in a thread of its own, which is called by what the relay does."""
+        """Run in a new thread, which is named after the relay's work."""
         threading.Thread(target=self._run, name=f"relay of {self.channel} {what} {self.remote.peer}", daemon=True).start()
 
     def _run(self) -> None:
-        """Pass on messages of both sides until one of them ends."""
+        """Pass on messages from both sides until one side ends."""
         try:
             with self.remote.deadline(STALL_S):
                 self.begin()
                 while self._carry_next():
                     pass
-        except RuntimeError as error:  # the communicator failed while both ends live: tell them
+        except RuntimeError as error:  # the communicator failed while both ends run: tell them
             reason = str(error) if isinstance(error, PeerFailed) else f"the transfer of columns on a GPU failed: {error}"
             self.fail(Failed(reason[: protocol.MAX_REASON]))
         except HungUp:
@@ -84,7 +84,7 @@ class Relay:
             protocol.send(connection, last)
 
     def join(self, rank: int) -> None:
-        """Make the communicator with the other host's relay, if the channel has a carrier."""
+        """Create the communicator with the other host's relay, if the channel has a carrier."""
         if (buffers := self.buffers) is None:
             return
 
@@ -113,11 +113,11 @@ class Relay:
         return bool(handles) or both
 
     def wait(self, sources: Sequence[Connection], deadline: float) -> list[int]:
-        """Wait for a message, and return the handles that have one."""
+        """Wait for messages, and return the handles that have one."""
         return wait_readable([source.fileno() for source in sources], deadline)
 
     def _last_words(self) -> None:
-        """Pass on the last messages of a side that ended: that it closed, or failed."""
+        """Pass on the last messages of a side that closed or failed."""
         for source, target in ((self.near, self.remote), (self.remote, self.near)):
             while wait_readable([source.fileno()], 0) and not isinstance(message := protocol.receive(source), Disconnected | Full):
                 if not isinstance(message, Staged):
@@ -140,7 +140,7 @@ class Relay:
             self.remote.close()
 
 
-# The relay on the writer's host: messages of the writer go out with their bytes.
+# The relay on the writer's host: it sends the writer's messages with their bytes.
 
 
 def to_reader(channel: str, remote: Connection, buffers: DeviceBuffers | None) -> Connection:
@@ -153,9 +153,9 @@ def to_reader(channel: str, remote: Connection, buffers: DeviceBuffers | None) -
 
 @dataclass
 class _Outward(Relay):
-    """The writer is near: its messages go out with their bytes."""
+    """The relay whose near end is the writer: it sends the writer's messages with their bytes."""
 
-    sent: dict[int, int] = field(default_factory=dict)  # by slot, the bytes that have left of the message that is being written
+    sent: dict[int, int] = field(default_factory=dict)  # by slot, the bytes already sent of the message that is being written
     leaving: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot, device bytes that have not arrived yet
     unrequested: int | None = None  # the slot of which the other host has not requested all device bytes yet
     staged: int = 0  # of those bytes, how many this host has
@@ -163,7 +163,7 @@ class _Outward(Relay):
     writer_ended: bool = False
 
     def sources(self) -> list[Connection]:
-        # The other host reads no further message before it has the bytes of this one, so sending another might block for ever.
+        # The other host reads no further message before it has the bytes of this one, so sending another might block forever.
         if self.unrequested is not None:
             return [self.remote, self.near] if self._awaits() else [self.remote]
         if not self.writer_ended:
@@ -175,7 +175,7 @@ class _Outward(Relay):
         return self.writer_ended and not self._awaits()
 
     def _awaits(self) -> bool:
-        """Whether device bytes of the message are still to come to this host, which passes them on."""
+        """Whether this host, which passes the message on, still waits for some of its device bytes."""
         return self.unrequested is not None and self.staged < len(self.leaving[self.unrequested])
 
     def carry(self, message: ControlMessage, source: Connection) -> None:
@@ -208,7 +208,7 @@ class _Outward(Relay):
             self.remote.send_bytes(memoryview(self.segments[full.slot])[: full.size])
 
     def _send_carried(self, message: Posted | Arrived) -> None:
-        """Send device bytes of the slot, those that are requested. They arrive even if the writer has ended by now."""
+        """Send the requested device bytes of the slot. They arrive even if the writer has ended by now."""
         if message.slot not in self.leaving or self.comm is None or isinstance(message, Posted) is not (message.slot == self.unrequested):
             raise ProtocolError(f"{show_value(message)}, but no such bytes are under way in that slot")
         if isinstance(message, Arrived):

@@ -1,4 +1,4 @@
-"""Columns between hosts by a communicator of two: its interface, NCCL for GPUs, and gloo as its stand-in without one."""
+"""Send columns between hosts through a communicator of two: its interface, NCCL for GPUs, and gloo as a substitute without one."""
 
 import ctypes
 import functools
@@ -24,23 +24,23 @@ from rlgraph.errors import ChannelError, show_value
 
 # Columns on a GPU between hosts: the interface of a communicator of two, and how a relay waits for it.
 #
-# No cycle of waits can arise, whatever channels a process has, and beside the collectives of a trainer. Each connection has its own
-# thread and its own communicator. The reader's side posts a receive of bytes that are there on the sending host, and then requests them: a
-# send that has begun waits only for the wire, and a receive for its send to begin. A reader that passes a message on has it sent in parts,
-# each once it is there, and no message comes back to where it was. A process receives one message at a time. It may wait for parts of it:
-# the host that passes them on is then receiving this message itself, or has it whole, so at the end of such waits is the writer.
+# Waits cannot form a cycle, whatever channels a process has, also with the collectives of a trainer. Each connection has a separate
+# thread and communicator. The reader's side posts a receive of bytes that the sending host has, and then requests them: a send that has
+# begun waits only for the network, and a receive for its send to begin. A reader that passes a message on sends it in parts, each once it
+# has arrived, and no message returns to an earlier host. A process receives one message at a time. It may wait for parts of it: the host
+# that passes them on is then receiving this message itself, or has all of it, so a chain of such waits ends at the writer.
 
 Finish: TypeAlias = Callable[[], None]  # blocks until a transfer has ended
 T = TypeVar("T")
 
 DEVICES: Final[dict[CarrierName, str]] = {"nccl": "cuda", "gloo": "cpu"}  # the type of device whose memory each carries
-PART_BYTES = 32 << 20  # of what is passed on: at 50 GB/s 0.7 ms, beside which the messages that request a part are short
-LOOK_S = 1.0  # how often to ask the library whether its network failed
+PART_BYTES = 32 << 20  # of messages that are passed on: 0.7 ms at 50 GB/s, long compared with the messages that request a part
+LOOK_S = 1.0  # between two checks whether the library's network failed
 HANG_UP_S = 0.5  # a peer that ends closes all its connections, though not at the same moment
 
 
 class HungUp(EOFError):
-    """The peer's process, or its end of the channel, is gone."""
+    """The peer's process, or its end of the channel, has ended."""
 
 
 class PeerFailed(RuntimeError):
@@ -54,10 +54,10 @@ class PairComm(Protocol):
         """Allocate `size` bytes to receive into."""
 
     def send(self, memory: torch.Tensor) -> Finish:
-        """Begin to send the bytes."""
+        """Start to send the bytes."""
 
     def receive(self, memory: torch.Tensor) -> Finish:
-        """Post the receive of as many bytes as the memory has; it is posted when this returns."""
+        """Post a receive that fills the memory; it is posted when this returns."""
 
     def check(self) -> None:
         """Raise if the network has failed under a running transfer."""
@@ -68,18 +68,18 @@ class PairComm(Protocol):
 
 @dataclass
 class DeviceBuffers:
-    """The memory of each slot on this end's device, which the relays send and receive. If it is `shared`, readers of this host map it."""
+    """The memory of each slot on this end's device, which the relays send and receive. If it is `shared`, readers on this host map it."""
 
     channel: str
     kind: CarrierName
     device: torch.device
     shared: bool = False
     memories: dict[int, torch.Tensor] = field(default_factory=dict)
-    news: dict[int, Handle | Segment] = field(default_factory=dict)  # by slot, memory that those readers have not heard of
+    news: dict[int, Handle | Segment] = field(default_factory=dict)  # by slot, memory that these readers do not know yet
 
     @classmethod
     def on_current_device(cls, channel: str, kind: CarrierName, *, shared: bool = False) -> "DeviceBuffers":
-        """Make empty buffers on this process's current device. Raises ChannelError where "nccl" finds no GPU."""
+        """Make empty buffers on this process's current device. Raises ChannelError if "nccl" finds no GPU."""
         if kind == "nccl" and not torch.cuda.is_available():
             raise ChannelError(
                 f"channel '{channel}': its carrier 'nccl' moves columns from GPU to GPU, and this process sees no GPU; "
@@ -88,7 +88,7 @@ class DeviceBuffers:
         return cls(channel, kind, torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu"), shared)
 
     def of_slot(self, slot: int, size: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Give `size` bytes of the memory of a slot, which is allocated by `new` where it is too small."""
+        """Return `size` bytes of a slot's memory; `new` allocates the memory if it is too small."""
         if slot not in self.memories or self.memories[slot].numel() < size:
             if self.shared and self.kind == "gloo":
                 self.news[slot] = segment = Segment.new(self.channel, size)
@@ -100,7 +100,7 @@ class DeviceBuffers:
         return self.memories[slot][:size]
 
     def forget_news(self) -> None:
-        """Close the handles of memory that no reader will hear of."""
+        """Close the handles of memory that no reader will receive."""
         while self.news:
             _, memory = self.news.popitem()
             if isinstance(memory, Segment):
@@ -108,7 +108,7 @@ class DeviceBuffers:
 
 
 class LinkStore(Store):
-    """A key-value store over the connection of two ends, by which their communicator is set up before the first message."""
+    """A key-value store over the connection of two ends, with which they set up their communicator before the first message."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -137,16 +137,16 @@ class LinkStore(Store):
             self._known[message.key] = message.value
 
     def end(self) -> None:
-        """Wait for the other end to get here too, so that no key is left unread on the connection."""
+        """Wait until the other end also calls this, so that no key stays unread on the connection."""
         self._connection.send(protocol.encode(KeyValue("", b"")))
         self.wait([""])
 
 
 def run_watched(work: Callable[[], T], connections: Sequence[Connection], timeout_s: float, check: Callable[[], None] | None = None) -> T:
-    """Run the work in its own thread and return its result. A library does not notice that its peer ended; this does.
+    """Run the work in a new thread and return its result. Unlike the library, this detects that the peer ended.
 
-    Raises HungUp when one of the connections ends first, RuntimeError when the work fails or takes too long; the thread may then go
-    on until its library gives up.
+    Raises HungUp if one of the connections ends first, RuntimeError if the work fails or lasts too long; the thread may then continue
+    until its library gives up.
     """
     done, doing = socket.socketpair()
     found: list[T] = []
@@ -177,14 +177,14 @@ def run_watched(work: Callable[[], T], connections: Sequence[Connection], timeou
 
 
 def _wait_ended_sockets(sockets: Sequence[socket.socket | Connection], timeout_s: float) -> set[int]:
-    """Wait until at least one socket has ended, and return those that have; none after `timeout_s`."""
+    """Wait until at least one socket has ended, and return the ended sockets; none after `timeout_s`."""
     poll = select.poll()
     for one in sockets:
         poll.register(one, select.POLLRDHUP)
     return {handle for handle, _ in poll.poll(max(timeout_s, 0) * 1000)}
 
 
-# Send columns in host memory by gloo: the stand-in for NCCL on machines without a GPU.
+# Send columns in host memory with gloo, the substitute for NCCL on machines without a GPU.
 
 
 class Gloo:
@@ -205,10 +205,10 @@ class Gloo:
         return self._finish(self._group.recv([memory], self._peer, 0))  # type: ignore[attr-defined]  # missing in torch's stubs
 
     def check(self) -> None:
-        """Do nothing: gloo raises its failures by itself."""
+        """Do nothing: gloo raises its failures itself."""
 
     def abort(self) -> None:
-        """Close the connections as soon as no transfer holds them."""
+        """Close the connections as soon as no transfer uses them."""
         del self._group
 
     def _finish(self, work: Work) -> Finish:
@@ -220,7 +220,7 @@ class Gloo:
         return finish
 
 
-# Send columns on GPUs between hosts by NCCL, straight from the writer's staging buffer into the reader's.
+# Send columns on GPUs between hosts with NCCL, directly from the writer's staging buffer into the reader's.
 #
 # This calls the functions of the NCCL library that torch has loaded. A `ProcessGroupNCCL` would watch its transfers with a thread that
 # ends the process when a peer dies, and the variable that turns this off also applies to the trainer's groups.
@@ -250,11 +250,11 @@ class Nccl:
         with torch.cuda.device(device):
             joined = self._library.ncclCommInitRank(ctypes.byref(self._communicator), 2, _UniqueId.from_buffer_copy(agreed), rank)
             self._must(joined)
-        first = self.memory(FIRST)  # connects both ends, so that a later receive is posted without its sender
+        first = self.memory(FIRST)  # connects both ends, so that later receives can be posted before their sends
         (self.send(first) if rank == 0 else self.receive(first))()
 
     def memory(self, size: int) -> torch.Tensor:
-        with torch.cuda.stream(self._stream):  # no earlier use of the memory on another stream can still be going on
+        with torch.cuda.stream(self._stream):  # no earlier use of the memory on another stream can still run
             return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def send(self, memory: torch.Tensor) -> Finish:

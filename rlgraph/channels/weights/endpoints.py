@@ -1,8 +1,8 @@
 """Versions of weights on a feedback edge: every trainer rank publishes its shards, every generator receives all of them.
 
-The weights go through ordinary channels, one for each trainer rank, whose slots stage the versions. Publishing is one copy (and cast)
+The weights use ordinary channels, one per trainer rank, whose slots stage the versions. Publishing is one copy (and cast)
 into a free slot; no rank builds a full parameter that it does not own. A message holds a description of the shards, their tensors, and
-their checksums if enabled. With two buffers a reader copies a version in one burst while the engine decodes with its own copy.
+their checksums if enabled. With two buffers a reader copies a version in one burst while the engine decodes with another copy.
 """
 
 import sys
@@ -19,17 +19,17 @@ from rlgraph.channels.weights.shards import Assembly, WeightShard, check_own, co
 from rlgraph.columns import Column
 from rlgraph.errors import ChannelBroken, ChannelError, ChannelTimeout
 
-# Checksums of tensors, by which both ends of a transfer detect a changed bit.
+# Checksums of tensors, with which both ends of a transfer detect a changed bit.
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 COLUMNS_COUNT = 1_000_003  # weights the sum along the columns differently from the sum along the rows
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Compute a 64-bit number on the tensor's device: the same for the same bits in the same places, on any device.
+    """Compute a 64-bit checksum on the tensor's device. Equal bits in equal places have the same checksum on any device.
 
-    Fletcher's idea in two dimensions: the sums of rows and of columns, each weighted by its place. It changes with any single element and
-    with any two rows or columns that swap places. It reads the tensor twice and copies nothing.
+    It is Fletcher's checksum in two dimensions: the sums of rows and of columns, each weighted by its index. It changes if any single
+    element changes, and if any two rows or columns are swapped. It reads the tensor twice and copies nothing.
     """
     rows = max(len(tensor), 1) if tensor.dim() else 1
     bits = tensor.detach().contiguous().view(WORDS[tensor.itemsize]).view(rows, -1)
@@ -41,7 +41,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def checksums(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Compute the checksum of each, `[n]` int64."""
+    """Compute the checksum of each tensor, `[n]` int64."""
     found = [checksum(tensor) for tensor in tensors]
     return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64)
 
@@ -58,13 +58,13 @@ Shards: TypeAlias = list[WeightShard]
 class WeightMessage:
     """A version of one trainer rank's weights. Its columns are the description, then each shard, and last the checksums, if enabled."""
 
-    description: bytes  # where the shards belong, encoded
-    shards: Weights  # by a name of each, in the order of the description
+    description: bytes  # the encoded places of the shards
+    shards: Weights  # by column name, in the order of the description
     checksums: torch.Tensor | None = None  # [shards] int64
 
     @classmethod
     def describe(cls, shards: Shards) -> "WeightMessage":
-        """Name the shards and say where they belong. Raises ChannelError for shards that leave their parameter or overlap."""
+        """Name the shards and encode their places. Raises ChannelError for shards that exceed their parameter or overlap."""
         check_own(shards)
         return cls(encode_shards(shards), dict(zip(_column_names(shards), (shard.tensor for shard in shards), strict=True)))
 
@@ -77,7 +77,7 @@ class WeightMessage:
 
     @classmethod
     def read(cls, rank: int, columns: Mapping[str, Column]) -> "WeightMessage":
-        """Read the columns of trainer rank `rank`. Raises ChannelError where they are no weights."""
+        """Read the columns of trainer rank `rank`. Raises ChannelError if they are not weights."""
         found = cast(dict[str, torch.Tensor], dict(columns))
         if DESCRIPTION not in found:
             raise ChannelError(
@@ -87,14 +87,14 @@ class WeightMessage:
 
     @property
     def layout(self) -> tuple[object, ...]:
-        """What decides how the shards of all ranks are assembled."""
+        """The data that determines how the shards of all ranks are assembled."""
         return self.description, [(tensor.shape, tensor.dtype) for tensor in self.shards.values()]
 
     def weight_shards(self) -> Shards:
         return shards_of(self.description, list(self.shards.values()))
 
     def check(self, version: int, rank: int, shards: Shards, arrived: Sequence[torch.Tensor]) -> None:
-        """Compare what arrived with the checksums, if any. Raises ChannelBroken."""
+        """Compare the received shards with the checksums, if any. Raises ChannelBroken if they differ."""
         if self.checksums is None:
             return
         for shard, here, there in zip(shards, checksums(arrived).tolist(), self.checksums.tolist(), strict=True):
@@ -107,14 +107,14 @@ class WeightMessage:
 
 
 class ArrivingMessage:
-    """A message of weights of which the columns arrive one after the other."""
+    """A message of weights whose columns arrive one after the other."""
 
     def __init__(self, reader: Reader, rank: int, version: int) -> None:
         self.reader, self.rank = reader, rank
         self._columns = reader.begin(version, NO_DEADLINE_S)
 
     def wait_for_description(self) -> WeightMessage:
-        """Wait until the description has arrived; the shards of what this returns may be still to come."""
+        """Wait until the description has arrived; shards of the returned message may arrive later."""
         self.reader.wait_for_tensors(0, NO_DEADLINE_S)
         return WeightMessage.read(self.rank, self._columns)
 
@@ -128,7 +128,7 @@ class ArrivingMessage:
 
 
 def _column_names(shards: Sequence[WeightShard]) -> list[str]:
-    """Name a column for each shard: by its parameter, with a number from its second box on."""
+    """Name a column for each shard after its parameter, with a number from the parameter's second box on."""
     count: dict[str, int] = {}
     names = []
     for shard in shards:
@@ -139,7 +139,7 @@ def _column_names(shards: Sequence[WeightShard]) -> list[str]:
 
 # The ends of a feedback edge.
 
-SWITCH_S = 0.0001  # after which one thread gives the interpreter to another
+SWITCH_S = 0.0001  # after which one thread hands the interpreter to another
 NO_DEADLINE_S = 86_400.0  # the receiving thread waits without a deadline; `receive` has one
 
 Kinds: TypeAlias = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -151,7 +151,7 @@ class WeightsWriter:
 
     def __init__(self, writer: Writer, dtype: torch.dtype, bucket_bytes: int | None = None, checksum: bool = False) -> None:
         self.writer, self.dtype, self.bucket_bytes, self.checksum = writer, dtype, bucket_bytes, checksum
-        self._sent: Shards = []  # of the last version, and its message: finding out anew takes a millisecond for 500 matrices of an adapter
+        self._sent: Shards = []  # of the last version, and its message: describing 500 matrices of an adapter again needs a millisecond
         self._message: WeightMessage | None = None
 
     def publish(self, version: int, shards: Iterable[WeightShard], timeout_s: float) -> None:
@@ -207,7 +207,7 @@ class WeightsReader:
             reader.release()
 
     def _take(self, version: int, timeout_s: float) -> dict[str, torch.Tensor]:
-        """Take the shards of all ranks and assemble the parameters. After a timeout the next call goes on with what has arrived."""
+        """Receive the shards of all ranks and assemble the parameters. After a timeout the next call continues with the received shards."""
         for reader in self.readers[len(self._messages) :]:
             self._messages.append(WeightMessage.read(len(self._messages), reader.take(version, timeout_s)))
         messages, self._messages = self._messages, []
@@ -222,11 +222,10 @@ class WeightsReader:
 
 
 class Staging:
-    """Holds one version of the weights, every parameter whole, however the trainer's ranks shard it.
+    """Holds one version of the weights, with whole parameters, however the trainer's ranks shard them.
 
-    On a GPU it is one flat buffer. The memory of a single trainer rank is copied into it as a whole or in a few pieces: a burst on its own
-    stream disturbs decoding for the shortest time. The copies are planned once for each sharding, because planning takes longer than
-    copying.
+    On a GPU it is one flat buffer. The memory of a single trainer rank is copied into it at once or in a few pieces: a burst on a separate
+    stream disturbs decoding for the shortest time. The copies are planned once per sharding, because planning takes longer than copying.
     """
 
     def __init__(self) -> None:
@@ -240,11 +239,11 @@ class Staging:
         self._streams: list[torch.cuda.Stream] = []  # one for each rank, so that their copies overlap, each over its own link
 
     def fill(self, ranks: Sequence[Shards], arrived: Arrived | None = None, after: torch.cuda.Event | None = None) -> None:
-        """Copy the shards of all ranks to their places; returns when they are copied. The same list objects are checked once.
+        """Copy the shards of all ranks to their places; return when they are copied. The same list objects are checked once.
 
-        `arrived(rank, beyond)` waits until more than `beyond` shards of a rank have arrived, and returns how many; without it all have.
-        On a GPU the copies begin after the event `after`. Raises ChannelError, before the first copy, for shards that do not make up
-        whole parameters.
+        `arrived(rank, beyond)` waits until more than `beyond` shards of a rank have arrived, and returns how many; without it, all have
+        arrived. On a GPU the copies begin after the event `after`. Raises ChannelError, before the first copy, for shards that do not
+        form whole parameters.
         """
         if len(ranks) != len(self._shards) or any(new is not old for new, old in zip(ranks, self._shards, strict=True)):
             self._prepare(ranks)
@@ -262,7 +261,7 @@ class Staging:
             stream.synchronize()
 
     def _copy(self, rank: int, first: int, end: int, shards: Shards) -> None:
-        """Copy the rank's shards from number `first` up to `end`."""
+        """Copy the rank's shards from index `first` up to `end`."""
         if self._whole is not None and self._flat is not None:
             source, starts = self._whole
             piece = slice(starts[first], starts[end])
@@ -308,14 +307,14 @@ class _Prefetch:
     first: int
     staging: Staging = field(default_factory=Staging)
     last: dict[int, tuple[WeightMessage, Shards]] = field(default_factory=dict)  # by rank, of the last version
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # what is staged there, checked
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # the checked weights in the buffer
     read: torch.cuda.Event | None = None  # when the engine has read the buffer
 
     def __post_init__(self) -> None:
         self.staged = threading.Semaphore(0)
         self.empty = threading.Semaphore(1)
         self.error: ChannelError | RuntimeError | None = None
-        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))  # else each of its steps waits 5 ms for the loop that decodes
+        sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_S))  # otherwise each of its steps waits 5 ms for the decode loop
         threading.Thread(target=self._run, name="receive weights", daemon=True).start()
 
     def _run(self) -> None:
@@ -374,7 +373,7 @@ def _same_tensors(one: WeightMessage, other: WeightMessage) -> bool:
 
 
 def flat_buffer(kinds: Kinds, device: torch.device) -> dict[str, torch.Tensor]:
-    """Allocate tensors of these shapes and dtypes in one memory, which another process maps in one call."""
+    """Allocate tensors of these shapes and dtypes in one memory block, which another process maps in one call."""
     places, end = {}, 0
     for name, (shape, dtype) in kinds.items():
         places[name] = end
@@ -384,7 +383,7 @@ def flat_buffer(kinds: Kinds, device: torch.device) -> dict[str, torch.Tensor]:
 
 
 def are_contiguous(weights: Weights) -> bool:
-    """Whether all weights are contiguous in one memory."""
+    """Whether all weights are contiguous in one memory block."""
     tensors = list(weights.values())
     return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1 and all(tensor.is_contiguous() for tensor in tensors)
 
@@ -394,7 +393,7 @@ def _offsets(weights: Weights) -> dict[str, int]:
 
 
 def _whole_memory(weights: Weights) -> torch.Tensor | None:
-    """The one GPU memory that holds all the weights, as bytes; None if they are not in one."""
+    """The single GPU memory block that holds all weights, as bytes; None if there are several."""
     first = next(iter(weights.values()))
     if not first.is_cuda or not are_contiguous(weights):
         return None

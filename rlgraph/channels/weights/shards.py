@@ -1,4 +1,4 @@
-"""Shards of weights: boxes of Hugging Face parameters, however a trainer shards them. They are described, checked and put together here."""
+"""Describe, check and assemble shards of weights: boxes of Hugging Face parameters, however a trainer shards them."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ import torch
 from rlgraph.errors import ChannelError
 
 Numbers: TypeAlias = tuple[int, ...]
-Owned: TypeAlias = "tuple[int | None, WeightShard]"  # with the rank; None is the one that looks at its own
+Owned: TypeAlias = "tuple[int | None, WeightShard]"  # with its rank; None for a rank that checks its own shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Parameter:
 
 
 def parameters(ranks: Sequence[Sequence[WeightShard]]) -> dict[str, Parameter]:
-    """Group the shards of all ranks into whole parameters, in an order that keeps each rank's own order.
+    """Group the shards of all ranks into whole parameters, in an order that preserves the order of each rank.
 
     Raises ChannelError for boxes that leave a hole, overlap, leave their parameter, or differ in its shape or dtype.
     """
@@ -94,7 +94,7 @@ def parameters(ranks: Sequence[Sequence[WeightShard]]) -> dict[str, Parameter]:
 
 
 def check_own(shards: Sequence[WeightShard]) -> None:
-    """Check the shards of one rank without those of the others. Raises ChannelError as `parameters` does."""
+    """Check the shards of one rank without the other ranks. Raises ChannelError as `parameters` does."""
     for name, found in _by_name({None: shards}).items():
         _check(name, found)
 
@@ -135,7 +135,7 @@ class Assembly:
             self._parameters.append((name, tuple(parameter.shape), places))
 
     def assemble(self, ranks: Sequence[Sequence[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Copy the tensors of the shards, by rank, into whole parameters of new memory; a parameter that is one box is not copied."""
+        """Copy the tensors of the shards, by rank, into whole parameters in new memory; a parameter with a single box is not copied."""
         whole: dict[str, torch.Tensor] = {}
         to: list[torch.Tensor] = []
         of: list[torch.Tensor] = []
@@ -145,14 +145,14 @@ class Assembly:
                 whole[name] = sent[0]
                 continue
             parameter = whole[name] = sent[0].new_empty(shape)
-            to += [parameter.as_strided(box.shape, box.strides, box.offset) for box in boxes]  # half the time of a `narrow` for each dim
+            to += [parameter.as_strided(box.shape, box.strides, box.offset) for box in boxes]  # twice as fast as a `narrow` per dim
             of += sent
         copy_all(to, of)
         return whole
 
 
 def copy_all(to: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
-    """Copy tensors into others, in one call for contiguous targets and one for the rest: a view with gaps slows its whole call."""
+    """Copy tensors into others, in one call for contiguous targets and one for the others: a view with gaps slows its whole call."""
     for contiguous in (True, False):
         pairs = [(a, b) for a, b in zip(to, of, strict=True) if a.is_contiguous() == contiguous]
         if pairs:
@@ -160,7 +160,7 @@ def copy_all(to: Sequence[torch.Tensor], of: Sequence[torch.Tensor]) -> None:
 
 
 class _ShardEntry(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The description of a shard, sent beside its tensor."""
+    """The description of a shard, sent with its tensor."""
 
     name: str
     global_shape: Numbers
@@ -187,7 +187,7 @@ def shards_of(description: bytes, tensors: Sequence[torch.Tensor]) -> list[Weigh
 
 
 def _by_name(ranks: Mapping[int, Sequence[WeightShard]] | Mapping[None, Sequence[WeightShard]]) -> dict[str, list[Owned]]:
-    """Group the shards by parameter. A name that only a later rank has comes behind the one that it follows there,
+    """Group the shards by parameter. A name that only a later rank has comes after the name that precedes it in this rank,
     or at the end."""
     found: dict[str, list[Owned]] = {}
     following: dict[str | None, str | None] = {None: None}  # a chain of names, from None
@@ -207,7 +207,7 @@ def _by_name(ranks: Mapping[int, Sequence[WeightShard]] | Mapping[None, Sequence
 
 
 def _check(name: str, found: list[Owned]) -> None:
-    """Check the boxes of a parameter for everything but holes."""
+    """Check the boxes of a parameter for all faults except holes."""
     first_rank, first = found[0]
     for rank, shard in found:
         dims = {len(shard.global_shape), len(shard.offsets), shard.tensor.dim()}
@@ -231,12 +231,12 @@ def _check(name: str, found: list[Owned]) -> None:
 
 
 def _overlap(boxes: list[Owned]) -> tuple[Owned, Owned] | None:
-    """Find two boxes that share an element, by a sweep along the dim with the most cuts, so that few pairs are compared."""
+    """Find two boxes that share an element, with a sweep along the dim with the most cuts, so that few pairs are compared."""
     if len(boxes) < 2:
         return None
     spans = [shard.spans or [(0, 1)] for _, shard in boxes]
     dim = max(range(len(spans[0])), key=lambda d: len({span[d][0] for span in spans}))
-    under: list[int] = []  # boxes that reach where the sweep is
+    under: list[int] = []  # boxes that overlap the position of the sweep
     for at in sorted(range(len(boxes)), key=lambda i: spans[i][dim]):
         under = [other for other in under if spans[other][dim][1] > spans[at][dim][0]]
         for other in under:
