@@ -1,8 +1,8 @@
-"""What a worker does: at a moment as a value, over time as spans, and as Python stacks when it is stuck.
+"""Record what a worker does: its current activity as a value, its time as spans, and its Python stacks when it is stuck.
 
-The worker writes its activity to a few mapped bytes, in which the driver reads it without a message. Every moment of a step has a span,
-one after another. A stuck worker writes its stacks itself when it gets a signal, even inside C code: the handler needs neither the lock of
-the interpreter nor a free thread, so a blocking poll or an endless kernel is no obstacle.
+The worker writes its activity to a few mapped bytes, which the driver reads without a message. Spans cover every moment of a step.
+A stuck worker writes its stacks itself when it receives a signal, even inside C code: the handler needs neither the interpreter's lock
+nor a free thread, so it works during a blocking poll or an endless kernel.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
 from rlgraph.plan.schedule import Span, SpanKind
 from rlgraph.runtime.worker.spec import file_name
 
-# What a worker does at a moment, as a value. Words are made where a person reads them; nothing parses them back.
+# A worker's current activity, as a value. It becomes text only for people; no code parses the text.
 
 ActivityKind: TypeAlias = Literal[
     "idle", "open", "connect", "load_engine", "fire", "probe", "take", "put", "receive", "publish", "load", "wake", "sleep", "export"
@@ -38,9 +38,9 @@ WORKS: frozenset[ActivityKind] = frozenset(("fire", "publish", "load", "wake", "
 class Activity:
     """The activity that a worker began last: its `node`, its `edge` (a channel or a feedback edge), and its `version` of the weights.
 
-    `idle` lies between two steps; `open`, `connect` and `load_engine` before the first. `take` waits for a message, `put` for room,
-    `receive` for a version. `export` lies between two steps. `probe` fires a node for one prompt alone, whose number in the batch is
-    `prompt`. The others are events of the plan.
+    `idle` and `export` are between two steps; `open`, `connect` and `load_engine` are before the first. `take` waits for a message, `put`
+    for room, `receive` for a version. `probe` fires a node for a single prompt, whose index in the batch is `prompt`. The others are events
+    of the plan.
 
     >>> str(Activity("take", "update", "rollout")), str(Activity("load", "rollout", "weights", 3))
     ("waiting for channel 'rollout'", "loading version 3 of 'weights' before node 'rollout'")
@@ -58,7 +58,7 @@ class Activity:
 
     @property
     def waits(self) -> bool:
-        """Whether the worker waits for another one and does nothing else."""
+        """Whether the worker only waits for another one."""
         return self.kind in WAITS
 
     @property
@@ -74,7 +74,7 @@ IDLE = Activity("idle")
 
 
 def describe_activity(activity: Activity, plan: Plan | None = None) -> str:
-    """Describe an activity in words; with a plan they name who is at the other end of its edge, too."""
+    """Describe an activity in words; with a plan, also name the workers at the other end of its edge."""
     node, edge, version = activity.node, activity.edge, activity.version
     end = edge_of(plan, activity) if plan is not None else None
     readers = f" (read by {list(end.readers)})" if end is not None else ""
@@ -110,7 +110,7 @@ def describe_activity(activity: Activity, plan: Plan | None = None) -> str:
 
 
 def event_name(activity: Activity, plan: Plan) -> str:
-    """Name work for counts and warnings: by its node, whichever chunk of a batch it fires for, else by its event."""
+    """Name work for counts and warnings: after its node, for any chunk of a batch, otherwise after its event."""
     match activity.kind:
         case "publish":
             return publish_event(activity.edge)
@@ -131,9 +131,9 @@ def edge_of(plan: Plan, activity: Activity) -> PlannedChannel | PlannedLoop | No
     return next((end for end in ends if end.name == activity.edge), None)
 
 
-# What each worker does at this moment, in a few bytes of a file that worker and driver map: writing takes no message.
+# The current activity of each worker, in a few bytes of a file that worker and driver map, so that writing needs no message.
 #
-# The driver reads it only when nothing was heard for a while, to say who keeps whom waiting.
+# The driver reads it only after a time without messages, to find which worker keeps others waiting.
 
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 LAYOUT = struct.Struct("<dqqqqB255s255s")  # when, step, process, version, prompt, kind, node, edge
@@ -142,7 +142,7 @@ COUNTS = struct.Struct("<ii32s")
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """A worker's state: the step, the activity it began last, the seconds since then, and its progress: `done` of `total` `unit`."""
+    """A worker's state: the step, the activity that it began last, the seconds since then, and its progress: `done` of `total` `unit`."""
 
     step: int
     activity: Activity
@@ -156,7 +156,7 @@ class Heartbeat:
         return self.describe()
 
     def describe(self, plan: Plan | None = None) -> str:
-        """Describe it in words; with a plan, also who is at the other end of the edge on which it waits."""
+        """Describe it in words; with a plan, also name the workers at the other end of the edge for which it waits."""
         counts = f" ({self.done} of {self.total} {self.unit})" if self.total else ""
         at = f", step {self.step}" if self.step >= 0 else ""
         stopped = " (its process is stopped)" if self.stopped else ""
@@ -179,7 +179,7 @@ class StatusWriter:
         LAYOUT.pack_into(self._map, 0, time.monotonic(), step, os.getpid(), *numbers, *names)
 
     def count(self, done: int, total: int, unit: str) -> None:
-        """Write how far the activity is."""
+        """Write the progress of the activity."""
         COUNTS.pack_into(self._map, LAYOUT.size, done, total, unit.encode())
 
 
@@ -189,7 +189,7 @@ def status_path(folder: str, worker: str) -> Path:
 
 
 def read_status(folder: str, worker: str) -> Heartbeat | None:
-    """Read what the worker of this host began last; None if it has begun nothing yet."""
+    """Read the activity that a worker of this host began last; None if it has not begun any."""
     try:
         data = status_path(folder, worker).read_bytes()
     except FileNotFoundError:
@@ -205,7 +205,7 @@ def read_status(folder: str, worker: str) -> Heartbeat | None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether a process of this host is stopped, by a signal or by a debugger."""
+    """Whether a process of this host is stopped, by a signal or a debugger."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "Tt"
     except OSError:
@@ -232,12 +232,12 @@ def under_way(states: Mapping[str, Heartbeat], plan: Plan) -> str:
     return ", ".join([f"{node} {done} of {total} {unit}" for (node, unit), (done, total) in counts.items()] or names)
 
 
-# The Python stacks of a worker that is stuck: it writes them itself when it gets a signal, even inside of C code.
+# The Python stacks of a stuck worker, which writes them itself when it receives a signal, even inside C code.
 
-SIGNAL = signal.SIGRTMIN + 9  # one that neither Ray, torch nor users' code takes
-ANSWER_S = 5.0  # for the answers of all workers; on a machine that is overloaded a process may wait this long for a core
-QUIET_S = 0.3  # after the last line: an answer has no mark of its end
-MOST_BYTES = 1 << 16  # what a pipe holds
+SIGNAL = signal.SIGRTMIN + 9  # a signal that neither Ray nor torch nor users' code handles
+ANSWER_S = 5.0  # for the answers of all workers; on an overloaded machine a process may wait this long for a core
+QUIET_S = 0.3  # after the last line: an answer has no end mark
+MOST_BYTES = 1 << 16  # capacity of a pipe
 _handles: list[int] = []  # of this process, at most one
 
 
@@ -246,18 +246,18 @@ def _pipe(folder: str, worker: str) -> Path:
 
 
 def offer_stacks(folder: str, worker: str) -> None:
-    """Let this process write its stacks into a pipe in the job's folder whenever it gets the signal."""
+    """Let this process write its stacks into a pipe in the job's folder whenever it receives the signal."""
     path = _pipe(folder, worker)
     os.mkfifo(path, 0o600)
-    handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # never blocks, and needs no reader to be there
+    handle = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)  # never blocks, also without a reader
     faulthandler.register(SIGNAL, file=handle, all_threads=True)
-    for earlier in _handles:  # of a job that this process served before
+    for earlier in _handles:  # of an earlier job of this process
         os.close(earlier)
     _handles[:] = [handle]
 
 
 def read_stacks(folder: str, pids: Mapping[str, int]) -> dict[str, str]:
-    """Ask all workers of this host at once for the stacks of their threads; without an answer the reason stands in their place."""
+    """Ask all workers of this host at once for the stacks of their threads; without an answer, return the reason instead."""
     found: dict[str, bytes] = {}
     handles: dict[int, str] = {}
     silent = dict.fromkeys(pids, "(it has not begun)")
@@ -268,7 +268,7 @@ def read_stacks(folder: str, pids: Mapping[str, int]) -> dict[str, str]:
                 handles[handle] = worker
                 _drain(handle)  # an earlier call may have left bytes in the pipe
                 silent[worker] = "(no answer: its process does not run, or the machine is overloaded)"
-                if is_stopped(pid):  # it would never answer
+                if is_stopped(pid):  # it would not answer
                     silent[worker] = "(its process is stopped)"
                     os.close(handle)
                     del handles[handle]
@@ -287,7 +287,7 @@ def read_stacks(folder: str, pids: Mapping[str, int]) -> dict[str, str]:
 
 
 def _collect(handles: Mapping[int, str], found: dict[str, bytes]) -> None:
-    """Read until all have answered and are quiet, at most for the time that an answer may take."""
+    """Read until all workers have answered and are quiet, for at most `ANSWER_S`."""
     poll = select.poll()
     for handle in handles:
         poll.register(handle, select.POLLIN)
@@ -309,19 +309,19 @@ def _drain(handle: int) -> bytes:
 
 
 def of_interest(stacks: str) -> str:
-    """Keep the threads that run code of a node or of rlgraph; the others are Ray's, and only wait."""
+    """Keep the threads that run a node's or rlgraph's code; the others belong to Ray, and only wait."""
     threads = stacks.split("\n\n")
     ours = [thread for thread in threads if "/rlgraph/" in thread]
     return "\n\n".join(ours or threads)
 
 
-# Record what a worker spends its time on: one span after another, so that every moment of a step has a name.
+# Record how a worker spends its time: one span after another, so that every moment of a step has a name.
 
-ABSORBED_S = 20e-6  # a shorter gap joins the span after it, because recording it would take about as long
+ABSORBED_S = 20e-6  # a shorter gap joins the next span, because recording it would last about as long
 
 
 class SpanRecorder:
-    """A worker's spans. The caller names the time in `span`; the time between two of them is rlgraph's own work.
+    """A worker's spans. The caller names the time in `span`; the time between two of them counts as rlgraph's work.
 
     Spans can nest, as when weights are loaded while a node decodes.
     """
@@ -329,7 +329,7 @@ class SpanRecorder:
     def __init__(self, worker: str) -> None:
         self.worker = worker
         self._spans: list[Span] = []
-        self._until_s = time.monotonic()  # everything before is accounted for
+        self._until_s = time.monotonic()  # all earlier time is recorded
         self._started = False
         self._open = 0
 
@@ -339,12 +339,12 @@ class SpanRecorder:
         self._started = True
 
     def carry(self, node: str, step: int) -> None:
-        """Record the time since the last span as work around a node: checks, copies, slots given back."""
+        """Record the time since the last span as work around a node: checks, copies, releasing slots."""
         self._close(node, "carry", step)
 
     @contextmanager
     def span(self, name: str, kind: SpanKind, step: int, version: int | None = None) -> Iterator[list[int]]:
-        """Time a block, also one that raises. The block appends the bytes that it moved to the list that it is given."""
+        """Time a block, also one that raises. The block appends the bytes that it moved to the list that this yields."""
         start_s, moved = self._enter(), list[int]()
         try:
             yield moved
@@ -362,7 +362,7 @@ class SpanRecorder:
         step: int,
         version: int | None = None,
     ) -> Iterator[None]:
-        """Time a block that waits on channel `name` and moves data: what `blocked_s` grows by is the wait, the rest is `then`."""
+        """Time a block that waits on channel `name` and moves data: the growth of `blocked_s` is the wait, the rest is `then`."""
         start_s, before_s = self._enter(), blocked_s()
         try:
             yield
@@ -374,7 +374,7 @@ class SpanRecorder:
             self._add(*then, step, moved_s, now, version)
 
     def _enter(self) -> float:
-        """Open a span and give its start: the end of the span before it, or now if it lies within another."""
+        """Open a span and return its start: the end of the previous span, or now if it is nested."""
         self._open += 1
         return self._until_s if self._open == 1 else time.monotonic()
 
@@ -395,6 +395,6 @@ class SpanRecorder:
             self._until_s = end_s
 
     def take(self) -> list[Span]:
-        """Take the spans since the last call."""
+        """Return the spans since the last call."""
         spans, self._spans = self._spans, []
         return spans

@@ -1,10 +1,10 @@
-"""One worker: its nodes fire in the plan's order; each takes its inputs from channels, runs, and puts its outputs.
+"""Run one worker: its nodes fire in the plan's order; each takes its inputs from channels, runs, and puts its outputs.
 
-`Inbox`, `Outbox` and `Mailbox` are the ends of its channels: what it takes for a firing, puts after it, and gives back. `EngineSlot` loads
-and closes its engine, or keeps it for the next job of this process. A kept engine begins a job as one that has just been loaded: with the
-weights of its folder, no request, and the state of the process and the notices that its loading left.
+`Inbox`, `Outbox` and `Mailbox` are the ends of its channels, which take, put and release messages. `EngineSlot` loads and closes its
+engine, or caches it for the next job of this process. A cached engine begins a job like a newly loaded one: with the weights of its folder,
+without requests, and with the process state and the notices of its loading.
 
-Knows neither Ray nor processes: the local executor runs the same workers side by side in one process.
+This module depends neither on Ray nor on processes: the local executor runs the same workers in one process.
 """
 
 import os
@@ -35,12 +35,12 @@ from rlgraph.runtime.worker.activity import Activity, SpanRecorder
 from rlgraph.runtime.worker.spec import NodeSpec, WorkerSpec
 from rlgraph.runtime.worker.weight_loops import Loop, OnEnter, WeightLoops
 
-# Where a worker's engine comes from, and where it goes: it is loaded and closed, or kept for the next job of this process.
+# Load and close a worker's engine, or cache it for the next job of this process.
 
 
 @dataclass(frozen=True)
 class ProcessState:
-    """What an engine sets for its whole process as it loads, and users' code may change: random generators, threads, and variables."""
+    """The state that an engine's loading sets for the process, and users' code may change: random generators, threads, variables."""
 
     python: Any
     numpy: Any
@@ -50,12 +50,12 @@ class ProcessState:
 
     @classmethod
     def now(cls) -> "ProcessState":
-        """Take the state as it is."""
+        """Copy the present state of the process."""
         generators = random.getstate(), np.random.get_state(), torch.get_rng_state()
         return cls(*generators, threads=torch.get_num_threads(), variables=dict(os.environ))
 
     def restore(self) -> None:
-        """Set the process to this state."""
+        """Set the process back to this state."""
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch)
@@ -67,15 +67,15 @@ class ProcessState:
 
 @dataclass
 class EngineSlot:
-    """The place of an engine in a process. One that `keeps` holds it from the end of a job to the start of the next."""
+    """The place of an engine in a process. If it `keeps` engines, it holds one from the end of a job to the start of the next."""
 
     keeps: bool = False
     held: Any = None
     begun: ProcessState | None = field(default=None, repr=False)
-    said: tuple[str, ...] = ()  # notices of the loading
+    said: tuple[str, ...] = ()  # notices of its loading
 
     def load(self, model: Model, context: Context) -> Any:
-        """Load the model's engine, or begin again with the one that is held: of the same model, in the same place."""
+        """Load the model's engine, or renew the held one, which is of the same model in the same place."""
         engine, self.held = self.held, None
         if engine is None:
             engine = model.load(context)
@@ -89,7 +89,7 @@ class EngineSlot:
         return engine
 
     def end(self, engine: Any, *, keep: bool) -> None:
-        """Hold an engine for the next job if this slot keeps it and the driver wants it to; else close it."""
+        """Hold an engine for the next job if this slot keeps engines and the driver asks for it; otherwise close it."""
         if self.keeps and keep:
             engine.forget()
             self.held = engine
@@ -102,7 +102,7 @@ class EngineSlot:
 
 
 def reduce_metrics(chunks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combine the metrics of equally large chunks into those of the batch: by the mean, `…/max` and `…/min` by the extreme."""
+    """Combine the metrics of equally large chunks into the batch's metrics: by the mean, `…/max` and `…/min` by the extreme."""
     names = dict.fromkeys(name for chunk in chunks for name in chunk)
     return {name: _reduce_metric(name, [chunk[name] for chunk in chunks if name in chunk]) for name in names}
 
@@ -113,12 +113,12 @@ def _reduce_metric(name: str, values: Sequence[float]) -> float:
     return min(values) if name.endswith("/min") else fmean(values)
 
 
-# Keep the rows of a worker's batches that a recorder has asked for; all others stay where they are.
+# Keep only the rows of a worker's batches that a recorder has asked for.
 #
-# Every worker draws the same rows of a step, so the columns that several workers write for one response meet in the recorder.
+# Every worker draws the same rows of a step, so the recorder receives all columns of a response, also if several workers write them.
 
-MESSAGE_BYTES = 1 << 24  # of one message, about; the driver reads none above 64 MiB
-TOKENS = (  # columns with a number for each token that a recorder shows; of other columns it gets those with one number per row
+MESSAGE_BYTES = 1 << 24  # approximate size of one message; the driver reads none above 64 MiB
+TOKENS = (  # columns with one number per token that a recorder shows; other columns are sent only if they have one number per row
     *("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version"),
     *("old_log_probs", "advantages", "loss_mask", "token_rewards"),
 )
@@ -141,7 +141,7 @@ def chosen_rows(request: SampleRequest, rollout: str, rows: int, step: int) -> S
 
 
 class SampleTap:
-    """The rows that one worker has kept since they were last taken. Without a request it keeps none, and costs nothing."""
+    """The rows that one worker has kept since the last `take`. Without a request it keeps none, and needs no time."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
@@ -149,12 +149,12 @@ class SampleTap:
         self._kept: list[SampledRows] = []
 
     def take(self) -> list[SampledRows]:
-        """Take the rows kept since the last call."""
+        """Return the rows kept since the last call."""
         found, self._kept = self._kept, []
         return found
 
     def keep(self, node: NodeSpec, step: int, chunk: int, written: Columns) -> None:
-        """Copy the rows of one firing that were asked for to host memory."""
+        """Copy the requested rows of one firing to host memory."""
         for source in self.request.sources if self.request is not None else ():
             if source.node == node.name and written:
                 self._kept += self._rows(source, node, step, chunk, written)
@@ -175,7 +175,7 @@ class SampleTap:
 
 
 def rows_of_firing(node: NodeSpec, chunk: int, rows: int, rank: int, world: int) -> range:
-    """Number the rows that a firing writes, of the `rows` of its step: a generator's rank writes those of its prompts."""
+    """The indices of the rows that a firing writes, among the `rows` of its step: a generator's rank writes the rows of its prompts."""
     size = rows // node.chunks
     if node.traits.work != "generate":
         return range(chunk * size, (chunk + 1) * size) if rank == 0 else range(0)
@@ -206,7 +206,7 @@ def _cells(column: Column, rows: list[int]) -> Cells:
 
 @dataclass
 class Inbox:
-    """One channel as a worker reads it: a reader for each writing rank; messages are shared by the worker's own nodes."""
+    """One channel as a worker reads it: a reader per writing rank; the worker's nodes share the messages."""
 
     channel: PlannedChannel
     readers: Sequence[Reader]
@@ -214,7 +214,7 @@ class Inbox:
     held: dict[int, Mapping[str, Column]] = field(default_factory=dict)
 
     def take(self, messages: Iterable[int], timeout_s: float) -> Mapping[str, Column]:
-        """Take these messages as one batch: the rows of all writing ranks, in the order of the ranks."""
+        """Take these messages as one batch: the rows of all writing ranks, in rank order."""
         for message in messages:
             if message not in self.held:
                 self.held[message] = concat_rows([reader.take(message, timeout_s) for reader in self.readers])
@@ -271,7 +271,7 @@ class Mailbox:
         return found
 
     def fail(self, reason: str) -> None:
-        """Break every channel, so that no peer waits for what will not come."""
+        """Break every channel, so that no peer waits for messages that will not come."""
         for outbox in self.outboxes:
             outbox.writer.fail(reason)
         for inbox in self.inboxes:
@@ -296,7 +296,7 @@ class Firing:
 
     @property
     def due(self) -> bool:
-        """Whether the node has work at this step; without, it passes on an empty batch."""
+        """Whether the node has work at this step; otherwise it passes on an empty batch."""
         return self.node.due is None or self.node.due(self.step)
 
     @property
@@ -305,11 +305,11 @@ class Firing:
 
     @property
     def message(self) -> int:
-        """The number of the message that it puts into each channel."""
+        """The index of the message that it puts into each channel."""
         return self.step * self.node.chunks + self.chunk
 
     def messages(self, channel: PlannedChannel) -> range:
-        """Number the messages of a channel that it takes."""
+        """The indices of the messages that it takes from a channel."""
         return self.node.messages(channel, self.step, self.chunk)
 
 
@@ -326,12 +326,12 @@ class Worker:
     stages: dict[str, Stage | ChunkedStage] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     sampled: list[Sampled] = field(default_factory=list)
-    chunk_metrics: dict[str, list[Metrics]] = field(default_factory=dict)  # of the batch that a node is at work on
-    streams: dict[str, Iterator[Fired]] = field(default_factory=dict)  # of nodes that give a batch in chunks
+    chunk_metrics: dict[str, list[Metrics]] = field(default_factory=dict)  # of the batch on which a node works
+    streams: dict[str, Iterator[Fired]] = field(default_factory=dict)  # of nodes that yield a batch in chunks
     kept: dict[str, list[Columns]] = field(default_factory=dict)  # chunks of a batch that a checkpoint may need, by node
     doing: str = "starting"
-    time_slice: TimeSlice | None = None  # the one it is in, where models time-share the devices
-    awake: bool = False  # whether its engine has the devices' memory, as far as it shares them
+    time_slice: TimeSlice | None = None  # the current one, if models time-share the devices
+    awake: bool = False  # whether its engine uses the memory of shared devices
 
     def __post_init__(self, loops: list[Loop]) -> None:
         self.recorder = SpanRecorder(self.spec.worker.name)
@@ -342,7 +342,7 @@ class Worker:
         self.on_enter(step, activity)
 
     def load(self) -> None:
-        """Load the engine and start the nodes; what cannot be loaded raises here, before the first step."""
+        """Load the engine and start the nodes. Raises errors of loading here, before the first step."""
         if self.spec.model is not None:
             with forbid_downloads():
                 self.context.engine = self.slot.load(self.spec.model, self.context)
@@ -365,19 +365,19 @@ class Worker:
         self._publish_weights(firing)
 
     def _wait_for_turn(self, firing: Firing) -> None:
-        """Wait for the node of the pool before this one: where engines take turns, it has given its memory back by then."""
+        """Wait for the previous node of the pool; if engines take turns, it has released its memory by then."""
         self.recorder.begin(firing.step)
         self.time_slice = self.spec.time_slice(firing.node.name, firing.chunk)
         self._take(firing, "order")
 
     def _load_weights(self, firing: Firing) -> None:
-        """Load the version of each edge that the node is the first of this worker to use."""
+        """Load the version of each edge that no earlier node of this worker uses."""
         for loop in self.weights.loops_loaded_by(firing.node.name) if firing.chunk == 0 else ():
             self.doing = firing.node.name
             self.weights.load(loop, firing.node.name, firing.step)
 
     def _take_inputs(self, firing: Firing) -> Columns:
-        """Take what the node reads from its channels, and measure how stale it is if the node trains on it."""
+        """Take the node's inputs from its channels, and measure their staleness if the node trains on them."""
         columns = self._take(firing, "batch") | self._take(firing, "earlier")
         publishing = [loop for loop in self.weights.written_by(firing.node.name) if loop.due is None]
         if publishing:  # the deepest edge is the rollout's; other edges lead to nodes that only read the batch on its way
@@ -386,7 +386,7 @@ class Worker:
         return columns
 
     def _run(self, firing: Firing, columns: Columns) -> Columns:
-        """Run the node's own work, with the memory of the devices if it is due; measure it, and check what it gives."""
+        """Run the node's work, with the memory of the devices if it is due; time it, and check its results."""
         node, step = firing.node, firing.step
         self.doing = node.name
         if firing.due:
@@ -399,14 +399,14 @@ class Worker:
         self.recorder.carry(node.name, step)
         with self.recorder.span(fire_event(node.name, firing.chunk, node.chunks), "fire", step) if firing.due else nullcontext():
             fired = self._call_stage(firing, columns)
-        if self.time_slice is not None and self.time_slice.firings[-1] == (node.name, firing.chunk):  # before the next of the pool is told
+        if self.time_slice is not None and self.time_slice.firings[-1] == (node.name, firing.chunk):  # before the pool's next node may fire
             self._sleep(self.time_slice, step)
         written, metrics = fired_parts(fired)
         self._record(firing, written, metrics)
         return copy_views(written, columns)
 
     def _call_stage(self, firing: Firing, columns: Columns) -> Fired:
-        """Call the node's stage; one that gives its batch in chunks goes on until its next chunk is ready."""
+        """Call the node's stage; if it yields its batch in chunks, run it until the next chunk is ready."""
         stage = self.stages[firing.node.name]
         if not isinstance(stage, ChunkedStage):
             return stage(firing.step, columns)
@@ -415,7 +415,7 @@ class Worker:
         return next(self.streams[firing.node.name])
 
     def _record(self, firing: Firing, written: Columns, metrics: Metrics) -> None:
-        """Check what a firing gave, and keep its metrics and token counts for the report of the step."""
+        """Check the results of a firing, and keep its metrics and token counts for the report of the step."""
         node = firing.node
         if node.writes:
             checked_columns(node.name, node.writes, written, node.count if self.spec.worker.world == 1 else None)
@@ -426,14 +426,14 @@ class Worker:
             self.sampled.append(count_sampled_tokens(node.name, firing.step, self.spec.worker.name, written))
 
     def _release_inputs(self, firing: Firing) -> None:
-        """Release the slots of what the node has read: of a chunk at once, of a whole batch after its last chunk."""
+        """Release the slots of the node's inputs: of a chunk at once, of a whole batch after its last chunk."""
         for box in self.mailbox.read_by(firing.node.name):
             messages = firing.messages(box.channel)
             if len(messages) < box.channel.chunks or firing.ends_batch:
                 box.release(firing.node.name, messages)
 
     def _publish_weights(self, firing: Firing) -> None:
-        """Publish what the node has trained."""
+        """Publish the weights that the node has trained."""
         self.recorder.carry(firing.node.name, firing.step)
         self.weights.publish(firing.node.name, firing.step)
 
@@ -448,7 +448,7 @@ class Worker:
         self.awake = True
 
     def _sleep(self, time_slice: TimeSlice, step: int) -> None:
-        """Put an engine that time-shares its devices to sleep, if it is awake: it is not where nothing was due."""
+        """Put an engine that time-shares its devices to sleep, unless it sleeps because nothing was due."""
         if not self.awake:
             return
         self.on_enter(step, Activity("sleep", time_slice.firings[-1][0]))
@@ -457,7 +457,7 @@ class Worker:
         self.awake = False
 
     def _probe(self, node: NodeSpec, step: int, columns: Columns) -> None:
-        """Fire a node that has killed its worker at this step for one prompt after another, and drop the results."""
+        """Fire a node that has killed its worker at this step, for one prompt after another, and drop the results."""
         stage: Any = self.stages[node.name]
         before = stage.state() if isinstance(stage, Stateful) else None
         rank, world, count = self.context.rank, self.context.world, self.spec.prompts
@@ -474,7 +474,7 @@ class Worker:
             stage.load_state(before)
 
     def _take(self, firing: Firing, kind: Literal["batch", "order", "earlier"]) -> dict[str, Column]:
-        """Take messages of the node's channels of one kind as columns: by the node's names, rows repeated, cut to its chunk."""
+        """Take messages of the node's channels of one kind as columns: with the node's names, repeated rows, and only its chunk."""
         node, step, columns = firing.node, firing.step, dict[str, Column]()
         for box in (box for box in self.mailbox.read_by(node.name) if box.channel.kind == kind):
             wanted = firing.messages(box.channel)
@@ -491,7 +491,7 @@ class Worker:
         return columns
 
     def _drop(self, box: Inbox) -> None:
-        """Drop the messages that this worker had read before the checkpoint, and another reader of the channel had not."""
+        """Drop the messages that this worker, but not every reader of the channel, had read before the checkpoint."""
         chunks, begin = box.channel.chunks, [self.spec.begin[reader] for reader in box.channel.readers]
         for message in range(min(begin) * chunks, self.spec.first * chunks) if box.channel.kind == "batch" else ():
             box.take((message,), self.spec.deadline_s)
@@ -507,7 +507,7 @@ class Worker:
         self.kept = {}
 
     def _put(self, node: NodeSpec, message: int, columns: Columns, *, again: bool = False) -> None:
-        """Put a batch into the channels of its node, and tell the pool's next node to fire, unless it is put `again`."""
+        """Put a batch into its node's channels, and tell the pool's next node to fire, unless this puts the batch `again`."""
         if self.spec.saving is not None and node.name in self.spec.saving.open:
             self.kept.setdefault(node.name, []).append({n: c.clone() if isinstance(c, torch.Tensor) else c for n, c in columns.items()})
         step = message // node.chunks
@@ -522,17 +522,17 @@ class Worker:
                 box.put(message, columns, self.spec.deadline_s)
 
     def report(self) -> tuple[dict[str, float], list[Span]]:
-        """Take the metrics and spans since the last report."""
+        """Return the metrics and spans since the last report."""
         metrics, self.metrics = self.metrics, {}
         return metrics, self.recorder.take()
 
     def take_token_counts(self) -> list[Sampled]:
-        """Take the counts of sampled tokens since the last report."""
+        """Return the counts of sampled tokens since the last report."""
         found, self.sampled = self.sampled, []
         return found
 
     def close(self, *, keep: bool = False) -> None:
-        """Close the ends and the engine; with `keep` a slot that keeps engines holds it."""
+        """Close the ends and the engine; with `keep`, a slot that keeps engines holds it instead."""
         self.mailbox.close()
         self.weights.close()
         if self.context.engine is not None:
@@ -540,7 +540,7 @@ class Worker:
 
 
 def checked_stage(node: str, stage: Any) -> Stage | ChunkedStage:
-    """Check what an operation's `start` gave. Raises GraphError if it cannot be called, or has only one half of `Stateful`."""
+    """Check the result of an operation's `start`. Raises GraphError if it is not callable, or has only one method of `Stateful`."""
     if isinstance(stage, ChunkedStage):
         return stage
     if not callable(stage):
@@ -555,7 +555,7 @@ def checked_stage(node: str, stage: Any) -> Stage | ChunkedStage:
 
 
 def copy_views(written: Columns, read: Columns) -> Columns:
-    """Copy the written columns that are views of columns read: the slot of those is given back when the firing ends."""
+    """Copy the written columns that are views of read columns, whose slots are released when the firing ends."""
     slots = {column.untyped_storage().data_ptr() for column in read.values() if isinstance(column, torch.Tensor)}
     return {
         name: column.clone() if isinstance(column, torch.Tensor) and column.untyped_storage().data_ptr() in slots else column
@@ -564,7 +564,7 @@ def copy_views(written: Columns, read: Columns) -> Columns:
 
 
 def count_sampled_tokens(node: str, step: int, worker: str, columns: Columns) -> Sampled:
-    """Count the tokens that a node has sampled; none if it writes no masks."""
+    """Count the tokens that a node has sampled; none without masks among its columns."""
     responses, prompts = columns.get("response_mask"), columns.get("prompt_mask")
     lengths = responses.sum(-1).tolist() if isinstance(responses, torch.Tensor) and len(responses) else []
     prompt_tokens = int(prompts.sum()) if isinstance(prompts, torch.Tensor) else 0
@@ -572,7 +572,7 @@ def count_sampled_tokens(node: str, step: int, worker: str, columns: Columns) ->
 
 
 def staleness(columns: Mapping[str, Column], step: int, loop: PlannedLoop) -> dict[str, float]:
-    """Measure by how many versions the tokens of a batch are behind; tokens that no version wrote, as those of examples, do not count.
+    """Measure by how many versions the tokens of a batch are behind; tokens that no version wrote, e.g. of examples, do not count.
 
     Raises StalenessError if the oldest exceeds the bound.
     """

@@ -1,4 +1,4 @@
-"""A worker in a process of its own: it joins its channels, fires each step that the driver ticks, and reports."""
+"""Run a worker in a separate process: it connects its channels, fires each step that the driver ticks, and reports."""
 
 import contextlib
 import gc
@@ -31,7 +31,7 @@ from rlgraph.runtime.worker.weight_loops import Loop
 
 @contextlib.contextmanager
 def no_collector() -> Iterator[None]:
-    """Pause Python's garbage collector while an engine loads, which it would slow by a fifth; later it skips what was loaded."""
+    """Pause Python's garbage collector while an engine loads, which it would slow by a fifth; later it skips the loaded objects."""
     gc.disable()
     try:
         yield
@@ -41,7 +41,7 @@ def no_collector() -> Iterator[None]:
 
 
 class Process:
-    """The body of an actor: `prepare` once, then `run`, which ends when the driver says stop."""
+    """The body of an actor: call `prepare` once, then `run`, which ends when the driver stops it."""
 
     def __init__(self, spec: WorkerSpec, driver: str, slot: EngineSlot | None = None) -> None:
         notices.here.carried = True
@@ -58,14 +58,14 @@ class Process:
         self.mailbox = Mailbox()
         self.listen_fd = -1
         self.addresses: dict[str, str] = {}
-        self.onward: dict[str, Onward] = {}  # by a writer's address, where others get its messages from this worker
-        self.here: dict[str, Any] = {}  # what channel ends of this process share
+        self.onward: dict[str, Onward] = {}  # by a writer's address: where others receive its messages from this worker
+        self.here: dict[str, Any] = {}  # shared by the channel ends of this process
         self.progress: Progress | None = None
-        self._speaking = threading.Lock()  # what writes a checkpoint speaks as well
+        self._speaking = threading.Lock()  # the thread that writes a checkpoint also sends messages
         self.failed = False
 
     def prepare(self) -> None:
-        """Listen where this worker writes and tell the driver the addresses; after its answer connect, load the engine, and report."""
+        """Listen for readers and send the addresses to the driver; after its answer connect, load the engine, and report."""
         try:
             self._open()
             messages.send(self.control, messages.Opened(self.name, self.addresses, self.spec.saves_remotely))
@@ -91,7 +91,7 @@ class Process:
         if self.spec.listen_at and worker.model and worker.rank == 0 and worker.world > 1:
             listener = listen(f"ranks of {worker.model}", f"{self.spec.listen_at}:0", worker.world)
             self.addresses[f"ranks of {worker.model}"] = f"tcp://{bound(listener)}"
-            self.listen_fd = listener.detach()  # the engine closes it: from here on nobody else can take the port
+            self.listen_fd = listener.detach()  # the engine closes it; until then no other process can use the port
         self.weights = {plan.name: self._listen(post) for plan, posts, _ in self.spec.loops for post in posts if post.writer == self.name}
 
     def _listen(self, post: EdgeEndpoints) -> Writer:
@@ -150,7 +150,7 @@ class Process:
         return loop
 
     def run(self) -> None:
-        """Fire every node for each step that the driver ticks, and report, until it says stop."""
+        """Fire every node for each step that the driver ticks, and report, until the driver stops it."""
         step = self.spec.resume.step if self.spec.resume else 0
         while self._await_tick(step):
             if self.progress is not None and not self.failed:  # on a failure the last activity stays, for the driver to see
@@ -170,7 +170,7 @@ class Process:
         ends, worker = self.mailbox.statistics(), self.progress.worker
         slots = [messages.Slots(end, seen.used, seen.peak_used) for end, seen in ends.items()]
         sampled, published = worker.take_token_counts(), worker.weights.published_bytes()
-        for rows in self.progress.taken_samples():  # before the report: then the driver has all rows of a step that it gives
+        for rows in self.progress.taken_samples():  # before the report, so that the driver has all rows of a step when it yields it
             self._tell(rows)
         self._tell(messages.Report(self.name, step, dict(metrics), spans, slots, sampled, published, notices.here.take_new()))
 
@@ -199,7 +199,7 @@ class Process:
         assert self.progress is not None
         step = self.progress.fired
 
-        def on_bytes(count: int) -> None:  # enters the activity again, so that a large export is no stall
+        def on_bytes(count: int) -> None:  # enters the activity again, so that a large export does not look like a stall
             self.status.enter(step, Activity("export"))
 
         on_bytes(0)
@@ -221,24 +221,24 @@ class Process:
             messages.send(self.control, message)
 
     def _fail(self, step: int, node: str, error: Exception) -> None:
-        """Report a failure: to the peers first, so that none waits for what will not come, then to the driver."""
+        """Report a failure, first to the peers, so that none waits in vain, then to the driver."""
         self.failed = True
         reason = f"stopped, since node '{node}' of worker '{self.name}' failed with {type(error).__name__}"
-        told = isinstance(error, ChannelBroken | ChannelClosed | ChannelTimeout)  # by the peer, or the driver will tell it
+        told = isinstance(error, ChannelBroken | ChannelClosed | ChannelTimeout)  # by the peer, or later by the driver
         if not told:
             self.mailbox.fail(reason)
         name, trace = type(error).__name__, short(error)
         channel, peer, host = (error.channel, error.peer, error.host) if isinstance(error, ChannelError) else ("", 0, "")
-        with contextlib.suppress(OSError):  # the driver is gone: the wait for its next message finds out
+        with contextlib.suppress(OSError):  # the driver has ended: the wait for its next message detects it
             self._tell(messages.Failure(self.name, step, node, name, str(error), trace, channel, peer, host))
 
     def _await_tick(self, step: int) -> bool:
-        """Wait for the tick of `step`, and do what else the driver asks meanwhile; False once it says stop."""
+        """Wait for the tick of `step`, and do the driver's other requests meanwhile; False once it stops this worker."""
         while True:
             try:
                 message = messages.receive(self.control)
             except (EOFError, OSError):
-                os._exit(1)  # the driver is gone, and with it anyone to tell
+                os._exit(1)  # the driver has ended, so there is nobody to report to
             if isinstance(message, messages.Go):
                 return True
             if isinstance(message, messages.SampleRequest) and self.progress is not None:
@@ -257,7 +257,7 @@ class Process:
 
 
 def serve(spec: WorkerSpec, driver: str, slot: EngineSlot | None = None) -> None:
-    """Be a worker without Ray until the driver says stop."""
+    """Run a worker without Ray until the driver stops it."""
     worker = Process(spec, driver, slot)
     worker.prepare()
     worker.run()

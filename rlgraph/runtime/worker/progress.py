@@ -15,12 +15,12 @@ from rlgraph.runtime.worker.spec import file_name
 
 # Profile some steps of a worker: torch's profiler, and the history of CUDA's memory.
 
-ENTRIES = 100_000  # of the history of the memory, the newest
+ENTRIES = 100_000  # newest entries of the memory history
 ROWS = 60  # of the table of operators
 
 
 class StepProfiler:
-    """Starts before the first step that was asked for and writes its files after the last. What fails is said, and the run goes on."""
+    """Starts before the first requested step and writes its files after the last. A failure is reported, and the run continues."""
 
     def __init__(self, worker: str, gpus: bool) -> None:
         self.worker, self.gpus = worker, gpus
@@ -29,18 +29,18 @@ class StepProfiler:
         self._profiler: Any = None
 
     def begin_step(self, step: int) -> None:
-        """Begin, if the step is among those asked for and nothing has begun."""
+        """Begin, if the step was requested and profiling has not begun."""
         wanted = self.request
         if wanted is None or self._began is not None or not wanted.first <= step <= wanted.last or self.worker not in wanted.workers:
             return
         self._began = step
         try:
             self._begin(wanted)
-        except Exception as error:  # noqa: BLE001 (a run does not end for want of a profile)
+        except Exception as error:  # noqa: BLE001 (a failed profile must not end the run)
             self._give_up(error)
 
     def after(self, step: int) -> None:
-        """Write the files, if this was the last step asked for."""
+        """Write the files, if this was the last requested step."""
         wanted = self.request
         if wanted is None or self._began is None or step < wanted.last:
             return
@@ -90,8 +90,8 @@ class Progress:
 
     def __init__(self, worker: Worker, told: OnSaved) -> None:
         self.worker = worker
-        self.recent: dict[int, Fired] = {}  # the last steps, as many as this worker is ahead at a cut
-        self.reports: dict[int, Reported] = {}  # of steps whose tick has not come yet
+        self.recent: dict[int, Fired] = {}  # the last steps, `lookahead` many
+        self.reports: dict[int, Reported] = {}  # of steps that the driver has not ticked yet
         self.profiler = StepProfiler(worker.spec.worker.name, gpus=bool(worker.spec.worker.gpus))
         self.samples: list[SampledRows] = []  # not sent yet
         self.fired = worker.spec.first
@@ -117,17 +117,17 @@ class Progress:
             self.worker.reopen(resume.step, {step: fired.columns for step, fired in self.recent.items()})
 
     def step(self, step: int) -> Reported:
-        """Fire the nodes for `step` unless they have fired, and those ahead that others wait for; make the report of the step."""
+        """Fire the nodes for `step` unless they have fired, and later steps for which others wait; make the report of the step."""
         self._fire_until(step + 1 + self.worker.spec.ahead)
         return self.reports.pop(step)
 
     def taken_samples(self) -> list[SampledRows]:
-        """Take the rows for the recorder of samples that have not been sent, those of steps fired ahead included."""
+        """Return the recorder's rows that have not been sent, including rows of steps fired ahead."""
         found, self.samples = self.samples, []
         return found
 
     def save(self, step: int) -> None:
-        """Complete the checkpoint after `step` steps: fire ahead what it needs, and write it unless that was done."""
+        """Complete the checkpoint after `step` steps: fire ahead the steps that it needs, and write it unless it is written."""
         self._fire_until(step + self.lookahead)
         if step > self.saved:
             self._take(step)
@@ -160,11 +160,11 @@ class Progress:
         return self._snapshots.take(step, self.recent)
 
     def wait(self) -> None:
-        """Wait until what is being written is on the disk."""
+        """Wait until the current write is on disk."""
         if self._snapshots is not None:
             self._snapshots.wait()
 
     def close(self, *, keep: bool = False) -> None:
-        """End the worker, once what it was writing is on the disk; with `keep` its engine may be held for another job."""
+        """End the worker, once its current write is on disk; with `keep` its engine may be held for another job."""
         self.wait()
         self.worker.close(keep=keep)

@@ -1,4 +1,4 @@
-"""What a worker needs to know of the plan, as values that can be sent to another process."""
+"""The part of the plan that a worker needs, as values that can be sent to another process."""
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ MOST_FILE_NAME = 120  # characters of a file's name before its ending; file syst
 
 
 def file_name(worker: str) -> str:
-    """Name the files of a worker: its name, which a user gives to a node, may be any text.
+    """Name the files of a worker, whose name comes from a user's node and may be any text.
 
     >>> file_name("policy[1]"), file_name("reward/format"), file_name("..")
     ('policy[1]', 'reward%2Fformat', '%2E.')
@@ -39,10 +39,10 @@ def file_name(worker: str) -> str:
 
 @dataclass(frozen=True)
 class NodeSpec:
-    """A node as its worker sees it: `columns` say what to take from which writer: a column, its name here, and each row how often.
+    """A node as its worker sees it. `columns` lists for each writer the columns to take, their names here, and the repeats of each row.
 
-    It fires `chunks` times in a step, once for each chunk of the batch. It makes these chunks itself, or `follows` those of the
-    rollout of that name; then it takes from a whole batch the rows that belong to its chunk.
+    It fires `chunks` times per step, once per chunk of the batch. It makes these chunks itself, or `follows` the chunks of the
+    rollout with this name; then it takes from a whole batch the rows that belong to its chunk.
     """
 
     name: str
@@ -52,8 +52,8 @@ class NodeSpec:
     chunks: int = 1
     follows: str | None = None
     due: Due | None = None
-    count: int | None = None  # rows that a firing gives; None where it gives those of its rank, or at some steps none
-    front: str = ""  # of the names of its metrics
+    count: int | None = None  # rows that a firing writes; None if they depend on its rank, or some steps have none
+    front: str = ""  # prefix of the names of its metrics
 
     @property
     def traits(self) -> NodeTraits:
@@ -61,7 +61,7 @@ class NodeSpec:
         return self.operation.traits
 
     def messages(self, channel: PlannedChannel, step: int, chunk: int) -> range:
-        """Number the messages of a channel that a firing takes: one chunk, or all of a step."""
+        """The indices of the messages that a firing takes from a channel: one chunk, or all of a step."""
         first = step * channel.chunks - channel.credits
         if self.follows is not None and self.follows == channel.stream:
             return range(first + chunk, first + chunk + 1)
@@ -77,7 +77,7 @@ class NodeSpec:
 
 @dataclass(frozen=True)
 class EdgeEndpoints:
-    """One writing rank of a channel or a loop: where it listens, and from whom each reader gets its messages."""
+    """One writing rank of a channel or a loop: its address, and the worker from which each reader receives its messages."""
 
     name: str
     address: str
@@ -85,36 +85,36 @@ class EdgeEndpoints:
     writer: str
     route: Route
     hosts: Mapping[str, int]  # of the writer and the readers
-    transport: Transport  # the value itself, so that the worker need not know its name
+    transport: Transport  # the value, so that the worker need not register it
 
     def in_process(self, ends: dict[str, Any]) -> Site:
-        """Say where both ends are made if all of them are in one process."""
+        """The site of both ends if all ends are in one process."""
         return Site(self.name, self.slots, len(self.route), self.address, here=ends)
 
     def passes_on(self, worker: str) -> bool:
-        """Whether other readers get their messages from this one."""
+        """Whether other readers receive their messages from this one."""
         return worker != self.writer and worker in self.route.values()
 
     def place(self, worker: str) -> str:
-        """The address of a worker's own at which others get messages from it: a path, and the name of its port if it has one."""
+        """The address at which others receive messages from this worker: a path, and the name of its port if it has one."""
         return self.address if worker == self.writer else f"{self.address}+{list(self.route).index(worker)}"
 
     def listener(self, spec: "WorkerSpec", ends: dict[str, Any]) -> Site:
-        """Say where a worker listens for those who get messages from it."""
+        """The site at which a worker listens for its readers."""
         worker = spec.worker.name
         fed = [reader for reader, feeder in self.route.items() if feeder == worker]
         local = sum(self._share_memory(worker, reader) for reader in fed)
         return replace(self._site(spec, ends), readers=len(fed), address=self.place(worker), local_readers=local)
 
     def reader(self, spec: "WorkerSpec", ends: dict[str, Any], addresses: Mapping[str, str], onward: Onward | None) -> Site:
-        """Say where a worker gets messages, by the addresses at which the workers listen; readers of `onward` get them from it."""
+        """The site at which a worker receives messages, from the workers' addresses; it passes them on to readers of `onward`."""
         worker, feeder = spec.worker.name, self.route[spec.worker.name]
         place = self.place(feeder)
         address = place if self._share_memory(feeder, worker) else addresses[place]
         return replace(self._site(spec, ends), address=address, timeout_s=spec.deadline_s, onward=onward)
 
     def _share_memory(self, feeder: str, reader: str) -> bool:
-        """Whether one maps the memory of the other, though others are on other hosts."""
+        """Whether one maps the memory of the other, in a channel that also has other hosts."""
         return self.transport.passes_on and self.hosts[feeder] == self.hosts[reader]
 
     def _site(self, spec: "WorkerSpec", ends: dict[str, Any]) -> Site:
@@ -133,9 +133,9 @@ class Resume:
 class Saving:
     """A worker's duties at each checkpoint, at which it is `lookahead` firings ahead of the trained weights.
 
-    `id` names the checkpoints of this session. `trained` says that its model's state is saved; `open` names the nodes whose open
-    batches are saved, those of the last `back` steps before the cut included. `gatherer` is the address at which the driver takes
-    shards of hosts that do not see its folder; a worker of such a host is `apart`, and has a `folder` of its own.
+    `id` names the checkpoints of this session. If `trained`, it saves its model's state; `open` names the nodes whose open batches it
+    saves, including the last `back` steps before the cut. `gatherer` is the address at which the driver receives shards from hosts that
+    do not share its folder; a worker on such a host is `apart`, and has a separate `folder`.
     """
 
     folder: str
@@ -149,57 +149,57 @@ class Saving:
     apart: bool = False
 
     def newest_version(self, step: int) -> float:
-        """Bound the version that a rollout may take: a batch that is open at a checkpoint uses no version made after it."""
+        """The newest version that a rollout may load: a batch that is open at a checkpoint uses no later version."""
         cut = step // self.every * self.every
         return cut if cut and step < cut + self.lookahead else float("inf")
 
 
 @dataclass(frozen=True)
 class Start:
-    """The step from which a session starts, and the checkpoints it writes: every `every` steps into `folder`, under its own `id`."""
+    """The step from which a session starts, and the checkpoints that it writes: every `every` steps into `folder`, with its `id`."""
 
     resume: Resume | None = None
     folder: str = ""
     id: str = ""
     every: int = 0
     set_aside: tuple[int, ...] = ()
-    probe: tuple[str, int] | None = None  # a node and step that killed its worker, to be tried prompt by prompt
-    gatherer: str = ""  # where hosts that do not see the folder send their shards
+    probe: tuple[str, int] | None = None  # a node and step that killed its worker, to fire prompt by prompt
+    gatherer: str = ""  # the address to which hosts that do not share the folder send their shards
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """All that one worker is started with."""
+    """Everything that one worker receives at its start."""
 
     worker: PlannedWorker
     nodes: tuple[NodeSpec, ...]
     firings: tuple[tuple[str, int], ...]  # (node, chunk) of one step, in order
     model: Model | None
     channels: tuple[tuple[PlannedChannel, tuple[EdgeEndpoints, ...]], ...]
-    loops: tuple[tuple[PlannedLoop, tuple[EdgeEndpoints, ...], str], ...]  # the string is the dtype that its generators want
+    loops: tuple[tuple[PlannedLoop, tuple[EdgeEndpoints, ...], str], ...]  # the string is the dtype that its generators need
     folder: str
-    authkey: bytes = field(repr=False)  # no log and no error may show it
+    authkey: bytes = field(repr=False)  # never in logs and errors
     deadline_s: float
-    listen_at: str  # this host's address among the job's hosts, for ends that other hosts connect to
-    local_gpus: tuple[int, ...]  # as they are counted on its host
-    encrypt: bool = False  # what goes to other hosts
+    listen_at: str  # this host's address among the job's hosts, for ends to which other hosts connect
+    local_gpus: tuple[int, ...]  # numbered on its host
+    encrypt: bool = False  # traffic to other hosts
     copies: int = 1  # versions of its model's weights that it holds at once
-    merging_bytes: int | None = None  # beside them, where adapters arrive instead of whole weights
-    time_slices: tuple[TimeSlice, ...] = ()  # of its model, where workers of other models have its GPUs as well
+    merging_bytes: int | None = None  # in addition, if adapters arrive instead of whole weights
+    time_slices: tuple[TimeSlice, ...] = ()  # of its model, if workers of other models share its GPUs
     saving: Saving | None = None
     resume: Resume | None = None
     begin: Mapping[str, int] = field(default_factory=dict)  # the step that each node of the plan fires first
     set_aside: tuple[int, ...] = ()
     probe: tuple[str, int] | None = None
-    prompts: int = 0  # of a step
-    ahead: int = 0  # steps that it fires beyond the one it is to finish, because others need them to finish theirs
-    sequences: int = 0  # responses that its engine decodes at once, at most
-    exact: bool = False  # whether a trainer computes the log-probs of its engine to the bit
-    shared_base: str = ""  # where it meets other workers that hold the same frozen base; empty if there are none
+    prompts: int = 0  # per step
+    ahead: int = 0  # steps that it fires beyond the step to finish, because other workers need them
+    sequences: int = 0  # most responses that its engine decodes at once
+    exact: bool = False  # whether a trainer computes log-probs bit-identical to its engine's
+    shared_base: str = ""  # the meeting point of workers that share its frozen base; empty if there are none
 
     @property
     def posts(self) -> Iterator[EdgeEndpoints]:
-        """All ends that it writes or reads, and those at which it passes on."""
+        """All ends at which it writes, reads or passes messages on."""
         return (post for posts in (*(found for _, found in self.channels), *(found for _, found, _ in self.loops)) for post in posts)
 
     @property
@@ -209,7 +209,7 @@ class WorkerSpec:
 
     @property
     def saves_remotely(self) -> bool:
-        """Whether this host does not see the driver's folder of checkpoints."""
+        """Whether this host does not share the driver's folder of checkpoints."""
         return self.saving is not None and self.saving.apart
 
     @property
@@ -236,7 +236,7 @@ def worker_specs(
     *,
     encrypt: bool = False,
 ) -> tuple[WorkerSpec, ...]:
-    """Make the spec with which each worker of the plan starts; `addresses` are those of its hosts if there are several."""
+    """Make the spec with which each worker of the plan starts; `addresses` lists its hosts' addresses if there are several."""
     start = start or Start()
     lookahead = lookaheads(plan) if start.folder else {}
     begin = {node: start.resume.step + lookahead[worker.name] if start.resume else 0 for worker in plan.workers for node in worker.nodes}
@@ -279,21 +279,21 @@ def worker_specs(
 
 
 def _sequences(node: Node, world: int) -> int:
-    """Bound the responses of a rollout that one of `world` engines decodes at once."""
+    """The most responses of a rollout that one of `world` engines decodes at once."""
     if node.traits.work != "generate":
         return 0
     group = node.traits.group_size or 1
-    prompts = node.chunks * -(-node.rows // (group * node.chunks * world))  # each chunk is dealt to the engines
+    prompts = node.chunks * -(-node.rows // (group * node.chunks * world))  # each chunk is distributed over the engines
     return prompts * group * (1 + node.traits.ahead)
 
 
 def _copies(loop: PlannedLoop) -> int:
-    """Count the versions for which a reader of the loop has room: its buffers, and the slots on its GPU into which NCCL writes."""
+    """The versions for which a reader of the loop has room: its buffers, and the slots on its GPU into which NCCL writes."""
     return loop.buffers + (loop.slots if transport_of(loop.transport).reader_keeps == "gpu" else 0)
 
 
 def _merging_bytes(plan: Plan, worker: PlannedWorker) -> int | None:
-    """The bytes that a worker keeps to merge adapters that it reads; None for one that reads none, or of unknown size."""
+    """The bytes that a worker keeps to merge the adapters that it reads; None if it reads none, or their size is unknown."""
     itemsize = ITEMSIZE.get(plan.dtype(worker.model) or "", 2)
     read = [loop for loop in plan.loops if set(loop.readers) & set(worker.nodes)]
     found = [loop.adapter.merging_bytes(itemsize, _copies(loop) - 1) for loop in read if loop.adapter is not None]
@@ -307,13 +307,13 @@ def _saving_spec(plan: Plan, start: Start, lookahead: Mapping[str, int], worker:
 
 
 def _model(graph: Graph, plan: Plan, worker: PlannedWorker) -> Model | None:
-    """Take the worker's model, if it has one, with the dtype that the plan chose for it."""
+    """Return the worker's model, if it has one, with the dtype that the plan chose for it."""
     model, dtype = graph.node(worker.nodes[0]).model, plan.dtype(worker.model)
     return model if model is None or dtype is None or dtype == model.traits.dtype else model.with_dtype(dtype)
 
 
 def _dtype(plan: Plan, loop: PlannedLoop) -> str:
-    """The dtype in which a loop carries weights: an adapter stays as it is trained, and is rounded once it is merged."""
+    """The dtype in which a loop carries weights: an adapter keeps the dtype of training, and is rounded when it is merged."""
     return (plan.dtype(plan.node(loop.readers[0]).model) if loop.adapter is None else None) or "float32"
 
 
@@ -336,7 +336,7 @@ def _node_spec(graph: Graph, name: str) -> NodeSpec:
 
 
 def _metric_prefix(graph: Graph, node: Node) -> str:
-    """Put the name of an update in front of its metrics where the graph trains several models of its kind."""
+    """Prefix the metrics of an update with its name if the graph trains several models of its kind."""
     roles = [n.model.role for n in graph.nodes if n.model is not None and n.traits.work == "train"]
     several = node.traits.work == "train" and node.model is not None and roles.count(node.model.role) > 1
     return f"{node.name}/" if several else ""
@@ -346,7 +346,7 @@ def _posts(plan: Plan, end: PlannedChannel | PlannedLoop, address: str) -> tuple
     """Describe the writing ends of a channel or a feedback edge."""
     found, everywhere, by_writer = transport_of(end.transport), hosts_of(plan), routes(plan, end)
     if found.reach == "process" and any(list(route) != list(by_writer) for route in by_writer.values()):
-        found = transport_of(first_choice("host"))  # ranks of one model are processes of their own
+        found = transport_of(first_choice("host"))  # ranks of one model are separate processes
     return tuple(
         EdgeEndpoints(end.name, f"{address}.{rank}", end.slots, writer, route, {one: everywhere[one] for one in (writer, *route)}, found)
         for rank, (writer, route) in enumerate(by_writer.items())

@@ -1,4 +1,4 @@
-"""A worker in a warm process: it serves the order it was started for, and with its engine kept those that come later."""
+"""Run a worker in a warm process: it serves its first order, and later ones with its cached engine."""
 
 import gc
 import importlib
@@ -22,11 +22,11 @@ OF_LIBRARIES = tuple({str(Path(prefix)) + os.sep for prefix in (sys.prefix, sys.
 
 
 def be(files: Sequence[int], later: socket.socket | None) -> None:
-    """Be a worker until the driver says stop, then while an engine is kept that of each order of `later`; ends this process."""
+    """Run as a worker until the driver stops it, then, while an engine is cached, for each order of `later`; end this process."""
     try:
         libraries = {name.partition(".")[0] for name in sys.modules}
         order = take_over(files)
-        np.random.seed()  # as in a process of its own; Python's own generator does so by itself
+        np.random.seed()  # as in a new process; Python's generator does so by itself
         slot = EngineSlot(order.keeps and later is not None)
         work(order, slot)
         while slot.held is not None and later is not None and (files := receive_order(later)):
@@ -45,26 +45,26 @@ def work(order: ForkOrder, slot: EngineSlot) -> None:
     """Serve one job."""
     os.chdir(order.folder)
     sys.path[:] = order.path
-    serve(pickle.loads(order.spec), order.driver, slot)  # of its own program, which Ray would have sent it
+    serve(pickle.loads(order.spec), order.driver, slot)  # from its own program, as Ray would have sent it
     if slot.held is not None:
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.unfreeze()  # else what the job has left would stay
+        gc.unfreeze()  # otherwise objects that the job has left would stay
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
 
 def forget_modules(libraries: Collection[str]) -> None:
-    """Forget the modules of the user, so that the next job imports them as they are then; packages of these names stay."""
+    """Remove the user's modules, so that the next job imports their current files; installed packages stay."""
     for name in [name for name, module in sys.modules.items() if name.partition(".")[0] not in libraries and is_users(module)]:
         del sys.modules[name]
     importlib.invalidate_caches()
 
 
 def is_users(module: ModuleType) -> bool:
-    """Whether a module lies outside of Python's own folders and those of its packages."""
-    # Programs put any object among the modules.
+    """Whether a module is outside of the folders of Python and its packages."""
+    # Programs may put any object into `sys.modules`.
     spec, file = getattr(module, "__spec__", None), getattr(module, "__file__", None)
     places = [file] if isinstance(file, str) else list((spec and spec.submodule_search_locations) or ())  # a package may have no file
     return bool(places) and not any(os.path.abspath(place).startswith(OF_LIBRARIES) for place in places)

@@ -1,4 +1,4 @@
-"""The feedback edges of one worker: weights are published after the firing that trains them, and loaded before the first that uses them."""
+"""The feedback edges of one worker: publish weights after the firing that trains them, load them before the first that uses them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,24 +20,24 @@ from rlgraph.runtime.worker.activity import Activity, SpanRecorder
 from rlgraph.runtime.worker.spec import WorkerSpec
 from rlgraph.values.lora import ALL_LINEAR
 
-# The weights that an engine loads of what a feedback edge carries: all of them, or those of its folder with an adapter merged in.
+# The weights that an engine loads from a feedback edge: the received ones, or the folder's weights with a received adapter merged in.
 
 
 class Merging:
-    """Merges each version of an adapter into the base of one model, which is kept."""
+    """Merges each version of an adapter into the base weights of one model, which it keeps."""
 
     def __init__(self, model: Model | None) -> None:
         self._model = model
         self._base: BaseWeights | None = None
 
     def weights(self, adapter: PlannedAdapter | None, received: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The weights of a version: as `received`, unless they are those of an adapter."""
+        """The weights of a version: as `received`, or merged if an adapter was received."""
         if adapter is None:
             return received
         return self._merge_adapter(adapter, received)
 
     def initial_weights(self, adapter: PlannedAdapter, device: torch.device) -> Mapping[str, torch.Tensor] | None:
-        """The weights with what an adapter begins with, merged on `device`; None if those of the folder are the same."""
+        """The weights with the adapter's initial values, merged on `device`; None if they equal the folder's weights."""
         if adapter.folder is not None:
             return self._merge_adapter(adapter, {name: tensor.to(device) for name, tensor in read_adapter(Path(adapter.folder)).items()})
         if adapter.base is None:
@@ -70,12 +70,12 @@ class Loop:
     plan: PlannedLoop
     writer: WeightsWriter | None = None
     reader: WeightsReader | None = None
-    begun: bool = False  # whether the engine has what an adapter begins with
+    begun: bool = False  # whether the engine has the adapter's initial values
 
 
 @dataclass
 class WeightLoops:
-    """All feedback edges of one worker. It calls `enter` when an activity begins, and `wake(step)` before an engine takes weights."""
+    """All feedback edges of one worker. It calls `enter` when an activity begins, and `wake(step)` before an engine loads weights."""
 
     loops: list[Loop]
     spec: WorkerSpec
@@ -93,7 +93,7 @@ class WeightLoops:
         return [loop.plan for loop in self.loops if loop.writer is not None and node == loop.plan.writer]
 
     def publish(self, node: str, step: int) -> None:
-        """Publish what a node has trained at this step, on each edge that carries it."""
+        """Publish the weights that a node has trained at this step, on each of their edges."""
         for loop in self.loops:
             if loop.writer is not None and node == loop.plan.writer and loop.plan.carries(step):
                 name, version = loop.plan.name, step + 1
@@ -111,21 +111,21 @@ class WeightLoops:
                 self.context.version = step - 1
 
     def loops_loaded_by(self, node: str) -> list[Loop]:
-        """List the edges whose weights load before a node: the first that uses them, as all nodes of a step use one version."""
+        """List the edges whose weights load before this node: the first that uses them, since all nodes of a step use one version."""
         return [loop for loop in self.loops if loop.reader is not None and node == self._first_user(loop)]
 
     def _first_user(self, loop: Loop) -> str | None:
         return next((node.name for node in self.spec.nodes if node.name in loop.plan.readers), None)
 
     def arrivals(self, node: str, step: int) -> "Arriving | None":
-        """Make what loads new versions while a node runs; None for a node that reads no edge."""
+        """Make the object that loads new versions while a node runs; None for a node that reads no edge."""
         loop = next((loop for loop in self.loops if loop.reader is not None and node in loop.plan.readers), None)
         return Arriving(self, loop, node, step) if loop is not None else None
 
     def load(self, loop: Loop, node: str, step: int) -> None:
         """Load exactly version `step - depth`, or with `latest` every version up to the newest that has arrived."""
         self._begin(loop, node, step)
-        if loop.plan.due is not None:  # an evaluation of what this step publishes
+        if loop.plan.due is not None:  # an evaluation of the version that this step publishes
             if loop.plan.carries(step):
                 self._load_next(loop, node, step, step + 1)
             return
@@ -134,11 +134,11 @@ class WeightLoops:
             self.load_arrived(loop, node, step)
 
     def _begin(self, loop: Loop, node: str, step: int) -> None:
-        """Give an engine, which starts with the weights of its folder, what an adapter begins with, if that is more."""
+        """Load an adapter's initial values into an engine, which starts with the weights of its folder, if they differ."""
         if loop.begun or loop.plan.adapter is None:
             return
         loop.begun = True
-        resumed = self.spec.resume is not None  # then the first version that it samples with is one of the checkpoint
+        resumed = self.spec.resume is not None  # then the checkpoint has the first version with which it samples
         weights = None if resumed else self.merging.initial_weights(loop.plan.adapter, torch.device(self.context.device))
         if weights is not None:
             self._take(loop, node, step, self.context.version, weights)
@@ -191,7 +191,7 @@ class WeightLoops:
                 reader.close()
 
     def published_bytes(self) -> int:
-        """Count the bytes of a weight version that this worker publishes: those of its own shards."""
+        """Count the bytes of a weight version that this worker publishes: the bytes of its shards."""
         ends = [loop.writer.writer.statistics() for loop in self.loops if loop.writer is not None]
         return sum(end.bytes // max(end.messages, 1) for end in ends)
 
@@ -215,7 +215,7 @@ class Arriving:
 
     @contextmanager
     def _meanwhile(self) -> Iterator[None]:
-        """Report that the node runs again after new weights have been loaded, so that its next work is not counted as loading."""
+        """Report that the node runs again after loading new weights, so that its next work does not count as loading."""
         before = self.weights.context.version
         yield
         if self.weights.context.version > before:
