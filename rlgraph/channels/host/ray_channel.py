@@ -161,7 +161,7 @@ class RayBuffers:
                 self.channels[slot] = name, attach_channel(self.site, name)
 
     def take(self, full: Full) -> Any:
-        with self.lock:  # else two threads read the message from Ray, which gives it once
+        with self.lock:  # otherwise two threads read the message from Ray, which delivers it once
             if full.step not in self.messages:
                 with in_words(f"channel '{self.site.channel}', a reader, step {full.step}"):
                     self.messages[full.step] = self.channels[full.slot][1].read(CLEANUP_TIMEOUT_S), self.readers

@@ -1,4 +1,4 @@
-"""Conversations: one response of several turns, what their loops share, their checks and their metrics."""
+"""Conversations: responses of several turns, the common part of their loops, their checks and their metrics."""
 
 import json
 import time
@@ -19,16 +19,16 @@ from rlgraph.nodes.environments.program import Program
 from rlgraph.nodes.environments.tools import Tools
 from rlgraph.nodes.rollout.decode_loop import Outcome, Task
 
-# One response of several turns: its messages, its tokens, and which of these the model wrote.
+# One response of several turns: its messages, its tokens, and which tokens the model wrote.
 
 NEXT_TURN = 7_368_787  # added to the seed for each turn
 
 
 @dataclass(eq=False)
 class Conversation:
-    """A conversation so far. `written` marks the tokens that the model sampled; the others are what it read between its turns.
+    """A conversation so far. `written` marks the tokens that the model sampled; it read the others between its turns.
 
-    `rewards` are by the place of the last token of each turn, and `counts` are added to the metrics.
+    `rewards` maps the place of a turn's last token to its reward, and `counts` are added to the metrics.
     """
 
     task: Task
@@ -49,11 +49,11 @@ class Conversation:
 
     @property
     def room(self) -> int:
-        """How many tokens the response may still get, those of answers included."""
+        """How many tokens the response may still receive, including tokens of answers."""
         return self.task.request.sampling.max_tokens - len(self.tokens)
 
     def next_request(self, close: int, most: int | None = None) -> Request:
-        """Build the request of the present turn: the prompt and all turns so far.
+        """Build the request of the current turn: the prompt and all turns so far.
 
         A turn ends at the template's token `close`, and has at most `most` tokens.
         """
@@ -80,7 +80,7 @@ class Conversation:
         self.rewards[place] = self.rewards.get(place, 0.0) + reward
 
     def append_input(self, tokens: Sequence[int]) -> None:
-        """Append what the model reads. These tokens are not trained, since the policy did not write them."""
+        """Append tokens that the model reads. They are not trained on, since the policy did not write them."""
         said = list(tokens)[: self.room]
         self.tokens += said
         self.log_probs += [0.0] * len(said)
@@ -99,13 +99,13 @@ class Conversation:
         return Outcome(self.prompt, response, self.written, self.rewards, counts)
 
 
-# What loops of conversations have in common, for the rollouts that sample by them.
+# The common part of loops that sample conversations.
 
 
 class ConversationLoop(ABC):
     """Samples conversations; a decoder of `DecodeLoop`.
 
-    `seconds` are those of `reply` and `idle`, and errors of `close`, until they are taken. `counted` names further counts of its own.
+    `seconds` has the times of `reply` and `idle`, and the errors of `close`, since they were last read. `counted` names its further counts.
     """
 
     counted: ClassVar[tuple[str, ...]] = ()
@@ -119,18 +119,18 @@ class ConversationLoop(ABC):
 
     @abstractmethod
     def step(self) -> Mapping[str, Outcome]:
-        """Decode one step, or wait a while if nothing can; return the responses that have ended, by the id of their request."""
+        """Decode one step, or wait a while if nothing can decode; return the responses that have ended, by request id."""
 
     @abstractmethod
     def close(self) -> None:
-        """End all conversations, where the rollout has failed."""
+        """End all conversations after the rollout has failed."""
 
 
-# Checks of conversations before anything starts: does the model's template render them as they will be assembled?
+# Check before anything starts that the model's template renders conversations as they will be assembled.
 
 
 def chats_of(columns: Columns, tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Make the conversations of prompts, as JSON. Text is a message of the user; `tools` are described where no others are given."""
+    """Make the conversations of prompts, as JSON. Text becomes a message of the user; prompts without tools receive `tools`."""
     if "prompt_messages" in columns:
         chats = [ChatPrompt.from_json(str(text)) for text in columns["prompt_messages"]]
     else:
@@ -140,14 +140,14 @@ def chats_of(columns: Columns, tokenizer: Any, tools: Sequence[Mapping[str, Any]
 
 
 def probe_answer(role: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Make a message of a role, to try a template with."""
+    """Make a message of a role, to test a template."""
     if role != "tool":
         return {"role": role, "content": "No."}
     return {"role": role, "content": "4", "name": tools[0]["function"]["name"] if tools else "tool", "tool_call_id": call_id(0)}
 
 
 def form_of(agent: Agent | Program, tokenizer: Any) -> CallFormat | None:
-    """Look up the format in which calls of tools are parsed."""
+    """Look up the format of tool calls."""
     if not isinstance(agent.calls, str):
         return agent.calls
     if agent.calls in FORMATS:
@@ -157,9 +157,9 @@ def form_of(agent: Agent | Program, tokenizer: Any) -> CallFormat | None:
 
 
 def check_turns(template: TurnTemplate, chat: ChatPrompt, agent: Agent, tools: Tools | None) -> None:
-    """Check that the template renders the turns that an agent or tools add as they will be assembled, and calls in their format.
+    """Check that the template renders the turns of an agent or tools as they will be assembled, and calls in their format.
 
-    Raises DataError with the first difference, and GraphError for a format in which the template writes no calls.
+    Raises DataError with the first difference, and GraphError if the template does not write calls in this format.
     """
     if tools is None:
         template.check(chat, probe_answer("user", ()), agent.keep_thinking)
@@ -179,13 +179,13 @@ def check_turns(template: TurnTemplate, chat: ChatPrompt, agent: Agent, tools: T
 
 LIMITS = ("limit_tokens", "limit_turns", "limit_seconds", "limit_cost", "overlong_prompts", "cut_turns", "cut_messages", "malformed_calls")
 FAILURES = ("errors", "timeouts", "blocked", "template_errors")
-TOOL_COUNTS = ("calls", "failures")  # of the calls of tools
+TOOL_COUNTS = ("calls", "failures")  # of tool calls
 
 
 def turn_metrics(
     sampled: Sequence[Outcome], seconds: MutableMapping[str, float], of_tools: bool, share: int, more: Sequence[str] = ()
 ) -> dict[str, float]:
-    """Count what happened in conversations, and clear `seconds`, those of the loop since the last batch. `more` names further counts.
+    """Compute the metrics of conversations, and clear `seconds`, the loop's times since the last batch. `more` names further counts.
 
     Metrics are averaged over ranks and chunks of a batch: a count is reported `share` times, so that the average is the total.
     """
@@ -210,7 +210,7 @@ def turn_metrics(
 
 
 def _quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
-    """The median, the 90th and the 99th percentile and the most: values that occurred, not averages of them."""
+    """The median, the 90th and 99th percentiles and the maximum, without interpolation."""
     ordered = sorted(values) or [0.0]
     places = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     return {f"{name}/{key}": float(ordered[min(int(share * len(ordered)), len(ordered) - 1)]) for key, share in places.items()}

@@ -1,4 +1,4 @@
-"""Decode the batches of a rollout: a task for each response, the loop that samples them, and the columns that they are packed into."""
+"""Decode the batches of a rollout: a task per response, the loop that samples them, and the columns into which they are packed."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ from rlgraph.nodes.rollout.fitting import text_config
 from rlgraph.plan.model_shapes import ModelShape
 from rlgraph.values.sampling import BatchAdmission
 
-# The routes of a rollout: the experts that its engine chose for each token, as columns, and what they can be asked of.
+# The routes of a rollout: the experts that its engine chose for each token, as columns, and the checks of generators with routes.
 
 ROUTES = ("prompt_routes", "routes")
 
 
 def check_told(generator: Any) -> None:
-    """Raise GraphError for a generator with routes whose engine would not tell them."""
+    """Raise GraphError for a generator with routes whose engine does not report them."""
     if generator.routes and (generator.tensor_parallel > 1 or generator.drafts is not None):
         given = "drafts" if generator.drafts is not None else f"tensor_parallel={generator.tensor_parallel}"
         raise GraphError(
@@ -29,7 +29,7 @@ def check_told(generator: Any) -> None:
 
 
 def route_dims(path: str) -> dict[str, int]:
-    """Bound the layers with experts L, and count the experts E of a token, by a model's config.json; empty if it says nothing of them."""
+    """Read the most layers with experts L, and the experts per token E, from a model's config.json; empty without experts."""
     shape = ModelShape.from_config(text_config(path))
     return {} if shape is None or shape.experts == 1 else {"L": shape.layers, "E": shape.experts_used}
 
@@ -42,7 +42,7 @@ def check_routes(where: str, path: str) -> None:
 
 
 def routes_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> dict[str, Column]:
-    """Pack the experts that an engine chose into columns, padded with -1 as tokens are: prompts on the left, responses on the right."""
+    """Pack the experts that an engine chose into columns, padded with -1 like tokens: prompts on the left, responses on the right."""
     found = [response.routes for response in responses]
     assert all(routes is not None for routes in found), "an engine with routes=True gave none"
     told = [(routes[: len(prompt)], routes[len(prompt) :]) for prompt, routes in zip(prompts, found, strict=True) if routes is not None]
@@ -66,7 +66,7 @@ OUTPUTS = "outputs"  # of programs
 
 @dataclass(frozen=True)
 class Task:
-    """A response that is due: its request, its place in its group, and for conversations the `item`, the columns of its prompt."""
+    """A response to sample: its request, its place in its group, and for conversations the `item`, the columns of its prompt."""
 
     request: Request
     member: int = 0
@@ -77,8 +77,8 @@ class Task:
 class Outcome:
     """A response to a prompt. `written` marks the tokens that the policy wrote; None: all of them.
 
-    `rewards` are an environment's, by the place of the token that each is for. `counts` are those of a conversation, and `output` is
-    what a program has returned or printed.
+    `rewards` maps places of tokens to an environment's rewards. `counts` belong to a conversation, and `output` is the value that a
+    program returned, or its printed text.
     """
 
     prompt: Sequence[int]
@@ -90,7 +90,7 @@ class Outcome:
 
 
 def seed_of(seed: int, prompt: int, member: int) -> int:
-    """Derive a response's seed from the generator's seed, its prompt's place in the data order and its own place in the group."""
+    """Derive a response's seed from the generator's seed, its prompt's place in the data order and its place in the group."""
     return (seed * 1_000_003 + prompt * 65_537 + member) % 2**31
 
 
@@ -106,11 +106,11 @@ class TaskDecoder(Protocol):
         """Queue a task."""
 
     def step(self) -> Mapping[str, Outcome]:
-        """Decode one step, or wait a while if nothing can; return the responses that have ended, by the id of their request."""
+        """Decode one step, or wait a while if nothing can decode; return the responses that have ended, by request id."""
 
 
 class OneTurn:
-    """Samples each response in one turn. The ids of its requests begin with `prefix`, and no other node's do."""
+    """Samples each response in one turn. `prefix` begins its request ids, and distinguishes them from other nodes' ids."""
 
     def __init__(self, engine: GenerateEngine, prefix: str) -> None:
         self.engine, self.prefix = engine, prefix
@@ -130,10 +130,10 @@ class _OpenBatch:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
         self.done: dict[str, Outcome] = {}
-        self.begun = False  # its step has fired; until then it has joined another one
+        self.begun = False  # whether its step has fired; before that, it has joined another step
 
     def tail(self) -> bool:
-        """Tell whether at most half of the responses still decode."""
+        """Whether at most half of the responses still decode."""
         return 2 * len(self.done) >= len(self.tasks)
 
 
@@ -143,12 +143,12 @@ class DecodeLoop:
     def __init__(self, context: Context, decoder: TaskDecoder, rule: BatchAdmission, upcoming: Callable[[int], Sequence[Task]]) -> None:
         self.context, self.decoder, self.rule, self.upcoming = context, decoder, rule, upcoming
         self._batches: dict[int, _OpenBatch] = {}
-        self._home: dict[str, _OpenBatch] = {}  # of each task that is not done
+        self._home: dict[str, _OpenBatch] = {}  # of each unfinished task
 
     def begin(self, step: int, tasks: Sequence[Task]) -> None:
         """Submit the tasks of batch `step`, unless it has joined before. Raises DataError if it joined with other tasks.
 
-        A step that begins again is decoded again: after a kill it is tried one prompt at a time, and then as a whole.
+        A step that begins again is decoded again: after a kill it first runs one prompt at a time, and then as a whole.
         """
         self._batches = {number: batch for number, batch in self._batches.items() if number >= step and not batch.begun}
         if step not in self._batches:
@@ -179,7 +179,7 @@ class DecodeLoop:
             self._home[task.request.id] = batch
 
     def _join(self, step: int) -> None:
-        """Take new weights and admit the next batches between two decode steps, as far as the rule allows."""
+        """Load new weights and admit the next batches between two decode steps, as far as the rule allows."""
         arrivals = self.context.arrivals
         if self.rule.interrupt and arrivals is not None:
             arrivals.poll()
@@ -195,7 +195,7 @@ class DecodeLoop:
 
 
 def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], group_ids: Column) -> dict[str, Column]:
-    """Pack responses into the columns that every rollout writes, one row each: prompts padded on the left, responses on the right."""
+    """Pack responses into the columns that every rollout writes, one row per response: pad prompts on the left, responses on the right."""
     tokens, mask = pad_rows(prompts, torch.int64, left=True)
     sampled, written = pad_rows([r.tokens for r in responses], torch.int64, left=False)
     log_probs, _ = pad_rows([r.log_probs for r in responses], torch.float32, left=False)
@@ -215,9 +215,9 @@ def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], 
 def pack_outcomes(
     sampled: Sequence[Outcome], group_ids: Column, rewarded: bool = False, outputs: bool = False, routes: bool = False
 ) -> dict[str, Column]:
-    """Pack what was sampled into columns; with `rewarded` also `rewards` [B] and `token_rewards` [B, T], whose sums are equal.
+    """Pack samples into columns; with `rewarded` also `rewards` [B] and `token_rewards` [B, T], whose sums are equal.
 
-    With `outputs` also those of programs, as text; with `routes` also the experts that the engine chose.
+    With `outputs`, add the outputs of programs, as text; with `routes`, the experts that the engine chose.
     """
     columns = columns_of([one.prompt for one in sampled], [one.response for one in sampled], group_ids)
     if routes:

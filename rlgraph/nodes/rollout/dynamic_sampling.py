@@ -1,10 +1,10 @@
-"""Dynamic sampling: a rollout that keeps the groups whose rewards differ, and draws other prompts in place of the rest.
+"""Dynamic sampling: a rollout that keeps the groups whose rewards differ, and draws other prompts to replace the rest.
 
-A batch holds the first groups of the data order whose rewards differ, however long each takes to decode. A constant group gives its
-place to the next prompt at once, and a prompt starts only when a batch needs it, so no prompt is lost and none is trained twice.
+A batch has the first groups of the data order whose rewards differ, however long each decodes. The next prompt replaces a constant
+group at once, and a prompt starts only when a batch needs it, so no prompt is lost and none is trained on twice.
 
-With `continuous` the groups of batch k + 1 decode beside the last of batch k. If batch k then lacks one, it takes the first of batch
-k + 1, which draws another: groups only ever move to an earlier batch, so the bound on staleness holds.
+With `continuous` the groups of batch k + 1 decode next to the last ones of batch k. If batch k then lacks a group, the first group of
+batch k + 1 moves into it, and batch k + 1 draws another. Groups only move to earlier batches, so the bound on staleness holds.
 """
 
 from collections import Counter
@@ -32,19 +32,19 @@ from rlgraph.nodes.trial import made_up
 from rlgraph.notices import accept_old_names
 from rlgraph.settings import Range, Seconds
 
-# The rule of dynamic sampling: which groups of the data order make a batch, and when the next one is drawn.
+# The rule of dynamic sampling: which groups of the data order form a batch, and when to draw the next group.
 
 
 @dataclass(eq=False)
 class Group:
-    """The tasks of one prompt, their responses by request id, and their rewards once all responses are there."""
+    """The tasks of one prompt, their responses by request id, and their rewards once all responses are complete."""
 
     position: int
     item: Mapping[str, Any]
     tasks: Sequence[Task]
     responses: dict[str, Outcome] = field(default_factory=dict)
     rewards: torch.Tensor | None = None
-    constant: bool = False  # whether all rewards are there and exactly equal
+    constant: bool = False  # whether all rewards are known and exactly equal
 
     @property
     def running_count(self) -> int:
@@ -52,15 +52,15 @@ class Group:
         return len(self.tasks) - len(self.responses)
 
     def score(self, rewards: torch.Tensor) -> None:
-        """Take the rewards of the responses, [group_size]."""
+        """Set the rewards of the responses, [group_size]."""
         self.rewards, self.constant = rewards, bool((rewards == rewards[0]).all())
 
 
 def batches(groups: Sequence[Group], wanted: int, most: int) -> Iterator[Sequence[Group]]:
-    """Cut groups in the data order into batches: each ends with its `wanted`-th group that differs, or with its `most`-th of all.
+    """Split groups in the data order into batches: each ends with its `wanted`-th group that differs, or with its `most`-th group.
 
-    A group that still decodes is taken to differ. If it turns out constant, the ends of its batch and of later ones move on, never back;
-    so a group is at last in the batch that it is in now, or in an earlier one.
+    A group that still decodes counts as one that differs. If it turns out constant, the ends of its batch and of later ones move forward,
+    never back; so a group ends up in its present batch or in an earlier one.
     """
     begin = differing = 0
     for place, group in enumerate(groups):
@@ -71,13 +71,13 @@ def batches(groups: Sequence[Group], wanted: int, most: int) -> Iterator[Sequenc
 
 
 def batch_of_next(groups: Sequence[Group], wanted: int, most: int) -> int:
-    """Compute the batch of the group that would be drawn next, counted from the one that is due. It ends up in none that is later."""
+    """Compute the batch of the group that would be drawn next, counted from the due batch. The group cannot move to a later batch."""
     return sum(1 for _ in batches(groups, wanted, most))
 
 
 def choose_groups(batch: Sequence[Group], wanted: int) -> list[Group]:
-    """Choose the groups of a complete batch that are trained, in the data order: those that differ, and the earliest constant ones
-    where too few do."""
+    """Choose the groups of a complete batch to train on, in the data order: the groups that differ, and the earliest constant ones if
+    too few do."""
     constant = [group for group in batch if group.constant]
     filling = set(map(id, constant[: wanted - (len(batch) - len(constant))]))
     return [group for group in batch if not group.constant or id(group) in filling]
@@ -190,15 +190,15 @@ class DynamicRollout(Operation):
 
 @dataclass
 class DynamicSampler:
-    """Samples the batch of one rank at each firing. The rank draws every `world`-th prompt and goes on where its previous batch ended.
+    """Samples the batch of one rank at each firing. The rank draws every `world`-th prompt and continues where its last batch ended.
 
-    `groups` are those drawn for the batch that is due and for later ones, in the data order; `newest` is the last batch that may draw.
+    `groups` holds the groups of the due batch and of later ones, in the data order; `newest` is the last batch that may draw.
     """
 
     operation: DynamicRollout
     context: Context
     decoder: TaskDecoder
-    passed: int = 0  # prompts of this rank in batches that have left
+    passed: int = 0  # prompts of this rank in finished batches
     newest: int = -1
     groups: list[Group] = field(default_factory=list)
     waiting: dict[str, Group] = field(default_factory=dict)  # by request
@@ -227,7 +227,7 @@ class DynamicSampler:
         return len(rows_of_rank(self.operation.draws_from.count, self.context.rank, self.context.world))
 
     def _sample_batch(self, step: int) -> Sequence[Group]:
-        """Sample the batch that is due. If that fails, conversations are closed."""
+        """Sample the due batch. If this fails, close conversations."""
         try:
             return self._sample(step)
         except BaseException:
@@ -236,7 +236,7 @@ class DynamicSampler:
             raise
 
     def _sample(self, step: int) -> Sequence[Group]:
-        """Decode until the batch that is due is complete. Returns all its groups, those that are left out too, in the data order."""
+        """Decode until the due batch is complete. Return all its groups in the data order, including those left out."""
         while True:
             self._draw(step)
             due = next(self._batches(), None)
@@ -251,7 +251,7 @@ class DynamicSampler:
         return batches(self.groups, self.groups_per_batch, self.groups_per_batch * self.operation.rounds)
 
     def _draw(self, step: int) -> None:
-        """Submit the requests to the next prompts of this rank, as many as the batches that have joined need."""
+        """Submit requests for the next prompts of this rank, up to the number that the joined batches need."""
         rollout, source = self.operation.rollout, self.operation.draws_from
         while step + batch_of_next(self.groups, self.groups_per_batch, self.groups_per_batch * self.operation.rounds) <= self.newest:
             position = (self.passed + len(self.groups)) * self.context.world + self.context.rank
@@ -267,7 +267,7 @@ class DynamicSampler:
                 self.waiting[task.request.id] = group
 
     def _join(self, step: int) -> None:
-        """Take new weights and let the next batches draw, as far as the rule allows: once at most half of the newest still decodes."""
+        """Load new weights and let the next batches draw, as far as the rule allows: once at most half of the newest still decodes."""
         rule, arrivals = self.operation.rollout.admission, self.context.arrivals
         if rule.interrupt and arrivals is not None:
             arrivals.poll()
@@ -281,7 +281,7 @@ class DynamicSampler:
             self._draw(step)
 
     def _tail(self, number: int) -> bool:
-        """Tell whether at most half of the responses of a batch still decode; it is counted from the one that is due."""
+        """Whether at most half of the responses of a batch, counted from the due one, still decode."""
         found = next(islice(self._batches(), number, None), None)
         return (
             found is not None
@@ -325,7 +325,7 @@ class DynamicSampler:
         return {f"critic/{self.operation.writes}/{name}": value for name, value in found.items()}
 
     def state(self) -> dict[str, int]:
-        """Return the state for a checkpoint: the prompts of batches that have left. A resume draws those that decode ahead again."""
+        """Return the state for a checkpoint: the prompts of finished batches. A resume draws prompts that decode ahead again."""
         return {"drawn": self.passed}
 
     def load_state(self, state: Mapping[str, int]) -> None:

@@ -37,7 +37,7 @@ SEED = 42  # verl's: the same draws for every item, variable and step
 
 
 def sizes(answers: int) -> list[int]:
-    """List the k of an item with so many answers: 2, 4, 8, … and all of them; none for a single answer.
+    """List the k of an item with this many answers: 2, 4, 8, … and all of them; none for a single answer.
 
     >>> sizes(6)
     [2, 4, 6]
@@ -47,15 +47,15 @@ def sizes(answers: int) -> list[int]:
 
 @lru_cache(maxsize=16)
 def draws(answers: int, k: int) -> npt.NDArray[np.int64]:
-    """Draw k of an item's answers with replacement, 1000 times: their places, [1000, k]."""
+    """Draw k of an item's answers with replacement, 1000 times; return their indices, [1000, k]."""
     return np.random.RandomState(SEED).choice(answers, size=(DRAWS, k), replace=True)
 
 
 def bootstrap(values: Sequence[float], votes: Sequence[str] | None = None) -> dict[str, float]:
     """Compute `best@k/mean`, `worst@k/mean` and, with `votes`, `maj@k/mean` of an item's answers, and each's `std` over the draws.
 
-    `maj@k` is the value of the answer given most often among k, the one drawn first among equals; its value is that of the first
-    response that gives it. Equal to verl 0.9.1's `bootstrap_metric` and `calc_maj_val`, bit for bit.
+    `maj@k` is the score of the most frequent answer among k, the first drawn one among equals; its score is the score of the first
+    response with this answer. Bit-identical to verl 0.9.1's `bootstrap_metric` and `calc_maj_val`.
 
     >>> found = bootstrap([1.0, 0.0, 0.0], ["4", "5", "5"])
     >>> found["best@2/mean"], found["maj@3/mean"]
@@ -74,7 +74,7 @@ def bootstrap(values: Sequence[float], votes: Sequence[str] | None = None) -> di
 
 
 def _majority_places(votes: Sequence[str], k: int) -> npt.NDArray[np.int64]:
-    """Find, in each draw, the place of the first answer that most of the draw agree on, [1000]."""
+    """Find in each draw the index of the first response with the most frequent answer, [1000]."""
     numbers = {vote: number for number, vote in enumerate(dict.fromkeys(votes))}
     cast = np.array([numbers[vote] for vote in votes])[draws(len(votes), k)]
     rows = np.arange(DRAWS)[:, None]
@@ -87,7 +87,7 @@ def _majority_places(votes: Sequence[str], k: int) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Item:
-    """The answers to one item: their rewards, how right each is (`acc`), and what each says (`votes`), if the scorer tells."""
+    """The answers to one item: their rewards, how right each is (`acc`), and each answer (`votes`), if the scorer returns it."""
 
     rewards: Sequence[float]
     acc: Sequence[float]
@@ -96,9 +96,9 @@ class Item:
 
     @classmethod
     def of(cls, scores: Sequence[Score], passes: float, tells: bool) -> "Item":
-        """Make an item of its scores. An answer is right if its `acc`, or else its reward, is at least `passes`.
+        """Make an item from its scores. An answer is right if its `acc`, or without `acc` its reward, is at least `passes`.
 
-        `tells`: whether the scorer tells answers. A response without one then votes for "".
+        `tells`: whether the scorer returns answers. A response without one then votes for "".
         """
         right = [(score if score.acc is None else score.acc) >= passes for score in scores]
         acc = [float(passed) if score.acc is None else score.acc for score, passed in zip(scores, right, strict=True)]
@@ -107,11 +107,11 @@ class Item:
 
 
 def summary(scores: Sequence[Sequence[Score]], sources: Sequence[str], passes: float) -> dict[str, float]:
-    """Compute the metrics of the scores of N items with n answers each, over all items and, as `source/...`, over those of each source.
+    """Compute the metrics of the scores of N items with n answers each, over all items and, as `source/...`, over each source's items.
 
-    `acc/mean@n`, `acc/std@n`, those of `bootstrap` as `acc/best@k/mean`, and `pass@k` for k of 1, 2, 4, … and n; of the plain rewards
-    `reward/mean@n` and `reward/std@n`. Each is the mean over items. `acc/stderr` is the standard error of `acc/mean@n` over items.
-    An empty source gets no metrics of its own.
+    They are `acc/mean@n`, `acc/std@n`, the results of `bootstrap`, e.g. `acc/best@k/mean`, `pass@k` for k of 1, 2, 4, … and n, and of the
+    plain rewards `reward/mean@n` and `reward/std@n`. Each is the mean over items. `acc/stderr` is the standard error of `acc/mean@n` over
+    items. An empty source has no separate metrics.
     """
     tells = any(score.pred is not None for answers in scores for score in answers)
     items = [Item.of(answers, passes, tells) for answers in scores]
@@ -153,11 +153,11 @@ def pass_at(k: int, samples: int, right: int) -> float:
     return 1.0 - comb(samples - right, k) / comb(samples, k)
 
 
-# Evaluation: every few steps a generator answers a separate data set, and a reward scores the answers beside the training.
+# Evaluation: every few steps a generator answers a separate data set, and a reward scores the answers during the training.
 
 NAME, SOURCE = "evaluate", "data_source"
 ANSWERS = ("responses", "response_mask", "weight_version", "finish_reasons", "group_ids")
-ASKED = ("prompts", "prompt_mask")  # which nobody reads but a recorder of samples
+ASKED = ("prompts", "prompt_mask")  # read only by a recorder of samples
 
 
 @accept_old_names(at_once="concurrency")
@@ -225,7 +225,7 @@ def evaluate(
 
 
 def _questions(name: str, data: Dataset, chat: Chat | None, prompt: str) -> Prompts:
-    """Make the source of an evaluation's items. Raises DataError for a stream, whose end is not known, and for a mixture."""
+    """Make the source of an evaluation's items. Raises DataError for a stream, whose end is unknown, and for a mixture."""
     if is_stream(data):
         raise DataError(f"node '{name}' evaluates on a stream, whose end is not known; read it into rows: rg.data.rows(list(…))")
     if isinstance(data, Mix):
@@ -237,7 +237,7 @@ def _questions(name: str, data: Dataset, chat: Chat | None, prompt: str) -> Prom
 
 
 def _check(name: str, questions: Prompts, samples: int, sampling: Sampling, source: str) -> Sampling:
-    """Check a sampling and a source, and return the sampling. Raises GraphError for several samples if greedy, or an unknown source."""
+    """Check and return a sampling, and check a source. Raises GraphError for several greedy samples, or an unknown source."""
     if samples > 1 and sampling.temperature == 0:
         raise GraphError(
             f"node '{name}' has samples={samples} of a greedy sampling, which are all equal; leave samples out, or set a temperature, e.g. "
@@ -250,7 +250,7 @@ def _check(name: str, questions: Prompts, samples: int, sampling: Sampling, sour
 
 @dataclass(frozen=True, eq=False)
 class Answer(Operation):
-    """Sample responses to this rank's share of the items; to none at a step that is not due."""
+    """Sample responses to this rank's share of the items; none at a step that is not due."""
 
     generator: Generator
     questions: Prompts
@@ -264,7 +264,7 @@ class Answer(Operation):
         return NodeTraits(work="generate", dims=dims, sampling=self.sampling, group_size=self.samples, given=())
 
     def cursor(self, step: int) -> dict[str, Any]:
-        """Describe the items for a checkpoint: a curve is of one set."""
+        """Describe the items for a checkpoint, since a curve must use one data set."""
         return {"items": self.questions.size, "digest": self.questions.digest}
 
     def start(self, context: Context) -> Stage:
@@ -285,7 +285,7 @@ class Answer(Operation):
         return {name: written[name] for name in (*ANSWERS, *ASKED)}
 
     def check(self, node: Node) -> None:
-        """Check model and prompts before anything starts. Raises DataError for a folder that is no model, or a prompt that does not fit."""
+        """Check model and prompts before anything starts. Raises DataError for a folder without a model, or a prompt that does not fit."""
         self.questions.check(node)
         check_prompts(node, self.generator, self.sampling, self.questions)
 
@@ -299,7 +299,7 @@ class Grade(Operation):
     samples: int
     passes: float
     source: str
-    prefix: str  # of its metrics
+    prefix: str  # of its metric names
 
     @property
     def traits(self) -> NodeTraits:
@@ -338,7 +338,7 @@ class Grade(Operation):
 
     @cached_property
     def items(self) -> dict[str, list[Any]]:
-        """The columns of the whole data set, in its order."""
+        """The columns of the whole data set, in order."""
         data = [self.questions.row(i) for i in range(self.questions.size)]
         columns = self.questions.columns(data).items()
         found = {name: column.tolist() if isinstance(column, torch.Tensor) else list(column) for name, column in columns}

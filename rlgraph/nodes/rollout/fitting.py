@@ -1,4 +1,4 @@
-"""Prompts and the room that a rollout has for them: checked at the launch, dropped or cut off as their data set says."""
+"""Check at the launch that a rollout has room for its prompts; drop or cut off long ones if their data set says so."""
 
 import json
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from rlgraph.values.sampling import Sampling
 
 
 class Sampler(Protocol):
-    """What the checks of prompts read of a generator."""
+    """The part of a generator that the checks of prompts read."""
 
     @property
     def path(self) -> str: ...
@@ -31,9 +31,9 @@ class Sampler(Protocol):
 def check_prompts(
     node: Node, generator: Sampler, sampling: Sampling, source: object, chats: Callable[[Columns], list[str]] | None = None
 ) -> Any:
-    """Check model and prompts, and return the tokenizer. `chats` makes conversations of the prompts' columns; None: as they are.
+    """Check model and prompts, and return the tokenizer. `chats` makes conversations of the prompts' columns; None: none.
 
-    Raises DataError for a folder that is no model, or a prompt that leaves no room for a response.
+    Raises DataError for a folder without a model, or a prompt that leaves no room for a response.
     """
     from rlgraph.engines.hf.model_files import check_tokenizer
     from rlgraph.engines.hf.pretrained import check_model
@@ -61,7 +61,7 @@ def check_prompts(
 
 
 def check_rotation(where: str, path: str, most: int, room: str = "Generator(max_context=)") -> None:
-    """Raise GraphError if rows of `most` tokens are so long that the rotary factors of a model depend on the rows beside them."""
+    """Raise GraphError if rows of `most` tokens are so long that a model's rotary factors depend on the other rows of a batch."""
     from rlgraph.engines.hf.model_files import rotary_limit, text_config
 
     limit = rotary_limit(text_config(path))
@@ -81,10 +81,9 @@ def fit_prompts(
     response: int,
     chats: Callable[[Columns], list[str]] | None = None,
 ) -> None:
-    """Count the tokens of every prompt, and drop or count those that are too long. `chats` makes conversations of the prompts' columns.
+    """Count the tokens of every prompt, and drop or count prompts that are too long. `chats` makes conversations of their columns.
 
-    Raises DataError for an empty prompt, for one that is too long where the data set does not say what becomes of it, and where none
-    is short enough.
+    Raises DataError for an empty prompt, for a long one if the data set neither drops nor cuts it off, and if no prompt is short enough.
     """
     columns = source.columns([source.data[index] for index in range(len(source.data))])
     if chats is not None:
@@ -113,14 +112,14 @@ def fit_prompts(
 
 
 def expect_prompts(room: Room, tokenizer: Any, source: StreamedPrompts) -> None:
-    """Tell a stream the room of a rollout, against which its rows are checked as they come. Raises DataError if its first one fails."""
+    """Pass a rollout's room to a stream, which checks its rows as they arrive. Raises DataError if its first row fails."""
     source.rooms.append(room)
     if source.chat is not None:
         check_conversations(room.path, tokenizer, [str(text) for text in source.columns([source.first])["prompt_messages"]])
 
 
 def _keep(node: str, source: Prompts, long: list[int], most: int) -> None:
-    """Drop the rows `long` from the source, or only count them where they are cut off."""
+    """Drop the rows `long` from the source, or only count them if they are cut off."""
     source.kept.overlong = max(source.kept.overlong, len(long))
     if not long:
         return
@@ -135,25 +134,25 @@ def _keep(node: str, source: Prompts, long: list[int], most: int) -> None:
                 f"all {len(source.data)} prompts of the data set have more than {most} tokens, the room that node '{node}' has for them: "
                 "raise max_prompt_tokens or max_context, or lower max_tokens"
             )
-        _ = source.order  # a mixture of which a data set has no row left is refused here
+        _ = source.order  # raises for a mixture if one of its data sets has no row left
     what = "are left out" if drop else "lose their beginning"
     notices.here.say(f"{len(long)} of {len(source.data)} prompts of node '{node}' have more than {most} tokens and {what}")
 
 
 def most_tokens(overlong: Overlong, context: Context, max_context: int | None, sampling: Sampling) -> int | None:
-    """Compute the tokens of a prompt to which longer ones are cut off; None where none is."""
+    """Compute the number of tokens to which longer prompts are cut off; None if none is cut off."""
     if overlong.policy != "truncate_left":
         return None
     return overlong.limit((max_context or context.engine.context_length()) - sampling.max_tokens)
 
 
 def declared_context(path: str) -> int | None:
-    """Read the most tokens that a model takes from its config.json; None if the file or the entry is missing."""
+    """Read the context length of a model from its config.json; None if the file or the entry is missing."""
     text = text_config(path)
     found = text.get("max_position_embeddings")
     scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
     kind = scaling.get("rope_type", scaling.get("type")) if isinstance(scaling, dict) else None
-    factor = scaling.get("factor", 1) if kind in ("linear", "dynamic", "yarn") else 1  # these extend the trained context by their factor
+    factor = scaling.get("factor", 1) if kind in ("linear", "dynamic", "yarn") else 1  # they extend the trained context by their factor
     return int(found * factor) if isinstance(found, int) and isinstance(factor, int | float) else None
 
 

@@ -80,20 +80,20 @@ def admission_rule(node: str, weights: Feedback | None, interrupt: Running | Non
 if TYPE_CHECKING:
 
     class Refills(Protocol):
-        """What declares a rollout that draws its own prompts, as `rg.options.Refill` does."""
+        """Declares a rollout that draws its own prompts, e.g. `rg.options.Refill`."""
 
         def declare(self, name: str, rollout: "Rollout", prompts: Output, weights: Feedback | None) -> Output: ...
 
-# What the engine of a generator is made of: two generators for which this is the same text have engines that are the same.
+# The text that determines a generator's engine: two generators with the same text have equal engines.
 
-APART = {"pool", "sampling"}  # fields of a generator that its engine does not see
+APART = {"pool", "sampling"}  # fields of a generator that its engine does not use
 FILES = ("config.json", "generation_config.json")
 
 
 def made_of(generator: Any) -> str | None:
-    """Describe a `Generator`'s engine by its settings and the folder of its model, whose numbers may change.
+    """Describe a `Generator`'s engine by its settings and its model's folder, whose weights may change.
 
-    None where the folder's weights are quantised, which an engine takes only as it loads, or cannot be read.
+    None if the folder's weights cannot be read, or are quantised, which an engine accepts only when it loads.
     """
     folder = Path(generator.path)
     texts = [(folder / name).read_text(encoding="utf-8") if (folder / name).exists() else "" for name in FILES]
@@ -108,7 +108,7 @@ def made_of(generator: Any) -> str | None:
     return repr((settings, texts, shapes))
 
 
-MAX_TURNS, MAX_CALLS = 8, 64  # the defaults of a rollout with tools or environments, and with programs
+MAX_TURNS, MAX_CALLS = 8, 64  # defaults of rollouts with tools or environments, and with programs
 
 
 @refuse_unknown
@@ -180,7 +180,7 @@ class Generator(Model):
                 "tensor_parallel"
             )
         check_told(self)
-        _ = self.spec, self._gpu_only  # looked up and checked where the model is declared
+        _ = self.spec, self._gpu_only  # so that they are looked up and checked when the model is declared
         sampling_of(self, None)
 
     @cached_property
@@ -298,9 +298,9 @@ class Rollout(Operation):
     max_turns: int
     concurrency: int | None
     chunks: int
-    prefix: str  # of the ids of its requests
+    prefix: str  # of its request ids
     admission: BatchAdmission
-    source: Any  # of the next prompts, for a continuous rollout: it draws them before they are due
+    source: Any  # of prompts, for a continuous rollout, which draws the next ones before they are due
     overlong: Overlong = field(default_factory=Overlong)
     carried: tuple[str, ...] = ()  # the columns of its prompts
 
@@ -323,17 +323,17 @@ class Rollout(Operation):
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether its environments or programs give rewards."""
+        """Whether its environments or programs return rewards."""
         return self.agent.rewarded if isinstance(self.agent, Program) else self.agent is not None and self.tools is None
 
     @property
     def rewards_per_prompt(self) -> int:
-        """How many responses to a prompt have rewards of their own: those of a session have one."""
+        """How many responses to a prompt have separate rewards: the responses of a session share one."""
         return self.group_size // (self.agent.sequences if isinstance(self.agent, Program) else 1)
 
     @property
     def has_outputs(self) -> bool:
-        """Whether its programs leave outputs."""
+        """Whether its programs have outputs."""
         return isinstance(self.agent, Program)
 
     @property
@@ -359,11 +359,11 @@ class Rollout(Operation):
         return {"T": tokens, **told} | ({} if most is None else {"P": max(most - tokens, 1)})
 
     def check(self, node: Node) -> None:
-        """Check model and prompts before anything starts. Raises DataError for a folder that is no model, or a prompt that does not fit."""
+        """Check model and prompts before anything starts. Raises DataError for a folder without a model, or a prompt that does not fit."""
         self.check_prompts(node, node.source_of("prompt_texts").operation)
 
     def check_prompts(self, node: Node, source: object) -> None:
-        """Check the tools, the model and the prompts of `source`. Raises GraphError or DataError for one that cannot be used."""
+        """Check the tools, the model and the prompts of `source`. Raises GraphError or DataError if one cannot be used."""
         if self.generator.routes:
             check_routes(f"node '{node.name}' has routes=True, and", self.generator.path)
         if self.tools is not None:
@@ -376,7 +376,7 @@ class Rollout(Operation):
         check_conversations_of(self, tokenizer, source)
         if self.gives_rewards and isinstance(self.agent, Agent):
             self.agent.warn_without_outcome(node.name)
-        if self.tools is not None:  # an environment may begin with other messages than its prompt
+        if self.tools is not None:  # an environment may begin with messages other than its prompt
             check_prompts(node, self.generator, self.sampling, source, lambda columns: chats_of(columns, tokenizer, described))
 
     def start(self, context: Context) -> Stage | ChunkedStage:
@@ -388,9 +388,9 @@ class Rollout(Operation):
         return lambda step, columns: next(self.decode_chunks(context, loop, step, columns))
 
     def decoder(self, context: Context) -> TaskDecoder:
-        """Make what samples its responses: in one turn each, or in conversations.
+        """Make the decoder that samples its responses, each in one turn, or in conversations.
 
-        Raises GraphError where this worker's host cannot run one of the tools: the launch has checked the driver's host only.
+        Raises GraphError if this worker's host cannot run one of the tools: the launch has checked only the driver's host.
         """
         if self.tools is not None:
             self.tools.check()
@@ -403,7 +403,7 @@ class Rollout(Operation):
         return self.source.batch(step, context.set_aside)
 
     def decode_chunks(self, context: Context, loop: DecodeLoop, step: int, columns: Columns) -> Iterator[Fired]:
-        """Decode all chunks of the batch together; yield them in the order of the data, each as soon as its last response is there."""
+        """Decode all chunks of the batch together; yield them in data order, each as soon as its last response is complete."""
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
         chunks = self.tasks(context, columns)
@@ -428,21 +428,21 @@ class Rollout(Operation):
         return (columns, found) if found else columns
 
     def shares(self, context: Context, ids: torch.Tensor) -> list[list[int]]:
-        """Choose the rows of each part that this rank samples. Concatenated over the ranks, they are in the order of the data."""
+        """Choose the rows of each part that this rank samples. Concatenated over the ranks, they are in data order."""
         return [
             [rows[place] for place in rows_of_rank(len(rows), context.rank, context.world)]
             for rows in (part.tolist() for part in torch.arange(len(ids)).chunk(self.chunks))
         ]
 
     def encode_prompts(self, context: Context, columns: Columns) -> list[list[int]]:
-        """Encode the prompts of a batch; cut off the beginning of long ones, where their data set says so."""
+        """Encode the prompts of a batch; cut off the beginning of long ones if their data set says so."""
         most = most_tokens(self.overlong, context, self.generator.max_context, self.sampling)
         return encoded_prompts(context.tokenizer(self.generator.path), columns, most)
 
     def tasks(self, context: Context, columns: Columns) -> list[list[Task]]:
         """Make a task for each response of this rank, by part.
 
-        A response depends on the weights, the generator's seed, its prompt's place in the data order and its own place in the group.
+        A response depends on the weights, the generator's seed, its prompt's place in the data order and its place in the group.
         A conversation's prompt is encoded when it begins.
         """
         ids = columns["prompt_ids"]
@@ -456,7 +456,7 @@ class Rollout(Operation):
         ]
 
     def task(self, place: int, member: int, prompt: Sequence[int], item: Mapping[str, Any]) -> Task:
-        """Make the task of a response to the prompt at a place of the data order."""
+        """Make the task of a response to the prompt at a place in the data order."""
         seed = seed_of(self.generator.seed, place, member)
         return Task(Request(f"{self.prefix}{place}.{member}", prompt, self.sampling, seed), member, item)
 
@@ -522,22 +522,22 @@ def check_conversations_of(rollout: "Rollout", tokenizer: Any, source: object) -
     described = rollout.tools.schemas if rollout.tools is not None else []
     template = template_of(rollout.generator.path, tokenizer)
     template.close  # noqa: B018 (a model without a chat template is refused before its prompts are rendered)
-    if isinstance(rollout.agent, Program):  # what its conversations are is known when they are there
+    if isinstance(rollout.agent, Program):  # its conversations are known only when the program runs
         rollout.agent.check()
         return
     check_turns(template, ChatPrompt.from_json(chats_of(first, tokenizer, described)[0]), rollout.agent, rollout.tools)
 
 
 def item_of(columns: Columns, row: int) -> Mapping[str, Any]:
-    """Collect the prompt columns of a row, all but its place in the data order."""
+    """Collect the prompt columns of a row, except its place in the data order."""
     return {name: column[row] for name, column in columns.items() if name != "prompt_ids"}
 
 
-# The options of a rollout: its agent, of whatever it was given as, and those that exclude each other.
+# The options of a rollout: its agent, and options that exclude each other.
 
 
 def agent_of(tools: Tools | None, agent: Any) -> Agent | Program | None:
-    """Make the agent of a rollout: of tools, of a class of environments, or of a program."""
+    """Make the agent of a rollout from tools, a class of environments, or a program."""
     if tools is not None:
         return tools.agent()
     if isinstance(agent, Agent | Program | None):
@@ -546,7 +546,7 @@ def agent_of(tools: Tools | None, agent: Any) -> Agent | Program | None:
 
 
 def check_options(name: str, routes: bool, **options: Any) -> None:
-    """Raise GraphError for options that no rollout can have, or none of a generator with `routes`."""
+    """Raise GraphError for options that exclude each other, or exclude a generator with `routes`."""
     refill = options["refill"]
     if options["tools"] is not None and options["agent"] is not None:
         raise GraphError(

@@ -1,7 +1,7 @@
 """Sessions of agent programs: each calls the model through an endpoint, and its calls become trained sequences.
 
-The tasks of a session are its rows. The first of them gives its seed; when the program has ended, each gets one of its sequences. What a
-program sends is placed in the tree of its earlier calls, so that sampled tokens stay as they were sampled.
+The tasks of a session are its rows. The first task has its seed; when the program has ended, each task receives one of its sequences. Each
+call of a program is placed into the tree of its earlier calls, so that sampled tokens stay as they were sampled.
 """
 
 import hashlib
@@ -30,15 +30,15 @@ from rlgraph.nodes.rollout.decode_loop import Outcome, Task
 from rlgraph.nodes.rollout.session_tree import ModelCall, SessionTree
 from rlgraph.values.sampling import Sampling
 
-# What the model has said in a call of a program: text, thinking and calls of tools, cut where the program wants it to stop.
+# The model's turn in a call of a program: text, thinking and tool calls, cut at the program's stop texts.
 
-BLOCK = "<tool_call>"  # text before it is content; of other formats a turn with calls has none
-MOST_CALLS = 1000  # of a turn: their ids are numbered from this much times the turns before it
+BLOCK = "<tool_call>"  # text before it is content; in other formats a turn with calls has no content
+MOST_CALLS = 1000  # per turn: their ids start at this number times the number of earlier turns
 
 
 @dataclass(frozen=True)
 class Said:
-    """A turn of the model: the `message` as templates read it, and the response as it is trained."""
+    """A turn of the model: the `message` for templates, and the response to train on."""
 
     message: Mapping[str, Any]
     response: Response
@@ -47,7 +47,7 @@ class Said:
 
 
 def parse_turn(template: TurnTemplate, form: CallFormat | None, asked: ChatRequest, chat: ChatPrompt, response: Response) -> Said:
-    """Read the turn after a conversation. A call that is written wrongly leaves it plain text."""
+    """Parse the turn that follows a conversation. A turn with a malformed call stays plain text."""
     place = sum(message["role"] == "assistant" for message in chat.messages)
     response, stopped = _cut_at_stop(template, asked, response)
     text = template.content(response.tokens)
@@ -71,7 +71,7 @@ def parse_turn(template: TurnTemplate, form: CallFormat | None, asked: ChatReque
 
 
 def reply_of(name: str, template: TurnTemplate, asked: ChatRequest, said: Said, prompt: Sequence[int]) -> Reply:
-    """Make the answer that a client gets."""
+    """Make the answer to a client."""
     message, wrote = said.message, said.response
     texts = [template.tokenizer.decode([token]) for token in wrote.tokens] if asked.logprobs else []
     reasoning, calls = message.get("reasoning_content", ""), message.get("tool_calls", ())
@@ -79,7 +79,7 @@ def reply_of(name: str, template: TurnTemplate, asked: ChatRequest, said: Said, 
 
 
 def _cut_at_stop(template: TurnTemplate, asked: ChatRequest, response: Response) -> tuple[Response, bool]:
-    """Leave the tokens up to the one that completes a text at which the program wants the answer to stop, and say whether there is one."""
+    """Keep the tokens up to the one that completes a stop text of the program, and return whether there is one."""
     if _first(template.content(response.tokens), asked.stops) < 0:
         return response, False
     least, most = 1, len(response.tokens)
@@ -92,21 +92,21 @@ def _cut_at_stop(template: TurnTemplate, asked: ChatRequest, response: Response)
 
 
 def _first(text: str, stops: Sequence[str]) -> int:
-    """Find where the first of the texts begins; -1 if none is there."""
+    """Find where the first of the texts begins; -1 if there is none."""
     return min((text.find(stop) for stop in stops if stop in text), default=-1)
 
 
-WAIT_S = 0.1  # for a program, where nothing decodes
+WAIT_S = 0.1  # for a program, if nothing decodes
 MOST_REFUSED = 100  # calls of a session; one more ends it
-BYTES = 1 << 20  # of a request, beside those of its tokens
+BYTES = 1 << 20  # of a request, in addition to its tokens' bytes
 TOKEN_BYTES = 16
-CLOSING_S = 2.0  # for programs to end where a run has failed
+CLOSING_S = 2.0  # for programs to end after a run has failed
 log = logging.getLogger("rlgraph.agents")
 
 
 @dataclass(frozen=True)
 class SessionRules:
-    """The settings of a rollout for its sessions: `TurnRules` for programs. `describes` says that the template reads tools."""
+    """The settings of a rollout for its sessions: `TurnRules` for programs. `describes` means that the template reads tools."""
 
     program: Program
     reads: Mapping[str, str]
@@ -128,7 +128,7 @@ class ProgramSession:
     begun: float = 0.0
     tree: SessionTree = field(default_factory=SessionTree)
     counts: dict[str, float] = field(default_factory=dict)
-    asked: dict[bytes, int] = field(default_factory=dict)  # how often a prompt was, by its hash
+    asked: dict[bytes, int] = field(default_factory=dict)  # how often each prompt occurred, by its hash
     calls: int = 0
     waited_s: float = 0.0
     finish: Finish = "stop"
@@ -167,14 +167,14 @@ class SessionLoop(ConversationLoop):
         super().__init__()
         self.rules, self.template, self.context = rules, template, context
         self._inbox: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
-        inbox = self._inbox  # not this loop: the endpoint ends with it
+        inbox = self._inbox  # without a reference to this loop, so that the endpoint ends with the loop
         self.calls = EnvironmentCalls(lambda: inbox.put(None))
         self._endpoint: Endpoint | None = None
         self._waiting: deque[ProgramSession] = deque()
         self._live: set[ProgramSession] = set()
         self._open: dict[str, _Open] = {}  # by the request that decodes
         self._done: dict[str, Outcome] = {}
-        self._keeps: dict[str, bool] = {}  # whether the template keeps earlier turns before a message of a role
+        self._keeps: dict[str, bool] = {}  # by role: whether the template keeps earlier turns before such a message
 
     def submit(self, task: Task) -> None:
         if task.member % self.rules.program.sequences:
@@ -197,7 +197,7 @@ class SessionLoop(ConversationLoop):
         return done
 
     def close(self) -> None:
-        """End all programs, where the rollout has failed; wait a while for them."""
+        """End all programs after the rollout has failed; wait a while for them."""
         self.context.engine.abort(list(self._open))
         self.calls.cancel(("session",))
         for session in list(self._live):
@@ -229,7 +229,7 @@ class SessionLoop(ConversationLoop):
         self.calls.send()
 
     def _receive(self) -> None:
-        """Take the calls that have come; wait for one if nothing decodes."""
+        """Handle the calls that have arrived; wait for one if nothing decodes."""
         found: list[Pending | None] = []
         if not self._open and not self._done:
             begun = time.monotonic()
@@ -281,13 +281,13 @@ class SessionLoop(ConversationLoop):
         self.context.engine.submit(request)
 
     def _seed(self, session: ProgramSession, tokens: Sequence[int]) -> int:
-        """Derive a seed from the session's, the prompt, and how often it was asked before: calls may come in any order."""
+        """Derive a seed from the session's seed, the prompt, and how often it occurred before: calls may arrive in any order."""
         digest = hashlib.blake2b(struct.pack(f"={len(tokens)}q", *tokens), digest_size=8).digest()
         times = session.asked[digest] = session.asked.get(digest, -1) + 1
         return (session.tasks[0].request.seed + int.from_bytes(digest, "big") + 65_537 * times) % 2**31
 
     def _find_branch(self, session: ProgramSession, pending: Pending) -> tuple[ModelCall | None, Sequence[int], Sequence[int]]:
-        """Find the call that a call goes on from, the prompt of its branch, and what is read between; else render it as a whole."""
+        """Find the call that a call continues, the prompt of its branch, and the tokens read between; otherwise render the whole call."""
         chat = pending.chat.prompt
         if not self.rules.describes:
             chat = replace(chat, tools=())
@@ -298,7 +298,7 @@ class SessionLoop(ConversationLoop):
                 if self._keeps_turns(parent, answers):
                     return parent, parent.prompt, self.template.between(parent.chat, parent.said, answers, parent.tokens[-1])
             prompt = self.template.prompt(chat)
-        except Exception as error:  # noqa: BLE001 (whatever a template raises, for what a program has sent)
+        except Exception as error:  # noqa: BLE001 (a template may raise anything for a program's messages)
             session.count("template_errors")
             raise ApiError(400, f"the chat template refuses the messages: {error!s:.300}", "invalid_messages") from None
         if len(prompt) > self.rules.most_prompt:
@@ -308,7 +308,7 @@ class SessionLoop(ConversationLoop):
         return None, prompt, []
 
     def _keeps_turns(self, parent: ModelCall, answers: Sequence[Mapping[str, Any]]) -> bool:
-        """Tell whether the template keeps the turns before these messages as they were written."""
+        """Whether the template keeps the turns before these messages as they were written."""
         for role in {answer["role"] for answer in answers} - self._keeps.keys():
             try:
                 self.template.check(parent.chat, probe_answer(role, parent.chat.tools), self.rules.program.keep_thinking)
@@ -319,7 +319,7 @@ class SessionLoop(ConversationLoop):
         return all(self._keeps[answer["role"]] for answer in answers)
 
     def _answer(self, call: _Open, response: Response) -> None:
-        """Answer a call with what the model has written, and add it to the tree of its session."""
+        """Answer a call with the model's turn, and add it to the tree of its session."""
         session: ProgramSession = call.pending.session
         asked, chat = call.pending.chat.request, call.pending.chat.prompt
         session.waited_s += time.monotonic() - call.begun
@@ -354,7 +354,7 @@ class SessionLoop(ConversationLoop):
         self._end(session, Ended())
 
     def _abandon(self, session: ProgramSession, which: Callable[[_Open], bool]) -> None:
-        """Drop calls that nobody waits for; what the model has written for them is not trained."""
+        """Drop calls for which no client waits; their tokens are not trained on."""
         gone = [name for name, one in self._open.items() if one.pending.session is session and which(one)]
         if gone:
             self.context.engine.abort(gone)
@@ -363,7 +363,7 @@ class SessionLoop(ConversationLoop):
             session.count("abandoned_calls")
 
     def _end(self, session: ProgramSession, ended: Ended) -> None:
-        """End a session: its key is refused from now on, and its rows are done."""
+        """End a session: refuse its key from now on, and complete its rows."""
         session.ended = True
         self._live.discard(session)
         assert self._endpoint is not None
@@ -382,5 +382,5 @@ class SessionLoop(ConversationLoop):
             response = replace(response, finish=session.finish if session.finish != "stop" else response.finish)
             written = sampled.written if sampled is not None else []
             last = max((at for at, own in enumerate(written) if own), default=0)
-            prompt = sampled.prompt if sampled is not None else [self.template.close]  # a prompt has a token
+            prompt = sampled.prompt if sampled is not None else [self.template.close]  # a prompt needs a token
             self._done[task.request.id] = Outcome(prompt, response, written, {last: ended.reward}, counts, ended.output)

@@ -1,8 +1,8 @@
-"""The calls of one session as a tree of histories, and the sequences that are trained of it.
+"""The calls of one session as a tree of histories, and the sequences to train on.
 
-A call whose messages begin with the history of an earlier call, its answer included, goes on from there: its tokens follow those that
-were read and sampled before. Any other call begins a branch of its own. Each leaf is a sequence; what two branches share is trained in
-one of them.
+If a call's messages begin with the history of an earlier call, including its answer, it continues this call: its tokens follow the tokens
+that were read and sampled before. Any other call begins a new branch. Each leaf is a sequence; tokens that branches share are trained on
+in only one of them.
 """
 
 import json
@@ -17,9 +17,9 @@ from rlgraph.engines.hf.chat_template import ChatPrompt
 
 @dataclass(eq=False)
 class ModelCall:
-    """A call of the model: `chat` before its answer `said`, the tokens `read` since the call before, and the response.
+    """A call of the model: `chat` before its answer `said`, the tokens `read` since the previous call, and the response.
 
-    `prompt` are the tokens before the first answer of its branch.
+    `prompt` has the tokens before the first answer of its branch.
     """
 
     parent: "ModelCall | None"
@@ -38,7 +38,7 @@ class ModelCall:
 
     @property
     def path(self) -> list["ModelCall"]:
-        """The calls of its branch, the first one first."""
+        """The calls of its branch, in order."""
         return [*(self.parent.path if self.parent is not None else ()), self]
 
     @cached_property
@@ -48,13 +48,13 @@ class ModelCall:
 
     @property
     def order(self) -> tuple[int, list[int], list[int]]:
-        """Where it stands among others of its session, whatever order they came in: most sampled tokens first."""
+        """The sort key among the calls of its session, independent of their arrival: most sampled tokens first."""
         return -self.sampled_tokens, list(self.prompt), self.tokens
 
 
 @dataclass(frozen=True)
 class SampledSequence:
-    """A branch as it is trained: `written` marks the tokens that the model sampled and that no sequence before it has."""
+    """A branch to train on: `written` marks the tokens that the model sampled and that no earlier sequence has."""
 
     prompt: Sequence[int]
     response: Response
@@ -65,7 +65,7 @@ class SessionTree:
     """The calls of a session."""
 
     def __init__(self) -> None:
-        self._calls: dict[str, list[ModelCall]] = {}  # by their history, the answer included
+        self._calls: dict[str, list[ModelCall]] = {}  # by their history, including the answer
 
     def __len__(self) -> int:
         return sum(map(len, self._calls.values()))
@@ -74,7 +74,7 @@ class SessionTree:
         self._calls.setdefault(_key(call.chat, [*call.chat.messages, call.said]), []).append(call)
 
     def find_call(self, chat: ChatPrompt) -> ModelCall | None:
-        """Find the call whose history, its answer included, these messages go on from; None if there is none."""
+        """Find the call whose history, including its answer, these messages continue; None if there is none."""
         last = next((place for place in range(len(chat.messages) - 1, -1, -1) if chat.messages[place]["role"] == "assistant"), None)
         if last is None:
             return None
@@ -82,7 +82,7 @@ class SessionTree:
         return min(found, key=lambda call: call.order, default=None)
 
     def sequences(self) -> list[SampledSequence]:
-        """List the branches, those in which the model wrote most first. A token that several have is trained in the first."""
+        """List the branches, most sampled tokens first. A token of several branches is trained on in the first."""
         calls = [call for several in self._calls.values() for call in several]
         inner = {id(call.parent) for call in calls}
         leaves = sorted((call for call in calls if id(call) not in inner), key=lambda call: call.order)
@@ -104,11 +104,11 @@ def _sequence(leaf: ModelCall, taken: set[int]) -> SampledSequence:
 
 
 def _key(chat: ChatPrompt, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Write a history so that two are equal if a client may have sent one for the other."""
+    """Encode a history such that two are equal if a client may send one for the other."""
     return json.dumps([list(chat.tools), chat.template_kwargs, [_plain(message) for message in messages]], sort_keys=True)
 
 
 def _plain(message: Mapping[str, Any]) -> list[Any]:
-    """What counts of a message: clients give calls ids of their own, leave out thinking, and write no content in several ways."""
+    """The relevant part of a message: clients choose call ids, leave out thinking, and write empty content in several ways."""
     calls = [[call["function"]["name"], call["function"].get("arguments") or {}] for call in message.get("tool_calls") or ()]
     return [message["role"], (message.get("content") or "").strip(), calls]

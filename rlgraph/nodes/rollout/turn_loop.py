@@ -1,8 +1,8 @@
-"""Conversations of a rollout: each answers its environment's turns by itself, while the others decode.
+"""Conversations of a rollout: each answers its environment's turns independently, while the others decode.
 
-A conversation is in one of three states: it waits for room, it waits for its environment, or its turn decodes. The engine takes a step
-whenever a turn decodes; what environments have answered meanwhile is picked up between two steps. No text is encoded twice: sampled
-tokens stay as sampled, so the engine finds earlier turns in its prefix cache, and the trainer sees exactly the tokens that were sampled.
+A conversation is in one of three states: it waits for room, it waits for its environment, or its turn decodes. The engine runs a step
+whenever a turn decodes; answers of environments are handled between two steps. No text is encoded twice: sampled tokens stay as
+sampled, so the engine finds earlier turns in its prefix cache, and the trainer receives exactly the sampled tokens.
 """
 
 import atexit
@@ -25,9 +25,9 @@ from rlgraph.nodes.environments.messages import CallFormat, Message, Turn, calls
 from rlgraph.nodes.rollout.conversation import Conversation, ConversationLoop, probe_answer
 from rlgraph.nodes.rollout.decode_loop import Outcome, Task
 
-WAIT_S = 0.1  # for an environment, where nothing decodes
-MOST_MESSAGES = 64  # of one turn of an environment
-CLOSING_S = 10.0  # for environments to close where a run has failed
+WAIT_S = 0.1  # for an environment, if nothing decodes
+MOST_MESSAGES = 64  # per turn of an environment
+CLOSING_S = 10.0  # for environments to close after a run has failed
 log = logging.getLogger("rlgraph.agents")
 
 
@@ -35,9 +35,9 @@ log = logging.getLogger("rlgraph.agents")
 class TurnRules:
     """The settings of a rollout for its conversations.
 
-    `reads` names the column of each parameter of the environment; `chat` makes the conversation of a prompt's item. Of `prefix` are the
-    ids of requests. A prompt has at most `most_prompt` tokens; a longer one is cut where `cut_prompts`, else its conversation fails.
-    `rewarded` says that the last turn is answered too, for its reward.
+    `reads` names the column of each parameter of the environment; `chat` makes the conversation of a prompt's item. `prefix` prefixes
+    request ids. If a prompt has more than `most_prompt` tokens, `cut_prompts` cuts it off, otherwise its conversation fails.
+    `rewarded` means that the environment also answers the last turn, for its reward.
     """
 
     agent: Agent
@@ -55,7 +55,7 @@ class TurnRules:
 
 @dataclass(eq=False)
 class _GroupEnvironment:
-    """The environment of a group, and how many of its conversations have not ended."""
+    """The environment of a group, and the number of its open conversations."""
 
     left: int
     environment: Environment | None = None
@@ -69,13 +69,13 @@ class TurnLoop(ConversationLoop):
         self.rules, self.template, self.context = rules, template, context
         self.calls = EnvironmentCalls()
         self._waiting: deque[Task] = deque()
-        self._warm: deque[Conversation] = deque()  # made ahead, in the order of their tasks
-        self._kept: dict[Conversation, Call] = {}  # answers of `reset` to those
+        self._warm: deque[Conversation] = deque()  # created ahead, in the order of their tasks
+        self._kept: dict[Conversation, Call] = {}  # their answers of `reset`
         self._live: set[Conversation] = set()
         self._open: dict[str, Conversation] = {}  # by the request that decodes
         self._groups: dict[str, _GroupEnvironment] = {}
         self._done: dict[str, Outcome] = {}
-        self._checked: set[str] = set()  # roles of messages that the template renders after a turn
+        self._checked: set[str] = set()  # roles whose messages the template renders after a turn without changing it
         leases.sweep()  # of workers that were killed
         atexit.register(_drain, weakref.ref(self))
 
@@ -104,7 +104,7 @@ class TurnLoop(ConversationLoop):
         return done
 
     def close(self) -> None:
-        """Close the environments of all conversations, where the rollout has failed; wait a while for them."""
+        """Close the environments of all conversations after the rollout has failed; wait a while for them."""
         self.context.engine.abort(list(self._open))
         self.calls.cancel(("reset", "step", "truncated"))
         for conversation in [*(one for one in self._live if not one.ended), *self._warm]:
@@ -125,7 +125,7 @@ class TurnLoop(ConversationLoop):
                     self._handle_answer(call)
 
     def _begin(self) -> None:
-        """Begin conversations, in the order of their tasks, as long as there is room; make the next environments ahead."""
+        """Begin conversations, in the order of their tasks, as long as there is room; create the next environments ahead."""
         while (self._warm or self._waiting) and self._room() > 0:
             conversation = self._warm.popleft() if self._warm else self._start_conversation()
             conversation.begun = time.monotonic()
@@ -140,7 +140,7 @@ class TurnLoop(ConversationLoop):
         return float("inf") if most is None else most - len(self._live)
 
     def _start_conversation(self) -> Conversation:
-        """Make the conversation of the next task, and have its environment made."""
+        """Create the conversation of the next task, and start to create its environment."""
         task = self._waiting.popleft()
         conversation = Conversation(task, self.rules.chat(task.item), time.monotonic())
         self._call(conversation, "reset", lambda: self._reset(conversation))
@@ -152,12 +152,12 @@ class TurnLoop(ConversationLoop):
         self.calls.begin(Call(conversation, kind), function, min(agent.deadline_s, left))
 
     def _left_s(self, conversation: Conversation) -> float:
-        """The seconds that a conversation may still take."""
+        """The seconds that a conversation may still last."""
         most = self.rules.agent.conversation_s
         return float("inf") if most is None else max(conversation.begun + most - time.monotonic(), 0.0)
 
     async def _reset(self, conversation: Conversation) -> object:
-        """Make the environment, and begin; in the event loop."""
+        """Create the environment, and begin; in the event loop."""
         agent, task = self.rules.agent, conversation.task
         if not agent.shared:
             conversation.environment = agent.make(self.rules.reads, task.item)
@@ -181,7 +181,7 @@ class TurnLoop(ConversationLoop):
             await conversation.environment.close()
 
     def _handle_answer(self, call: Call) -> None:
-        """Go on with a conversation whose environment has answered."""
+        """Continue a conversation whose environment has answered."""
         conversation: Conversation = call.owner
         if call.kind == "close":
             self._live.discard(conversation)
@@ -215,7 +215,7 @@ class TurnLoop(ConversationLoop):
             conversation.chat = replace(conversation.chat, messages=[*system, *given], continue_final=False)
         try:
             prompt = self.template.prompt(conversation.chat)
-        except Exception as error:  # noqa: BLE001 (whatever a template raises)
+        except Exception as error:  # noqa: BLE001 (a template may raise anything)
             raise _CannotGoOn("template_errors", f"the chat template refuses the messages: {error!s:.200}") from None
         conversation.prompt = prompt[-self.rules.most_prompt :]
         if len(prompt) > self.rules.most_prompt and not self.rules.cut_prompts:
@@ -247,7 +247,7 @@ class TurnLoop(ConversationLoop):
         self._call(conversation, "step", lambda: environment.step(said, *self._member(conversation)))
 
     def _read_turn(self, conversation: Conversation, tokens: Sequence[int]) -> Message:
-        """Read a turn of the model: its text, its thinking and its calls of tools."""
+        """Parse a turn of the model: its text, its thinking and its tool calls."""
         reasoning, content = self.template.thinking(self.template.content(tokens))
         form, tools = self.rules.form, conversation.chat.tools
         schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
@@ -257,7 +257,7 @@ class TurnLoop(ConversationLoop):
         return (conversation.task.member,) if self.rules.agent.shared else ()
 
     def _cut_off(self, conversation: Conversation, limit: str, finish: Finish) -> None:
-        """End a conversation at a limit. An environment that has `truncated` scores it first."""
+        """End a conversation at a limit. An environment with `truncated` scores it first."""
         conversation.counts[limit] += 1
         conversation.finish = finish
         score = self.rules.agent.scores_cut_off(conversation.environment)
@@ -267,7 +267,7 @@ class TurnLoop(ConversationLoop):
             self._call(conversation, "truncated", lambda: score(conversation.said, *self._member(conversation)))
 
     def _submit_next_turn(self, conversation: Conversation, turn: object, last: bool = False) -> None:
-        """Submit the next turn, after what the environment has answered; none after the `last`."""
+        """Submit the next turn, after the environment's answer; none after the `last`."""
         if not isinstance(turn, Turn):
             raise _CannotGoOn("errors", f"{'truncated' if last else 'step'} returned a {type(turn).__name__}; it returns an rg.agents.Turn")
         conversation.add_reward(turn.reward)
@@ -317,7 +317,7 @@ class TurnLoop(ConversationLoop):
         return messages
 
     def _truncate_messages(self, conversation: Conversation, messages: Sequence[Message]) -> Sequence[Message]:
-        """Cut off what is beyond the characters of a turn."""
+        """Cut off characters beyond the limit of a turn."""
         room, kept = self.rules.agent.output_characters, []
         for message in messages:
             gone = len(message.content) - room
@@ -334,23 +334,23 @@ class TurnLoop(ConversationLoop):
         self._end(conversation, "abort")
 
     def _end(self, conversation: Conversation, finish: Any = None) -> None:
-        """End a conversation. Its environment is closed meanwhile, and then its place is free."""
+        """End a conversation. Its place is free once its environment has closed."""
         conversation.ended, conversation.finish = True, finish or conversation.finish
-        conversation.prompt = conversation.prompt or [self.template.close]  # of one that never began; a prompt has a token
+        conversation.prompt = conversation.prompt or [self.template.close]  # for one that never began: a prompt needs a token
         self.context.engine.end_conversations([conversation.task.request.id])
         self._done[conversation.task.request.id] = conversation.response()
         self._call(conversation, "close", lambda: self._close(conversation))
 
 
 def _drain(loop: "weakref.ref[TurnLoop]") -> None:
-    """Let environments close where the process ends."""
+    """Let environments close when the process ends."""
     found = loop()
     if found is not None:
         found.drain()
 
 
 class _CannotGoOn(RlgraphError):
-    """A conversation cannot go on; `kind` is how it is counted."""
+    """A conversation cannot continue; `kind` names its metric."""
 
     def __init__(self, kind: str, what: str) -> None:
         super().__init__(what)
