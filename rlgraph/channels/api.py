@@ -31,60 +31,60 @@ class Statistics:
 
 
 class Writer(Protocol):
-    """The end that puts messages into the channel."""
+    """The end that writes messages into the channel."""
 
     def put(
         self, step: int, columns: Columns, timeout_s: float, *, dtype: torch.dtype | None = None, bucket_bytes: int | None = None
     ) -> None:
-        """Copy the columns into a free slot for every reader; blocks while all slots are taken.
+        """Copy the columns into a free slot for every reader; block while all slots are occupied.
 
         With `dtype`, floating-point columns are cast to it on the way. With `bucket_bytes`, a reader on this host that calls `begin` reads
-        the first columns while the rest are being copied; it is told after every `bucket_bytes` bytes.
+        the first columns while the rest are being copied; it is notified after every `bucket_bytes` bytes.
         Raises ChannelTimeout after `timeout_s` without a free slot (the channel stays usable), ChannelClosed if a reader closed its
-        end, ChannelBroken if one failed or died, ChannelError for a value that is no column.
+        end, ChannelBroken if a reader failed or died, ChannelError for a value that is not a column.
         """
 
     def close(self) -> None:
-        """End the channel: the readers take the messages in the slots, then get ChannelClosed."""
+        """End the channel: the readers read the messages in the slots, then receive ChannelClosed."""
 
     def fail(self, reason: str) -> None:
-        """Break the channel: the readers get ChannelBroken with the reason at once, before messages still in the slots."""
+        """Break the channel: the readers receive ChannelBroken with the reason at once, before messages still in the slots."""
 
     def statistics(self) -> Statistics:
         """The counts of this end so far."""
 
 
 class Reader(Protocol):
-    """One of the ends that take messages out; each sees every message once, in order."""
+    """An end that reads messages from the channel; each reader receives every message once, in order."""
 
     def take(self, step: int, timeout_s: float) -> dict[str, Column]:
-        """Take the next message, which must be that of `step`; blocks until there is one.
+        """Read the next message, which must belong to `step`; block until there is one.
 
         Tensors are views of the slot, valid until `release`. They are read-only: `release` detects changes in place.
         Raises ChannelTimeout after `timeout_s` without a message (the channel stays usable), ChannelClosed if the writer closed and all
-        messages are taken, ChannelBroken if it failed or died, ChannelError for a message of another step.
+        messages are read, ChannelBroken if it failed or died, ChannelError for a message of another step.
         """
 
     def begin(self, step: int, timeout_s: float) -> dict[str, Column]:
-        """Take the next message while it is still being written. `wait_for_tensors` waits for its parts. Raises as `take` does."""
+        """Read the next message while it is still being written. `wait_for_tensors` waits for its parts. Raises as `take` does."""
 
     def wait_for_tensors(self, beyond: int, timeout_s: float) -> int:
-        """Count the tensors that have arrived of the message begun last; blocks until it is more than `beyond`, or all.
+        """Count the arrived tensors of the message that `begin` returned last; block until there are more than `beyond`, or all.
 
         Raises as `take` does.
         """
 
     def release(self) -> None:
-        """Free the slot of the oldest message that is taken and not released.
+        """Free the slot of the oldest message that was read and not released.
 
         Raises ChannelError if there is none, or if one of its columns was changed in place.
         """
 
     def close(self) -> None:
-        """Stop reading: the writer gets ChannelClosed."""
+        """Stop reading: the writer receives ChannelClosed."""
 
     def fail(self, reason: str) -> None:
-        """Break the channel: the writer gets ChannelBroken with the reason."""
+        """Break the channel: the writer receives ChannelBroken with the reason."""
 
     def statistics(self) -> Statistics:
         """The counts of this end so far."""
@@ -209,7 +209,7 @@ def check_columns(end: End, step: int, columns: Columns) -> None:
 # A new transport is one file that defines `open_writer` and `open_reader`, and one line in `TRANSPORTS`, or in a user's program one call
 # of `register`. The file is imported when an end is made, so a plan can name a transport whose library is not installed.
 
-Reach: TypeAlias = Literal["process", "host", "hosts"]  # that the readers may share with the writer
+Reach: TypeAlias = Literal["process", "host", "hosts"]  # within which the readers must be
 Memory: TypeAlias = Literal["host", "gpu"]
 
 
@@ -218,9 +218,9 @@ class Transport:
     """One way to connect a writer and its readers. `module` defines `open_writer(transport, site)` and `open_reader(transport, site)`.
 
     `writer_keeps` is the memory in which the writer holds a copy of each slot, `reader_keeps` the memory in which each reader holds
-    another: None if messages pass by reference, or if a reader maps the writer's. `carrier` is the library that sends columns on a GPU
-    to another host. With `needs_ray` both ends must be workers of one Ray. One that `encrypts` follows `Site.encrypt` between hosts. With
-    `passes_on`, `module` defines `open_onward(transport, site)` too: a reader can pass messages on to other readers.
+    another copy: None if messages pass by reference, or if a reader maps the writer's memory. `carrier` is the library that sends columns
+    on a GPU to another host. With `needs_ray` both ends must be workers of one Ray. With `encrypts` it supports `Site.encrypt` between
+    hosts. With `passes_on`, `module` also defines `open_onward(transport, site)`: a reader can pass messages on to other readers.
     """
 
     name: str
@@ -245,8 +245,8 @@ class Onward(Protocol):
 class Site:
     """The address of a channel, and its number of slots and readers, as both ends know them.
 
-    The writer listens at the path `address`, or at a free port of `host` if the transport reaches other hosts; readers then find it at
-    the writer's own `address`. Of the readers `local_readers` are on its host, and connect at the path. A reader waits `timeout_s` for the
+    The writer listens at the path `address`, or at a free port of `host` if the transport reaches other hosts; readers then connect to
+    the writer's `address`. `local_readers` of the readers are on its host, and connect at the path. A reader waits `timeout_s` for the
     writer, and passes messages on to the readers of `onward`. The ends of one process share `here`.
     """
 
@@ -290,11 +290,11 @@ TRANSPORTS: Final[Mapping[str, Transport]] = {
 
 
 def register(transport: Transport) -> None:
-    """Add a transport of your own under its name, in the process that compiles and launches; workers import its module alone.
+    """Add a custom transport under its name, in the process that compiles and launches; workers only import its module.
 
-    Raises ChannelError where another has that name.
+    Raises ChannelError if another transport has this name.
 
-    register(Transport("files", "mine.files", "host", writer_keeps="host"))  # from here on launch(transport="files") takes it
+    register(Transport("files", "mine.files", "host", writer_keeps="host"))  # then call launch(transport="files")
     """
     known = cast(dict[str, Transport], TRANSPORTS)
     if known.setdefault(transport.name, transport) != transport:

@@ -18,8 +18,8 @@ Owned: TypeAlias = "tuple[int | None, WeightShard]"  # with its rank; None for a
 class WeightShard:
     """A box of a parameter that one rank of a trainer holds: `tensor` begins at `offsets` in the parameter, whose shape is `global_shape`.
 
-    A rank yields boxes of names of its own: one of a parameter, several, or none. The boxes of all ranks hold every element of a
-    parameter once. What several ranks hold alike is numbered by `replica`; only replica 0 is sent.
+    A rank yields the boxes that it holds: one of a parameter, several, or none. The boxes of all ranks must hold every element of a
+    parameter once. If several ranks hold the same box, `replica` numbers the copies; only replica 0 is sent.
 
     Rank 1 of 2 holds the last two columns of a projection, and a norm that rank 0 holds too:
 

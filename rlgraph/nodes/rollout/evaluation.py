@@ -278,7 +278,7 @@ class Answer(Operation):
         most = most_tokens(self.questions.overlong, context, self.generator.max_context, self.sampling) if mine else None
         encoded = encoded_prompts(context.tokenizer(self.generator.path), asking, most) if mine else []
         asked = [tokens for tokens in encoded for _ in range(self.samples)]
-        # The seeds are the same at each evaluation, so that two evaluations differ by their weights alone, and are not those of rollouts.
+        # Each evaluation uses the same seeds, so that two evaluations differ only by their weights. They differ from the seeds of rollouts.
         seeds = [(i * self.samples + sample) * 2 + 1 for i in mine for sample in range(self.samples)]
         responses = context.engine.generate(asked, self.sampling, seeds)
         written = columns_of(asked, responses, torch.tensor(mine, dtype=torch.int64).repeat_interleave(self.samples))

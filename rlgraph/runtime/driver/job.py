@@ -254,7 +254,7 @@ class Job:
 
     @property
     def finished_steps(self) -> int:
-        """The number of steps that are done: those given so far, and those in the checkpoint from which the job resumed."""
+        """The number of finished steps: steps yielded so far, and steps in the checkpoint from which the job resumed."""
         return self._finished
 
     finished = old_attribute("finished", "finished_steps")

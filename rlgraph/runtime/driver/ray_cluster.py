@@ -359,10 +359,10 @@ def check_temporary() -> None:
 
 
 class LocalRay:
-    """The Ray of this program alone, whose daemons are `daemons`.
+    """The Ray that only this program uses, with its `daemons`.
 
-    Its own thread starts it, so that nothing waits for Ray without a deadline, and lives as long as it does: the kernel ends the daemons
-    when the thread that started them ends. Leases end the agents of the raylet, which stay for a minute when only the raylet is killed.
+    A separate thread starts it, so that no caller waits for Ray without a deadline. This thread runs as long as Ray: the kernel ends the
+    daemons when the thread that started them ends. Leases end the raylet's agents, which stay for a minute if only the raylet is killed.
     """
 
     def __init__(self, *, stores: bool = False, stopped: Callable[[], bool] = lambda: False) -> None:

@@ -179,7 +179,7 @@ class WeightLoops:
         with self.recorder.span(load_event(loop.plan.name, node, apart=loop.plan.due is not None), "load", step, version=version):
             if isinstance(engine, GenerateEngine):
                 engine.load_weights(weights, version=version, running=self.spec.node(node).traits.interrupt_rule)
-            else:  # a user's own
+            else:  # a user's engine
                 engine.load_weights(weights)
 
     def close(self) -> None:
