@@ -88,7 +88,7 @@ class DeviceBuffers:
         return cls(channel, kind, torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu"), shared)
 
     def of_slot(self, slot: int, size: int, new: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Return `size` bytes of a slot's memory; `new` allocates the memory if it is too small."""
+        """Reuse `size` bytes of a slot's memory, or replace it with `new` memory if it is too small."""
         if slot not in self.memories or self.memories[slot].numel() < size:
             if self.shared and self.kind == "gloo":
                 self.news[slot] = segment = Segment.new(self.channel, size)
