@@ -151,8 +151,9 @@ def lane_labels(lanes: Iterable[tuple[float, PlannedPool | None]], plan: Plan, x
         lines = _label_lines(pool, plan)
         room = LABEL_MOST - 2 * PAD
         found.append(TextLine(x + PAD, y + 23.0, fit_text(lines[0], NAME, room, bold=True), NAME, bold=True))
-        found.append(TextLine(x + PAD, y + 42.0, fit_text(lines[1], SMALL, room), SMALL, "muted"))
-        found += [TextLine(x + PAD, y + 60.0, line, SMALL, "muted") for line in lines[2:]]
+        found += [
+            TextLine(x + PAD, y + 42.0 + 18.0 * row, fit_text(line, SMALL, room), SMALL, "muted") for row, line in enumerate(lines[1:])
+        ]
     return found
 
 
@@ -166,7 +167,7 @@ def label_width(lanes: Sequence[PlannedPool | None], plan: Plan) -> float:
 
 def _label_lines(pool: PlannedPool | None, plan: Plan) -> list[str]:
     if pool is None:
-        return [words.HOST, ""]
+        return [words.HOST]
     used = any(node.pool == pool.name for node in plan.nodes)
     models = {node.model for node in plan.nodes if node.pool == pool.name}
     shared = [model.split for model in plan.models if model.name in models and model.split]
