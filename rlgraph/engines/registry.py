@@ -254,12 +254,16 @@ def sampling_of(generator: Any, given: Sampling | None) -> Sampling:
     """Choose the sampling of a node: its own, or its generator's. Raises GraphError for a setting that the engine does not support."""
     spec, sampling = generator.spec, given or generator.sampling
     for name in ("min_p", "stop"):
-        where = f"Sampling({name}={show_value(vars(sampling)[name])})"
-        if vars(sampling)[name] and not spec.takes(name):
+        value = vars(sampling)[name]
+        if value and not spec.takes(name):
             others = " or ".join(f"engine={known!r}" for known in ENGINES.with_setting(name))
-            raise GraphError(f"{where}: the engine '{spec.name}' has no such setting; leave it out, or use {others}")
-        if name == "min_p" and sampling.min_p and generator.drafts is not None:
-            raise GraphError(f"{where}: engines with drafts sample by temperature, top_k and top_p; leave out min_p, or drafts")
+            raise GraphError(
+                f"Sampling({name}={show_value(value)}): the engine '{spec.name}' has no such setting; leave it out, or use {others}"
+            )
+    if sampling.min_p and generator.drafts is not None:
+        raise GraphError(
+            f"Sampling(min_p={sampling.min_p}): engines with drafts sample by temperature, top_k and top_p; leave out min_p, or drafts"
+        )
     return sampling
 
 

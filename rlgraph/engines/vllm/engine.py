@@ -69,8 +69,7 @@ class CoreRequests:
     def make(self, request: Request, salt: str) -> Any:
         """Make vLLM's `EngineCoreRequest`, under a name that no other has. It shares prefixes with requests of the same `salt`."""
         sampling = request.sampling
-        drawn = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
-        way = (*drawn, sampling.stop_token_ids, sampling.ignore_eos)
+        way = (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, sampling.stop_token_ids, sampling.ignore_eos)
         if way not in self._checked:
             prompt, tasks = {"prompt_token_ids": list(request.prompt)}, self._llm.get_supported_tasks()
             checked = self._llm.input_processor.process_inputs(request.id, prompt, self._params(sampling), supported_tasks=tasks)
