@@ -137,8 +137,8 @@ def tables() -> dict[str, str]:
         if "step_s" in row:
             cells = (seconds_with_error(row.get(f"from_{kind}_s"), row["step_s"], digits=1) for kind in ("nothing", "costs"))
             lines.append(f"| {name} | {row['step_s']:.1f} s | {' | '.join(cells)} |")
-    found = (factors(kind) for kind in ("nothing", "costs"))
-    lines.append(f"| factor, median and worst | | {' | '.join(f'{statistics.median(each):.2f}, {max(each):.2f}' for each in found)} |")
+    found = [f"{statistics.median(each):.2f}, {max(each):.2f}" if (each := factors(kind)) else "" for kind in ("nothing", "costs")]
+    lines.append(f"| factor, median and worst | | {' | '.join(found)} |")
     return {"announced": "\n".join(lines) + "\n"}
 
 
@@ -166,7 +166,8 @@ def main() -> None:
     for name in given.names if given.what == "run" else ():
         run(name, given.steps, given.model)
     for kind in ("nothing", "costs"):
-        print(f"from {kind}: median factor {statistics.median(factors(kind)):.3f}, worst {max(factors(kind)):.3f} of {len(factors(kind))}")
+        if found := factors(kind):
+            print(f"from {kind}: median factor {statistics.median(found):.3f}, worst {max(found):.3f} of {len(found)}")
     if given.what == "parts":
         parts()
     if given.what == "table":
