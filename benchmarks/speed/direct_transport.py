@@ -3,7 +3,7 @@
     python benchmarks/speed/direct_transport.py [--json PATH]
     python benchmarks/speed/direct_transport.py --smoke          # 1 KiB only
 
-A hop of Direct Transport is two actor calls of the driver: one makes the tensor, the other takes it. It lasts from the first call to the
+A hop of Direct Transport is two actor calls of the driver: one makes the tensor, the other receives it. It lasts from the first call to the
 moment the taking method has the tensor. Hops of the channel are measured as `channels.py` does.
 """
 

@@ -68,7 +68,7 @@ def medians(runs: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> dict[str
     for kind in kinds:
         own = [run["launches"] for run in runs if run["kind"] == kind]
         for which, rows in (("first", [row for run in own for row in run[:1]]), ("later", [row for run in own for row in run[1:]])):
-            if rows:  # of one launch there is no later one
+            if rows:  # a single launch has no later ones
                 found[f"{kind}, {which}"] = {name: statistics.median(row[name] for row in rows) for name in rows[0] if name != "loss"}
     return found
 

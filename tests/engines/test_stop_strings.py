@@ -47,7 +47,7 @@ def test_a_string_ends_where_the_whole_text_has_it_first(name: str, texts: tuple
 
 
 def test_tokens_after_a_stop_string_are_cut_off_with_their_log_probs() -> None:
-    """Guessed tokens come several at a step."""
+    """Several guessed tokens may come per step."""
     row = _Running(None, StopStrings(TOKENIZERS["of bytes"], ("/a",)), [3, 3], [-1.0, -1.0])  # type: ignore[arg-type]
     row.tokens += [1, 7, 4, 4]
     row.log_probs += [-2.0, -3.0, -4.0, -5.0]

@@ -28,7 +28,7 @@ def lines() -> Iterator[str]:
             for plan in plans(name, cluster):
                 workers = Counter(worker.model or "host" for worker in plan.workers)
                 yield (
-                    f"{name} {plan.graph!r} on {label}: {plan.prediction.step_s:.3g} s a step, staleness at most "
+                    f"{name} {plan.graph!r} on {label}: {plan.prediction.step_s:.3g} s per step, staleness at most "
                     f"{plan.certificate.staleness_bound}; {', '.join(f'{count} {who}' for who, count in workers.items())}; "
                     f"{len(plan.channels)} channels; {hashlib.sha256(str(plan).encode()).hexdigest()[:12]}"
                 )

@@ -417,7 +417,7 @@ def sample(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample a token `[B]` for each row of `logits [B, V]`, and return its log-prob `[B]` under the distribution it is drawn from.
 
-    Temperature, min-p, top-p, top-k, seed and position are `[B]`. Greedy rows have the seed -1; their log-probs are those of temperature 1.
+    Temperature, min-p, top-p, top-k, seed and position are `[B]`. Greedy rows have the seed -1, and log-probs of temperature 1.
     Without `filters` every row keeps all tokens.
 
     >>> logits = torch.tensor([[0.0, 9.0, 1.0]]).repeat(2, 1)

@@ -1,4 +1,4 @@
-"""Run one worker: its nodes fire in the plan's order; each takes its inputs from channels, runs, and puts its outputs.
+"""Run one worker: its nodes fire in the plan's order; each reads its inputs from channels, runs, and writes its outputs.
 
 `Inbox`, `Outbox` and `Mailbox` are the ends of its channels, which take, put and release messages. `EngineSlot` loads and closes its
 engine, or caches it for the next job of this process. A cached engine begins a job like a newly loaded one: with the weights of its folder,
