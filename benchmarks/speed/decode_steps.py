@@ -3,10 +3,11 @@
     python benchmarks/speed/decode_steps.py SHAPE [--sequences 256] [--tokens 1024] [--ways recorded compiled pages] [--json PATH]
     python benchmarks/speed/decode_steps.py tiny --smoke          # its first seconds, on a CPU
 
-All sequences decode together. Before half of their tokens are written, 32 steps are timed and 16 profiled. `recorded` is rlgraph's engine
-as it is: CUDA graphs of the kernels that the model calls. `compiled` adds vLLM's own compilation, which fuses norms and activations, and
-`pages` keeps keys and values in pages of 128 tokens instead of 16. What a step must read are all weights once, and the keys and values of
-each sequence. `--host` also says in which functions of the host 32 further steps spend their time.
+All sequences decode together. Before half of their tokens are written, 32 steps are timed and 16 profiled, and 32 more are scheduled in
+vLLM's own way. `recorded` is rlgraph's engine as it is: CUDA graphs of the kernels that the model calls. `compiled` adds vLLM's own
+compilation, which fuses norms and activations, and `pages` keeps keys and values in pages of 128 tokens instead of 16. What a step must
+read are all weights once, and the keys and values of each sequence. `--host` also says in which functions of the host 32 further steps
+spend their time.
 """
 
 import cProfile
@@ -65,13 +66,12 @@ def measured(folder: str, way: str, size: tuple[int, int], host: bool, rank: int
     for i, prompt in enumerate(prompts(sequences)):
         engine.submit(Request(str(i), prompt, Sampling(max_tokens=tokens, ignore_eos=True), seed=i))
     timed, profiled = min(TIMED, tokens // 4), min(PROFILED, tokens // 8)
-    for _ in range(tokens // 2 - timed * (1 + host) - profiled):
+    for _ in range(tokens // 2 - timed * (2 + host) - profiled):
         engine.step()
-    times = []
-    for _ in range(timed):
-        start = time.perf_counter()
-        engine.step()
-        times.append(time.perf_counter() - start)
+    step_s = median_seconds(engine.step, timed)
+    engine.scheduler.watched.add("each request")
+    own_s = median_seconds(engine.step, timed)
+    engine.scheduler.watched.clear()
     if host:
         print_host_profile(engine.step)
     with profiler() as found:
@@ -91,7 +91,8 @@ def measured(folder: str, way: str, size: tuple[int, int], host: bool, rank: int
     results.put(
         {
             "start_s": started,
-            "step_s": statistics.median(times),
+            "step_s": step_s,
+            "own_scheduler_step_s": own_s,
             "profiled_step_s": took / profiled,
             "gpu_busy_s": covered(span for _, span in kernels) / 1e6 / profiled,
             "kernels": len(kernels) / profiled,
@@ -99,6 +100,15 @@ def measured(folder: str, way: str, size: tuple[int, int], host: bool, rank: int
         }
     )
     engine.close()
+
+
+def median_seconds(step: Callable[[], object], steps: int) -> float:
+    times = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
 
 
 def print_host_profile(step: Callable[[], object]) -> None:
@@ -148,7 +158,8 @@ def main() -> None:
         row = found["ways"][way] = of_ranks(1, measured, (folder, way, size, given.host), 400)
         kinds = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in sorted(row["kernel_s"].items(), key=lambda each: -each[1]))
         print(
-            f"{way}: a step {1e3 * row['step_s']:.2f} ms (memory alone {1e3 * least:.2f}), GPU busy {1e3 * row['gpu_busy_s']:.2f} ms, "
+            f"{way}: a step {1e3 * row['step_s']:.2f} ms (memory alone {1e3 * least:.2f}, by vLLM's own scheduler "
+            f"{1e3 * row['own_scheduler_step_s']:.2f}), GPU busy {1e3 * row['gpu_busy_s']:.2f} ms, "
             f"{row['kernels']:.0f} kernels: {kinds}; started in {row['start_s']:.1f} s",
             flush=True,
         )

@@ -29,6 +29,10 @@ def responses() -> list[list[int]]:
 
 first = responses()
 assert responses() == first
+assert engine.scheduler.short > 0
+engine.scheduler.watched.add("each request")  # steps in vLLM's own way
+assert responses() == first
+engine.scheduler.watched.clear()
 LENGTHS = (*range(1, 60, 2), 130, 260, 450)
 LONG = [[(7 * number + place) % 250 + 1 for place in range(1, length + 1)] for number, length in enumerate(LENGTHS)]
 

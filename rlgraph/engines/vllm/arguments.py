@@ -110,6 +110,11 @@ def arguments(
     }
 
 
+def scheduler(ahead: bool) -> str:
+    """Name vLLM's scheduler as rlgraph has it, for engines that schedule the next step `ahead` and for others."""
+    return f"rlgraph.engines.vllm.scheduler.{'AheadScheduler' if ahead else 'DecodeScheduler'}"
+
+
 def share_of_memory(given: float | None, shared: bool) -> float:
     """The share of a GPU's memory that its engines take together."""
     return given or (MEMORY_SHARED if shared else MEMORY_ALONE)
@@ -237,6 +242,7 @@ TAKEN_BEGINNINGS = {
     OWN: (
         "skip_tokenizer",
         "worker_",
+        "scheduler_cls",
         "enable_sleep_mode",
         "sleep_",
         "enable_cumem",

@@ -313,7 +313,9 @@ class VllmEngine(GenerateEngine):
         model = engine_arguments.of_model(path, context, dtype, seed, tensor_parallel, random_weights=random_weights)
         nested, fp8 = arguments(self._summary.nested), fp8_weights.ARGUMENTS if weights_dtype else {}
         guessing = {} if drafts is None else vllm_drafts.arguments(drafts, machine)
-        self.llm = _start_engine({**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})})
+        chosen = {**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})}
+        self.llm = _start_engine({**chosen, "scheduler_cls": engine_arguments.scheduler(chosen["async_scheduling"])})
+        self.scheduler = self.llm.engine_core.engine_core.scheduler
         self._routes = self._connect_recorder(routes)
         # What an exact trainer computes follows the engine's passes over whole texts, and routes are told by request.
         self._held = KVCacheHolds(self.llm) if self._on_cpu and not exact and not routes else None
@@ -347,17 +349,21 @@ class VllmEngine(GenerateEngine):
             made.resumable = self._held is not None and bool(request.conversation)
         self.llm.engine_core.add_request(made)
         self._names[request.id] = made.request_id
-        self._running[made.request_id] = _Running(request, stop_strings(self._summary.path, request.sampling))
+        texts = stop_strings(self._summary.path, request.sampling)
+        self._running[made.request_id] = _Running(request, texts)
+        if texts is not None:
+            self.scheduler.watched.add(made.request_id)
         if self._routes is not None:
             self._routes.begin(made.request_id, request.prompt)
 
     def decode(self) -> dict[str, Response]:
         """Run one decode step; see `GenerateEngine`."""
-        finished: dict[str, Response] = {}
         if self._held is not None:
             self._held.make_room()
         # The core's own outputs: vLLM makes several objects a token of them, which takes longer than decoding with a small model.
-        for output in self.llm.engine_core.get_output().outputs:
+        outputs = self.llm.engine_core.get_output().outputs
+        finished = self._take_written()
+        for output in outputs:
             row = self._running.get(output.request_id)
             if row is None:  # aborted while its next token was being computed
                 continue
@@ -376,6 +382,29 @@ class VllmEngine(GenerateEngine):
                 self._held.hold(row.request.conversation, output.request_id)
         return finished
 
+    def _take_written(self) -> dict[str, Response]:
+        """Take the tokens that the scheduler has kept, and return the responses that end with them."""
+        finished: dict[str, Response] = {}
+        for written in self.scheduler.take_written():
+            row = self._running.get(written.name)
+            if row is None:
+                continue
+            row.tokens += written.tokens
+            row.log_probs += written.log_probs
+            self.decoded += len(written.tokens)
+            self.decodings += len(written.tokens)
+            if written.finish is not None:
+                finished[row.request.id] = self._forget(written.name, FINISHES.get(written.finish, "abort"))
+                if self._held is not None and row.request.conversation:
+                    self._held.hold(row.request.conversation, written.name)
+        return finished
+
+    def _see_all_tokens(self) -> None:
+        """Have each running request hold all tokens that it has."""
+        self.scheduler.settle()
+        ended = self._take_written()
+        assert not ended, ended
+
     def end_conversations(self, conversations: Iterable[str]) -> None:
         """Free what is held of these conversations; see `GenerateEngine`."""
         if self._held is not None:
@@ -392,17 +421,20 @@ class VllmEngine(GenerateEngine):
 
     def count_tokens(self) -> dict[str, int]:
         """Count the tokens that each unfinished request has so far."""
+        self._see_all_tokens()
         return {row.request.id: len(row.tokens) for row in self._running.values()}
 
     def drop(self, ids: Sequence[str]) -> dict[str, Response]:
         """End these requests and return their responses so far."""
         names = [self._names[request_id] for request_id in ids if request_id in self._names]
         self.llm.engine_core.abort_requests(names)
+        self._take_written()
         return {self._running[name].request.id: self._forget(name) for name in names}
 
     def _forget(self, name: str, finish: Finish = "abort") -> Response:
         row = self._running.pop(name)
         del self._names[row.request.id]
+        self.scheduler.watched.discard(name)
         routes = None if self._routes is None else self._routes.take(name, [*row.request.prompt, *row.tokens])
         return Response(row.tokens, row.log_probs, finish=finish, routes=routes)
 
@@ -416,6 +448,7 @@ class VllmEngine(GenerateEngine):
             weights = as_text_model(weights)
         self._wake("weights")
         self.catch_up()
+        self._see_all_tokens()
         if self._on_cpu:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
             repack_weights(self.model(), self.llm.vllm_config, tied=not any(is_head(name) for name in self._shapes))
