@@ -16,12 +16,13 @@ The measured side is read from `benchmarks/results/`. `peer_job.py` measures oth
     python peer_job.py model=8B mode=colocated prompts=16 micro_batch_tokens=8192 $@ json=results/peer_job_8b_h200.json
 """
 
+import contextlib
 import json
 import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan import estimates
 from rlgraph.plan.compile import priced_for
 from rlgraph.plan.cost_functions import Passes, Setting
-from rlgraph.plan.estimates import DECODING, PREFILL
+from rlgraph.plan.estimates import DECODING
 from rlgraph.plan.lengths import PROBABILITIES
 from rlgraph.plan.model_shapes import AdapterSize, ModelShape, shapes_of
 from rlgraph.plan.roofline import DEVICES, OPTIMIZER_BYTES, TRAINING, operations
@@ -49,9 +50,13 @@ from rlgraph.plan.roofline import DEVICES, OPTIMIZER_BYTES, TRAINING, operations
 RESULTS = Path(__file__).parents[1] / "results"
 H200 = DEVICES["H200"]
 SMOLLM2 = (576, 30, 9, 3, 1536, True)
-Unexplained = tuple[float, float, float]  # decode steps, sequences in them, and the seconds that the GPU's roofline does not explain
+Unexplained = tuple[float, float, float]  # decode steps, sequences in them, and the seconds that reading the memory does not explain
 PROMPT_TOKENS = 97.0  # of the sequences of 4,096 tokens that updates were measured with
 FITTED = ("one_step_off",)  # of peer_job_h200.json
+# Engines looked at each sequence in each decode step when most runs were measured; those are estimated with the times of that engine.
+BEFORE = {"DECODE_STEP_S": 1.18e-3, "DECODE_SEQUENCE_S": 13.3e-6, "SHARING": 1.26}
+SINCE = ("1.7B, one engine", "0.6B, one engine")  # announced runs of the present engine
+DECODED = ("smollm2_1024", "smollm2_256", "0.6b_256", "1.7b_64", "1.7b_256", "4b_256")  # of decode_steps_…_h200.json
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,37 @@ def loaded(name: str) -> Any:
     return json.loads(file.read_text()) if file.is_file() else None
 
 
+@contextlib.contextmanager
+def engine_before() -> Iterator[None]:
+    """Estimate with the host times of the engine that most runs were measured with."""
+    now = {name: getattr(estimates, name) for name in BEFORE}
+    for name, value in BEFORE.items():
+        setattr(estimates, name, replace(now[name], value=value))
+    try:
+        yield
+    finally:
+        for name, value in now.items():
+            setattr(estimates, name, value)
+
+
 def compared(models: Path) -> Iterator[EstimatedRun]:
     """Yield every run of the results that an estimate can be made for."""
+    yield from announced(models, since=True)
+    with engine_before():
+        yield from announced(models, since=False)
+        yield from measured_before(models)
+
+
+def announced(models: Path, *, since: bool) -> Iterator[EstimatedRun]:
+    """Yield the announced runs of the present engine, or those of the one before."""
+    for name, run in loaded("announced_h200.json").items():
+        if "step_s" in run and (name in SINCE) == since:
+            cfg = peer_job.Config(**run["settings"] | {"model": folder(run["settings"]["model"], models)})
+            yield EstimatedRun(f"{name}, announced", estimated(peer_job.graph(cfg), len(run["gpus"])), run["step_s"], True)
+
+
+def measured_before(models: Path) -> Iterator[EstimatedRun]:
+    """Yield the runs of the engine before, and updates alone, which know no engine."""
     for name, run in loaded("peer_job_h200.json").items():
         cfg = peer_job.Config(**run["settings"] | {"model": folder("smollm2", models)})
         yield EstimatedRun(f"135M, peer job, {name}", estimated(peer_job.graph(cfg), 2), run["step_s"], name not in FITTED)
@@ -117,10 +151,6 @@ def compared(models: Path) -> Iterator[EstimatedRun]:
         for job, run in (loaded(f"peer_job_{name.lower()}_h200.json") or {}).items():
             cfg = peer_job.Config(**run["settings"] | {"model": folder(name, models)})
             yield EstimatedRun(f"{name}, peer job, {job}", estimated(peer_job.graph(cfg), 2), run["step_s"], True)
-    for name, run in loaded("announced_h200.json").items():
-        if "step_s" in run:
-            cfg = peer_job.Config(**run["settings"] | {"model": folder(run["settings"]["model"], models)})
-            yield EstimatedRun(f"{name}, announced", estimated(peer_job.graph(cfg), len(run["gpus"])), run["step_s"], True)
     for name, gpus in (("overlap_h200.json", 2), ("overlap_4b_four_gpus_h200.json", 4)):
         run = loaded(name)
         settings = overlap.Config(**run["settings"] | {"models": str(models)})
@@ -162,29 +192,15 @@ def fit() -> dict[str, float]:
     smollm2, others = shapes["smollm2"], {name: shapes[name] for name in costs}
     assert smollm2 is not None
     read = H200.bandwidth * DECODING
-    peer, rollout = loaded("peer_job_h200.json")["one_step_off"], loaded("rollout_h200.json")
-    plain = rollout["depth 1, update 0.0 of a step"]["batch by batch"]
-
-    def left(of: ModelShape, law: Mapping[str, float], longest: float, tokens: float, rows: int, prompt: float) -> Unexplained:
-        whole = law.get("start_s", 0.0) + law.get("step_s", 0.0) * longest + law.get("sequence_s", 0.0) * tokens
-        context = prompt + tokens / rows / 2
-        gpu = (2 * of.active_parameters * longest + of.kv_bytes_per_token() * context * tokens) / read
-        return longest, tokens, whole - gpu - 2 * of.active_parameters * prompt * rows / (H200.flops * PREFILL)
-
-    jobs = []
-    for name, each in costs.items():
-        of, given = others[name], each["lengths"]
-        assert of is not None
-        mean = rg.planning.Lengths(tuple(given["at"]), tuple(given["tokens"])).mean
-        jobs.append(left(of, each["nodes"]["rollout"]["decode"], given["tokens"][-1], 128 * mean, 128, given["prompt_tokens"]))
-    tokens = plain["tokens_per_s"] * plain["step_s"]
-    jobs.append(left(smollm2, {"start_s": plain["step_s"]}, rollout["lengths"]["longest"], tokens, rollout["lengths"]["rows"], 16.0))
-    step_s, sequence_s = least_squares(jobs)
-    settings = peer["settings"]
-    rows = settings["prompts"] * settings["group_size"] // settings["engines_per_gpu"]
-    length, kept = settings["response_tokens"], settings["engines_per_gpu"]  # engines that share a GPU take turns on it
-    gpu = (2 * smollm2.active_parameters + rows * smollm2.kv_bytes_per_token() * length / 2) / read * kept
-    shared = (peer["timings"]["timing_s/gen"] / length - gpu) / (step_s + rows * sequence_s)
+    peer = loaded("peer_job_h200.json")["one_step_off"]
+    settings, length = peer["settings"], peer["settings"]["response_tokens"]
+    steps = [loaded(f"decode_steps_{name}_h200.json") for name in DECODED]
+    left = [(1.0, float(each["sequences"]), each["ways"]["recorded"]["step_s"] - each["bytes"] / read) for each in steps]
+    step_s, sequence_s = least_squares(left)
+    many = loaded("generation_engines_h200.json")  # engines that share a GPU take turns on it
+    rows, tokens, engines = many["sequences"] // 4, many["tokens"], 4
+    gpu = (2 * smollm2.active_parameters + rows * smollm2.kv_bytes_per_token() * tokens / 2) / read * engines
+    shared = (many["seconds"]["rlgraph, 4 engines"] / tokens - gpu) / (step_s + rows * sequence_s)
     update = {name: each["nodes"]["update"] for name, each in costs.items()}
     per_token = [(shapes[name], each["token_s"]) for name, each in update.items()]
     per_token.append((smollm2, peer["timings"]["timing_s/update_actor"] / (settings["prompts"] * settings["group_size"] * (length + 22))))
@@ -194,7 +210,7 @@ def fit() -> dict[str, float]:
     return {
         "DECODE_STEP_S": step_s,
         "DECODE_SEQUENCE_S": sequence_s,
-        "SHARING": shared ** (1 / math.log2(settings["engines_per_gpu"])),
+        "SHARING": shared ** (1 / math.log2(engines)),
         "PASS_LAYER_S": statistics.fmean(each["pass_s"] / layers[name] for name, each in update.items()),
         "SHARDED_PASS_LAYER_S": statistics.fmean(each["sharded_pass_s"] / layers[name] for name, each in update.items()),
         "LOGIT_BYTES": statistics.fmean(logits),

@@ -40,12 +40,11 @@ class HostTime:
     source: str
 
 
-# Between two decode steps an engine schedules, samples and passes tokens on; no other work overlaps that.
-DECODE_STEP_S = HostTime(1.18e-3, "prediction_h200.json: costs, 1.7B and 4B; rollout_h200.json: batch by batch, SmolLM2")
-# Of each sequence in a step: its logits, its log-prob, its place in the scheduler's lists.
-DECODE_SEQUENCE_S = HostTime(13.3e-6, "prediction_h200.json: costs, 1.7B and 4B; rollout_h200.json: batch by batch, SmolLM2")
-# Factor on both for each doubling of the engines that share a GPU.
-SHARING = HostTime(1.26, "peer_job_h200.json: one_step_off, four engines a GPU")
+# What a decode step adds to reading the memory: its launch, its norms, and for each sequence its logits and its log-prob.
+DECODED = "decode_steps_*_h200.json: SmolLM2, 0.6B, 1.7B and 4B"
+DECODE_STEP_S, DECODE_SEQUENCE_S = HostTime(0.71e-3, DECODED), HostTime(1.12e-6, DECODED)
+# Factor on both for each doubling of the engines that share a GPU, on which they take turns.
+SHARING = HostTime(2.72, "generation_engines_h200.json: SmolLM2, four engines a GPU")
 # The host's time to launch a pass forward and backward, for each layer; more if ranks gather and scatter the layer's shards.
 PASS_LAYER_S = HostTime(7.75e-3, "prediction_h200.json: costs, pass_s of 1.7B and 4B over their layers")
 SHARDED_PASS_LAYER_S = HostTime(15e-3, "prediction_h200.json: costs, sharded_pass_s of 1.7B and 4B over their layers")
