@@ -41,14 +41,23 @@ PEERS = [
 ]
 
 
-def generation(model: str, file: str) -> Row:
-    engines = "4 engines" if model == "SmolLM2" else "1 engine"
-    best = Figure(file, ("seconds", f"rlgraph, {engines}"), "{:.1f} s")
-    what = f"{model}, {{sequences}} responses of {{tokens}} tokens with log-probs, {engines} on one GPU"
-    return Row(f"{what} (one vLLM without log-probs: {{plain}})", best, "benchmarks/speed/generation.py",
-               "one vLLM with log-probs", seconds(file, "seconds", "vllm, with log-probs", form="{:.1f} s"),
+def generation(model: str, file: str, vllm: str, compared: str) -> Row:
+    """One engine that generates, beside vLLM as its users start it, measured in `vllm`."""
+    what = f"{model}, {{sequences}} responses of {{tokens}} tokens with log-probs, one engine"
+    return Row(f"{what} (one vLLM without log-probs: {{plain}})", seconds(file, "seconds", "rlgraph, 1 engine", form="{:.1f} s"),
+               "benchmarks/speed/generation.py", compared, seconds(vllm, "seconds", "vllm, with log-probs", form="{:.1f} s"),
                {"sequences": count(file, "sequences"), "tokens": count(file, "tokens"),
-                "plain": seconds(file, "seconds", "vllm", form="{:.1f} s")})  # fmt: skip
+                "plain": seconds(vllm, "seconds", "vllm", form="{:.1f} s")})  # fmt: skip
+
+
+def decode_step(model: str, sequences: int) -> Row:
+    """A decode step of rlgraph's engine beside one that vLLM schedules in its own way, in the same engine."""
+    file, at = f"decode_steps_{model.lower()}_{sequences}_h200.json", ("ways", "recorded")
+    shape = model.lower() if model == "SmolLM2" else model
+    what = f"{model}, {{sequences}} responses, at 512 of 1,024 tokens: a decode step (the GPU is busy for {{busy}})"
+    return Row(what, ms(file, *at, "step_s"), f"benchmarks/speed/decode_steps.py {shape} --sequences {sequences} --ways recorded",
+               "scheduled in vLLM's own way", ms(file, *at, "own_scheduler_step_s"),
+               {"sequences": count(file, "sequences"), "busy": ms(file, *at, "gpu_busy_s")})  # fmt: skip
 
 
 def weights(shape: str) -> list[Row]:
@@ -126,8 +135,12 @@ ON_GPUS = [
         ms("kernels_h200.json", "rms_norm, hidden of 4B", "rlgraph (torch's kernel)", "seconds", form="{:.2f} ms"),
         "benchmarks/speed/kernel_times.py", "Liger",
         ms("kernels_h200.json", "rms_norm, hidden of 4B", "liger", "seconds", form="{:.2f} ms")),
-    generation("SmolLM2", "generation_h200.json"),
-    generation("4B", "generation_4b_h200.json"),
+    generation("SmolLM2", "generation_engines_h200.json", "generation_h200.json", "one vLLM with log-probs, on another day"),
+    Row("the same", seconds("generation_engines_h200.json", "seconds", "rlgraph, 1 engine", form="{:.1f} s"),
+        "benchmarks/speed/generation.py smollm2 --engines 1 4", "four engines on the GPU",
+        seconds("generation_engines_h200.json", "seconds", "rlgraph, 4 engines", form="{:.1f} s")),
+    generation("4B", "generation_4b_h200.json", "generation_4b_h200.json", "one vLLM with log-probs"),
+    *(decode_step(*each) for each in (("SmolLM2", 1024), ("SmolLM2", 256), ("0.6B", 256), ("1.7B", 64), ("1.7B", 256), ("4B", 256))),
     Row("0.6B time-shared, one GPU: from the command to the end of the first step", seconds("start_h200.json", "median_s", form="{:.0f} s"),
         "benchmarks/speed/start.py --shape 0.6B"),
     *(row for shape in ("8B", "0.6B") for row in weights(shape)),

@@ -41,12 +41,6 @@ def experts(way: str) -> Row:
                   seconds("experts_h100.json", "runs", spec, "step_s"))  # fmt: skip
 
 
-def small_step(what: str, file: str, command: str) -> Row:
-    """A decode step of a small model beside what the GPU does in it."""
-    return Row(f"SmolLM2, one engine, {what}, at 512 of 1,024 tokens: a decode step", ms(file, *RECORDED, "step_s"),
-               f"benchmarks/speed/decode_steps.py smollm2 {command}", "the GPU is busy", ms(file, *RECORDED, "gpu_busy_s"))  # fmt: skip
-
-
 def launched_again(what: str, field: str) -> list[Row]:
     """The row of a job in turns that a program launches again, with its engine and without."""
     kept, warm = (seconds("launches_h100.json", "medians", f"{kind}, later", field, form="{:.1f} s") for kind in ("engines kept", "warm"))
@@ -100,8 +94,6 @@ ON_H100S = [
     Row("the same, pages of 128 tokens: a decode step", ms(STEPS, "ways", "pages", "step_s"),
         "benchmarks/speed/decode_steps.py 4B --ways pages",
         "attention in it", ms(STEPS, "ways", "pages", "kernel_s", "attention")),
-    small_step("1,024 responses", "decode_steps_smollm2_h100.json", "--sequences 1024"),
-    small_step("256 responses", "decode_steps_smollm2_256_h100.json", "--sequences 256"),
     *turns("tool_rollouts_h100.json", "SmolLM2, turns of 43 tokens, tools of 20 ms"),
     *turns("tool_rollouts_long_turns_h100.json", "SmolLM2, turns of 170 tokens, tools of 20 ms"),
     Row("the same with turns of 43 tokens and long-tailed tools (p99 = 10 x median): step time relative to its lower bound",

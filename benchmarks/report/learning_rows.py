@@ -43,11 +43,14 @@ def stale(what: str, file: str, script: str) -> list[Row]:
 
 
 def again(what: str, field: str, form: str) -> list[Row]:
-    """The row of a plan that a program launches again, warm and on Ray."""
-    warm, ray = (seconds("launches_cpu.json", "medians", kind, field, form=form) for kind in ("warm, later", "on Ray, later"))
+    """The rows of a plan that a program launches: as processes, and again inside of `rg.runs.warm()`, each beside a launch on Ray."""
+    ways = (("launched with `dispatch=\"processes\"`", "processes, first", "on Ray, first"),
+            ("launched again by a program inside of `rg.runs.warm()`", "warm, later", "on Ray, later"))  # fmt: skip
     return [
-        Row(f"SmolLM2, launched again by a program inside of `rg.runs.warm()`: {what}", warm, "benchmarks/speed/launches.py", "on Ray", ray)
-    ]
+        Row(f"SmolLM2, {way}: {what}", seconds("launches_cpu.json", "medians", kind, field, form=form), "benchmarks/speed/launches.py",
+            "on Ray", seconds("launches_cpu.json", "medians", ray, field, form=form))
+        for way, kind, ray in ways
+    ]  # fmt: skip
 
 
 LEARNING = [

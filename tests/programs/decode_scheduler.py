@@ -109,7 +109,7 @@ class Run:
             logprobs=LogprobsLists(rows.astype(np.int32), rows, rows[:, 0]),
         )
         outputs = self.scheduler.update_from_output(output, result)
-        self.take_written()
+        self.take_tokens()
         for each in outputs[0].outputs if outputs and 0 in outputs else ():
             found = self.found[each.request_id]
             found[0] += each.new_token_ids
@@ -120,8 +120,8 @@ class Run:
         """The blocks that a request gets, or how many, if there are windows: the short way frees blocks behind them later."""
         return numbers if not self.sliding or numbers is None else [len(group) for group in numbers]
 
-    def take_written(self) -> None:
-        for each in getattr(self.scheduler, "take_written", list)():
+    def take_tokens(self) -> None:
+        for each in getattr(self.scheduler, "take_tokens", list)():
             found = self.found[each.name]
             found[0] += each.tokens
             found[1] += each.log_probs
@@ -139,7 +139,7 @@ class Run:
             self.scheduler.set_pause_state(PauseState.UNPAUSED)
             if kind == "reset":
                 self.scheduler.reset_prefix_cache(reset_running_requests=True)
-        self.take_written()
+        self.take_tokens()
 
 
 def drive(run: Run, seed: int) -> Run:
@@ -163,7 +163,7 @@ def drive(run: Run, seed: int) -> Run:
         run.step()
     if hasattr(run.scheduler, "settle"):
         run.scheduler.settle()
-    run.take_written()
+    run.take_tokens()
     return run
 
 

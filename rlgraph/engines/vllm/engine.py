@@ -313,9 +313,7 @@ class VllmEngine(GenerateEngine):
         model = engine_arguments.of_model(path, context, dtype, seed, tensor_parallel, random_weights=random_weights)
         nested, fp8 = arguments(self._summary.nested), fp8_weights.ARGUMENTS if weights_dtype else {}
         guessing = {} if drafts is None else vllm_drafts.arguments(drafts, machine)
-        chosen = {**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})}
-        self.llm = _start_engine({**chosen, "scheduler_cls": engine_arguments.scheduler(chosen["async_scheduling"])})
-        self.scheduler = self.llm.engine_core.engine_core.scheduler
+        self.llm = _start_engine({**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})})
         self._routes = self._connect_recorder(routes)
         # What an exact trainer computes follows the engine's passes over whole texts, and routes are told by request.
         self._held = KVCacheHolds(self.llm) if self._on_cpu and not exact and not routes else None
@@ -362,7 +360,7 @@ class VllmEngine(GenerateEngine):
             self._held.make_room()
         # The core's own outputs: vLLM makes several objects a token of them, which takes longer than decoding with a small model.
         outputs = self.llm.engine_core.get_output().outputs
-        finished = self._take_written()
+        finished = self._take_tokens()
         for output in outputs:
             row = self._running.get(output.request_id)
             if row is None:  # aborted while its next token was being computed
@@ -382,10 +380,10 @@ class VllmEngine(GenerateEngine):
                 self._held.hold(row.request.conversation, output.request_id)
         return finished
 
-    def _take_written(self) -> dict[str, Response]:
+    def _take_tokens(self) -> dict[str, Response]:
         """Take the tokens that the scheduler has kept, and return the responses that end with them."""
         finished: dict[str, Response] = {}
-        for written in self.scheduler.take_written():
+        for written in self.scheduler.take_tokens():
             row = self._running.get(written.name)
             if row is None:
                 continue
@@ -402,7 +400,7 @@ class VllmEngine(GenerateEngine):
     def _see_all_tokens(self) -> None:
         """Have each running request hold all tokens that it has."""
         self.scheduler.settle()
-        ended = self._take_written()
+        ended = self._take_tokens()
         assert not ended, ended
 
     def end_conversations(self, conversations: Iterable[str]) -> None:
@@ -428,7 +426,7 @@ class VllmEngine(GenerateEngine):
         """End these requests and return their responses so far."""
         names = [self._names[request_id] for request_id in ids if request_id in self._names]
         self.llm.engine_core.abort_requests(names)
-        self._take_written()
+        self._take_tokens()
         return {self._running[name].request.id: self._forget(name) for name in names}
 
     def _forget(self, name: str, finish: Finish = "abort") -> Response:
@@ -531,6 +529,11 @@ class VllmEngine(GenerateEngine):
             self.llm.wake_up(tags=[tag])
             self._asleep.remove(tag)
 
+    @property
+    def scheduler(self) -> Any:
+        """The `DecodeScheduler` of vLLM's core."""
+        return self.llm.engine_core.engine_core.scheduler
+
     def model(self) -> Any:
         """The PyTorch module of vLLM, in an engine of one process."""
         return self.llm.model_executor.driver_worker.worker.get_model()
@@ -580,7 +583,8 @@ def _start_engine(arguments: Mapping[str, Any]) -> Any:
     with warnings.catch_warnings(), _inspect_models_locally():
         # vLLM looks at every attribute of every module, those included that warn when looked at.
         warnings.simplefilter("ignore", FutureWarning)
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+        scheduler = engine_arguments.scheduler(arguments["async_scheduling"])
+        return LLMEngine.from_engine_args(EngineArgs(**arguments, scheduler_cls=scheduler))
 
 
 @contextlib.contextmanager

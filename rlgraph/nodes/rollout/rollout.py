@@ -126,8 +126,7 @@ class Generator(Model):
     * `tensor_parallel`: the GPUs per engine. A pool with more GPUs runs several engines.
     * `max_sequences`: the most responses that an engine decodes at once. None: what the graph needs, at most 1024 on a GPU, 256 on a CPU.
     * `memory`: the share of a GPU's memory for engines and arriving versions. None: 0.9, or 0.45 in a pool shared with other models.
-    * `engines_per_gpu`: the engines that share each GPU and its memory. More than one pays for small models, whose decode steps are
-      shorter than the engine's host work between two steps.
+    * `engines_per_gpu`: the engines that share each GPU and its memory. For responses of one turn, one engine is the fastest.
     * `weights_dtype`: "fp8" keeps the matrices of the layers in fp8, quantised from each version as it is loaded. None: as `dtype`.
     * `drafts`: `rg.options.PromptLookup(…)` guesses tokens ahead. None: each step decodes one token per sequence.
     * `routes`: writes the experts that the engine chose for each token into `prompt_routes` [B, P, L, E] and `routes`
