@@ -208,7 +208,7 @@ class DecodeScheduler(Scheduler):
         # Blocks behind a window come back only where a sequence gets its next one, up to a block per sequence later than in vLLM's own way.
         blocks = 2 * len(steady.names) if self._windows else len(crossing)
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        if not steady.names or free < blocks * len(self.kv_cache_config.kv_cache_groups):
+        if free < blocks * len(self.kv_cache_config.kv_cache_groups):
             return None
         self.current_step += 1
         self.kv_cache_manager.new_step_starts()
@@ -225,7 +225,7 @@ class DecodeScheduler(Scheduler):
             new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
         )
         self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
-        steady.scheduled += 1
+        steady.scheduled += bool(steady.names)  # none where all last tokens are under way
         self.short += 1
         return output
 
@@ -254,7 +254,9 @@ class DecodeScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """Take the tokens of a step."""
         steady, sampled, log_probs = self._steady, model_runner_output.sampled_token_ids, model_runner_output.logprobs
-        next_one = bool(self._under_way) and scheduler_output is self._under_way[0]  # not a step of no tokens
+        if steady is not None and not scheduler_output.total_num_scheduled_tokens:
+            return {}
+        next_one = bool(self._under_way) and scheduler_output is self._under_way[0]
         short = next_one and steady is not None and log_probs is not None and all(len(tokens) == 1 for tokens in sampled)
         if not short:
             self.settle()  # as of before this step
