@@ -89,10 +89,13 @@ def compile(graph: Graph, cluster: Cluster, costs: Costs | None = None) -> Plan:
     0.75
 
     Compiling is a pure function: it starts nothing and needs no GPU. It lasts milliseconds for a few devices, and seconds for 128 GPUs.
-    Without `costs`, costs are estimated from the models' config.json and the cluster's kind of GPU. If that is impossible they are
-    placeholders, which the plan marks.
 
-    A PlanWarning is raised if a plain number of seconds, which counts the same on any number of devices, decides the split of the devices.
+    * `graph`: the graph. Pools with `share=None` get the split of the devices with the shortest predicted step.
+    * `cluster`: `rg.cluster()`, `rg.local_cluster()`, or an `rg.Cluster` that this machine need not have.
+    * `costs`: the seconds of each node, from `rg.planning.profile`, `Job.costs` or a file. None estimates them from the models' config.json
+      and the cluster's kind of GPU; if that is impossible, the costs are placeholders, and the plan says so.
+
+    It issues a PlanWarning if a plain number of seconds, which counts the same on any number of devices, decides the split of the devices.
     Other warnings name comparisons without a learning signal (groups of one response, or greedy responses), and nodes that never run.
 
     Raises PlanError if the graph does not fit the cluster or its memory, or the costs do not fit the graph.

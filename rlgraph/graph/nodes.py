@@ -300,7 +300,7 @@ def feedback(
     checksum: bool = False,
     columns: str = "",
 ) -> Feedback:
-    """Make the feedback edge of a graph; a trained batch may lag `depth` weight versions behind the policy (0 is on-policy).
+    """Declare the feedback edge on which the policy's weights return to the generator.
 
         >>> weights = feedback("weights", depth=1, buffers=2)
         >>> weights.depth  # pass it to generator.rollout(...), and close it with weights.close(step.weights)
@@ -309,8 +309,10 @@ def feedback(
     Each step of the graph produces one version. Rollout k uses exactly version max(0, k - depth), so a run depends only on its seed and
     depth.
 
-    * `latest`: uses the newest published version instead. The bound holds, but the run is not repeatable.
+    * `name`: the edge's name in plans and errors.
+    * `depth`: how many weight versions a training batch may lag behind the policy. 0 is on-policy.
     * `buffers`: with 2 the generator receives the next version while it decodes; with 1 it receives between two steps.
+    * `latest`: uses the newest published version instead. The bound holds, but the run is not repeatable.
     * `bucket_bytes`: the second buffer begins to fill as soon as the trainer has staged this many bytes of the parameters.
     * `checksum`: the generator compares every version with the trainer's, parameter by parameter, before it uses it.
     * `columns`: names separated by spaces. The edge carries these columns of a batch instead of weights. The firing of step k receives

@@ -469,23 +469,26 @@ def prompts(
     >>> rg.prompts([{"prompt": question, "answer": "2"}], count=1).columns
     ('prompt_texts', 'prompt_messages', 'prompt_ids', 'answers')
 
-    Each item is a mapping with the prompt under `prompt`; every other field becomes a column named in the plural, so that a reward
-    reads `answer` as `answers`. A step may span epochs; one of a data set smaller than `count` draws items more than once.
+    Each item is a mapping with the prompt under `prompt`. Every other field becomes a column with its name in the plural: a reward
+    reads `answer` as `answers`. `prompt_texts` holds the last message of the user, `prompt_messages` the conversation as JSON.
 
-    The items are a list, rows of `rg.data` (files, data sets of the hub, published schemas) or another data set with a length. A
-    stream (`rg.data.stream` or an IterableDataset) is drawn in its own order, and its rows are checked as they arrive.
+    A prompt is text or a list of messages. The model reads text exactly as written; special tokens that it begins with are not added
+    again. The chat template of the rollout's model renders messages, with the item's own `tools` and `chat_template_kwargs` if it has
+    these fields.
 
-    A prompt is text or a list of messages. The model reads text exactly as given; special tokens that it begins with are not added
-    again. Messages are rendered by the chat template of the rollout's model, with the item's own `tools` and `chat_template_kwargs`
-    if it has these fields. `chat=rg.options.Chat(…)` adds a system prompt, tools and arguments of the template; text is then a message of
-    the user. `prompt_texts` holds the last message of the user, `prompt_messages` the conversation as JSON.
+    * `data`: a list, rows of `rg.data` (files, data sets of the hub, published schemas), or another data set with a length. A stream
+      (`rg.data.stream` or an IterableDataset) is drawn in its own order, and its rows are checked as they arrive.
+    * `count`: the items per step. A step may span epochs; if `data` has fewer items than `count`, a step draws items more than once.
+    * `chat`: `rg.options.Chat(…)` adds a system prompt, tools and arguments of the template; text is then a message of the user.
+    * `seed`: the seed of the order. A stream has its own order.
+    * `results`: `rg.feedback("results", depth=1, columns="rewards")`, for a mixture with a curriculum of `(seed, step, results)`. Close
+      it with the rewards of the responses: step k then knows the rewards of the steps before max(0, k - depth). Use the depth of the
+      weights; with a smaller depth, rollouts wait for rewards.
+    * `prompt`: the field that holds the prompt.
+    * `name`: the node's name in plans and errors.
 
-    `results=rg.feedback("results", depth=1, columns="rewards")` is for a mixture with a curriculum of `(seed, step, results)`. Close
-    it with the rewards of the responses: step k then knows the rewards of the steps before max(0, k - depth). `depth` usually equals the
-    depth of the weights; a smaller one makes rollouts wait for rewards.
-
-    The launch checks all items, and each again when it is drawn. Raises DataError for an empty data set, an item without a prompt
-    or without a field that the first one has, or fields that are neither text nor numbers.
+    The launch checks all items, and the run checks each again when it is drawn. Raises DataError for an empty data set, an item without
+    a prompt or without a field that the first item has, or fields that are neither text nor numbers.
     """
     check_results(name, data, results)
     if is_stream(data):

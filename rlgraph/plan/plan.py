@@ -357,7 +357,8 @@ class Prediction:
 class Plan:
     """A graph placed on a cluster: workers, channels, loops, schedule, prediction and certificate.
 
-    It prints, draws, compares, serialises and runs. A plan that `from_json` reads has no graph, so it cannot be launched.
+    `rg.compile` makes it. Print it, draw it, compare it with another, write it as JSON, or launch it. A plan that `from_json` reads has no
+    graph, so it cannot be launched.
 
     >>> import rlgraph as rg
     >>> plan = rg.compile(rg.Graph("questions", rg.prompts([{"prompt": "1 + 1 ="}], count=1)), rg.Cluster(cpus=2))
@@ -384,7 +385,7 @@ class Plan:
 
     @property
     def facade(self) -> Any:
-        """What draws and launches the plan: `rlgraph.api`, which is above all and is imported when it is first asked for."""
+        """Import `rlgraph.api`, which draws and launches the plan. It imports all other packages, so it is imported when first used."""
         return import_module("rlgraph.api")
 
     @property
@@ -399,11 +400,11 @@ class Plan:
         return str(self.facade.svg(self))
 
     def draw(self, path: str | Path) -> None:
-        """Write a picture: SVG, or Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
+        """Write a picture of the plan to `path`: SVG, or Mermaid text if the name ends in `.mmd`. Raises PlanError for any other ending."""
         self.facade.draw(self, path)
 
     def timeline(self, path: str | Path, steps: int = 6) -> None:
-        """Write the predicted timeline of the first `steps` steps, as Chrome-trace JSON for ui.perfetto.dev."""
+        """Write the predicted timeline of the first `steps` steps to `path`, as Chrome-trace JSON for ui.perfetto.dev."""
         self.facade.timeline(self, path, steps)
 
     @check_arguments(PlanError)
@@ -422,22 +423,24 @@ class Plan:
         wait_for_hosts_s: Seconds | None = None,
         encrypt: bool = False,
     ) -> "rlgraph.Job":
-        """Make the `rlgraph.Job`, for a `with` block: the block starts the workers on Ray and ends them when it is left.
+        """Make the `rlgraph.Job` of the plan, for a `with` block: entering the block starts the workers, leaving it stops them.
 
-        * `deadline_s`: bounds every wait of one worker for another.
-        * `dispatch`: what starts the workers' loops: one execution of a Compiled Graph of Ray, an actor call for each ("calls"), or, on
-          one host and without Ray, "processes". None: a Compiled Graph on one host if this Ray has them, else calls. The driver itself
-          ticks the steps, equally fast with each.
-        * `checkpoint`: a folder into which the job writes a checkpoint every `every` steps and at the end, and keeps the newest `keep`. A
-          job whose folder holds checkpoints resumes from the newest one.
+        * `dispatch`: what starts the workers' loops: one execution of a Compiled Graph of Ray ("compiled_graph"), an actor call per worker
+          ("calls"), or, on one host and without Ray, "processes". None: a Compiled Graph on one host if this Ray has them, else calls. The
+          driver itself ticks the steps, equally fast with each.
+        * `deadline_s`: the seconds that one worker may wait for another.
+        * `checkpoint`: the folder of the checkpoints. If it holds checkpoints already, the job resumes from the newest. The job also writes
+          one after its last step.
+        * `every`: the steps between two checkpoints.
+        * `keep`: how many checkpoints the folder keeps.
+        * `restarts`: how often the job restarts without a new checkpoint in between, when a worker dies or a node fails.
         * `fresh`: moves existing checkpoints aside and starts from the beginning.
-        * `restarts`: how often the job restarts by itself without a new checkpoint in between, when a worker dies or a node fails.
         * `export_every`: the steps between two exports of the policy as a Hugging Face folder, `exports/step-…` in the checkpoints' folder.
         * `transport`: how columns cross processes of a host: "shm" (the default), or "ray" with the channels of Ray's Compiled Graphs. The
           results are bit-identical.
-        * `wait_for_hosts_s`: the seconds that the start waits for hosts that Ray does not have yet, and for GPUs that other jobs hold.
-        * `encrypt`: encrypts with TLS every connection that rlgraph opens between hosts. A plan in which another library sends columns or
-          weights between hosts is refused.
+        * `wait_for_hosts_s`: how many seconds the start waits for hosts that Ray lacks, and for GPUs that other jobs hold.
+        * `encrypt`: encrypts with TLS every connection that rlgraph opens between hosts. A plan in which another library sends columns
+          or weights between hosts is refused.
 
         Raises PlanError if this machine or its Ray lacks what the plan needs, and DataError for models and prompts that
         cannot be used, both before anything starts. Entering the job raises CheckpointError for a folder that cannot be used.
@@ -459,11 +462,11 @@ class Plan:
         return job
 
     def run_here(self) -> Any:
-        """Make an `rlgraph.runtime.local.LocalJob` that runs the same plan in this one process, without Ray, for tests and debuggers."""
+        """Make an `rlgraph.runtime.local.LocalJob`, which runs the plan in this process, without Ray, for tests and debuggers."""
         return self.facade.run_here(self)
 
     def ray_dag(self, actors: Mapping[str, Any]) -> Any:
-        """Bind the forward graph to an actor for each worker, as a graph of Ray: `rlgraph.api.ray_dag`."""
+        """Bind the forward graph to actors as a graph of Ray; `actors` maps each worker's name to its actor. See `rlgraph.api.ray_dag`."""
         return self.facade.ray_dag(self, actors)
 
     def to_json(self) -> str:
@@ -472,7 +475,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Read the plan that `to_json` wrote, in this version or an older one. Raises PlanError for other text, or an unknown key."""
+        """Read the JSON `text` that `to_json` wrote, in this version or an older one. Raises PlanError for other text or an unknown key."""
         here = f"this is rlgraph {_version()}, which reads the plans that it writes: compile the graph again"
         try:
             raw = with_new_names(msgspec.json.decode(text))

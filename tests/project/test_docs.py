@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.public import PUBLIC, unique_values
@@ -43,6 +44,22 @@ def without_example(public: Mapping[str, object]) -> list[str]:
 def test_every_public_function_has_an_example() -> None:
     assert without_example(PUBLIC) == []
     assert without_example({"bare": lambda: None, "compile": rg.compile}) == ["bare"]
+
+
+OF_RECIPES: list[Any] = [rg.prompts, rg.reward, rg.evaluate, rg.advantages, rg.feedback, rg.compile, rg.runs.warm, rg.Generator.rollout]
+OF_RECIPES += [rg.Policy.log_probs, rg.Policy.base_log_probs, rg.Policy.update, rg.Reference.log_probs, rg.Reference.old_log_probs]
+OF_RECIPES += [rg.Critic.values, rg.Critic.update, rg.Plan.launch, rg.Job.steps, rg.Job.export]
+
+
+def without_line(function: Any) -> list[str]:
+    """The parameters for which the docstring has no line."""
+    lines = " ".join(re.findall(r"^ *\* (`.*?):", function.__doc__ or "", re.M))
+    return [name for name in inspect.signature(function).parameters if name != "self" and f"`{name}`" not in lines]
+
+
+def test_the_functions_that_recipes_call_have_a_line_for_each_parameter() -> None:
+    assert {function.__qualname__: names for function in OF_RECIPES if (names := without_line(function))} == {}
+    assert without_line(rg.tune)[:2] == ["build", "cluster"]
 
 
 def examples(page: str) -> Iterator[ast.Module]:

@@ -90,29 +90,30 @@ def reward(
     >>> reward(lambda answers: [1.0 for answer in answers], prompts).columns
     ('rewards',)
 
-    `def right(responses, answers)` is called once with the columns of all responses and returns one number for each;
+    `def right(responses, answers)` is called once with the columns of all responses and returns one number for each.
     `def right(response, answer)` is called for each response and returns its number, and so is `async def judge(response)`.
-    Calls for single responses run `concurrency` at a time (16, or as the scorer says), on threads or, if async, in one event loop.
-    A function may also return the answer that it found, for `rg.evaluate`: see `rg.scorers.Score`.
+    For `rg.evaluate` a function may also return the answer that it found: see `rg.scorers.Score`.
 
-    `responses` and `prompts` are texts, or token ids if the parameter is annotated `torch.Tensor`. `answers` is the field `answer` of
-    the data set, repeated for each response. `writes` names the column of the rewards: `baseline_rewards` for greedy
-    responses, or a custom name for an estimator of several rewards, e.g. `rg.estimators.GDPO(keys=("right", "brief"))`.
+    * `function`: the function. Its parameters `responses` and `prompts` are texts, or token ids if they are annotated `torch.Tensor`.
+      `answers` is the field `answer` of the data set, repeated for each response.
+    * `inputs`: outputs that carry these columns, e.g. the rollout and the prompts.
+    * `writes`: the column of the rewards [B]: `baseline_rewards` for greedy responses, or a custom name for an estimator of several
+      rewards, e.g. `rg.estimators.GDPO(keys=("right", "brief"))`.
+    * `concurrency`: the calls for single responses that run at a time, on threads or, if async, in one event loop. None: 16, or the
+      scorer's own number.
+    * `deadline_s`: the seconds that a call may last.
+    * `retries`: `rg.options.Retry(times=3, default=0.0)` repeats calls that fail. Metrics: `critic/rewards/retries`, repeated calls per
+      response, and `critic/rewards/defaults`, the share of responses that got the default.
+    * `by_group`: True if the reward of a response depends only on the responses to its prompt. In a rollout with `chunks` the function
+      then gets each chunk, of whole groups, as it arrives. With False it gets the whole batch.
+    * `outliers`: a reward farther than this many standard deviations from the mean of earlier rewards causes a warning and counts in
+      `guards/reward_outliers`. It is used unchanged. None: no check.
+    * `trial`: before anything starts, the launch calls the function on a made-up batch of two prompts with their groups, and checks its
+      result as the run would. Set False for a function with side effects, or one that loads a model or needs a network.
+    * `name`: the node's name in plans and errors.
 
-    In a rollout with `chunks` the function gets each chunk as it arrives; a chunk holds whole groups. Set `by_group=False` for a
-    function that compares responses to different prompts: it then gets the whole batch.
-
-    A reward farther than `outliers` standard deviations from the mean of earlier rewards causes a warning and counts in
-    `guards/reward_outliers`. It is used unchanged. None: no check.
-
-    `retries=rg.options.Retry(times=3, default=0.0)` repeats calls that fail. Metrics: `critic/rewards/retries`, repeated calls per
-    response, and `critic/rewards/defaults`, the share of responses that got the default.
-
-    Without `retries`, or if all calls fail and there is no default, a call that raises, takes longer than `deadline_s` or returns no
-    finite number ends the run with an error that names the response and its prompt.
-
-    The launch calls the function once on a made-up batch of two prompts with their groups, before anything starts, and checks its
-    result as the run would. Set `trial=False` for a function with side effects, or one that loads a model or needs a network.
+    A call fails if it raises, takes longer than `deadline_s` or returns no finite number. If all retries fail and there is no default, the
+    run ends with an error that names the response and its prompt.
 
     Raises GraphError for a parameter whose column no input carries, a function without parameters, or a column of another kind.
     """

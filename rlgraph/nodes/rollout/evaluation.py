@@ -183,7 +183,7 @@ def evaluate(
     trial: bool = True,
     name: Name = NAME,
 ) -> Output:
-    """Declare an evaluation at every `every`-th step: `samples` responses to each item of `data`, scored by `reward` as in `rg.reward`.
+    """Declare an evaluation: every `every` steps, sample responses to each item of `data` and score them.
 
     >>> import rlgraph as rg
     >>> generator, weights = rg.Generator("tiny", pool=rg.Pool("rollout")), rg.feedback("weights", depth=1)
@@ -191,18 +191,24 @@ def evaluate(
     >>> rg.evaluate(generator, items, weights, reward=right, every=10)  # for rg.Graph("name", step.metrics, evaluation)
     the metrics of 'evaluate rewards'
 
-    On the rollout's generator it time-shares with the rollout and uses the same weights. On a separate generator and pool it overlaps
-    with the training, on the weights that the step publishes. A step's metrics, and the metrics of later steps, wait for it.
-
-    * `weights`: the edge. With None, the weights of the generator's folder are evaluated, e.g. in a graph without update.
-    * `steps`: the run's number of steps, to evaluate the last step too. None: only every `every`-th.
+    * `generator`: the rollout's generator time-shares with the rollout and uses the same weights. A separate generator in its own pool
+      overlaps with the training, and uses the weights that the step publishes. The metrics of its step and of later steps wait for it.
+    * `data`: the items, as for `rg.prompts`.
+    * `weights`: the feedback edge. None evaluates the weights of the generator's folder, e.g. in a graph without update.
+    * `reward`, `concurrency`, `deadline_s`, `retries`, `trial`: the function that scores, and how it is called, as for `rg.reward`.
+    * `every`: the steps between two evaluations.
+    * `samples`: the responses per item.
+    * `sampling`: replaces the generator's sampling.
+    * `steps`: the number of steps of the run, to evaluate the last step too. None: only every `every`-th.
     * `at_start`: also evaluates step 0; a separate generator then uses its initial weights.
     * `passes`: the least reward of a right answer.
-    * `chat` and `trial`: as for `rg.prompts` and `rg.reward`.
+    * `chat`, `prompt`: as for `rg.prompts`.
+    * `source`: a field of the items that separates metrics, e.g. `val/gsm8k/acc/mean@4`.
+    * `name`: the node's name; a custom one separates the metrics of several evaluations.
 
-    Metrics (docs/checkpoints.md): `val/version` of the weights; `val/acc/mean@n` of n samples; verl's
-    bootstrap `val/acc/best@k/mean`, `worst@k`, and `maj@k` if the reward returns answers, e.g. `rg.scorers.math_verify`; the unbiased
-    `val/pass@k`; `val/reward/mean@n`. A field `source` of the items separates metrics, `val/gsm8k/acc/mean@4`, and so does a custom `name`.
+    Metrics (docs/checkpoints.md): `val/version`, the version of the weights; `val/acc/mean@n` of n samples; verl's bootstrap
+    `val/acc/best@k/mean`, `worst@k`, and `maj@k` if the reward returns answers, e.g. `rg.scorers.math_verify`; the unbiased `val/pass@k`;
+    `val/reward/mean@n`.
 
     Raises GraphError for a bad count, several `samples` of a greedy sampling, a `source` that items lack or an evaluation that would
     delay other nodes, and DataError as `rg.prompts` does.

@@ -114,28 +114,28 @@ MAX_TURNS, MAX_CALLS = 8, 64  # defaults of rollouts with tools or environments,
 @refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Generator(Model):
-    """The model that writes responses.
+    """The model that samples responses.
 
     >>> import rlgraph as rg
     >>> generator = rg.Generator("tiny", pool=rg.Pool("rollout", gpus=2), sampling=rg.Sampling(max_tokens=256), max_context=1024)
     >>> generator.rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1), group_size=4)
     the batch of 'rollout'
 
+    * `sampling`: the sampling of its rollouts, unless a rollout sets another.
     * `engine`: "vllm", "sglang", "transformers", or a custom `EngineSpec`.
-    * `max_context`: the most tokens of prompt and response together. None: the limit in the model's configuration.
     * `tensor_parallel`: the GPUs per engine. A pool with more GPUs runs several engines.
-    * `max_sequences`: the most responses that an engine decodes at once. None: what the graph needs, at most 1024 on a GPU, 256 on a CPU.
+    * `max_context`: the most tokens of prompt and response together. None: the limit in the model's configuration.
+    * `dtype`: "auto" is bfloat16 if the device computes in it, else float32.
+    * `seed`: the seed of the sampling. A response also depends on its prompt's place in the data and on its place in the group.
     * `memory`: the share of a GPU's memory for engines and arriving versions. None: 0.9, or 0.45 in a pool shared with other models.
+    * `max_sequences`: the most responses that an engine decodes at once. None: what the graph needs, at most 1024 on a GPU, 256 on a CPU.
     * `engines_per_gpu`: the engines that share each GPU and its memory. For responses of one turn, one engine is the fastest.
-    * `weights_dtype`: "fp8" keeps the matrices of the layers in fp8, quantised from each version as it is loaded. None: as `dtype`.
+    * `weights_dtype`: "fp8" keeps the weight matrices of the layers in fp8, quantised from each version as it is loaded. None: as `dtype`.
     * `drafts`: `rg.options.PromptLookup(…)` guesses tokens ahead. None: each step decodes one token per sequence.
     * `routes`: writes the experts that the engine chose for each token into `prompt_routes` [B, P, L, E] and `routes`
       [B, T, L, E], for a policy with `router_replay=True`. It requires rollouts without tools or agents, and engines of one GPU.
     * `engine_args`: arguments for the engine itself, e.g. `{"max_num_batched_tokens": 32768}`. An argument that rlgraph sets is an error.
-    * `dtype`: "auto" is bfloat16 if the device computes in it, else float32.
     * `self_test`: at the start, compares the engine `transformers` with the model's own forward pass.
-    * `sampling`: the sampling of its rollouts, unless a rollout sets another.
-    * `seed`: the seed of its draws. A response also depends on its prompt's place in the data and on its place in the group.
     """
 
     role: ClassVar[str] = "generator"
@@ -240,16 +240,19 @@ class Generator(Model):
         refill: "Refills | None" = None,
         name: str = "rollout",
     ) -> Output:
-        """Declare the sampling of `group_size` responses for each prompt, under the weights of the feedback edge.
+        """Declare the sampling of `group_size` responses for each prompt, with the weights of the feedback edge.
 
         >>> import rlgraph as rg
         >>> prompts = rg.prompts([{"prompt": "1 + 1 ="}], 1)
         >>> rg.Generator("m", pool=rg.Pool("rollout")).rollout(prompts, group_size=4).columns[:4]
         ('prompts', 'prompt_mask', 'responses', 'response_mask')
 
-        It writes `prompts` [B, P], `responses` [B, T], their masks, `rollout_log_probs`, `weight_version`, `finish_reasons` [B] and
-        `group_ids`. The responses to one prompt are adjacent rows. Without `weights` the model keeps its initial weights.
+        It writes `prompts` [B, P], `responses` [B, T], their masks, `rollout_log_probs` [B, T], `weight_version` [B, T],
+        `finish_reasons` [B] and `group_ids` [B]. The responses to one prompt are adjacent rows.
 
+        * `prompts`: the output of `rg.prompts`.
+        * `weights`: the feedback edge. None: the model keeps its initial weights.
+        * `group_size`: the responses per prompt.
         * `sampling`: replaces the generator's sampling, e.g. for a greedy baseline.
         * `chunks`: splits the batch into parts that leave in the order of the data, each as soon as its groups are done.
         * `interrupt`: swaps in each published version before the next decode step. "recompute" prefills the running responses again under
@@ -261,6 +264,7 @@ class Generator(Model):
         * `max_turns`, `concurrency`: the most turns of a conversation (None: 8, or 64 calls), and of open conversations (None: all).
         * `refill`: `rg.options.Refill(reward=right)` is DAPO's dynamic sampling. The rollout then draws its own prompts and carries their
           fields (`answers`) and the `rewards` as columns: pass it to later nodes in place of `prompts`.
+        * `name`: the node's name in plans and errors.
 
         Raises GraphError for `max_turns` or `concurrency` without tools and agent, chunks that do not divide the prompts of a step,
         `interrupt` or `continuous` at depth 0, and options that exclude each other.

@@ -34,16 +34,7 @@ class Estimator(Protocol):
 
 @check_arguments()
 def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: str = "advantages") -> Output:
-    """Declare the advantage of each response token, by an estimator such as `rg.GRPO()` or `rg.GAE(lam=0.95)`.
-
-    If the estimator reads token rewards and the inputs carry one reward per response, the reward is placed on the last response token. If
-    it reads one reward per response and the inputs carry token rewards, these are summed. A `loss_mask` among the inputs, from a rollout
-    correction or a filter, replaces `response_mask`.
-
-    The launch tries a custom estimator on a made-up batch of two prompts with their groups, before anything starts; `trial=False`
-    leaves that out.
-
-    Raises GraphError for a column that the estimator reads and no input carries.
+    """Declare the advantage of each response token.
 
     >>> import rlgraph as rg
     >>> data = rg.prompts([{"prompt": "1 + 1 ="}], count=4)
@@ -51,6 +42,16 @@ def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: 
     >>> rewards = rg.reward(lambda responses: [float(len(text)) for text in responses], answers)
     >>> rg.advantages(answers, rewards, estimator=rg.GRPO()).columns
     ('advantages',)
+
+    * `inputs`: outputs with the columns that the estimator reads. If it reads token rewards [B, T] and the inputs carry one reward per
+      response [B], the reward is placed on the last response token. In the opposite case the token rewards are summed. A `loss_mask`
+      [B, T], from a rollout correction or a filter, replaces `response_mask`.
+    * `estimator`: e.g. `rg.GRPO()`, `rg.GAE(lam=0.95)`, or a custom object.
+    * `trial`: tries a custom estimator on a made-up batch of two prompts with their groups, before anything starts.
+    * `name`: the node's name in plans and errors.
+
+    It writes `advantages` [B, T], and with a critic `returns` [B, T]. Raises GraphError for a column that the estimator reads and no input
+    carries.
     """
     if not callable(estimator) or isinstance(estimator, type) or not hasattr(estimator, "reads"):
         raise GraphError(f"node '{name}' has estimator={show_value(estimator)}; pass an estimator object, e.g. estimator=rg.GRPO()")

@@ -37,7 +37,11 @@ class Critic(TrainedModel):
 
     @check_arguments()
     def values(self, *inputs: Output, name: str = "values") -> Output:
-        """Declare `values` [B, T]: the return that the critic, before its update, expects at each response token."""
+        """Declare `values` [B, T]: the return that the critic, before its update, expects at each response token.
+
+        * `inputs`: outputs with the prompts and the responses.
+        * `name`: the node's name in plans and errors.
+        """
         return Output(declare(name, Values(self), inputs, reads=TOKENS, writes=("values",), model=self))
 
     @check_arguments()
@@ -51,10 +55,16 @@ class Critic(TrainedModel):
         trial: bool = True,
         name: str = "critic_update",
     ) -> Update:
-        """Declare the critic's update: `epochs` iterations over the batch, with `mini_batches` optimizer steps each.
+        """Declare the critic's update on a batch.
 
-        The loss declares the columns that it reads, and `guards` refuse batches and steps. With `values` among the inputs, the update also
-        measures `critic/vf_explained_var`. The launch tries a custom loss on a made-up batch; `trial=False` leaves that out.
+        * `inputs`: outputs with the columns that the loss declares. With `values` among them, the update also measures
+          `critic/vf_explained_var`. `loss_mask`, if present, replaces `response_mask`.
+        * `loss`: e.g. `rg.losses.ValueLoss()`.
+        * `epochs`: how many times it iterates over the batch.
+        * `mini_batches`: the optimizer steps per epoch; each uses an equal part of adjacent rows.
+        * `guards`: checks that refuse NaN and empty batches.
+        * `trial`: calls a custom loss on a made-up batch before anything starts.
+        * `name`: the node's name in plans and errors.
 
         Raises GraphError for a column that the loss reads and no input carries, or mini-batches of different sizes.
         """

@@ -52,7 +52,7 @@ class SampledLogProbs(Operation):
 @refuse_unknown
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Policy(TrainedModel):
-    """The model that is trained.
+    """The model that the graph trains.
 
     >>> import rlgraph as rg
     >>> rollout = rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], count=1))
@@ -60,12 +60,10 @@ class Policy(TrainedModel):
     >>> policy.log_probs(rollout).columns  # policy.update(...) trains it
     ('old_log_probs',)
 
-    * `router_replay`: for a mixture of experts, computes log-probs and updates with the experts that the engine chose for each token. It
-      requires `rg.Generator(…, routes=True)`.
-
-    With router replay the trainer's routers compute the weights of these experts, with gradients. Source: Ma et al.
-    2025, arXiv:2510.11370 (R3). Metrics: `moe/route_agreement`, the share of tokens and layers at which the trainer's router would choose
-    the replayed experts, and `moe/routes_replayed`, the share with a known route.
+    * `router_replay`: for a mixture of experts, computes log-probs and updates with the experts that the engine chose for each token; the
+      trainer's routers compute the weights of these experts, with gradients. It requires `rg.Generator(…, routes=True)`. Metrics:
+      `moe/route_agreement`, the share of tokens and layers at which the trainer's router would choose the same experts, and
+      `moe/routes_replayed`, the share with a known route. Source: Ma et al. 2025, arXiv:2510.11370 (R3).
     """
 
     role: ClassVar[str] = "policy"
@@ -75,9 +73,12 @@ class Policy(TrainedModel):
     def log_probs(self, *inputs: Output, sum_pi_squared: bool = False, name: str = "old_log_probs") -> Output:
         """Declare `old_log_probs` [B, T]: the trainer's log-probs of the responses before the update.
 
-        `sum_pi_squared=True` adds the column of that name [B, T] from the same forward pass: at each token the sum of the squared
-        probabilities of the whole vocabulary. `rg.estimators.OptimalTokenBaseline` reads it. With `exact=True` the column
-        `old_log_probs` is a copy of the rollout's log-probs, without a forward pass.
+        * `inputs`: outputs with the prompts and the responses.
+        * `sum_pi_squared`: adds the column of that name [B, T] from the same forward pass: at each token, the sum of the squared
+          probabilities of the whole vocabulary. `rg.estimators.OptimalTokenBaseline` reads it.
+        * `name`: the node's name in plans and errors.
+
+        With `exact=True` the column is a copy of the rollout's log-probs, without a forward pass.
         """
         if self.exact and not sum_pi_squared:
             return Output(declare(name, SampledLogProbs(), inputs, reads=("rollout_log_probs",), writes=("old_log_probs",)))
@@ -88,7 +89,10 @@ class Policy(TrainedModel):
 
     @check_arguments()
     def base_log_probs(self, *inputs: Output, name: str = "base_log_probs") -> Output:
-        """Declare `ref_log_probs` [B, T]: the log-probs of the responses without the adapter. It replaces a reference, at no memory.
+        """Declare `ref_log_probs` [B, T]: the log-probs of the responses without the adapter. They replace a reference and need no memory.
+
+        * `inputs`: outputs with the prompts and the responses.
+        * `name`: the node's name in plans and errors.
 
         Raises GraphError for a policy without `adapter=`.
         """
@@ -126,7 +130,8 @@ class Policy(TrainedModel):
         * `guards`: checks that refuse NaN, an empty batch, and a policy or an engine too far from the one that sampled.
         * `also`: further batches for each optimizer step, e.g. `also=[(examples, rg.SFTLoss(), 0.1)]`. Each is (batch, loss, weight), and
           a batch is an output or a list of outputs. Each loss is normalised by its own batch. Its metrics begin with the batch's name.
-        * `trial`: calls a custom loss on a made-up batch before anything starts; False leaves that out.
+        * `trial`: calls a custom loss on a made-up batch before anything starts.
+        * `name`: the node's name in plans and errors.
 
         Raises GraphError for a column that no input carries, mini-batches of different sizes, or a critic's warm-up without a critic.
         """

@@ -170,10 +170,12 @@ class Reference(TrainedModel):
     def log_probs(self, *inputs: Output, cache: str | Path | None = None, name: str = "ref_log_probs") -> Output:
         """Declare `ref_log_probs` [B, T]: the log-probs of the responses under the weights of the folder.
 
-        `cache` is a folder that keeps the log-probs of each row across runs: a row with the same tokens is not computed again. Its key is
-        the hash of weights, `dtype`, temperature and tokens. A cached row keeps the rounding of the batch in which it was computed, so runs
-        with the same data order are bit-identical with and without a cache. Use it for examples and pairs; a rollout rarely
-        returns the same row twice. Metric: `ref_log_probs/cached`, the share of rows found in the cache.
+        * `inputs`: outputs with the prompts and the responses.
+        * `cache`: a folder that stores the log-probs of each row across runs, so that a row with the same tokens is not computed again. Its
+          key is the hash of weights, `dtype`, temperature and tokens. A cached row keeps the rounding of the batch in which it was
+          computed, so runs with the same data order are bit-identical with and without a cache. Use it for examples and pairs; a rollout
+          rarely returns the same row twice. Metric: `ref_log_probs/cached`, the share of rows found in the cache.
+        * `name`: the node's name in plans and errors.
 
         Raises GraphError for a cache with `dtype="auto"`, which may be another dtype on the next machine.
         """
@@ -194,9 +196,11 @@ class Reference(TrainedModel):
     def old_log_probs(self, *inputs: Output, weights: Feedback, name: str = "old_log_probs") -> Output:
         """Declare `old_log_probs` [B, T] on this pool instead of the policy's, under the weights of a feedback edge.
 
-        With the rollout's own edge they are the trainer's log-probs under the version that wrote the responses, and computing them
-        overlaps both rollout and update. With an edge of `depth=0` they use the weights at the start of the update, like
-        `policy.log_probs`, and the update waits for them.
+        * `inputs`: outputs with the prompts and the responses.
+        * `weights`: the edge. With the rollout's own edge the column holds the trainer's log-probs under the version that wrote the
+          responses, and computing it overlaps with both rollout and update. With an edge of `depth=0` it uses the weights at the start
+          of the update, like `policy.log_probs`, and the update waits for it.
+        * `name`: the node's name in plans and errors.
 
         Raises GraphError for anything but a feedback edge, for an edge with `latest=True`, and for the edge of a rollout whose
         responses mix versions (`interrupt` or `continuous`).

@@ -216,9 +216,9 @@ HOST_BACK_S = 300.0  # time for a lost host, or another in its place, to be star
 
 
 class Job:
-    """A running plan; a context manager that ends the workers when it is left, whatever the reason.
+    """A running plan, for a `with` block: leaving the block stops the workers, whatever the reason.
 
-    With a `recovery` it resumes from the newest checkpoint, writes further ones, and starts workers that fail again. `launch` makes it:
+    `plan.launch(…)` makes it. With `checkpoint=` it resumes from the newest checkpoint, writes further ones, and restarts failed workers.
 
     >>> import rlgraph as rg
     >>> plan = rg.compile(rg.Graph("sums", rg.prompts([{"prompt": "1 + 1 ="}], count=4)), rg.Cluster(cpus=2))
@@ -269,7 +269,7 @@ class Job:
         return self.session.under_way()
 
     def start(self) -> "Job":
-        """Start the workers without `with`, e.g. in a cell of a notebook whose further cells run steps; `close()` ends them.
+        """Start the workers without a `with` block, e.g. in a notebook whose later cells run the steps; `close()` stops them.
 
         >>> job = plan.launch().start()  # doctest: +SKIP
         >>> next(job.steps(1)).index  # doctest: +SKIP
@@ -313,8 +313,10 @@ class Job:
     def steps(self, count: Natural) -> Iterator[Step]:
         """Run the next `count` steps of the run and yield each as it finishes; the steps after it are already in flight.
 
-        In a job that resumed from a checkpoint, the steps in the checkpoint count but are not yielded again: the same program, run again,
-        does the remaining steps. Ctrl-C and SIGTERM end the program once the steps in flight are done and saved.
+        * `count`: the number of steps. After a resume from a checkpoint it includes the steps in the checkpoint, which are not yielded
+          again: the same program, run again, does the remaining steps.
+
+        Ctrl-C and SIGTERM end the program once the steps in flight are done and saved.
 
         Raises NodeError for a node that failed, WorkerDied for a worker that ended, DispatchError for a process of Ray that ended, and
         ChannelTimeout for a deadline that expired, if no more `restarts` are left. Raises CertificateError for a run that violates its
@@ -407,7 +409,7 @@ class Job:
 
     @property
     def set_aside(self) -> Sequence[int]:
-        """The places in the data order of prompts that are skipped, because each has killed its worker twice."""
+        """The places in the data order of the prompts that the job skips, because each killed its worker twice."""
         return self._checkpoints.set_aside if self._checkpoints else ()
 
     def _step(self, index: int, reports: Sequence[Report]) -> Step:
@@ -471,7 +473,7 @@ class Job:
             raise CheckpointError("\n".join([*checkpoints.troubles, f"the newest checkpoint is of step {checkpoints.newest}"]))
 
     def notice(self, text: str) -> None:
-        """Report once that something works differently than asked: in the job's output, `notices` and the report."""
+        """Report once that something works differently than asked: print `text`, and add it to `notices` and the report."""
         if text and text not in self.notices:
             self.notices = (*self.notices, text)
             self._say(text)
@@ -487,12 +489,16 @@ class Job:
                     ...
                 print(job.export("model"))  # model: 134,515,008 parameters after step 100, bfloat16, 0.27 GB
 
-        Every worker of the model writes its own rows, and none gathers them. The workers first finish the steps in flight: `Exported.step`
-        is the number of steps that the weights have seen. `policy` names one of several trained models. `adapter="apart"` writes the
-        trained adapter as PEFT's folder, instead of merging it into its model.
+        The workers first finish the steps in flight: `Exported.step` is the number of steps that the weights have seen. Each worker writes
+        its own shard of the weights.
 
-        Raises ExportError for a folder that exists or cannot be written, and for a full disk: nothing is left, and the job continues.
-        A worker that dies meanwhile raises as in `steps`, unless a restart is left; then call `export` again.
+        * `folder`: the new folder.
+        * `dtype`: "bfloat16" or "float32", of the weights in the folder.
+        * `policy`: the name of one of several trained models. None: the only one.
+        * `adapter`: `"merged"` merges a trained adapter into its model; `"apart"` writes only the adapter, as a folder in PEFT's format.
+
+        Raises ExportError for a folder that exists or cannot be written, and for a full disk: no folder is left, and the job continues.
+        If a worker dies meanwhile, it raises as `steps` does, unless a restart is left; then call `export` again.
         """
         self.session.check_runs()
         try:
@@ -513,25 +519,25 @@ class Job:
                 self._say(f"{error}\nthe run continues without this export")
 
     def spans(self) -> Sequence[Span]:
-        """The spans of each worker so far, in seconds from the first tick."""
+        """Return the spans of each worker so far, in seconds from the first tick."""
         return self._spans.since(self._start_s)
 
     def trace(self) -> Trace:
-        """The firings of the run so far, from which `costs` are fitted and which `rlgraph.planning.replay` plays again."""
+        """Return the firings of the run so far, from which `costs` are fitted and which `rlgraph.planning.replay` plays again."""
         return Trace(self.plan.values, tuple(self.spans()), tuple(self._sampled), self._published_bytes)
 
     @property
     def observed_maxima(self) -> Observed:
-        """The most staleness, open batches and slots in use so far, each of which the plan's certificate bounds."""
+        """The highest staleness, and the most open batches and slots in use so far. The plan's certificate bounds each."""
         return self._monitor.observed
 
     observed = old_attribute("observed", "observed_maxima")
 
     def run(self) -> Run:
-        """The run so far as values, from which bubbles, advice and report are made; `Run.save` writes it.
+        """Return the run so far as values, from which bubbles, advice and report are made; `Run.save` writes it.
 
-        While steps are still to be given, it ends where the first worker's last report ends. It begins with the first whole
-        step if the run is so long that its first spans are no longer kept.
+        While steps are still to be yielded, it ends where the first worker's last report ends. In a run so long that its first spans are no
+        longer stored, it begins with the first whole step.
         """
         spans = self.spans()
         start_s = self._launch_s - self._start_s if self._start_s else 0.0
@@ -551,30 +557,30 @@ class Job:
         )
 
     def settings(self) -> Mapping[str, Mapping[str, str]]:
-        """The settings of each model and node, as text."""
+        """Return the settings of each model and node, as text."""
         return graph_settings(self._graph, self.plan)
 
     def bubbles(self) -> Bubbles:
-        """Attribute every device-second since the launch: rows that add up to 100 %, as data and as a table."""
+        """Attribute every device-second since the launch: rows that add up to 100 %, as data, and as a table when printed."""
         return self.run().bubbles
 
     def advice(self) -> tuple[str, ...]:
-        """Advise what to change after this run, in words, most important first."""
+        """Return sentences that advise what to change after this run, most important first."""
         return findings(self.run())
 
     def report(self, path: str | Path) -> None:
-        """Write the report of the run so far: one HTML file that needs no server and no network."""
+        """Write the report of the run so far to `path`: one HTML file that needs no server and no network."""
         self.plan.facade.report(self.run(), path)
 
     def costs(self) -> Costs:
         """Fit the costs of each node to this run, for `rlgraph.compile(graph, cluster, costs)` and `rlgraph.tune`.
 
-        The first step, which warms up, is left out; the lengths of the responses come from all steps.
+        The fit leaves out the first step, which warms up. The lengths of the responses come from all steps.
         """
         return costs_of([self.trace()])
 
     def close(self) -> None:
-        """End the workers: idle workers shut down, workers that do not answer are killed. Nothing is left behind.
+        """Stop the workers: idle workers shut down, and workers that do not answer are killed. Nothing is left behind.
 
         In a fork of the program it does nothing: the job continues. Raises CheckpointError if the steps since the newest checkpoint
         could not be saved.

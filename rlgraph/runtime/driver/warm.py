@@ -259,7 +259,7 @@ _HERE: ContextVar[Warm | None] = ContextVar("warm", default=None)
 
 @contextmanager
 def warm(*, engines: bool = False) -> Iterator[Warm]:
-    """Launch jobs in this block from warm processes: all jobs after the first start in seconds. Leaving the block ends the processes.
+    """Launch the jobs of this block from warm processes: all jobs after the first start in seconds. The processes end with the block.
 
         with rg.runs.warm(engines=True):
             for lr in (1e-6, 3e-6, 1e-5):
@@ -267,18 +267,19 @@ def warm(*, engines: bool = False) -> Iterator[Warm]:
                     for step in job.steps(20):
                         ...
 
-    The first launch starts a process that imports PyTorch and transformers, and another that imports vLLM if the plan uses it. Workers are
-    forks of these, so they start in milliseconds. They carry no state of an earlier job, whether it ended or failed, and results are
-    bit-identical. Your own modules are imported again at each launch. Other environment variables, threads or GPUs need new
-    processes. The jobs run without Ray, on this host. Nothing starts before the first launch, and a thread that the program starts is not
-    in the block. On GPUs, importing vLLM initialises CUDA, and CUDA does not survive a fork: each vLLM engine has a separate process there,
-    which starts with its job.
+    * `engines`: also keeps vLLM engines loaded between jobs. An idle engine holds its memory.
 
-    With `engines=True` a vLLM engine stays loaded when its job has ended. A later launch reuses it when its `rg.Generator` has the same
-    settings, apart from `pool` and `sampling`, on the same devices, with room for at least as many versions of the weights. A launch that
-    cannot use a cached engine terminates it before anything starts, and a job that fails caches none. A reused engine loads the weights of
-    the folder again, and the results are bit-identical to a new engine. Between jobs it holds its memory. Threads that your own
-    code starts in its process stay there. Other engines, and folders of quantised weights, are loaded again, and a notice is printed.
+    The first launch starts a process that imports PyTorch and transformers, and another that imports vLLM if the plan uses it. Workers are
+    forks of these, so they start in milliseconds, carry no state of an earlier job, and produce bit-identical results. Your own modules are
+    imported again at each launch. Other environment variables, threads or GPUs need new processes. The jobs run without Ray, on this host.
+    A thread that the program starts is not in the block. On GPUs, importing vLLM initialises CUDA, and CUDA does not survive a fork: each
+    vLLM engine has a separate process there, which starts with its job.
+
+    With `engines=True` a later launch reuses a loaded engine when its `rg.Generator` has the same settings, apart from `pool` and
+    `sampling`, on the same devices, with room for at least as many versions of the weights. The engine loads the weights of the folder
+    again, and the results are bit-identical to a new engine. A launch that cannot reuse an engine terminates it before anything starts,
+    and a job that fails leaves none. Threads that your own code starts in its process stay there. Other engines, and folders of quantised
+    weights, are loaded again, and a notice is printed.
 
     >>> import rlgraph as rg
     >>> with rg.runs.warm() as processes:
