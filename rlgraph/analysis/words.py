@@ -135,6 +135,11 @@ def earlier(channel: PlannedChannel) -> str:
     return f"{elide(channel.columns)} of {with_count(channel.credits // channel.chunks, 'step')} before"
 
 
+def costs(plan: Plan) -> str:
+    """Name the costs of a plan by their source: "measured costs"."""
+    return "placeholder costs" if plan.prediction.cost == "nominal" else f"{plan.prediction.cost} costs"
+
+
 def prediction(plan: Plan) -> str:
     """Format the predicted step time, with the source of its costs if they were not measured on this plan."""
     said = f"predicted step {seconds(plan.prediction.step_s, plan.prediction.cost)}"

@@ -234,7 +234,7 @@ def metric_names(steps: Steps) -> Sequence[str]:
 
 
 def _evaluations(steps: Steps) -> Iterator[Chart]:
-    """The charts of what evaluations measured; of rewards only where they are no accuracies."""
+    """The charts of what evaluations measured; of rewards only if they are not accuracies."""
     found, version = metric_names(steps), of_version(steps)
     for title, ending, said in EVALUATED:
         names = [name for name in found if name.startswith("val/") and ending in name]

@@ -263,13 +263,13 @@ def _advice(run: Run) -> Iterator[str]:
     yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in lines)}</ul>" if lines else "<p>Too few steps for advice.</p>"
     planned = run.plan.prediction.advice
     if planned:
-        yield f"<p>Advice before the run, from {run.plan.prediction.cost} costs:</p>"
+        yield f"<p>Advice before the run, from {words.costs(run.plan)}:</p>"
         yield f"<ul>{''.join(f'<li>{escape(line)}</li>' for line in planned)}</ul>"
 
 
 def _graph(run: Run) -> Iterator[str]:
     plan = run.priced or run.plan
-    said = "measured" if run.priced is not None else f"{plan.prediction.cost}, since too few steps were measured"
+    said = "measured" if run.priced is not None else f"from {words.costs(plan)}, since too few steps were measured"
     yield f"<p>Node times are {said}. The critical cycle, which sets the step time, is red.</p>"
     yield f'<div class="drawing">{plan_picture.svg(plan)}</div>'
 
@@ -282,15 +282,15 @@ def _timeline(run: Run) -> Iterator[str]:
     count = min(SHOWN_STEPS, max(last, 1))
     measured = last_steps([span for span in run.spans if span.kind != "start"], count)
     predicted = predicted_steps(run.priced or run.plan, last, count)
-    source = "measured node times" if run.priced is not None else f"{run.plan.prediction.cost} costs"
+    source = "measured node times" if run.priced is not None else words.costs(run.plan)
     yield (
         f"<p>The last {words.with_count(count, 'step')}: simulated from {source}, and measured. "
         'Zoom with <button type="button" data-zoom="1.5">+</button> <button type="button" data-zoom="0.667">−</button> '
         "or Ctrl + wheel; hover over a block for details.</p>"
     )
-    yield from timeline([("simulated", predicted), ("measured", measured)], run.plan)
-    key = "".join(f'<span><i class="{name}"></i>{said}</span>' for name, said in LEGEND)
-    yield f'<p class="legend">{key}</p>'
+    lanes = "".join(timeline([("simulated", predicted), ("measured", measured)], run.plan))
+    key = "".join(f'<span><i class="{name}"></i>{said}</span>' for name, said in LEGEND if f'class="{name}"' in lanes)
+    yield f'{lanes}<p class="legend">{key}</p>'
 
 
 def _bubbles(run: Run) -> Iterator[str]:
@@ -332,9 +332,8 @@ def _row(seconds: str, share: str, worker: str, spent: str) -> str:
 
 
 def _prediction_section(run: Run) -> Iterator[str]:
-    source = run.plan.prediction.cost
     nominal = not has_times(run.plan)
-    said = "The plan had placeholder costs, so it predicted no times" if nominal else f"Predicted at launch, from {source} costs"
+    said = "The plan had placeholder costs, so it predicted no times" if nominal else f"Predicted at launch, from {words.costs(run.plan)}"
     yield f"<p>{said}.</p>"
     if run.priced is not None:
         yield (

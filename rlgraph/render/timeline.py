@@ -24,7 +24,7 @@ PREFIX = {
     "tools": "wait for tools of ",
     "idle": "",
     "start": "",
-}  # of spans that are no events
+}  # of spans that are not events
 MOST_ARROWS = 10**9  # in one group of tracks: arrows of two groups get different numbers
 MARGIN_US = 0.001  # an arrow starts this long before its span ends, so that the viewer binds it to that span
 
