@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 DEFAULT_SAMPLES = Samples(share=0.02, most=8)
 TIMELINE_STEPS = 6
-BAR_S, LINE_S = 0.5, 10.0  # between two updates of the progress: in the bar, and in lines if the output is no terminal
+BAR_S, LINE_S = 0.5, 10.0  # between two updates of the progress: in the bar, and in lines if the output is not a terminal
 LOCK = "record.lock"
 KEPT_BY_SINKS = ("run.html", "plan.json", "costs.yaml")
 FILES = {
@@ -197,7 +197,7 @@ def recorded_steps(job: "Job", folder: Path, samples: Samples | float, sinks: Si
 
 @contextmanager
 def shown_progress(job: "Job", steps: int, console: Console) -> Iterator[Callable[[Step], None]]:
-    """Show a bar, or lines if the output is no terminal; what the context gives shows that a step is done."""
+    """Show a bar, or lines if the output is not a terminal; what the context gives shows that a step is done."""
     fields = (TextColumn("{task.fields[last]}", markup=False), TimeElapsedColumn(), TextColumn("{task.fields[now]}", markup=False))
     progress = Progress(TextColumn("step"), MofNCompleteColumn(), BarColumn(), *fields, console=console, disable=not console.is_terminal)
     with progress, ExitStack() as stack:

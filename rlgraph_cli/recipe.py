@@ -70,7 +70,7 @@ class Recipe:
 
 
 def read(path: Path) -> Recipe:
-    """Import a recipe without running its `__main__` block. Raises ConfigError if the file is missing or is no recipe."""
+    """Import a recipe without running its `__main__` block. Raises ConfigError if the file is missing or is not a recipe."""
     module = _imported(path)
     config_class, cluster_of = vars(module).get("Config"), vars(module).get("cluster")
     graph_of, graphs_of = (made if inspect.isfunction(made := vars(module).get(name)) else None for name in ("graph", "graphs"))

@@ -35,7 +35,7 @@ def check_choice(where: str, name: str, value: object, choices: Collection[objec
 def response_mask_of(where: str, batch: Columns, shape: torch.Size | None = None) -> torch.Tensor:
     """Look up the response mask `[B, T]` of a batch and check it.
 
-    Raises DataError if it is missing, is no bool tensor, or has another shape than the log-probs (`shape`).
+    Raises DataError if it is missing, is not a bool tensor, or has another shape than the log-probs (`shape`).
     """
     mask = tensor(where, batch, "response_mask")
     check_mask(where, mask)

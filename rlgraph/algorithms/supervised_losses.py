@@ -129,7 +129,7 @@ class PairLoss(WholeLoss):
         return ("preferences", "ref_log_probs")
 
     def __call__(self, scores: torch.Tensor, batch: Columns) -> tuple[torch.Tensor, dict[str, float]]:
-        """Compute the mean loss of the pairs and its metrics. Raises DataError for rows that are no pairs."""
+        """Compute the mean loss of the pairs and its metrics. Raises DataError for rows that are not pairs."""
         pairs = Pairs(type(self).__name__, scores, batch, reference="ref_log_probs" in self.reads)
         losses, rewards = self.pair_losses(pairs)
         loss = pairs.mean(losses) + self.more(pairs, scores, batch)

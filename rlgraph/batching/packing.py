@@ -315,7 +315,7 @@ class _FlatRow:
     def add(self, tokens: torch.Tensor, repeats: int = 1, *, prompt: range = range(0), routes: torch.Tensor | None = None) -> int:
         """Add a segment of so many sequences, behind a prompt that lies elsewhere in the row; give the place of its first token.
 
-        Nothing is no segment.
+        An empty tensor adds no segment.
         """
         start, size = self.starts[-1], len(tokens)
         if size:

@@ -48,7 +48,7 @@ def jsonl(paths: Paths, *, overlong: Policy = "error", max_prompt_tokens: Count 
     {'prompt': '1 + 1 =', 'answer': '2'}
 
     `fields`, `overlong` and `max_prompt_tokens` are those of `rg.data.rows`. Raises DataError for a path without files, and for a line
-    that is no JSON.
+    that is not valid JSON.
     """
     return _read(files_of(paths, (".jsonl", ".json")), fields, overlong, max_prompt_tokens, kind="json")
 
@@ -131,7 +131,8 @@ class Lines:
             row = json.loads(text)
         except NOT_JSON as error:
             raise DataError(
-                f"line {number} of '{self.file}' is no JSON ({error!s:.120}): {show_value(text)}; write one row per line, or a list of rows"
+                f"line {number} of '{self.file}' is not valid JSON ({error!s:.120}): {show_value(text)}; write one row per line, "
+                "or a list of rows"
             ) from None
         if not isinstance(row, Mapping):
             raise DataError(f"line {number} of '{self.file}' is {show_value(row)}; each line is a mapping, as {{\"prompt\": …}}")
@@ -190,7 +191,7 @@ def _lines(file: Path) -> Dataset:
         try:
             rows = json.loads(text)
         except NOT_JSON as error:
-            raise DataError(f"'{file}' is no JSON: {error!s:.120}") from None
+            raise DataError(f"'{file}' is not valid JSON: {error!s:.120}") from None
         return list(rows)
     return Lines(str(file), [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()])
 

@@ -240,7 +240,7 @@ def rows(data: Dataset, *, overlong: Policy = "error", max_prompt_tokens: Count 
     more than `max_prompt_tokens` tokens, or than the rollout has room for: "error" stops the launch, "drop" leaves them out, and
     "truncate_left" cuts off their beginning. Both are counted in `data/overlong_prompts`.
 
-    Raises DataError for what is no data set.
+    Raises DataError for anything but a data set.
     """
     if isinstance(data, Rows):
         own = build_rows(data, data.name, fields, overlong, max_prompt_tokens)

@@ -95,7 +95,7 @@ def stream(source: Any, *, overlong: Policy = "error", max_prompt_tokens: Count 
     told the number of the epoch. The function gives the same rows each time: a job that resumes from a checkpoint goes on after the
     last row that was drawn. The state of an IterableDataset is part of the checkpoint; other streams are read again up to that row.
 
-    `fields`, `overlong` and `max_prompt_tokens` are those of `rg.data.rows`. Raises DataError for what is no stream.
+    `fields`, `overlong` and `max_prompt_tokens` are those of `rg.data.rows`. Raises DataError for anything but a stream.
     """
     if isinstance(source, Iterator):
         raise DataError(

@@ -15,7 +15,7 @@ from rlgraph.settings import Name
 
 # How actions are read in what a model has said, and how observations are shown to it: what the adapters share.
 
-Act: TypeAlias = Callable[[Message], Any]  # raises ValueError, which the model reads, where there is no action
+Act: TypeAlias = Callable[[Message], Any]  # raises ValueError, which the model reads, if the text has no action
 Show: TypeAlias = Callable[[Any], str]
 
 
@@ -147,4 +147,4 @@ def _action_of(space: Any, text: str) -> Any:
     found = re.findall(r"-?\d+", text)
     if found and space.contains(int(found[-1])):
         return int(found[-1])
-    raise ValueError(f"{show_value(text)} is no action: {space}.")
+    raise ValueError(f"{show_value(text)} is not an action: {space}.")

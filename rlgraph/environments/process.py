@@ -87,7 +87,7 @@ def process(
     * `processes`: the processes that each worker starts and spreads conversations over. They end with the worker, also if SIGKILL ends
       it. When a process dies, its conversations end with an error, and the next conversation starts it again.
 
-    Raises GraphError where there is no such program.
+    Raises GraphError if the program does not exist.
     """
     return ProcessEnvironments(environment, tuple(fields), str(python), processes, options)
 

@@ -374,7 +374,7 @@ def check_edges(name: str, reads: Sequence[str], feedback: Feedback | None, earl
 
 
 def check_close(feedback: Feedback, source: Output | None, given: Any) -> None:
-    """Check what `feedback.close` was given; `source` is the same value, or None if it is no output of weights, or of columns."""
+    """Check the argument of `feedback.close`. `source` is the same value, or None if it is not an output of weights or columns."""
     where = f"feedback '{feedback.name}'"
     if feedback.source is not None:
         raise GraphError(f"{where} is closed twice; an edge has one source: make a second feedback for a second update")

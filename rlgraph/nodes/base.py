@@ -199,7 +199,7 @@ def _names(names: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def list_columns(inputs: Iterable[Any]) -> list[str]:
-    """List the columns that the inputs carry. Skips an input that is no output: `declare` refuses it with a better error."""
+    """List the columns that the inputs carry. Skips an input that is not an output: `declare` refuses it with a better error."""
     return [column for output in inputs if isinstance(output, Output) for column in output.columns]
 
 
@@ -255,7 +255,7 @@ def tensor_of(columns: Columns, name: str) -> torch.Tensor:
 
 
 def checked_metrics(node: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Convert metrics to plain numbers. Raises GraphError for a name that is no text, or a value that is no number."""
+    """Convert metrics to plain numbers. Raises GraphError for a name that is not text, or a value that is not a number."""
     for name, value in metrics.items():
         if not isinstance(name, str) or isinstance(value, torch.Tensor) or not isinstance(value, SupportsFloat):
             raise GraphError(

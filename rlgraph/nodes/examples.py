@@ -386,13 +386,13 @@ class Stepwise(DrawnRows):
         return sum(len(prompt) + sum(map(len, steps)) for prompt, steps, _ in found) / len(found)
 
     def check(self, node: Node) -> None:
-        """Read every row before anything starts. Raises DataError for one that is no solution with labels."""
+        """Read every row before anything starts. Raises DataError for a row that is not a solution with labels."""
         notify_repeats(node, self.count, len(self.data))
         for index in range(len(self.data)):
             self.solution(index)
 
     def solution(self, index: int) -> Solution:
-        """Read a row. Raises DataError for one that is no solution with labels."""
+        """Read a row. Raises DataError for a row that is not a solution with labels."""
         return solution_of(place_of(self.data, index), read(self.data, index), self.separator)
 
     def start(self, context: Context) -> Stage:

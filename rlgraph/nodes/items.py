@@ -165,7 +165,7 @@ def column_of(name: str, values: Sequence[Any], pattern: Any) -> Column:
 
 def _plain(value: Any) -> Any:
     """Convert a scalar of numpy or torch to a number of Python; pass other values through."""
-    # An object that has `item` without dimensions is no scalar.
+    # An object with `item` but without dimensions is not a scalar.
     scalar = hasattr(value, "item") and not getattr(value, "ndim", 1) and not isinstance(value, int | float)
     return value.item() if scalar else value
 

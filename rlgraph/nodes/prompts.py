@@ -88,7 +88,7 @@ class PromptSource(Operation):
         return columns | {plural(f): column_of(plural(f), [item[f] for item in items], first[f]) for f in self.fields}
 
     def mean_characters(self, items: Iterable[Mapping[str, Any]]) -> float | None:
-        """Compute the mean characters of prompts; None if one of them is no prompt."""
+        """Compute the mean characters of prompts; None if one of them is not a prompt."""
         try:
             sizes = [sum(len(text) for text in self._texts(item)) for item in items]
         except (DataError, KeyError):
@@ -335,7 +335,7 @@ class Prompts(PromptSource):
 
     @property
     def prompt_characters(self) -> float | None:
-        """Mean characters of the first 8 prompts, for an estimate of their tokens; None if one of them is no prompt."""
+        """Mean characters of the first 8 prompts, for an estimate of their tokens; None if one of them is not a prompt."""
         return self.mean_characters(self.data[index] for index in range(min(len(self.data), 8)))
 
     def start(self, context: Context) -> Stage:

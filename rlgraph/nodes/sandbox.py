@@ -125,7 +125,7 @@ def _holds(path: str, value: str) -> bool:
 
 
 def check_layers(names: Collection[str]) -> None:
-    """Raise GraphError for names that are no layers."""
+    """Raise GraphError for the names of unknown layers."""
     if isinstance(names, str) or not set(names) <= set(LAYERS):
         raise GraphError(f"accept_missing={show_value(names)}: name layers that this machine may lack, of {LAYERS}, e.g. ('namespaces',)")
 

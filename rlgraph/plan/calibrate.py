@@ -53,8 +53,8 @@ class Trace:
 # Leave out of a fit the rare firings in which the machine stalled.
 
 FAR = 8.0  # times the usual distance from the fit
-LEAST = 0.1  # of the fitted seconds: a nearer firing is no outlier
-RARE = 0.05  # of all firings: more frequent ones are no outliers
+LEAST = 0.1  # of the fitted seconds: a nearer firing is not an outlier
+RARE = 0.05  # of all firings: more frequent ones are not outliers
 FEW = 5  # firings of which one may be an outlier, as the second update of a trainer often is
 
 
@@ -71,7 +71,7 @@ def steady(seconds: Array, fitted: Array | float = 0.0) -> Array:
 
 
 def mean(seconds: Array) -> float:
-    """Average the firings that are no outliers."""
+    """Average the firings without the outliers."""
     return float(seconds[steady(seconds)].mean())
 
 

@@ -160,7 +160,7 @@ def build_plan(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, sh
 def _find_best_counts(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Counts, tuple[str, ...]]:
     """Find the split of least period, and warnings about the choice. A split whose bound is above the best period is not tried.
 
-    Raises PlanError where there is no split whose workers run on one host each.
+    Raises PlanError if no split lets each worker run on one host.
     """
     divisions = splits(graph, cluster)
     if len(divisions) == 1:

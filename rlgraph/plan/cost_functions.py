@@ -427,7 +427,7 @@ def refuse_seconds(name: str, value: object) -> NoReturn:
 
 
 def number_or_function(name: str, cost: object) -> Any:
-    """Turn seconds by device count into a NodeCost. Raises PlanError for anything else that is no number of seconds."""
+    """Turn seconds by device count into a NodeCost. Raises PlanError for anything else."""
     if isinstance(cost, NodeCost):
         return cost
     try:

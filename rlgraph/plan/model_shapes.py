@@ -140,7 +140,7 @@ def _shape(path: str) -> ModelShape | None:
 @lru_cache(maxsize=64)  # by what the file holds, not by its path: a folder may be written again
 def _shape_by(text: str) -> ModelShape | None:
     config = json.loads(text)
-    return ModelShape.from_config(config) if isinstance(config, dict) else None  # what is no config is refused where it loads
+    return ModelShape.from_config(config) if isinstance(config, dict) else None  # the load refuses anything but a config
 
 
 # The size of an adapter, by the shape of its model.
@@ -169,7 +169,7 @@ class AdapterSize:
 
     @classmethod
     def of(cls, shape: ModelShape, rank: int, targets: Literal["all-linear"] | tuple[str, ...]) -> "AdapterSize":
-        """Count the numbers of an adapter of this rank; a projection that is no known one counts nothing."""
+        """Count the numbers of an adapter of this rank; an unknown projection counts nothing."""
         found = [size for name, size in projections(shape).items() if targets == ALL_LINEAR or name in targets]
         return cls(shape.layers * sum(rank * (into + out) for into, out in found), shape.layers * sum(into * out for into, out in found))
 
@@ -419,7 +419,7 @@ def _activations(work: Workload, tokens: int, kept: float, whole: int) -> tuple[
 
 
 def _vocabulary(work: Workload) -> int:
-    """Count the parameters that are no layer's: of the embedding, and of a head of its own."""
+    """Count the parameters outside of the layers: the embedding, and a separate head."""
     shape = work.shape
     return shape.vocab * shape.hidden if work.traits.fused_head is None else shape.embedding_parameters
 

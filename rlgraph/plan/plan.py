@@ -435,7 +435,7 @@ class Plan:
         * `keep`: how many checkpoints the folder keeps.
         * `restarts`: how often the job restarts without a new checkpoint in between, when a worker dies or a node fails.
         * `fresh`: moves existing checkpoints aside and starts from the beginning.
-        * `export_every`: the steps between two exports of the policy as a Hugging Face folder, `exports/step-…` in the checkpoints' folder.
+        * `export_every`: the steps between two exports of the policy as a Hugging Face folder, `exports/step-…` next to the checkpoints.
         * `transport`: how columns cross processes of a host: "shm" (the default), or "ray" with the channels of Ray's Compiled Graphs. The
           results are bit-identical.
         * `wait_for_hosts_s`: how many seconds the start waits for hosts that Ray lacks, and for GPUs that other jobs hold.

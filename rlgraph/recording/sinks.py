@@ -236,7 +236,7 @@ class SinkFeeds:
         samples = {step: [sample for _, sample in found] for step, found in groupby(steps, key=lambda pair: pair[0])}
         with (folder / "metrics.jsonl").open() as lines:
             for values in map(json.loads, lines):
-                step, _ = values.pop("step"), values.pop("staleness", None)  # which is no metric of a step's own
+                step, _ = values.pop("step"), values.pop("staleness", None)  # which is not a metric of the step
                 if least <= step < finished:
                     self.step(step, values, samples.get(step, ()))
 

@@ -193,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, "text/plain", b"there is no such page")
 
     def _profile_file(self, path: str) -> Path | None:
-        """Find a file of the run's profiles; there is no way to any other."""
+        """Find a file of the run's profiles, and no other file."""
         folder = self.server.watch.folder / PROFILES
         return next((file for file in folder.glob("*") if f"/{PROFILES}/{file.name}" == path and file.is_file()), None)
 

@@ -228,8 +228,8 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a number": (lambda folder: rg.data.jsonl(7), "paths"),
     "no rows": (lambda folder: rg.data.jsonl(write(folder / "a.jsonl", [])), "no rows"),
     "no parquet": (lambda folder: rg.data.parquet(write(folder / "a.json", [{}])), "cannot be read as parquet"),
-    "no JSON": (lambda folder: rg.data.jsonl(broken(folder))[1], r"line 3 of '.*broken.jsonl' is no JSON"),
-    "deep JSON": (lambda folder: rg.data.jsonl(deep(folder)), r"deep.json' is no JSON: maximum recursion depth"),
+    "no JSON": (lambda folder: rg.data.jsonl(broken(folder))[1], r"line 3 of '.*broken.jsonl' is not valid JSON"),
+    "deep JSON": (lambda folder: rg.data.jsonl(deep(folder)), r"deep.json' is not valid JSON: maximum recursion depth"),
     "a line that is no row": (
         lambda folder: rg.data.jsonl(write(folder / "a.jsonl", [1]))[0],
         "line 1 of '.*' is 1; each line is a mapping",

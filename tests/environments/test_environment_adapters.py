@@ -50,7 +50,7 @@ def test_actions_without_words_are_numbers_of_the_space() -> None:
     again = run_turns(game, {"seed": 1}, [])
     assert first[0].content == again[0][0].content  # the prompt's seed is the game's
     assert turn.reward == 1.0
-    assert "is no action" in wrong.messages[0].content
+    assert "is not an action" in wrong.messages[0].content
 
 
 def test_a_task_of_reasoning_gym_may_be_tried_again() -> None:

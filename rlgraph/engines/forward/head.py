@@ -347,7 +347,7 @@ def head_scores(head: Any, states: torch.Tensor, tokens: torch.Tensor, scored: S
     """Score `tokens [N]` by the linear map `head` of `states [N, H]`.
 
     Without gradients it takes a few rows at a time. With them it does so only if `fused`, since the backward pass then computes the logits
-    again. With gradients, a head that is no plain linear map is computed whole.
+    again. With gradients, a head that is not a plain linear map is computed whole.
     """
     if not isinstance(head, torch.nn.Linear):
         return scored(head(states), tokens)

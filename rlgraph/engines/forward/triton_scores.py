@@ -13,7 +13,7 @@ import triton.language as tl
 from rlgraph.engines.forward.collectives import VocabularyShard
 
 BLOCK = 4096  # words that a program holds at once
-LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite: the difference of two infinities is no number
+LOWEST = tl.constexpr(-3.0e38)  # below every logit, and finite: the difference of two infinities is NaN
 
 
 @triton.jit

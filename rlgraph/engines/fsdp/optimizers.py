@@ -381,7 +381,7 @@ def round_stochastically(numbers: torch.Tensor, noise: torch.Tensor) -> torch.Te
     """
     summed = numbers.contiguous().view(torch.int32) + noise
     halves = summed.view(torch.bfloat16).view(*numbers.shape, 2)
-    return torch.where(numbers.isnan(), numbers.bfloat16(), halves[..., 1])  # a sum may overflow for what is no number
+    return torch.where(numbers.isnan(), numbers.bfloat16(), halves[..., 1])  # the sum may overflow for NaN
 
 
 def _scramble_bits(x: torch.Tensor) -> torch.Tensor:

@@ -235,7 +235,7 @@ class Ranks:
     of the ranks that share matrices ("tp"). Groups and meshes are None for a size of 1.
     Of a mixture `expert` neighbours hold experts of their own: of 4 with `expert` 2, ranks 0 and 1 hold all experts together, and ranks 0
     and 2 the same ones. `experts` is their mesh, of ranks that hold the same experts ("fsdp") and of those that hold all ("ep").
-    Raises GraphError where the ranks are no multiple of `tensor` × `context`, or of `expert`.
+    Raises GraphError if the number of ranks is not a multiple of `tensor` × `context`, or of `expert`.
     """
 
     def __init__(self, device: str, rank: int, world: int, *, tensor: int = 1, context: int = 1, ring: int = 1, expert: int = 1) -> None:

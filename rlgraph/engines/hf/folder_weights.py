@@ -147,7 +147,7 @@ def whole_part(name: str, shape: Numbers) -> FolderPart:
 def fused_parts(operations: Iterable[Any], sources: Mapping[str, list[str]], shapes: Mapping[str, Numbers]) -> tuple[FolderPart, ...]:
     """Find the parts of a parameter that transformers makes of `sources`, the tensors by pattern and in their order.
 
-    It knows experts that are stacked, and then concatenated, as gate and up are. For other operations there are no parts.
+    It knows experts that are stacked, and then concatenated, e.g. gate and up. Other operations have no parts.
     """
     kinds = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in operations]  # of transformers, some with one
     if kinds not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]) or (len(kinds) == 1) != (len(sources) == 1):

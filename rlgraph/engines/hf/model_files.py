@@ -202,9 +202,8 @@ def header_places(file: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
         start = opened.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(MOST_HEADER_BYTES, size - 8):
-            kind = (
-                "a pointer of Git LFS, not the weights: run `git lfs pull`" if start.startswith(b"version ") else f"no safetensors; {AGAIN}"
-            )
+            pointer = start.startswith(b"version ")
+            kind = "a pointer of Git LFS, not the weights: run `git lfs pull`" if pointer else f"not in safetensors format; {AGAIN}"
             raise DataError(f"'{file}' has {size} bytes and is {kind}")
         try:
             header = json.loads(opened.read(length))
@@ -348,7 +347,7 @@ PROBE_S = 5.0  # in which a hub that can be reached answers
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path is no folder of this machine, but may be the id of a model on a hub.
+    """Whether a path is not a folder of this machine, but may be the id of a model on a hub.
 
     >>> is_hub_id("Qwen/Qwen3-0.6B"), is_hub_id("models"), is_hub_id("./models/mine")
     (True, False, False)

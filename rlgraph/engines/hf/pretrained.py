@@ -113,7 +113,7 @@ def parameter_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def other_tensors(path: str | Path) -> dict[str, tuple[Path, tuple[int, ...]]]:
-    """Find the tensors of a folder that are no part of its text model, each with its file and shape: towers of other modalities."""
+    """Find the tensors of a folder that are not part of its text model, each with its file and shape: towers of other modalities."""
     summary = check_model(path)
     return {name: found for name, found in _tensors(summary).items() if not is_text(name, summary.nested)}
 
@@ -129,7 +129,7 @@ def value_head(path: str | Path) -> torch.Tensor | None:
 
     for file in sorted(check_model(path).path.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            if "score.weight" in tensors.keys():  # noqa: SIM118, safe_open is no dict
+            if "score.weight" in tensors.keys():  # noqa: SIM118, safe_open is not a dict
                 weight: torch.Tensor = tensors.get_tensor("score.weight")
                 return weight.float()
     return None
@@ -205,7 +205,7 @@ def tiny_model(
     Token 0 ends a response, tokens 1 to 256 are the bytes; heads have 32 numbers, which every backend takes. With `chat` it has a chat
     template.
 
-    Raises DataError for `vocab` below 257, or `hidden` that is no multiple of 64.
+    Raises DataError for `vocab` below 257, or `hidden` that is not a multiple of 64.
     """
     if vocab < 257 or hidden < 64 or hidden % 64:
         raise DataError(f"tiny_model(vocab={vocab}, hidden={hidden}): vocab is at least 257, hidden a multiple of 64")

@@ -32,7 +32,8 @@ class MegatronRanks:
     """The place of one rank of `world`. `data` counts the ranks of a stage that have sequences of their own; those of `data_group` compute
     with the same parameters for other tokens.
 
-    Raises GraphError where ranks are no multiple of those of a pass, or another model of this process is shared in another way.
+    Raises GraphError if the number of ranks is not a multiple of the ranks per pass, or if another model of this process is sharded
+    differently.
     """
 
     def __init__(self, rank: int, world: int, *, tensor: int = 1, context: int = 1, pipeline: int = 1, expert: int = 1) -> None:

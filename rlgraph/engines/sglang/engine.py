@@ -31,7 +31,7 @@ class SglangEngine(GenerateEngine):
     cache on a CPU, `threads` the number of its cores. With `overlap` (None: on a GPU) it schedules a step while the device is at the
     one before. Log-probs are those of the sampling distribution.
 
-    Raises DataError for a folder that is no model.
+    Raises DataError for a folder without a model.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class TransformersEngine(GenerateEngine):
     A response depends on weights, prompt and seed, and in the last bits on the prompts that are sampled with it. Every request
     is taken at once, whatever memory that needs. With `routes` responses tell which experts were chosen for each token.
 
-    Raises DataError for a folder that is no model, GraphError for routes of one without experts.
+    Raises DataError for a folder without a model, GraphError for routes of a model without experts.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ def sample(logits: torch.Tensor, numbers: torch.Tensor, sampling: Sampling) -> t
         cumulative = log_probs.double().exp().cumsum(-1)
         total = cumulative[:, -1:]
         drawn = torch.minimum(numbers.double()[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
-        # Weights that are no numbers have no distribution: like vLLM it gives some token and NaN, at which the trainer's guard stops.
+        # NaN weights have no distribution: like vLLM it returns some token and NaN, at which the trainer's guard stops.
         tokens = torch.searchsorted(cumulative, drawn, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     return tokens, log_probs.gather(-1, tokens[:, None])[:, 0]
 

@@ -68,7 +68,7 @@ async def serve(make, options, out):
 def main():
     where, _, what = sys.argv[1].rpartition(":")
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what the class prints is no answer
+    os.dup2(2, 1)  # prints of the class are not answers
     module, options = find_module(where), json.loads(sys.argv[2])
     if sys.argv[3:] == ["rows"]:
         out.write(json.dumps(module.rows(**options)) + "\n")

@@ -138,7 +138,7 @@ def convert_argument(name: str, value: Any) -> Any:
 
 
 def check_format(what: str, calls: str | Callable[..., Any]) -> None:
-    """Raise GraphError for a name that is no format of calls."""
+    """Raise GraphError for an unknown call format."""
     if isinstance(calls, str) and calls not in FORMATS and not calls.removeprefix("vllm:") != calls:
         raise GraphError(
             f"{what}(calls={show_value(calls)}): calls is one of {sorted(FORMATS)}, 'vllm:' with the name of a parser of vLLM, or a "

@@ -266,7 +266,7 @@ def _fields(argument: str) -> list[str]:
 
 def _reward(result: object) -> float:
     try:
-        reward = float(result)  # type: ignore[arg-type] # what is no number is an error of Python's
+        reward = float(result)  # type: ignore[arg-type] # Python raises for anything but a number
     except (TypeError, ValueError):
         reward = math.nan
     if not math.isfinite(reward) or (isinstance(result, str) and not result):

@@ -156,7 +156,7 @@ class Python(Tool):
     `rg.tools.python(accept_missing=("namespaces",), limits=Limits(seconds=5))`. With `keep_files` the calls of a conversation share an
     `rg.agents.LocalSandbox`: what one call has written the next one finds.
 
-    Raises GraphError for a name that is no layer.
+    Raises GraphError for the name of an unknown layer.
 
     * `name`: the name by which the model calls it.
     * `function`: what runs the code; given by the class.

@@ -34,7 +34,7 @@ class Score(float):
     >>> score + 2, score.pred, score.acc
     (1.0, '41', 0.0)
 
-    Raises DataError for a value that is no number.
+    Raises DataError for a value that is not a number.
     """
 
     pred: str | None
@@ -307,7 +307,7 @@ def excerpt(text: str) -> str:
 def checked_rewards(
     function: Callable[..., object], rewards: object, rows: int, sample: Callable[[int], str] = lambda row: f"for response {row}"
 ) -> list[Score]:
-    """Convert rewards to scores. Raises RlgraphError naming the first row whose reward is no finite number of float32."""
+    """Convert rewards to scores. Raises RlgraphError naming the first row whose reward is not finite in float32."""
     where = title(function)
     if isinstance(rewards, str | Mapping) or not isinstance(rewards, Iterable):
         raise RlgraphError(f"{where} returned {type(rewards).__name__}; it returns one number per response, as a list or tensor")
@@ -322,7 +322,7 @@ def _check_score(where: str, reward: object, sample: Callable[[], str]) -> Score
         raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}; it returns one number per response, no text")
     try:
         graded = score_of(reward)
-        value = float(graded)  # type: ignore[arg-type] # what is no number is an error of Python's
+        value = float(graded)  # type: ignore[arg-type] # Python raises for anything but a number
     except DataError as error:
         raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}: {error}") from None
     except (TypeError, ValueError) as error:

@@ -480,7 +480,7 @@ def check_rows_fit(node: Node, model: TrainedModel) -> None:
 def check_rotary_factors(node: Node, model: TrainedModel) -> None:
     """Raise GraphError for rows that are so long that the model's rotary factors depend on the rows beside them.
 
-    Rows that are no generator's are checked as they arrive.
+    Rows that no generator wrote are checked as they arrive.
     """
     from rlgraph.engines.hf.pretrained import check_model
 
