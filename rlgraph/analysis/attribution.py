@@ -19,7 +19,7 @@ from rlgraph.plan.schedule import Span, SpanKind
 Use: TypeAlias = Literal["node", "moving", "sleep", "carry", "tools", "data", "weights", "room", "order", "idle", "start", "unexplained"]
 BUSY: tuple[Use, ...] = ("node", "moving", "sleep", "carry")
 LEAST = 0.002  # of a pool's time: smaller rows are added up into one line of the table
-HAND_OVER = "message in transit"  # the cause of a wait in which no upstream worker was busy
+HAND_OVER = "message in transit"  # the cause of a wait during which no upstream worker was busy
 SMALL = "all smaller rows"
 
 
@@ -27,8 +27,8 @@ SMALL = "all smaller rows"
 class Row:
     """Device-seconds of one use of a device.
 
-    `name` is the node, weights event, channel or feedback edge; `cause` is the activity that a wait was for; `model` is the model that the
-    worker is one of several ranks of, else empty.
+    `name` is the node, weights event, channel or feedback edge. `cause` is the activity that a wait was for. `model` is the worker's model
+    if that has several ranks, else empty.
 
     | use | the device |
     |---|---|
@@ -167,9 +167,9 @@ def _share(all_rows: Iterable[Row], some: Iterable[Row]) -> float:
 
 # Attribute each device-second of a run to one use: a pure function of the run's spans and its plan.
 #
-# At each moment a device has one use. Where workers share a device, one that works counts before one that waits, and one that waits
-# for data before one that waits for its place in the pool's order, because the wait for data is what leaves the device idle. A wait
-# gets a cause: what the awaited worker did meanwhile, or, if that worker waited too, the worker that it waited for, and so on.
+# At each moment a device has one use. If workers share a device, work counts before waits, and a wait for data counts before a wait for a
+# place in the pool's order, because the wait for data leaves the device idle. A wait gets a cause: what the awaited worker did meanwhile.
+# If that worker waited too, the cause is the worker that it waited for, and so on.
 
 USES: Mapping[SpanKind, Use] = {
     "fire": "node",
@@ -202,7 +202,7 @@ class SharedDevice:
 def attribute(spans: Sequence[Span], plan: Plan, start_s: float | None = None, end_s: float | None = None) -> Bubbles:
     """Attribute every device-second between two moments, by default from the start of the first span to the end of the last.
 
-    Spans are in seconds on one clock; those of a worker may come in any order. Time that no span covers gets a row of its own.
+    Spans are in seconds on one clock; a worker's spans may come in any order. Time that no span covers gets a separate row.
     """
     start_s = min((span.start_s for span in spans), default=0.0) if start_s is None else start_s
     end_s = max((span.end_s for span in spans), default=0.0) if end_s is None else end_s
@@ -263,7 +263,7 @@ def _rows(device: SharedDevice, recorded: "_SpanIndex", start_s: float, end_s: f
 def _sweep(
     workers: Sequence[Sequence[Span]], recorded: "_SpanIndex", start_s: float, end_s: float
 ) -> Iterator[tuple[float, float, Span | None]]:
-    """Yield the stretches of time from `start_s` to `end_s` with the span that claims the device, None where no span is open."""
+    """Yield the stretches of time from `start_s` to `end_s`, each with the span that claims the device, or None if no span is open."""
     moments = sorted({start_s, end_s, *(t for spans in workers for s in spans for t in (s.start_s, s.end_s) if start_s < t < end_s)})
     places = [0] * len(workers)
     active: list[list[Span]] = [[] for _ in workers]
@@ -277,7 +277,7 @@ def _sweep(
 
 
 def innermost(spans: Sequence[Span]) -> Span:
-    """Choose the span that began last among the open spans of one worker; any other span comes before receiving, which runs beside it."""
+    """Choose the span that began last among the open spans of one worker. Receiving comes last, since it runs next to other work."""
     return max(spans, key=lambda span: (span.kind != "receive", span.start_s, -span.end_s))
 
 
@@ -358,7 +358,7 @@ class _SpanIndex:
             yield spans[index]
 
     def _awaited_worker(self, wait: Span) -> str | None:
-        """Find the worker that a wait is for: the writer or reader rank that finishes last. None where the plan has no such channel."""
+        """Find the worker that a wait is for: the writer or reader rank that finishes last. None if the plan has no such channel."""
         if wait.name in self.loops:
             loop = self.loops[wait.name]
             if wait.kind == "wait":

@@ -10,13 +10,13 @@ from rlgraph.plan.advice import UNUSED
 from rlgraph.plan.plan import PlannedLoop, PlannedPool
 from rlgraph.plan.schedule import MOVING
 
-NOTICED = 0.10  # of a pool's time: a wait that is worth a change
-SMALL = 0.02  # of a pool's time: a cost that should be hidden
+NOTICED = 0.10  # share of a pool's time: a longer wait is worth a change
+SMALL = 0.02  # share of a pool's time: a higher cost should be hidden
 TAIL = 3.0  # longest over mean response: above it, the longest one sets the time of a batch (uniform lengths have 2)
 DISAGREE = {"rollout_corr/k3_kl": 0.01, "actor/ppo_kl_abs": 0.1}  # engine against trainer, per token: a difference of about 0.1 in log-prob
 CLIPPED = 0.3  # share of tokens that the loss clips: above it, most of a step's gradient is thrown away
-NOTHING_LEARNT = 0.9  # share of responses without an advantage: above it, a step is nearly all in vain
-HELD_UP = 0.05  # of a pool's time: waits for rewards, the driver or copies, which should cost nothing
+NOTHING_LEARNT = 0.9  # share of responses without an advantage: above it, a step teaches almost nothing
+HELD_UP = 0.05  # share of a pool's time: waits for rewards, the driver or copies, which should be near 0
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class LoopBalance:
     """The generator and the trainer of a feedback edge: how long each works, and how long it waits for the other."""
 
     loop: PlannedLoop
-    generate_s: float  # a step, the generator's own work
-    train_s: float  # a step, all work of the trainer's pool
-    trainer_waits: float  # share of the trainer's pool's time that it waits for what its generator has not done
-    generator_waits: float  # share of the generator's pool's time that it waits for what its trainer has not done
+    generate_s: float  # per step, the generator's own work
+    train_s: float  # per step, all work of the trainer's pool
+    trainer_waits: float  # share of its time that the trainer's pool waits for the generator
+    generator_waits: float  # share of its time that the generator's pool waits for the trainer
 
 
 def findings(run: Run) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ def findings(run: Run) -> tuple[str, ...]:
 
 
 def _loop_balances(run: Run) -> Iterator[LoopBalance]:
-    """Yield the balance of each feedback edge whose two ends have pools of their own."""
+    """Yield the balance of each feedback edge whose two ends have separate pools."""
     for loop in run.plan.loops:
         reader, writer = run.plan.node(loop.readers[0]), run.plan.node(loop.writer)
         if reader.pool is None or writer.pool is None or reader.pool == writer.pool:
@@ -109,7 +109,7 @@ def _balance(run: Run, side: LoopBalance) -> Iterator[str]:
 
 
 def _split_advice(generator: PlannedPool, trainer: PlannedPool, side: LoopBalance) -> str:
-    """Name the split of the devices at which both sides take equally long, if a side speeds up in proportion to its devices."""
+    """Name the split of the devices at which both sides last equally long, assuming that a side speeds up in proportion to its devices."""
     counts = [len(pool.gpus) or pool.cpus for pool in (generator, trainer)]
     total = sum(counts)
     loads = [side.generate_s * counts[0], side.train_s * counts[1]]
@@ -140,7 +140,7 @@ def _idle_pools(run: Run) -> Iterator[str]:
 
 
 def _slow_publishes(run: Run) -> Iterator[str]:
-    """Yield each feedback edge whose weights take a visible share of the time of their reader."""
+    """Yield each feedback edge whose transfers use a visible share of the reader's time."""
     for loop in run.plan.loops:
         reader = run.plan.node(loop.readers[0])
         rows = run.steady_bubbles.of_pool(reader.pool)
@@ -200,7 +200,7 @@ def _own_work(run: Run) -> Iterator[str]:
 
 
 def _disagreement(run: Run) -> Iterator[str]:
-    """Yield a line if engine and trainer give the same tokens different log-probs.
+    """Yield a line if engine and trainer disagree about the log-probs of the same tokens.
 
     `ppo_kl_abs` also differs where the policy has moved on, so a stale run ignores it.
     """

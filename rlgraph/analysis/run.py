@@ -50,8 +50,8 @@ class InvariantMonitor:
     ) -> None:
         """Check one finished step: its spans, its staleness, and the largest number of slots in use at each channel end.
 
-        `slack_s` says by how much moments of two workers may be in the wrong order, because their hosts' clocks differ.
-        `behind` is the staleness of each loop, where it is known.
+        `slack_s` is how far apart two moments on different hosts may be in the wrong order, because the hosts' clocks
+        differ. `behind` is the staleness of each loop, if known.
 
         Raises CertificateError with the bound that was exceeded.
         """
@@ -73,7 +73,7 @@ class InvariantMonitor:
         self.observed = Observed(max(staleness, so_far.staleness), max(opened, so_far.open_batches), used)
 
     def _checked_open(self, step: int, loop: PlannedLoop, spans: Sequence[Span], slack_s: float) -> int:
-        """Count the open batches of a loop. Raises CertificateError for more than it may have."""
+        """Count the open batches of a loop. Raises CertificateError if there are more than the loop may have."""
         bound, opened = self._bounds.get(loop.name), self._open(loop, spans, slack_s)
         most = self.plan.certificate.open_batches if bound is None else bound.open_batches
         if opened > most:
@@ -100,7 +100,7 @@ class InvariantMonitor:
         )
 
 
-WARM_UP = 2  # steps that are left out where there are enough others: first calls compile and allocate
+WARM_UP = 2  # steps that are left out if enough others remain: first calls compile and allocate
 FILE = "run.json"
 Settings = Mapping[str, Mapping[str, str]]
 
@@ -111,7 +111,7 @@ class Run:
 
     `steps` holds the metrics of each step. `priced` is the plan of the same graph, compiled with the costs that this run measured; None
     until there are enough steps. `settings` gives the settings of each model and node, `observed` the maxima that the certificate bounds,
-    `notices` the settings that worked otherwise than asked. `earlier` are the steps before those of this job, which resumed.
+    `notices` the settings that worked otherwise than asked. `earlier` holds the steps before the resume of this job.
     """
 
     plan: Plan
@@ -127,7 +127,7 @@ class Run:
 
     @cached_property
     def all_steps(self) -> tuple[Mapping[str, float], ...]:
-        """The steps of this job, and those before it."""
+        """The steps of this job, and the steps before its resume."""
         return (*self.earlier, *self.steps)
 
     @cached_property
@@ -187,13 +187,13 @@ class Run:
             for part in (self.steps, self.earlier)
         )
         priced = None if self.priced is None else self.priced.values
-        unfinished = Path(folder) / f"{FILE}.part"  # who reads while a run goes on finds a whole file
+        unfinished = Path(folder) / f"{FILE}.part"  # a reader during the run finds a complete file
         unfinished.write_bytes(msgspec.json.encode(replace(self, plan=self.plan.values, priced=priced, steps=steps, earlier=earlier)))
         unfinished.replace(Path(folder) / FILE)
 
     @classmethod
     def load(cls, folder: str | Path) -> "Run":
-        """Read the run in a folder. Raises DataError if there is none, or the file is not a run."""
+        """Read the run in a folder. Raises DataError if the folder has none, or if the file is not a run."""
         path = Path(folder) / FILE
         if not path.is_file():
             raise DataError(f"'{path}': there is no recorded run; rg.record(job, steps, folder) writes one")
@@ -259,7 +259,7 @@ def compare_waits(run: Run) -> Iterator[WaitComparison]:
         yield WaitComparison(wait.who, wait.on, wait.reason, wait.seconds, total / (counts[wait.who] if pooled else 1.0) / steps)
 
 
-# The facts of a run that the model card of an export tells, beside its plan.
+# The facts of a run for the model card of an export, besides its plan.
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def read_samples(folder: str | Path) -> Iterator[Sample]:
         for sample in read_samples("runs/math"):
             print(sample["step"], sample["reward"], sample["response"])
 
-    A last line that is still being written is left out. Raises DataError for parquet files where pyarrow is not installed.
+    A last line that is still being written is left out. Raises DataError for parquet files if pyarrow is not installed.
     """
     for path in sample_files(folder):
         yield from read_file(path)

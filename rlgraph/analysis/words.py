@@ -29,9 +29,9 @@ HOST = "host"  # the lane of nodes that belong to no pool
 
 
 class Terminal(Console):
-    """A console of rich that prints text as it is: no markup in it, and no escapes that the terminal obeys.
+    """A console of rich that prints text unchanged: without markup, and without escapes that the terminal obeys.
 
-    In a notebook it prints lines of text too: rich would make a box of HTML for each, and ask for ipywidgets.
+    It prints lines of text in a notebook too, where rich would make a box of HTML for each and ask for ipywidgets.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -46,7 +46,7 @@ class Terminal(Console):
 
 
 def seconds(value: float, cost: CostSource = "measured") -> str:
-    """Format a time to three digits, with a tilde if nothing of it was measured."""
+    """Format a time to three digits, with a tilde if it was not measured."""
     mark = "~" if cost in ("nominal", "roofline", "estimated") else ""
     if value == 0:
         return f"{mark}0 s"
@@ -67,13 +67,13 @@ def node_time(node: PlannedNode) -> str:
 
 
 def due(value: Due) -> str:
-    """Say at which steps something happens that does not happen at each."""
+    """Name the steps at which an event happens that does not happen at every step."""
     last = "" if value.steps is None else f" and step {value.steps - 1}"
     return f"every {value.every} steps{last}{' and step 0' if value.at_start else ''}"
 
 
 def by_chunks(count: int, chunks: int) -> str:
-    """Format a count of a step: `2 x 4` for 2 in each of 4 chunks."""
+    """Format a count per step: `2 x 4` for 2 in each of 4 chunks."""
     return str(count) if chunks == 1 else f"{count // chunks} x {chunks}"
 
 
@@ -171,7 +171,7 @@ PLAIN = (str, int, float, bool, type(None), Enum, PurePath)
 
 
 def graph_settings(graph: Graph, plan: Plan) -> Mapping[str, Mapping[str, str]]:
-    """Collect the settings of each model, node and feedback edge. Functions are given by name; data is left out."""
+    """Collect the settings of each model, node and feedback edge. Functions appear by name; data is left out."""
     found: dict[str, dict[str, str]] = {}
     for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None):
         used = [node.name for node in graph.nodes if node.model is model]

@@ -1,4 +1,4 @@
-"""A graph: the nodes found from its outputs, checked. Copies with other models, and warnings of what it leaves out or cannot learn from."""
+"""A graph: its nodes, found from its outputs and checked. Copies with other models, and warnings, e.g. of unused nodes."""
 
 from collections.abc import Mapping
 from copy import copy
@@ -12,7 +12,7 @@ from rlgraph.settings import Name, check_arguments
 
 
 class Graph(UncheckedGraph):
-    """All nodes that its outputs depend on, through feedback edges too. It is checked when it is made, and never changes.
+    """All nodes that its outputs depend on, also through feedback edges. The constructor checks it; it never changes.
 
         >>> import rlgraph as rg
         >>> prompts = rg.prompts([{"prompt": "1 + 1 ="}], count=1)
@@ -42,7 +42,7 @@ class Graph(UncheckedGraph):
 
 
 def unreached_nodes(graph: Graph) -> tuple[Node, ...]:
-    """Find the nodes that were declared with outputs or edges of a graph, and that none of its outputs depends on."""
+    """Find the nodes that read outputs or edges of a graph while none of its outputs depends on them."""
     inside = set(graph.nodes)
     found: dict[Node, None] = {}
     open_nodes = [reader for node in graph.nodes for reader in node.readers]
@@ -61,11 +61,11 @@ def unreached_warnings(graph: Graph) -> tuple[str, ...]:
     return (f"no output of the graph depends on {names}, which never run: pass rg.Graph their outputs, or leave them out",) if names else ()
 
 
-# A graph with other models in the places of its own, as with the folders of those that are named by a hub id.
+# Copies of a graph with other models, e.g. with local folders for models that are named by a hub id.
 
 
 def with_models(graph: Graph, models: Mapping[Model, Model]) -> Graph:
-    """Copy a graph with other models in the places of some of its own, in its operations too; the graph itself stays as it is.
+    """Copy a graph with some models replaced, in its operations too. The graph itself does not change.
 
     >>> from dataclasses import replace
     >>> import rlgraph as rg
@@ -79,7 +79,7 @@ def with_models(graph: Graph, models: Mapping[Model, Model]) -> Graph:
         return graph
     nodes = (*graph.nodes, *unreached_nodes(graph))
     edges = {edge: None for node in nodes for edge in (node.feedback, node.earlier, *node.closes) if edge is not None}
-    parts = (*nodes, *edges)  # they name each other in circles: all copies are there before their fields are
+    parts = (*nodes, *edges)  # they refer to each other in cycles, so all copies exist before their fields are set
     copies: dict[int, Any] = {id(model): other for model, other in models.items()} | {id(part): copy(part) for part in parts}
     for part in parts:
         vars(copies[id(part)]).update({name: _with_copies(value, copies) for name, value in vars(part).items()})
@@ -87,7 +87,7 @@ def with_models(graph: Graph, models: Mapping[Model, Model]) -> Graph:
 
 
 def _with_copies(value: Any, copies: dict[int, Any]) -> Any:
-    """Put copies in the places of what they are of, in tuples, lists, mappings, operations and the like; what names none stays itself."""
+    """Replace originals by their copies in tuples, lists, mappings, operations and the like; a value without any stays the same object."""
     if id(value) in copies:
         return copies[id(value)]
     found = value
@@ -97,7 +97,7 @@ def _with_copies(value: Any, copies: dict[int, Any]) -> Any:
     elif isinstance(value, dict) and any(isinstance(item, COPIED) for item in value.values()):
         found = {name: _with_copies(item, copies) for name, item in value.items()}
     elif isinstance(value, Operation | Model | Output) or (is_dataclass(value) and not isinstance(value, type)):
-        copies[id(value)] = value  # while its fields are looked through: one that names it again ends here
+        copies[id(value)] = value  # while its fields are searched: a reference back to it ends the search
         fields = {name: _with_copies(item, copies) for name, item in (vars(value) if hasattr(value, "__dict__") else {}).items()}
         if any(item is not vars(value)[name] for name, item in fields.items()):
             found = copy(value)
@@ -107,10 +107,10 @@ def _with_copies(value: Any, copies: dict[int, Any]) -> Any:
     return found
 
 
-COPIED = (Operation, Model, Node, Output, Feedback)  # what a container must hold to be copied; rows of data are not looked through
+COPIED = (Operation, Model, Node, Output, Feedback)  # a container is searched only if it holds one of these; rows of data are not searched
 
 
-# Find graphs that keep the rules and still give no learning signal. The compiler warns of them, and makes the plan.
+# Find graphs that keep the rules but have no learning signal. The compiler warns of them and still makes the plan.
 
 
 def no_signal_warnings(graph: Graph) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Declare the nodes of a graph: models, operations, the outputs that join them, and the feedback edge.
 
-What a declaration must be is checked here as it is made; what a whole graph must be, in `rules`.
+Each declaration is checked here when it is made; `rules` checks whole graphs.
 """
 
 import itertools
@@ -21,12 +21,12 @@ from rlgraph.notices import accept_old_names, old_attribute
 from rlgraph.settings import Count, Name, Natural, Range, check_arguments
 from rlgraph.values.pool import Pool
 
-SAMPLED = "rollout_log_probs"  # the engine's, under its own sampling
+SAMPLED = "rollout_log_probs"  # computed by the engine, under its own sampling
 MAX_SLOTS = 64  # of a channel
 MAX_DEPTH = MAX_SLOTS - 2  # prompts are up to two batches further ahead
 DEPTH_RULE = "how many weight versions a trained batch may be behind, a whole number of at least 0 (0 is on-policy, 1 is one-step-off)"
 BUFFERS_RULE = "1, the generator's one copy of the weights, or 2, so that it receives while it decodes"
-BUCKET_BYTES = 512 << 20  # of weights: with few buckets, receiving them takes little of the interpreter's time from decoding
+BUCKET_BYTES = 512 << 20  # of weights: with few buckets, receiving leaves the interpreter free for decoding
 
 
 @settings.refuse_unknown
@@ -50,7 +50,7 @@ class Model:
     path: Name = field(kw_only=False)
     pool: Pool
 
-    __eq__, __hash__ = object.__eq__, object.__hash__  # a model is itself, whatever settings it has
+    __eq__, __hash__ = object.__eq__, object.__hash__  # two models with equal settings are still two models
 
     def __post_init__(self) -> None:
         settings.check(self)
@@ -138,7 +138,7 @@ class Operation(ABC):
         """Check at the launch, before anything starts, that it can run. Raises DataError or GraphError."""
 
     def trial(self, node: "Node", columns: Any, rows: int) -> Any:
-        """Call the user's function on made-up `columns` at the launch, and return those it writes; None where there is nothing to try.
+        """Call the user's function on made-up `columns` at the launch, and return the columns it writes; None if there is nothing to try.
 
         The node has `rows` rows. Raises RlgraphError as the run would. NotImplemented, the default, starts a copy of the operation and
         calls its stage once.
@@ -148,13 +148,13 @@ class Operation(ABC):
     def cursor(self, step: int) -> Mapping[str, Any] | None:
         """Return the position of a data source after `step` steps, with the settings of its order, as plain values; None for other nodes.
 
-        A run continues from a checkpoint only if these are the same.
+        A run resumes from a checkpoint only if they are equal.
         """
         return None
 
     @property
     def prompt_characters(self) -> float | None:
-        """The mean characters of its prompts, from which their tokens are estimated; None if that is not known."""
+        """The mean characters of its prompts, from which their tokens are estimated; None if unknown."""
         return None
 
 
@@ -165,9 +165,9 @@ _serial = itertools.count()
 class Node:
     """One stage of a graph: what it does, what it reads from which outputs, what it writes, and where it lives.
 
-    It writes `rows` rows in a step. `pool` is None for a host node, which runs in a process of its own. It fires `chunks` times in a
-    step, once for each chunk of the batch, in the order of the data: chunks that it makes itself, or those of the rollout that it
-    `follows`. A node that is not `due` at a step passes an empty batch on. `earlier` is an edge of columns of an earlier step.
+    It writes `rows` rows per step. `pool` is None for a host node, which runs in a separate process. It fires `chunks` times per step, once
+    for each chunk of the batch, in the order of the data: chunks that it makes itself, or the chunks of the rollout that it `follows`. A
+    node that is not `due` at a step passes an empty batch on. `earlier` is an edge of columns of an earlier step.
     """
 
     name: str
@@ -216,7 +216,7 @@ class Node:
         return Output(self, "metrics")
 
     def needs(self, other: "Node") -> bool:
-        """Whether it depends on another node within a step."""
+        """Whether it depends on another node in the same step."""
         return any(output.node is other or output.node.needs(other) for output in self.inputs)
 
     def source_of(self, column: str) -> "Node":
@@ -228,7 +228,7 @@ class Node:
         return next(output for output in self.inputs if column in output.columns)
 
     def repeats(self, output: "Output") -> int:
-        """Count how often a row of an input stands in the batch that this node takes: once in the widest input of the same prefix."""
+        """Count how often the node's batch repeats each row of an input: once for the widest input of the same prefix."""
         return max(other.node.rows for other in self.inputs if other.prefix == output.prefix) // output.node.rows
 
 
@@ -267,7 +267,7 @@ class Output:
 
 
 class Feedback:
-    """A back edge of a graph, which carries weights or columns from a node to one of a later step. `rlgraph.feedback` makes it."""
+    """A back edge of a graph, which carries weights or columns from a node to a node of a later step. `rlgraph.feedback` makes it."""
 
     HOW: ClassVar[str] = "pass what rlgraph.feedback(...) returned"
 
@@ -281,7 +281,7 @@ class Feedback:
         self.readers: list[Node] = []
 
     def close(self, source: Output) -> None:
-        """Connect the back edge to the update whose weights it carries, as `weights.close(step.weights)`, or to its columns' output."""
+        """Connect the back edge to the update whose weights it carries, as in `weights.close(step.weights)`, or to its columns' output."""
         kind = "batch" if self.columns else "weights"
         check_close(self, source if isinstance(source, Output) and source.kind == kind else None, source)
         self.source = source
@@ -337,7 +337,7 @@ def describe(value: Any) -> str:
 
 
 def check_feedback(name: str, depth: int, buffers: int, latest: bool) -> None:
-    """Refuse a depth beyond the slots of a channel, and settings without effect at depth 0."""
+    """Refuse a depth that exceeds the slots of a channel, and settings without effect at depth 0."""
     where = f"feedback '{name}'"
     if depth > MAX_DEPTH:
         raise GraphError(f"{where} has depth={depth}; at most {MAX_DEPTH} are possible, since a channel holds 64 batches")
@@ -348,7 +348,7 @@ def check_feedback(name: str, depth: int, buffers: int, latest: bool) -> None:
 
 
 def check_edge_of_columns(feedback: Feedback, plain: bool) -> None:
-    """Refuse settings of weights on an edge of columns; `plain` says that it has none."""
+    """Refuse settings of weights on an edge of columns; `plain` is True if it has none."""
     if feedback.columns and not plain:
         raise GraphError(
             f"feedback '{feedback.name}' carries columns {list(feedback.columns)}: buffers, latest, bucket_bytes and checksum are about "
@@ -357,7 +357,7 @@ def check_edge_of_columns(feedback: Feedback, plain: bool) -> None:
 
 
 def check_edges(name: str, reads: Sequence[str], feedback: Feedback | None, earlier: Feedback | None) -> None:
-    """Refuse an edge of columns where weights are due and the reverse, and columns that the node reads of its own step too."""
+    """Refuse an edge of columns in place of weights and the reverse, and columns that the node also reads from its own step."""
     if feedback is not None and feedback.columns:
         raise GraphError(
             f"node '{name}' loads weights from feedback '{feedback.name}', which carries columns; pass a feedback without columns="
@@ -412,7 +412,7 @@ def check_inputs(name: str, inputs: Sequence[Output], reads: Sequence[str]) -> N
 
 
 def check_whole_distribution(name: str, inputs: Sequence[Output], reads: Sequence[str]) -> None:
-    """Refuse a reader of a rollout's log-probs if they are those of some tokens only: a trainer's are always those of all tokens."""
+    """Refuse a reader of log-probs over a part of the vocabulary: a trainer's log-probs are always over all of it."""
     for output in inputs:
         sampling = output.node.traits.sampling
         if sampling is None or sampling.is_full_distribution or output.prefix + SAMPLED not in {*output.columns} & {*reads}:
@@ -438,7 +438,7 @@ def _fix(column: str, inputs: Sequence[Output]) -> str:
 
 
 def check_rows(node: Node) -> None:
-    """Refuse inputs whose rows cannot be repeated to those of the widest, and a node with a number of rows that fits them in no way."""
+    """Refuse inputs whose rows cannot be repeated to match the widest input, and a node whose number of rows does not fit its inputs."""
     alone = len({output.prefix for output in node.inputs}) == 1
     for output in node.inputs:
         widest = max(other.node.rows for other in node.inputs if other.prefix == output.prefix)
@@ -543,7 +543,7 @@ def reachable(outputs: Iterable[Output]) -> tuple[Node, ...]:
 
 
 class UncheckedGraph:
-    """All nodes that outputs depend on, through feedback edges too, and how they are joined. A `Graph` is one that keeps the rules."""
+    """All nodes that outputs depend on, also through feedback edges, and how they are joined. A `Graph` also keeps the rules."""
 
     def __init__(self, name: str, *outputs: Output) -> None:
         self.name = name
@@ -565,7 +565,7 @@ class UncheckedGraph:
         return graph
 
     def is_separate_evaluation(self, node: Node) -> bool:
-        """Whether a node evaluates on a separate generator, and not on one that time-shares with rollouts."""
+        """Whether a node evaluates on a separate generator, not on a generator that time-shares with rollouts."""
         if node.due is None or node.feedback is None:
             return False
         return all(other.due is not None for other in self.nodes if other.model is node.model and other.feedback is node.feedback)
@@ -579,7 +579,7 @@ class UncheckedGraph:
         return tuple(dict.fromkeys(p for p in (*(n.pool for n in self.nodes), *extra) if p is not None))
 
     def node(self, name: str) -> Node:
-        """Return the node called `name`. Raises GraphError with the names there are."""
+        """Return the node called `name`. Raises GraphError with the known names."""
         for node in self.nodes:
             if node.name == name:
                 return node

@@ -1,4 +1,4 @@
-"""The rules that a graph must meet, one function a rule. Each says where, what was found, the rule and the fix."""
+"""The rules that a graph must meet, one function per rule. Each error says where, what was found, the rule and the fix."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -9,13 +9,13 @@ import networkx as nx
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import MAX_SLOTS, Feedback, Model, Node, UncheckedGraph
 
-# The rules of graphs whose policy computes the log-probs of its engine to the bit, `Policy(exact=True)`.
+# The rules of graphs whose policy computes log-probs bit-identical to its engine's, `Policy(exact=True)`.
 
-EXACT_DTYPES = {"float32": "cores", "bfloat16": "GPUs"}  # what a policy may compute in, and where
+EXACT_DTYPES = {"float32": "cores", "bfloat16": "GPUs"}  # the dtypes that a policy may compute in, and on which devices
 
 
 def check_exact(graph: UncheckedGraph) -> None:
-    """Refuse what is not proven to be exact: other engines, other folders, dtypes but float32, a part of the vocabulary, depth."""
+    """Refuse settings that are not proven exact: other engines, folders or dtypes, sampling from a part of the vocabulary, depth."""
     followed = {feedback.source.node.model for feedback in graph.feedbacks if feedback.source is not None}
     for node in graph.nodes:
         if node.model is not None and node.model.traits.exact and node.model not in followed:
@@ -74,7 +74,7 @@ def _check_reader(graph: UncheckedGraph, feedback: Feedback, source: Model, node
 
 
 def check_adapters(graph: UncheckedGraph) -> None:
-    """Refuse readers of an adapter that do not generate, whose engine merges none, that read another folder, or that span devices."""
+    """Refuse readers of an adapter that do not generate, cannot merge adapters, read another folder, or span devices."""
     for feedback in graph.feedbacks:
         source = feedback.source.node.model if feedback.source is not None else None
         if source is None or source.traits.adapter is None:
@@ -101,7 +101,7 @@ def check_adapters(graph: UncheckedGraph) -> None:
                 )
 
 
-# The rule of graphs whose engines tell which experts they chose, `Generator(routes=True)`.
+# The rule of graphs whose engines report the experts that they chose, `Generator(routes=True)`.
 
 
 def check_route_readers(graph: UncheckedGraph) -> None:
@@ -125,11 +125,11 @@ def check_route_readers(graph: UncheckedGraph) -> None:
 
 
 def lags(graph: UncheckedGraph) -> Mapping[Node, int]:
-    """Count the rounds by which each node fires later than the rollout of its step; 0 for all if no update can give way.
+    """Count the rounds by which each node fires later than the rollout of its step; 0 for all if no update can be postponed.
 
-    An update gives way if it has the devices of its rollout, a depth above 0, and waits for work on other devices. One round
-    hides that work. At depth 2 the weights can also move during a rollout, which needs a version one round older. Each depth
-    above 2 adds another round, for several such nodes one behind another.
+    An update is postponed if it shares devices with its rollout, has a depth above 0, and waits for work on other devices. One round hides
+    that work. At depth 2 the weights can also move during a rollout, which then uses a version one round older. Each depth above 2 adds
+    another round, for chains of such nodes.
     """
     late: set[Node] = set()
     driven = [node for node in graph.nodes if node.feedback is not None and node.feedback.depth > 0 and node.due is None]
@@ -152,7 +152,7 @@ def _blocked_nodes(graph: UncheckedGraph, rollout: Node) -> Iterator[Node]:
 
 
 def _must_be_late(graph: UncheckedGraph, node: Node, late: set[Node], most: int) -> bool:
-    """Tell whether a node reads from a late one, fires in its worker, works on the same chunks, or needs its weights too soon."""
+    """Whether a node is late too: it reads from a late node, fires in its worker, works on its chunks, or needs its weights too soon."""
     feedback = node.feedback
     soon = feedback is not None and (graph.is_separate_evaluation(node) or feedback.depth < most)
     return (
@@ -208,7 +208,7 @@ def check_edge_readers(graph: UncheckedGraph) -> None:
 
 
 def check_column_cycles(graph: UncheckedGraph) -> None:
-    """Columns of an earlier step come from a node that depends on the one that gets them: neither is then ahead of the other."""
+    """Columns of an earlier step come from a node that depends on their reader, so neither runs ahead of the other."""
     for node in graph.nodes:
         source = node.earlier.source if node.earlier is not None else None
         if source is not None and not nx.has_path(graph.forward, node, source.node):
@@ -243,7 +243,7 @@ def check_prompt_readers(graph: UncheckedGraph) -> None:
 
 
 def check_useful_depth(graph: UncheckedGraph) -> None:
-    """A depth above 0 lets a rollout overlap with an update; without that it would only make batches stale."""
+    """A depth above 0 lets a rollout overlap with an update; without overlap it would only make batches stale."""
     pools = {node.pool.name for node in graph.nodes if node.pool is not None and node.due is None}
     for feedback in graph.feedbacks:
         if feedback.depth > 0 and all(node.due is not None for node in graph.nodes if node.feedback is feedback):
@@ -273,7 +273,7 @@ def check_continuous_pools(graph: UncheckedGraph) -> None:
 
 
 def check_single_update(graph: UncheckedGraph) -> None:
-    """One step makes one version of the weights: two updates of a model would make two, and the edge carries the first alone."""
+    """One step makes one version of the weights: two updates of a model would make two, and the edge carries only the first."""
     updates: dict[int, Any] = {}
     for node in (node for node in graph.nodes if node.model is not None and node.traits.work == "train"):
         other = updates.setdefault(id(node.model), node)
@@ -285,7 +285,7 @@ def check_single_update(graph: UncheckedGraph) -> None:
 
 
 def check_single_edge(graph: UncheckedGraph) -> None:
-    """A model holds the weights of one feedback edge: nodes that follow another, and rollouts that follow none, would use them too."""
+    """A model holds the weights of one feedback edge: its other nodes would use them too, whether they follow another edge or none."""
     for node in (node for node in graph.nodes if node.model is not None and node.feedback is not None):
         works = {node.traits.work, "generate"}
         others = (n for n in graph.nodes if n.model is node.model and n.feedback is not node.feedback)
@@ -341,7 +341,7 @@ def check_chunk_sizes(graph: UncheckedGraph) -> None:
 
 
 def check_evaluation_delay(graph: UncheckedGraph) -> None:
-    """An evaluation with a generator of its own may not keep other nodes of its pool waiting."""
+    """An evaluation with a separate generator may not keep other nodes of its pool waiting."""
     for node in (node for node in graph.nodes if graph.is_separate_evaluation(node)):
         others = [other.name for other in graph.nodes if other.pool is node.pool and other.due is None]
         if others:

@@ -1,6 +1,6 @@
 """The traits of operations and models.
 
-Compiler and runtime read these attributes and no others: an attribute that is not declared here has no effect on a plan or a run.
+Compiler and runtime read these attributes and no others: an attribute that is not declared here does not affect a plan or a run.
 """
 
 from collections.abc import Callable, Mapping
@@ -75,7 +75,7 @@ class NodeTraits:
 
     @property
     def interrupt(self) -> Running | None:
-        """What happens to the keys and values of running responses when new weights are swapped in; None if they are not."""
+        """What happens to the keys and values of running responses when new weights are swapped in; None if they never are."""
         return self.admission.interrupt if self.admission is not None else None
 
     @property
@@ -85,7 +85,7 @@ class NodeTraits:
 
     @property
     def interrupt_rule(self) -> Running:
-        """What happens to the keys and values of running responses when new weights come."""
+        """What happens to the keys and values of running responses when new weights arrive."""
         return self.interrupt or "recompute"
 
     running = old_attribute("running", "interrupt_rule")
@@ -179,7 +179,7 @@ class ModelTraits(TrainerSettings):
     dtype: str | None = None
     estimates: EngineEstimates | None = None
     frees_memory: bool = False
-    micro_batch_tokens: int | None = None  # type: ignore[assignment] # of a model without passes
+    micro_batch_tokens: int | None = None  # type: ignore[assignment] # of a model without micro-batches
     shared_prompts: bool = False
     shares_base: bool = False
     merges_adapters: bool = False
@@ -199,12 +199,12 @@ class ModelTraits(TrainerSettings):
 
     @property
     def kv_itemsize(self) -> int | None:
-        """The bytes of a number of its keys and values, where the arguments of its engine say so."""
+        """The bytes per element of its keys and values, if the arguments of its engine set them."""
         return 1 if str(self.engine_args.get("kv_cache_dtype")).startswith("fp8") else None
 
     @property
     def worker_multiple(self) -> int:
-        """The workers of which a model has a multiple: whole groups that compute a pass, and that share experts."""
+        """The number that divides a model's workers into whole groups, which compute a micro-batch or share experts."""
         return lcm(self.ranks_per_pass, self.pipeline_parallel * self.expert_parallel)
 
     together = old_attribute("together", "worker_multiple")

@@ -8,11 +8,11 @@ from rlgraph.plan.schedule import MOVING, Dependency
 
 IDLE = 0.75  # a pool that works less than this waits noticeably
 UNUSED = 0.25  # a pool that works less than this could join another pool
-NOTICED = 0.05  # of a step: a wait, or a loss to varying times, that is worth a change
+NOTICED = 0.05  # share of a step: a longer wait, or a larger loss to varying times, is worth a change
 
 
 def advise(plan: Plan) -> tuple[str, ...]:
-    """Advise what to change, most important first; nothing where nothing stands out. Placeholder costs say nothing about times."""
+    """Advise what to change, most important first; empty if nothing stands out. Placeholder costs say nothing about times."""
     rules: Sequence[Callable[[Plan], Iterator[str]]] = (_loop_and_shares, _lengths, _hosts, _advise_buffers, _cores)
     if plan.prediction.cost == "nominal":
         rules = (_cores,)
@@ -87,7 +87,8 @@ def _cores(plan: Plan) -> Iterator[str]:
 class Critical:
     """The parts of a plan that set its period.
 
-    `nodes` and `loops` (feedback edges) by name, edges as (writer, reader); `order` holds the nodes that wait for another of their pool.
+    `nodes` and `loops` (feedback edges) by name, edges as (writer, reader). `order` holds the nodes that wait for another node of their
+    pool.
     """
 
     nodes: frozenset[str]
@@ -97,7 +98,7 @@ class Critical:
 
 
 def critical(plan: Plan) -> Critical:
-    """Find all that the predicted critical cycle runs through. A wait for a free slot marks the edge that the slot belongs to."""
+    """Find all parts of the plan on the predicted critical cycle. A wait for a free slot marks the edge that the slot belongs to."""
     cycle = plan.prediction.critical
     events = {event.name: event for event in plan.schedule.events}
     steps = [d for pair in zip(cycle, cycle[1:] + cycle[:1], strict=True) for d in _between(plan.schedule.dependencies, *pair)]
@@ -111,7 +112,7 @@ def critical(plan: Plan) -> Critical:
 
 
 def _between(dependencies: Sequence[Dependency], before: str, after: str) -> list[Dependency]:
-    """Find the dependencies between two events of a cycle: one, or a free slot for a put together with the reader of that put."""
+    """Find the dependencies between two events of a cycle: a single one, or a free slot for a put together with the reader of that put."""
     direct = [d for d in dependencies if (d.before, d.after) == (before, after) and not d.holds]
     if direct:
         return [min(direct, key=lambda d: d.credits)]

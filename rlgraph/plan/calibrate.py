@@ -1,4 +1,4 @@
-"""Fit costs to the firings of runs: for each node the function that explains them with the fewest numbers."""
+"""Fit costs to the firings of runs: for each node, the function that explains them with the fewest parameters."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ from rlgraph.plan.schedule import MOVING, WORK, Dependency, Sampled, Span
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded run: its plan, what each worker did, how much was sampled, and the bytes of a published version."""
+    """A recorded run: its plan, the spans of each worker, the sampled tokens, and the bytes of a published version."""
 
     plan: Plan
     spans: Sequence[Span]
@@ -37,7 +37,7 @@ class Trace:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Trace":
-        """Read a trace. Raises PlanError for a file that is missing or holds anything else."""
+        """Read a trace. Raises PlanError for a missing file, or a file without a trace."""
         file = Path(path)
         if not file.is_file():
             raise PlanError(f"replay('{path}'): there is no such trace; rg.record writes trace.json into its folder")
@@ -50,16 +50,16 @@ class Trace:
             raise PlanError(f"replay('{path}'): {error}; pass the trace.json that rg.record writes") from None
 
 
-# Leave out of a fit the rare firings in which the machine stalled.
+# Leave rare firings, during which the machine stalled, out of a fit.
 
 FAR = 8.0  # times the usual distance from the fit
 LEAST = 0.1  # of the fitted seconds: a nearer firing is not an outlier
 RARE = 0.05  # of all firings: more frequent ones are not outliers
-FEW = 5  # firings of which one may be an outlier, as the second update of a trainer often is
+FEW = 5  # firings of which one may be an outlier, e.g. the second update of a trainer
 
 
 def steady(seconds: Array, fitted: Array | float = 0.0) -> Array:
-    """Mark, as booleans, the firings to keep: all but the rare ones that took far longer than the fit.
+    """Mark, as booleans, the firings to keep: all but the rare firings that lasted far longer than the fit.
 
     The unit of distance is the median of all distances (median absolute deviation), which outliers do not change.
     """
@@ -75,17 +75,17 @@ def mean(seconds: Array) -> float:
     return float(seconds[steady(seconds)].mean())
 
 
-# Explain measured seconds with the fewest numbers: least squares with coefficients of at least 0, and only those that help.
+# Explain measured seconds with the fewest parameters: least squares with non-negative coefficients, and only with those that help.
 
 KEPT_SPREAD = 40  # single firings kept in the costs of a node
-HARDLY = 0.1  # of the mean firing: shorter firings say nothing of the spread
+HARDLY = 0.1  # share of the mean firing: shorter firings do not count for the spread
 STEADY = 0.02  # a quantity that varies by less, relative to its mean, explains nothing
 
 
 def independent_columns(columns: Mapping[str, Array]) -> dict[str, Array]:
     """Keep the columns that are not zero and not nearly a multiple of an earlier column.
 
-    Which of two such columns fits better would be noise, so the first one stands for both.
+    Which of two such columns fits better would be noise, so the first stands for both.
     """
     kept: dict[str, Array] = {}
     for name, column in columns.items():
@@ -95,12 +95,12 @@ def independent_columns(columns: Mapping[str, Array]) -> dict[str, Array]:
 
 
 def varies(values: Array) -> bool:
-    """Tell whether a quantity varies enough to explain anything."""
+    """Whether a quantity varies enough to explain anything."""
     return bool(values.std() > STEADY * values.mean())
 
 
 def fewest(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
-    """Fit coefficients of at least 0 for the subset of columns that the firings support, without outliers."""
+    """Fit non-negative coefficients for the subset of columns that the firings support, without outliers."""
     kept = np.ones(len(seconds), dtype=bool)
     while True:
         found = _least_squares({name: column[kept] for name, column in columns.items()}, seconds[kept])
@@ -117,10 +117,10 @@ def predict_seconds(columns: Mapping[str, Array], coefficients: Mapping[str, flo
 
 
 def _least_squares(columns: Mapping[str, Array], seconds: Array) -> dict[str, float]:
-    """Fit coefficients of at least 0 by least squares, for the subset of columns that the data support.
+    """Fit non-negative coefficients by least squares, for the subset of columns that the data support.
 
-    The Bayesian information criterion (Schwarz, 1978) sets what a further number must explain; with as many firings as
-    numbers nothing is explained, so a subset is smaller than that.
+    The Bayesian information criterion (Schwarz, 1978) sets how much a further parameter must explain. As many parameters as firings would
+    explain nothing, so a subset has fewer.
     """
     best, least = dict[str, float](), float("inf")
     count, floor = len(seconds), 1e-12 * float((seconds**2).sum()) + 1e-30
@@ -141,8 +141,7 @@ def _least_squares(columns: Mapping[str, Array], seconds: Array) -> dict[str, fl
 def spread(seconds: Array, fitted: Array | float) -> tuple[float, ...]:
     """Divide single firings by their fitted seconds, and reduce many of them to quantiles.
 
-    Firings with hardly any fitted time are left out: their responses ended while another batch decoded, and the fit says nothing
-    about them."""
+    Firings with hardly any fitted time are left out: their responses ended while another batch decoded, which the fit does not describe."""
     by_law = np.broadcast_to(np.asarray(fitted, dtype=float), seconds.shape)
     told = by_law > HARDLY * by_law.mean()
     ratios = seconds[told] / by_law[told] if told.any() else np.ones(1)
@@ -151,29 +150,29 @@ def spread(seconds: Array, fitted: Array | float) -> tuple[float, ...]:
     return tuple(float(f"{ratio:.6g}") for ratio in ratios)
 
 
-# Fit the seconds of training and log-probs to the firings of a run: by tokens, by the host's time for each pass, or by neither.
+# Fit the seconds of training and log-probs to the firings of a run: by tokens, by the host's time per micro-batch, or by neither.
 
-EXPLAINED = 0.3  # tokens set a time if, at most, this share of its variance stays unexplained
-FLOORS = 64  # sizes tried for the floor: the largest pass that takes no longer than a smaller one
-FINELY = 512  # least seconds of a pass that are tried, with all else known
+EXPLAINED = 0.3  # tokens determine a time if at most this share of its variance stays unexplained
+FLOORS = 64  # candidates for the floor: the largest micro-batch that lasts no longer than smaller ones
+FINELY = 512  # candidates for the least seconds of a micro-batch, with all else known
 KNOWN = 2.0  # of the information criterion: evidence "not worth more than a bare mention" (Kass and Raftery, 1995)
 
 
 @dataclass(frozen=True)
 class Share:
-    """The work of one rank in a step: its tokens per device, those of each pass if known, and whether it gathered no shards of others."""
+    """The work of one rank in a step: its tokens per device, the tokens of each micro-batch if known, and whether it gathered no shards."""
 
     tokens: float
     passes: Array | None = None
     is_unsharded: bool = True
 
     def at_least(self, floor: float) -> float:
-        """Sum the tokens, with each pass counted as at least `floor`."""
+        """Sum the tokens; each micro-batch counts at least `floor`."""
         return self.tokens if self.passes is None or floor == 0 else float(np.maximum(self.passes, floor).sum())
 
 
 def share_of(setting: Setting, sampled: Sequence[Sampled]) -> Share:
-    """Compute a rank's share of a step's tokens. Rows that were not sampled, as examples beside a rollout, count as those that were."""
+    """Compute a rank's share of a step's tokens. Rows that were not sampled, e.g. examples next to a rollout, count like sampled rows."""
     lengths = np.array([[length for s in sampled for length in s.response_tokens]], dtype=float)
     prompts = float(sum(s.prompt_tokens for s in sampled))
     if 0 < lengths.size < setting.rows:
@@ -187,8 +186,7 @@ def share_of(setting: Setting, sampled: Sequence[Sampled]) -> Share:
 
 
 def by_passes(setting: Setting, shares: Sequence[Share], seconds: Array, plain: NodeCost) -> NodeCost:
-    """Fit the function of the measured ranks, and from runs on other devices the least seconds of a pass with, or without, a sharded
-    model. It is `plain` if tokens explain nothing."""
+    """Fit the function of the measured ranks and, from runs on other devices, the least seconds of a micro-batch with or without a sharded model. It is `plain` if tokens explain nothing."""
     unsharded = setting.is_unsharded
     own = np.array([share.is_unsharded == unsharded for share in shares])
     cost = _by_tokens(setting, [share for share in shares if share.is_unsharded == unsharded], seconds[own], plain)
@@ -198,7 +196,7 @@ def by_passes(setting: Setting, shares: Sequence[Share], seconds: Array, plain: 
 
 
 def _by_tokens(setting: Setting, shares: Sequence[Share], seconds: Array, plain: NodeCost) -> NodeCost:
-    """Fit seconds by tokens, with a constant part of a step or of a pass if the steps show one; `plain` if tokens explain nothing."""
+    """Fit seconds by tokens, with a constant part per step or per micro-batch if the steps show one; `plain` if tokens explain nothing."""
     tokens = np.array([share.tokens for share in shares])
     if (tokens <= 0).any():
         return plain
@@ -221,10 +219,11 @@ def _by_tokens(setting: Setting, shares: Sequence[Share], seconds: Array, plain:
 
 
 def _floor(shares: Sequence[Share], seconds: Array) -> tuple[float, dict[str, Array], dict[str, float]]:
-    """Fit the function together with a floor: the fewest tokens that a pass counts as, since the host needs that long to launch it.
+    """Fit the function together with a floor: the fewest tokens that a micro-batch counts as, since the host needs that long to launch it.
 
     A floor is judged by absolute errors (the information criterion of a Laplace distribution), which outliers do not dominate. If a
-    constant part of the whole firing explains no more, the floor is preferred: passes are known to have one, firings are not.
+    constant part of the whole firing explains no more, the floor is preferred, since micro-batches are known to have one and firings are
+    not.
     """
     largest = max((float(share.passes.max()) for share in shares if share.passes is not None), default=0.0)
     best: tuple[float, dict[str, Array], dict[str, float]] = 0.0, {}, {}
@@ -242,7 +241,7 @@ def _floor(shares: Sequence[Share], seconds: Array) -> tuple[float, dict[str, Ar
 
 
 def _least(cost: NodeCost, shares: Sequence[Share], seconds: Array) -> float:
-    """Fit the least seconds of a pass to firings other than those of the fit: those that explain them best, or 0."""
+    """Fit the least seconds of a micro-batch to firings outside of the fit: the seconds that explain them best, or 0."""
     known = [(share.passes, own_s - cost.serial_s) for share, own_s in zip(shares, seconds, strict=True) if share.passes is not None]
     if not cost.token_s or not known:
         return 0.0
@@ -250,7 +249,7 @@ def _least(cost: NodeCost, shares: Sequence[Share], seconds: Array) -> float:
     def error(floor: float) -> float:
         return sum(abs(float(np.maximum(cost.token_s * passes, floor).sum()) - float(own_s)) for passes, own_s in known)
 
-    most = max(max(float(own_s) / len(passes) for passes, own_s in known), 0.0)  # no pass of a firing takes less than the least
+    most = max(max(float(own_s) / len(passes) for passes, own_s in known), 0.0)  # no pass is shorter
     return min((most * step / FINELY for step in range(FINELY + 1)), key=error)
 
 
@@ -276,12 +275,12 @@ def interruptions(spans: Iterable[Span]) -> Mapping[Span, Sequence[Span]]:
 
 
 def latencies(plan: Plan, spans: Sequence[Span], first_step: int, together: Collection[str] = ()) -> Mapping[str, float]:
-    """Average, by event, the seconds from the end of all that it waits for until it began: copies, wake-ups, messages.
+    """Average, by event, the seconds from the end of its last wait to its start: copies, wake-ups, messages.
 
-    Played with the events' own seconds and these, the schedule takes as long as the run did. An event that waited for room in a
-    channel ends when the room is there. A step that waited for an older one to leave the window has no latency either: a slow first
-    step holds the nodes that would be far ahead. Weights that load within a firing have no latency. Events that wait for a step before
-    the first span are left out. Of nodes that work `together` the last rank counts, because the others wait for it.
+    Played with the events' own seconds and these, the schedule lasts as long as the run did. An event that waited for room in a channel
+    ends when there is room. A step that waited for an older step to leave the window has no latency either: a slow first step blocks the
+    nodes that would be far ahead. Weights that load within a firing have no latency. Events that wait for a step before the first span are
+    left out. For nodes whose ranks work `together` the last rank counts, because the others wait for it.
     """
     schedule = plan.schedule
     within = {span for inner in interruptions(spans).values() for span in inner}
@@ -304,7 +303,7 @@ def latencies(plan: Plan, spans: Sequence[Span], first_step: int, together: Coll
             found = measured.get((event.name, step), [])
             before = [(d.before, step - d.credits) for d in waits[event.name] if d.before != event.name]
             known = not any(place in unknown or 0 <= place[1] < steps[0] or place[1] > steps[-1] for place in before)
-            if not found:  # weights of a step that needs none, and events that nobody measures, count as done as soon as they could begin
+            if not found:  # weights of a step that needs none, and unmeasured events, count as done as soon as they could begin
                 ends[event.name, step] = {"": max((_ready_time(ends, d, step, "") for d in waits[event.name]), default=0.0)}
                 if not known:
                     unknown.add((event.name, step))
@@ -329,19 +328,19 @@ def _ready_time(ends: Ends, dependency: Dependency, step: int, worker: str) -> f
     return done[worker] if worker in done else max(done.values(), default=0.0)
 
 
-# Calibrate costs from runs: for each node the function that explains its firings with the fewest numbers.
+# Calibrate costs from runs: for each node, the function that explains its firings with the fewest parameters.
 
-RUN_BITS = 32  # a step's number is below 1 << RUN_BITS
+RUN_BITS = 32  # step numbers are below 1 << RUN_BITS
 WARM_UP = 1  # steps left out: engines compile, caches fill
-TOGETHER = ("train", "forward")  # work that all ranks do together, so that none can be ahead of another
+TOGETHER = ("train", "forward")  # all ranks do this work together, so that none can be ahead of another
 Firings = Mapping[tuple[str, int], float]  # seconds by worker and step
 Tokens = Mapping[tuple[str, int], Sampled]
 
 
 def measured_costs(plan: Plan, spans: Sequence[Span], sampled: Sequence[Sampled], published_bytes: int = 0) -> Costs:
-    """Measure what each node and moving weights cost in a run of `plan`, without the first step, which warms up.
+    """Measure the cost of each node and of moving weights in a run of `plan`, without the first step, which warms up.
 
-    A cost holds the work itself and, in its serial seconds, the latency: from when the work could have begun until it did.
+    A cost includes the work itself and, in its serial seconds, the latency: from when the work could have begun until it did.
     """
     return costs_of([Trace(plan, spans, sampled, published_bytes)])
 
@@ -440,9 +439,9 @@ def _sleep(plan: Plan, kept: Sequence[Span], late: Mapping[str, float]) -> dict[
 
 
 def _spans(traces: Sequence[Trace]) -> list[Span]:
-    """Collect the spans of all runs after their warm-up, with step numbers of their own for each run.
+    """Collect the spans of all runs after their warm-up, with separate step numbers for each run.
 
-    Events that are due at some steps only, as evaluations, count from their first firing, if there is no later one.
+    Events that are due at some steps only, e.g. evaluations, count from their first firing, if there is no later one.
     """
     later = {span.name for trace in traces for span in trace.spans if span.step >= _first(trace)}
     rare = {name for trace in traces for name in trace.plan.due_events()} - later
@@ -481,7 +480,7 @@ def _global_step(run: int, step: int) -> int:
 
 
 def _by_firing(sampled: Iterable[Sampled]) -> Tokens:
-    """Join what each worker sampled in each step over the chunks of a batch."""
+    """Join the samples of each worker in each step over the chunks of a batch."""
     found: dict[tuple[str, int], Sampled] = {}
     for s in sampled:
         so_far = found.get((s.worker, s.step))
@@ -521,7 +520,7 @@ def _cost(
 
 
 def _by_rows(setting: Setting, rows: Array, seconds: Array) -> NodeCost:
-    """Fit seconds by rows of a device, with a constant part where batches of different sizes show one."""
+    """Fit seconds by rows per device, with a constant part if batches of different sizes show one."""
     found = {"rows": mean(seconds) / float(rows.mean())}
     columns = {"rows": rows}
     if varies(rows):
@@ -549,8 +548,7 @@ def _fit_decoding(setting: Setting, firings: Firings, tokens: Tokens, joins: Pla
 
 
 def _decode_counts(tokens: Tokens, joins: PlannedJoin | None) -> Mapping[tuple[str, int], tuple[float, float, float]]:
-    """Count the decode steps of each firing, the sequences summed over them, and the prompt tokens of its batch and of those that
-    joined it."""
+    """Count the decode steps of each firing, the sequences summed over them, and the prompt tokens of its batch and of joining batches."""
     found = {key: (float(max(s.response_tokens)), float(sum(s.response_tokens)), float(s.prompt_tokens)) for key, s in tokens.items()}
     runs: dict[tuple[str, int], list[tuple[str, int]]] = {}
     for worker, step in sorted(tokens) if joins is not None else ():
@@ -578,7 +576,7 @@ def _at_other_widths(
 
 
 def _by_step(keys: Sequence[tuple[str, int]], seconds: Array, fitted: Array) -> tuple[Array, Array]:
-    """Take the measured and fitted seconds of the last engine of each step."""
+    """Select the measured and fitted seconds of the last engine of each step."""
     steps = np.array([step for _, step in keys])
     each = np.unique(steps)
     return np.array([seconds[steps == s].max() for s in each]), np.array([fitted[steps == s].max() for s in each])

@@ -1,6 +1,6 @@
-"""Plan the channels between nodes and the feedback edges: what each carries, its slots, and how it moves, by where workers run.
+"""Plan the channels between nodes and the feedback edges: what each carries, its slots and its transport, depending on where workers run.
 
-A message goes from host to host in the shape in which the last host has it soonest, then inside each host.
+A message travels from host to host in the shape that serves the last host soonest, then inside each host.
 """
 
 import functools
@@ -27,7 +27,7 @@ from rlgraph.plan.play import Cycle, critical_cycle
 from rlgraph.plan.schedule import MOVING, Schedule
 
 Homes: TypeAlias = Mapping[str, Sequence[PlannedWorker]]  # the workers of each node, by its name
-HIDDEN = 0.01  # publishing that lengthens a step by less is called hidden
+HIDDEN = 0.01  # publishing is hidden if it lengthens a step by less than this
 
 
 def homes_of(workers: Sequence[PlannedWorker]) -> Homes:
@@ -40,7 +40,7 @@ def homes_of(workers: Sequence[PlannedWorker]) -> Homes:
 
 
 def host_transport(homes: Homes, writer: Node, *readers: Node) -> str:
-    """Choose the transport for columns in host memory: one between hosts only if the nodes' workers are on several hosts."""
+    """Choose the transport for columns in host memory: between hosts only if the nodes' workers are on several hosts."""
     return first_choice(_reach(homes, writer, *readers))
 
 
@@ -91,7 +91,7 @@ def _batch_channels(graph: Graph, workers: Sequence[PlannedWorker]) -> list[Plan
 
 
 def slot_bytes(graph: Graph, workers: Sequence[PlannedWorker]) -> int:
-    """Estimate the slots of batches in memory of the fullest host, as far as their sizes are known."""
+    """Estimate the memory of batch slots on the fullest host, as far as their sizes are known."""
     homes = {name: worker.host for worker in reversed(workers) for name in worker.nodes}
     held: dict[int, int] = {}
     for channel in _batch_channels(graph, workers):
@@ -105,7 +105,7 @@ def _stream(writer: Node) -> str | None:
 
 
 def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
-    """Bound the bytes of the tensors of one message; None where a dimension has no known bound. Text is not counted."""
+    """Bound the bytes of the tensors of one message; None if a dimension has no known bound. Text is not counted."""
     trained = [node for node in graph.nodes if node.due is None]
     sizes = {dim: size for node in (*trained, writer) for dim, size in node.traits.dims.items()}
     total = 0
@@ -121,7 +121,7 @@ def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
 
 
 def _order_channels(graph: Graph, schedule: Schedule, workers: Sequence[PlannedWorker]) -> list[PlannedChannel]:
-    """Plan the order channels: a node of a pool tells the next one, in another process, that it is done, unless data does so anyway."""
+    """Plan the order channels: a node of a pool tells the next node, in another process, that it is done, unless data does so anyway."""
     homes = homes_of(workers)
     found = events.order_channels(graph, schedule.events, first_workers(workers))
     planned = [
@@ -150,7 +150,7 @@ def _order_channels(graph: Graph, schedule: Schedule, workers: Sequence[PlannedW
 
 
 def _earlier_channels(graph: Graph, workers: Sequence[PlannedWorker]) -> Iterator[PlannedChannel]:
-    """Plan the channel of each node that gets columns of an earlier step: it holds those that are not due, and one more."""
+    """Plan the channel of each node that gets columns of an earlier step: it holds the columns that are not yet due, and one more."""
     homes = homes_of(workers)
     for node in graph.nodes:
         if node.earlier is not None and node.earlier.source is not None:
@@ -174,7 +174,7 @@ def planned_loops(
     *,
     on_gpus: bool,
 ) -> list[PlannedLoop]:
-    """Plan the feedback edges, with `publish_bytes` a version. Publishing is hidden if a step without it would be hardly shorter."""
+    """Plan the feedback edges, with `publish_bytes` per version. Publishing is hidden if a step without it would be hardly shorter."""
     free = replace(schedule, events=tuple(replace(e, seconds=0.0) if e.kind in MOVING else e for e in schedule.events))
     hidden = critical_cycle(free).period_s >= cycle.period_s * (1 - HIDDEN)
     planned, homes = [], homes_of(workers)
@@ -209,7 +209,7 @@ def planned_loops(
 
 
 def with_transport(plan: Plan, asked: str) -> Plan:
-    """Send all that crosses processes of one host by the transport that a launch asks for.
+    """Set the transport between processes of one host to the one that a launch asks for.
 
     Raises PlanError for an unknown transport, or one that this plan cannot use.
     """
@@ -264,13 +264,13 @@ def check_encrypted(plan: Plan) -> None:
 
 
 def lies_in_ray(plan: Plan) -> bool:
-    """Tell whether messages of the plan lie in Ray's object store."""
+    """Whether messages of the plan are in Ray's object store."""
     taken = {channel.transport for channel in plan.channels} | {loop.transport for loop in plan.loops}
     return any(TRANSPORTS[name].needs_ray for name in taken)
 
 
 def staged_versions(feedback: Feedback, *, on_gpus: bool) -> int:
-    """Count the weight versions that are staged at once, at most.
+    """Count the most weight versions that are staged at once.
 
     After the last step `depth` versions and the newest are unread, and none may wait for room. On a GPU, where memory is
     scarce, a second buffer of the reader holds one of them.
@@ -278,15 +278,15 @@ def staged_versions(feedback: Feedback, *, on_gpus: bool) -> int:
     return max(feedback.depth + 2 - feedback.buffers, 1) if on_gpus else feedback.depth + 1
 
 
-# The shape in which messages go from host to host: that by which the last host has them soonest. Rehearsals take the same seconds.
+# The shape in which messages travel from host to host: the shape that serves the last host soonest. Simulated runs use the same seconds.
 
-Shape: TypeAlias = Literal["chain", "tree", "star", "each"]  # "each": every reader gets a copy of its own
+Shape: TypeAlias = Literal["chain", "tree", "star", "each"]  # "each": every reader gets a separate copy
 OnHosts: TypeAlias = Mapping[int, float]  # how many of something are on each host
 
-SHAPES: Final[tuple[Shape, ...]] = ("chain", "star", "tree")  # of two that are as soon, the first is taken
-BRANCHES: Final = 2  # hosts that a host of a tree feeds, at most
-SOONER: Final = 0.95  # of the seconds of a chain: a shape that is hardly sooner is not worth its further copies
-UNKNOWN_BYTES: Final = 1 << 30  # of a message whose size no one knows
+SHAPES: Final[tuple[Shape, ...]] = ("chain", "star", "tree")  # of two equally fast shapes the first is chosen
+BRANCHES: Final = 2  # the most hosts that a host of a tree feeds
+SOONER: Final = 0.95  # share of a chain's seconds: a shape that is hardly faster is not worth its further copies
+UNKNOWN_BYTES: Final = 1 << 30  # of a message of unknown size
 
 
 class Link(Protocol):
@@ -301,9 +301,9 @@ class Link(Protocol):
 
 @dataclass(frozen=True)
 class AssumedLink:
-    """The link for which plans choose, since a cluster says nothing of its links: 100 Gbit/s, and a relay that wakes up in 0.1 ms.
+    """The link that plans assume, since a cluster does not describe its links: 100 Gbit/s, and a relay that wakes up in 0.1 ms.
 
-    The choice depends on their product alone, the bytes that a link carries meanwhile: 1.25 MB.
+    The choice depends only on their product, the bytes that a link carries meanwhile: 1.25 MB.
     """
 
     bandwidth: float = 12.5e9
@@ -315,7 +315,7 @@ ASSUMED: Final = AssumedLink()
 
 @functools.cache
 def feeders(shape: Shape, hosts: int) -> tuple[int, ...]:
-    """Number the host that feeds each of so many hosts; -1 is the writer's. In a tree none feeds two before all on its level feed one.
+    """Number the host that feeds each host; -1 is the writer's. In a tree no host feeds two before all hosts of its level feed one.
 
     >>> feeders("chain", 4), feeders("tree", 5), feeders("star", 3)
     ((-1, 0, 1, 2), (-1, -1, 0, 1, 0), (-1, -1, -1))
@@ -335,7 +335,7 @@ def feeders(shape: Shape, hosts: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Fans:
-    """How many hosts a host feeds: at most, on each level from the writer's on; and how many hosts beside the writer's feed 1, 2, ..."""
+    """How many hosts a host feeds: the most on each level, from the writer's on; and how many other hosts feed 1, 2, ..."""
 
     levels: tuple[int, ...]
     feeding: tuple[int, ...]
@@ -346,7 +346,7 @@ class Fans:
 
     @functools.cached_property
     def in_turn(self) -> int:
-        """How many parts a message waits for on its way to the last host, beside the level that feeds most."""
+        """How many parts a message waits for on its way to the last host, besides the level that feeds most."""
         return sum(self.levels) - self.most
 
 
@@ -379,12 +379,13 @@ def crossing_s(
     least: int | None = PART_BYTES,
     slots: int = 1,
 ) -> float:
-    """Predict the seconds until every reader has `size` bytes, an equal part from each writer; 0 where no reader is on another host.
+    """Predict the seconds until every reader has `size` bytes, an equal part from each writer; 0 if no reader is on another host.
 
     What a writer sends crosses the link of each host once inwards, and is passed on to the next hosts of the `shape`: a large message in
     parts of at `least` so many bytes while more of it comes in; a small one, or any if that is None, once it is there. A channel of more
-    `slots` has larger parts. A host that feeds two has both served at half its bandwidth. Writers begin their shapes at other hosts, so all
-    hosts pass on alike. A reader on several hosts gets its share on each. The busiest link sets the time, or the message that comes last.
+    `slots` has larger parts. A host that feeds two hosts serves each at half its bandwidth. Writers begin their shapes at different hosts,
+    so all hosts forward equally. A reader on several hosts gets its share on each. The busiest link sets the time, or the message that
+    comes last.
 
     >>> link = AssumedLink(bandwidth=1e9, latency_s=0.0)
     >>> crossing_s(2e9, link, writers={0: 1}, readers={0: 1, 1: 2, 2: 2}, least=None)  # four readers on two other hosts
@@ -408,7 +409,7 @@ def crossing_s(
             sends, path, levels = size * here * first, message * most + part * own.in_turn, max(levels, len(own.levels))
         comes = size * copies.get(host, 0.0) * (1 - here)
         if comes:
-            turns = total * (1 - here)  # messages of which the host has each place among the hosts as often as any other has
+            turns = total * (1 - here)  # in these messages every host has each place equally often
             hosts = len(copies) - (len(both) > (host in both))
             passes = sum(message * math.ceil(turns * count / hosts) for count in fans(shape, hosts).feeding)
         longest = max(longest, comes, sends + passes, path)
@@ -422,7 +423,7 @@ def ways(size: float | None, writers: OnHosts, readers: OnHosts, *, least: int |
 
 
 def soonest(seconds: Mapping[Shape, float]) -> Shape:
-    """Choose the shape by which the last host has the messages soonest: a chain, unless another is clearly sooner.
+    """Choose the shape that serves the last host soonest: a chain, unless another shape is clearly faster.
 
     >>> soonest({"chain": 1.0, "star": 1.5, "tree": 0.97}), soonest({"chain": 1.0, "star": 1.5, "tree": 0.9})
     ('chain', 'tree')
@@ -431,15 +432,16 @@ def soonest(seconds: Mapping[Shape, float]) -> Shape:
     return best if seconds[best] < SOONER * seconds["chain"] else "chain"
 
 
-# Who sends a message on to whom: a large one goes from host to host in a shape that the plan chooses, and is passed on inside the host.
+# Who forwards a message to whom: a large message travels from host to host in a shape that the plan chooses, and is forwarded inside the
+# host.
 
-LARGE: Final = 1 << 20  # bytes of a batch: one that is known to be smaller is sooner at all readers if its writer sends it to each
+LARGE: Final = 1 << 20  # bytes of a batch: a smaller batch reaches all readers sooner if its writer sends it to each
 Route: TypeAlias = Mapping[str, str]  # each reader, and from whom it gets messages: the writer, or another reader
 T = TypeVar("T")
 
 
 def route_messages(shape: Shape, writer: str, readers: Sequence[str], hosts: Mapping[str, int], turn: int = 0, turns: int = 1) -> Route:
-    """Route messages through the hosts: on each, one reader gets them, for the others there and for the next hosts of the shape.
+    """Route messages through the hosts: on each, one reader receives them for its other readers and for the next hosts of the shape.
 
     Readers on the writer's host get them from the writer. Of several `turns`, each lets others pass on, and begins at another host.
 
@@ -467,7 +469,7 @@ def route_messages(shape: Shape, writer: str, readers: Sequence[str], hosts: Map
 
 
 def crossings(route: Route, hosts: Mapping[str, int]) -> tuple[int, int]:
-    """Count how often a message comes into a host, and how often it leaves one, at most.
+    """Count how often a message enters a host, and how often it leaves one, at most.
 
     >>> crossings({"a": "trainer", "b": "a", "c": "trainer"}, {"trainer": 0, "a": 1, "b": 1, "c": 2})
     (1, 2)
@@ -478,12 +480,12 @@ def crossings(route: Route, hosts: Mapping[str, int]) -> tuple[int, int]:
 
 
 def routes(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[str, Route]:
-    """Route what each writing worker of a channel or a feedback edge puts."""
+    """Route the messages of each writing worker of a channel or a feedback edge."""
     return _routes(plan, end, _writers(plan, end))
 
 
 def kinds_of_routes(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[str, Route]:
-    """Route as `routes` does, for one writer of all that have as many readers on their host: the others begin at another host alone."""
+    """Route as `routes` does, for one of the writers with equally many readers on their host: the others only begin elsewhere."""
     hosts, readers = hosts_of(plan), ends_on_hosts(plan, end)[1]
     firsts: dict[float, str] = {}
     for writer in _writers(plan, end):
@@ -504,13 +506,13 @@ def shape_of(plan: Plan, end: PlannedChannel | PlannedLoop) -> Shape:
 
 
 def seconds_of(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[Shape, float]:
-    """Predict the seconds until the last host has the messages, by each shape."""
+    """Predict for each shape the seconds until the last host has the messages."""
     writers, readers = ends_on_hosts(plan, end)
     return ways(end.bytes, writers, readers, least=least_part(end), slots=end.slots)
 
 
 def least_part(end: PlannedChannel | PlannedLoop) -> int:
-    """The least bytes of a part in which hosts pass messages on."""
+    """The least bytes of a part in which hosts forward messages."""
     return PART_BYTES if TRANSPORTS[end.transport].carrier is None else transfer.PART_BYTES
 
 
@@ -526,13 +528,13 @@ def hosts_of(plan: Plan) -> Mapping[str, int]:
 
 
 def writers_of(plan: Plan, node: str) -> tuple[str, ...]:
-    """Name the workers that write a node's batch: each rank of a generator its own rows, rank 0 of any other model all rows."""
+    """Name the workers that write a node's batch: each rank of a generator its own rows; rank 0 of any other model all rows."""
     found = plan.node(node)
     return found.workers if found.work == "generate" else found.workers[:1]
 
 
 def _writers(plan: Plan, end: PlannedChannel | PlannedLoop) -> tuple[str, ...]:
-    """Name the workers that write: of weights, each rank writes its own shard."""
+    """Name the workers that write; each rank writes its own shard of weights."""
     return plan.node(end.writer).workers if isinstance(end, PlannedLoop) else writers_of(plan, end.writer)
 
 

@@ -1,7 +1,7 @@
 """The cut of a checkpoint through a plan: how far each worker is ahead of the trained weights, and which batches are open.
 
-A checkpoint after `step` steps takes every worker at a firing of its own, whatever the clock says. Workers that train have fired
-`step` times; a rollout of depth d has fired d times more, with versions that exist by then. Batches written before the cut and
+A checkpoint after `step` steps cuts every worker at a firing that the plan defines, whatever the clock says. Workers that train have fired
+`step` times; a rollout of depth d has fired d more times, with versions that exist by then. Batches written before the cut and
 read after it are open, and are saved with it. So no worker waits for another, no old version is kept, and rollout `step + d`
 resumes with version `step`, as in a run without a checkpoint (a consistent cut: Chandy and Lamport, 1985).
 """
@@ -13,9 +13,9 @@ from rlgraph.plan.plan import Plan, PlannedChannel, PlannedWorker
 
 
 def lookaheads(plan: Plan) -> dict[str, int]:
-    """Count for each worker, by name, the firings by which a checkpoint takes it ahead of the trained weights.
+    """Count for each worker, by name, by how many firings a checkpoint cuts it ahead of the trained weights.
 
-    Raises PlanError for a rollout that reads what is made from weights of its own step: its lookahead would need old versions.
+    Raises PlanError for a rollout that depends on weights of its own step: its lookahead would need old versions.
     """
     depth = {reader: loop.depth for loop in plan.loops for reader in loop.readers}
     trained = {node.model for node in plan.nodes if node.work == "train"}
@@ -56,11 +56,11 @@ def open_nodes(plan: Plan, lookahead: Mapping[str, int], worker: PlannedWorker) 
 
 
 def count_steps_before_cut(plan: Plan, lookahead: Mapping[str, int], worker: PlannedWorker) -> int:
-    """Count the steps before the cut whose batches of this worker are still to be read, by nodes that get columns of earlier steps."""
+    """Count the steps before the cut whose batches of this worker are still unread by nodes that get columns of earlier steps."""
     channels = [channel for channel in plan.channels if channel.kind == "earlier" and channel.writer in worker.nodes]
     return max((-_read(plan, lookahead, channel, reader) for channel in channels for reader in channel.readers), default=0)
 
 
 def _read(plan: Plan, lookahead: Mapping[str, int], channel: PlannedChannel, reader: str) -> int:
-    """Count the batches of the writer that the reader has read at a cut, from the cut's step on; below 0 for those of steps before it."""
+    """Count the batches of the writer that the reader has read at a cut, from the cut's step on; negative for batches of earlier steps."""
     return min(lookahead[home] for home in plan.node(reader).workers) - channel.credits // channel.chunks

@@ -66,7 +66,7 @@ class Cluster:
     def __post_init__(self) -> None:
         settings.check(self, PlanError)
         if self.gpus:
-            # While it is made: GPUs say how many hosts there are at least.
+            # At construction: the GPUs determine the least number of hosts.
             object.__setattr__(self, "hosts", max(self.hosts, -(-self.gpus // self.gpus_per_node)))
         if self.hosts > max(self.cpus, self.gpus):
             raise PlanError(f"Cluster(hosts={self.hosts}, cpus={self.cpus}): each host has at least one core; pass the cores of all hosts")
@@ -85,7 +85,7 @@ class Cluster:
         return "gpu" if self.gpus else "cpu"
 
 
-# The dtype that models compute in: `dtype="auto"` becomes bfloat16 where the device computes in it, else float32.
+# The dtype that models compute in: `dtype="auto"` becomes bfloat16 if the device computes in it, else float32.
 
 AUTO = "auto"
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -95,7 +95,7 @@ ASKED = "dtype= says so"
 
 
 def precision_of(model: Model, cluster: Cluster) -> Precision | None:
-    """Choose the dtype that a model computes in on a cluster, and say why; None for a model without a `dtype` setting."""
+    """Choose the dtype that a model computes in on a cluster, with the reason; None for a model without a `dtype` setting."""
     asked = model.traits.dtype
     if asked is None:
         return None
@@ -107,6 +107,6 @@ def precision_of(model: Model, cluster: Cluster) -> Precision | None:
 
 
 def itemsize_of(model: Model | None, cluster: Cluster) -> int:
-    """Count the bytes of one number of the dtype that a model computes in."""
+    """Count the bytes per element of the dtype that a model computes in."""
     precision = precision_of(model, cluster) if model is not None else None
     return ITEMSIZE.get(precision.dtype, 2) if precision is not None else 2

@@ -1,4 +1,4 @@
-"""Compile a graph for a cluster: choose the split of its devices, schedule it, make the plan, and certify what holds for any timing.
+"""Compile a graph for a cluster: split its devices, schedule it, make the plan, and certify its bounds for any timing.
 
 Pure: no Ray, no GPU, no clock, no environment.
 """
@@ -74,7 +74,7 @@ NOTHING_KNOWN: Shapes = {}
 def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, shapes: Shapes = NOTHING_KNOWN) -> Plan:
     """Choose the plan with the least predicted period among the splits that the graph's shares leave open.
 
-    `shapes` are those of the models whose configuration is known. Memory is estimated from them and, without costs, time too.
+    `shapes` are the shapes of the models with a known configuration. Memory is estimated from them and, without costs, time too.
 
     Raises PlanError if the graph does not fit the cluster or its memory, or the costs do not fit the graph.
     """
@@ -82,13 +82,16 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, sha
 
 
 def best_plan(graph: Graph, cluster: Cluster, priced: Costs, shapes: Shapes) -> Plan:
-    """Make the plan of the split with the least period under the costs that `priced_for` gave. Raises PlanError as `compile_plan` does."""
+    """Make the plan of the split with the least period under the costs that `priced_for` returned.
+
+    Raises PlanError as `compile_plan` does.
+    """
     counts, warnings = _find_best_counts(graph, cluster, priced)
     return build_plan(graph, cluster, priced, counts, shapes, warnings)
 
 
 def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes) -> Costs:
-    """Take the costs given, or estimate them: by the roofline where devices and shapes are known, else nominal.
+    """Use the given costs, or estimate them: by the roofline if devices and shapes are known, else placeholders.
 
     Missing sleep costs of models that time-share devices are estimated too.
     """
@@ -172,7 +175,7 @@ def _find_best_counts(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Cou
             break
         try:
             tried.append((critical_cycle(place_and_schedule(graph, cluster, counts, costs)[2]).period_s, counts))
-        except PlanError as error:  # a worker would lie on two hosts
+        except PlanError as error:  # a worker would span two hosts
             refused = refused or error
     if not tried:
         raise refused or AssertionError("there is at least one way to divide the devices")
@@ -212,7 +215,7 @@ def place_and_schedule(
 
 
 def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
-    """Predict the mean seconds of a firing. Where batches join others, every version is taken to arrive in time."""
+    """Predict the mean seconds of a firing. If batches join others, every version is assumed to arrive in time."""
     if is_played(graph, node, costs):
         return saturated_seconds(node, setting, costs, rows)
     return costs.mean(node.name, setting, rows)
@@ -224,7 +227,7 @@ def _rate(node: Node) -> float:
 
 
 def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, rows: int) -> Schedule:
-    """Give each chunk of a batch its own time: the first chunk of a rollout takes longest."""
+    """Set the time of each chunk of a batch: the first chunk of a rollout lasts longest."""
     shares: dict[str, list[float]] = {}
     for node in (node for node in graph.nodes if node.chunks > 1):
         cost = costs.cost_of(node.name)
@@ -261,7 +264,7 @@ def candidates(graph: Graph, cluster: Cluster, costs: Costs, divisions: Division
 
 
 def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Callable[[Counts], float]:
-    """Make a function that predicts the period of other device counts, by the schedule of `like` with the seconds of those devices.
+    """Make a function that predicts the period of other device counts, using the schedule of `like` with the seconds of those devices.
 
     It is an approximation: with other counts other channels can leave a host, which changes the order of puts.
     """
@@ -363,8 +366,8 @@ def certify(graph: Graph, schedule: Schedule, channels: Sequence[PlannedChannel]
 def deadlock_free(schedule: Schedule) -> bool:
     """Check that every cycle holds a credit: then the marked graph is live (Commoner, 1971).
 
-    The check counts in rounds. There no dependency may have fewer than 0 credits, and those with 0, which wait for an event of
-    the same round, may not form a cycle.
+    The check counts in rounds. No dependency may have fewer than 0 credits. Dependencies with 0 wait for an event of the same round, so
+    they may not form a cycle.
     """
     lag = {event.name: event.lag for event in schedule.events}
     ahead = any(d.credits + lag[d.after] - lag[d.before] < 0 for d in schedule.dependencies)
@@ -374,9 +377,9 @@ def deadlock_free(schedule: Schedule) -> bool:
 def loop_bounds(graph: Graph, schedule: Schedule) -> tuple[LoopBound, ...]:
     """Bound, for each loop, the batches that are open and the versions that one is behind when it is trained.
 
-    The credits on a cycle never change. So the credits on the way of a version, from its publish through rollout and update to
-    the next publish, bound the open batches; a batch is behind by all of them but the one in service. The order within a pool can keep
-    fewer batches open, but makes no version newer. Edges that lead to evaluations alone have no bound.
+    The credits on a cycle never change. So the credits on the way of a version, from its publish through rollout and update to the next
+    publish, bound the open batches; a batch is behind by all of them except the one in service. The order within a pool can keep fewer
+    batches open, but makes no version newer. Edges that lead only to evaluations have no bound.
     """
     credits = _credits(d for d in schedule.dependencies if d.reason in ("loop", "data"))
     found = []

@@ -20,18 +20,18 @@ from rlgraph.settings import AtLeastZero, Count, Natural, Plain, PositiveFractio
 if TYPE_CHECKING:
     from rlgraph.graph.nodes import Node
 
-# The passes of bounded tokens in which a GPU computes a batch; each takes the host time to launch.
+# The micro-batches of bounded tokens in which a GPU computes a batch; each costs the host time to launch.
 
-ALIKE = 64  # ranks that are dealt sequences at most; more of them, with as many sequences each, have passes of the same lengths
+ALIKE = 64  # the most ranks that get sequences; more ranks, with as many sequences each, have passes of the same lengths
 
 
 @dataclass(frozen=True)
 class Passes:
-    """A batch is cut into `mini_batches` of equal rows, and each of these as the trainer cuts it: dealt to the ranks, in passes
-    of at most `tokens` tokens, packed one behind the other. The rows are in groups of `group` with one prompt, which a pass has once.
-    `tensor` × `context` × `pipeline` ranks compute a pass together: it is cut between them. A pipeline waits for as many passes more as
-    it has stages behind the first. `expert` ranks share experts, and cut no pass. `recompute` is what its layers compute again (None: not
-    known, of costs that an earlier version wrote); passes are as many with it as without, and equal."""
+    """A batch is cut into `mini_batches` of equal rows. Each is cut as the trainer does: distributed to the ranks, in micro-batches
+    (passes) of at most `tokens` tokens, packed one behind the other. The rows are in groups of `group` with one prompt, which a pass holds
+    once. `tensor` × `context` × `pipeline` ranks compute a pass together: it is cut between them. A pipeline waits for one more pass per
+    stage behind the first. `expert` ranks share experts, and cut no pass. `recompute` is what its layers compute again (None: unknown, in
+    costs that an earlier version wrote); it does not change the passes."""
 
     tokens: int
     mini_batches: int = 1
@@ -48,10 +48,10 @@ class Passes:
         return self.tensor * self.context * self.pipeline
 
     def of_a_rank(self, lengths: Array, prompt_tokens: float, ranks: int) -> Array:
-        """Count the tokens `[steps, passes]` of each pass, 0 where a step has fewer, for responses `[steps, rows]`.
+        """Count the tokens `[steps, passes]` of each pass, 0 if a step has fewer passes, for responses `[steps, rows]`.
 
-        Ranks wait for each other in every pass, so a pass counts the tokens of the rank that has the most. Of a pass that ranks share each
-        counts its share. Of more than `ALIKE` ranks that many, with their share of the rows, stand for all.
+        Ranks wait for each other in every pass, so a pass counts the tokens of the rank that has the most. Ranks that share a pass count
+        their share each. `ALIKE` ranks, with their share of the rows, stand for any larger number.
         """
         ranks_of_data = max(ranks // self.ranks_per_pass, 1)
         if ranks_of_data > ALIKE:
@@ -65,7 +65,7 @@ class Passes:
         return found if self.ranks_per_pass == 1 else found / self.ranks_per_pass
 
     def _pass_tokens(self, lengths: Array, groups: Array, prompt_tokens: float, ranks: int) -> Array:
-        """Count the tokens `[steps, passes]` of the passes of a mini-batch `[steps, rows]`, each step cut in its best way."""
+        """Count the tokens `[steps, passes]` of the passes of a mini-batch `[steps, rows]`, each step cut in the best way."""
         cuts = cut_batches(np.full_like(lengths, prompt_tokens, dtype=float), lengths, groups, ranks, self.tokens, shared=self.group > 1)
         of_cuts = [each.of_passes(ranks) for each in cuts]
         width = max(passes.shape[1] for passes in of_cuts)
@@ -75,7 +75,7 @@ class Passes:
 
 
 def passes_of(node: "Node", gpus: int) -> Passes | None:
-    """Describe the passes in which a node computes its batch; None if it does not pack them without padding, as on a CPU."""
+    """Describe the passes in which a node computes its batch; None if it pads them, e.g. on a CPU."""
     model = node.model.traits if node.model is not None else ModelTraits()
     on_gpus = gpus > 0 and node.pool is not None and node.pool.cpus is None
     if model.micro_batch_tokens is None or not (on_gpus or model.recompute or model.ranks_per_pass > 1):
@@ -95,7 +95,7 @@ def passes_of(node: "Node", gpus: int) -> Passes | None:
 
 
 def _group(node: "Node") -> int:
-    """Find how many neighbours among the rows of a node have one prompt, by the node that its responses come from; 1 if that is not known.
+    """Find how many adjacent rows of a node have one prompt, from the node that its responses come from; 1 if unknown.
 
     An update on several batches counts each response with its own prompt.
     """
@@ -105,16 +105,15 @@ def _group(node: "Node") -> int:
     return source.traits.group_size or (2 if source.traits.preferences == "pairs" else 1)
 
 
-# The share of the ideal speed-up that an engine keeps each time its devices double, where nothing was measured: a decode
-# step of tensor-parallel ranks adds two all-reduces a layer (Shoeybi et al., 2019, section 3).
+# The share of the ideal speed-up that an engine keeps each time its devices double, if it was not measured: a decode
+# step of tensor-parallel ranks adds two all-reduces per layer (Shoeybi et al., 2019, section 3).
 DOUBLING = 0.85
 SECONDS = Plain("a finite number", to_float, Range(least=0))
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and on what a node runs: devices of its pool, engines (ranks of its model) on them, rows of a batch, and the passes that
-    the batch is cut into, where known."""
+    """Where a node runs, and on what: devices of its pool, engines (ranks of its model) on them, rows of a batch, and passes, if known."""
 
     devices: Count = 1
     engines: Count = 1
@@ -130,12 +129,12 @@ class Setting:
         return self.devices / self.engines
 
     def sharing_shards(self, apart: int = 1) -> int:
-        """The number of ranks that each hold a shard of the same parameters, where `apart` ranks hold other parameters."""
+        """The number of ranks that each hold a shard of the same parameters, if `apart` ranks hold other parameters."""
         return max(self.engines // apart, 1)
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether no rank gathers shards of others: one rank, or those that share the matrices of one model."""
+        """Whether no rank gathers shards of others: a single rank, or ranks that share the matrices of one model."""
         return self.engines == (1 if self.passes is None else self.passes.tensor)
 
 
@@ -159,7 +158,7 @@ class Shards:
         settings.check(self, PlanError)
 
     def seconds(self, setting: Setting) -> float:
-        """The seconds of a pass; none where a rank shares no shards."""
+        """The seconds of a pass; 0 if a rank shares no shards."""
         ranks = setting.sharing_shards(self.apart)
         return 0.0 if ranks == 1 else self.whole_s + (self.own_s + self.sent_s * (ranks - 1)) / ranks
 
@@ -168,21 +167,20 @@ class Shards:
 class Decode:
     """The time of one generating engine: `prefill_s` for each prompt token, then decode steps of `step_s + sequence_s · active`.
 
-    Decoding is bound by memory traffic: reading the weights costs every step `step_s`, each sequence that is still active
-    adds `sequence_s`. So the longest response sets the tail. `slots` is how many sequences an engine decodes at once.
-    `doubling` is the share of the ideal speed-up that an engine keeps each time its devices double (None: not measured, 0.85 is
-    assumed).
+    Decoding is bound by memory traffic: reading the weights costs every step `step_s`, and each active sequence adds `sequence_s`. So the
+    longest response sets the tail. `slots` is how many sequences an engine decodes at once. `doubling` is the share of the ideal speed-up
+    that an engine keeps each time its devices double (None: not measured, 0.85 is assumed).
 
     `host_step_s` and `host_sequence_s` are the host's share of a step: more devices do not shorten it, and each doubling of the
     engines that share a device lengthens it by `host_sharing`.
 
-    `divided` says that one number was measured, and divided into these as the roofline of the device does.
+    `divided` is True if one measured number was divided into these by the roofline of the device.
     """
 
     step_s: AtLeastZero = 0.0
     sequence_s: AtLeastZero = 0.0
     prefill_s: AtLeastZero = 0.0
-    start_s: AtLeastZero = 0.0  # of a firing, whatever its rows
+    start_s: AtLeastZero = 0.0  # per firing, whatever its rows
     slots: Count | None = None
     doubling: PositiveFraction | None = None
     host_step_s: AtLeastZero = 0.0
@@ -194,9 +192,9 @@ class Decode:
         settings.check(self, PlanError)
 
     def at_width(self, wider: float, width: float) -> "Decode":
-        """Scale the times to an engine `wider` times as wide, which has `width` devices, with the host's share in it.
+        """Scale the times, the host's share included, to an engine `wider` times as wide, which has `width` devices.
 
-        Engines that share a device take turns on it: half a device takes twice as long, and no exchange of ranks is saved.
+        Engines that share a device take turns on it: half a device needs twice as long, and no exchange of ranks is saved.
         """
         kept = DOUBLING if self.doubling is None else self.doubling
         faster = wider * kept ** np.log2(max(width, 1.0) / max(width / wider, 1.0))
@@ -212,7 +210,7 @@ class Decode:
         )
 
     def seconds(self, lengths: Array, prompt_tokens: float, engines: int) -> Array:
-        """Predict the seconds `[steps, engines]` of batches `[steps, rows]`; an engine without a row takes none."""
+        """Predict the seconds `[steps, engines]` of batches `[steps, rows]`; an engine without a row needs 0."""
         rows = lengths.shape[1]
         engines = min(engines, rows)
         firsts = [rows * rank // engines for rank in range(engines)]
@@ -225,10 +223,10 @@ class Decode:
         return each
 
     def chunk_shares(self, lengths: Array, prompt_tokens: float, chunks: int) -> Array:
-        """Compute the shares `[steps, chunks]` of a firing after which each chunk of its batch `[steps, rows]` has left.
+        """Compute after which share `[steps, chunks]` of a firing each chunk of its batch `[steps, rows]` has left.
 
-        Chunks leave in order, so a chunk leaves with the longest response of it and of those before it; until a response of L
-        tokens ends, the decode steps are L and each sequence has taken part in those it needed.
+        Chunks leave in order, so a chunk leaves with the longest response of it and of earlier chunks. A response of L tokens ends after L
+        decode steps, and each sequence has taken part in the steps that it needed.
         """
         longest = np.stack([chunk.max(axis=1) for chunk in np.array_split(lengths, chunks, axis=1)], axis=1)
         until = np.maximum.accumulate(longest, axis=1)
@@ -254,7 +252,7 @@ def _makespan(lengths: Array, slots: int) -> float:
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class NodeCost:
-    """Seconds of one firing: `serial_s` whatever the devices, plus device-seconds shared by them.
+    """Seconds of one firing: `serial_s` on any number of devices, plus device-seconds that the devices share.
 
     * `serial_s`: seconds per firing that do not depend on the devices.
     * `parallel_s`: device-seconds per firing (of `measured.rows` rows, if known).
@@ -294,7 +292,7 @@ class NodeCost:
         return cls(by_devices=tuple(sorted(seconds.items())))
 
     def on_devices(self, devices: int) -> float:
-        """Predict the seconds on a device count: those given, else by `a + b / devices` with neither of them negative."""
+        """Predict the seconds on a device count: the given seconds, else `a + b / devices` with non-negative a and b."""
         given = sorted(self.by_devices)
         if not given or devices in dict(given):
             return dict(given).get(devices, 0.0)
@@ -309,7 +307,7 @@ class NodeCost:
 
     @property
     def by_length(self) -> bool:
-        """Tell whether the seconds depend on the tokens of a batch."""
+        """Whether the seconds depend on the tokens of a batch."""
         return bool(self.decode or self.token_s or self.pass_s or self.sharded_pass_s)
 
     def seconds(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
@@ -326,7 +324,7 @@ class NodeCost:
         return self.of(setting, batch, lengths.prompt_tokens if lengths else 0.0, steps)
 
     def of(self, setting: Setting, batch: Array | None, prompt_tokens: float, steps: int) -> Array:
-        """Predict the seconds `[steps, engines]` for response lengths `[steps, rows]`; without lengths only the part that needs none."""
+        """Predict the seconds `[steps, engines]` for response lengths `[steps, rows]`; without lengths, only the part that does not depend on them."""
         together = np.full(steps, self.serial_s + self.parallel_s * self._rows_scale(setting) / max(setting.devices, 1))
         together += self.on_devices(max(setting.devices, 1))
         decoding = np.zeros((steps, 1))
@@ -359,7 +357,7 @@ class NodeCost:
         return found
 
     def gathering_s(self, setting: Setting) -> float:
-        """Predict how many seconds longer than measured a micro-batch is, because ranks gather shards and reduce gradients."""
+        """Predict how many seconds longer than measured a micro-batch lasts, because ranks gather shards and reduce gradients."""
         measured = 0.0 if self.measured is None else sum(each.seconds(self.measured) for each in self.shards)
         return sum(each.seconds(setting) for each in self.shards) - measured
 
@@ -411,7 +409,7 @@ class SleepCost:
 
 @lru_cache(maxsize=256)
 def _spread(spread: tuple[float, ...], steps: int) -> Array:
-    """Repeat the sample in mixed orders, each firing as often as any other, so that the mean stays that of the sample."""
+    """Repeat the sample in mixed orders, each firing equally often, so that the mean does not change."""
     rounds = [np.random.default_rng(i).permutation(np.asarray(spread)) for i in range(-(-steps // len(spread)))]
     found: Array = np.concatenate(rounds)[:steps]
     even: Array = found * (np.mean(spread) / found.mean())

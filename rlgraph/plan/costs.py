@@ -1,4 +1,4 @@
-"""The costs of a graph's nodes: given, measured and scaled, estimated from shapes, or nominal where nothing is known."""
+"""The costs of a graph's nodes: given, measured and scaled, estimated from shapes, or placeholders if nothing is known."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ from rlgraph.settings import AtLeastZero, Natural
 # Costs as a YAML file that people read and change.
 
 C = TypeVar("C")
-NOTHING_AGAIN = "recompute", False  # is known, where the default is not
+NOTHING_AGAIN = "recompute", False  # this value is known, the default is not
 HEAD = """\
 # What each node of a graph costs, in seconds: rlgraph.planning.Costs.from_file reads it. A node's cost is a number of seconds, or the
 # seconds by count of devices, as {1: 38.2, 2: 19.0}, or
@@ -44,7 +44,7 @@ def to_yaml(costs: object) -> str:
 
 
 def _cost(value: Any) -> Any:
-    """Write seconds by device count alone as people do: {1: 38.2, 2: 19.0}."""
+    """Write costs that only depend on the device count in the short form: {1: 38.2, 2: 19.0}."""
     return dict(value["by_devices"]) if isinstance(value, dict) and list(value) == ["by_devices"] else value
 
 
@@ -79,7 +79,7 @@ def read(path: str | Path, kind: type[C]) -> C:
 
 
 def _rename_old_keys(raw: Any) -> None:
-    """Rename what an older version called otherwise: the `parts` of passes are `mini_batches`."""
+    """Rename keys of an older version: the `parts` of passes are `mini_batches` now."""
     for cost in _nodes(raw).values():
         measured = cost.get("measured") if isinstance(cost, dict) else None
         passes = measured.get("passes") if isinstance(measured, dict) else None
@@ -103,10 +103,10 @@ def _check_keys(where: str, raw: Any, made: Any) -> None:
         _check_keys(f"{where}.{key}", part, made[key] if isinstance(made, Mapping) else getattr(made, key))
 
 
-DRAWN_STEPS = 400  # of a prediction that follows lengths and spreads
+DRAWN_STEPS = 400  # steps of a prediction with lengths and spreads
 DRAWN_ROWS = 1 << 20  # at most, over all steps
 LEAST_STEPS = 64
-FORWARD = 1 / 3  # of a pass forward and backward
+FORWARD = 1 / 3  # share of a forward and backward pass
 
 
 @settings.refuse_unknown
@@ -147,7 +147,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         if isinstance(self.nodes, Mapping):
-            # While it is made: every reader finds numbers and functions.
+            # At construction, so that every reader finds numbers and functions.
             object.__setattr__(self, "nodes", {name: number_or_function(name, cost) for name, cost in self.nodes.items()})
         settings.check(self, PlanError)
         for name in ("publish_s", "receive_s", "swap_s"):  # a plan read from its JSON has floats
@@ -160,7 +160,7 @@ class Costs:
                 )
 
     def cost_of(self, node: str) -> NodeCost:
-        """Turn the cost of a node, in whatever way it was given, into a function of the node's setting."""
+        """Turn the cost of a node, whatever its form, into a function of the node's setting."""
         cost = self.nodes[node]
         if isinstance(cost, NodeCost):
             return cost
@@ -172,7 +172,7 @@ class Costs:
         return self.cost_of(node)
 
     def is_plain(self, node: str) -> bool:
-        """Tell whether the seconds of `node` are a plain number above 0, which holds on any devices and for any rows."""
+        """Whether the seconds of `node` are a plain number above 0, which counts the same on any devices and for any rows."""
         cost = self.nodes[node]
         return self.source != "nominal" and isinstance(cost, int | float) and cost > 0
 
@@ -186,7 +186,7 @@ class Costs:
         return _mean(self.cost_of(node), setting, self.lengths, self.choose_draws(rows) if self.varies(node) else 1, rows)
 
     def varies(self, node: str) -> bool:
-        """Tell whether single firings of `node` differ."""
+        """Whether single firings of `node` differ."""
         cost = self.cost_of(node)
         return bool(cost.spread) or cost.by_length
 
@@ -195,7 +195,7 @@ class Costs:
         return max(min(DRAWN_STEPS, DRAWN_ROWS // max(rows, 1)), LEAST_STEPS)
 
     def source_at(self, node: str, setting: Setting) -> CostSource:
-        """Tell where the seconds of `node` at this setting come from: "scaled" if they were measured or given at another one."""
+        """Name the source of the seconds of `node` at this setting: "scaled" if they were measured or given at another one."""
         if self.source in ("nominal", "roofline"):
             return self.source
         cost = self.cost_of(node)
@@ -204,7 +204,7 @@ class Costs:
         return "scaled" if elsewhere else self.source
 
     def sleep_source(self, model: str, setting: Setting) -> CostSource:
-        """Tell where the seconds in which a model wakes and sleeps at this setting come from."""
+        """Name the source of the seconds in which a model wakes and sleeps at this setting."""
         cost = self.sleep[model]
         if cost.estimated:
             return "estimated"
@@ -226,14 +226,14 @@ class Costs:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Costs":
-        """Read the costs that `to_file` wrote. Raises PlanError for a file that is missing or holds anything else."""
+        """Read the costs that `to_file` wrote. Raises PlanError for a missing file, or a file without costs."""
         found = read(path, _Written)
         return Costs(**{each.name: getattr(found, each.name) for each in fields(Costs)})
 
 
 @dataclass(frozen=True)
 class _Written(Costs):
-    """Costs as their file holds them: seconds by device count are a NodeCost there, as msgspec takes one mapping in a union."""
+    """Costs as in their file: seconds by device count are a NodeCost there, since msgspec accepts one mapping in a union."""
 
     nodes: Mapping[str, float | NodeCost]
 
@@ -254,7 +254,7 @@ NOMINAL: Mapping[Work, NodeCost] = {
 
 
 def nominal(graph: Graph) -> Costs:
-    """Make costs that only rank plans: every model has the same size, and the seconds are of no machine."""
+    """Make placeholder costs, which only rank plans: every model has the same size, and the seconds belong to no machine."""
     nodes = {node.name: _nominal(node) for node in graph.nodes}
     return Costs(nodes, publish_s=0.02, receive_s=0.02, swap_s=0.01, source="nominal")
 
@@ -270,7 +270,7 @@ def epochs_of(node: Node) -> int:
 
 
 def walks_of(node: Node) -> float:
-    """Count the passes over its batch, in those of the node's kind: an update that scores rows first takes a third more for them.
+    """Count the passes over its batch, in units of the node's kind: an update that scores rows first needs a third more for them.
 
     >>> import rlgraph as rg
     >>> policy = rg.Policy("tiny", pool=rg.Pool("train"))
@@ -301,15 +301,15 @@ def check_costs(graph: Graph, costs: Costs | None) -> Costs:
     return costs
 
 
-# Warn where plans are compared by plain numbers of seconds, which were given for no device count or rows.
+# Warn if plans are compared by plain numbers of seconds, which do not depend on devices or rows.
 
-Compared = tuple[Graph, Costs, Mapping[str, Setting]]  # one of the plans that are compared
+Compared = tuple[Graph, Costs, Mapping[str, Setting]]  # one of the compared plans
 
 
 def warnings_of(compared: Iterable[Compared]) -> tuple[str, ...]:
     """Name the nodes whose plain number of seconds is used for several device counts, or for several row counts.
 
-    Nodes on the host, which have no devices, and nodes that take no time are left out.
+    Nodes on the host, which have no devices, and nodes that need no time are left out.
     """
     places: dict[str, set[tuple[int, int]]] = {}
     seconds: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""The curves of a report: which metrics have one, and a small line chart as SVG."""
+"""The curves of a report: which metrics have a chart, and a small line chart as SVG."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,7 +141,7 @@ def _text(x: float, y: float, value: str, fill: str, anchor: str = "start", extr
     return f'<text x="{x:.1f}" y="{y:.1f}" fill="{fill}" text-anchor="{anchor}"{extra}>{escape(value, quote=False)}</text>'
 
 
-# The curves of a report: which metrics have one, evaluations and the user's own metrics included.
+# The curves of a report: which metrics have a chart, including evaluations and the user's own metrics.
 
 POINTS = 240  # of a curve; longer runs show means of several steps
 REWARD = "critic/rewards/mean"
@@ -181,7 +181,7 @@ CHARTS: tuple[Chart, ...] = (
     ("Step time", "seconds", (("step", "timing_s/step"), ("gen", "timing_s/gen"), ("update_actor", "timing_s/update_actor"))),
     ("Waiting", "seconds per step", (("wait_prev_gen", "timing_s/wait_prev_gen"), ("update_weights", "timing_s/update_weights"))),
 )
-# What evaluations measure: the ending of the metric that has its number of samples behind it, and what its values are.
+# What evaluations measure: the ending of the metric's name before its number of samples, and what its values are.
 EVALUATED = (("Held-out accuracy", "acc/mean@", "share of correct answers"), ("Held-out reward", "reward/mean@", "mean reward"))
 # The first part of the names of rlgraph's own metrics; others are the user's.
 OURS = {
@@ -215,7 +215,7 @@ def curves(run: Run) -> Iterator[str]:
 
 
 def _groups_with_metrics(chart: Chart, groups: Sequence[Steps]) -> Sequence[Steps]:
-    """Leave out the groups that lack a chart's metrics, so that the line of an evaluation connects its points."""
+    """Leave out groups of steps without the chart's metrics, so that the line of an evaluation connects its points."""
     metrics = [metric for _, metric in chart[2]]
     return [group for group in groups if any(math.isfinite(step.get(metric, math.nan)) for step in group for metric in metrics)]
 
@@ -244,13 +244,13 @@ def _evaluations(steps: Steps) -> Iterator[Chart]:
 
 
 def of_version(steps: Steps) -> str:
-    """Say which version was evaluated last; nothing where none was."""
+    """Name the version that was evaluated last; empty if there is none."""
     versions = [step[name] for step in steps for name in step if name.startswith("val/") and name.endswith("/version")]
     return f"; the last is of version {versions[-1]:.0f}" if versions else ""
 
 
 def _custom_charts(steps: Steps) -> Iterator[Chart]:
-    """A chart of each metric that the user's own nodes, losses and environments give."""
+    """A chart of each metric that the user's own nodes, losses and environments return."""
     for name in [name for name in metric_names(steps) if name.partition("/")[0] not in OURS][:OWN]:
         yield name, "", ((name, name),)
 

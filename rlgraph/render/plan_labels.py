@@ -82,7 +82,7 @@ PAD = 9.0  # between the edge of a box and its texts
 BADGE = 20.0  # room for the number of a node's place in its pool, in front of its name
 BOX_MOST = 320.0
 LABEL_MOST = 190.0
-PLACEHOLDERS = "nominal"  # costs that nothing was measured for: a picture shows no seconds of them
+PLACEHOLDERS = "nominal"  # costs that were not measured: a picture does not show their seconds
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ class LegendItem:
 
 
 def has_times(plan: Plan) -> bool:
-    """True if the plan's seconds mean something; those of placeholder costs do not."""
+    """True if the plan's seconds mean something; with placeholder costs they do not."""
     return plan.prediction.cost != PLACEHOLDERS
 
 
 def step_time(plan: Plan) -> str:
-    """Write the predicted step, with the source of its costs."""
+    """Write the predicted step time, with the source of its costs."""
     return words.prediction(plan) if has_times(plan) else UNTIMED
 
 
@@ -203,7 +203,7 @@ def box_texts(
 def loop_label(
     loop: PlannedLoop, y: float, middle: float, lower: Sequence[float], room: tuple[float, float], tone: Tone = "weights"
 ) -> TextLine:
-    """Place the label of a feedback edge as near to `middle` as it fits in `room` beside the verticals `lower`."""
+    """Place the label of a feedback edge as near to `middle` as it fits in `room`, clear of the vertical lines `lower`."""
     name = fit_text(words.clean(loop.name), SMALL, 220.0)
     wide = width(f"{name}: {words.loop_terms(loop)}", SMALL)
     least, most = room[0] + wide / 2, room[1] - wide / 2
@@ -215,7 +215,7 @@ def loop_label(
 
 
 def legend(plan: Plan, red: Critical, x: float, y: float, right: float) -> tuple[LegendItem, ...]:
-    """Place the signs that this picture uses, in as many lines as the width takes."""
+    """Place the signs that this picture uses, in as many lines as the width requires."""
     pools = [node.pool for node in plan.nodes if node.pool is not None]
     said: list[tuple[Mark, str, bool]] = [
         ("critical", "critical cycle: sets the step", bool(red.nodes)),

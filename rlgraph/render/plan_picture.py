@@ -16,7 +16,7 @@ EDGE_COLOUR, LOCAL_COLOUR = "#565d73", "#aab0c0"
 LANE_FILL, LANE_LINE = "#f4f6f8", "#d9dee4"
 BADGES = {"badge": MUTED, "red badge": RED}
 FILLS = {"generate": "#e3edfd", "train": "#fdeadb"}
-# A picture that is a file of its own is dark for readers in the dark; a page that holds one colours it itself.
+# A picture in a separate file has a dark variant for readers who prefer one; a page that embeds a picture sets its colours.
 IN_THE_DARK = "<style>@media (prefers-color-scheme: dark) { svg:root { filter: invert(0.9) hue-rotate(180deg) } }</style>"
 RADIUS = 8.0  # of the corners of a feedback edge
 

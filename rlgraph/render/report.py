@@ -24,7 +24,7 @@ from rlgraph.render.plan_labels import has_times
 from rlgraph.render.text import mermaid, text
 from rlgraph.render.timeline import last_steps, predicted_steps, timeline
 
-# The browser of samples in a report: the data as JSON that no response can break out of; the page's script draws it.
+# The browser of samples in a report: the data as JSON, from which no response can break out; the page's script draws it.
 
 SHOWN_BYTES = 6 << 20  # of samples in a page
 BLOCKS = 12  # places of a long run from which samples are shown
@@ -72,7 +72,7 @@ def _select(label: str, name: str, choices: Mapping[str, str]) -> str:
 
 
 def as_script(value: object) -> str:
-    """Write a value as JSON for a script element: no text in it can end the element, begin markup, or be no XML.
+    """Write a value as JSON for a script element: no text in it can end the element, begin markup, or break the XML.
 
     >>> as_script("</script>&é")
     '"\\\\u003c/script\\\\u003e\\\\u0026\\\\u00e9"'
@@ -84,7 +84,7 @@ def as_script(value: object) -> str:
 
 
 def shown_samples(folder: Path, most_bytes: int = SHOWN_BYTES) -> tuple[list[Sample], bool]:
-    """Choose the samples that a page shows: all, or blocks from places evenly spread over the files; and whether they are all."""
+    """Choose the samples that a page shows: all, or blocks evenly spread over the files. Also returns whether they are all."""
     files = sample_files(folder)
     sizes = [path.stat().st_size for path in files]
     if sum(sizes) <= most_bytes:
@@ -103,7 +103,7 @@ def shown_samples(folder: Path, most_bytes: int = SHOWN_BYTES) -> tuple[list[Sam
 
 
 def _block(path: Path, place: int, size: int, budget: int) -> Sequence[Sample]:
-    """Read about `budget` bytes of a file from a place on; one sample at least, however long it is."""
+    """Read about `budget` bytes of a file from `place` on, but at least one sample."""
     if path.suffix != LINES:
         samples = list(read_file(path))
         share = max(len(samples) * budget // size, 1)
@@ -420,15 +420,15 @@ def _settings(run: Run) -> Iterator[str]:
 
 # The report of several graphs that ran one after the other: one HTML file, with curves over all of their steps.
 
-OWN_SECTIONS = ("samples", "profiles")  # sections that a graph's own report alone has
+OWN_SECTIONS = ("samples", "profiles")  # sections that only a graph's own report has
 JOINT_SCRIPTS = ("report.js", "start.js")
 
 
 @dataclass(frozen=True)
 class GraphReport:
-    """A graph of a joint report: how far it is, where its weights are from, the metrics of all its steps, and its run where it has one.
+    """A graph of a joint report: its progress, the source of its weights, the metrics of all its steps, and its run if it has one.
 
-    `folder` is that of its own report, beside the joint one.
+    `folder` holds its own report, next to the joint one.
     """
 
     name: str

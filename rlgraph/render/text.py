@@ -23,7 +23,7 @@ from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, Pl
 from rlgraph.render.plan_layout import drawn_channels
 
 WIDTH = 100
-NAME_MOST = 30  # cells of a table's columns, but the last, which is wrapped
+NAME_MOST = 30  # the most cells of a table's column, except the last, which is wrapped
 
 
 def align_rows(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -69,7 +69,7 @@ def _pieces(line: str, room: int) -> list[str]:
     return parts
 
 
-WAIT_LEAST = 0.01  # of the step: shorter waits are not worth a line
+WAIT_LEAST = 0.01  # share of the step: shorter waits are not listed
 WAITS_MOST = 6
 HOPS_MOST = 4
 
@@ -216,7 +216,7 @@ def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
 
 
 def _passed_on(end: PlannedChannel | PlannedLoop, plan: Plan) -> list[str]:
-    """Say which readers pass on what a rank writes, in which shape and why, and how often that crosses a link; nothing where none does."""
+    """Describe which readers forward a rank's messages, in which shape and why, and how often they cross a link; empty if none does."""
     found, hosts = kinds_of_routes(plan, end), hosts_of(plan)
     writer, route = next(((one, to) for one, to in found.items() if set(to.values()) > {one}), next(iter(found.items())))
     several = sum(hosts[first] != hosts[feeder] for first, feeder in route.items()) > 1
@@ -234,7 +234,7 @@ def _passed_on(end: PlannedChannel | PlannedLoop, plan: Plan) -> list[str]:
 
 
 def _hops(writer: str, route: Route, hosts: Mapping[str, int]) -> str:
-    """Write from whom to whom a message goes between hosts: `a -> b of host 1 -> c of host 2`, or each that feeds several by itself."""
+    """Write how a message travels between hosts: `a -> b of host 1 -> c of host 2`, with an entry for each worker that feeds several."""
     hops = [(first, feeder) for first, feeder in route.items() if hosts[first] != hosts[feeder]]
     chained = all(feeder == before for (_, feeder), (before, _) in zip(hops, [(writer, ""), *hops], strict=False))
     shown = [f"{words.clean(first)} of host {hosts[first]}" for first, _ in hops]
@@ -254,7 +254,7 @@ def _shorten_middle(shown: list[str], what: str) -> list[str]:
 
 
 def _shape(end: PlannedChannel | PlannedLoop, plan: Plan) -> str:
-    """Say in which shape, and how much later the last host would have a message by the other."""
+    """Name the shape, and how much later the last host would receive a message in the other shape."""
     chosen, seconds = shape_of(plan, end), seconds_of(plan, end)
     other: Shape = "tree" if chosen == "chain" else "chain"
     size = words.size(end.bytes) if end.bytes is not None else f"{words.size(UNKNOWN_BYTES)} (the size is not known)"
@@ -266,7 +266,7 @@ def _shape(end: PlannedChannel | PlannedLoop, plan: Plan) -> str:
 
 
 def _waits(plan: Plan) -> list[str]:
-    """Write the longest waits a step; waits too short to matter are left out."""
+    """Write the longest waits per step, without the waits that are too short to matter."""
     predicted = plan.prediction
     shown = [wait for wait in predicted.waits if wait.seconds > WAIT_LEAST * predicted.step_s][:WAITS_MOST]
     if not shown:

@@ -14,7 +14,7 @@ from rlgraph.plan.play import simulate
 from rlgraph.plan.schedule import WORK, Span
 from rlgraph.render.charts import ticks
 
-# Spans as Chrome-trace JSON for ui.perfetto.dev: a track for each worker, weight versions as arrows. For predicted and measured spans.
+# Spans as Chrome-trace JSON for ui.perfetto.dev: a track for each worker, weight versions as arrows. Spans are predicted or measured.
 
 PREDICTED, MEASURED = "predicted", "measured"
 PREFIX = {
@@ -50,7 +50,7 @@ def from_zero(spans: Sequence[Span]) -> list[Span]:
 
 def per_rank(spans: Sequence[Span], plan: Plan) -> list[Span]:
     """Repeat each predicted span for every rank that runs it."""
-    ranks = {event.worker: plan.node(event.node).workers for event in plan.schedule.events}  # a wait has its channel's name, no event's
+    ranks = {event.worker: plan.node(event.node).workers for event in plan.schedule.events}  # a wait is named after its channel
     return [replace(span, worker=worker) for span in spans for worker in ranks[span.worker]]
 
 
@@ -95,7 +95,7 @@ def _complete(span: Span, process: int, track: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, order=True)
 class Track:
-    """A track of a worker in the trace: its main one, or one beside it, numbered from 1."""
+    """A track of a worker in the trace: its main track, or one of the tracks below it, numbered from 1."""
 
     worker: str
     place: int = 0
@@ -105,7 +105,7 @@ class Track:
 
 
 def _tracks(spans: Sequence[Span], plan: Plan) -> list[Track]:
-    """Assign each span to the first track of its worker on which spans nest; receiving never takes the main one."""
+    """Assign each span to the first track of its worker on which spans nest; receiving is never on the main track."""
     found = [Track("")] * len(spans)
     open_spans: dict[Track, list[float]] = {}
     for index in sorted(range(len(spans)), key=lambda i: (_us(spans[i].start_s), -_us(spans[i].end_s))):
@@ -128,7 +128,7 @@ def _nests(span: Span, ends: list[float]) -> bool:
 
 
 def _numbers(tracks: Sequence[Track], plan: Plan) -> dict[Track, int]:
-    """Number the tracks: the plan's workers first, each with the tracks beside it, then others in order of appearance."""
+    """Number the tracks: the plan's workers first, each with all of its tracks, then others in order of appearance."""
     known = [worker.name for worker in plan.workers]
     unknown = [track for track in dict.fromkeys(tracks) if track.worker not in known]
     ordered = [track for name in known for track in (Track(name), *sorted(t for t in set(tracks) if t.worker == name and t.place))]
@@ -179,7 +179,7 @@ def _uses(spans: Sequence[Span], loop: PlannedLoop, plan: Plan) -> list[int]:
 
 
 def _version_of(spans: Sequence[Span], index: int, loop: PlannedLoop, published: Mapping[int, int]) -> int:
-    """The version that a span uses: the measured one, or else the one that the rule of its loop gives."""
+    """The version that a span uses: the measured version, or else the version by the rule of its loop."""
     span = spans[index]
     if span.version is not None:
         return span.version
@@ -194,7 +194,7 @@ def _version_of(spans: Sequence[Span], index: int, loop: PlannedLoop, published:
 
 SETTLE = 12  # predicted steps that fill the pipeline before the shown ones
 RANKS = 2  # lanes of one model; its other ranks do the same work
-THINNEST = 1e-4  # of the window: shorter spans cannot be seen, even zoomed
+THINNEST = 1e-4  # share of the window: shorter spans are invisible, even zoomed
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The oracle: the same plan, its nodes one after another in this process, without Ray."""
+"""The reference for tests: the same plan, its nodes one after another in this process, without Ray."""
 
 import time
 from collections.abc import Iterator
@@ -31,9 +31,9 @@ from rlgraph.settings import Natural, check_arguments
 
 
 class LocalJob:
-    """Runs a plan step by step; depth and versions are the plan's, so a run on Ray gives the same bits.
+    """Runs a plan step by step. Depth and versions are the plan's, so the results are bit-identical to a run on Ray.
 
-    Raises PlanError for a model with several ranks: they need a process each.
+    Raises PlanError for a model with several ranks: each rank needs a process.
     """
 
     def __init__(self, graph: Graph, plan: Plan, checkpoints: Checkpoints | None = None) -> None:
@@ -41,7 +41,7 @@ class LocalJob:
             if worker.world > 1:
                 raise PlanError(f"worker '{worker.name}' is one of {worker.world} ranks, which need a process each; launch the plan on Ray")
         self.plan, self._graph = plan, graph
-        self._here: dict[str, Any] = {}  # what the ends of its channels share
+        self._here: dict[str, Any] = {}  # state shared by the ends of its channels
         self._bases: dict[str, ThreadBase] = {}
         self.checkpoints = checkpoints
         if checkpoints is not None:
@@ -55,13 +55,13 @@ class LocalJob:
 
     @property
     def finished_steps(self) -> int:
-        """The number of steps that are done."""
+        """The number of finished steps."""
         return self._finished
 
     finished = old_attribute("finished", "finished_steps")
 
     def start(self) -> "LocalJob":
-        """Load the models without `with`, e.g. in a cell of a notebook whose further cells run steps; `close()` ends the job."""
+        """Load the models without a `with` block, e.g. in a notebook whose later cells run the steps; `close()` ends the job."""
         return self.__enter__()
 
     def __enter__(self) -> "LocalJob":
@@ -82,7 +82,7 @@ class LocalJob:
             self._release()
 
     def close(self) -> None:
-        """Save the steps since the newest checkpoint, and end the models. Raises CheckpointError where the steps could not be saved."""
+        """Save the steps since the newest checkpoint, and close the models. Raises CheckpointError if the steps could not be saved."""
         try:
             if self._open and self.checkpoints is not None and self._finished > self.checkpoints.newest:
                 self._save(self._finished)
@@ -136,7 +136,7 @@ class LocalJob:
 
     @check_arguments(PlanError)
     def steps(self, count: Natural) -> Iterator[Step]:
-        """Run the next `count` steps and give each as it finishes; steps that the checkpoint holds are not given again."""
+        """Run the next `count` steps and yield each as it finishes; steps in the checkpoint are not yielded again."""
         before, self._stepped = self._asked, True
         self._asked += count
         try:
@@ -149,8 +149,8 @@ class LocalJob:
                 self._finished = step + 1
                 yield self._report(step, time.monotonic() - start)
                 if self.checkpoints is not None and self._finished % self.checkpoints.recovery.every == 0:
-                    self._save(self._finished)  # only after the caller has seen the step: a checkpoint holds no step that nobody has seen
-        finally:  # a loop that is left early asks for none of the steps that it has not been given
+                    self._save(self._finished)  # only after the caller has seen the step: a checkpoint holds only steps that were yielded
+        finally:  # if the caller leaves the loop early, the remaining steps no longer count as asked for
             self._asked -= max(before + count - max(self._finished, before), 0)
 
     @check_arguments(PlanError)
@@ -172,7 +172,7 @@ class LocalJob:
         return write_export(folder, Source(model, self._finished, card, adapter), dtype, [boxes(engine.weight_shards())], write)
 
     def _fire(self, step: int, until: int) -> None:
-        """Fire every node that has not fired for `step`, of the workers that must reach it: they go to `until` plus their lookahead."""
+        """Fire every node that has not fired for `step`, in the workers that must reach it: each goes to `until` plus its lookahead."""
         for event in self.plan.schedule.events:
             progress = self._homes[event.node]
             if event.kind == "fire" and progress.fired <= step < until + progress.lookahead:
@@ -183,7 +183,7 @@ class LocalJob:
                 progress.finish(step)
 
     def _save(self, step: int) -> None:
-        """Fire ahead what the checkpoint needs, one step after another, and make it whole."""
+        """Fire ahead the steps that the checkpoint needs, one after another, and complete it."""
         assert self.checkpoints is not None
         for ahead in range(max(progress.lookahead for progress in self.progress.values())):
             self._fire(step + ahead, step)

@@ -27,7 +27,7 @@ class Step:
     seconds: float
 
 
-# Names that verl's users know; a node of another name keeps its own.
+# Names that verl's users know; other nodes keep their own names.
 TIMINGS = {
     "rollout": "gen",
     "advantages": "adv",
@@ -44,12 +44,12 @@ def average_metrics(found: Iterable[Mapping[str, float]]) -> dict[str, float]:
     for metrics in found:
         for name, value in metrics.items():
             values.setdefault(name, []).append(value)
-    # A number on which all ranks agree is kept as it is: a mean would round it.
+    # A number on which all ranks agree is kept unchanged, since a mean would round it.
     return {name: fmean(each) if len(set(each)) > 1 else each[0] for name, each in values.items()}
 
 
 def bits(plan: Plan) -> dict[str, float]:
-    """Make `dtype/<model>_bits` for each model: 16 if it computes in bfloat16, 32 in float32. The plan says why."""
+    """Make `dtype/<model>_bits` for each model: 16 if it computes in bfloat16, 32 in float32. The plan lists the reason."""
     return {f"dtype/{model.name}_bits": 32.0 if model.dtype == "float32" else 16.0 for model in plan.models}
 
 
@@ -57,7 +57,7 @@ def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
     """Sum `timing_s/*` of one step: each node's own work, the update's wait for its batch, and the wake and sleep of engines that
     time-share a pool.
 
-    The chunks of a batch are added up, and so are the time slices of a step; of several ranks the slowest counts.
+    The chunks of a batch are added up, and so are the time slices of a step. Among several ranks the slowest counts.
     """
     found: dict[tuple[str, str], float] = {}
     nodes = {event.name: event.node for event in plan.schedule.events}
@@ -83,13 +83,13 @@ def timings(plan: Plan, spans: Iterable[Span]) -> dict[str, float]:
 
 
 def oldest(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Sum up the staleness of a step in which several updates measured theirs, each behind its name: the oldest token, the largest mean."""
+    """Summarise the staleness of a step with several updates, each of which measured its own: the oldest token, the largest mean."""
     found = {kind: [value for name, value in metrics.items() if name.endswith(kind)] for kind in ("/staleness/max", "/staleness/mean")}
     return {kind.removeprefix("/"): max(values) for kind, values in found.items() if values}
 
 
 def behind_by_loop(plan: Plan, metrics: Mapping[str, float]) -> dict[str, int]:
-    """Read the staleness of each loop from the metrics of the update that closes it; loops that one update closes are not told apart."""
+    """Read the staleness of each loop from the metrics of the update that closes it. Loops closed by one update get the same value."""
     trained = [loop for loop in plan.loops if loop.due is None]
     if len(trained) == 1:
         measured = {trained[0].name: metrics.get("staleness/max")}
@@ -99,7 +99,7 @@ def behind_by_loop(plan: Plan, metrics: Mapping[str, float]) -> dict[str, int]:
     return {name: int(value) for name, value in measured.items() if value is not None}
 
 
-# What a job remembers of its steps: numbers in arrays and each name once, so that the memory of a long run is small and bounded.
+# The records of a job's steps: numbers in arrays and each name once, so that the memory of a long run is small and bounded.
 
 _ROW = np.dtype(
     [
@@ -117,7 +117,7 @@ _NONE = -1  # where a span has no version, or no bytes
 
 
 class Spans:
-    """The last `kept` spans. The memory for them is taken at the start."""
+    """The last `kept` spans. Their memory is allocated at the start."""
 
     def __init__(self, kept: int) -> None:
         self._rows = np.zeros(kept, _ROW)
@@ -173,10 +173,10 @@ class Metrics:
     def __iter__(self) -> Iterator[dict[str, float]]:
         for step in range(self._steps):
             found = {name: column[step] for name, column in self._columns.items()}
-            yield {name: value for name, value in found.items() if value == value}  # NaN: that step did not tell it
+            yield {name: value for name, value in found.items() if value == value}  # NaN: that step does not have it
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Add a step. NaN marks a metric that the step does not have, since a node that reports NaN is refused before."""
+        """Add a step. NaN marks a metric that the step does not have; a node that reports NaN has been refused before."""
         for name in metrics.keys() - self._columns.keys():
             self._columns[name] = array("d", [np.nan]) * self._steps
         for name, column in self._columns.items():

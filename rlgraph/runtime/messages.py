@@ -1,4 +1,4 @@
-"""What driver, workers and warm processes say to each other, beside the payload: small typed messages over an authenticated socket."""
+"""The messages between driver, workers and warm processes, besides the payload: small typed messages over an authenticated socket."""
 
 import os
 import socket
@@ -25,9 +25,9 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Opened(msgspec.Struct, tag=True, frozen=True):
-    """A worker listens where it writes: the actual address of each end, by its planned one.
+    """A worker listens at the ends at which it writes: the actual address of each end, by its planned one.
 
-    `apart` says that its host does not see the folder of checkpoints.
+    `apart` is True if its host does not see the folder of checkpoints.
     """
 
     worker: str
@@ -48,7 +48,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Slots(msgspec.Struct, frozen=True):
-    """The slots of a channel that one end holds now, and the most that it ever held."""
+    """The slots of a channel that one end holds now, and the most that it held so far."""
 
     end: ChannelEnd
     used: int
@@ -65,7 +65,7 @@ class Report(msgspec.Struct, tag=True, frozen=True):
     slots: list[Slots]
     sampled: list[Sampled]
     published_bytes: int  # of one version, of this worker's shards
-    notices: list[str] = []  # what works otherwise than asked, each said once
+    notices: list[str] = []  # settings that work differently than asked, each reported once
 
 
 class Cells(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ class Cells(msgspec.Struct, frozen=True):
 
 
 class SampledRows(msgspec.Struct, tag=True, frozen=True):
-    """Rows of what a node wrote at a step, for the recorder of samples. A node with a row for each prompt numbers prompts."""
+    """Rows that a node wrote at a step, for the recorder of samples. A node with a row for each prompt numbers prompts."""
 
     node: str
     rollout: str
@@ -123,7 +123,7 @@ class ProfileRequest(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failure(msgspec.Struct, tag=True, frozen=True):
-    """A node raised, or a channel gave up."""
+    """A node raised an error, or a channel gave up."""
 
     worker: str
     step: int
@@ -132,7 +132,7 @@ class Failure(msgspec.Struct, tag=True, frozen=True):
     message: str
     traceback: str
     channel: str = ""  # that gave up because of its peer
-    peer: int = 0  # the process at the other end of it, where that is known
+    peer: int = 0  # the process at its other end, if known
     host: str = ""  # the address of the other end's host, if the connection to another host ended
 
 
@@ -172,7 +172,7 @@ class NotSaved(msgspec.Struct, tag=True, frozen=True):
 
 
 class Go(msgspec.Struct, tag=True, frozen=True):
-    """Fire `step`. It is the one tick: a worker waits for it without polling."""
+    """Fire `step`. This is the only tick: a worker waits for it without polling."""
 
     step: int
 
@@ -196,7 +196,7 @@ class ShardsDescribed(msgspec.Struct, tag=True, frozen=True):
 
 
 class WriteShards(msgspec.Struct, tag=True, frozen=True):
-    """Write the shards of the model into the files of an export, which are there."""
+    """Write the shards of the model into the files of an export, which exist already."""
 
     folder: str
     layout: ExportLayout
@@ -211,7 +211,7 @@ class ShardsWritten(msgspec.Struct, tag=True, frozen=True):
 
 
 class Shutdown(msgspec.Struct, tag=True, frozen=True):
-    """Close everything and end; a process that keeps its engine `keep`s it, and lives on for the next job."""
+    """Close everything and end. With `keep` the process keeps its engine and stays for the next job."""
 
     keep: bool = False
 
@@ -233,7 +233,7 @@ def send(connection: Connection, message: Message) -> None:
 
 def receive(connection: Connection) -> Message:
     """Wait for the next message. Raises EOFError if the other end is gone, OSError if it sends nonsense."""
-    connection.wait()  # no deadline while the peer lives: a peer with nothing to say is not broken
+    connection.wait()  # no deadline while the peer lives: a silent peer is not broken
     try:
         return _decoder.decode(connection.receive(MOST_BYTES))
     except UNREADABLE as error:
@@ -243,11 +243,11 @@ def receive(connection: Connection) -> Message:
 # How a program asks its warm processes for workers: an order, with the files that travel with it over a socket.
 
 PID_BYTES = 8
-MOST_FILES = 5  # of an order: the worker's output, its errors, what it is started with, where its id goes, and where later orders come
+MOST_FILES = 5  # of an order: the worker's output, its errors, its start values, the file for its id, and the socket for later orders
 
 
 class ForkOrder(msgspec.Struct, frozen=True):
-    """What a worker is started with; one that `keeps` its engine takes later orders. `spec` is pickled: `path` has what it names."""
+    """The start values of a worker; with `keeps` it keeps its engine for later orders. `spec` is pickled; it needs the import `path`."""
 
     folder: str
     path: tuple[str, ...]
@@ -257,7 +257,7 @@ class ForkOrder(msgspec.Struct, frozen=True):
 
 
 def send_order(to: socket.socket, order: ForkOrder, further: Sequence[int] = ()) -> None:
-    """Send an order and the `further` files; the worker writes where this program does. Raises OSError if nobody takes it."""
+    """Send an order and the `further` files; the worker writes to this program's output. Raises OSError if nobody receives it."""
     with tempfile.TemporaryFile() as given:
         given.write(msgspec.msgpack.encode(order))
         given.flush()
@@ -267,7 +267,7 @@ def send_order(to: socket.socket, order: ForkOrder, further: Sequence[int] = ())
 
 
 def receive_order(of: socket.socket) -> list[int]:
-    """Wait for an order and return its files; none when the driver has closed its end."""
+    """Wait for an order and return its files; empty once the driver has closed its end."""
     message, files, _, _ = socket.recv_fds(of, 1, MOST_FILES)
     return files if message else []
 
@@ -302,7 +302,7 @@ def sample_sources(graph: Graph) -> list[SampleSource]:
 
 
 def _rollouts(node: Node, rollouts: list[Node]) -> list[Node]:
-    """The rollouts whose responses a node's rows are about: those it reads responses of, or all that a source of prompts feeds."""
+    """The rollouts to whose responses a node's rows belong: the rollouts that it reads, or all rollouts that a source of prompts feeds."""
     if node in rollouts:
         return [node]
     above = [rollout for rollout in rollouts if node.needs(rollout)]

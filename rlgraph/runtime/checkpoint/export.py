@@ -1,4 +1,4 @@
-"""Write an export: describe what the ranks hold, lay out the files, let each rank write its boxes, add the rest, make it whole."""
+"""Write an export: describe the ranks' shards, lay out the files, let each rank write its boxes, and publish the folder."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,9 +36,9 @@ from rlgraph.plan.plan import Plan
 from rlgraph.runtime.checkpoint.store import TrainedEntry
 from rlgraph.values.lora import TENSORS
 
-# Export a model that trained an adapter: the adapter apart, as PEFT's folder, or merged into its base, as a whole model.
+# Export a model that trained an adapter: only the adapter, as a folder in PEFT's format, or merged into its base, as a full model.
 
-APART = ".adapter"  # a folder inside of a growing export, for the matrices that are then merged
+APART = ".adapter"  # a folder in an unfinished export, for the matrices before they are merged
 
 
 WriteBoxes = Callable[[Path, ExportLayout], None]  # on every rank; raises OSError or RlgraphError if one of them fails
@@ -46,7 +46,7 @@ WriteBoxes = Callable[[Path, ExportLayout], None]  # on every rank; raises OSErr
 
 @dataclass(frozen=True)
 class AdapterExport:
-    """An adapter of the model in `path`, a hub id or folder named `base`: its matrices have these `shapes`, and `write` writes them."""
+    """An adapter of the model in the folder `path`, named `base` by the user: its matrices have these `shapes`; `write` writes them."""
 
     adapter: SavedAdapter
     path: str
@@ -58,7 +58,7 @@ class AdapterExport:
     files: Mapping[str, str]  # text files to add, by name
 
     def write_adapter(self, folder: str | Path) -> Exported:
-        """Write PEFT's folder of the adapter. Raises ExportError, with nothing left, if it cannot."""
+        """Write the adapter as a folder in PEFT's format. If that fails, raises ExportError and leaves no folder."""
         layout = _layout(self.shapes, self.dtype)
         with GrowingExport(folder, layout) as growing:
             try:
@@ -71,7 +71,7 @@ class AdapterExport:
         return Exported(growing.target, self.step, self.dtype, layout.parameters, layout.bytes)
 
     def write_full_model(self, folder: str | Path, most_file_bytes: int) -> Exported:
-        """Write the whole model with the adapter merged in: one tensor is in memory at a time, besides the adapter."""
+        """Write the full model with the adapter merged in: one tensor at a time is in memory, besides the adapter."""
         own, path = _layout(self.shapes, "float32"), self.path
         layout = plan_files(export_names(parameter_shapes(path), path, "log_probs", f"export('{folder}')"), self.dtype, most_file_bytes)
         with GrowingExport(folder, layout) as growing:
@@ -121,7 +121,7 @@ class Source:
 
 
 def boxes(shards: Iterable[WeightShard]) -> list[ShardBox]:
-    """Describe the boxes of a rank that it alone, or first of several, is to write."""
+    """Describe the boxes that a rank writes: the boxes that only it holds, or that it holds as the first of several ranks."""
     return [
         ShardBox(shard.name, tuple(shard.global_shape), tuple(shard.offsets), tuple(shard.tensor.shape))
         for shard in shards
@@ -130,7 +130,7 @@ def boxes(shards: Iterable[WeightShard]) -> list[ShardBox]:
 
 
 def check_source(model: TrainedEntry, where: str) -> None:
-    """Raise ExportError if the folder that the model came from, whose config and tokenizer an export takes, is no longer there."""
+    """Raise ExportError if the model's own folder is gone: an export copies its config and tokenizer."""
     try:
         check_model(model.path)
     except RlgraphError as error:
@@ -145,7 +145,7 @@ def write_export(
     write: WriteBoxes,
     most_file_bytes: int = MOST_FILE_BYTES,
 ) -> Exported:
-    """Write an export of what the ranks hold. Raises ExportError, with nothing left, if it cannot become whole."""
+    """Write an export of the ranks' shards. If that fails, raises ExportError and leaves no folder."""
     where, model = f"export('{folder}')", source.model
     whole = parameters([[_meta_shard(box) for box in rank] for rank in ranks])  # every element is held once
     shapes = {name: tuple(parameter.shape) for name, parameter in whole.items()}
@@ -176,13 +176,13 @@ def model_card(graph: Graph, plan: Plan, model: TrainedEntry, step: int, dtype: 
 
 
 def base_of(path: str) -> str:
-    """The hub id of a model's folder, where it lies in the cache of a hub; else the folder."""
+    """The hub id of a model's folder, if it is in the cache of a hub; else the folder."""
     found = revision_of(path)
     return path if found is None else found[0]
 
 
 def _as_they_are(tensors: Mapping[str, tuple[Path, tuple[int, ...]]]) -> Iterator[WeightShard]:
-    """Read the tensors that no trainer holds, one at a time."""
+    """Read the tensors that the trainer does not hold, one at a time."""
     for name, (file, shape) in tensors.items():
         with safe_open(file, "pt") as opened:
             yield WeightShard(name, shape, (0,) * len(shape), opened.get_tensor(name))

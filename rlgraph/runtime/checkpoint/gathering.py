@@ -1,8 +1,8 @@
-"""Checkpoints where hosts share no folder: shards go to the driver's folder, and files of a resume come from there, by chunks.
+"""Checkpoints of hosts without a shared folder: workers send shards to the driver's folder, and fetch files of a resume from it.
 
-The driver listens at its own address while a session with checkpoints runs over several hosts. A worker that does not see the folder
-writes its shard on its own host, sends it over a connection that knows the job's key, and removes it. The driver answers when a file is on
-its disk with the checksum that the worker named; only then the worker says `Saved`. So a checkpoint is whole, or it is not there.
+The driver listens at its own address while a session with checkpoints runs over several hosts. A worker that does not see the folder writes
+its shard on its own host, sends it over a connection authenticated with the job's key, and removes it. The driver answers when a file is on
+its disk with the worker's checksum; only then does the worker send `Saved`. So checkpoints are atomic.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from rlgraph.runtime.messages import Written
 from rlgraph.runtime.worker.spec import Resume, WorkerSpec, file_name
 
 CHUNK = 1 << 20  # bytes of a file in memory
-STALL_S = 120.0  # for the next bytes: a disk that writes back what it has cached may take none for long
+STALL_S = 120.0  # for the next bytes: a disk that is flushing its cache may accept none for long
 HANDSHAKE_S = 10.0
 CLOSE_S = 5.0  # for what is being written when the session ends
 MANIFEST = ("manifest.json", "manifest.sha256")
@@ -49,7 +49,7 @@ class Wish(msgspec.Struct, tag=True, frozen=True):
 
 
 class Receipt(msgspec.Struct, tag=True, frozen=True):
-    """The file is on the driver's disk, or its `bytes` follow; or why not."""
+    """The file is on the driver's disk, or its `bytes` follow; otherwise the reason why not."""
 
     refused: str = ""
     bytes: int = 0
@@ -73,7 +73,7 @@ def _receive(connection: Connection) -> Message:
 
 
 class Gatherer:
-    """The driver's end: takes files of checkpoints under way into the folder, and gives those of the one to resume from."""
+    """The driver's end: it receives the files of unfinished checkpoints, and sends the files of the checkpoint to resume from."""
 
     def __init__(self, address: str, authkey: bytes, folder: Path, id: str, resume: Path | None, *, encrypt: bool) -> None:
         self._key, self._folder, self._id, self._resume, self._encrypt = authkey, folder, id, resume, encrypt
@@ -85,7 +85,7 @@ class Gatherer:
         self._threads[0].start()
 
     def close(self) -> None:
-        """End all connections; a file that is half there stays in the folder of an unfinished checkpoint."""
+        """End all connections; an incomplete file stays in the folder of an unfinished checkpoint."""
         close_listener(self._listener, self.address)
         with self._lock:
             self._over = True
@@ -130,7 +130,7 @@ class Gatherer:
                 raise ProtocolError("an answer, where the driver has asked for nothing")
 
     def _take(self, connection: Connection, offer: Offer) -> str:
-        """Write a file that is offered, and say what was wrong with it. All its bytes are read: the next message comes after them."""
+        """Write an offered file, and return what was wrong with it. All its bytes are read, since the next message follows them."""
         target, trouble, file = _inside(self._folder / unfinished_name(self._id, offer.step), offer.file.path), "", None
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ class Gatherer:
 
 
 class DriverFolder:
-    """A worker's end of a `Gatherer`: one connection, for as long as it is entered."""
+    """A worker's end of a `Gatherer`: one connection for the length of the `with` block."""
 
     def __init__(self, address: str, authkey: bytes, timeout_s: float, *, encrypt: bool) -> None:
         sock = dial("checkpoints", address, timeout_s)
@@ -184,7 +184,7 @@ class DriverFolder:
         self._connection.close()
 
     def send(self, step: int, folder: Path, written: Sequence[Written]) -> None:
-        """Send files of a checkpoint, and wait until each is on the driver's disk. Raises CheckpointError where it could not be written."""
+        """Send files of a checkpoint, and wait until each is on the driver's disk. Raises CheckpointError if one could not be written."""
         for file in written:
             _send(self._connection, Offer(step, file))
             with (folder / file.path).open("rb") as data, self._connection.deadline(STALL_S):
@@ -192,7 +192,7 @@ class DriverFolder:
             self._request(file.path)
 
     def fetch(self, path: str, into: Path, sha256: str = "") -> None:
-        """Copy a file of the checkpoint to resume from, unless it is there already. Raises CheckpointError where it arrives otherwise."""
+        """Copy a file of the checkpoint to resume from, unless it exists already. Raises CheckpointError if it arrives damaged."""
         target = _inside(into, path)
         if target.exists():
             return
@@ -218,9 +218,9 @@ class DriverFolder:
 
 
 def _receive_file(connection: Connection, size: int, file: RawIOBase | None) -> tuple[str, str]:
-    """Write the bytes that come into a file; return their checksum, and what went wrong with the disk.
+    """Write the incoming bytes into a file; return their checksum, and the disk's error if there was one.
 
-    A thread computes the checksum of one chunk while the next arrives and is written: that alone takes as long as both.
+    A thread computes the checksum of one chunk while the next arrives and is written: the checksum lasts as long as both.
     """
     chunks, found, trouble, left = [memoryview(bytearray(min(CHUNK, size))) for _ in range(2)], hashlib.sha256(), "", size
     with ThreadPoolExecutor(1) as hashing:
@@ -235,7 +235,7 @@ def _receive_file(connection: Connection, size: int, file: RawIOBase | None) -> 
             while chunk and file is not None and not trouble:
                 try:
                     chunk = chunk[file.write(chunk) :]
-                except OSError as error:  # a full disk: what still comes is read and dropped
+                except OSError as error:  # a full disk: the remaining bytes are read and dropped
                     trouble = str(error)
     return found.hexdigest(), trouble
 
@@ -251,7 +251,7 @@ def _send_file(connection: Connection, file: BufferedReader, size: int) -> None:
 
 
 def _inside(folder: Path, path: str) -> Path:
-    """Find a file in a folder. Raises ProtocolError for a path that leads out of it."""
+    """Find a file in a folder. Raises ProtocolError for a path outside of it."""
     parts = PurePosixPath(path).parts
     if not parts or PurePosixPath(path).is_absolute() or ".." in parts:
         raise ProtocolError(f"the path {path!r}, which leads out of a checkpoint")
@@ -259,9 +259,9 @@ def _inside(folder: Path, path: str) -> Path:
 
 
 def use_job_folder(spec: WorkerSpec) -> WorkerSpec:
-    """Let a worker whose host does not see the driver's folder write, and read what it resumes from, in the job's folder of its host.
+    """Let a worker whose host does not see the driver's folder use the job's folder on its own host.
 
-    Raises CheckpointError where that does not help: on one host, or for a checkpoint that cannot be fetched.
+    Raises CheckpointError if that does not help: on one host, or for a checkpoint that cannot be fetched.
     """
     saving = spec.saving
     if saving is None or not (found := describe_missing_folder(saving)):
@@ -276,7 +276,7 @@ def use_job_folder(spec: WorkerSpec) -> WorkerSpec:
 
 
 def _fetch_checkpoint(spec: WorkerSpec, resume: Resume, of_host: Path) -> Resume:
-    """Copy what a worker reads of a checkpoint to its host. Workers of one host take turns, so that each file comes once."""
+    """Copy the files of a checkpoint that a worker reads to its host. Workers of one host take turns, so that each file is sent once."""
     folder = of_host / ".resumed"
     folder.mkdir(exist_ok=True)
     with (of_host / ".lock").open("w") as lock, DriverFolder.of(spec) as driver:
@@ -291,7 +291,7 @@ def _fetch_checkpoint(spec: WorkerSpec, resume: Resume, of_host: Path) -> Resume
 
 
 def make_sender(spec: WorkerSpec) -> OnWritten:
-    """Make the function that brings a written shard to the driver's folder, and does nothing where it lies there."""
+    """Make the function that brings a written shard to the driver's folder. It does nothing if the shard is already there."""
 
     def send(step: int, folder: Path, written: Sequence[Written]) -> None:
         with DriverFolder.of(spec) as driver:

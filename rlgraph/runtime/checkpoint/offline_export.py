@@ -1,4 +1,4 @@
-"""Export a model from a checkpoint: in one process that holds one shard of one parameter at a time, and needs no engine."""
+"""Export a model from a checkpoint, in one process that holds one shard of one parameter at a time, without an engine."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,7 +33,7 @@ def export_checkpoint(
     check_target(folder)
     manifest = checked_manifest(found)
     chosen_model = _choose_entry(manifest, policy, where, found)
-    there = Path(manifest.get("folder", ".")) / chosen_model.path  # the run may have begun in another folder than this one
+    there = Path(manifest.get("folder", ".")) / chosen_model.path  # the run may have started in another working folder
     model = (
         chosen_model if Path(chosen_model.path).exists() or not there.exists() else msgspec.structs.replace(chosen_model, path=str(there))
     )
@@ -56,7 +56,7 @@ NO_FIGURES: Mapping[str, Mapping[str, float]] = {"first": {}, "last": {}}
 
 
 def newest_checkpoint(folder: Path) -> Path:
-    """Find the checkpoint that is meant: the folder itself, or the newest in it. Raises CheckpointError if there is none."""
+    """Find the checkpoint: the folder itself, or the newest one in it. Raises CheckpointError if there is none."""
     if (folder / "manifest.json").exists():
         return folder
     steps = checkpoint_steps(folder)

@@ -1,7 +1,7 @@
-"""A folder of checkpoints: find the newest whole one, check it, make a new one whole, drop the oldest; and the trained models it names.
+"""A folder of checkpoints: find and check the newest complete one, publish a new one, delete the oldest; and the trained models.
 
-A checkpoint grows in a folder with a hidden name and gets its own by one rename, when every worker's shard, the manifest with the
-sizes and checksums of all files, and the plan are on the disk: half of one is never taken for one.
+A checkpoint is written into a folder with a hidden name. One rename publishes it once every worker's shard, the plan and the manifest with
+the sizes and checksums of all files are on the disk. So an incomplete checkpoint is never used.
 """
 
 import fcntl
@@ -34,8 +34,7 @@ from rlgraph.runtime.worker.spec import Resume, Start
 
 
 class TrainedEntry(msgspec.Struct, frozen=True):
-    """A trained model: its name in the plan, the folder it came from, what it scores, the trainer that saves it, and the adapter that alone
-    is trained, if one is."""
+    """A trained model: its name in the plan, its original folder, what it scores, its trainer, and its adapter if only that is trained."""
 
     name: str
     path: str
@@ -60,7 +59,7 @@ def _adapter(model: TrainedModel) -> SavedAdapter | None:
 
 
 def check_apart(model: TrainedEntry, adapter: AdapterForm, where: str) -> None:
-    """Raise ExportError for an adapter that is to be exported apart and is none, and for one of a critic."""
+    """Raise ExportError for a model without an adapter, or a critic, whose adapter is to be exported separately."""
     if model.adapter is not None and model.scores == "values":
         raise ExportError(f"{where}: '{model.name}' is a critic with an adapter, which only checkpoints hold; export the policy")
     if adapter == "apart" and model.adapter is None:
@@ -68,9 +67,9 @@ def check_apart(model: TrainedEntry, adapter: AdapterForm, where: str) -> None:
 
 
 def choose_model(models: Sequence[TrainedEntry], policy: str | None, where: str) -> TrainedEntry:
-    """Choose the model to export: the one of this name, or the graph's only policy.
+    """Choose the model to export: the model of this name, or the graph's only policy.
 
-    Raises ExportError where none is meant, or several may be.
+    Raises ExportError if there is none, or several.
     """
     names: Mapping[str, TrainedEntry] = {model.name: model for model in models}
     if not names:
@@ -84,7 +83,7 @@ def choose_model(models: Sequence[TrainedEntry], policy: str | None, where: str)
     return names[policy] if policy is not None else only[0]
 
 
-# Tell whether a graph can resume a checkpoint: by its nodes, columns and depths, not by learning rates, pools or ranks.
+# Whether a graph can resume a checkpoint depends on its nodes, columns and depths, not on learning rates, pools or ranks.
 
 
 def fingerprint(graph: Graph, plan: Plan) -> dict[str, Any]:
@@ -118,7 +117,7 @@ def difference(saved: Any, now: Any, where: str = "") -> str:
 
 
 def lock_file(path: Path) -> int:
-    """Lock a file while this process lives, and make it if need be. Raises BlockingIOError if another process or job holds it."""
+    """Lock a file while this process lives, and create it if it is missing. Raises BlockingIOError if another process or job holds it."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -135,12 +134,12 @@ def unlock_file(handle: int) -> None:
 
 
 FORMAT = 1
-EXPORTS = "exports"  # the folder of exports, among the checkpoints
+EXPORTS = "exports"  # the folder of exports, next to the checkpoints
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """The checkpoint settings of a launch: the folder, the steps between two, how many are kept, how often a job may restart."""
+    """The checkpoint settings of a launch: the folder, the steps between two, how many are kept, and how often a job may restart."""
 
     folder: Path
     every: int
@@ -156,28 +155,28 @@ class Recovery:
 
 @dataclass
 class Checkpoints:
-    """The checkpoints of one run. One job at a time writes into a folder.
+    """The checkpoints of one run. Only one job at a time writes into a folder.
 
-    Raises CheckpointError for a folder that cannot be written or is another job's, and for a newest checkpoint that is not whole or
-    is of another graph.
+    Raises CheckpointError for a folder that cannot be written or belongs to another job, and if the newest checkpoint is incomplete or
+    belongs to another graph.
     """
 
     graph: Graph
     plan: Plan
     recovery: Recovery
     id: str = ""
-    newest: int = 0  # step of the newest whole checkpoint, 0 where there is none
-    tried: int = 0  # step of the newest that every worker has written, or could not write
+    newest: int = 0  # step of the newest complete checkpoint, 0 if there is none
+    tried: int = 0  # step of the newest checkpoint that every worker has written, or could not write
     set_aside: tuple[int, ...] = ()
-    troubles: list[str] = field(default_factory=list)  # checkpoints that could not be written, in words, not yet told
+    troubles: list[str] = field(default_factory=list)  # checkpoints that could not be written, as text that is not yet reported
     shards: dict[int, dict[str, CheckpointShard]] = field(default_factory=dict)
     failed: dict[int, set[str]] = field(default_factory=dict)  # the workers that could not write their shard
-    figures: dict[int, Mapping[str, float]] = field(default_factory=dict)  # metrics of steps that a model card tells
+    figures: dict[int, Mapping[str, float]] = field(default_factory=dict)  # metrics of the steps that a model card shows
     _lock: int = -1
 
     def open(self) -> None:
-        """Take the folder: lock it, remove what a killed job left half written, and find the newest checkpoint."""
-        lookaheads(self.plan)  # refused here rather than in the middle of a run
+        """Open the folder: lock it, remove what a killed job left incomplete, and find the newest checkpoint."""
+        lookaheads(self.plan)  # refused here, not in the middle of a run
         try:
             self._take_folder()
             if self.recovery.fresh:
@@ -207,7 +206,7 @@ class Checkpoints:
             self._lock = -1
 
     def start(self, probe: tuple[str, int] | None = None) -> Start:
-        """Begin a session: remove what an earlier one left half written, and say where it starts and which prompts it tries."""
+        """Begin a session: remove what an earlier session left incomplete, and return where it starts and which prompts it probes."""
         self.id = secrets.token_hex(4)
         if self._lock >= 0:  # workers look for it, to see that their folder is this one
             os.pwrite(self._lock, self.id.encode(), 0)
@@ -231,15 +230,15 @@ class Checkpoints:
             )
 
     def has_all_answers(self, step: int) -> bool:
-        """Tell whether every worker has said that its shard is on the disk, or could not be written."""
+        """Whether every worker has reported that its shard is on the disk, or could not be written."""
         return len(self.shards.get(step, {})) + len(self.failed.get(step, ())) == len(self.plan.workers)
 
     def list_complete(self, handed: int) -> list[int]:
-        """List the checkpoints that every worker is done with, and which hold no step beyond the `handed` that the user has seen."""
+        """List the checkpoints that every worker has finished, without steps beyond the `handed` steps that the user has seen."""
         return sorted(step for step in {*self.shards, *self.failed} if step <= handed and self.has_all_answers(step))
 
     def commit(self, handed: int) -> list[int]:
-        """Finish the checkpoints whose shards are all written and which hold no step beyond the `handed` that the user has seen."""
+        """Finish the checkpoints whose shards are all written, without steps beyond the `handed` steps that the user has seen."""
         done = []
         for step in self.list_complete(handed):
             self.tried = step
@@ -272,7 +271,7 @@ class Checkpoints:
             "set_aside": list(self.set_aside),
             "every": self.recovery.every,
             "settings": graph_settings(self.graph, self.plan),
-            "folder": str(Path.cwd()),  # from which the paths of models are read, if they are relative
+            "folder": str(Path.cwd()),  # relative paths of models start here
             "models": msgspec.to_builtins(trained_models(self.graph, self.plan)),
             "figures": {"first": self.figures.get(0, {}), "last": self.figures.get(step - 1, {})},
             "parts": [msgspec.to_builtins(shards[worker.name]) for worker in self.plan.workers],
@@ -286,11 +285,11 @@ class Checkpoints:
         sync(self.recovery.folder)
 
     def _check(self, folder: Path) -> None:
-        """Raise CheckpointError unless the checkpoint is whole and of this graph."""
+        """Raise CheckpointError unless the checkpoint is complete and belongs to this graph."""
         manifest = checked_manifest(folder, f"; delete '{folder}' to resume from the one before, or launch with fresh=True")
         cursors, saved = self._cursors(self.newest), manifest["cursors"]
         cursors = {name: cursor for name, cursor in cursors.items() if name in saved or "next" in cursor}  # evaluations had none before
-        for name in cursors.keys() & saved.keys():  # a version before this one wrote no digest of the rows
+        for name in cursors.keys() & saved.keys():  # earlier versions wrote no digest of the rows
             cursors[name] = {key: value for key, value in cursors[name].items() if key != "digest" or key in saved[name]}
         found = difference(manifest["graph"], fingerprint(self.graph, self.plan))
         both = [(name, saved[name], cursors[name]) for name in sorted(cursors.keys() & saved.keys())]
@@ -323,7 +322,7 @@ class Checkpoints:
                 exports.rename(earlier / EXPORTS)
 
     def note(self, index: int, metrics: Mapping[str, float]) -> None:
-        """Remember the metrics of a step for the figures of a model card: those of the first one, and of steps not yet saved."""
+        """Remember the metrics of a step for a model card: of the first step, and of steps that are not yet saved."""
         self.figures = {step: found for step, found in self.figures.items() if step in (0, index) or step >= self.newest - 1}
         self.figures[index] = metrics
 
@@ -335,7 +334,7 @@ class Checkpoints:
 
 
 def checked_manifest(folder: Path, fix: str = "; export an older one") -> dict[str, Any]:
-    """Read the manifest of a checkpoint, and compare all its files with it. Raises CheckpointError, which ends with `fix`."""
+    """Read the manifest of a checkpoint, and compare all files with it. Raises CheckpointError with a message that ends with `fix`."""
     try:
         text = (folder / "manifest.json").read_text()
         if hashlib.sha256(text.encode()).hexdigest() != (folder / "manifest.sha256").read_text():
@@ -372,7 +371,7 @@ def _write(file: Path, text: str) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Flush the names in a folder to the disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""A worker's shard of a checkpoint: copied between two firings, written beside the run, and read back at a start."""
+"""A worker's shard of a checkpoint: copied between two firings, written while the run continues, and read back at a start."""
 
 import hashlib
 import io
@@ -27,7 +27,7 @@ from rlgraph.runtime.worker.spec import Resume, Saving, file_name
 if TYPE_CHECKING:
     from rlgraph.runtime.worker.executor import Worker
 
-SEEN_S = 5.0  # for what the driver wrote to be seen on another host
+SEEN_S = 5.0  # for files of the driver to become visible on another host
 PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
 
 
@@ -45,9 +45,9 @@ class Fired:
 
 
 class WorkerSnapshots:
-    """Takes the snapshots of one worker, and calls `told` when each is on the disk, or with the reason why it is not.
+    """Writes the snapshots of one worker, and calls `told` when each is on the disk, or with the reason why it is not.
 
-    `gather` brings the files of each to the driver's folder, where this host writes into another one.
+    `gather` brings the files to the driver's folder if this host writes into another one.
     """
 
     def __init__(self, worker: "Worker", saving: Saving, told: OnSaved, gather: OnWritten) -> None:
@@ -55,9 +55,9 @@ class WorkerSnapshots:
         self._thread: threading.Thread | None = None
 
     def take(self, step: int, recent: Mapping[int, Fired]) -> float:
-        """Copy all that the checkpoint after `step` steps needs of this worker, and write it beside the run.
+        """Copy all that the checkpoint after `step` steps needs from this worker, and write it while the run continues.
 
-        Returns the seconds for which the run stood still, the wait for the previous snapshot's writing included.
+        Returns the seconds for which the run paused, including the wait for the previous snapshot's write.
         """
         began = time.monotonic()
         self.wait()
@@ -69,7 +69,7 @@ class WorkerSnapshots:
         return time.monotonic() - began
 
     def wait(self) -> None:
-        """Wait until what is being written is on the disk."""
+        """Wait until the current write is on the disk."""
         if self._thread is not None:
             self._thread.join()
 
@@ -85,9 +85,9 @@ class WorkerSnapshots:
             if write_model is not None:
                 files += write_model()
             written = tuple(_digest(folder, file) for file in files)
-            where = ""  # what fails from here on is not this host's disk
+            where = ""  # later failures are not failures of this host's disk
             self._gather(step, folder, written)
-        except Exception as error:  # noqa: BLE001 (the outer edge of a thread: whatever it is, the driver hears of it)
+        except Exception as error:  # noqa: BLE001 (the outer edge of a thread: any error is reported to the driver)
             self.told(NotSaved(step, worker.name, f"{type(error).__name__}: {error}{free(where) if where else ''}"))
         else:
             self.told(Saved(step, CheckpointShard(worker.name, worker.nodes, worker.rank, worker.world, files[0].name, written)))
@@ -97,7 +97,7 @@ class WorkerSnapshots:
 
 
 def describe_missing_folder(saving: Saving, patience_s: float = SEEN_S) -> str:
-    """Say what is here instead of the folder of checkpoints that the driver has locked; empty if it is here."""
+    """Describe what is in place of the driver's locked folder of checkpoints; empty if it is that folder."""
     end = time.monotonic() + patience_s
     while (found := _locked_by(saving)) != saving.id:
         if time.monotonic() > end:
@@ -107,7 +107,7 @@ def describe_missing_folder(saving: Saving, patience_s: float = SEEN_S) -> str:
 
 
 def _locked_by(saving: Saving) -> str:
-    """Read the session that the driver has noted in the folder; or say what is missing."""
+    """Read the session that the driver noted in the folder, or return what is missing."""
     try:
         return (Path(saving.folder) / "lock").read_text() or "its lock is empty"
     except OSError as error:
@@ -115,12 +115,12 @@ def _locked_by(saving: Saving) -> str:
 
 
 def unfinished_name(id: str, step: int) -> str:
-    """Name the folder in which a checkpoint grows until it is whole; no two sessions share one."""
+    """Name the folder in which a checkpoint is written until it is complete; no two sessions share one."""
     return f".part-{id}-{step:08d}"
 
 
 def contents(worker: "Worker", recent: Mapping[int, Fired]) -> dict[str, Any]:
-    """Collect what a worker holds at its cut, beside the model that it trains."""
+    """Collect what a worker holds at its cut, besides the model that it trains."""
     return {
         "random": random_states(),
         "metrics": {step: dict(fired.metrics) for step, fired in recent.items()},
@@ -131,7 +131,7 @@ def contents(worker: "Worker", recent: Mapping[int, Fired]) -> dict[str, Any]:
 
 
 def checked_state(node: str, state: Any) -> Any:
-    """Copy the state of a node. Raises CheckpointError for what could not be read back: it is plain values and tensors."""
+    """Copy the state of a node. Raises CheckpointError for anything but plain values and tensors, which could not be read back."""
     if isinstance(state, Mapping):
         return {checked_state(node, key): checked_state(node, value) for key, value in state.items()}
     if isinstance(state, list | tuple):
@@ -145,7 +145,7 @@ def checked_state(node: str, state: Any) -> Any:
 
 
 def free(folder: str) -> str:
-    """Say how much room is left; nothing where the folder is gone."""
+    """Describe how much room is left; empty if the folder is gone."""
     try:
         return f" ({shutil.disk_usage(folder).free >> 20} MiB are free on that disk)"
     except OSError:
@@ -169,9 +169,9 @@ def _digest(folder: Path, file: Path) -> Written:
 
 
 def restore(worker: "Worker", resume: Resume) -> dict[int, Fired]:
-    """Restore a loaded worker from a checkpoint, whatever ranks its nodes had then, and return its last steps before the checkpoint.
+    """Restore a loaded worker from a checkpoint, whatever ranks its nodes had in it, and return its last steps.
 
-    Raises CheckpointError for a checkpoint that does not hold its nodes, or a state that cannot be shared out anew.
+    Raises CheckpointError for a checkpoint without its nodes, or a state that cannot be distributed over other ranks.
     """
     folder = Path(resume.folder)
     planned = worker.spec.worker
@@ -201,13 +201,13 @@ def restore(worker: "Worker", resume: Resume) -> dict[int, Fired]:
 
 
 def _recorded_rows(held: Sequence[Mapping[str, Any]], step: int) -> list[SampledRows]:
-    """Read the recorded rows of a step; checkpoints of older versions hold none."""
+    """Read the recorded rows of a step; checkpoints of older versions have none."""
     found = [rank["samples"][step] for rank in held if "samples" in rank]
     return [rows for data in found for rows in msgspec.msgpack.decode(data, type=list[SampledRows])]
 
 
 def _shared_out(worker: "Worker", ranks: Sequence[Mapping[str, Sequence[Columns]]]) -> dict[str, list[Columns]]:
-    """Take this rank's rows of open batches that another number of ranks wrote. Rank 0 wrote all rows of a node that does not generate."""
+    """Select this rank's rows of open batches that another number of ranks wrote. Rank 0 wrote all rows of nodes that do not generate."""
     rank, world = worker.spec.worker.rank, worker.spec.worker.world
     found: dict[str, list[Columns]] = {}
     for node in ranks[0]:
@@ -225,7 +225,7 @@ def _share(column: Column, rank: int, world: int) -> Column:
 
 
 def read_shards(folder: Path) -> list[CheckpointShard]:
-    """Read what the workers put into a checkpoint, as its manifest says."""
+    """Read the data of the workers in a checkpoint, as listed in its manifest."""
     return msgspec.convert(json.loads((folder / "manifest.json").read_text())["parts"], list[CheckpointShard])
 
 

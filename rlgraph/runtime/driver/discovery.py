@@ -78,7 +78,7 @@ def cluster() -> Cluster:
     return found
 
 
-_asked: list[bool] = []  # not empty once this program knows the hosts of its Ray
+_asked: list[bool] = []  # set once this program knows the hosts of its Ray
 
 
 def describe(found: Cluster) -> str:

@@ -122,7 +122,7 @@ class RecorderPort:
         self._graph, self._tell = graph, tell
         self._requests: dict[type, SampleRequest | ProfileRequest] = {}
         self._rows: dict[int, list[SampledRows]] = {}
-        self.before_commit: Callable[[], None] = lambda: None  # writes what a recorder has not yet written for the steps of a checkpoint
+        self.before_commit: Callable[[], None] = lambda: None  # writes the rows of a checkpoint's steps that a recorder has not yet written
 
     def request_samples(self, share: float, most: int | None = None, seed: int = 0) -> None:
         """Ask the workers for rows of each further step: a share drawn by `seed`, at most `most`. `sampled_rows` returns them."""
@@ -212,7 +212,7 @@ class JobExports:
 
 
 KEPT_SPANS, KEPT_SAMPLED, KEPT_STEPS = 100_000, 2_000, 50_000  # spans of some thousand steps
-HOST_BACK_S = 300.0  # time for a lost host, or another in its place, to be started again
+HOST_BACK_S = 300.0  # time for a lost host, or a replacement, to start again
 
 
 class Job:

@@ -160,7 +160,7 @@ class Watchdog:
     def look(self, missing: Collection[str], since_s: float, deadline_s: float) -> None:
         """Warn about slow nodes; the driver has waited for the workers `missing` since `since_s`.
 
-        Raises ChannelTimeout if one activity of a worker lasts longer than the deadline, or its process is stopped for longer.
+        Raises ChannelTimeout if one activity of a worker, or a stop of its process, lasts longer than the deadline.
         """
         waited_s = time.monotonic() - since_s
         states = self.states()
