@@ -186,7 +186,11 @@ def share_of(setting: Setting, sampled: Sequence[Sampled]) -> Share:
 
 
 def by_passes(setting: Setting, shares: Sequence[Share], seconds: Array, plain: NodeCost) -> NodeCost:
-    """Fit the function of the measured ranks and, from runs on other devices, the least seconds of a micro-batch with or without a sharded model. It is `plain` if tokens explain nothing."""
+    """Fit the function of the measured ranks.
+
+    Runs on other devices add the least seconds of a micro-batch with or without a sharded model. The function is `plain` if tokens explain
+    nothing.
+    """
     unsharded = setting.is_unsharded
     own = np.array([share.is_unsharded == unsharded for share in shares])
     cost = _by_tokens(setting, [share for share in shares if share.is_unsharded == unsharded], seconds[own], plain)

@@ -324,7 +324,7 @@ class NodeCost:
         return self.of(setting, batch, lengths.prompt_tokens if lengths else 0.0, steps)
 
     def of(self, setting: Setting, batch: Array | None, prompt_tokens: float, steps: int) -> Array:
-        """Predict the seconds `[steps, engines]` for response lengths `[steps, rows]`; without lengths, only the part that does not depend on them."""
+        """Predict the seconds `[steps, engines]` for response lengths `[steps, rows]`; without lengths, the part that needs none."""
         together = np.full(steps, self.serial_s + self.parallel_s * self._rows_scale(setting) / max(setting.devices, 1))
         together += self.on_devices(max(setting.devices, 1))
         decoding = np.zeros((steps, 1))

@@ -15,14 +15,14 @@ from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import PlannedWorker
 from rlgraph.plan.schedule import Dependency, Event, EventKind, Schedule
 
-# Models that time-share the devices of a pool: who shares them, and the engine's wake before a time slice and sleep after it.
+# Models that time-share the devices of a pool: which models share them, and how an engine wakes before a time slice and sleeps after it.
 
-Sleeps = Mapping[str, SleepCost]  # of the model of each node, by name, where it shares its devices
+Sleeps = Mapping[str, SleepCost]  # of the model of each node, by name, if it shares its devices
 
 
 @dataclass(frozen=True)
 class TimeSlice:
-    """Firings (node, chunk) of one model with no other model of its pool in between, and the wake and sleep events around them."""
+    """Firings (node, chunk) of one model without another model of its pool in between, and the wake and sleep events around them."""
 
     wake: str
     firings: tuple[tuple[str, int], ...]
@@ -30,12 +30,12 @@ class TimeSlice:
 
 
 def wake_event(firing: str) -> str:
-    """Name the event in which an engine takes its device memory back before a firing."""
+    """Name the event in which an engine restores its device memory before a firing."""
     return f"wake for {firing}"
 
 
 def sleep_event(firing: str) -> str:
-    """Name the event in which an engine gives up its device memory after a firing."""
+    """Name the event in which an engine frees its device memory after a firing."""
     return f"sleep after {firing}"
 
 
@@ -103,7 +103,7 @@ def with_wake_and_sleep(ordered: Sequence[Event], flow: Sequence[Dependency]) ->
 
 
 def time_slices(ordered: Iterable[Event], nodes: Sequence[str]) -> tuple[TimeSlice, ...]:
-    """List the time slices of the model that has these nodes; none where it has its devices to itself."""
+    """List the time slices of the model that has these nodes; empty if no other model shares its devices."""
     found: list[TimeSlice] = []
     for event in (event for event in ordered if event.node in nodes):
         if event.kind == "wake":
@@ -119,26 +119,26 @@ def time_slices(ordered: Iterable[Event], nodes: Sequence[str]) -> tuple[TimeSli
 
 Hosts = Mapping[str, str]  # the worker of each node, by name
 Seconds = Mapping[str, float]  # of each node in a step, on average
-AHEAD = 60  # steps that training may be ahead of an evaluation beside it, at most
+AHEAD = 60  # the most steps that training may be ahead of an overlapping evaluation
 
 
 def open_batches(graph: Graph) -> int:
-    """Count the batches that may be admitted to rollout and not yet published: the largest depth and one."""
+    """Count the batches that may be admitted to rollout and not yet published: the largest depth plus one."""
     return 1 + max((f.depth for f in graph.feedbacks), default=0)
 
 
 def slots(graph: Graph, node: Node) -> int:
-    """Count the batches that the channel of `node` holds, whole or in chunks: enough for all that its loop admits.
+    """Count the batches that the channel of `node` holds, whole or in chunks: enough for all batches that its loop admits.
 
-    The channel of a node before the loop, as prompts, holds one more, so that it is ready when the loop takes its next batch.
+    The channel of a node before the loop, e.g. prompts, holds one more, so that a batch is ready when the loop admits the next one.
     """
     return open_batches(graph) + (0 if graph.feedbacks and in_loop(graph, node) else 1)
 
 
 def window(graph: Graph) -> int:
-    """Count the steps that may be in flight: enough that none waits for an older one to end, whatever the times.
+    """Count the steps that may be in flight: enough that no step waits for an older step to end, whatever the times.
 
-    These are the steps that the loop admits, one for each node on the longest way outside the loop, and two more.
+    These are the steps that the loop admits, one for each node on the longest path outside the loop, and two more.
     """
     trained = {feedback.source.node for feedback in graph.feedbacks if feedback.source is not None}
     inside = {
@@ -149,7 +149,7 @@ def window(graph: Graph) -> int:
 
 
 def in_loop(graph: Graph, node: Node) -> bool:
-    """Tell whether `node` lies downstream of a rollout that a feedback edge drives."""
+    """Whether `node` is downstream of a rollout that a feedback edge drives."""
     driven = [n for n in graph.nodes if n.feedback is not None]
     return any(n is node or nx.has_path(graph.forward, n, node) for n in driven)
 
@@ -158,7 +158,7 @@ def in_loop(graph: Graph, node: Node) -> bool:
 class OrderChannel:
     """A channel of empty messages: a node of a pool tells the next one, in another process, that it may fire.
 
-    `credits` messages are there before the first step; `slots` is how many it holds. With credits of -n the first n messages are
+    `credits` messages are in it before the first step; it has room for `slots`. With credits of -n the first n messages are
     never sent: at -1 update 0 waits for the message of rollout 1, and rollout 0 sends none.
     """
 
@@ -174,9 +174,9 @@ class OrderChannel:
 
 @dataclass(frozen=True)
 class Puts:
-    """The channels into which each node puts, one after another: those of its batch, by their readers, then the order channels.
+    """The channels into which each node puts, one after another: the channels of its batch, by their readers, then the order channels.
 
-    An update also tells the evaluations beside it that it is done, and waits for an evaluation that is too far behind.
+    An update also tells overlapping evaluations that it is done, and waits for an evaluation that is too far behind.
     """
 
     batches: Mapping[Node, Sequence[Sequence[Node]]]
@@ -192,7 +192,7 @@ class Puts:
         return len(self.batches[order.writer]) + 1 + list(self.orders[order.writer]).index(order)
 
     def evaluation(self, update: Node, evaluation: Node) -> int:
-        """Number the put that tells an evaluation beside the training that a step is done."""
+        """Number the put that tells an overlapping evaluation that a step is done."""
         before = len(self.batches[update]) + len(self.orders.get(update, ()))
         return before + 1 + list(self.evaluations[update]).index(evaluation)
 
@@ -242,7 +242,7 @@ def fire_events(node: Node) -> list[str]:
 
 
 def _firings(node: Node, host: str, seconds: float) -> list[Event]:
-    """Make the firings of one step. Chunks of a batch take equal times here; each leaves when its time is over."""
+    """Make the firings of one step. Chunks of a batch last equally long here; each leaves when its time is over."""
     names = fire_events(node)
     return [Event(name, "fire", node.name, host, pool_of(node), seconds / node.chunks, chunk) for chunk, name in enumerate(names)]
 
@@ -258,22 +258,22 @@ def receive_event(feedback: str, reader: str) -> str:
 
 
 def load_event(feedback: str, reader: str, *, apart: bool = False) -> str:
-    """Name the event that puts a version into the engine of node `reader`; `apart` is for an edge to that reader alone."""
+    """Name the event that puts a version into the engine of node `reader`; `apart` is for an edge to only that reader."""
     return f"load {feedback}" if apart else f"load {feedback} for {reader}"
 
 
 def readers(graph: Graph, feedback: Feedback) -> list[Node]:
-    """List the nodes that use the weights of a feedback edge, without evaluations apart, which have an edge of their own."""
+    """List the nodes that use the weights of a feedback edge, without overlapping evaluations, which have a separate edge."""
     return [node for node in graph.nodes if node.feedback is feedback and not graph.is_separate_evaluation(node)]
 
 
 def evaluations(graph: Graph, feedback: Feedback) -> list[Node]:
-    """List the nodes that evaluate the weights of a feedback edge apart from its rollouts."""
+    """List the nodes that evaluate the weights of a feedback edge separately from its rollouts."""
     return [node for node in graph.nodes if node.feedback is feedback and graph.is_separate_evaluation(node)]
 
 
 def evaluation_loop(feedback: str, node: str) -> str:
-    """Name the edge that brings the weights of a feedback edge to an evaluation apart."""
+    """Name the edge that brings the weights of a feedback edge to an overlapping evaluation."""
     return f"{feedback} to {node}"
 
 
@@ -283,7 +283,7 @@ def ahead(graph: Graph) -> int:
 
 
 def loads(graph: Graph, feedback: Feedback) -> list[tuple[Node, list[Node]]]:
-    """List for each model that takes the weights the node before which it loads them, and all its nodes that use them."""
+    """List for each model that loads the weights the node before which it does, and all its nodes that use them."""
     users: dict[object, list[Node]] = {}
     for node in readers(graph, feedback):
         users.setdefault(node.model or node, []).append(node)
@@ -302,7 +302,7 @@ def _weights_events(graph: Graph, hosts: Hosts, costs: Costs) -> list[Event]:
             load_s = costs.swap_s + (costs.receive_s if feedback.buffers == 1 else 0.0)
             load = Event(load_event(edge, node.name), "load", node.name, hosts[node.name], pool_of(node), load_s, edge=edge)
             found.append(load)
-            if feedback.buffers == 2:  # received while the pool decodes, so it takes none of the pool's time
+            if feedback.buffers == 2:  # received while the pool decodes, at no cost of pool time
                 received = receive_event(edge, node.name)
                 found.append(replace(load, name=received, kind="receive", pool=None, seconds=costs.receive_s))
         for node in evaluations(graph, feedback):
@@ -322,7 +322,7 @@ def pool_of(node: Node) -> str | None:
 def _order_events(graph: Graph, events: list[Event]) -> list[Event]:
     """Order the events of a round: nodes by their place, weights loaded just before a rollout and published just after an update.
 
-    Events for an older step come after all events for this one.
+    Events for an older step come after all events for this step.
     An engine wakes before it loads weights, and sleeps before the weights that it trained are published.
     """
     places = {node.name: place(graph, node) for node in graph.nodes}
@@ -331,7 +331,7 @@ def _order_events(graph: Graph, events: list[Event]) -> list[Event]:
 
 
 def place(graph: Graph, node: Node) -> tuple[int, int, int]:
-    """Give the sort key of a node: the order of declaration, but nodes that work on the chunks of a rollout come with it.
+    """Return the sort key of a node: the order of declaration, except that nodes that work on the chunks of a rollout come with it.
 
     Several such nodes all work on one chunk before the first of them works on the next. Their other inputs come before them.
     """
@@ -344,7 +344,7 @@ def place(graph: Graph, node: Node) -> tuple[int, int, int]:
 
 
 def _data(graph: Graph, puts: Puts) -> Iterator[Dependency]:
-    """Make a reader wait for its batch, and the writer's next put wait for a slot that every reader has given back."""
+    """Make a reader wait for its batch, and the writer's next put wait for a slot that every reader has released."""
     for writer, reader in graph.forward.edges:
         held, put, writes, reads = slots(graph, writer), puts.batch(writer, reader), fire_events(writer), fire_events(reader)
         for wrote, taken in zip(writes, reads, strict=True) if by_chunk(writer, reader) else product(writes, reads):
@@ -353,7 +353,7 @@ def _data(graph: Graph, puts: Puts) -> Iterator[Dependency]:
 
 
 def _earlier(graph: Graph) -> Iterator[Dependency]:
-    """Make a node wait for the columns of an earlier step. No writer waits for a slot: it depends on the reader's own step."""
+    """Make a node wait for the columns of an earlier step. The writer never waits for a slot, since it depends on the reader's own step."""
     for node in graph.nodes:
         if node.earlier is not None and node.earlier.source is not None:
             for wrote, taken in product(fire_events(node.earlier.source.node), fire_events(node)):
@@ -361,7 +361,7 @@ def _earlier(graph: Graph) -> Iterator[Dependency]:
 
 
 def _order(puts: Puts, ordered: Sequence[Event]) -> Iterator[Dependency]:
-    """Make each node of a pool wait for the node before it in another process: for its message, before it loads weights and fires."""
+    """Make each node of a pool wait for the message of the node before it in another process, before it loads weights and fires."""
     first: dict[tuple[str, int], str] = {}
     for event in ordered:
         if event.kind in ("load", "fire"):
@@ -380,7 +380,7 @@ def _order(puts: Puts, ordered: Sequence[Event]) -> Iterator[Dependency]:
 def order_channels(graph: Graph, ordered: Sequence[Event], hosts: Hosts) -> Iterator[OrderChannel]:
     """Yield the channels that keep nodes of one pool in different processes from overlapping, unless data or weights do so anyway.
 
-    Data does not do so for a node that loads weights, since it loads them before it takes its batch.
+    Data does not do so for a node that loads weights, since it loads them before it receives its batch.
     """
     found: dict[str, OrderChannel] = {}
     for pool in dict.fromkeys(event.pool for event in ordered if event.pool is not None):
@@ -409,13 +409,13 @@ def _next_in_pool(fired: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
 
 
 def _waits_for_weights(rollout: Node, update: Node, steps: int) -> bool:
-    """Tell whether the rollout `steps` steps later waits for this update's weights in any case."""
+    """Whether the rollout `steps` steps later waits for this update's weights in any case."""
     feedback = rollout.feedback
     return feedback is not None and feedback.depth < steps and feedback.source is not None and feedback.source.node is update
 
 
 def by_chunk(writer: Node, reader: Node) -> bool:
-    """Tell whether `reader` fires once for each chunk that `writer` gives."""
+    """Whether `reader` fires once for each chunk that `writer` yields."""
     return reader.follows is not None and reader.follows is writer.stream
 
 
@@ -441,7 +441,7 @@ def _loops(graph: Graph, puts: Puts) -> list[Dependency]:
 
 
 def _evaluation(graph: Graph, feedback: Feedback, node: Node, put: int) -> list[Dependency]:
-    """Make an evaluation apart wait for the weights of its step, and training wait for an evaluation that is too far behind."""
+    """Make an overlapping evaluation wait for the weights of its step, and training wait for an evaluation that is too far behind."""
     assert feedback.source is not None
     assert node.due is not None
     update, name = feedback.source.node.name, evaluation_loop(feedback.name, node.name)

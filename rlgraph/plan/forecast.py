@@ -1,7 +1,7 @@
 """Forecast a schedule whose times vary by playing it: step time, first step, waits on each channel, staleness.
 
-A firing of a rollout with `continuous` or `interrupt` has no fixed seconds: its work depends on what joined before, and on when versions
-came. So the schedule is played with an engine that keeps a state, from decode step to decode step.
+A firing of a rollout with `continuous` or `interrupt` has no fixed seconds: its work depends on the batches that joined before, and on when
+versions arrived. So the schedule is played with a stateful engine, from decode step to decode step.
 """
 
 import heapq
@@ -24,11 +24,11 @@ from rlgraph.plan.plan import PlannedJoin, PlannedWait
 from rlgraph.plan.play import WARM_UP_STEPS, Engines, Played, play
 from rlgraph.plan.schedule import Dependency, Event, Reason, Schedule
 
-# Simulate batches and versions that join while responses decode: an engine, played from decode step to decode step by its rule.
+# Simulate batches and versions that join while responses decode: an engine, played from decode step to decode step.
 
 Arrivals = Callable[[int], float]  # when a version arrives, in seconds; infinity while unknown
 ALL = 1 << 20  # versions, more than any batch of a prediction needs
-ROWS = 1 << 16  # drawn at most, since every end of a response is played
+ROWS = 1 << 16  # the most steps drawn, since every end of a response is played
 
 
 def never(version: int) -> float:
@@ -60,12 +60,12 @@ def rule_of(node: Node) -> Rule | None:
 
 
 def shares_steps(node: Node) -> bool:
-    """Tell whether responses that join later share decode steps with those under way."""
+    """Whether responses that join later share decode steps with the running responses."""
     return node.model is None or node.model.traits.shares_steps
 
 
 def is_played(graph: Graph, node: Node, costs: Costs) -> bool:
-    """Tell whether a prediction counts what joins while a node decodes.
+    """Whether a prediction counts batches that join while a node decodes.
 
     It does if the node's cost has decode steps, each response has one turn and belongs to one batch that leaves whole, and no other
     node uses the model."""
@@ -77,7 +77,7 @@ def is_played(graph: Graph, node: Node, costs: Costs) -> bool:
 
 @dataclass
 class Batch:
-    """The responses of one batch on an engine: how many, and how many are done."""
+    """The responses of one batch on an engine: their number, and how many are done."""
 
     rows: int
     done: int = 0
@@ -89,9 +89,9 @@ class Batch:
 
 @dataclass
 class Machine:
-    """One engine. `lengths` are those of its responses `[steps, rows]`, and repeat after the last step.
+    """One engine. `lengths` are the lengths of its responses `[steps, rows]`, and repeat after the last step.
 
-    With `shared` all running responses take one decode step together; else those that began together have steps of their own.
+    With `shared` all running responses share each decode step; else responses that began together have separate steps.
     """
 
     rule: Rule
@@ -105,18 +105,18 @@ class Machine:
     version: int = 0
     steps: int = 0  # decoded so far
     batches: dict[int, Batch] = field(default_factory=dict)
-    running: list[tuple[float, int, int]] = field(default_factory=list)  # a heap: the step that ends it, its batch, the step it began
-    waiting: list[tuple[int, float]] = field(default_factory=list)  # for a slot: batch and length
+    running: list[tuple[float, int, int]] = field(default_factory=list)  # a heap of responses: last decode step, batch, first decode step
+    waiting: list[tuple[int, float]] = field(default_factory=list)  # waiting for a slot: batch and length
     decoded: list[list[float]] = field(default_factory=list)  # of each firing: decode steps, sequences summed over them, batches begun
 
     def load(self, step: int) -> float:
-        """Load the version that batch `step` needs. Returns the seconds that this takes; 0 if it is loaded already."""
+        """Load the version that batch `step` needs. Returns the seconds for it; 0 if it is loaded already."""
         missing = max(self.rule.needs(step) - self.version, 0)
         self.version += missing
         return missing * self.load_s
 
     def fire(self, step: int, at: float, pace: float = 1.0) -> float:
-        """Decode from time `at` until batch `step` is done. Returns the time of its end. A decode step takes `pace` times its cost."""
+        """Decode from time `at` until batch `step` is done. Returns the time of its end. A decode step lasts `pace` times its cost."""
         self.now = at + self.decode.start_s
         self.decoded.append([0.0, 0.0, 0.0])
         self.batches = {number: batch for number, batch in self.batches.items() if number >= step}
@@ -166,7 +166,7 @@ class Machine:
             self.now += pace * self.decode.prefill_s * read
 
     def _advance(self, pace: float) -> None:
-        """Decode until the next response ends, or a version comes that may interrupt."""
+        """Decode until the next response ends, or a version arrives that may interrupt."""
         groups = 1 if self.shared else len({began for _, _, began in self.running})
         step_s = pace * (self.decode.step_s * groups + self.decode.sequence_s * len(self.running))
         count = int(self.running[0][0] - self.steps)
@@ -184,7 +184,7 @@ class Machine:
 
 @dataclass
 class JoinedLoads(Engines):
-    """The loading of versions before a batch, less those that were loaded while the batch before it decoded."""
+    """The loading of versions before a batch, without versions that were loaded while the previous batch decoded."""
 
     machines: Sequence[Machine] = ()
 
@@ -195,7 +195,7 @@ class JoinedLoads(Engines):
 
 @dataclass
 class JoinedFirings(Engines):
-    """The firings of a rollout whose engines keep a state. `seconds` excludes decoding until the firing has been played."""
+    """The firings of a rollout with stateful engines. `seconds` excludes decoding until the firing has been played."""
 
     machines: Sequence[Machine] = ()
     paces: Sequence[float] = ()
@@ -210,7 +210,7 @@ class JoinedFirings(Engines):
 
 @dataclass(frozen=True)
 class Decoder:
-    """A rollout whose batches join, as its engines are built: its rule, its cost and where it runs. See `Machine` for `shared`."""
+    """A rollout whose batches join: its rule, its cost and its setting, from which engines are built. See `Machine` for `shared`."""
 
     rule: Rule
     cost: NodeCost
@@ -219,7 +219,7 @@ class Decoder:
     shared: bool
 
     def machines(self, steps: int, rows: int, load_s: float, arrives: Arrivals, version: int = 0) -> list[Machine]:
-        """Make the engines as before the first step, with the responses of `steps` steps, drawn for `rows`."""
+        """Make the engines in their state before the first step, with drawn responses of `steps` steps and `rows` rows."""
         assert self.cost.decode is not None
         setting, decode = self.setting, self.cost.decode_at(self.cost.decode, self.setting)
         drawn = self.lengths.batches(steps, rows)[:, : setting.rows]
@@ -263,7 +263,7 @@ def drawn_step_count(costs: Costs, rows: int) -> int:
 
 
 def decode_events(node: Node, setting: Setting, costs: Costs, schedule: Schedule, steps: int, rows: int) -> dict[str, Engines]:
-    """Make the events of a node whose engines keep a state, by name: its loading and its firings."""
+    """Make the events of a node with stateful engines, by name: its loading and its firings."""
     feedback, cost = node.feedback, costs.cost_of(node.name)
     load = load_event(feedback.name, node.name) if feedback is not None else ""
     load_s = schedule.seconds().get(load, 0.0)
@@ -284,14 +284,14 @@ def decode_events(node: Node, setting: Setting, costs: Costs, schedule: Schedule
 
 
 def plan_join(node: Node) -> PlannedJoin | None:
-    """Describe how batches join a rollout; None if each decodes alone."""
+    """Describe how batches join a rollout; None if each batch decodes separately."""
     rule = rule_of(node)
     return PlannedJoin(rule.ahead(), shares_steps(node)) if rule is not None and rule.continuous else None
 
 
 @dataclass(frozen=True)
 class ReadyVersions:
-    """The rule of batches that join when every version has arrived in time."""
+    """The rule by which batches join if every version arrives in time."""
 
     beside: int
     interrupt: None = None
@@ -309,7 +309,7 @@ def count_decode_work(lengths: Array, join: PlannedJoin) -> Array:
     """Count `[steps, 3]` the decode steps of each firing of an engine, the sequences summed over them, and the batches that it began,
     for responses `[steps, rows]`.
 
-    They follow from the lengths alone: a batch joins when half of the responses before it have ended, whenever that is.
+    They follow from the lengths: a batch joins when half of the responses before it have ended, whenever that is.
     """
     machine = Machine(ReadyVersions(join.ahead), Decode(), lengths, 0.0, 0.0, never, join.shared)
     for step in range(len(lengths)):
@@ -318,7 +318,7 @@ def count_decode_work(lengths: Array, join: PlannedJoin) -> Array:
 
 
 def left_out(graph: Graph, costs: Costs) -> Iterator[str]:
-    """Say what the prediction leaves out, of the work of decoding nodes and of those that are due at some steps only, and why."""
+    """List what the prediction leaves out and why: work of decoding nodes, and of nodes that are due at some steps only."""
     for node in graph.nodes:
         if node.due is not None and costs.source == "measured" and not costs.cost_of(node.name).measured:
             yield f"'{node.name}' is due every {node.due.every} steps and did not fire in the run that was measured: it counts as no time"
@@ -350,7 +350,7 @@ BURSTS = 600  # steps: rarer evaluations count as spread over the steps
 
 @dataclass(frozen=True)
 class Forecast:
-    """A schedule that was played over `steps` steps; those before `warm_up` fill the pipeline."""
+    """A schedule that was played over `steps` steps; the steps before `warm_up` fill the pipeline."""
 
     schedule: Schedule
     played: Played
@@ -383,7 +383,7 @@ class Forecast:
         return tuple(sorted(found, key=lambda wait: -wait.seconds))
 
     def _neighbours(self) -> Iterator[tuple[str, str, int]]:
-        """Yield each event with the one before it in the same pool or host worker, and the steps between them: (before, after, steps)."""
+        """Yield each event with the previous event of the same pool or host worker, and the steps between them: (before, after, steps)."""
         chains: dict[str, list[str]] = {}
         lag = {event.name: event.lag for event in self.schedule.events}
         for event in (e for e in self.schedule.events if e.kind != "receive"):
@@ -393,12 +393,12 @@ class Forecast:
                 yield chain[index - 1], name, int(index == 0) + lag[chain[index - 1]] - lag[name]
 
     def _idle(self, before: str, after: str, back: int, own: bool, steps: Iterable[int]) -> Iterator[tuple[Dependency, float]]:
-        """Yield what an event waited for, and its idle seconds meanwhile, as the mean of its engines."""
+        """Yield what an event waited for, and its idle seconds meanwhile, averaged over its engines."""
         played = self.played
         done, each = played.ends[before], played.engines.get(after)
         for step in steps:
             if each is None:
-                if step - back >= self.steps:  # the one before it was not played so far
+                if step - back >= self.steps:  # the previous event was not played so far
                     continue
                 starting = played.causes[after][step], max(played.starts[after][step] - done[step - back], 0.0)
                 ending = played.held[after][step], played.ends[after][step] - played.worked[after][step]
@@ -409,7 +409,7 @@ class Forecast:
             yield from ((cause, seconds / each.count) for cause, seconds in waited)
 
     def staleness(self, graph: Graph, feedback: Feedback) -> float:
-        """Average the gap between the version that a rollout takes and the version at which it is trained."""
+        """Average the gap between the version of a rollout and the version at which it is trained."""
         if not feedback.latest:
             return float(feedback.depth)
         published = sorted(self.played.ends[publish_event(feedback.name)])
@@ -421,7 +421,7 @@ class Forecast:
 
 
 def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs) -> Forecast:
-    """Play the schedule with the lengths and spreads of the costs, or with plain seconds where there are none."""
+    """Play the schedule with the lengths and spreads of the costs, or with plain seconds without them."""
     nodes = graph.nodes
     varying = [node.name for node in nodes if costs.varies(node.name)]
     if not varying:
@@ -444,18 +444,18 @@ def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs)
     def seconds(event: Event, step: int) -> float:
         return alone[event.name][step] if event.name in alone else event.seconds
 
-    played = steps - schedule.most_lag  # events that fire rounds ahead of others need lengths of as many steps more
+    played = steps - schedule.most_lag  # events that fire rounds ahead of others need lengths of that many more steps
     return Forecast(schedule, play(schedule, played, seconds, apart), played, played // 8)
 
 
 def rounds_of_evaluations(graph: Graph) -> int:
-    """Count the steps, as many as fill the pipeline or more, in which each evaluation happens equally often from round to round."""
+    """Count the steps, at least as many as fill the pipeline, in which each evaluation happens equally often from round to round."""
     whole = lcm(*(every for every in (node.due.every for node in graph.nodes if node.due is not None) if every <= BURSTS))
     return whole * -(-WARM_UP_STEPS // whole) if whole <= BURSTS else BURSTS
 
 
 def bursts(schedule: Schedule, graph: Graph, steps: int) -> dict[str, Array]:
-    """Find by how much each event of an evaluation takes more than its mean at each step `[steps]`: all at once, or nothing."""
+    """Find by how much each event of an evaluation exceeds its mean at each step `[steps]`: it happens fully, or not at all."""
     found: dict[str, Array] = {}
     for name, dues in _dues(schedule, graph).items():
         every = [due.every for due in dues]
@@ -466,7 +466,7 @@ def bursts(schedule: Schedule, graph: Graph, steps: int) -> dict[str, Array]:
 
 
 def _dues(schedule: Schedule, graph: Graph) -> dict[str, list[Due]]:
-    """List the evaluations of each event that happens only for them: they, their weights, and the time slices in which they are alone."""
+    """List the evaluations of each event that happens only for them: their firings, their weights, and their separate time slices."""
     edges = {evaluation_loop(f.name, node.name): node.due for f in graph.feedbacks for node in evaluations(graph, f)}
     found: dict[str, list[Due]] = {}
     open_slices: dict[str | None, tuple[str, list[Due | None]]] = {}
@@ -487,7 +487,7 @@ def _dues(schedule: Schedule, graph: Graph) -> dict[str, list[Due]]:
 
 
 def drawn_times(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, steps: int) -> dict[str, Array]:
-    """Draw the seconds `[steps, engines]` of the events of each node whose firings differ, `[steps, 1]` where engines work together."""
+    """Draw the seconds `[steps, engines]` of the events of each node whose firings differ, `[steps, 1]` if engines work together."""
     rows = max(node.rows for node in graph.nodes)
     relative: dict[str, Array] = {}  # seconds of each firing `[steps, engines]`, relative to the mean of the last engine
     of_chunks: dict[str, Array] = {}

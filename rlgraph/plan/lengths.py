@@ -1,4 +1,4 @@
-"""The lengths of responses: a distribution given by its quantiles, the batches drawn from it, and its measurement."""
+"""The lengths of responses: a distribution defined by its quantiles, the batches drawn from it, and its measurement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from rlgraph.errors import PlanError, show_value
 from rlgraph.settings import AtLeastZero, Fraction
 
 Array: TypeAlias = np.ndarray
-# Closer together towards 1: the longest of a batch sets the time of a rollout.
+# Denser towards 1: the longest response of a batch sets the time of a rollout.
 PROBABILITIES = (*(i / 50 for i in range(49)), 0.98, 0.985, 0.99, 0.9925, 0.995, 0.9975, 0.999, 1.0)
 
 
@@ -59,7 +59,7 @@ class Lengths:
 
     @property
     def sequence_of_a_token(self) -> float:
-        """The mean length of the sequence that a token is of, prompts included: long sequences have most of the tokens.
+        """The mean length of a token's sequence, prompts included: long sequences have most of the tokens.
 
         >>> Lengths(at=(0, 1), tokens=(100, 100), prompt_tokens=50).sequence_of_a_token
         150.0

@@ -21,12 +21,12 @@ from rlgraph.plan.plan import PlannedMemory, PlannedWorker
 from rlgraph.settings import RECOMPUTE, Recompute
 from rlgraph.values.pool import Pool
 
-# The frozen bases that trainers of adapters hold together: one copy on a host for all models of one folder that train there on cores.
+# The frozen bases that trainers of adapters share: one copy per host for all models of one folder that train there on cores.
 
 
 @dataclass(frozen=True)
 class PlannedBase:
-    """The base of the model folder `path` in `dtype`, which the workers of `models` on a host hold together, in memory once."""
+    """The base of the model folder `path` in `dtype`, which is in memory once for all workers of `models` on a host."""
 
     path: str
     dtype: str
@@ -44,10 +44,10 @@ class PlannedBase:
 
 
 def shared_bases(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker]) -> tuple[PlannedBase, ...]:
-    """Find the bases that at least two models of a host hold together.
+    """Find the bases that at least two models of a host share.
 
-    These train adapters of one folder in one dtype, each by one process on cores, with a trainer that `shares_base`. A base of 4 bits is
-    a worker's own.
+    These train adapters of one folder in one dtype, each in one process on cores, with a trainer that `shares_base`. A base of 4 bits is
+    never shared.
     """
     models = {node.name: node.model for node in graph.nodes}
     found: dict[tuple[str, str, int], list[str]] = {}
@@ -62,13 +62,13 @@ def shared_bases(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorker
 
 
 def base_bytes(model: Model, cluster: Cluster, shapes: Shapes) -> int:
-    """Count the bytes of the base of a model that trains an adapter; 0 for one of unknown shape."""
+    """Count the bytes of the base of a model that trains an adapter; 0 if its shape is unknown."""
     shape = shapes.get(model.path)
     size = adapter_size(model, shape)
     return 0 if shape is None or size is None else frozen_bytes(model, shape, size, itemsize_of(model, cluster))
 
 
-# Memory while models load: a trainer's ranks read their own shards; other engines read a whole model each, on the host at first.
+# Memory while models load: a trainer's ranks read their own shards; other engines each read a full model, first into host memory.
 
 Parts = dict[str, int]  # bytes by what they are
 
@@ -112,9 +112,9 @@ def loading_peaks(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorke
                 whole[f"weights of {worker.model}"] -= frozen
                 on_hosts.setdefault(worker.host, {})[base.part] = frozen
             host = piece if worker.gpus else whole
-        elif "generate" in works and worker.gpus:  # what a GPU engine reads is mapped from its file
+        elif "generate" in works and worker.gpus:  # a GPU engine maps its file
             host = {}
-        for gpu in worker.gpus:  # an engine over several holds a shard on each
+        for gpu in worker.gpus:  # an engine over several GPUs holds a shard on each
             held = on_gpus.setdefault(model.pool.name, {}).setdefault(gpu, {})
             _add(held, {what: part // len(worker.gpus) for what, part in whole.items()})
         if host:
@@ -139,9 +139,9 @@ def _fullest(pool: str | None, each: Iterable[Parts], limit: int | None) -> Plan
 
 PROMPT_TOKENS = 512.0  # assumed if neither a context nor lengths are known
 GIB = 1 << 30
-SLOTS_LEAST = 64 << 20  # of all slots: less is lost in what each process takes
+SLOTS_LEAST = 64 << 20  # share of all slots: less is lost in each process's own memory
 REST = "rest of the engine's share"
-EVEN = 16  # what divides the sides of matrices in fp8: vLLM pads others
+EVEN = 16  # divides the sides of matrices in fp8; vLLM pads other matrices
 
 
 def needs(
@@ -155,7 +155,7 @@ def needs(
 ) -> tuple[PlannedMemory, ...]:
     """Estimate the peak of each pool's devices, and of the host, as far as the shapes of the models are known.
 
-    Trainers that can are taken to `recompute` no less than so.
+    Trainers that support it are assumed to use at least this `recompute`.
     """
     lengths = costs.lengths
     found, host = [], dict[str, int]()
@@ -186,7 +186,7 @@ def needs(
     held = [base for base in bases if any(by_name[name].pool.cpus is None for name in base.models)]
     host |= {base.part: base_bytes(by_name[base.models[0]], cluster, shapes) for base in held if base.path in shapes}
     staged = sum(weights.bytes for weights in moving if transport_of(weights.transport).writer_keeps == "host")
-    if staged:  # on the trainer's host, and once on each other one, however many readers it has
+    if staged:  # on the trainer's host, and once on each other host with readers
         host["weights in staging"] = staged
     if (slots := slot_bytes(graph, workers)) >= SLOTS_LEAST:
         host["slots of batches"] = slots
@@ -215,7 +215,7 @@ def _host_moments(graph: Graph, workers: Sequence[PlannedWorker], shapes: Shapes
 
 
 def _asleep(graph: Graph, cluster: Cluster, settings: Mapping[str, Setting], sleeps: Sleeps) -> int:
-    """Estimate what engines and moments that sleep take of a host, where models time-share GPUs: its pinned memory is kept for good."""
+    """Estimate the host memory of sleeping engines and moments if models time-share GPUs: pinned memory is never freed."""
     sleeping = {node.model: node.name for node in graph.nodes if node.name in sleeps}
     total = sum((sleeps[name].bytes or 0) * settings[name].devices for name in sleeping.values())
     devices = {node.pool: settings[node.name].devices for node in graph.nodes if node.pool is not None and node.pool.cpus is None}
@@ -223,7 +223,7 @@ def _asleep(graph: Graph, cluster: Cluster, settings: Mapping[str, Setting], sle
 
 
 def _in_turns(need: Need, sleep: SleepCost | None) -> Need:
-    """Count moments that go to the host while another model has the GPU as there only while their own trainer runs."""
+    """Count moments as on the GPU only while their own trainer runs, if they move to the host while another model uses it."""
     return need if sleep is None or not sleep.bytes else need.while_it_runs("optimizer")
 
 
@@ -232,7 +232,7 @@ def _with(need: Need, more: Mapping[str, int]) -> Need:
 
 
 def _with_share(need: Need, model: Model, limit: int | None, *, shared: bool) -> Need:
-    """Add what an engine takes beyond its need: its whole share of a GPU, with the versions that it receives, while it is awake."""
+    """Add the memory that an awake engine reserves beyond its need: its full share of a GPU, with the versions that it receives."""
     usual = model.traits.estimates.shares if model.traits.estimates is not None else None
     share = model.traits.memory or (usual[shared] if usual is not None else 0.0)
     runs_in = int(share * (limit or 0)) - sum(need.stays.values())
@@ -241,7 +241,7 @@ def _with_share(need: Need, model: Model, limit: int | None, *, shared: bool) ->
 
 
 def _on_gpu(pool: Pool, each: Sequence[Need], limit: int | None) -> PlannedMemory:
-    """Add what stays in memory of all models that time-share a pool to the most that one of them needs while it runs."""
+    """Add the resident memory of all models that time-share a pool to the most that one of them needs while it runs."""
     parts: dict[str, int] = {}
     for need in each:
         for what, size in need.stays.items():
@@ -290,7 +290,7 @@ def _need(
         frozen = frozen_bytes(model, shape, own, work.itemsize)
         work = replace(work, adapter=own.parameters, frozen_bytes=frozen, remade=frozen < shape.parameters * work.itemsize)
     largest = max((size for size in followed if size is not None), key=lambda size: size.matrices, default=None)
-    if largest is not None:  # on a host the base that is kept is mapped from its files
+    if largest is not None:  # on a host the base is mapped from its files
         work = replace(work, merged=largest.matrices if cluster.gpus else 0, version_bytes=largest.bytes)
     return (model.traits.estimates or default_estimates(works)).memory_estimate(work)
 
@@ -315,7 +315,7 @@ def _longest_of(model: Model, lengths: Lengths | None) -> float:
 
 @dataclass(frozen=True)
 class _Moving:
-    """Weights that move along a feedback edge: all versions that are staged at once."""
+    """Weights on a feedback edge: all versions that are staged at once."""
 
     source: Model | None
     readers: tuple[Model | None, ...]
@@ -338,8 +338,8 @@ def _transfer_memory(graph: Graph, feedback: Feedback, workers: Sequence[Planned
 
 
 def _on_the_way(moving: Sequence[_Moving], model: Model, setting: Setting) -> dict[str, int]:
-    """Estimate the memory of weights that move from GPU to GPU: each rank that trains stages its shard, and NCCL brings whole
-    versions into memory of the reading GPU, the first one of an engine over several."""
+    """Estimate the memory of weights that move from GPU to GPU: each training rank stages its shard, and NCCL writes whole versions into
+    memory of the reading GPU, which is the first GPU of an engine."""
     staged = sum(w.bytes for w in moving if w.source is model and transport_of(w.transport).writer_keeps == "gpu") // setting.engines
     carried = sum(w.bytes for w in moving if model in w.readers and transport_of(w.transport).reader_keeps == "gpu")
     parts = {"weights in staging": staged, "weights carried by NCCL": carried}
@@ -354,7 +354,7 @@ def needs_that_fit(
     shapes: Shapes,
     costs: Costs,
 ) -> tuple[PlannedMemory, ...]:
-    """Estimate memory as `needs` does. Raises PlanError if it does not fit; the error names the least recomputing that is enough."""
+    """Estimate memory as `needs` does. Raises PlanError if it does not fit; the error names the least `recompute` that is enough."""
 
     def needs_with(recompute: Recompute = False) -> tuple[PlannedMemory, ...]:
         return needs(graph, cluster, workers, settings, shapes, costs, recompute)
@@ -373,8 +373,8 @@ def _fits(need: PlannedMemory) -> bool:
 
 
 def check_memory(graph: str, memory: Sequence[PlannedMemory], fix: str | None = None) -> None:
-    """Raise PlanError for a device that cannot hold the least memory that a plan needs; the error names the largest items and a `fix`, or
-    else one that the largest item has."""
+    """Raise PlanError for a device that cannot hold the least memory that a plan needs; the error names the largest items and a `fix`, by
+    default the fix of the largest item."""
     for need in memory:
         if need.limit is not None and need.least_bytes > need.limit:
             largest = sorted(need.parts, key=lambda part: -part[1])[:3]
@@ -405,7 +405,7 @@ FIXES = {
 
 
 def check_drafts(graph: Graph) -> None:
-    """Raise PlanError for an engine that guesses tokens and spans GPUs."""
+    """Raise PlanError for an engine with drafts that spans GPUs."""
     for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None and node.model.traits.drafts):
         if model.group > 1:
             raise PlanError(
@@ -415,8 +415,8 @@ def check_drafts(graph: Graph) -> None:
 
 
 def check_fp8(graph: Graph, shapes: Shapes) -> None:
-    """Raise PlanError for an engine with fp8 weights that spans GPUs or computes in float32, and for a model that has no such weights: a
-    mixture of experts, or matrices that 16 does not divide."""
+    """Raise PlanError for an engine with fp8 weights that spans GPUs or computes in float32, and for a model that cannot have such weights:
+    a mixture of experts, or matrices that 16 does not divide."""
     for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None and node.model.traits.weights_dtype):
         traits, shape = model.traits, shapes.get(model.path)
         here = f"graph '{graph.name}': Generator('{model.path}', weights_dtype='{traits.weights_dtype}'"
@@ -436,7 +436,7 @@ def check_fp8(graph: Graph, shapes: Shapes) -> None:
 
 
 def check_moments_stay(graph: Graph) -> None:
-    """Raise PlanError for moments that are told to stay on a GPU that no other model has."""
+    """Raise PlanError for `offload="never"` on a GPU that no other model uses."""
     models = list(model_names(graph).values())
     for model in models:
         if model.traits.moments_stay and not any(other.pool is model.pool for other in models if other is not model):
@@ -448,7 +448,7 @@ def check_moments_stay(graph: Graph) -> None:
 
 def check_gpu_settings(graph: Graph, cluster: Cluster, shapes: Shapes) -> None:
     """Raise PlanError for a model without a GPU that has a share of a GPU's memory, moments offloaded to the host, engine arguments for
-    GPUs, or heads that its engine does not attend with on host cores."""
+    GPUs, or head sizes that its engine does not support on host cores."""
     for node in graph.nodes:
         if node.model is None or (cluster.gpus and node.model.pool.cpus is None):
             continue

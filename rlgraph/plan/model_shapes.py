@@ -1,6 +1,6 @@
 """The shapes of models and adapters, read from config.json, and their bytes on a device.
 
-A device holds the parts of a model, what each instant of an update adds, and what a layer keeps for the backward pass.
+A device holds the parts of a model, the memory of each instant of an update, and the activations of each layer for the backward pass.
 """
 
 import json
@@ -44,7 +44,7 @@ class ModelShape:
             heads, hidden = config["num_attention_heads"], config["hidden_size"]
             intermediate = config.get("moe_intermediate_size") or config["intermediate_size"]
             if not all(isinstance(size, int) for size in (heads, hidden, intermediate, config["num_hidden_layers"], config["vocab_size"])):
-                return None  # as where layers have sizes of their own
+                return None  # e.g. if layers differ in size
             experts = config.get("num_experts") or config.get("num_local_experts") or 1
             return cls(
                 layers=config["num_hidden_layers"],
@@ -66,18 +66,18 @@ class ModelShape:
         return self._layer(self.experts)
 
     def own_layer(self, expert: int) -> int:
-        """Count the parameters of a layer with the experts of one of `expert` ranks that share them."""
+        """Count the parameters of a layer, with the share of one of `expert` ranks in its experts."""
         return self.layer_parameters - self._of_experts * (expert - 1) // expert
 
     def own_parameters(self, tensor: int, pipeline: int, expert: int) -> int:
-        """Count the parameters of a rank where `tensor` × `pipeline` ranks share a model, and `expert` ranks with the same layers its
-        experts, whole ones."""
+        """Count the parameters of a rank if `tensor` × `pipeline` ranks share a model, and `expert` ranks with the same layers share its
+        experts, each of them whole."""
         inner = self.expert_parameters
         return (self.parameters - inner) // (tensor * pipeline) + inner // (pipeline * expert)
 
     @property
     def expert_parameters(self) -> int:
-        """Count the parameters of all experts; none of a dense model's."""
+        """Count the parameters of all experts; 0 for a dense model."""
         return self._of_experts * self.layers
 
     @property
@@ -114,7 +114,7 @@ Shapes = Mapping[str, ModelShape]  # by the path of the model
 
 
 def has_shapes(graph: Graph, shapes: Shapes) -> bool:
-    """Tell whether the graph has models and the shape of each is known."""
+    """Whether the graph has models and the shape of each is known."""
     paths = {node.model.path for node in graph.nodes if node.model is not None}
     return bool(paths) and paths <= shapes.keys()
 
@@ -137,7 +137,7 @@ def _shape(path: str) -> ModelShape | None:
         raise DataError(f"'{file}' is not JSON ({broken!s:.80}); write the model folder again") from None
 
 
-@lru_cache(maxsize=64)  # by what the file holds, not by its path: a folder may be written again
+@lru_cache(maxsize=64)  # cached by content, not by path: a folder may be written again
 def _shape_by(text: str) -> ModelShape | None:
     config = json.loads(text)
     return ModelShape.from_config(config) if isinstance(config, dict) else None  # the load refuses anything but a config
@@ -146,13 +146,13 @@ def _shape_by(text: str) -> ModelShape | None:
 # The size of an adapter, by the shape of its model.
 
 FLOAT32 = 4
-NF4 = 1 / 2 + 4 / 64  # bytes of a number in 4 bits, with its part of the scale of 64
+NF4 = 1 / 2 + 4 / 64  # bytes of an element in 4 bits, with its part of the scale of 64 elements
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # of a dense layer
 
 
 @dataclass(frozen=True)
 class AdapterSize:
-    """The numbers of an adapter: its own `parameters`, and those of the `matrices` of the model that it changes.
+    """The elements of an adapter: its own `parameters`, and the elements of the `matrices` of the model that it changes.
 
     >>> shape = ModelShape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10)
     >>> AdapterSize.of(shape, 4, ("q_proj", "down_proj"))
@@ -169,13 +169,13 @@ class AdapterSize:
 
     @classmethod
     def of(cls, shape: ModelShape, rank: int, targets: Literal["all-linear"] | tuple[str, ...]) -> "AdapterSize":
-        """Count the numbers of an adapter of this rank; an unknown projection counts nothing."""
+        """Count the elements of an adapter of this rank; an unknown projection counts nothing."""
         found = [size for name, size in projections(shape).items() if targets == ALL_LINEAR or name in targets]
         return cls(shape.layers * sum(rank * (into + out) for into, out in found), shape.layers * sum(into * out for into, out in found))
 
 
 def projections(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """The projections of a dense layer: numbers that go in and come out."""
+    """The projections of a dense layer: input and output sizes."""
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     into_and_out = (
         (shape.hidden, queries),
@@ -190,13 +190,13 @@ def projections(shape: ModelShape) -> dict[str, tuple[int, int]]:
 
 
 def frozen_bytes(model: Model, shape: ModelShape, size: AdapterSize, itemsize: int) -> int:
-    """Count the bytes of the model beside an adapter: in the dtype of passes, or in 4 bits where adapters change it."""
+    """Count the bytes of the model without its adapter: in the dtype of passes, or in 4 bits for the matrices that adapters change."""
     in_four_bits = size.matrices if model.traits.adapter is not None and model.traits.adapter.base is not None else 0
     return int((shape.parameters - in_four_bits) * itemsize + in_four_bits * NF4)
 
 
 def adapter_size(model: Model | None, shape: ModelShape | None) -> AdapterSize | None:
-    """Count the numbers of a model's adapter; None for a model without one, or of unknown shape."""
+    """Count the elements of a model's adapter; None for a model without one, or of unknown shape."""
     adapter = model.traits.adapter if model is not None else None
     return None if adapter is None or shape is None else AdapterSize.of(shape, adapter.rank, adapter.targets)
 
@@ -206,16 +206,16 @@ def adapter_size(model: Model | None, shape: ModelShape | None) -> AdapterSize |
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One model of a graph as it is to run: `workers` engines or ranks, each on `width` devices.
+    """One model of a graph at run time: `workers` engines or ranks, each on `width` devices.
 
-    `itemsize` is the bytes of a number that passes compute with, `rows` the responses of a step over all workers. Prompt and response
-    together have `longest` tokens at most and `usual` on average. `copies` of the weights lie on the devices of an engine that generates.
-    `traits` are those of the model, with the settings of its trainer. Only the `adapter` numbers of a model that trains an adapter have
-    gradients and moments; the model itself has `frozen_bytes`, and if its matrices are `remade`, one of them is there in the dtype of
-    passes at a time. An engine that merges adapters keeps the `merged` numbers of the matrices that they change, and its further copies
-    have `version_bytes` (None: whole weights). An engine `in_fp8` has its layers in fp8; versions on their way are not. Its keys and values
-    have `kv_itemsize` bytes per element (None: as passes). With `packed` each rank has all matrices twice, as its kernels want them.
-    With `plain_scores` scores are computed of logits without a kernel of their own, in copies in float32.
+    `itemsize` is the bytes per element in passes, `rows` the responses per step over all workers. Prompt and response together have at most
+    `longest` tokens, and `usual` on average. A generating engine has `copies` of the weights on its devices. `traits` are the traits of the
+    model, with the settings of its trainer. In a model that trains an adapter, only the `adapter` elements have gradients and moments. The
+    model itself has `frozen_bytes`; if its matrices are `remade`, one of them at a time exists in the dtype of passes. An engine that
+    merges adapters keeps the `merged` elements of the matrices that they change, and its further copies have `version_bytes` (None: full
+    weights). An engine `in_fp8` has its layers in fp8, but not arriving versions. Its keys and values have `kv_itemsize` bytes per element
+    (None: as in passes). With `packed` each rank has all matrices twice, in the layouts of its kernels. With `plain_scores` logits are
+    scored without a custom kernel, in float32 copies.
     """
 
     shape: ModelShape
@@ -241,8 +241,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of one model on one device: what stays, and what is there only while its own nodes run, at the instant when that is most. It
-    needs at least `least`. `instants` has the parts of each instant, where they are known."""
+    """Bytes of one model on one device: resident memory, and the peak of temporary memory while its own nodes run.
+
+    It needs at least `least`. `instants` has the parts of each instant, if known.
+    """
 
     stays: Mapping[str, int]
     runs: Mapping[str, int]
@@ -251,7 +253,7 @@ class Need:
 
     @classmethod
     def of(cls, stays: Mapping[str, int], instants: Mapping[str, Mapping[str, int]]) -> "Need":
-        """Make a need that is as large as the largest of its instants.
+        """Make a need with the peak of its largest instant.
 
         >>> Need.of({"weights": 8}, {"head": {"logits": 4}, "a layer": {"activations": 3}}).runs
         {'logits': 4}
@@ -260,7 +262,7 @@ class Need:
         return cls(stays, runs, sum(runs.values()), instants)
 
     def while_it_runs(self, part: str) -> "Need":
-        """Make the need of a model whose `part` does not stay, but is there while its nodes run."""
+        """Make the need of a model whose `part` is temporary: it exists only while its nodes run."""
         size = self.stays.get(part, 0)
         if not size:
             return self
@@ -269,18 +271,18 @@ class Need:
         return Need(stays, {part: size, **self.runs}, self.least + size, instants)
 
 
-# What a layer keeps of a token for the backward pass, and what it then computes again, by the setting `recompute`.
+# The activations that a layer keeps per token for the backward pass, and what it then recomputes, by the setting `recompute`.
 
 
 def kept_by_layer(shape: ModelShape, recompute: Recompute = False, tensor: int = 1, *, compiled: bool = False) -> int:
-    """Count the numbers that a layer keeps of a token for the backward pass, with fused norms and FlashAttention, over all of `tensor`
+    """Count the elements that a layer keeps per token for the backward pass, with fused norms and FlashAttention, over all of `tensor`
     ranks that share its matrices.
 
     Input and output of both norms; queries and keys before and after the rotation (a norm of heads keeps them before), values, and the
     output of attention; of a gated MLP the gate, its activation, what it multiplies, and the product. An adapter keeps the same inputs.
-    With "selective" it keeps its input, and the results of attention and of its products, but not of the last one where ranks sum that.
-    With True it keeps its input. A layer that is `compiled` computes the activation of the gate again. Of what both norms give, ranks keep
-    what they have gathered: each has it of all tokens.
+    With "selective" it keeps its input, and the results of attention and of its matmuls, except the last result if ranks sum it. With True
+    it keeps its input. A layer that is `compiled` computes the activation of the gate again. Ranks keep the gathered outputs of both norms:
+    each has them for all tokens.
 
     >>> shape = ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10)
     >>> kept_by_layer(shape), kept_by_layer(shape, "selective"), kept_by_layer(shape, True)
@@ -297,7 +299,7 @@ def kept_by_layer(shape: ModelShape, recompute: Recompute = False, tensor: int =
 
 
 def kept_beside_feed_forward(shape: ModelShape) -> int:
-    """Count the numbers that a layer keeps of a token which computes all of its feed-forward block again, and nothing else.
+    """Count the elements that a layer keeps per token if it recomputes all of its feed-forward block and nothing else.
 
     >>> kept_beside_feed_forward(ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10))
     68
@@ -306,7 +308,7 @@ def kept_beside_feed_forward(shape: ModelShape) -> int:
 
 
 def recomputed_operations(shape: ModelShape, attends: float, recompute: Recompute, tensor: int = 1) -> float:
-    """Count the operations of a token that the backward pass does a second time, where attention takes `attends`.
+    """Count the operations per token that the backward pass repeats, if attention needs `attends`.
 
     >>> shape = ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10)
     >>> [recomputed_operations(shape, 100.0, way) for way in (False, "selective", True)]
@@ -319,12 +321,12 @@ def recomputed_operations(shape: ModelShape, attends: float, recompute: Recomput
 
 
 def _sizes(shape: ModelShape) -> tuple[int, int]:
-    """The numbers of queries and of keys of a token."""
+    """The sizes of queries and of keys per token."""
     return shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
 
 def _inner(shape: ModelShape) -> int:
-    """The inner width of what a token passes through: of all its experts."""
+    """The inner width that a token passes through: the sum over its experts."""
     return shape.intermediate * shape.experts_used
 
 
@@ -333,22 +335,22 @@ def _copies(shape: ModelShape) -> int:
     return shape.experts_used if shape.experts > 1 else 0
 
 
-# What is in memory at each instant of an update besides what stays: the peak is that of the largest instant, not the sum of all parts.
+# The temporary memory at each instant of an update: the peak is that of the largest instant, not the sum of all parts.
 #
-# * "head": all layers keep what their backward pass needs, and the head computes with logits and their gradient. With a fused head these
-# are of a few rows, beside the gradient of the head in float32 and what it is cast to, or what some rows add to it. * "backward of a
-# layer": a layer that kept a part has computed the rest of it. Its unit has gradients in the dtype of passes, and a copy of them in float32
-# that is summed over ranks; the head has its gradient. * "backward of the embedding": the gradients of the vocabulary, and their copy in
-# float32. * "optimizer step": moments that are in host memory come and go, those of one parameter at a time.
+# * "head": all layers keep what their backward pass needs, and the head computes with logits and their gradient. With a fused head they
+# cover a few rows, next to the gradient of the head in float32 and its cast copy, or what some rows add to it. * "backward of a layer": a
+# layer that kept a part of its activations has recomputed the rest. Its unit has gradients in the dtype of passes, and a float32 copy that
+# is summed over ranks; the head has its gradient. * "backward of the embedding": the gradients of the vocabulary, and their copy in
+# float32. * "optimizer step": moments in host memory move to the device and back, for one parameter at a time.
 #
-# Gradients of earlier passes are there all the time. `tests/plan/test_recorded_peaks.py` holds these against recorded peaks.
+# Gradients of earlier passes are in memory all the time. `tests/plan/test_recorded_peaks.py` holds these against recorded peaks.
 
 MASTER, OPTIMIZER, GRADIENT = 4, 8, 4  # bytes per parameter: float32 weights and gradients, AdamW's two moments
 MOMENTS = {"32bit": OPTIMIZER, "16bit": 4, "8bit": 2 * (1 + 4 / 256)}  # of two moments; those of 8 bits have a float32 scale for each block
 LOGITS_AT_ONCE = 1 << 28  # of a GPU's fused head: 1767 rows of a vocabulary of 151936
-SCORED_AT_ONCE, SCORE_COPIES = 1 << 27, 5  # logits that are scored at once by plain operations, and how many float32 copies that takes
-# The least size of a unit of FSDP: the host takes as long to gather, cast and scatter a small unit as a large one, and in a model of less
-# than some billion parameters longer than the GPU computes.
+SCORED_AT_ONCE, SCORE_COPIES = 1 << 27, 5  # logits that plain operations score at once, and the float32 copies that they need
+# The least size of an FSDP unit: the host needs as long to gather, cast and scatter a small unit as a large one, and in a model below some
+# billion parameters longer than the GPU computes.
 UNIT_PARAMETERS = 200_000_000
 HEAD, LAYER, EMBEDDING, STEP = "head", "backward of a layer", "backward of the embedding", "optimizer step"
 
@@ -356,7 +358,7 @@ Instants = Mapping[str, Mapping[str, int]]
 
 
 def update(work: Workload, *, cast: bool) -> Instants:
-    """Estimate what a rank has at each instant of an update besides what stays; passes `cast` what it holds of weights.
+    """Estimate the temporary memory of a rank at each instant of an update; passes `cast` its share of the weights.
 
     >>> from rlgraph.plan.model_shapes import ModelShape
     >>> shape = ModelShape(layers=2, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10, tied=True)
@@ -385,8 +387,8 @@ def update(work: Workload, *, cast: bool) -> Instants:
 
 
 def update_in_place(work: Workload) -> Instants:
-    """Estimate what a rank has at each instant of an update if it gathers and casts nothing, and gradients are added up where they stay:
-    a rank of Megatron-Core."""
+    """Estimate the temporary memory of a rank of Megatron-Core at each instant of an update: it gathers and casts nothing, and accumulates
+    gradients in place."""
     tokens, recompute, whole = tokens_of(work), work.traits.recompute, kept_by_layer(work.shape)
     kept = kept_beside_feed_forward(work.shape) if recompute == "selective" else kept_by_layer(work.shape, recompute)
     layers, rest = _activations(work, tokens, min(kept, whole), whole)
@@ -395,7 +397,7 @@ def update_in_place(work: Workload) -> Instants:
 
 
 def scoring_memory(work: Workload, *, cast: bool, gathers: bool = True) -> Instants:
-    """Estimate what a rank has while it scores: the states of one layer, weights that it `gathers`, and some rows of logits."""
+    """Estimate the temporary memory of a rank that scores: the states of one layer, weights that it `gathers`, and some rows of logits."""
     tokens = tokens_of(work)
     parts = {"activations": tokens * work.shape.hidden * work.itemsize // work.traits.tensor_parallel}
     if gathers:
@@ -407,13 +409,13 @@ def scoring_memory(work: Workload, *, cast: bool, gathers: bool = True) -> Insta
 
 
 def tokens_of(work: Workload) -> int:
-    """Bound the tokens that a rank has of a pass."""
+    """Bound the tokens of a rank in a pass."""
     groups = max(work.workers // work.traits.ranks_per_pass, 1)
     return min(work.traits.micro_batch_tokens or 0, int(-(-work.rows // groups) * work.longest) // work.traits.context_parallel)
 
 
 def _activations(work: Workload, tokens: int, kept: float, whole: int) -> tuple[int, int]:
-    """Estimate what all layers keep, and what one layer has beside that in its backward pass: the `whole` that it would have kept."""
+    """Estimate what all layers keep, and what one layer adds in its backward pass: the `whole` activations that it recomputes."""
     each = work.itemsize / work.traits.tensor_parallel * tokens
     return int(work.shape.layers * kept * each), max(0, int((whole - kept) * each)) if work.traits.recompute else 0
 
@@ -431,16 +433,16 @@ def _unit(work: Workload) -> int:
 
 
 def _with_copy(work: Workload, parameters: int) -> int:
-    """The bytes of the gradients of so many parameters, of which an adapter has a part, and of their copy in float32."""
+    """The bytes of the gradients of this many parameters, which an adapter has for a part, and of their copy in float32."""
     learnt = parameters if work.adapter is None else parameters * work.adapter // work.shape.parameters
     return (work.itemsize + GRADIENT) * learnt // work.traits.tensor_parallel
 
 
 def _cast_weights_memory(work: Workload, cast: bool) -> int:
-    """Estimate the memory of weights that are cast to the dtype of passes: of two units and the vocabulary, or of all that is trained where
-    no rank shares them, which are then cast once an update."""
+    """Estimate the memory of weights that are cast to the dtype of passes: of two units and the vocabulary, or, if no ranks share them, of
+    all trained weights, which are then cast once per update."""
     shape, alone = work.shape, work.workers == work.traits.tensor_parallel
-    if alone and work.adapter is not None:  # frozen weights are used as they lie
+    if alone and work.adapter is not None:  # frozen weights are used without a cast
         return (work.adapter + (shape.hidden * max(shape.intermediate, shape.heads * shape.head_dim) if work.remade else 0)) * work.itemsize
     if alone and cast:
         return shape.parameters * work.itemsize // work.traits.tensor_parallel
@@ -449,14 +451,15 @@ def _cast_weights_memory(work: Workload, cast: bool) -> int:
 
 
 def _gathered_at_the_end(work: Workload, cast: bool) -> int:
-    """Estimate what is still cast when all layers have had their backward pass: the vocabulary, or all of what no rank shares."""
+    """Estimate the memory of weights that are still cast after the backward pass of all layers: the vocabulary, or everything if no ranks
+    share it."""
     if work.workers == work.traits.tensor_parallel:
         return _cast_weights_memory(work, cast)
     return _vocabulary(work) * work.itemsize // work.traits.tensor_parallel
 
 
 def _logits(work: Workload, tokens: int) -> int:
-    """Estimate the memory of the logits of a pass: whole ones with their gradient, or some rows and the head's gradient in float32."""
+    """Estimate the memory of the logits of a pass: all of them with their gradient, or some rows and the head's gradient in float32."""
     words = work.shape.vocab // work.traits.tensor_parallel
     numbers = tokens * words
     copies = _score_copies(numbers) if work.plain_scores else 0

@@ -28,8 +28,8 @@ class _Request:
 
 @dataclass(frozen=True)
 class Divisions:
-    """The ways to divide the cluster among the pools: one where every share is given, else one for each choice of devices for the
-    pools whose share is open, in whole groups. Iterating gives the devices of each pool."""
+    """The ways to divide the cluster among the pools: one if every share is given, else one for each choice of devices for the pools whose
+    share is open, in whole groups. Iterating yields the devices of each pool."""
 
     fixed: Counts
     open: tuple[tuple[str, int], ...]  # pools that the compiler may size, and the devices of a group of each
@@ -38,7 +38,7 @@ class Divisions:
 
     @property
     def free(self) -> tuple[tuple[str, int], ...]:
-        """The pools whose devices are chosen; where no share is given the last open one takes what is left."""
+        """The pools whose devices are chosen. If no share is given, the last open pool gets the rest."""
         return self.open if self.given else self.open[:-1]
 
     @property
@@ -47,7 +47,7 @@ class Divisions:
         return self.total - sum(request.group for request in self.given)
 
     def counts(self, chosen: Sequence[int]) -> Counts:
-        """Give the devices of each pool when the free ones have the chosen counts."""
+        """Return the devices of each pool for these counts of the free pools."""
         found = dict(zip((name for name, _ in self.free), chosen, strict=True))
         left = self.total - sum(chosen)
         for name, group in self.open[len(self.free) :]:
@@ -83,7 +83,7 @@ class Divisions:
 
 
 def splits(graph: Graph, cluster: Cluster) -> Divisions:
-    """Find the ways to divide the cluster among the pools. Raises PlanError where the pools need more than the cluster has."""
+    """Find the ways to divide the cluster among the pools. Raises PlanError if the pools need more than the cluster has."""
     models = _models(graph)
     shared = [p for p in graph.pools if p.cpus is None and p.gpus is None]
     fixed = {p.name: p.cpus or p.gpus or 0 for p in graph.pools if p not in shared}
@@ -134,14 +134,14 @@ def _largest_remainder(requests: list[_Request], total: int) -> dict[str, int]:
 
 
 def host_count(counts: Mapping[str, int], cluster: Cluster) -> int:
-    """Count the hosts of the GPU pools: pools that fit on one host together share it, else each has its own."""
+    """Count the hosts of the GPU pools: pools that fit on one host together share it, else each pool has its own hosts."""
     per_host = [min(n, cluster.gpus_per_node) for n in counts.values()]
     hosts = [-(-n // cluster.gpus_per_node) for n in counts.values()]
     return max(hosts, default=1) if sum(per_host) <= cluster.gpus_per_node else sum(hosts)
 
 
 def devices(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, tuple[int, ...]]:
-    """Deal out GPU numbers to the pools in order of first use; pools on the host get none."""
+    """Assign GPU numbers to the pools in order of first use; pools on the host get none."""
     dealt, free = {}, 0
     for pool in graph.pools:
         count = counts[pool.name] if cluster.gpus and pool.cpus is None else 0
@@ -153,7 +153,7 @@ def devices(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, tuple[i
 def place_workers(graph: Graph, cluster: Cluster, counts: Counts, order: Mapping[str, int]) -> tuple[PlannedWorker, ...]:
     """Place the processes: one for each (model, rank), and one for each host node that can run by itself.
 
-    `order` gives each node its place in the schedule; a worker fires its nodes by it.
+    `order` is each node's place in the schedule, by which a worker fires its nodes.
     """
     gpus = devices(graph, cluster, counts)
     cores = _first_cores(graph, cluster, counts)
@@ -185,7 +185,7 @@ def _check_exact(name: str, model: Model, worker: PlannedWorker) -> None:
 
 
 def _first_cores(graph: Graph, cluster: Cluster, counts: Counts) -> dict[str, int]:
-    """Find the first core of each pool, with the pools side by side; pools on GPUs take none."""
+    """Find the first core of each pool, with the pools side by side; pools on GPUs use none."""
     first, free = {}, 0
     for pool in graph.pools:
         first[pool.name] = free
@@ -240,7 +240,7 @@ def _groups(model: Model, count: int, *, on_gpus: bool) -> int:
 
 
 def _check_sharing(model: Model, name: str, gpus: int, groups: int) -> None:
-    """Raise PlanError for a pool that the workers of one pass, or of one set of experts, do not divide."""
+    """Raise PlanError for a pool whose size is not a multiple of the workers per pass, or per set of experts."""
     together = model.traits.worker_multiple
     if together > 1 and gpus and model.ranks is None and (not groups or gpus % (model.group * together)):
         what = "computes each pass" if together == model.traits.ranks_per_pass else "has its passes and experts"
@@ -252,7 +252,7 @@ def _check_sharing(model: Model, name: str, gpus: int, groups: int) -> None:
 
 
 def _check_one_host(model: Model, name: str, hosts: Sequence[int]) -> None:
-    """Raise PlanError for workers on several hosts that exchange tokens in every layer; stages of a pipeline may lie on several."""
+    """Raise PlanError for workers on several hosts that exchange tokens in every layer; stages of a pipeline may span several hosts."""
     sharing = model.traits.tensor_parallel * model.traits.context_parallel
     for first in range(0, len(hosts), sharing):
         if len(set(hosts[first : first + sharing])) > 1:
@@ -263,9 +263,9 @@ def _check_one_host(model: Model, name: str, hosts: Sequence[int]) -> None:
 
 
 def split_text(traits: ModelTraits, ranks: int = 0, ring: int = 1) -> str:
-    """Say how the ranks of a model share its work, as "tp 2 × dp 2"; empty if each has a pass and all experts of its own.
+    """Describe how the ranks of a model share its work, e.g. "tp 2 × dp 2"; empty if each has separate passes and all experts.
 
-    Of those that share a row `ring` pass keys and values round.
+    `ring` of the ranks that share a row pass keys and values round.
 
     >>> split_text(ModelTraits(tensor_parallel=2), 4), split_text(ModelTraits(expert_parallel=2), 4)
     ('tp 2 × dp 2', 'dp 4 (ep 2)')
@@ -307,7 +307,7 @@ def _models(graph: Graph) -> list[Model]:
 
 
 def model_names(graph: Graph) -> dict[str, Model]:
-    """Name the models of a graph as plans and costs do: by their roles, numbered where several have one role."""
+    """Name the models of a graph as plans and costs do: by their roles, numbered if several have the same role."""
     found: dict[str, Model] = {}
     for model in _models(graph):
         found[_unique(model.role, found)] = model
@@ -329,9 +329,9 @@ def first_workers(workers: Sequence[PlannedWorker]) -> dict[str, str]:
 
 # Find the best ways to divide many devices among pools without trying every one.
 #
-# A step takes no longer when each of its nodes has more devices. So the period with the most devices that each pool has in a box of
-# divisions bounds the period of every division in the box. Boxes are halved best first, and divisions come out in the order of their
-# periods (branch and bound; Land and Doig, 1960). If costs say that more devices take longer, a division may come out too late.
+# A step is no longer if each of its nodes has more devices. So the period with the most devices that each pool has in a box of divisions
+# bounds the period of every division in the box. Boxes are halved best first, and divisions are found in the order of their periods (branch
+# and bound; Land and Doig, 1960). If more devices cost more time, a division may be found too late.
 
 FEW = 128  # divisions that are tried one by one
 

@@ -23,9 +23,9 @@ from rlgraph.values.lora import ALL_LINEAR
 if TYPE_CHECKING:
     import rlgraph  # the public names, so that an editor knows what a job offers
 
-# The keys of a plan in JSON: those that an older version wrote, and those that mean nothing.
+# The keys of a plan in JSON: keys of older versions, and unknown keys.
 
-RENAMED: Mapping[tuple[str, ...], Mapping[str, str]] = {  # by where in a plan, what the key was called and what it is called now
+RENAMED: Mapping[tuple[str, ...], Mapping[str, str]] = {  # by place in a plan: the old name of the key and the new one
     ("schedule", "dependencies"): {"tokens": "credits"},
     ("schedule", "events"): {"part": "chunk"},
     ("channels",): {"tokens": "credits", "parts": "chunks"},
@@ -57,7 +57,7 @@ def _rename_keys(value: Any, place: tuple[str, ...], names: Mapping[str, str]) -
 
 
 def unknown_keys(raw: Any, known: Any, where: str) -> list[str]:
-    """List the places of the keys in `raw` that `known`, the plan that was made of it, does not have.
+    """List the places of the keys in `raw` that `known`, the plan decoded from it, does not have.
 
     >>> unknown_keys({"nodes": [{"name": "rollout", "colour": 1}]}, {"nodes": ({"name": "rollout"},)}, "plan")
     ['plan.nodes[0].colour']
@@ -71,12 +71,12 @@ def unknown_keys(raw: Any, known: Any, where: str) -> list[str]:
     return []
 
 
-# What a plan guarantees before it runs, of the whole graph and of each of its loops.
+# What a plan guarantees before it runs, for the whole graph and for each loop.
 
 
 @dataclass(frozen=True)
 class LoopBound:
-    """What the schedule guarantees of one feedback edge: the most versions behind, and the most batches open at once."""
+    """The guarantees of the schedule for one feedback edge: the most versions behind, and the most batches open at once."""
 
     name: str
     staleness: int
@@ -85,10 +85,11 @@ class LoopBound:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What the schedule guarantees for any timing, derived from its credits. Edges to evaluations alone have no bound in `loops`.
+    """The guarantees of the schedule for any timing, derived from its credits. Edges that lead only to evaluations have no bound in
+    `loops`.
 
-    `exact` says that trainers compute the engines' log-probs to the bit. It rests on one kernel for both sides, on one core or on GPUs, and
-    on a check of some tokens of each step.
+    `exact` is True if the trainers' log-probs are bit-identical to the engines'. This relies on one kernel for both sides, on one core or
+    on GPUs, and on a check of some tokens of each step.
     """
 
     staleness_bound: int
@@ -107,8 +108,8 @@ class Certificate:
 class PlannedAdapter:
     """An adapter of this `rank`; a reader adds its product, times `scale`, to the base that it keeps, rounded as `base` says.
 
-    It has these `targets`, and begins as it is in `folder`, or as nothing. `bytes` of a version, and the `matrices` that it changes as
-    a count of their numbers, where known.
+    It has these `targets`, and starts with the adapter in `folder`, or at zero. `bytes` are the bytes of a version, and `matrices` the
+    elements of the matrices that it changes, if known.
     """
 
     rank: int
@@ -121,7 +122,7 @@ class PlannedAdapter:
 
     @classmethod
     def of(cls, model: Model | None, shapes: Shapes) -> "PlannedAdapter | None":
-        """Plan what a model publishes; None for whole weights."""
+        """Plan the adapter that a model publishes; None for full weights."""
         adapter = model.traits.adapter if model is not None else None
         if model is None or adapter is None:
             return None
@@ -130,7 +131,7 @@ class PlannedAdapter:
         return cls(adapter.rank, adapter.scale, own, adapter.base, adapter.targets, adapter.folder, changed)
 
     def merging_bytes(self, itemsize: int, versions: int) -> int | None:
-        """The bytes that a reader keeps beside its weights: the base of the matrices that change, and `versions`; None if not known."""
+        """The bytes that a reader keeps besides its weights: the base of the matrices that change, and `versions`; None if unknown."""
         return None if self.bytes is None or self.matrices is None else itemsize * self.matrices + versions * self.bytes
 
 
@@ -139,7 +140,8 @@ class PlannedAdapter:
 
 @dataclass(frozen=True)
 class PlannedMemory:
-    """Estimated bytes on a GPU of a pool or on the host (None), while a job runs or loads: parts, peak, what must fit, what there is.
+    """Estimated bytes on a GPU of a pool or on the host (None), while a job runs or loads: its parts, its peak, what must fit, and the
+    capacity.
 
         >>> need = PlannedMemory("train", (("weights", 2**30), ("logits", 2**29)), 3 * 2**29, 3 * 2**29, None, False,
         ...                      (("head", (("logits", 2**29),)), ("backward of a layer", (("activations", 2**28),))))
@@ -149,7 +151,7 @@ class PlannedMemory:
           head                          0.50 GiB: logits 0.50
           backward of a layer           0.25 GiB: activations 0.25
 
-    `parts` are those of the peak. `instants` has the parts that come and go at each instant of an update, of which the peak is the largest;
+    `parts` are the parts of the peak. `instants` has the temporary parts at each instant of an update; the peak is the largest instant.
     `print(need)` shows both.
     """
 
@@ -194,7 +196,7 @@ class PlannedPool:
 
 @dataclass(frozen=True)
 class PlannedJoin:
-    """The batches that decode beside the one that is due, at most `ahead`; `shared` says that all take their decode steps together."""
+    """The batches that decode besides the one that is due, at most `ahead`; `shared` is True if all share their decode steps."""
 
     ahead: int
     shared: bool
@@ -202,7 +204,7 @@ class PlannedJoin:
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """A node as the plan runs it. `pool` is None for a host node, `seconds` is the predicted time of a firing, all chunks together."""
+    """A node as the plan runs it. `pool` is None for a host node, `seconds` is the predicted time of a firing, with all chunks."""
 
     name: str
     work: str
@@ -214,16 +216,16 @@ class PlannedNode:
     rows: int
     seconds: float
     cost: CostSource
-    chunks: int = 1  # of a batch that it fires for, one after another
-    due: Due | None = None  # the steps at which it does something, if not at each
-    passes: Passes | None = None  # that a batch is cut into, where that is known
+    chunks: int = 1  # of a batch, for which it fires one after another
+    due: Due | None = None  # the steps at which it works, if not at each
+    passes: Passes | None = None  # into which a batch is cut, if known
     any_devices: bool = False  # the seconds are a plain number, used for any devices
-    joins: PlannedJoin | None = None  # batches that decode beside the one that is due
+    joins: PlannedJoin | None = None  # batches that decode besides the one that is due
 
 
 @dataclass(frozen=True)
 class PlannedWorker:
-    """One process: rank `rank` of `world` of a model, or a process of host nodes. It fires `nodes` in this order, once a step."""
+    """One process: rank `rank` of `world` of a model, or a process of host nodes. It fires `nodes` in this order, once per step."""
 
     name: str
     pool: str | None
@@ -240,7 +242,7 @@ class PlannedWorker:
 class PlannedChannel:
     """A channel from one node to its readers: the columns they read, the transport, and how many messages it holds.
 
-    A message is a batch, or one of the `chunks` in which the writer gives it. `kind` "order" carries nothing: it keeps nodes of
+    A message is a batch, or one of its `chunks`. `kind` "order" carries nothing: it keeps nodes of
     one pool that run in different processes from overlapping. "earlier" carries columns to a later step.
     """
 
@@ -250,16 +252,16 @@ class PlannedChannel:
     columns: tuple[str, ...]
     transport: str  # a name of `channels.api.TRANSPORTS`
     slots: int
-    bytes: int | None  # of one message, where the columns' sizes are known
+    bytes: int | None  # of one message, if the columns' sizes are known
     kind: Literal["batch", "order", "earlier"] = "batch"
-    credits: int = 0  # messages that are there before the first step; with -n the first n messages are never sent
+    credits: int = 0  # messages in it before the first step; with -n the first n messages are never sent
     chunks: int = 1  # messages a step
     stream: str | None = None  # the rollout whose chunks they are
 
 
 @dataclass(frozen=True)
 class ChannelEnd:
-    """One end of a channel in one worker: where it puts, or where it takes what rank `rank` of the writer has put."""
+    """One end of a channel in one worker: the worker puts there, or takes the messages of the writer's rank `rank`."""
 
     name: str
     side: Literal["put", "take"]
@@ -280,22 +282,22 @@ class PlannedLoop:
     transport: str  # a name of `channels.api.TRANSPORTS`
     slots: int
     publish_s: float
-    hidden: bool  # whether publishing costs the period nothing
+    hidden: bool  # whether publishing does not lengthen the period
     bucket_bytes: int = BUCKET_BYTES
     checksum: bool = False
-    due: Due | None = None  # the steps whose weights it carries, if not each; the weights are then for the same step
-    adapter: PlannedAdapter | None = None  # what it carries instead of whole weights
-    bytes: int | None = None  # of a version, where they are known
+    due: Due | None = None  # the steps whose weights it carries, if not all; the weights are then for the same step
+    adapter: PlannedAdapter | None = None  # what it carries instead of full weights
+    bytes: int | None = None  # of a version, if known
 
     def carries(self, step: int) -> bool:
-        """Whether the weights that `step` publishes go this way."""
+        """Whether this edge carries the weights that `step` publishes."""
         return self.due is None or (self.due(step) and not self.due.begins(step))
 
 
 @dataclass(frozen=True)
 class PlannedSleep:
-    """A model that time-shares its devices: seconds of one wake and of one sleep, and the bytes that it moves from each device to
-    host memory while it sleeps, where known."""
+    """A model that time-shares its devices: seconds of one wake and of one sleep, and the bytes that it moves from each device to host
+    memory for a sleep, if known."""
 
     model: str
     wake_s: float
@@ -306,8 +308,8 @@ class PlannedSleep:
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model: the `dtype` it computes in, and `why` that one; as JSON, the `engine_args` that the user hands on to its engine; and how
-    its ranks share a pass, the `split`, as "tp 2 × dp 2"."""
+    """A model: the `dtype` it computes in and the reason `why`; as JSON, the user's `engine_args`; and the `split` of a pass over its
+    ranks, e.g. "tp 2 × dp 2"."""
 
     name: str
     dtype: str
@@ -318,9 +320,9 @@ class PlannedModel:
 
 @dataclass(frozen=True)
 class PlannedWait:
-    """Seconds a step that a pool, or a worker on the host, stands still for `on`: a channel or a feedback edge.
+    """Seconds per step that a pool, or a worker on the host, waits for `on`: a channel or a feedback edge.
 
-    `reason` is "data" (nothing to take yet), "slots" (no room to put), "loop" (the weights are not there yet).
+    `reason` is "data" (no message yet), "slots" (no room to put), "loop" (the weights have not arrived).
     """
 
     who: str
@@ -333,10 +335,10 @@ class PlannedWait:
 class Prediction:
     """The predicted steady state: seconds per step, the cycle that sets it, and advice in words.
 
-    `period_s` is that of the critical cycle, with the mean seconds until the last engine of a firing is done. `simulated_s` is
-    found by playing the schedule with the lengths and spreads of the costs: it counts the waits for long responses, and an engine
-    that is done goes on while another decodes. `step_s` is the number to expect. `first_step_s` is from the first tick to the
-    end of the first step, without start-up.
+    `period_s` is the period of the critical cycle, with the mean seconds until the last engine of a firing is done. `simulated_s` comes
+    from playing the schedule with the lengths and spreads of the costs: it counts the waits for long responses, and an engine that is done
+    continues while another decodes. `step_s` is the number to expect. `first_step_s` lasts from the first tick to the end of the first
+    step, without start-up.
     """
 
     period_s: float
@@ -375,7 +377,7 @@ class Plan:
     loops: tuple[PlannedLoop, ...]
     schedule: Schedule
     window: int  # steps that may be in flight
-    hosts: int  # hosts that the GPU pools take
+    hosts: int  # hosts that the GPU pools use
     prediction: Prediction
     certificate: Certificate
     memory: tuple[PlannedMemory, ...]  # of the places whose models' shapes are known

@@ -11,16 +11,16 @@ import numpy as np
 from rlgraph.plan.lengths import Array
 from rlgraph.plan.schedule import Dependency, Event, Schedule, Span
 
-# Simulate each engine of a generator apart: one that is done goes on to the next step while another still decodes.
+# Simulate each engine of a generator separately: an engine that is done continues with the next step while another still decodes.
 
-Wait: TypeAlias = tuple[Dependency, Sequence[Any], int]  # its times, one or `[engines]` a step, and of how many steps before
+Wait: TypeAlias = tuple[Dependency, Sequence[Any], int]  # its times, one or `[engines]` per step, and how many steps before
 Waited: TypeAlias = list[tuple[Dependency, float]]  # for what, and how long
 NOTHING = -1  # was waited for
 
 
 @dataclass
 class Engines:
-    """One event of a node that each engine has for itself. `seconds` and all times here are `[engines]` for each step."""
+    """One event that each engine of a node has separately. `seconds` and all times here are `[engines]` per step."""
 
     seconds: Sequence[Array]
     starts: list[Array] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Engines:
         return len(self.seconds[0])
 
     def fire(self, step: int) -> None:
-        """Play the event of one step, after all that it waits for."""
+        """Play the event of one step, after everything that it waits for."""
         at, cause = self._latest(0, step, np.zeros(self.count))
         self.starts.append(at)
         self.causes.append(cause)
@@ -57,7 +57,8 @@ class Engines:
         return self._wait_seconds(0, self.causes[step], seconds)
 
     def _latest(self, put: int, step: int, at: Array) -> tuple[Array, Array]:
-        """Find when each engine has all that a put waits for, at `at` or later, and the number of the wait that ended last after `at`."""
+        """Find when each engine has everything that a put waits for, at `at` or later, and the number of the wait that ended last after
+        `at`."""
         cause = np.full(self.count, NOTHING)
         for number, (_, done, credits) in enumerate(self.waits.get(put, ())):
             if step >= credits and (later := done[step - credits] > at).any():
@@ -94,14 +95,14 @@ def critical_cycle(schedule: Schedule) -> Cycle:
 
 
 class Timed:
-    """Finds the period of one schedule under other seconds of its events: many times faster than building a new schedule."""
+    """Finds the period of one schedule for other seconds of its events, much faster than building a new schedule."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self._points, self._links = _links(schedule)
 
     def period_s(self, seconds: Mapping[str, float]) -> float:
-        """Find the period if the events, by name, take these seconds."""
+        """Find the period if the events, by name, last these seconds."""
         events = tuple(replace(event, seconds=seconds.get(event.name, event.seconds)) for event in self.schedule.events)
         spent = {event.name: event.seconds for event in events}
         links = [
@@ -129,7 +130,7 @@ def _longest_cycle(schedule: Schedule, points: list[Point], links: "Sequence[_Li
 
 
 class _Link(NamedTuple):
-    """One point of an event, by number, comes `seconds` after another, or later; of the step `credits` before."""
+    """One point of an event, by number, comes at least `seconds` after another point, which belongs to the step `credits` before."""
 
     before: int
     after: int
@@ -165,8 +166,8 @@ def _puts(schedule: Schedule) -> list[Point]:
 def _cycle_above(period_s: float, points: int, links: Sequence[_Link], tolerance: float) -> list[_Link]:
     """Find a cycle whose seconds over credits exceed `period_s`; an empty list if there is none.
 
-    Longest paths by relaxation (Bellman, 1958): they end after a round for each point, unless a cycle feeds them. The point
-    raised last may lie behind that cycle, so its parents are followed until they must be on it.
+    Longest paths by relaxation (Bellman, 1958): they end after a round for each point, unless a cycle feeds them. The point raised last may
+    be behind that cycle, so its parents are followed until they must be on it.
     """
     longest = [0.0] * points
     parent: dict[int, _Link] = {}
@@ -197,10 +198,10 @@ def _rotate_cycle(cycle: list[str], schedule: Schedule) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Played:
-    """When each event's firings start, have worked, and end, by event name; and what the start and the end waited for last.
+    """When each event's firings start, finish their work, and end, by event name; and what the start and the end waited for last.
 
-    They end after their work only where a put waited for room. Where the engines of a node have an event each for itself, its times
-    are those of the last engine, and `engines` has those of each.
+    They end after their work only if a put waited for room. If the engines of a node have separate events, its times are the times of the
+    last engine, and `engines` has the times of each.
     """
 
     order: tuple[Event, ...]
@@ -219,7 +220,7 @@ class Played:
         return replace(self, **times)
 
     def step_ends(self) -> list[float]:
-        """Find when each step ends: all its firings and those of the steps before."""
+        """Find when each step ends: all its firings and the firings of earlier steps."""
         last = [max(at) for at in zip(*self.ends.values(), strict=True)]
         return list(accumulate(last, max))
 
@@ -230,8 +231,8 @@ def play(
     """Play `steps` steps in which each firing starts as soon as it may; `seconds(event, step)` may vary. It is asked
     for more than `steps` steps of an event that fires rounds ahead of others.
 
-    `engines` are the events that each engine of a node has for itself. An engine waits for its own earlier events, and for all
-    engines of any other node.
+    `engines` are the events that each engine of a node has separately. An engine waits for its own earlier events, and for all engines of
+    any other node.
     """
     order = firing_order(schedule)
     found = Played(tuple(order), {}, {}, {}, {}, {}, engines)
@@ -266,7 +267,7 @@ def play(
 
 @dataclass(frozen=True)
 class _Put:
-    """What a put of an event (or its start, as `number` 0) waits for, and when each put was done."""
+    """The waits of an event's put (or of its start, as `number` 0), and when each put was done."""
 
     number: int
     waits: list[Wait] = field(default_factory=list)
@@ -293,7 +294,7 @@ def _lines(schedule: Schedule, found: Played) -> list[tuple[Event, list[_Put]]]:
 
 
 def _note_last(found: Played, name: str, each: Engines, puts: Sequence[_Put]) -> None:
-    """Note when the last engine was done with an event: others wait for all of them."""
+    """Record when the last engine was done with an event: others wait for all of them."""
     for put in puts[1:]:
         put.done.append(float(each.puts[put.number][-1].max()))
     found.starts[name].append(float(each.starts[-1].max()))
@@ -302,7 +303,7 @@ def _note_last(found: Played, name: str, each: Engines, puts: Sequence[_Put]) ->
 
 
 def _latest(waits: Sequence[Wait], step: int, at: float) -> tuple[float, Dependency | None]:
-    """Find when all that is waited for has come, at `at` or later, and which of it came last after `at`."""
+    """Find when all waits are over, at `at` or later, and which wait ended last after `at`."""
     cause = None
     for dependency, done, credits in waits:
         if step >= credits and done[step - credits] > at:
@@ -327,7 +328,7 @@ def simulate(schedule: Schedule, steps: int, seconds: Callable[[Event, int], flo
 
 
 def firing_order(schedule: Schedule) -> list[Event]:
-    """Order the events of a round so that each follows all that it waits for in the round.
+    """Order the events of a round so that each follows the events that it waits for in the round.
 
     Raises networkx.NetworkXUnfeasible for a schedule that would never start.
     """

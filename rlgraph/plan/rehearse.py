@@ -1,4 +1,4 @@
-"""Rehearse a whole run: its schedule, played step after step with drawn lengths, links, stragglers, checkpoints, failures and restarts."""
+"""Simulate a whole run: its schedule, played step after step with drawn lengths, links, stragglers, checkpoints, failures and restarts."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from rlgraph.plan.play import Engines, Played, play
 from rlgraph.plan.schedule import MOVING, Dependency, Event, Schedule
 from rlgraph.settings import AtLeastZero, Fraction, Positive, Range, Seconds
 
-# The site of a cluster: what its hosts' links carry, how often something fails, how long a restart and a checkpoint take, who is slow.
+# The site of a cluster: the speed of its hosts' links, the rate of failures, the time of a restart and of a checkpoint, and slow hosts.
 
 Factor = Annotated[float, Range(least=1)]
 
@@ -98,7 +98,7 @@ class ClusterSite:
         return 1 / rate if rate else float("inf")
 
 
-# What the hosts' links cost: the seconds in which a version, or a batch, crosses them, and a schedule with those seconds in it.
+# The cost of the hosts' links: the seconds in which a version, or a batch, crosses them, and a schedule with those seconds.
 
 
 def hosts_of(workers: Sequence[PlannedWorker], node: str) -> OnHosts:
@@ -107,7 +107,7 @@ def hosts_of(workers: Sequence[PlannedWorker], node: str) -> OnHosts:
 
 
 def with_links(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) -> tuple[Schedule, tuple[str, ...]]:
-    """Add an event for each batch and each version that crosses a link, in the shape that the plan chose: it leaves as soon as it is there,
+    """Add an event for each batch and each version that crosses a link, in the shape that the plan chose: it leaves as soon as it exists,
     and readers wait for it.
 
     Also names the channels of unknown size, which are left out. Raises PlanError for costs without the bytes of a version that crosses.
@@ -139,7 +139,7 @@ def _crossing_s(size: float, plan: Plan, end: PlannedChannel | PlannedLoop, site
 
 
 def _with_versions(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) -> Schedule:
-    """Let the versions that leave a host cross its link, instead of the seconds in which the costs receive them."""
+    """Let the versions that leave a host cross its link, in place of the receive seconds of the costs."""
     own = {event.name: event for event in plan.schedule.events}
     crossing: dict[Dependency, float] = {}
     for d in plan.schedule.dependencies:
@@ -163,7 +163,7 @@ def _with_versions(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) ->
 
 
 def _add_transfers(schedule: Schedule, carried: Callable[[Dependency], tuple[str, float] | None]) -> Schedule:
-    """Put an event between the two ends of each dependency that is `carried`: by what, and for how many seconds."""
+    """Insert an event between the two ends of each dependency that is `carried`: by what, and for how many seconds."""
     own = {event.name: event for event in schedule.events}
     carries: dict[str, Event] = {}
     dependencies: list[Dependency] = []
@@ -185,7 +185,7 @@ def _firings(schedule: Schedule, nodes: Sequence[str]) -> Iterator[str]:
 
 
 def batch_bytes(graph: Graph, channel: PlannedChannel, costs: Costs) -> int | None:
-    """Estimate the bytes of a batch by the costs' lengths, padded to the longest response; None where a size is not known."""
+    """Estimate the bytes of a batch by the costs' lengths, padded to the longest response; None if a size is unknown."""
     if costs.lengths is None:
         return None
     sizes = {"T": costs.lengths.longest, "P": costs.lengths.prompt_tokens}
@@ -201,18 +201,18 @@ def batch_bytes(graph: Graph, channel: PlannedChannel, costs: Costs) -> int | No
     return int(total)
 
 
-ALIKE = 256  # engines of a node that are played at most; of more, each of them stands for several
+ALIKE = 256  # the most engines of a node that are played; each then stands for several
 HEADWAY = 200  # failures in a row without a new checkpoint, after which the run is given up
-WARM_UP = 8  # one in this many of the steps fills the pipeline, and does not count for the time of a step
+WARM_UP = 8  # this fraction of the steps fills the pipeline, and does not count for the step time
 
 
 @dataclass(frozen=True)
 class Rehearsal:
     """A run that was played: its wall time, its steps, and what each cause costs. It prints.
 
-    A share is a part of `wall_s`: of failures what they add to the run without them, of the others what the run without failures
-    would save if the cause cost nothing. So shares of causes that hide each other do not add up. `idle` is the share of the time
-    without failures in which the devices do nothing.
+    A share is a part of `wall_s`. For failures it is the time that they add. For other causes it is the time that a run without failures
+    would save if the cause cost nothing, so overlapping causes do not add up. `idle` is the share of the time without failures in which the
+    devices do nothing.
     """
 
     plan: Plan = field(repr=False)
@@ -251,7 +251,10 @@ def _long(seconds: float) -> str:
 def rehearse_graph(
     graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes, site: ClusterSite, steps: int, every: int | None, seed: int
 ) -> Rehearsal:
-    """Compile the graph, and play so many steps of its plan at the site. Raises PlanError for settings without effect or without an end."""
+    """Compile the graph, and play this many steps of its plan at the site.
+
+    Raises PlanError for settings without effect, or a run without an end.
+    """
     plan, course, unknown = prepare_course(graph, cluster, costs, shapes, site, steps, every, seed)
     return _summarize(plan, course, site, every, unknown, seed)
 
@@ -259,7 +262,7 @@ def rehearse_graph(
 def prepare_course(
     graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes, site: ClusterSite, steps: int, every: int | None, seed: int
 ) -> "tuple[Plan, Course, tuple[str, ...]]":
-    """Compile the graph and draw its course; also names the channels between hosts whose bytes are not known."""
+    """Compile the graph and draw its run; also names the channels between hosts whose bytes are unknown."""
     priced = priced_for(graph, cluster, costs, shapes)
     plan = best_plan(graph, cluster, priced, shapes)
     _check(plan, graph, site, every)
@@ -298,7 +301,7 @@ def _check(plan: Plan, graph: Graph, site: ClusterSite, every: int | None) -> No
 
 @dataclass(frozen=True)
 class Course:
-    """All that a play of the run needs: the schedule, and the seconds of each event at each step, `[steps]`, or `[steps, engines]`.
+    """The data for playing the run: the schedule, and the seconds of each event at each step, `[steps]`, or `[steps, engines]`.
 
     `slow` are the factors of stragglers on these, and `saves` the seconds that a checkpoint adds to the events that wait for it.
     """
@@ -340,11 +343,11 @@ class Course:
         return cls(schedule, seconds, factors, waiting if every else {}, steps)
 
     def without(self, moving: Collection[str]) -> "Course":
-        """The run in which these events take no time."""
+        """The run without the time of these events."""
         return replace(self, seconds={name: each * (name not in moving) for name, each in self.seconds.items()})
 
     def play(self, first: int = 0, steps: int | None = None) -> Played:
-        """Play so many steps from step `first` on, with an empty pipeline before them; by default all to the end."""
+        """Play this many steps from step `first` on, with an empty pipeline before them; by default all to the end."""
         last = first + (self.steps - first if steps is None else steps)
         total = last + self.schedule.most_lag
         times = {name: each[first:total] for name, each in self.times.items()}
@@ -354,12 +357,12 @@ class Course:
 
     @cached_property
     def times(self) -> Mapping[str, Array]:
-        """The seconds of each event with all that lengthens them."""
+        """The seconds of each event with stragglers and checkpoints."""
         found = {name: each * self.slow.get(name, 1.0) for name, each in self.seconds.items()}
         return {name: each + self.saves[name][:, None] if name in self.saves else each for name, each in found.items()}
 
     def busy_s(self, event: Event) -> float:
-        """Sum the seconds of an event over the steps, as the mean of its engines, without what checkpoints add."""
+        """Sum the seconds of an event over the steps, averaged over its engines, without the seconds of checkpoints."""
         return float((self.seconds[event.name] * self.slow.get(event.name, 1.0))[: self.steps].mean(axis=1).sum())
 
 
@@ -368,7 +371,7 @@ def _trainer_names(graph: Graph) -> set[str]:
 
 
 def _quantile_engines(drawn: Array) -> Array:
-    """Let at most `ALIKE` engines stand for all: the quantiles of each step, the longest among them, in the order of the first ones."""
+    """Let at most `ALIKE` engines stand for all: the quantiles of each step, with the longest, in the order of the first engines."""
     engines = drawn.shape[1]
     if engines <= ALIKE:
         return drawn
@@ -380,7 +383,7 @@ def _quantile_engines(drawn: Array) -> Array:
 
 
 def _slow(slow: Array, hosts: Sequence[int], engines: int) -> Array:
-    """Find which engines are slow `[steps, engines]`: those with a slow host; engines that work together are one, on all hosts."""
+    """Find which engines are slow `[steps, engines]`: engines with a slow host. Engines that work together are one, on all hosts."""
     own, firsts = slow[:, hosts], np.arange(engines) * len(hosts) // engines
     found: Array = own[:, firsts] if engines >= len(hosts) else np.logical_or.reduceat(own, firsts, axis=1)
     return found
@@ -388,7 +391,7 @@ def _slow(slow: Array, hosts: Sequence[int], engines: int) -> Array:
 
 @dataclass(frozen=True)
 class Walls:
-    """The wall time of a run with failures, their number, and the steps that were done again."""
+    """The wall time of a run with failures, their number, and the repeated steps."""
 
     seconds: float
     failures: int
@@ -398,10 +401,10 @@ class Walls:
 def with_failures(
     ends: Callable[[int, int], Sequence[float]], steps: int, step_s: float, every: int, restart_s: float, gaps: Callable[[], float]
 ) -> Walls:
-    """Play a run through its failures: each takes it back to the last checkpoint, and `restart_s` later it goes on from there.
+    """Play a run through its failures: each sets it back to the last checkpoint, from which it resumes after `restart_s`.
 
-    `ends(first, count)` plays `count` steps from step `first` on and says when each ends. `gaps()` draws the seconds to the next failure.
-    Raises PlanError if the run makes no headway.
+    `ends(first, count)` plays `count` steps from step `first` on and returns when each ends. `gaps()` draws the seconds to the next
+    failure. Raises PlanError if the run makes no progress.
     """
     clock, saved, failures, redone, stuck = 0.0, 0, 0, 0, 0
     left = gaps()  # until the next failure
@@ -426,7 +429,7 @@ def with_failures(
 
 
 def _finished_step_ends(ends: Callable[[int, int], Sequence[float]], first: int, steps: int, step_s: float, left: float) -> Sequence[float]:
-    """List when the steps from `first` on end, those that end within `left` seconds."""
+    """List when the steps from `first` on end, up to `left` seconds."""
     for factor in count(1):
         wanted = min(int(factor * (left / max(step_s, 1e-12) + 4)) + 1, steps - first) if left < float("inf") else steps - first
         found = ends(first, wanted)
@@ -436,7 +439,7 @@ def _finished_step_ends(ends: Callable[[int, int], Sequence[float]], first: int,
 
 
 def add_failures(course: Course, calm: Sequence[float], site: ClusterSite, mtbf_s: float, every: int, seed: int) -> Walls:
-    """Play a course whose steps end at `calm` without failures with those that the seed draws."""
+    """Play a run, whose steps end at `calm` without failures, with the failures that the seed draws."""
     draw = np.random.default_rng([seed, 1])
 
     def ends(first: int, steps: int) -> Sequence[float]:

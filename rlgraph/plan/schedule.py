@@ -1,11 +1,11 @@
-"""The schedule of a plan: a marked graph of events. An event's firing k starts when all it depends on has finished.
+"""The schedule of a plan: a marked graph of events. An event's firing k starts when all its dependencies have finished.
 
-A dependency with t credits lets `after` fire t times before `before` has fired at all; so firing k of `after` waits for
-firing k - t of `before`. The number of credits on a cycle never changes (Commoner, 1971), which is what bounds staleness. Between
-nodes of one pool t may be below 0: update k waits for rollout k + 1 where an update comes a round later (see `rlgraph.graph.rules`).
+A dependency with t credits lets `after` fire t times before `before` has fired at all; so firing k of `after` waits for firing k - t of
+`before`. The number of credits on a cycle never changes (Commoner, 1971), which is what bounds staleness. Between nodes of one pool t may
+be below 0: update k waits for rollout k + 1 if an update comes a round later (see `rlgraph.graph.rules`).
 
-A firing starts, works, and then puts what it wrote into its channels, one after another. A channel without a free slot delays
-that put, those after it and the end of the firing, but neither its start nor its work.
+A firing starts, works, and then puts its outputs into its channels, one after another. A channel without a free slot delays that put, later
+puts and the end of the firing, but neither its start nor its work.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,8 +21,8 @@ Reason: TypeAlias = Literal["data", "slots", "order", "loop", "self"]
 
 @dataclass(frozen=True)
 class Event:
-    """Something that takes time once a step: a node fires; weights are published, received or loaded; an engine that time-shares
-    its devices wakes (takes their memory) or sleeps (gives it up). `edge` is the feedback edge whose weights move."""
+    """Something that lasts once per step: a node fires; weights are published, received or loaded; an engine that time-shares its devices
+    wakes (allocates its memory) or sleeps (frees it). `edge` is the feedback edge whose weights move."""
 
     name: str
     kind: EventKind
@@ -30,17 +30,17 @@ class Event:
     worker: str
     pool: str | None
     seconds: float
-    chunk: int = 0  # of the batch, for a node that fires once for each
+    chunk: int = 0  # of the batch, if the node fires once for each
     edge: str = ""
     lag: int = 0  # in round r of its pool it happens for step r - lag
 
 
 @dataclass(frozen=True)
 class Dependency:
-    """Firing k of `after` waits for firing k - `credits` of `before`: its start for the other's end, unless a `put` is named.
+    """Firing k of `after` waits for firing k - `credits` of `before`: its start waits for the other's end, unless a `put` is named.
 
-    `put` counts the channels of a writer in the order of its puts, from 1. Where the reason is "slots", that put of `after` is
-    what waits, until `before` has ended and given its slot back. For any other reason `after` starts once that put of `before` is done.
+    `put` counts the channels of a writer in the order of its puts, from 1. If the reason is "slots", that put of `after` waits until
+    `before` has ended and released its slot. For any other reason `after` starts once that put of `before` is done.
     """
 
     before: str
@@ -78,18 +78,18 @@ class Schedule:
         return max((event.lag for event in self.events), default=0)
 
     def within_rounds(self) -> Iterator[tuple[str, str]]:
-        """Yield the pairs (before, after) in which an event waits for another of its own round."""
+        """Yield the pairs (before, after) in which an event waits for another event of its own round."""
         lag = {event.name: event.lag for event in self.events}
         yield from ((d.before, d.after) for d in self.dependencies if d.credits + lag[d.after] - lag[d.before] == 0)
 
 
 @dataclass(frozen=True)
 class Span:
-    """What a worker did from one moment to another, in seconds from the start; predicted and measured alike.
+    """The activity of a worker from one moment to another, in seconds from the start; predicted or measured.
 
-    Kinds of an event (`WORK`) have its name. A run also has `wait` (for a message: the name is that of its channel or feedback
-    edge), `room` (for a free slot of it), `carry` (rlgraph's own work around the node of that name: checks, copies), `idle`
-    (between two steps) and `start` (before the first). `bytes` is what it moved between a device and host memory, where known.
+    Kinds of an event (`WORK`) have its name. A run also has `wait` (for a message, with the name of its channel or feedback edge), `room`
+    (for a free slot of it), `carry` (rlgraph's own work around the node of that name: checks, copies), `idle` (between two steps) and
+    `start` (before the first). `bytes` were moved between a device and host memory, if known.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The tokens that one worker sampled in one firing of a node: those of all its prompts, and those of each response."""
+    """The tokens of one worker in one firing of a sampling node: the prompts' total, and the tokens of each response."""
 
     node: str
     step: int

@@ -28,8 +28,8 @@ from rlgraph.plan.schedule import WORK, Dependency, Event, Schedule
 
 Objective: TypeAlias = Literal["tokens_per_s", "gpu_s_per_sample"]
 Settings: TypeAlias = Mapping[str, Any]
-PLAYED = 12  # candidates at least that are played with lengths and spreads
-NEIGHBOURS = 8  # of one graph's many divisions that are played, at most
+PLAYED = 12  # the least candidates that are played with lengths and spreads
+NEIGHBOURS = 8  # the most divisions of one graph that are played
 CLOSE = 1.1  # and all whose critical cycle is within this of the best
 
 
@@ -37,7 +37,7 @@ CLOSE = 1.1  # and all whose critical cycle is within this of the best
 class Candidate:
     """One way to run: the settings of the graph, its plan, and the predicted rates.
 
-    `samples_per_s` counts responses, `tokens_per_s` their tokens and the prompts' where lengths are known.
+    `samples_per_s` counts responses; `tokens_per_s` counts the tokens of responses and prompts, if lengths are known.
     """
 
     settings: Settings
@@ -45,7 +45,7 @@ class Candidate:
     plan: Plan
     samples_per_s: float
     tokens_per_s: float | None
-    gpu_s_per_sample: float  # device-seconds: of cores where the cluster has no GPUs
+    gpu_s_per_sample: float  # device-seconds: of cores if the cluster has no GPUs
 
     @property
     def step_s(self) -> float:
@@ -54,7 +54,7 @@ class Candidate:
 
     @property
     def staleness(self) -> int:
-        """The bound on the number of versions that a batch can be behind."""
+        """The bound on how many versions a batch can be behind."""
         return self.plan.certificate.staleness_bound
 
 
@@ -79,7 +79,7 @@ class _Draft:
 
 @dataclass(frozen=True)
 class Search:
-    """The result of a search: candidates, best first; how many it looked at; why it left others out, with counts."""
+    """The result of a search: candidates, best first; how many it examined; and counts of the others, with the reasons."""
 
     ranked: tuple[Candidate, ...]
     looked_at: int
@@ -190,7 +190,7 @@ def _problems(
 
 
 def _best(streams: Sequence[Iterator[_Draft]], by: Objective) -> list[_Draft]:
-    """Take the best drafts of the streams, to be played: few of each stream, because the drafts of one stream differ little."""
+    """Select the best drafts of the streams, to be played: few of each stream, because the drafts of one stream differ little."""
 
     def score(draft: _Draft) -> float:
         return draft.score(by, draft.period_s)
@@ -225,7 +225,7 @@ def _score(candidate: Candidate, by: Objective) -> float:
 
 
 def trained_row_count(graph: Graph) -> int:
-    """Count the responses of a step: the rows that an update takes."""
+    """Count the responses per step: the rows of an update."""
     return max((node.rows for node in graph.nodes if node.traits.work == "train"), default=max(node.rows for node in graph.nodes))
 
 
@@ -234,7 +234,7 @@ def is_async(graph: Graph) -> bool:
 
 
 def verdict(ranked: Sequence[Candidate], by: Objective) -> str:
-    """Say whether stale batches pay, and why or why not."""
+    """Describe whether stale batches are worth it, and why."""
     sync = next((c for c in ranked if not is_async(c.graph)), None)
     stale = next((c for c in ranked if is_async(c.graph)), None)
     if sync is None or stale is None:
@@ -330,7 +330,7 @@ def _period(schedule: Schedule, durations: Durations) -> float:
 
 
 def _durations(plan: Plan, trace: Trace, steps: Sequence[int]) -> Durations:
-    """Measure the seconds of each event in each step, its latency included; of several workers the longest counts."""
+    """Measure the seconds of each event in each step, its latency included; among several workers the longest counts."""
     late = latencies(plan, trace.spans, steps[0])
     within = interruptions(trace.spans)
     longest: dict[tuple[str, int], float] = {}
@@ -374,7 +374,7 @@ def _resize_setting(plan: Plan, node: PlannedNode, old: Setting, counts: Mapping
 
 
 def _counts(plan: Plan, shares: Mapping[str, float] | None) -> Mapping[str, int]:
-    """Divide the devices of the named pools anew by share."""
+    """Divide the devices of the named pools again by share."""
     if not shares:
         return {}
     pools = {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
