@@ -1,4 +1,4 @@
-"""Nodes as functions of columns. `rlgraph.node` makes a user's function a node; it runs exactly as the library's nodes do."""
+"""Nodes as functions of columns. `rlgraph.node` makes a node of a user's function; it runs exactly like the library's nodes."""
 
 import functools
 import inspect
@@ -26,7 +26,7 @@ Stage: TypeAlias = Callable[[int, Columns], Fired]
 
 @dataclass(frozen=True)
 class ChunkedStage:
-    """The stage of a node that gives the batch of a step in chunks, each as soon as it is ready; it is called once a step."""
+    """The stage of a node that yields the batch of a step in chunks, each as soon as it is ready; it is called once per step."""
 
     chunks: Callable[[int, Columns], Iterator[Fired]]
 
@@ -38,7 +38,7 @@ class Arrivals(Protocol):
         """Load the versions published so far, without waiting."""
 
     def wait(self, version: int) -> None:
-        """Wait for this version and load it, after those before it. Raises ChannelTimeout at the deadline."""
+        """Wait for this version and load it, after all earlier versions. Raises ChannelTimeout at the deadline."""
 
 
 @accept_old_names(meeting="listen_fd", counted="report_progress", shared="shares_devices")
@@ -130,15 +130,15 @@ class FunctionOperation(Operation):
 
 
 class ReadColumns(dict[str, Column]):
-    """The columns that a node reads; any other is an error that says how to read it."""
+    """The columns that a node reads; any other column raises an error that explains how to read it."""
 
     def __missing__(self, name: str) -> Column:
         raise GraphError(f"the function reads column {show_value(name)}, but its node reads {list(self)}: add the column to reads=")
 
 
 def custom(value: Any) -> bool:
-    """Tell whether a function or an object is of the user's own making, not of rlgraph."""
-    return not str(getattr(value, "__module__", "")).startswith("rlgraph.")  # some callables of C have none
+    """Whether a function or an object belongs to the user, not to rlgraph."""
+    return not str(getattr(value, "__module__", "")).startswith("rlgraph.")  # some callables of C have no signature
 
 
 class FunctionNode:
@@ -204,7 +204,7 @@ def list_columns(inputs: Iterable[Any]) -> list[str]:
 
 
 def checked_columns(node: str, writes: Sequence[str], columns: Columns, count: int | None = None) -> None:
-    """Raise GraphError unless `columns` are those that the node said it writes, with `count` rows each, or equally many."""
+    """Raise GraphError unless `columns` are the columns that the node declared, with `count` rows each, or equally many."""
     if not isinstance(columns, Mapping):
         raise GraphError(
             f"node '{node}' returned {show_value(columns)}; it returns its columns by name, e.g. {{'{(*writes, 'name')[0]}': …}}"
@@ -223,7 +223,7 @@ def checked_columns(node: str, writes: Sequence[str], columns: Columns, count: i
 
 
 def _check_kind(node: str, name: str, column: Any) -> None:
-    """Raise GraphError unless a column is a tensor or a list of texts, and of the kind that rlgraph defines for its name."""
+    """Raise GraphError unless a column is a tensor or a list of texts, and has the kind that rlgraph defines for its name."""
     spec, tensor = COLUMNS.get(name), isinstance(column, torch.Tensor)
     if not tensor and not (isinstance(column, list) and all(isinstance(row, str) for row in column)):
         raise GraphError(f"node '{node}' returned {name}={show_value(column)}; a column is a tensor of one row each, or a list of texts")
@@ -242,7 +242,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def fired_parts(fired: Any) -> tuple[Columns, Metrics]:
-    """Part what a node returned into columns and metrics."""
+    """Split the result of a node into columns and metrics."""
     written, metrics = fired if isinstance(fired, tuple) and len(fired) == 2 else (fired, {})
     return written, metrics
 

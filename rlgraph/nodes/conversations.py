@@ -12,9 +12,9 @@ from rlgraph.engines.hf.chat_template import ChatPrompt
 from rlgraph.errors import NOT_JSON, DataError, show_value
 from rlgraph.settings import Name
 
-TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"  # fields of a row that its conversation takes, as TRL names them
+TOOLS, TEMPLATE_KWARGS = "tools", "chat_template_kwargs"  # fields of a row that its conversation uses, named as in TRL
 SYSTEM = ("system", "developer")
-DEEPEST = 100  # lists and mappings inside one another, which templates and workers descend into
+DEEPEST = 100  # the deepest nesting of lists and mappings, into which templates and workers recurse
 
 
 @settings.refuse_unknown
@@ -76,13 +76,13 @@ class Chat:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether a prompt is a list of messages. An array of them, as pandas reads from parquet, is one."""
+    """Whether a prompt is a list of messages, or an array of them, as pandas reads from parquet."""
     value = _plain_list(value)
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(message, Mapping) for message in value)
 
 
 def check_text(where: str, name: str, text: str) -> None:
-    """Raise DataError for a text with a lone surrogate, which no tokenizer and no file holds."""
+    """Raise DataError for a text with a lone surrogate, which no tokenizer and no file can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -94,7 +94,7 @@ def check_text(where: str, name: str, text: str) -> None:
 
 
 def check_prompt(where: str, name: str, text: str) -> None:
-    """Raise DataError for a prompt that no tokenizer reads, or that is a conversation written as JSON: it would be read as plain text."""
+    """Raise DataError for a prompt that no tokenizer can read, or a conversation written as JSON, which would be read as plain text."""
     check_text(where, name, text)
     if not text.lstrip().startswith("[") or '"role"' not in text:
         return
@@ -107,7 +107,7 @@ def check_prompt(where: str, name: str, text: str) -> None:
 
 
 def starts_with_system(value: Any) -> bool:
-    """Whether a prompt is a conversation with a system message of its own."""
+    """Whether a prompt is a conversation with its own system message."""
     return is_conversation(value) and _plain_list(value)[0].get("role") in SYSTEM
 
 
@@ -119,8 +119,8 @@ def _plain_list(value: Any) -> Any:
 def checked_messages(where: str, prompt: str, value: Any) -> list[dict[str, Any]]:
     """Copy the messages of a prompt as templates read them; text is one message of the user.
 
-    Arguments of tool calls become dicts, parts of text one text, and keys that are None are left out, except `content`.
-    Raises DataError, which begins with `where`, for a message that is none.
+    Arguments of tool calls become dicts, parts of text are joined, and keys that are None are left out, except `content`. Raises DataError,
+    which begins with `where`, for an invalid message.
     """
     if isinstance(value, str):
         check_prompt(where, prompt, value)
@@ -180,7 +180,7 @@ def _read_list(where: str, name: str, value: Any) -> list[Any]:
 
 
 def _parse_json(where: str, name: str, value: Any) -> Any:
-    """Parse a value that may be given as JSON: an empty text is none."""
+    """Parse a value that may be given as JSON; an empty text is no value."""
     found = _plain_list(value)
     try:
         if isinstance(value, str):
@@ -194,7 +194,7 @@ def _parse_json(where: str, name: str, value: Any) -> Any:
 
 
 def check_json(where: str, value: Any) -> None:
-    """Raise DataError for a value that JSON does not hold, and for one that is deeper than `DEEPEST`."""
+    """Raise DataError for a value that JSON cannot hold, or that is nested deeper than `DEEPEST`."""
     layer, depth = [value], 0
     while layer := [item for each in layer if isinstance(each, Mapping | list | tuple) for item in _values(each)]:
         depth += 1

@@ -18,14 +18,14 @@ from rlgraph.engines.hf.chat_template import ChatPrompt
 from rlgraph.errors import NOT_JSON, DataError, show_value
 from rlgraph.nodes.conversations import check_json, checked_messages
 
-# Requests of chat completions: what of OpenAI's protocol is answered, checked, and errors in its shape.
+# Requests of chat completions: the supported part of OpenAI's protocol, its checks, and errors in its format.
 
-MODEL = "policy"  # what the endpoint calls its model; it answers under any name
+MODEL = "policy"  # the name of the endpoint's model; it accepts any name
 SAMPLED_OTHERWISE = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed")
 
 
 class ApiError(Exception):
-    """A request that is refused. OpenAI's clients raise it as the exception of its status; 400 to 404 are not tried again."""
+    """A refused request. OpenAI's clients raise it as the exception of its status; they do not retry 400 to 404."""
 
     def __init__(self, status: int, message: str, code: str, kind: str = "invalid_request_error") -> None:
         super().__init__(message)
@@ -42,7 +42,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class ChatRequest(msgspec.Struct):
-    """The fields of a request that are read. Others are ignored, as OpenAI's newest ones."""
+    """The fields of a request that are read. Others are ignored, e.g. OpenAI's newest ones."""
 
     messages: list[dict[str, Any]]
     model: str = MODEL
@@ -81,7 +81,7 @@ class ChatRequest(msgspec.Struct):
 
     @property
     def overrides(self) -> bool:
-        """Whether it asks for a sampling of its own. The rollout's is used, since its log-probs are trained on."""
+        """Whether it asks for its own sampling. The rollout's sampling is used, since its log-probs are trained on."""
         given = msgspec.structs.asdict(self)
         return any(given[name] is not None for name in SAMPLED_OTHERWISE)
 
@@ -95,7 +95,7 @@ class ChatAsked:
 
 
 def read_chat(body: bytes) -> ChatAsked:
-    """Read a request. Raises ApiError for one that is none, or that asks for what is not there."""
+    """Read a request. Raises ApiError for an invalid request, or for unsupported features."""
     try:
         request = msgspec.json.decode(body, type=ChatRequest)
     except NOT_JSON as error:  # UnicodeDecodeError too
@@ -108,7 +108,7 @@ def read_chat(body: bytes) -> ChatAsked:
     except DataError as error:
         raise ApiError(400, str(error), "invalid_request") from None
     for message in messages:
-        if message["role"] == "developer":  # OpenAI's word, which templates do not know
+        if message["role"] == "developer":  # OpenAI's role, which templates do not know
             message["role"] = "system"
     return ChatAsked(request, ChatPrompt(messages, tools, request.chat_template_kwargs or None))
 
@@ -141,12 +141,12 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": dict(function)}
 
 
-# Answers of chat completions in OpenAI's shape: one object, or the chunks of a stream.
+# Answers of chat completions in OpenAI's format: one object, or the chunks of a stream.
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer of the model to one request. `texts` are its tokens one by one; `prompt` is what it read."""
+    """The answer of the model to one request. `texts` are its tokens one by one; `prompt` is the text that it read."""
 
     id: str
     request: ChatRequest
@@ -173,7 +173,7 @@ class Reply:
         return self._head("chat.completion") | {"choices": [choice], "usage": self._usage()} | ids
 
     def chunks(self) -> Iterator[dict[str, Any]]:
-        """Make the answer as the chunks of a stream: the role, the text, the calls of tools, why it ended."""
+        """Make the answer as the chunks of a stream: the role, the text, the tool calls, and the finish reason."""
         first: dict[str, Any] = {"role": "assistant", "content": ""}
         ids = {"prompt_token_ids": list(self.prompt)} if self.request.return_token_ids else {}
         yield self._chunk(first) | ids
@@ -209,21 +209,21 @@ class Reply:
 
 
 def _on_the_wire(call: dict[str, Any]) -> dict[str, Any]:
-    """Write a call's arguments as JSON text: templates read a mapping, clients a text."""
+    """Write a call's arguments as JSON text: templates read a mapping, clients read text."""
     function = call["function"]
     return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
-# The HTTP server of chat completions: on loopback, in a thread of its own, a key for each session.
+# The HTTP server of chat completions: on loopback, in a separate thread, with a key for each session.
 #
-# A request waits as a `Pending` until the loop that decodes answers it. If its client goes away, it is marked, and not answered.
+# A request waits as a `Pending` until the decode loop answers it. If its client disconnects, it is marked, and not answered.
 
 HOST = "127.0.0.1"
 PATHS = "POST /v1/chat/completions and GET /v1/models"
 START_S = 180.0
-LAST_TURNS = 8  # of the event loop, in which connections that were closed let go of their sockets
+LAST_TURNS = 8  # turns of the event loop, for closed connections to release their sockets
 log = logging.getLogger("rlgraph.agents")
-http_log = logging.getLogger("rlgraph.agents.http")  # of aiohttp: a traceback for whatever anybody of this host sends
+http_log = logging.getLogger("rlgraph.agents.http")  # aiohttp would log a traceback for anything that a process of this host sends
 http_log.setLevel(logging.CRITICAL)
 
 
@@ -232,7 +232,7 @@ class Pending:
 
     def __init__(self, session: Any, chat: ChatAsked) -> None:
         self.session, self.chat = session, chat
-        self.gone = False  # its client does not wait any more
+        self.gone = False  # its client no longer waits
         self._loop = asyncio.get_running_loop()
         self.answered: asyncio.Future[Reply] = self._loop.create_future()
 
@@ -252,15 +252,15 @@ class Pending:
 
 
 class Endpoint:
-    """Serves sessions. `deliver` gets each request, and again each whose client has gone, from the server's thread.
+    """Serves sessions. The server's thread calls `deliver` with each request, and again if its client disconnects.
 
-    `most_bytes` bounds a request. Raises OSError where no port can be had.
+    `most_bytes` bounds a request. Raises OSError if no port is free.
     """
 
     def __init__(self, deliver: Callable[[Pending], None], most_bytes: int) -> None:
         self.deliver, self.most_bytes, self.port = deliver, most_bytes, 0
         self._sessions: dict[str, Any] = {}
-        self._strangers: dict[Any, None] = {}  # connections that have shown no key, the oldest first
+        self._strangers: dict[Any, None] = {}  # connections without a valid key so far, the oldest first
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="chat completions", daemon=True)
         self._thread.start()
@@ -281,7 +281,7 @@ class Endpoint:
         self._sessions.pop(key, None)
 
     def close(self) -> None:
-        """Stop serving, and let the thread end; does not wait for it, since any thread may call this."""
+        """Stop serving, and let the thread end, without waiting for it, since any thread may call this."""
         self._sessions.clear()
         if not self._loop.is_closed():
             with contextlib.suppress(RuntimeError):  # it was closed meanwhile
@@ -318,16 +318,16 @@ class Endpoint:
         return runner
 
     def _admit(self, connection: Any) -> Any:
-        """Count a new connection as a stranger's, and close the oldest of them where they hold a quarter of this process's descriptors."""
+        """Count a new connection as unauthenticated, and close the oldest of these if they use a quarter of this process's descriptors."""
         self._strangers[connection] = None
         if len(self._strangers) > resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
-            self._loop.call_soon(oldest.force_close)  # once it is made: many come at once
+            self._loop.call_soon(oldest.force_close)  # after this connection is set up: many arrive at once
         return connection
 
     def _wrap_handler(self, handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any], Awaitable[Any]]:
-        """Wrap a handler: check the key, and answer errors in OpenAI's shape."""
+        """Wrap a handler: check the key, and answer errors in OpenAI's format."""
         from aiohttp import web
 
         async def answer(request: Any) -> Any:
@@ -342,7 +342,7 @@ class Endpoint:
             except web.HTTPRequestEntityTooLarge:
                 large = ApiError(413, f"a request has at most {self.most_bytes} bytes", "request_too_large")
                 return web.json_response(large.body(), status=413)
-            except web.RequestPayloadError as error:  # as compressed bytes that are none
+            except web.RequestPayloadError as error:  # e.g. invalid compressed bytes
                 broken = ApiError(400, f"the body cannot be read: {error!s:.300}", "invalid_request")
                 return web.json_response(broken.body(), status=400)
 

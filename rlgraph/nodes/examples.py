@@ -1,4 +1,4 @@
-"""Examples, pairs and labelled steps: data to learn from as it is, in the columns of a rollout."""
+"""Examples, pairs and labelled steps: data to imitate, in the columns of a rollout."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from rlgraph.nodes.items import Mixed, Order, Shuffled, check_data, notify_repea
 from rlgraph.nodes.prompts import RowsPerStep, is_stream
 from rlgraph.settings import Count, Name, Natural, check_arguments
 
-# What a row of a data set gives to learn from: one example, or two of which one is better.
+# The content of a row of a data set: one example, or two of which one is better.
 
 SAYS = ("completion", "answer")  # the fields of a row whose text follows its prompt
 Row = Mapping[str, Any]
@@ -48,7 +48,8 @@ def example_of(where: str, row: Any, chat: Chat, learns: Learns) -> Example:
 
 
 def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, Example]:
-    """Make the chosen and the rejected example of a row with `prompt`, `chosen` and `rejected`, or whose two conversations begin alike.
+    """Make the chosen and the rejected example of a row with `prompt`, `chosen` and `rejected`, or with two conversations of equal
+    beginning.
 
     Raises DataError, which begins with `where`, for any other row.
     """
@@ -84,7 +85,7 @@ def _build_example(where: str, row: Row, prompt: Any, says: str, chat: Chat, lea
 
 
 def _text(where: str, row: Row, chat: Chat, example: Example) -> Example:
-    """Refuse what only a conversation has, in a row that is text: no template renders it."""
+    """Refuse fields that only a conversation has, in a row of text, which no template renders."""
     given = [name for name in (TOOLS, TEMPLATE_KWARGS) if row.get(name)] or ([] if chat == Chat() else ["chat"])
     if given:
         raise DataError(f"{where} is text, which no chat template renders, and has {given[0]}=; leave that out, or pass messages")
@@ -94,13 +95,13 @@ def _text(where: str, row: Row, chat: Chat, example: Example) -> Example:
 
 
 def _conversation(where: str, row: Row, name: str, prompt: Any, completion: Sequence[Any], chat: Chat, learns: Learns) -> Example:
-    continued = Chat(**{**vars(chat), "continue_final": True})  # what the assistant has said is in it
+    continued = Chat(**{**vars(chat), "continue_final": True})  # the assistant's text is in it
     made = continued.conversation(where, {**row, name: prompt}, name)
     return Example(made.messages, completion, made.tools, made.template_kwargs, learns)
 
 
 def number_of(where: str, row: Any, name: str) -> float:
-    """Read a number of a row, or a truth as 1 or 0. Raises DataError for anything else."""
+    """Read a number of a row, or a boolean as 1 or 0. Raises DataError for anything else."""
     value = _mapping(where, row).get(name)
     if not isinstance(value, int | float):
         raise DataError(f"{where} has {name}={show_value(value)}; it is a number, or True or False, in each row")
@@ -115,16 +116,16 @@ def _mapping(where: str, row: Any) -> Row:
     return row
 
 
-# Examples and pairs: data to learn from as it is, in the columns of a rollout, so that what reads responses reads them.
+# Examples and pairs: data to imitate, in the columns of a rollout, so that all readers of responses accept them.
 
 TOKENS = ("prompts", "prompt_mask", "responses", "response_mask")
 Overlong: TypeAlias = Literal["error", "cut"]
-Each: TypeAlias = Literal["example", "pair", "mismatched"]  # what a row of the data set becomes: one row of the batch, or two
+Each: TypeAlias = Literal["example", "pair", "mismatched"]  # the rows of the batch per row of the data set: one or two
 
 
 @dataclass(frozen=True, eq=False)
 class DrawnRows(Operation):
-    """`count` rows of a data set a step, in an order that depends on the seed alone, tokenised as `model` does."""
+    """`count` rows of a data set per step, in an order that depends only on the seed, tokenised as by `model`."""
 
     data: Dataset
     count: int
@@ -143,7 +144,7 @@ class DrawnRows(Operation):
 
 @dataclass(frozen=True, eq=False)
 class Examples(DrawnRows):
-    """Draw the examples of a step, or its pairs, and tokenise them as `model` does. The choice depends on the seed and the step alone."""
+    """Draw the examples or pairs of a step, and tokenise them as `model` does. The choice depends only on the seed and the step."""
 
     chat: Chat
     learns: Learns
@@ -160,7 +161,7 @@ class Examples(DrawnRows):
 
     @property
     def preferences(self) -> Preferences | None:
-        """What the column of that name holds."""
+        """The content of the column of that name."""
         if self.each != "example":
             return "pairs" if self.each == "pair" else "mismatched"
         return "labels" if self.numbers else None
@@ -181,13 +182,13 @@ class Examples(DrawnRows):
         return sum(texts) / len(texts)
 
     def check(self, node: Node) -> None:
-        """Tokenise every row before anything starts. Raises DataError for one that cannot be learnt."""
+        """Tokenise every row before anything starts. Raises DataError for a row that cannot be learnt."""
         notify_repeats(node, self.count, len(self.data))
         context = Context()
         for index in range(len(self.data)):
             self._encode_row(context, index)
         tokenizer, ends = context.tokenizer(self.model.path), check_model(self.model.path).eos_token_ids
-        text = isinstance(self._of(0, read(self.data, 0))[0].prompt, str)  # what ends a turn of messages is the template's matter
+        text = isinstance(self._of(0, read(self.data, 0))[0].prompt, str)  # the template decides how a turn of messages ends
         if text and ends and tokenizer.eos_token_id not in ends:
             notices.here.say(
                 f"node '{node.name}': texts end with {tokenizer.eos_token!r} (token {tokenizer.eos_token_id}), but responses of model "
@@ -200,7 +201,7 @@ class Examples(DrawnRows):
         return lambda step, columns: self.batch(context, step)
 
     def batch(self, context: Context, step: int) -> dict[str, Column]:
-        """Make the columns of step `step`: one row an example, or two a pair, the chosen one first."""
+        """Make the columns of step `step`: one row per example, or two per pair, the chosen one first."""
         places = [self.order.row(place) for place in range(step * self.count, (step + 1) * self.count)]
         made = [example for place in places for example in self._encode_row(context, place)]
         if self.each == "mismatched":
@@ -366,7 +367,7 @@ Solution = tuple[str, Sequence[str], Sequence[bool]]  # prompt, steps, and wheth
 
 @dataclass(frozen=True, eq=False)
 class Stepwise(DrawnRows):
-    """Draw the solutions of a step and tokenise them as `model` does. The choice depends on the seed and the step alone."""
+    """Draw the solutions of a step and tokenise them as `model` does. The choice depends only on the seed and the step."""
 
     separator: str
 
@@ -410,7 +411,7 @@ class Stepwise(DrawnRows):
         return dict(zip((*TOKENS, LABELS), (prompts, prompt_mask, responses, mask, labels), strict=True))
 
     def _encode_steps(self, tokenizer: Any, solution: Solution) -> tuple[list[int], list[int], list[float]]:
-        """Tokenise as TRL does: prompt, each step and each separator by themselves; a label is that of its step's last token."""
+        """Tokenise as TRL does: prompt, each step and each separator separately; a label belongs to its step's last token."""
         prompt, steps, good = solution
         separator = tokenizer(self.separator, add_special_tokens=False)["input_ids"]
         tokens: list[int] = []
@@ -423,7 +424,7 @@ class Stepwise(DrawnRows):
 
 
 def solution_of(where: str, row: Any, separator: str) -> Solution:
-    """Read a row in TRL's stepwise format. Raises DataError for any other."""
+    """Read a row in TRL's stepwise format. Raises DataError for any other format."""
     if not isinstance(row, Mapping) or not {"prompt", "completions", "labels"} <= set(row):
         fields = show_value(list(row)) if isinstance(row, Mapping) else show_value(row)
         raise DataError(f"{where} has the fields {fields}; a solution has 'prompt', 'completions' (its steps) and 'labels'")

@@ -22,7 +22,7 @@ OWN = ("prompt_texts", "prompt_messages", "prompt_ids")  # columns of sources of
 
 
 def check_data(name: str, data: Any, prompt: str | None) -> Mapping[str, Any]:
-    """Check that `data` is a data set and return its first item. Raises DataError if it is none, or the item has no field `prompt`.
+    """Check that `data` is a data set and return its first item. Raises DataError if it is not, or if the item has no field `prompt`.
 
     With `prompt` None the item is a mapping of any fields.
     """
@@ -74,7 +74,7 @@ def read(data: Any, index: int) -> Any:
 
 
 def fields_of(first: Mapping[str, Any], prompt: str, chat: Chat | None) -> tuple[str, ...]:
-    """Name the fields of an item that become columns: all but the prompt and what a conversation takes."""
+    """Name the fields of an item that become columns: all except the prompt and the fields of a conversation."""
     return tuple(field for field in first if field != prompt and (chat is None or field not in (TOOLS, TEMPLATE_KWARGS)))
 
 
@@ -111,7 +111,7 @@ def check_item(where: str, item: Any, prompt: str, first: Mapping[str, Any], cha
 
 
 def _check_value(where: str, field: str, value: Any, whole: bool) -> None:
-    """Raise DataError for a value of a right kind that its column cannot hold."""
+    """Raise DataError for a value of the right kind that its column cannot hold."""
     if isinstance(value, str):
         check_text(where, field, value)
     elif value != value:
@@ -124,13 +124,13 @@ def _check_value(where: str, field: str, value: Any, whole: bool) -> None:
 
 
 def notify_repeats(node: Node, count: int, rows: int) -> None:
-    """Say that each step takes rows more than once."""
+    """Report that each step draws rows more than once."""
     if count > rows:
         notices.here.say(f"node '{node.name}' draws {count} rows per step from a data set of {rows}, so each step repeats rows")
 
 
 def check_names(name: str, prompt: str, first: Mapping[str, Any], columns: Mapping[str, str]) -> None:
-    """Raise DataError where two fields would become one column; `columns` maps fields to columns."""
+    """Raise DataError if two fields would become one column; `columns` maps fields to columns."""
     taken = dict.fromkeys(OWN, f"'{prompt}'")
     for field, column in columns.items():
         if not isinstance(field, str):
@@ -141,7 +141,7 @@ def check_names(name: str, prompt: str, first: Mapping[str, Any], columns: Mappi
 
 
 def kind_of(value: Any) -> str | None:
-    """Name the kind of a field's value, in the words of the errors; None for a value that no column can hold."""
+    """Name the kind of a field's value, in the words of the errors; None if no column can hold the value."""
     if isinstance(value, str):
         return "text"
     plain = _plain(value)
@@ -153,7 +153,7 @@ def kind_of(value: Any) -> str | None:
 def column_of(name: str, values: Sequence[Any], pattern: Any) -> Column:
     """Build the column `[N]` called `name`. `pattern`, the first item's value, decides whether its numbers are whole.
 
-    Numbers with a fraction keep Python's bits, in a column that rlgraph defines those of its dtype.
+    Numbers with a fraction keep Python's precision, or get the dtype of a column that rlgraph defines.
     """
     if isinstance(pattern, str):
         return list(values)
@@ -181,7 +181,7 @@ def _as_text(prompt: str, value: Any) -> str:
 
 
 def left_out(field: str) -> str:
-    """Say the call that leaves items without a field out."""
+    """Suggest the call that leaves out items without a field."""
     return f"rows.filter(lambda row: row['{field}'] is not None) of rows = rg.data.rows(data)"
 
 
@@ -193,7 +193,7 @@ def _field_fix(field: str, value: Any) -> str:
 
 # The order in which rows are drawn, as a pure function of the seed: one permutation after another, or a mixture of several.
 
-SPREAD = 7919  # between the seeds of the parts of a mixture, whose permutations differ
+SPREAD = 7919  # between the seeds of a mixture's parts, so that their permutations differ
 
 
 class Order(Protocol):
@@ -230,9 +230,9 @@ def drawn_parts(seed: int, step: int, count: int, shares: Sequence[float]) -> "a
 
 
 class Mixed:
-    """Draws each place of a step from one of several parts by the shares of that step, and each part in a seeded order of its own.
+    """Draws each place of a step from one of several parts by the shares of that step, and each part in its own seeded order.
 
-    `shares(step)` gives the share of each part; `parts` are their rows.
+    `shares(step)` returns the share of each part; `parts` are their rows.
     """
 
     def __init__(self, seed: int, count: int, parts: Sequence[range], shares: Callable[[int], Sequence[float]]) -> None:
@@ -248,7 +248,7 @@ class Mixed:
         return self.row_of(part, drawn)
 
     def row_of(self, part: int, drawn: int) -> int:
-        """Find the row that a part gives after `drawn` others of its rows."""
+        """Find the row of a part after `drawn` others of its rows."""
         return self.parts[part][self._orders[part].row(drawn)]
 
     def choose_parts(self, step: int) -> "array[int]":

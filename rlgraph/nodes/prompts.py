@@ -1,4 +1,4 @@
-"""Prompts: walk a data set in a seeded order, `count` a step, epoch after epoch; or read a stream, or draw by results."""
+"""Prompts: iterate over a data set in a seeded order, `count` per step, epoch after epoch; or read a stream, or draw by results."""
 
 import bisect
 import itertools
@@ -36,7 +36,7 @@ from rlgraph.nodes.items import (
 from rlgraph.nodes.trial import PROMPTS
 from rlgraph.settings import Name, Natural, Range, check_arguments
 
-# A source of prompts: what those that draw from a data set and those that read a stream have in common.
+# A source of prompts: the common part of sources that draw from a data set or read a stream.
 
 
 class PromptSource(Operation):
@@ -44,7 +44,7 @@ class PromptSource(Operation):
 
     count: int
     prompt_field: str
-    fields: tuple[str, ...]  # of an item, beside the prompt
+    fields: tuple[str, ...]  # of an item, besides the prompt
     chat: Chat | None  # of prompts that are conversations
     overlong: Overlong
 
@@ -55,7 +55,7 @@ class PromptSource(Operation):
     @property
     @abstractmethod
     def first(self) -> Mapping[str, Any]:
-        """The first item, which says the fields and their kinds."""
+        """The first item, which defines the fields and their kinds."""
 
     @property
     def first_rows(self) -> list[Mapping[str, Any]]:
@@ -77,7 +77,7 @@ class PromptSource(Operation):
         return {} if self.overlong.policy == "error" else {"data/overlong_prompts": float(self.overlong_prompts)}
 
     def columns(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-        """Build `prompt_texts`, `prompt_messages` of conversations, and one column for each further field, one row an item."""
+        """Build `prompt_texts`, `prompt_messages` of conversations, and one column for each further field, one row per item."""
         first = self.first
         columns: dict[str, Column] = {}
         if self.chat is None:
@@ -96,7 +96,7 @@ class PromptSource(Operation):
         return sum(sizes) / len(sizes)
 
     def _texts(self, item: Mapping[str, Any]) -> list[str]:
-        """Collect the texts of a prompt, of each of its messages."""
+        """Collect the texts of a prompt, one per message."""
         if self.chat is None:
             return [item[self.prompt_field]]
         return [str(message.get("content") or "") for message in self.chat.conversation("", item, self.prompt_field).messages]
@@ -107,7 +107,7 @@ def plural(field: str) -> str:
     return field if field.endswith("s") else field + "s"
 
 
-# Prompts of a mixture whose shares depend on the results so far, which come back over an edge of columns.
+# Prompts of a mixture whose shares depend on the results so far, which return over an edge of columns.
 
 REWARDS = "rewards"
 
@@ -127,10 +127,10 @@ def check_results(name: str, data: Any, results: Feedback | None) -> None:
 
 
 class PromptsByResults:
-    """Draws the prompts of each step by the rewards of those up to `depth` + 1 steps before. Its state is part of each checkpoint.
+    """Draws the prompts of each step by the rewards of prompts up to `depth` + 1 steps before. Its state is part of each checkpoint.
 
-    Step k knows the results of the steps before max(0, k - depth), whatever the clock says, so that a run depends on its seed and depth
-    alone. Each data set is drawn in its own seeded order, as in other mixtures.
+    Step k knows the results of the steps before max(0, k - depth), whatever the clock says, so that a run depends only on its seed and
+    depth. Each data set is drawn in its own seeded order, as in other mixtures.
     """
 
     def __init__(self, source: "Prompts") -> None:
@@ -140,7 +140,7 @@ class PromptsByResults:
         self.names = list(self.data.sources)
         self.results = Results({name: len(rows) for name, rows in self.data.sources.items()})
         self.drawn = [0] * len(self.names)  # rows of each data set, before the next step
-        self.waiting: list[tuple[list[int], list[int]]] = []  # parts and rows of the steps whose rewards are not known
+        self.waiting: list[tuple[list[int], list[int]]] = []  # parts and rows of the steps whose rewards are still unknown
 
     def __call__(self, step: int, columns: Columns) -> Fired:
         if REWARDS in columns:
@@ -159,7 +159,7 @@ class PromptsByResults:
         return written, self.source.metrics | counts
 
     def _learn(self, rewards: torch.Tensor) -> None:
-        """Take the rewards of the oldest step that is not known: those of the responses to each prompt, one prompt after another."""
+        """Record the rewards of the oldest step without rewards: the responses to each prompt, one prompt after another."""
         parts, rows = self.waiting.pop(0)
         if len(rewards) % len(parts):
             raise DataError(
@@ -179,12 +179,12 @@ class PromptsByResults:
         self.results.load_state(state["results"])
 
 
-# Prompts of a stream: rows are drawn in their order, checked as they come, and where the stream stands is part of each checkpoint.
+# Prompts of a stream: rows are drawn in their order, checked as they arrive, and the place in the stream is part of each checkpoint.
 
 
 @dataclass(frozen=True)
 class Room:
-    """The room that a rollout has for a prompt: a context less its response."""
+    """The room that a rollout has for a prompt: the context minus its response."""
 
     node: str
     path: str  # of the model, whose tokenizer counts
@@ -207,7 +207,7 @@ class StreamedPrompts(PromptSource):
     chat: Chat | None
     start_row: Mapping[str, Any]
     overlong: Overlong = field(default_factory=Overlong)
-    rooms: list[Room] = field(default_factory=list)  # of the rollouts, which say so at the launch
+    rooms: list[Room] = field(default_factory=list)  # of the rollouts, which report it at the launch
 
     @property
     def first(self) -> Mapping[str, Any]:
@@ -223,7 +223,7 @@ class StreamedPrompts(PromptSource):
         return self.mean_characters([self.start_row])
 
     def check(self, node: Node) -> None:
-        self.rooms.clear()  # the rollouts that read it say theirs anew
+        self.rooms.clear()  # the rollouts that read it report theirs again
 
     def cursor(self, step: int) -> dict[str, int]:
         """Describe the data order for a checkpoint; the place in the stream is in the node's state."""
@@ -231,7 +231,7 @@ class StreamedPrompts(PromptSource):
 
     def start(self, context: Context) -> Stage:
         for room in self.rooms:
-            context.tokenizer(room.path)  # here, so that the first step does not load it
+            context.tokenizer(room.path)  # loaded here, so that the first step does not wait for it
         return Streaming(self, context)
 
 
@@ -251,7 +251,7 @@ class Streaming:
         return {"prompt_ids": ids, **self.source.columns(rows)}, metrics
 
     def _draw(self) -> Mapping[str, Any]:
-        """Draw the next row that is short enough. Raises DataError with the number of a row that cannot be trained on."""
+        """Draw the next row that is short enough. Raises DataError with the number of an unusable row."""
         began = self.reader.epoch
         while True:
             number, row = next(self.reader)
@@ -292,7 +292,7 @@ class Streaming:
         self.reader.load_state(state["reader"])
 
 
-# Prompts: walk a data set in a seeded order, `count` a step, epoch after epoch.
+# Prompts: iterate over a data set in a seeded order, `count` per step, epoch after epoch.
 
 PerStep: TypeAlias = Annotated[int, Range(least=1, rule="the number of prompts per step, a whole number of at least 1")]
 RowsPerStep: TypeAlias = Annotated[int, Range(least=1, rule="how many rows of the data a step takes, a whole number of at least 1")]
@@ -304,25 +304,25 @@ class Kept:
 
     rows: list[int] | None = None
     overlong: int = 0  # the prompts that are dropped, or cut off
-    order: Order | None = None  # of these rows, made when it is first needed
+    order: Order | None = None  # the order of these rows, made when first needed
 
     def keep(self, rows: list[int] | None, overlong: int) -> None:
-        """Draw from these rows, in an order that is made anew."""
+        """Draw from these rows, in a new order."""
         self.rows, self.overlong, self.order = rows, overlong, None
 
 
 @dataclass(frozen=True, eq=False)
 class Prompts(PromptSource):
-    """Draw the prompts of a step. The choice depends on the seed and the step alone."""
+    """Draw the prompts of a step. The choice depends only on the seed and the step."""
 
     data: Dataset
     count: int
     seed: int
     prompt_field: str
-    fields: tuple[str, ...]  # of an item, beside the prompt
+    fields: tuple[str, ...]  # of an item, besides the prompt
     chat: Chat | None = None  # of prompts that are conversations
     overlong: Overlong = field(default_factory=Overlong)
-    by_results: bool = False  # of a mixture: rewards of earlier steps decide its shares
+    by_results: bool = False  # of a mixture whose shares depend on the rewards of earlier steps
     kept: Kept = field(default_factory=Kept)
 
     @property
@@ -360,7 +360,7 @@ class Prompts(PromptSource):
         return self.kept.order
 
     def _mix_order(self, data: Mix) -> Mixed:
-        """Make the order of a mixture. Raises DataError for a data set of which no row is left."""
+        """Make the order of a mixture. Raises DataError for a data set without a row left."""
         ends = data.ends if self.kept.rows is None else [bisect.bisect_left(self.kept.rows, end) for end in data.ends]
         parts = [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
         for name, part in zip(data.sources, parts, strict=True):
@@ -378,12 +378,12 @@ class Prompts(PromptSource):
         return len(self.data) if self.kept.rows is None else len(self.kept.rows)
 
     def row(self, index: int) -> Mapping[str, Any]:
-        """Read a row, of those that prompts are drawn from."""
+        """Read one of the rows that prompts are drawn from."""
         found: Mapping[str, Any] = read(self.data, self.index(index))
         return found
 
     def index(self, index: int) -> int:
-        """Number a row of those that prompts are drawn from among all rows of the data."""
+        """Find the number, among all rows of the data, of a row that prompts are drawn from."""
         return index if self.kept.rows is None else self.kept.rows[index]
 
     def batch(self, step: int, set_aside: Sequence[int] = ()) -> dict[str, Column]:
@@ -418,7 +418,7 @@ class Prompts(PromptSource):
     def cursor(self, step: int) -> dict[str, Any]:
         """Describe the data order for a checkpoint: the next place after `step` steps, and the rows, size and seed that make the order.
 
-        Of a mixture also the sizes of its data sets and the shares of the next step.
+        For a mixture, also the sizes of its data sets and the shares of the next step.
         """
         here = {"items": self.size, "digest": self.digest, "seed": self.seed, "next": step * self.count}
         if not isinstance(self.data, Mix):
@@ -431,15 +431,15 @@ class Prompts(PromptSource):
         return self.checked_row(self.order.row(position))
 
     def checked_row(self, index: int) -> Mapping[str, Any]:
-        """Read and check a row, of those that prompts are drawn from."""
+        """Read and check one of the rows that prompts are drawn from."""
         item = self.row(index)
         check_item(place_of(self.data, self.index(index)), item, self.prompt_field, self.data[0], self.chat)
         return item
 
     def check(self, node: Node) -> None:
-        """Check every item before anything starts. Raises DataError for one that cannot be trained on."""
+        """Check every item before anything starts. Raises DataError for an unusable item."""
         notify_repeats(node, self.count, len(self.data))
-        self.kept.keep(None, 0)  # the rollouts that read it count anew
+        self.kept.keep(None, 0)  # the rollouts that read it count again
         first, started = self.data[0], 0
         for index in range(len(self.data)):
             item = read(self.data, index)
@@ -521,7 +521,7 @@ def _declare_stream(data: Any, count: int, chat: Chat | None, seed: int, prompt:
 
 
 def _columns(name: str, first: Mapping[str, Any], prompt: str, chat: Chat | None) -> tuple[Chat | None, tuple[str, ...], tuple[str, ...]]:
-    """Choose the chat, the fields and the columns of a source by its first item. Raises DataError for one that cannot be used."""
+    """Choose the chat, the fields and the columns of a source by its first item. Raises DataError for an unusable item."""
     chat = chat or (Chat() if is_conversation(first[prompt]) else None)
     fields = fields_of(first, prompt, chat)
     check_names(name, prompt, first, {f: plural(f) if isinstance(f, str) else "" for f in fields})

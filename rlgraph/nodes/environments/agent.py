@@ -15,12 +15,13 @@ from rlgraph.nodes.prompts import plural
 from rlgraph.settings import Count, Natural, Positive, Seconds
 from rlgraph.values.pool import Pool
 
-SPECIAL = {"prompt": "prompt_texts", "messages": "prompt_messages"}  # what a parameter of these names gets
+SPECIAL = {"prompt": "prompt_texts", "messages": "prompt_messages"}  # the values of parameters with these names
 METHODS = ("reset", "step", "close")
 
 
 class Environment(Protocol):
-    """Answers the turns of one conversation. Write a small class; `generator.rollout(prompts, agent=Class)` makes one for each response.
+    """Answers the turns of one conversation. Write a small class; `generator.rollout(prompts, agent=Class)` makes an instance for each
+    response.
 
     The parameters of the class name fields of the prompt's item, like the parameters of a reward: `Guess(answer="4")`. `prompt`
     is the prompt's text, and `messages` its conversation.
@@ -41,13 +42,13 @@ class Environment(Protocol):
     """
 
     async def reset(self) -> Sequence[Message] | None:
-        """Begin, and return the messages with which the conversation begins; None for the prompt's own."""
+        """Begin, and return the opening messages of the conversation, or None to start from the prompt."""
 
     async def step(self, said: Message) -> Turn:
-        """Answer what the model has `said`."""
+        """Answer the turn `said` of the model."""
 
     async def close(self) -> None:
-        """Free what it holds. Called once, however the conversation ends."""
+        """Free its resources. Called once, however the conversation ends."""
 
 
 @settings.refuse_unknown
@@ -114,7 +115,7 @@ class Agent:
         return {name: column for name, column in columns.items() if column in carried or known[name].default is inspect.Parameter.empty}
 
     def warn_without_outcome(self, node: str) -> None:
-        """Say at the launch that a conversation which is cut off has no outcome, where the environment does not score it."""
+        """Report at the launch that a conversation which is cut off has no outcome, if the environment does not score it."""
         if isinstance(self.environment, type) and not hasattr(self.environment, "truncated"):
             notices.here.say(
                 f"node '{node}': {self.environment.__name__} has no `async def truncated(self, said)`, so a conversation that a limit cuts "
@@ -122,8 +123,8 @@ class Agent:
             )
 
     def scores_cut_off(self, made: Any) -> Callable[..., Awaitable[Turn]] | None:
-        """Find the method by which an environment scores what a limit cuts off; None if it has none."""
-        return getattr(made, "truncated", None)  # an environment need not have it
+        """Find the method by which an environment scores conversations that a limit cuts off; None if it has none."""
+        return getattr(made, "truncated", None)  # it is optional for an environment
 
     def make(self, columns: Mapping[str, str], item: Mapping[str, Any]) -> Environment:
         """Make the environment of a conversation from the `item` of its prompt, a value for each column. Raises what the class raises."""
@@ -131,7 +132,7 @@ class Agent:
 
 
 def convert_argument(name: str, value: Any) -> Any:
-    """Convert the value of a column to what a parameter of this name gets."""
+    """Convert the value of a column for a parameter of this name."""
     if name == "messages":
         return [Message.of(message) for message in ChatPrompt.from_json(value).messages]
     return value.item() if isinstance(value, torch.Tensor) else value

@@ -1,6 +1,6 @@
-"""Calls of environments: coroutines in an event loop of their own, each with a deadline; a loop picks up their results.
+"""Calls of environments: coroutines in a separate event loop, each with a deadline; a loop collects their results.
 
-Thousands of waiting calls take one thread. A call that blocks the loop is found by a heartbeat: the loop is given up with all calls in
+Thousands of waiting calls use one thread. A call that blocks the loop is found by a heartbeat: the loop is given up with all calls in
 it, and later calls run in a new one.
 """
 
@@ -43,10 +43,10 @@ class _Begun:
 
 
 class EnvironmentCalls:
-    """Runs calls, and returns those that have ended. `wake` is called from another thread when one has.
+    """Runs calls, and returns finished ones. Another thread calls `wake` when a call has finished.
 
-    The event loop gets those that began between two decode steps together. It takes the interpreter's lock from the thread that decodes
-    each time it goes round, so a call is one task and one timer, and goes round as rarely as it can.
+    The event loop receives the calls that began between two decode steps together. Each turn of the event loop needs the interpreter's lock
+    of the decoding thread, so a call is only one task and one timer, with as few turns as possible.
     """
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
@@ -81,7 +81,7 @@ class EnvironmentCalls:
         self._loop.call_soon_threadsafe(_cancel, gone)
 
     def take_finished_calls(self, wait_s: float) -> list[Call]:
-        """Take the calls that have ended; wait up to `wait_s` for the first."""
+        """Return the finished calls; wait up to `wait_s` for the first."""
         self.send()
         found: list[Call] = []
         while self._running:
@@ -89,7 +89,7 @@ class EnvironmentCalls:
                 call = self._ended.get(timeout=0 if found else wait_s) if wait_s else self._ended.get_nowait()
             except queue.Empty:
                 return found + self._check_heartbeat()
-            if call in self._running:  # not one of a loop that was given up
+            if call in self._running:  # not a call of an abandoned loop
                 del self._running[call]
                 found.append(call)
         return found
@@ -102,7 +102,7 @@ class EnvironmentCalls:
 
     async def _run(self, begun: _Begun) -> None:
         call, start = begun.call, time.monotonic()
-        if call in self._running:  # else this loop was given up
+        if call in self._running:  # else this loop was abandoned
             self._beat = start  # of calls that begin together each takes its time before the loop hears of a heartbeat
         timer = asyncio.get_running_loop().call_later(begun.deadline_s, self._late, begun, start)
         value, raised = None, ""

@@ -22,11 +22,11 @@ RELEASE_S = 60.0  # of a command that frees something
 # The program's process notes its own line of /proc, and becomes the program: a lease exists before anything of it runs.
 HELD = ("/bin/sh", "-c", 'read -r line < /proc/$$/stat && echo "$line" > "$0" && exec "$@"')
 _LOCK = threading.Lock()
-_MINE: dict[int, "_Folder"] = {}  # by process: a fork has none of its parent's
+_MINE: dict[int, "_Folder"] = {}  # by process: a fork has no leases of its parent
 
 
 class Lease:
-    """Something that this process holds. `end` when it has been freed in the usual way."""
+    """A resource of this process. Call `end` after it has been freed in the usual way."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +37,7 @@ class Lease:
 
 
 class _Folder:
-    """The leases of this process, and the shell that sweeps them when it is gone."""
+    """The leases of this process, and the shell that frees them once the process is gone."""
 
     def __init__(self) -> None:
         pid = os.getpid()
@@ -46,10 +46,10 @@ class _Folder:
         self.count = 0
         command = ["/bin/sh", "-c", 'read -r _; exec "$@"', "sh", sys.executable, "-I", "-S", __file__, str(self.path)]
         quiet = subprocess.DEVNULL
-        waits, self.pipe = os.pipe()  # the end that is kept closes when this process is gone
+        waits, self.pipe = os.pipe()  # this end of the pipe closes when this process is gone
         sweeper = subprocess.Popen(command, stdin=waits, stdout=quiet, stderr=quiet, cwd="/", start_new_session=True)
         os.close(waits)
-        sweeper.returncode = 0  # nobody waits for it: it outlives this process
+        sweeper.returncode = 0  # not waited for: it outlives this process
 
     def next(self, kind: str) -> Path:
         self.count += 1
@@ -57,13 +57,13 @@ class _Folder:
 
 
 def lease(command: Sequence[str]) -> Lease:
-    """Have a command run when this process has ended without `end()`: what frees a container, a remote sandbox, a session.
+    """Have a command run if this process ends without `end()`, to free a container, a remote sandbox or a session.
 
     >>> from rlgraph.nodes.environments.leases import lease
     >>> held = lease(["docker", "rm", "--force", "sandbox-17"])
     >>> held.end()  # it was removed in the usual way
 
-    Take the lease before the thing itself, so that nothing can come between. The command runs once, in `/`, for up to 60 s.
+    Create the lease before the resource, so that the process cannot die in between. The command runs once, in `/`, for up to 60 s.
     """
     path = _folder().next("command")
     path.write_text(json.dumps([str(word) for word in command]))
@@ -77,14 +77,14 @@ def leased_command(command: Sequence[str]) -> tuple[list[str], Lease]:
 
 
 def hold(pid: int) -> Lease:
-    """Have a process that runs already, and its process group, end with this process. End the lease when it has ended."""
+    """Have a running process, and its process group, end with this process. End the lease when it has ended."""
     path = _folder().next("process")
     path.write_text(Path(f"/proc/{pid}/stat").read_text())
     return Lease(path)
 
 
 def sweep() -> list[str]:
-    """Free what processes of this user held that are gone. Returns the names of their folders."""
+    """Free the resources of this user's processes that are gone. Returns the names of their folders."""
     found = []
     for folder in sorted(Path(tempfile.gettempdir()).glob(f"{PREFIX}{os.getuid()}-*")):
         pid, birth, *within = [*folder.name.removeprefix(f"{PREFIX}{os.getuid()}-").split("-"), ""]
@@ -94,7 +94,7 @@ def sweep() -> list[str]:
 
 
 def free(folder: Path) -> bool:
-    """Free what the leases of a folder hold, and remove it. False for a folder that is none of this user's, or that another one sweeps."""
+    """Free the resources of a folder's leases, and remove the folder. False if it belongs to another user, or another process frees it."""
     mine = folder.with_name(f"{folder.name}-swept")
     with contextlib.suppress(OSError):
         found = folder.lstat()
@@ -111,7 +111,7 @@ def free(folder: Path) -> bool:
 
 
 def began(pid: int) -> int:
-    """Read when a process began, in ticks since the machine's start; -1 for one that has ended."""
+    """Read when a process began, in ticks since the machine's start; -1 if it has ended."""
     try:
         return _birth_of(Path(f"/proc/{pid}/stat").read_text())[1]
     except (OSError, IndexError, ValueError):
@@ -119,13 +119,13 @@ def began(pid: int) -> int:
 
 
 def namespaces() -> str:
-    """Name the namespaces in which this process counts ids and times: in another, as of a container that shares /tmp, they mean others."""
+    """Name the namespaces of this process's ids and times: in others, e.g. of a container that shares /tmp, they mean something else."""
     found = [Path(f"/proc/self/ns/{kind}") for kind in ("pid", "time")]
     return "+".join(str(path.stat().st_ino) for path in found if path.exists())
 
 
 def _birth_of(line: str) -> tuple[int, int]:
-    """The id of a process and when it began, of its line in /proc; -1 for a zombie."""
+    """The id of a process and when it began, from its line in /proc; -1 for a zombie."""
     name, _, rest = line.rpartition(")")
     fields = rest.split()
     return int(name.partition(" ")[0]), -1 if fields[0] == "Z" else int(fields[19])
@@ -141,7 +141,7 @@ def _free_one(path: Path) -> None:
     if began(pid) not in (birth, -1):
         return  # another process has its id
     try:
-        os.killpg(pid, signal.SIGKILL)  # also where its leader has ended: no other process gets the id of a group
+        os.killpg(pid, signal.SIGKILL)  # also if its leader has ended: no other process gets the id of a group
     except ProcessLookupError:
         os.kill(pid, signal.SIGKILL)
 

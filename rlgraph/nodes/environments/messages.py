@@ -1,4 +1,4 @@
-"""The values that a conversation is made of, and the formats in which models write calls of tools."""
+"""The values of a conversation, and the formats in which models write tool calls."""
 
 import ast
 import json
@@ -13,7 +13,7 @@ from rlgraph.settings import AtLeastZero, Finite, Name
 
 
 def whole_text(text: str) -> str:
-    """Replace lone surrogates, which no tokenizer encodes, with U+FFFD: JSON and file names of outside may hold them.
+    """Replace lone surrogates, which no tokenizer encodes, with U+FFFD: external JSON and file names may contain them.
 
     >>> whole_text("a" + chr(0xD83D)) == "a" + chr(0xFFFD)
     True
@@ -26,7 +26,7 @@ def whole_text(text: str) -> str:
 
 
 def whole_value(value: Any) -> Any:
-    """Replace lone surrogates in the texts of a value of JSON. Raises ValueError for NaN and infinity, which JSON does not have."""
+    """Replace lone surrogates in the texts of a JSON value. Raises ValueError for NaN and infinity, which JSON does not have."""
     if isinstance(value, str):
         return whole_text(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -83,19 +83,19 @@ class Message:
 
     def __post_init__(self) -> None:
         settings.check(self)
-        for name in ("content", "reasoning", "name", "tool_call_id"):  # while it is made: a text that can be sent and written
+        for name in ("content", "reasoning", "name", "tool_call_id"):  # at construction: a text that can be sent and written
             object.__setattr__(self, name, whole_text(getattr(self, name)))
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> "Message":
-        """Make a message of a mapping, as data sets have it."""
+        """Make a message from a mapping, as in data sets."""
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         calls = tuple(ToolCall(function["name"], function.get("arguments") or {}) for function in functions)
         others = {key: str(message[key]) for key in ("name", "tool_call_id") if message.get(key)}
         return cls(message["role"], message.get("content") or "", str(message.get("reasoning_content") or ""), calls, **others)
 
     def as_dict(self) -> dict[str, Any]:
-        """Make the mapping that a chat template reads. Calls that were written wrongly have no arguments in it."""
+        """Make the mapping that a chat template reads. Malformed calls have no arguments in it."""
         made: dict[str, Any] = {"role": self.role, "content": self.content}
         made |= {"reasoning_content": self.reasoning} if self.reasoning else {}
         if self.tool_calls:
@@ -132,14 +132,14 @@ class Turn:
 
 
 def call_id(place: int) -> str:
-    """Make the id of the call at a place of its turn: nine letters and digits, as Mistral's template wants it."""
+    """Make the id of the call at a place of its turn: nine letters and digits, as Mistral's template requires."""
     return f"call{place:05d}"
 
 
-# Formats in which models write calls of tools: what a turn's text is parsed to.
+# Formats in which models write tool calls, and their parsers.
 #
-# A call that is written wrongly is a call with an `error`, which the model reads as the tool's answer. vLLM's parsers return such text as
-# if there were no call, so the common formats are parsed here, and the parsers of vLLM by name: `format="vllm:glm45"`.
+# A malformed call has an `error`, which the model reads as the tool's answer. vLLM's parsers return such text as if it had no call, so the
+# common formats are parsed here, and the parsers of vLLM by name: `format="vllm:glm45"`.
 
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]  # the JSON schema of each tool's arguments, by the tool's name
 CallFormat: TypeAlias = Callable[[str, Schemas], Sequence[ToolCall]]
@@ -164,7 +164,7 @@ def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
 
 
 def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse the calls of Qwen 3 Coder, whose values have the types that the tool's schema says.
+    """Parse the calls of Qwen 3 Coder, whose values have the types of the tool's schema.
 
     >>> text = "<tool_call><function=add><parameter=a>1</parameter></function></tool_call>"
     >>> qwen3_coder(text, {"add": {"properties": {"a": {"type": "integer"}}}})
@@ -191,7 +191,7 @@ def _parameters(text: str) -> Iterator[tuple[str, str]]:
 
 
 def llama3_json(text: str, schemas: Schemas) -> list[ToolCall]:
-    """Parse the calls of Llama 3.1 and newer: a turn of JSON alone, one object for each call, with `;` between them.
+    """Parse the calls of Llama 3.1 and newer: a turn of only JSON, one object per call, with `;` between them.
 
     >>> llama3_json('{"name": "add", "parameters": {"a": 1}}', {})
     [ToolCall(name='add', arguments={'a': 1}, error='')]
@@ -234,7 +234,7 @@ FORMATS: dict[str, CallFormat] = {"hermes": hermes, "llama3_json": llama3_json, 
 
 
 def calls_of(text: str, form: CallFormat, schemas: Schemas) -> tuple[ToolCall, ...]:
-    """Parse a turn. If a user's format raises, the turn is one call, whose error is what it raised.
+    """Parse a turn. If a user's format raises, the turn is one call with that error.
 
     Lone surrogates in a call become U+FFFD, and a call with NaN or infinity is an error.
     """
@@ -275,7 +275,7 @@ def _keywords(call: ast.Call) -> dict[str, Any]:
 
 
 def _convert_to_schema(value: str, schema: Mapping[str, Any]) -> Any:
-    """Convert a value to the type that the schema says, if it is one; else it stays text."""
+    """Convert a value to the type of the schema, if possible; else it stays text."""
     if schema.get("type") in (None, "string"):
         return value
     try:

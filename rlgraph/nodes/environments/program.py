@@ -24,10 +24,10 @@ from rlgraph.nodes.prompts import plural
 from rlgraph.settings import Count, Natural, Seconds
 from rlgraph.values.pool import Pool
 
-# A command line as an agent program: a process of its own, whose printed text is read and which leaves nothing behind.
+# A command line as an agent program: a separate process, whose printed text is read and which leaves nothing behind.
 
 SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
-MOST_BYTES = 65536  # of what is printed; the end is kept
+MOST_BYTES = 65536  # characters of the output; its end is kept
 NO_PROXY = "127.0.0.1,localhost"
 PASSED = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")  # none of these holds a secret
 
@@ -37,12 +37,12 @@ class CommandFailed(Exception):
 
 
 def environment_of(named: Sequence[str]) -> dict[str, str]:
-    """Collect the variables of a command: a few of this process's, and those that are named, as "NAME" or "NAME=value".
+    """Collect the variables of a command: a few of this process's variables, and the named ones, "NAME" or "NAME=value".
 
     >>> environment_of(["MODE=fast"])["MODE"]
     'fast'
 
-    Calls of this host bypass proxies. Raises CommandFailed where this process lacks a named one.
+    Calls of this host bypass proxies. Raises CommandFailed if this process lacks a named one.
     """
     values = dict(given.split("=", 1) for given in named if "=" in given)
     passed = [given for given in named if "=" not in given]
@@ -53,7 +53,7 @@ def environment_of(named: Sequence[str]) -> dict[str, str]:
 
 
 async def run_command(command: Sequence[str], environment: Mapping[str, str], seconds: float) -> str:
-    """Run a command in this environment, and return the end of what it prints. Cancelling it ends all that it has started.
+    """Run a command in this environment, and return the end of its output. Cancelling it ends all processes that it has started.
 
     Raises TimeoutError at its deadline, and CommandFailed for a status other than 0.
     """
@@ -72,7 +72,7 @@ async def run_command(command: Sequence[str], environment: Mapping[str, str], se
         printed, complaints = await asyncio.gather(_end_of(child.stdout), _end_of(child.stderr))
         status = await child.wait()
     finally:
-        child.stdin.close()  # from here on the supervisor ends what is left
+        child.stdin.close()  # from here on the supervisor ends remaining processes
     if status == DEADLINE:
         raise TimeoutError
     if status:
@@ -87,7 +87,7 @@ async def _end_of(stream: asyncio.StreamReader) -> str:
     return kept.decode(errors="replace")
 
 
-CLIENT = "client"  # the parameter of a function that gets the address
+CLIENT = "client"  # the parameter of a function for the address
 OUTPUT_CHARACTERS = 65536
 OWN_VARIABLES = ("OPENAI_BASE_URL", "OPENAI_API_KEY", "RLGRAPH_SEED")
 
@@ -115,7 +115,7 @@ class AgentClient:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a program has ended: the reward that it gave, and its output."""
+    """The result of a program: its reward and its output."""
 
     reward: float = 0.0
     output: str = ""
@@ -177,7 +177,7 @@ class Program:
                 raise GraphError(f"Program(env={show_value(self.env)}): a function sees the environment of its worker; leave env out")
         else:
             _check_env(self.env)
-            _ = self.fields  # raises for braces that name no field
+            _ = self.fields  # raises for braces without the name of a field
             if not self.command:
                 raise GraphError(f"Program(run={show_value(self.run)}): a command names a program: ['python', 'agent.py']")
 
@@ -204,7 +204,7 @@ class Program:
         return {name: column for name, column in columns.items() if column in carried or name not in optional}
 
     def check(self) -> None:
-        """Raise GraphError where the endpoint or the command cannot be run."""
+        """Raise GraphError if the endpoint or the command cannot be run."""
         if importlib.util.find_spec("aiohttp") is None:
             raise GraphError("agent programs call an endpoint that needs aiohttp: pip install 'rlgraph-dataflow[agents]'")
         if self.command and "{" not in self.command[0] and shutil.which(self.command[0]) is None:
@@ -250,7 +250,7 @@ def _check_env(env: Sequence[str]) -> None:
 
 
 def _fields(argument: str) -> list[str]:
-    """List the fields in the braces of an argument. Raises GraphError for braces that name none."""
+    """List the fields in the braces of an argument. Raises GraphError for braces without a field."""
     try:
         parts = list(string.Formatter().parse(argument))
     except ValueError as error:
@@ -277,7 +277,7 @@ def _reward(result: object) -> float:
 
 
 def _text(result: object) -> str:
-    """Write what a function returned: text as it is, else JSON where it is some."""
+    """Write the result of a function: text unchanged, else JSON if possible."""
     if result is None or isinstance(result, str):
         return (result or "")[-OUTPUT_CHARACTERS:]
     try:

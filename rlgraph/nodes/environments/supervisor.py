@@ -1,7 +1,7 @@
-"""Runs a command, and ends all that it has started: when it ends, at its deadline, or when the process that wanted it is gone.
+"""Runs a command, and ends all processes that it has started: when it ends, at its deadline, or when the requesting process is gone.
 
-Arguments: seconds, the command. Its input is a pipe that closes when the other end is gone. It exits as the command does; with 124 at
-the deadline. Runs as a file of its own, with nothing but Python's own library.
+Arguments: seconds, the command. Its input is a pipe that closes when the other end is gone. It exits with the command's status, or 124 at
+the deadline. It runs as a separate file and uses only Python's standard library.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ ENDING_S = 10.0
 def main() -> None:
     seconds, command = float(sys.argv[1]), sys.argv[2:]
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # processes whose parent has ended become children of this one
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphaned processes become children of this process
     child = os.fork()
     if not child:
         _execute(libc, command)
@@ -45,7 +45,7 @@ def _execute(libc: ctypes.CDLL, command: list[str]) -> None:
 
 
 def _end_all() -> None:
-    """Kill the children of this process until it has none; those of killed ones become its own."""
+    """Kill the children of this process until it has none; children of killed processes become its own."""
     end = time.monotonic() + ENDING_S
     while time.monotonic() < end:
         for pid in _children():

@@ -33,7 +33,7 @@ OPERATORS: dict[type, Callable[..., Any]] = {
     ast.USub: operator.neg,
     ast.UAdd: operator.pos,
 }
-MOST_BITS = 4096  # of an intermediate whole number: a power of larger ones could take hours
+MOST_BITS = 4096  # bits of an intermediate whole number: a power of larger numbers could last hours
 
 
 def calculate(expression: str) -> float:
@@ -69,7 +69,7 @@ KINDS: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "
 
 
 def schema_of(name: str, function: Callable[..., Any], hidden: Collection[str] = ()) -> dict[str, Any]:
-    """Make the schema of a function's arguments, but for `hidden` ones. Its docstring's first paragraph is the description.
+    """Make the schema of a function's arguments, except `hidden` ones. Its docstring's first paragraph is the description.
 
     >>> async def search(query: str, most: int = 3) -> str:
     ...     "Search the web."
@@ -103,12 +103,12 @@ def _kind(hint: Any) -> dict[str, Any]:
 
 T = TypeVar("T")
 MOST_CALLS = 8  # of one turn
-NO_DEADLINE_S = 1e9  # each call of a tool has a deadline of its own
+NO_DEADLINE_S = 1e9  # each tool call has its own deadline
 _SLOTS: "WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Semaphore]]" = WeakKeyDictionary()
 
 
 class KeptByTools(Protocol):
-    """The objects that a conversation keeps for its tools between calls."""
+    """The objects that a conversation keeps for its tools between two calls."""
 
     async def close(self) -> None: ...
 
@@ -184,7 +184,7 @@ class Python(Tool):
 
     @property
     def settings(self) -> dict[str, object]:
-        """The arguments of a call beside those that the model gives."""
+        """The arguments of a call that the model does not provide."""
         return {"limits": self.limits, "accept_missing": self.accept_missing}
 
 
@@ -273,7 +273,7 @@ class Tools:
         )
 
     def check(self) -> None:
-        """Raise GraphError where this machine cannot run one of the tools."""
+        """Raise GraphError if this machine cannot run one of the tools."""
         for tool in self.by_name().values():
             if isinstance(tool, Python):
                 sandbox.check(tool.limits, tool.accept_missing)
@@ -310,7 +310,7 @@ class ToolCalls:
                 raise failed
 
     async def _result(self, call: ToolCall) -> tuple[str, bool]:
-        """Call a tool. Returns what the model reads, and whether the call failed."""
+        """Call a tool. Returns the text for the model, and whether the call failed."""
         try:
             if call.error:
                 raise ToolError(call.error)
@@ -322,7 +322,7 @@ class ToolCalls:
             return self._truncate(f"error: {error}"), True
         except TimeoutError:
             return self._truncate(f"error: no answer within {self.tools.deadline_s:g} s"), True
-        except (Exception, SystemExit) as error:  # noqa: BLE001 (a tool's failure is for the model to read, whatever it is)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 (the model reads any failure of a tool)
             return self._truncate(f"error: {type(error).__name__}: {error}"), True
         return self._truncate(str(result)), False
 
