@@ -21,7 +21,7 @@ from rlgraph.nodes.environments.calls import run_in_thread
 from rlgraph.nodes.walls.session import ANSWER, READ, READY, REQUEST, RUN, TOO_LONG, TOO_MUCH, WRITE
 from rlgraph.settings import Count, Seconds
 
-LAYERS = ("namespaces", "landlock", "seccomp")  # docs/developers/security.md says what each of them holds
+LAYERS = ("namespaces", "landlock", "seccomp")  # docs/developers/security.md describes each of them
 LIBRARIES = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/localtime", "/etc/ld.so.cache")
 START = "import sys; sys.path.insert(0, sys.argv.pop(1)); from walls.{} import main; del sys.path[0]; main()"
 
@@ -35,7 +35,7 @@ class Limits:
 
     * `seconds`: the longest that a run may take.
     * `memory_bytes`: the most memory of its process.
-    * `output_bytes`: the most that it may print; the rest is cut off.
+    * `output_bytes`: the most bytes that it may print; the rest is cut off.
     * `file_bytes`: the most that its files may have together.
     """
 
@@ -89,7 +89,7 @@ async def run(code: str, limits: Limits, accept_missing: Collection[str] = ()) -
 def check(limits: Limits, accept_missing: Collection[str] = (), what: str = "the tool 'python'", maker: str = "rg.tools.python") -> None:
     """Try an empty run for `what`, which `maker` makes.
 
-    Raises GraphError on a system other than Linux, and where the kernel lacks a layer that is not accepted.
+    Raises GraphError on a system other than Linux, and if the kernel lacks a layer that is not in `accept_missing`.
     """
     if sys.platform != "linux":
         raise GraphError(f"{what} needs Linux 5.13 or newer, which keeps its code from files and network; leave it out")
@@ -99,7 +99,7 @@ def check(limits: Limits, accept_missing: Collection[str] = (), what: str = "the
         raise GraphError(f"{what} cannot be run here: {error}; leave it out{_advice(str(error), maker)}") from None
 
 
-# Settings of a kernel that keep users from making namespaces: the file, the value, and the command that allows them.
+# Settings of a kernel that forbid users to make namespaces: the file, the value, and the command that allows them.
 REFUSING = (
     ("/proc/sys/user/max_user_namespaces", "0", "sysctl -w user.max_user_namespaces=15000"),
     ("/proc/sys/kernel/unprivileged_userns_clone", "0", "sysctl -w kernel.unprivileged_userns_clone=1"),
@@ -108,7 +108,7 @@ REFUSING = (
 
 
 def _advice(error: str, maker: str) -> str:
-    """Say what to do about a sandbox that cannot be made."""
+    """Suggest a fix for a sandbox that cannot be made."""
     missing = next((layer for layer in LAYERS if f"lacks the layer '{layer}'" in error), None)
     if missing is None:
         return ", or raise its limits"
@@ -143,7 +143,7 @@ def command_of_run(limits: Limits, accept_missing: Collection[str]) -> Sequence[
 
 
 def command_of_session(limits: Limits, accept_missing: Collection[str], more: Collection[str]) -> Sequence[str]:
-    """The command of a sandbox that stays; code may import what is in the folders `more` too."""
+    """The command of a sandbox that stays; code may import what is in the folders `more`, too."""
     numbers = [limits.seconds, limits.memory_bytes, limits.file_bytes, limits.output_bytes]
     return _command("session", numbers, accept_missing, more)
 
@@ -173,7 +173,7 @@ def _paths() -> tuple[Sequence[str], Sequence[str]]:
 
 
 async def _talk(child: asyncio.subprocess.Process, code: str, most: int) -> bytes:
-    """Send the code and read its output, up to one byte more than `most`: that byte tells that it printed too much."""
+    """Send the code and read its output, up to one byte more than `most`: that byte shows that it printed too much."""
     assert child.stdin is not None
     assert child.stdout is not None
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
@@ -190,7 +190,7 @@ async def _talk(child: asyncio.subprocess.Process, code: str, most: int) -> byte
 
 
 def signal_name(number: int) -> str:
-    """Name a signal; those of real time have no names of their own."""
+    """Name a signal; real-time signals have no names."""
     known = {signum.value: signum.name for signum in signal.Signals}
     return known.get(number, f"signal {number}")
 
@@ -206,10 +206,10 @@ def _check_output(output: bytes, code: int | None, limits: Limits) -> str:
     return text
 
 
-# Sandboxes that stay between the turns of a conversation: one small protocol, and the one of this machine.
+# Sandboxes that stay between the turns of a conversation: one small protocol, and its implementation on this machine.
 
 ALL_READ = stat.S_IROTH | stat.S_IXOTH
-SLACK_S = 10.0  # beside the seconds of a run, for the sandbox to answer
+SLACK_S = 10.0  # seconds for the sandbox to answer, besides the seconds of a run
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Sandbox(Protocol):
         """Write a file, and the folders on the way to it."""
 
     async def close(self) -> None:
-        """End it; its files are gone."""
+        """End the sandbox and remove its files."""
 
 
 @settings.refuse_unknown
@@ -293,7 +293,7 @@ class LocalSandbox:
         for path in self.packages:
             if not os.path.isdir(path):
                 raise GraphError(f"LocalSandbox(packages=…): {show_value(path)} is not a folder of this machine")
-            if os.stat(path).st_mode & ALL_READ != ALL_READ:  # code runs as nobody where this process is root
+            if os.stat(path).st_mode & ALL_READ != ALL_READ:  # code runs as nobody if this process is root
                 raise GraphError(
                     f"LocalSandbox(packages=…): {show_value(path)} is not a folder that everyone may read; run chmod a+rx on it"
                 )
@@ -323,7 +323,7 @@ class LocalSandbox:
         await self._file(WRITE, path, data)
 
     async def close(self) -> None:
-        """End the sandbox; its files are gone."""
+        """End the sandbox and remove its files."""
         self._closed = True
         process, self._process = self._process, None
         if process is not None:
@@ -344,7 +344,7 @@ class LocalSandbox:
         return output
 
     async def _request(self, operation: bytes, body: bytes) -> tuple[int, bytes]:
-        """Send an operation and await its answer. What goes wrong on the way ends the sandbox."""
+        """Send an operation and await its answer. An error on the way ends the sandbox."""
         async with self._turn:
             process = await self._start_process()
             assert process.stdin is not None
@@ -358,7 +358,7 @@ class LocalSandbox:
             except (OSError, TimeoutError, asyncio.IncompleteReadError):
                 await self.close()
                 raise ToolError("the sandbox is gone, with its files") from None
-            except asyncio.CancelledError:  # what is under way would answer the next call
+            except asyncio.CancelledError:  # an unread answer would be taken for that of the next call
                 await self.close()
                 raise
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PROMPTS = 2  # of a made-up batch, each with its group of responses
 LIMIT_S = 5.0  # of a function's trial
-MISTAKES = (NameError, AttributeError, TypeError, ImportError)  # what a function raises whatever it is given
+MISTAKES = (NameError, AttributeError, TypeError, ImportError)  # errors that do not depend on the arguments
 SIZES = {"P": 3, "T": 5, "L": 1, "E": 1, "K": 2}  # of the dimensions of made-up columns
 PROMPT_TOKEN, RESPONSE_TOKEN = 1, 2
 PROMPT = "What is 2 + 2?"
@@ -35,7 +35,7 @@ Given = TypeVar("Given")
 
 
 class TooLong(RlgraphError):
-    """A call had not returned at its deadline."""
+    """A call did not return before its deadline."""
 
 
 class MadeUpTokenizer:
@@ -48,8 +48,8 @@ class MadeUpTokenizer:
 def try_functions(graph: "Graph") -> None:
     """Call each function, estimator and operation of the user on a made-up batch of 2 prompts.
 
-    A notice names one that has not returned within 5 seconds, or that raised what made-up columns may cause. `trial=False` leaves a
-    function out, and so do its `retries`. Raises RlgraphError naming the node that goes wrong.
+    A notice names a function that does not return within 5 seconds, or whose error made-up columns may cause. `trial=False` leaves a
+    function out, and so do its `retries`. Raises RlgraphError naming the failed node.
     """
     made: dict[Node, Columns] = {}
     with _preserve_random_states():
@@ -63,7 +63,7 @@ def try_functions(graph: "Graph") -> None:
 
 
 def _call_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
-    """Call the node's function; None where there is none, or where a notice tells why its result is not known."""
+    """Call the node's function; None if there is none, or if its result is unknown, for which a notice gives the reason."""
     leaves_out = "trial=False" if node.traits.given is not None else "traits = rg.extend.NodeTraits(trial=False)"
     try:
         found: Any = node.operation.trial(node, columns, rows) if node.traits.trial else None
@@ -85,12 +85,12 @@ def _call_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
 
 
 def _fire_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
-    """Start a copy of the node's operation and call its stage as the first step would. Raises RlgraphError for what a run refuses."""
+    """Start a copy of the node's operation and call its stage as the first step would. Raises RlgraphError as a run would."""
     many = node.chunks > 1 and node.follows is None  # it makes the chunks of a batch
     if node.model is not None or many or node.traits.given == () or any(output.prefix for output in node.inputs):
         return None
     written, rewards = _fire(node, columns), columns.get("rewards")
-    if _not_finite(columns, written) and isinstance(rewards, torch.Tensor):  # made-up texts may all score the same, as few batches do
+    if _not_finite(columns, written) and isinstance(rewards, torch.Tensor):  # made-up texts may all score the same, unlike in most batches
         written = _fire(node, {**columns, "rewards": (torch.arange(len(rewards)) % 2).to(rewards) / 2 + 0.25})
     if name := _not_finite(columns, written):
         raise GraphError(
@@ -100,8 +100,8 @@ def _fire_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
     due = rows if node.inputs else node.rows
     count, read = (max((len(column) for column in batch.values()), default=0) for batch in (written, columns))
     if count == node.rows != due:
-        return None  # it counts on the rows of a step
-    checked_columns(node.name, node.writes, written, read if rows < read == count else due)  # one that chooses rows may find few
+        return None  # it relies on the rows of a step
+    checked_columns(node.name, node.writes, written, read if rows < read == count else due)  # a stage that chooses rows may find few
     return {name: column[:rows] for name, column in written.items()}
 
 
@@ -115,7 +115,7 @@ def _fire(node: "Node", columns: Columns) -> Columns:
 
 
 def _call_in_time(what: str, call: Callable[[], Any]) -> Any:
-    """Call what runs a user's function. Raises TooLong after `LIMIT_S`, and GraphError, with its cause, for what it raises."""
+    """Call a user's function. Raises TooLong after `LIMIT_S`, and GraphError, with its cause, for its errors."""
     try:
         return FunctionPool(call, [{}], 1, LIMIT_S).run()[0]
     except CallFailed as failure:
@@ -126,7 +126,7 @@ def _call_in_time(what: str, call: Callable[[], Any]) -> Any:
 
 
 def _not_finite(columns: Columns, written: Columns) -> str:
-    """Name a written column of rlgraph's own that has a number of a trained token, or of a response, that is NaN or infinite."""
+    """Name a written column of rlgraph's own with NaN or infinity at a trained token, or for a response."""
     mask = columns.get("loss_mask", columns.get("response_mask"))
     for name, column in written.items():
         if name in COLUMNS and isinstance(column, torch.Tensor) and column.is_floating_point():
@@ -142,15 +142,15 @@ def made_up(writes: Sequence[str], rows: int) -> dict[str, Column]:
 
 
 def copy_callable(function: Given) -> Given:
-    """Copy an object of the user's, so that a trial does not change its state; a function is itself."""
+    """Copy a user's object, so that a trial does not change its state; a function is returned unchanged."""
     try:
         return copy.deepcopy(function)
-    except Exception:  # noqa: BLE001 (whatever its state says to a copy)
+    except Exception:  # noqa: BLE001 (a copy of its state may raise anything)
         return function
 
 
 def _read(node: "Node", made: "dict[Node, Columns]") -> Columns | None:
-    """Collect the columns that a node reads, repeated to the widest input; None if one of them is not known."""
+    """Collect the columns that a node reads, repeated to the widest input; None if one of them is unknown."""
     found: dict[str, Column] = {}
     for name in node.reads:
         output = node.carrier(name)
@@ -178,7 +178,7 @@ def _column(name: str, rows: int) -> Column:
     if spec.dtype != torch.float32 or name == "step_labels":
         value = {"prompts": PROMPT_TOKEN, "responses": RESPONSE_TOKEN}.get(name, 0)
         return torch.full(shape, spec.dtype == torch.bool or value, dtype=spec.dtype)
-    if name == "preferences":  # each row with a worse one behind it
+    if name == "preferences":  # each row followed by a worse one
         return 1.0 - 2.0 * torch.arange(rows).remainder(2)
     if spec.dims == ("B",):
         return torch.arange(rows).remainder(2).float()
@@ -186,14 +186,14 @@ def _column(name: str, rows: int) -> Column:
 
 
 def _make_up_numbers(name: str, shape: Sequence[int], begin: int) -> torch.Tensor:
-    """Make up numbers of which neighbours differ: equal numbers deviate by 0."""
+    """Make up numbers whose neighbours differ, since equal numbers have no deviation."""
     varied = (torch.arange(prod(shape)) + begin).remainder(7).reshape(tuple(shape)) / 8 + 0.125
     return varied.log() if name.endswith("log_probs") else varied
 
 
 @contextlib.contextmanager
 def _preserve_random_states() -> Iterator[None]:
-    """Leave the random numbers of this process as they are, so that a trial does not change a run in it."""
+    """Restore the random generators of this process, so that a trial does not change a run in it."""
     python, arrays = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         yield
@@ -203,11 +203,11 @@ def _preserve_random_states() -> Iterator[None]:
 
 # Losses: called as a trainer calls them, with made-up log-probs, or values, that require a gradient.
 
-LIKE_DATA = ("preferences", "margins", "step_labels")  # columns of numbers that have a meaning of their own
+LIKE_DATA = ("preferences", "margins", "step_labels")  # columns of numbers with a special meaning
 
 
 class _LossColumns(dict[str, Column]):
-    """The columns of a loss; those that it asked for and that are not there."""
+    """The columns of a loss, and the missing columns that it asked for."""
 
     absent: str = ""
 
@@ -217,20 +217,20 @@ class _LossColumns(dict[str, Column]):
 
 
 def try_loss(node: str, loss: Any, batch: Columns, scores: Literal["log_probs", "values"]) -> None:
-    """Call a loss of the user's on a made-up batch, and take its gradient.
+    """Call a user's loss on a made-up batch, and compute its gradient.
 
-    A notice tells if the loss of the batch is not the sum of those of its halves. Raises RlgraphError for what a run refuses.
+    A notice reports if the loss of the batch is not the sum of the losses of its halves. Raises RlgraphError as a run would.
     """
     mask = batch["response_mask"]
     assert isinstance(mask, torch.Tensor)
     if not mask.any() or chosen_at(loss) is not None:
-        return  # a run takes no step there; and log-probs of chosen tokens are the trainer's to make
+        return  # a run has no step there; and only the trainer makes log-probs of chosen tokens
     what = f"its loss '{type(loss).__name__}'"
     if not hasattr(loss, "needs_entropy"):
         raise GraphError(f"{what} has no `needs_entropy`: set it to False, or to True for a loss that uses the entropy")
     tried = _TriedLoss(node, what, copy_callable(loss), mask, scores)
     value, finite = tried.take(batch)
-    if not finite:  # made-up advantages may all be 0, as those of few batches are
+    if not finite:  # made-up advantages may all be 0, unlike in most batches
         value, finite = tried.take({name: _vary_column(name, column) for name, column in batch.items()})
     if not finite:
         raise GraphError(
@@ -255,7 +255,7 @@ class _TriedLoss:
         self.node, self.what, self.loss, self.mask, self.scores = node, what, loss, mask, scores
 
     def take(self, batch: Columns, rows: slice = slice(None)) -> tuple[float, bool]:
-        """Call the loss with some rows, and say whether it and its gradient are finite. Raises RlgraphError for what a run refuses."""
+        """Call the loss with some rows, and return whether it and its gradient are finite. Raises RlgraphError as a run would."""
         columns = _LossColumns({name: column[rows] for name, column in batch.items()})
         try:
             found: tuple[float, bool] = _call_in_time(self.what, lambda: self._call(columns, rows))

@@ -1,7 +1,7 @@
 """Calls of environments: coroutines in a separate event loop, each with a deadline; a loop collects their results.
 
-Thousands of waiting calls use one thread. A call that blocks the loop is found by a heartbeat: the loop is given up with all calls in
-it, and later calls run in a new one.
+Thousands of waiting calls use one thread. A heartbeat detects a call that blocks the loop: the loop is abandoned with all its calls, and
+later calls run in a new loop.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-BLOCKED_S = 30.0  # without a heartbeat of the event loop, until it is given up
+BLOCKED_S = 30.0  # without a heartbeat of the event loop, until it is abandoned
 BEAT_S = 1.0  # between two heartbeats
 
 T = TypeVar("T")
@@ -103,12 +103,12 @@ class EnvironmentCalls:
     async def _run(self, begun: _Begun) -> None:
         call, start = begun.call, time.monotonic()
         if call in self._running:  # else this loop was abandoned
-            self._beat = start  # of calls that begin together each takes its time before the loop hears of a heartbeat
+            self._beat = start  # if calls begin together, each runs for a while before the loop handles a heartbeat
         timer = asyncio.get_running_loop().call_later(begun.deadline_s, self._late, begun, start)
         value, raised = None, ""
         try:
             value = await begun.function()
-        except BaseException as error:  # noqa: BLE001 (a user's environment: whatever it raises ends its conversation alone)
+        except BaseException as error:  # noqa: BLE001 (a user's environment: its error ends only its conversation)
             raised = f"{call.kind} raised {type(error).__name__}: {error!s:.300}"
         timer.cancel()
         call.task = None
@@ -117,7 +117,7 @@ class EnvironmentCalls:
             self._end(call, start)
 
     def _late(self, begun: _Begun, start: float) -> None:
-        """End a call at its deadline, and wait for nothing that ignores its cancellation."""
+        """End a call at its deadline, without waiting for code that ignores its cancellation."""
         call = begun.call
         call.failed, call.reason = "timeouts", f"{call.kind} took longer than {begun.deadline_s:g} s"
         self._end(call, start)
@@ -129,7 +129,7 @@ class EnvironmentCalls:
         self._wake()
 
     def _check_heartbeat(self) -> list[Call]:
-        """Ask the event loop for a heartbeat. If it has given none for long, give it up, and end all its calls."""
+        """Ask the event loop for a heartbeat. If it has sent none for long, abandon it, and end all its calls."""
         now = time.monotonic()
         if self._beat >= self._asked:
             if now - self._asked > BEAT_S:
@@ -165,7 +165,7 @@ def _new_loop() -> tuple[asyncio.AbstractEventLoop, threading.Thread]:
 
 
 def _run_on(loop: asyncio.AbstractEventLoop) -> None:
-    """Run an event loop until it is stopped. A task that calls `sys.exit` ends with that, and must not end the loop of the others."""
+    """Run an event loop until it is stopped. A task that calls `sys.exit` ends only itself, not the loop of the others."""
     while True:
         try:
             return loop.run_forever()
@@ -174,6 +174,6 @@ def _run_on(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in an event loop of a thread: the caller may have one of its own, as a notebook has."""
+    """Run a coroutine in an event loop of a thread, since the caller may have its own, e.g. a notebook."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work).result()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 PREFIX = "rlgraph-leases-"
 RELEASE_S = 60.0  # of a command that frees something
-# The program's process notes its own line of /proc, and becomes the program: a lease exists before anything of it runs.
+# The program's process records its own line of /proc, and becomes the program: the lease exists before the program runs.
 HELD = ("/bin/sh", "-c", 'read -r line < /proc/$$/stat && echo "$line" > "$0" && exec "$@"')
 _LOCK = threading.Lock()
 _MINE: dict[int, "_Folder"] = {}  # by process: a fork has no leases of its parent

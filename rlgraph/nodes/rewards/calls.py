@@ -1,4 +1,4 @@
-"""How a user's function is called: how many calls at a time, within which deadline, how often again, and what a failure scores."""
+"""How a user's function is called: how many calls at a time, with which deadline and retries, and what a failure scores."""
 
 import asyncio
 import functools
@@ -18,7 +18,7 @@ from rlgraph import settings
 from rlgraph.errors import GraphError, RlgraphError, show_value
 from rlgraph.settings import AtLeastZero, Finite, Natural, Range, Seconds
 
-# Retries of calls that fail: how often, after which pause, and the score if all fail.
+# Retries of calls that fail: their number, the pauses, and the score if all fail.
 
 
 class Busy(Exception):
@@ -32,19 +32,19 @@ class Busy(Exception):
 @settings.refuse_unknown
 @dataclass(frozen=True, kw_only=True)
 class Retry:
-    """Call a reward again if it fails: raises, misses its deadline, or returns no finite number. For calls over a network.
+    """Call a reward function again if it raises, misses its deadline, or returns no finite number. For calls over a network.
 
     >>> import rlgraph as rg
     >>> retry = rg.options.Retry(times=2, backoff_s=1.0, default=0.0)  # for rg.reward(judge, rollout, retries=retry)
     >>> 1.0 <= retry.delay(place=0, attempt=0) < 1.5, 2.0 <= retry.delay(place=0, attempt=1) < 3.0
     (True, True)
 
-    * `times`: further calls after one that failed.
-    * `backoff_s`: seconds before the first of them. Each next pause is twice as long.
+    * `times`: further calls after a failed one.
+    * `backoff_s`: seconds before the first further call. Each next pause is twice as long.
     * `most_s`: the longest pause.
-    * `jitter`: the largest random share by which a pause is longer, so that calls that failed together do not come back together.
+    * `jitter`: the largest random share by which a pause is longer, so that calls that failed together are not repeated together.
     * `seed`: the seed of the jitter.
-    * `default`: the score of a response whose calls all failed. None: they end the run with the error of the last.
+    * `default`: the score of a response whose calls all failed. None: the last error ends the run.
 
     An `RlgraphError` that the function raises ends the run at once: it means that no further call can succeed. A call that misses
     its deadline continues in the background if it runs on a thread, and is cancelled if it is async.
@@ -69,13 +69,13 @@ class Retry:
 ONCE = Retry(times=0)  # a call that fails ends the run
 
 
-# How a reward function is called: how many calls at a time, within which deadline, and what becomes of one that fails.
+# How a reward function is called: how many calls at a time, with which deadline, and how failures are handled.
 
 CONCURRENCY = 16
 
 
 class Scorer(ABC):
-    """A reward function that brings settings of its calls: how many run at a time, and what becomes of one that fails."""
+    """A reward function with settings of its calls: how many run at a time, and how failures are handled."""
 
     concurrency: int
     retries: Retry | None
@@ -90,9 +90,9 @@ class Scorer(ABC):
 
 @dataclass(frozen=True)
 class Calls:
-    """How a reward function is called. None for a scorer's own setting, or else for 16 at a time and no retries.
+    """How a reward function is called. None: the scorer's own setting, or else 16 at a time without retries.
 
-    `trial` says that the launch tries it on a made-up batch.
+    With `trial` the launch tries it on a made-up batch.
     """
 
     concurrency: int | None
@@ -101,11 +101,11 @@ class Calls:
     trial: bool = True
 
     def tries(self, function: Callable[..., Any]) -> bool:
-        """Whether the launch tries a function: not a scorer, which checks itself, and no calls that may fail."""
+        """Whether the launch tries a function: not a scorer, which checks itself, nor calls that may fail."""
         return self.trial and self.retries is None and not isinstance(function, Scorer)
 
     def of(self, where: str, function: Callable[..., Any]) -> tuple[int, float, Retry | None]:
-        """Look up the settings for a function. Raises GraphError if both give retries."""
+        """Look up the settings for a function. Raises GraphError if both have retries."""
         if not isinstance(function, Scorer):
             return self.concurrency or CONCURRENCY, self.deadline_s, self.retries
         if self.retries is not None and function.retries is not None:
@@ -113,7 +113,7 @@ class Calls:
         return self.concurrency or function.concurrency, self.deadline_s, self.retries or function.retries
 
 
-# Concurrent calls of a user's function, each within a deadline and repeated if it fails. An error names the failed call by its place.
+# Concurrent calls of a user's function, each with a deadline, and repeated after failures. An error names the place of the failed call.
 
 Arguments = Mapping[str, object]
 Attempt = tuple[int, int]  # the place of a call, and how often it was called before
@@ -148,10 +148,10 @@ class _Unusable(Exception):
 class FunctionPool:
     """Call a user's function for each of `arguments`, at most `concurrency` calls at a time. Used once.
 
-    A plain function runs on threads; an `async def` one in an event loop, where a waiting call holds no thread. The threads are
-    daemons, so that one that hangs keeps no process alive. A call that fails is repeated as `retry` says; `usable` tells which values
-    are results, and any other value is a failure. After `run`, `retries` counts repeated calls, `defaults` holds the places of calls
-    that all failed, whose result is None, and `failure` is the last of their errors.
+    A plain function runs on threads; an `async def` one in an event loop, where a waiting call holds no thread. The threads are daemons, so
+    that one that hangs keeps no process alive. `retry` decides how a failed call is repeated. `usable` decides which values are results;
+    any other value is a failure. After `run`, `retries` counts repeated calls, `defaults` holds the places where all calls failed, whose
+    result is None, and `failure` is the last error.
     """
 
     function: Callable[..., object]
@@ -248,7 +248,7 @@ class FunctionPool:
                     return Returned(oldest, error=_Late(f"has not returned within {self.deadline_s:g} s"))
 
     def _abandon(self, attempt: Attempt) -> None:
-        """Free the place of a call that hangs: cancel its task, or put another thread beside its own."""
+        """Free the place of a call that hangs: cancel its task, or start another thread in addition to its own."""
         self.abandoned.add(attempt)
         if self.limit is None:
             self._add_thread()
@@ -291,7 +291,7 @@ class FunctionPool:
 
 
 def _underlying_function(function: Callable[..., object]) -> Any:
-    """The function itself, or the method by which an object is called."""
+    """The function itself, or the method that a call of an object runs."""
     inner = function
     while isinstance(inner, functools.partial):
         inner = inner.func

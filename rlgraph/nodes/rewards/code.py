@@ -20,7 +20,7 @@ FENCE = "```"
 LANGUAGE = re.compile(r"[ \t]*+([\w+-]*+)")
 Worth: TypeAlias = Literal["all", "share"]
 
-# A program of a pair: its input is a real one, and what it writes to stderr is not part of its output.
+# The program of a pair: it reads a real input, and its output excludes stderr.
 WITH_INPUT = """
 import os as _os, sys as _sys
 _file = _os.open("input", _os.O_CREAT | _os.O_RDWR)
@@ -29,7 +29,7 @@ _sys.stdin = open(0, encoding="utf-8", closefd=False)
 _os.dup2(_os.open("errors", _os.O_CREAT | _os.O_WRONLY), 2)
 exec(compile({code!r}, "code", "exec"), {{"__name__": "__main__"}})
 """
-# An assertion after the program, and a word that no output can hold by chance.
+# An assertion after the program, and a word that no output contains by chance.
 WITH_ASSERTION = """
 _names = {{"__name__": "code"}}
 exec(compile({code!r}, "code", "exec"), _names)
@@ -40,7 +40,7 @@ print("\\n" + {word!r}, flush=True)
 
 @dataclass(frozen=True)
 class Case:
-    """A test: an input and the output that is due, or an assertion, whose output is None."""
+    """A test: an input and the right output, or an assertion, whose output is None."""
 
     given: str
     output: str | None
@@ -48,7 +48,7 @@ class Case:
 
 @dataclass(frozen=True)
 class CodeTests(Scorer):
-    """Runs the code of a response with each test of the item's field `tests`, each in a process of its own."""
+    """Runs the code of a response with each test of the item's field `tests`, in separate processes."""
 
     tests: Name
     score: Worth
@@ -71,11 +71,11 @@ class CodeTests(Scorer):
         return "code"
 
     def check(self) -> None:
-        """Try the sandbox. Raises GraphError where this machine lacks a layer of it."""
+        """Try the sandbox. Raises GraphError if this machine lacks one of its layers."""
         sandbox.check(self.limits, self.accept_missing, "rg.scorers.code", "rg.scorers.code")
 
     async def __call__(self, **columns: Any) -> float:
-        """Score a response. Raises DataError for tests that are none."""
+        """Score a response. Raises DataError for invalid tests."""
         cases, code = cases_of(columns[self.tests]), code_in(columns["response"])
         if not code.strip():
             return 0.0
@@ -98,7 +98,7 @@ class CodeTests(Scorer):
         return output.rstrip().endswith("\n" + word) if case.output is None else _lines(output) == _lines(case.output)
 
     async def _check_sound(self) -> None:
-        """Raise RlgraphError if the sandbox does not run an empty program either: its failure is then none of the response's code."""
+        """Raise RlgraphError if the sandbox cannot run an empty program either: then the response's code is not at fault."""
         try:
             await sandbox.run("", self.limits, self.accept_missing)
         except ToolError as error:
@@ -126,19 +126,20 @@ def code(
 
     The field holds JSON: pairs `[{"input": …, "output": …}]` or `{"inputs": […], "outputs": […]}`, assertions `["assert f(1) == 2"]`, or
     `{"assert_case": […]}`. The code is the last fenced block, or else the whole response. Each test runs in a process of the sandbox
-    (docs/developers/security.md) with its own `seconds`, `memory_bytes` and `output_bytes`. Outputs are equal if their lines are, but for
-    space at ends. `score` "all" gives 1 if all tests pass, else 0, and stops at the first that fails; "share" gives the share that pass.
-    A pair's right output never enters the process. Code can find and forge an assertion that runs beside it: prefer pairs.
+    (docs/developers/security.md) with its own `seconds`, `memory_bytes` and `output_bytes`. Outputs are equal if their lines are equal,
+    except for space at the ends of lines. `score` "all" gives 1 if all tests pass, else 0, and stops at the first that fails; "share" gives
+    the share that pass. A pair's right output never enters the process. Code can find and forge an assertion in its own process, so prefer
+    pairs.
 
     `accept_missing` is that of `rg.tools.python`. `concurrency` responses run at a time, by default as many as this program has cores.
-    Raises GraphError where the sandbox cannot run, before anything starts, and DataError for a field that holds no tests.
+    Raises GraphError before anything starts if the sandbox cannot run, and DataError for a field without tests.
     """
     limits = Limits(seconds=seconds, memory_bytes=memory_bytes, output_bytes=output_bytes)
     return CodeTests(tests, score, limits, accept_missing, concurrency or len(os.sched_getaffinity(0)))
 
 
 def code_in(response: str) -> str:
-    """Take the code out of a response: the last fenced block of Python or of no named language, or else the whole response.
+    """Extract the code of a response: the last fenced block of Python or without a language, or else the whole response.
 
     >>> code_in("First:\\n```python\\nprint(1)\\n```\\nDone.")
     'print(1)\\n'

@@ -34,7 +34,7 @@ Reason briefly. End with a line "Score: N", with N from 0 for a useless response
 KEY = "OPENAI_API_KEY"
 MOST_BYTES = 4 << 20  # of an answer of the server
 EXCERPT = 200  # characters of an answer in an error
-REFUSED = (301, 302, 303, 307, 308, 401, 403, 404, 405)  # what no further call can mend: address, key or model are wrong
+REFUSED = (301, 302, 303, 307, 308, 401, 403, 404, 405)  # a further call cannot help: address, key or model are wrong
 SCORE = re.compile(r"score\W{0,6}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
 Parse: TypeAlias = Annotated[Callable[..., Any], Range(rule="a function from the judge's text to a number")]
 
@@ -45,7 +45,7 @@ def score_in(text: str) -> float:
     >>> score_in("The sum is right, the reasoning is not. Score: 0.5")
     0.5
 
-    Raises ValueError for a text without one, or with a number that is beyond a float's.
+    Raises ValueError for a text without a score, or with a number beyond the range of floats.
     """
     found = SCORE.findall(text)
     if not found:
@@ -58,7 +58,7 @@ def score_in(text: str) -> float:
 
 @dataclass(frozen=True)
 class Judge(Scorer):
-    """Asks the server for each response. Its parameters are the fields of `prompt`. It knows the name of the key's variable alone."""
+    """Asks the server about each response. Its parameters are the fields of `prompt`. It knows only the name of the key's variable."""
 
     url: Name
     model: Name
@@ -97,7 +97,7 @@ class Judge(Scorer):
             raise DataError(f"judge(key='{self.key}'): the environment variable {self.key} is not set; set it to the key of the server")
 
     async def __call__(self, **columns: object) -> Any:
-        """Ask once. Raises Busy or ValueError for what another call may mend, and DataError for what none can."""
+        """Ask once. Raises Busy or ValueError if another call may help, and DataError if not."""
         key = os.environ.get(self.key, "")
         message = {"role": "user", "content": self.prompt.format(**columns)}
         asked = {"model": self.model, "messages": [message], "max_tokens": self.max_tokens, "temperature": self.temperature, **self.body}
@@ -155,13 +155,14 @@ def judge(
     >>> rg.reward(grade, prompts, rg.Generator("tiny", pool=rg.Pool("rollout")).rollout(prompts)).columns
     ('rewards',)
 
-    * `prompt`: what the judge is asked. Its fields are named as the parameters of a reward function: `{prompt}`, `{response}`, `{answer}`.
-    * `parse`: from the judge's text to the score. The default reads the last `Score: N`. It raises where there is none.
-    * `key`: the environment variable that holds the server's key, which is read in the worker at each call and is nowhere else. A server
-      without a key needs none.
-    * `limit_s`: seconds for one answer. `body`: further entries of the request, as {"top_p": 0.9}.
-    * `concurrency` calls run at a time. `retries` repeats a call that fails (an answer of 429 or 5xx, one without a score, none in time),
-      no sooner than the server's `Retry-After`; give an `rg.options.Retry` for other pauses. `default` is the score if all fail.
+    * `prompt`: the question to the judge. Its fields have the names of a reward function's parameters: `{prompt}`, `{response}`,
+      `{answer}`.
+    * `parse`: reads the score in the judge's text. The default reads the last `Score: N`, and raises without one.
+    * `key`: the environment variable that holds the server's key. Only the worker reads it, at each call. Leave it out for a server without
+      a key.
+    * `limit_s`: seconds for one answer. `body`: further entries of the request, e.g. {"top_p": 0.9}.
+    * `concurrency` calls run at a time. `retries` repeats a call that fails (status 429 or 5xx, no score, or no answer in time), no sooner
+      than the server's `Retry-After`; pass an `rg.options.Retry` for other pauses. `default` is the score if all fail.
 
     A wrong address, key or model (401, 403, 404) ends the run at once. Raises GraphError for a url or a prompt that cannot be used, and
     DataError if the package `httpx2` is missing.
@@ -175,7 +176,7 @@ def judge(
 
 
 def _fields(prompt: str) -> tuple[str, ...]:
-    """List the fields of a prompt. Raises GraphError for one that no column can fill."""
+    """List the fields of a prompt. Raises GraphError for a field that no column can fill."""
     try:
         found = [name for _, name, _, _ in string.Formatter().parse(prompt) if name is not None]
     except ValueError as error:
@@ -191,7 +192,7 @@ def _fields(prompt: str) -> tuple[str, ...]:
 
 
 def _content(text: str) -> str:
-    """Take the judge's text out of the server's answer. Raises ValueError for an answer of another form."""
+    """Extract the judge's text from the server's answer. Raises ValueError for an answer of another form."""
     try:
         content = json.loads(text)["choices"][0]["message"]["content"]
     except (*NOT_JSON, LookupError, TypeError):

@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def canonical_text(parsed: list[Any]) -> str:
-    """Write a parsed answer in one way for `0.5` and `1/2`; empty if there is none. Equal answers of other forms may differ."""
+    """Write a parsed answer, equally for `0.5` and `1/2`; empty if there is none. Equal answers of other forms may differ."""
     sympy: Any = importlib.import_module("sympy")  # which has no types
 
     if not parsed:
@@ -38,7 +38,7 @@ def canonical_text(parsed: list[Any]) -> str:
     try:
         first = sympy.nsimplify(parsed[0], rational=True) if isinstance(parsed[0], sympy.Float) else parsed[0]
         return str(first)[:CHARACTERS]
-    except Exception:  # noqa: BLE001 (of sympy, for a number of too many digits: the text as it was extracted)
+    except Exception:  # noqa: BLE001 (of sympy, for a number with too many digits: the extracted text)
         return str(parsed[-1])[:CHARACTERS] if isinstance(parsed[-1], str) else ""
 
 

@@ -19,7 +19,7 @@ from rlgraph.nodes.training.guards import Outliers
 from rlgraph.notices import accept_old_names
 from rlgraph.settings import Name, Range, Seconds, check_arguments
 
-DEADLINE_S = 300.0  # half of a job's own, so that the error names the response and not only the node
+DEADLINE_S = 300.0  # half of a job's deadline, so that the error names the response and not only the node
 OUTLIERS = 20.0
 OUTLIERS_RULE = "a number of standard deviations above 0, or None to look for none"
 RewardFunction: TypeAlias = Annotated[Callable[..., Any], Range(rule="a function that returns one number per response")]
@@ -199,7 +199,7 @@ class _Shaper:
 
 
 class Shaping(Protocol):
-    """A change of rewards: `rg.estimators.OverlongPenalty`, or an object of your own that reads and gives `rewards`."""
+    """A change of rewards: `rg.estimators.OverlongPenalty`, or a custom object that reads and returns `rewards`."""
 
     @property
     def reads(self) -> tuple[str, ...]: ...

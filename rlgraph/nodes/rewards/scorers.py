@@ -43,7 +43,10 @@ class MathVerify(Scorer):
         settings.check(self)
 
     def __call__(self, response: str, answer: str | float) -> Score:
-        """Compare the answers: 1 if they are equal, 0 if they differ or the comparison exceeds the limit twice. `pred` is the one found."""
+        """Compare the answers: 1 if they are equal, 0 if they differ or the comparison exceeds the limit twice.
+
+        `pred` is the answer found.
+        """
         children = _children.setdefault(self.limit_s, Children(self.limit_s))
         equal, found = children.compare(response, text_of(answer))
         return Score(float(equal), pred=found)
@@ -62,12 +65,12 @@ def math_verify(*, limit_s: Seconds = 10.0, concurrency: Count | None = None) ->
     >>> float(right("It is $1/2$.", answer="0.5")), float(right("It is $2$.", answer="0.5"))
     (1.0, 0.0)
 
-    The score has the answer that it found (`Score.pred`), so `rg.evaluate` has `maj@k`. All right answers count as one answer, however
-    they are written. `concurrency` comparisons run at a time, each in a process of its own; by default as many as the cores that this
-    program may use. A policy can write an expression that takes forever to compare, so a comparison is killed after `limit_s`, begun
-    once more in a new process, and then scores 0.
+    The score has the answer that it found (`Score.pred`), so `rg.evaluate` has `maj@k`. All right answers count as one answer, however they
+    are written. `concurrency` comparisons run at a time, each in a separate process; by default as many as the cores that this program may
+    use. A policy can write an expression whose comparison never ends, so a comparison is killed after `limit_s`, repeated once in a new
+    process, and then scores 0.
 
-    Raises DataError if the package `math-verify` is missing. A call raises it for a right answer that is at fault itself.
+    Raises DataError if the package `math-verify` is missing. A call raises it if the right answer itself is at fault.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise DataError("math_verify: the package math-verify is not installed: pip install 'rlgraph-dataflow[rewards]'")
@@ -94,9 +97,9 @@ class Children:
     def compare(self, response: str, answer: str) -> tuple[bool, str]:
         """Compare in an idle process, or a new one; return the answer found too.
 
-        A process that exceeds the limit, or dies, is replaced, and the pair compared once more: the machine may have been busy. If it
-        fails again, the response is at fault and counts as unequal with no answer found, unless the right answer alone fails too.
-        Raises DataError then.
+        A process that exceeds the limit, or dies, is replaced, and the pair compared once more: the machine may have been busy. If it fails
+        again, the response is at fault and counts as unequal, without an answer. If the right answer also fails by itself, raises
+        DataError.
         """
         try:
             child = self.idle.get_nowait()
@@ -112,7 +115,7 @@ class Children:
         return found or (False, "")
 
     def _ask_child(self, child: "subprocess.Popen[str]", response: str, answer: str) -> tuple[bool, str] | None:
-        """Have a process compare, and keep it; None if it fails, and is killed."""
+        """Have a process compare, and keep the process; None if it fails and is killed."""
         assert child.stdout is not None
         line = child.stdout.readline() if _send_pair(child, (response, answer), self.limit_s) else ""
         if not line:
@@ -148,7 +151,7 @@ def _start_child() -> "subprocess.Popen[str]":
 
 
 def _send_pair(child: "subprocess.Popen[str]", pair: tuple[str, str], limit_s: float) -> bool:
-    """Send a pair, and tell whether the process answers, or ends, within the limit."""
+    """Send a pair, and return whether the process answers, or ends, within the limit."""
     assert child.stdin is not None
     assert child.stdout is not None
     try:
@@ -169,7 +172,7 @@ END = "</answer>"
 class ReasoningGym:
     """A task of `reasoning_gym`: a data set for `rlgraph.prompts`, and `score` for `rlgraph.reward`.
 
-    Each process makes the items again from `seed`, so only their numbers travel with a batch.
+    Each process makes the items again from `seed`, so a batch carries only their numbers.
     """
 
     task: str

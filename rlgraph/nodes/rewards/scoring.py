@@ -19,16 +19,16 @@ from rlgraph.nodes.prompts import plural
 from rlgraph.nodes.rewards.calls import ONCE, CallFailed, Calls, FunctionPool, Retry, Scorer
 from rlgraph.nodes.trial import LIMIT_S, MadeUpTokenizer, TooLong, copy_callable
 
-# Scores that say more than a number: the answer that a response gives, and whether that answer is right.
+# Scores with more than a number: the response's answer, and whether that answer is right.
 
-PRED_CHARACTERS = 1000  # of an answer; a longer one is cut, since votes compare whole texts
+PRED_CHARACTERS = 1000  # characters of an answer; a longer one is cut, since votes compare full texts
 
 
 class Score(float):
     """A score with the answer `pred` that was found in the response, for `maj@k`, and how right it is, `acc`.
 
-    It is a number like any other: arithmetic with it gives plain numbers. `pred` is None if the scorer tells no answers, and "" if the
-    response gives none. `acc` is None if the score itself tells.
+    It is a number: arithmetic with it returns plain numbers. `pred` is None if the scorer does not return answers, and "" if the response
+    has none. `acc` is None if it equals the score.
 
     >>> score = Score(-1.0, pred="41", acc=0.0)
     >>> score + 2, score.pred, score.acc
@@ -97,7 +97,7 @@ class Graded:
         return torch.tensor(self.scores, dtype=torch.float32)
 
     def metrics(self, retry: Retry | None) -> dict[str, float]:
-        """Compute, for each response, the mean of repeated calls, and the share that got the default; nothing without retries."""
+        """Compute the mean number of repeated calls per response, and the share that got the default; empty without retries."""
         rows = max(len(self.scores), 1)
         return {} if retry is None else {"retries": self.retries / rows, "defaults": self.defaults / rows}
 
@@ -106,7 +106,7 @@ class Graded:
 class Scoring:
     """A function of responses, with the column that each of its parameters gets.
 
-    A `single` function is called for each response, `concurrency` calls at a time; any other once for the batch. The columns
+    A `single` function is called for each response, `concurrency` calls at a time; any other function once for the batch. The columns
     `named_by` are read only for errors, which name the response and its prompt.
     """
 
@@ -137,7 +137,7 @@ class Scoring:
             context.tokenizer(self.tokenizer)
 
     def grade(self, context: Context, columns: Columns) -> Graded:
-        """Score the responses: a finite number each, with the answer and its `acc` where the function tells them.
+        """Score the responses: a finite number each, with the answer and its `acc` if the function returns them.
 
         Raises RlgraphError naming the response for which the function raises, misses the deadline, or returns no finite number.
         """
@@ -184,7 +184,7 @@ class Scoring:
         return f"for response {row}{_place(context, self.tokenizer, columns, row)}"
 
     def _of_batch(self, context: Context, columns: Columns, given: dict[str, Column], failure: CallFailed) -> str:
-        """Name the response that a batch function fails for: alone it fails with the same kind of error, while another one passes."""
+        """Name the response for which a batch function fails: by itself it raises the same kind of error, while another one passes."""
         rows, failing, taken = len(columns[self.columns[0][1]]), [], 0
         for row in range(rows):
             alone = {p: values[row : row + 1] for p, values in given.items()}
@@ -206,7 +206,7 @@ def match_parameters(
     calls: Calls,
     texts: Sequence[str] = (),
 ) -> Scoring:
-    """Match the parameters of `function` with the columns `carried` by the inputs. Columns in `texts` are text already.
+    """Match the parameters of `function` with the columns `carried` by the inputs. Columns in `texts` are already text.
 
     Raises GraphError for anything but a function, and for parameters that name no columns.
     """
@@ -230,7 +230,8 @@ def match_parameters(
 
 
 def column_parameters(where: str, function: Callable[..., Any], carried: Sequence[str]) -> dict[str, inspect.Parameter]:
-    """Choose the parameters that get a column: not those that `functools.partial` fills, nor one with a default and no column.
+    """Choose the parameters that get a column: not parameters that `functools.partial` fills, nor a parameter with a default and without a
+    column.
 
     Raises GraphError for parameters that name no columns.
     """
@@ -300,7 +301,7 @@ def _place(context: Context, tokenizer: str | None, columns: Columns, row: int) 
 
 
 def excerpt(text: str) -> str:
-    """Quote the end of a text: prompts often begin alike, and their ends tell them apart."""
+    """Quote the end of a text: prompts often begin equally and differ at the end."""
     return repr(text if len(text) <= EXCERPT else f"…{text[-EXCERPT:]}")
 
 

@@ -21,7 +21,7 @@ from rlgraph.values.sampling import Sampling
 
 
 class Estimator(Protocol):
-    """An advantage estimator: a frozen dataclass of `rlgraph.algorithms`, or one of your own."""
+    """An advantage estimator: a frozen dataclass of `rlgraph.algorithms`, or a custom one."""
 
     @property
     def reads(self) -> tuple[str, ...]: ...
@@ -82,7 +82,8 @@ class _Estimate:
     convert: Callable[[Columns], Columns]
 
     def __call__(self, columns: Columns) -> Columns:
-        # Rewards are placed by `response_mask`, before rejection: with a rejected last token its reward is lost and moves to no other.
+        # Rewards are placed by `response_mask`, before rejection: a rejected last token loses its reward, which does not move to another
+        # token.
         converted = self.convert(columns)
         masks = {"response_mask": columns["loss_mask"]} if "loss_mask" in columns else {}
         return self.estimator(ReadColumns({**converted, **masks}))
@@ -103,7 +104,7 @@ def on_last_token(rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where((places == last) & mask, rewards[:, None], 0.0)
 
 
-# Weights and masks of the loss: rollout correction for disagreement of trainer and engine, filters of groups and cut-off responses.
+# Weights and masks of the loss: rollout correction if trainer and engine disagree, filters of groups and cut-off responses.
 
 Weigh = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -151,7 +152,7 @@ def rollout_correction(
 
 
 def _correction(name: str, weights: Any, rejections: Sequence[Rejection]) -> RolloutCorrection | Weigh:
-    """Combine weights and rejections into one object; pass a function of the user's own through."""
+    """Combine weights and rejections into one object; pass a user's function through."""
     if isinstance(weights, type) or not (weights is None or callable(weights)):
         raise GraphError(
             f"node '{name}' has weights={show_value(weights)}; pass a weights object, e.g. weights=rg.estimators.TruncatedIS(level='token')"
@@ -251,7 +252,7 @@ def mask_columns(inputs: Sequence[Output]) -> tuple[str, ...]:
     return ("loss_mask",) if "loss_mask" in list_columns(inputs) else ("response_mask",)
 
 
-# Preference pairs out of a rollout: of each group the responses of the highest and of the lowest reward.
+# Preference pairs out of a rollout: the responses of each group with the highest and the lowest reward.
 
 CARRIED = ("weight_version", "finish_reasons", SAMPLED, "ref_log_probs", "data_sources")
 
@@ -273,7 +274,7 @@ class Preferred(Operation):
         return lambda step, columns: self.choose(columns)
 
     def choose(self, columns: Columns) -> Fired:
-        """Choose the first best and the first worst response of each group; equal ones get the preference 0."""
+        """Choose the first best and the first worst response of each group; equal responses get the preference 0."""
         rewards = tensor_of(columns, "rewards").reshape(-1, self.group_size)
         first = torch.arange(len(rewards)) * self.group_size
         best, worst = rewards.argmax(-1), rewards.argmin(-1)

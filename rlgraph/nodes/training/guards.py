@@ -14,7 +14,7 @@ from rlgraph.errors import GuardError
 from rlgraph.settings import Range
 
 Limit: TypeAlias = Annotated[float, Range(above=0, rule="a number above 0, or None for no limit")]
-FLAT = 3  # batches in a row without a difference between rewards: an accident of one step is none
+FLAT = 3  # batches in a row without a difference between rewards: a single one may be chance
 log = logging.getLogger("rlgraph.guards")
 
 
@@ -55,7 +55,7 @@ class Guards:
 
 @dataclass
 class UpdateGuard:
-    """Decides on each optimizer step of one update node. All ranks see the same numbers, so they decide alike."""
+    """Decides on each optimizer step of one update node. All ranks see the same numbers, so they decide equally."""
 
     node: str
     guards: Guards
@@ -67,7 +67,7 @@ class UpdateGuard:
     found: dict[str, float] = field(default_factory=dict)
 
     def batch(self, columns: Columns) -> bool:
-        """Decide whether a batch has something to learn from. Raises GuardError if the guards say stop."""
+        """Decide whether a batch has something to learn from. Raises GuardError if the guards demand a stop."""
         self.skipped, self.warnings, self.found = 0, 0, {}
         mask = columns["response_mask"]
         assert isinstance(mask, torch.Tensor)
@@ -85,7 +85,7 @@ class UpdateGuard:
         return True
 
     def _advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
-        """Measure the share of responses whose advantages are all 0. Notice when that is every response of three batches in a row."""
+        """Measure the share of responses whose advantages are all 0. Report it if that is every response of three batches in a row."""
         zero = ((advantages == 0) | ~mask).all(-1)
         self.found["critic/advantages/zero"] = zero.float().mean().item()
         self.flat = self.flat + 1 if bool(zero.all()) else 0
@@ -132,7 +132,7 @@ class UpdateGuard:
 
 @dataclass
 class Outliers:
-    """Counts rewards far outside of those that a function has given before, and changes none of them.
+    """Counts rewards far outside of a function's earlier rewards, and changes none of them.
 
     `limit` is in standard deviations of the earlier rewards (Welford's running mean and variance).
     """
@@ -143,7 +143,7 @@ class Outliers:
     mean: float = 0.0
     squares: float = 0.0
 
-    LEARNT = 100  # earlier rewards that the first outlier needs: fewer give no stable deviation
+    LEARNT = 100  # earlier rewards before the first outlier: fewer have no stable deviation
 
     def look(self, rewards: torch.Tensor) -> int:
         """Count the outliers among these rewards, and warn of the farthest."""

@@ -1,4 +1,4 @@
-"""A reward model that is trained: one number for a prompt and a response, read off behind the last token."""
+"""A trainable reward model: one number for a prompt and a response, read after the last token."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, chec
 from rlgraph.settings import Count, Name, check_arguments, refuse_unknown
 from rlgraph.values.lora import LoRA
 
-# Where the steps of a response end, and what a reward model says of each.
+# Where the steps of a response end, and a reward model's score of each.
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class StepRewards(ModelScores):
         return {self.writes: found, "step_mask": ends}, metrics
 
     def ends(self, tokenizer: Any, responses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Flag the last token of each step `[B, T]`. Tokens outside of the mask, as those of tools, belong to no step."""
+        """Flag the last token of each step `[B, T]`. Tokens outside of the mask, e.g. of tools, belong to no step."""
         found = torch.zeros_like(mask)
         texts: dict[int, str] = {}
         for row, tokens in enumerate(responses):
@@ -77,7 +77,7 @@ def step_ends(pieces: Sequence[str], separator: str) -> list[int]:
 
 
 def behind_the_tokens(columns: Columns, places: torch.Tensor) -> Mapping[str, Column]:
-    """Move a mask one place on, behind the tokens that it flags: a score there is read off these tokens."""
+    """Move a mask by one place, to the tokens after the flagged ones: a score there depends on the flagged tokens."""
     longer = torch.nn.functional.pad(tensor_of(columns, "responses"), (0, 1))
     return {**columns, "responses": longer, "response_mask": torch.nn.functional.pad(places, (1, 0))}
 
@@ -100,8 +100,8 @@ class LearnedReward(TrainedModel):
     the metrics of 'reward_update'
 
     The reward is a linear map of the last token's state. The map is initialised from the folder's `score.weight` if it has one, else with
-    zeros. Exports include it, so another graph can compute rewards with `rg.LearnedReward(folder, …).rewards(rollout)`. It passes the
-    tokens unchanged, as in training.
+    zeros. Exports include it, so another graph can compute rewards with `rg.LearnedReward(folder, …).rewards(rollout)`. Tokens are passed
+    unchanged, as in training.
     """
 
     role: ClassVar[str] = "reward"
@@ -181,7 +181,7 @@ class RewardUpdate(Training):
 
 
 def check_heads(graph: Graph, to_come: Collection[str] = ()) -> None:
-    """Raise DataError for a reward model that gives rewards and never learnt any. Folders `to_come` stand in for trained ones."""
+    """Raise DataError for a reward model that computes rewards but was never trained. Folders `to_come` stand in for trained ones."""
     trained = {node.model for node in graph.nodes if node.traits.work == "train"}
     for node in graph.nodes:
         model = node.model
@@ -195,9 +195,9 @@ def check_heads(graph: Graph, to_come: Collection[str] = ()) -> None:
 
 
 def behind_the_end(columns: Columns) -> Mapping[str, Column]:
-    """Move the mask of each response to one place behind its last token, whose score is that of the whole; without tokens it is empty.
+    """Set the mask of each response to the place after its last token, whose score is the response's score; without tokens it is empty.
 
-    A score at a place is read off the token before it, so the one behind the end is read off the last token.
+    The score at a place depends on the token before it, so the score after the end depends on the last token.
     """
     mask, responses = tensor_of(columns, "response_mask"), tensor_of(columns, "responses")
     ends = response_lengths(mask)[:, None]

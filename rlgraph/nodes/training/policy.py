@@ -1,4 +1,4 @@
-"""The policy: the model that is trained, its log-probs and its update."""
+"""The policy: the model that the graph trains, its log-probs and its update."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from rlgraph.values.sampling import Sampling
 class LogProbs(ModelScores):
     """Compute log-probs [B, T] of the responses under the current weights and, with `squares`, the sums of squared probabilities.
 
-    With `base` they are those of the model without its adapter.
+    With `base` they are the log-probs of the model without its adapter.
     """
 
     column: str
@@ -43,7 +43,7 @@ class LogProbs(ModelScores):
 
 @dataclass(frozen=True, eq=False)
 class SampledLogProbs(Operation):
-    """Take the rollout's log-probs [B, T] for the policy's own, which they equal to the bit."""
+    """Use the rollout's log-probs [B, T] as the policy's own, to which they are bit-identical."""
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: {"old_log_probs": columns["rollout_log_probs"]}
@@ -168,13 +168,13 @@ class Policy(TrainedModel):
 
 
 def columns_read(name: str, inputs: Sequence[Output], loss: PolicyLossFn | WholeLoss) -> tuple[str, tuple[str, ...]]:
-    """Choose the column that ratios are taken against, and the columns that an update with this loss reads of its inputs."""
+    """Choose the column of the ratios' denominators, and the columns that an update with this loss reads from its inputs."""
     given = list_columns(inputs)
     wanted = [c for c in loss.reads if c not in ("old_log_probs", "current_version")]
     behaviour = "old_log_probs" if "old_log_probs" in given or "old_log_probs" not in loss.reads else "rollout_log_probs"
     if "old_log_probs" in loss.reads:
         wanted.append(behaviour)
-    # A loss of a user's need not have `optional_reads`.
+    # A user's loss need not have `optional_reads`.
     optional = (*getattr(loss, "optional_reads", ()), "loss_mask", "finish_reasons", "weight_version")
     return behaviour, (*TOKENS, *wanted, *(column for column in optional if column in given))
 
@@ -187,7 +187,7 @@ def scored_share(batches: Sequence[tuple[object, Sequence[Output]]]) -> float:
 
 
 def sampling_temperature(inputs: Sequence[Output]) -> float:
-    """Find the temperature at which the responses among the inputs were sampled; greedy ones count as 1.
+    """Find the temperature at which the responses among the inputs were sampled; greedy responses count as 1.
 
     Raises GraphError for inputs from rollouts of different temperatures.
     """
@@ -198,7 +198,7 @@ def sampling_temperature(inputs: Sequence[Output]) -> float:
 
 
 def _mismatch_columns(guards: Guards, inputs: Sequence[Output]) -> tuple[str, ...]:
-    """Name the columns by which the guards measure the engine's distance: where a limit stops, or where the inputs carry both."""
+    """Name the columns by which the guards measure the engine's distance: if a limit stops the job, or if the inputs carry both."""
     columns, there = ("rollout_log_probs", "old_log_probs"), list_columns(inputs)
     comparable = all(there.count(column) == 1 for column in columns) and all(
         sampling.is_full_distribution for _, sampling in _samplings(inputs)
@@ -215,7 +215,7 @@ def _samplings(inputs: Sequence[Output]) -> Iterator[tuple[Node, Sampling]]:
 
 
 def check_warmup(name: str, inputs: Sequence[Any], critic_warmup: int) -> None:
-    """Raise GraphError for a warm-up of an update that no critic's values lead to."""
+    """Raise GraphError for a critic's warm-up in an update without a critic upstream."""
     nodes = [output.node for output in inputs if isinstance(output, Output)]
     for node in nodes:
         nodes += [output.node for output in node.inputs if output.node not in nodes]

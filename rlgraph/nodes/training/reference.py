@@ -1,4 +1,4 @@
-"""The reference: a model without an update. A KL term keeps the policy close to it, or it follows the policy on devices of its own."""
+"""The reference: a model without an update. A KL term keeps the policy close to it, or it follows the policy on separate devices."""
 
 import hashlib
 import os
@@ -31,11 +31,11 @@ ENDING = ".scores"
 
 @dataclass
 class CachedScores:
-    """The scores of rows by the hash of their tokens: those in the files of a folder, and what is new, in a file of this run.
+    """The scores of rows by the hash of their tokens: scores in the files of a folder, and new scores in a file of this run.
 
-    `folder` is that of one model, dtype and temperature. `writes` says whether this rank writes. All ranks read before any of them has
-    written, so they know the same rows, and compute the others together. A record is the row's hash, the number of its scores, and the
-    scores as float32. Raises DataError for a folder that cannot be used.
+    `folder` belongs to one model, dtype and temperature. `writes`: whether this rank writes. All ranks read before any of them writes, so
+    they know the same rows, and compute the others together. A record is the row's hash, the number of its scores, and the scores as
+    float32. Raises DataError for a folder that cannot be used.
     """
 
     folder: Path
@@ -52,7 +52,7 @@ class CachedScores:
         self._file = self.folder / f"{secrets.token_hex(8)}{ENDING}"
 
     def _read(self, held: bytes) -> None:
-        """Take the records of a file; one that a killed run has left half written ends it."""
+        """Read the records of a file, up to an incomplete record of a killed run."""
         at = 0
         while at + KEY + 4 <= len(held):
             count = int.from_bytes(held[at + KEY : at + KEY + 4], "little")
@@ -63,11 +63,11 @@ class CachedScores:
             at = end
 
     def unknown_rows(self, keys: Sequence[bytes]) -> list[int]:
-        """List the places of the rows that are not known."""
+        """List the places of the unknown rows."""
         return [place for place, key in enumerate(keys) if key not in self.rows]
 
     def add(self, keys: Sequence[bytes], scores: torch.Tensor, lengths: Sequence[int]) -> None:
-        """Add rows: their scores `[B, T]`, of which the first `lengths` are theirs."""
+        """Add rows: their scores `[B, T]`, of which the first `lengths` count."""
         found = [np.array(row[:length], np.float32) for row, length in zip(scores.numpy(), lengths, strict=True)]
         self.rows.update(zip(keys, found, strict=True))
         if self.writes:
@@ -75,7 +75,7 @@ class CachedScores:
                 file.write(b"".join(key + len(row).to_bytes(4, "little") + row.tobytes() for key, row in zip(keys, found, strict=True)))
 
     def scores(self, keys: Sequence[bytes], width: int) -> torch.Tensor:
-        """Put the scores of known rows together, `[B, width]`, with 0 behind the end of each."""
+        """Combine the scores of known rows, `[B, width]`, with 0 after the end of each."""
         found = torch.zeros(len(keys), width)
         for place, key in enumerate(keys):
             row = self.rows[key]
@@ -84,7 +84,7 @@ class CachedScores:
 
 
 def row_keys(columns: Columns) -> list[bytes]:
-    """Hash the tokens of each row: its prompt, its response and the mask of what is scored."""
+    """Hash the tokens of each row: its prompt, its response and the mask of scored tokens."""
     prompts, prompt_mask, responses, mask = (tensor_of(columns, name) for name in ("prompts", "prompt_mask", "responses", "response_mask"))
     lengths = response_lengths(mask).tolist()
     keys = []
@@ -98,7 +98,7 @@ def row_keys(columns: Columns) -> list[bytes]:
 
 
 def model_key(path: str, dtype: str, temperature: float) -> str:
-    """Hash what a model's scores depend on besides the row: its weights and configuration, its dtype and the temperature."""
+    """Hash everything besides the row that a model's scores depend on: its weights and configuration, its dtype and the temperature."""
     whole = hashlib.sha256(f"{dtype} {temperature!r}".encode())
     for file in sorted(file for file in Path(path).iterdir() if file.name == "config.json" or file.suffix == ".safetensors"):
         with file.open("rb") as data:
@@ -108,7 +108,7 @@ def model_key(path: str, dtype: str, temperature: float) -> str:
 
 @dataclass(frozen=True, eq=False)
 class CachedLogProbs(LogProbs):
-    """Log-probs of a frozen model, of rows that it has not seen before."""
+    """Compute log-probs of a frozen model, for rows that it has not seen before."""
 
     cache: str = ""
 
@@ -123,7 +123,7 @@ class CachedLogProbs(LogProbs):
         return lambda step, columns: self.look_up(context, known, columns)
 
     def look_up(self, context: Context, known: CachedScores, columns: Columns) -> Fired:
-        """Compute the rows that are not known, all at once, and put all of them together."""
+        """Compute the unknown rows, all at once, and combine all rows."""
         keys, mask = row_keys(columns), tensor_of(columns, "response_mask")
         places = known.unknown_rows(keys)
         if places:
@@ -153,7 +153,7 @@ class Reference(TrainedModel):
 
     role: ClassVar[str] = "reference"
     frozen: ClassVar[bool] = True
-    optimizer: AdamW = field(default_factory=AdamW, init=False)  # no effect without training, so neither can be given
+    optimizer: AdamW = field(default_factory=AdamW, init=False)  # no effect without training, so neither can be set
     recompute: bool = field(default=False, init=False)
     adapter: LoRA | None = field(default=None, init=False)
     exact: bool = field(default=False, init=False)

@@ -1,4 +1,5 @@
-"""Teachers of distillation: references on pools of their own, which score what a student wrote; several of them by the source of a row."""
+"""Teachers of distillation: references on separate pools, which score a student's responses; several of them, chosen by the source of a
+row."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -80,7 +81,7 @@ class Teacher(Reference):
     role: ClassVar[str] = "teacher"
 
     @check_arguments()
-    def log_probs(  # type: ignore[override]  # those of a student's own responses are not kept
+    def log_probs(  # type: ignore[override]  # a student's own responses are not cached
         self, *inputs: Output, only: Name | None = None, name: str = "teacher_log_probs"
     ) -> Output:
         """Declare `teacher_log_probs` [B, T], for `rg.estimators.TeacherKL`. `only` restricts it to the rows of this `data_source`."""
@@ -109,7 +110,7 @@ class Teacher(Reference):
 
 @dataclass(frozen=True, eq=False)
 class BySource(Operation):
-    """Take each row from the teacher of its source."""
+    """Select each row from the teacher of its source."""
 
     sources: tuple[str, ...]
     columns: tuple[str, ...]
@@ -120,7 +121,7 @@ class BySource(Operation):
         return NodeTraits(by_group=True, given=())
 
     def check(self, node: Node) -> None:
-        """Raise GraphError for a row of the data without a teacher, where the data can be read before the run."""
+        """Raise GraphError for a row of the data without a teacher, if the data can be read before the run."""
         origin = node.inputs[0].node
         data = origin.operation.data if isinstance(origin.operation, Prompts | Examples) else ()
         for index in range(len(data)):

@@ -29,7 +29,7 @@ from rlgraph.values.lora import ALL_LINEAR, FAMILIES, LoRA
 from rlgraph.values.optimizers import Muon
 from rlgraph.values.trainer import TrainerSettings
 
-# A policy whose log-probs are the engine's to the bit: what its settings may be, and a check of some rows in each step.
+# A policy whose log-probs are bit-identical to the engine's: its allowed settings, and a check of some rows in each step.
 
 CHECKED = 4  # rows of a step
 
@@ -59,7 +59,7 @@ def check_exact_settings(model: Any) -> None:
 
 
 def columns_to_check(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ...]:
-    """The columns that an update reads for its check. Raises GraphError for an exact policy's batch that no engine sampled."""
+    """The columns that an update reads for its check. Raises GraphError if an exact policy's batch was not sampled by an engine."""
     if model.exact and "rollout_log_probs" not in list_columns(inputs):
         raise GraphError(
             f"node '{name}' trains a policy with exact=True on a batch that no engine sampled; pass it a rollout, or leave out exact"
@@ -68,7 +68,7 @@ def columns_to_check(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str,
 
 
 def checked_rows(engine: Any, batch: Columns, step: int, temperature: float) -> dict[str, float]:
-    """Score some rows of a batch before its first update, other ones in each step; give the number of their tokens as a metric.
+    """Score some rows of a batch before its first update, other rows in each step; return the number of their tokens as a metric.
 
     Raises CertificateError for a token whose log-prob differs from the engine's in any bit.
     """
@@ -87,7 +87,7 @@ def checked_rows(engine: Any, batch: Columns, step: int, temperature: float) -> 
     return {"exact/tokens_checked": float(mask.sum())}
 
 
-# Checks of a model that is trained with moments of 8 bits, or with a frozen base of 4.
+# Checks of a model that is trained with moments of 8 bits, or with a frozen base of 4 bits.
 
 
 def check_eight_bits(model: Any) -> None:
@@ -118,14 +118,14 @@ def check_four_bits(model: Any) -> None:
 
 
 def check_installed(model: Any) -> None:
-    """Raise GraphError for a model that needs bitsandbytes where it is not installed."""
+    """Raise GraphError for a model that needs bitsandbytes if it is not installed."""
     eight, four = model.optimizer.moments == "8bit", model.adapter is not None and model.adapter.base is not None
     if (eight or four) and not is_installed():
         given = "optimizer=rg.AdamW(moments='8bit')" if eight else f"adapter=LoRA(base='{model.adapter.base}')"
         raise GraphError(f"{type(model).__name__}({given}): the package bitsandbytes is not installed: {INSTALL}")
 
 
-# Checks of a model that trains an adapter: of its settings where it is declared, of its folder before anything starts.
+# Checks of a model that trains an adapter: of its settings when it is declared, of its folder before anything starts.
 
 
 def check_adapter(model: Any) -> None:
@@ -151,7 +151,7 @@ def check_adapter(model: Any) -> None:
 
 
 def check_adapter_folder(model: Any, summary: ModelSummary) -> None:
-    """Raise GraphError for an adapter of a family without tests, of targets that it lacks, or unlike the folder in which it begins."""
+    """Raise GraphError for an adapter of an untested family, with unknown targets, or that differs from the folder from which it starts."""
     lora: LoRA = model.adapter
     where = f"{type(model).__name__}({str(summary.path)!r}, adapter=LoRA(…))"
     if summary.model_type not in FAMILIES or summary.nested:
@@ -174,11 +174,11 @@ def _targets(lora: LoRA) -> list[str]:
     return sorted(PROJECTIONS if lora.targets == ALL_LINEAR else lora.targets)
 
 
-# A policy that computes with the experts that the engine chose: what its settings may be, and the columns that its nodes read.
+# A policy that computes with the experts that the engine chose: its allowed settings, and the columns that its nodes read.
 
 
 def check_replay(model: Any) -> None:
-    """Raise GraphError for settings with which routers cannot be told what to choose."""
+    """Raise GraphError for settings with which the choice of routers cannot be replayed."""
     if not model.router_replay:
         return
     given = {"compiled": (model.compiled, False), "tensor_parallel": (model.tensor_parallel, 1)}
@@ -198,9 +198,9 @@ def check_replay_folder(model: Any) -> None:
 
 
 def routes_read(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ...]:
-    """The columns of routes that a node of a policy reads. Raises GraphError for a batch without them, which nothing could be replayed of.
+    """The columns of routes that a node of a policy reads. Raises GraphError for a batch without them.
 
-    Batches of examples have none: of a policy that replays, only a rollout's batch is checked.
+    Batches of examples have none, so only a rollout's batch is checked.
     """
     if not model.router_replay:
         return ()
@@ -214,15 +214,15 @@ def routes_read(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ...]
     return ROUTES
 
 
-# Whether a model reads the tokens of its batch as they were written: by the vocabulary of the model that wrote them.
+# Whether a model reads the tokens of its batch as they were written: with the vocabulary of the model that wrote them.
 
 WRITTEN = "responses"
 
 
 def check_vocabulary(node: Node) -> None:
-    """Raise DataError if tokens that reach a node were written by a model with other tokens than the node's own.
+    """Raise DataError if the tokens of a node were written by a model with another vocabulary than the node's model.
 
-    Models of one family differ in tokens at the end of their vocabularies that only some of them use, so only ids of both are compared.
+    Models of one family may have extra tokens at the end of their vocabularies, so only the ids of both are compared.
     """
     assert node.model is not None
     for writer, path in {source.name: _path(source) for source in writers(node)}.items():
@@ -242,7 +242,7 @@ def _path(writer: Node) -> str:
 
 
 def writers(node: Node) -> Iterator[Node]:
-    """Yield the nodes that wrote the tokens that reach a node."""
+    """Yield the nodes that wrote the tokens of a node's inputs."""
     for output in node.inputs:
         if not any(column.removeprefix(output.prefix) == WRITTEN for column in output.columns):
             continue
@@ -255,7 +255,7 @@ def writers(node: Node) -> Iterator[Node]:
 
 @functools.cache
 def difference(first: str, second: str) -> str | None:
-    """Name a token id that two models read differently; None if there is none, or if one of the folders has no tokenizer to tell."""
+    """Name a token id that two models read differently; None if there is none, or if one of the folders has no tokenizer."""
     from rlgraph.engines.hf.model_files import check_tokenizer
     from rlgraph.engines.hf.pretrained import check_model
 
@@ -315,7 +315,7 @@ class TrainedModel(Model, TrainerSettings):
     self_test: bool = True
     trainer: Annotated[str, OneOf(TRAINERS.names)] | TrainerSpec = "fsdp"
     scores: ClassVar[Literal["log_probs", "values"]] = "log_probs"
-    frozen: ClassVar[bool] = False  # whether it may be without an update
+    frozen: ClassVar[bool] = False  # whether it may lack an update
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -358,7 +358,7 @@ class TrainedModel(Model, TrainerSettings):
             self._check_scorer()
 
     def _check_scorer(self) -> None:
-        """Raise GraphError for what an engine that only scores cannot do."""
+        """Raise GraphError for settings that a scoring engine does not support."""
         name = self.spec.name
         if not self.frozen:
             raise GraphError(f"{type(self).__name__}(trainer='{name}'): it only scores, for rg.Teacher and rg.Reference; leave out trainer")
@@ -422,10 +422,10 @@ def check_folder(path: str) -> None:
 
 
 def check_trained(model: TrainedModel) -> None:
-    """Raise DataError for a folder without a model, or for a model whose log-probs here differ from those of its own forward, and
-    GraphError for a model that its trainer is not offered for, or that its ranks cannot share.
+    """Raise DataError for a folder without a model, or for a model whose packed log-probs differ from its own forward pass, and GraphError
+    for a model that its trainer does not support, or that its ranks cannot share.
 
-    The families in `TESTED` have library tests of their own, so for them the workers' self-test, which runs during their start, is enough.
+    The families in `TESTED` have their own library tests, so for them the workers' self-test, which runs during their start, is enough.
     """
     from rlgraph.engines.hf.pretrained import check_model
 
@@ -462,7 +462,7 @@ def check_whole_vocabulary(name: str, model: TrainedModel) -> None:
 
 
 def check_rows_fit(node: Node, model: TrainedModel) -> None:
-    """Raise GraphError for an engine that only scores and has less room for a row than the generator that writes it."""
+    """Raise GraphError for a scoring engine with less room for a row than the generator that writes it."""
     from rlgraph.engines.hf.pretrained import check_model
 
     if not model.spec.only_scores:
@@ -478,7 +478,7 @@ def check_rows_fit(node: Node, model: TrainedModel) -> None:
 
 
 def check_rotary_factors(node: Node, model: TrainedModel) -> None:
-    """Raise GraphError for rows that are so long that the model's rotary factors depend on the rows beside them.
+    """Raise GraphError for rows that are so long that the model's rotary factors depend on the other rows.
 
     Rows that no generator wrote are checked as they arrive.
     """
@@ -488,13 +488,13 @@ def check_rotary_factors(node: Node, model: TrainedModel) -> None:
         if writer.model is not None and writer.traits.work == "generate":
             most = writer.model.traits.max_context or check_model(writer.model.path).context_length
             check_rotation(f"node '{node.name}' reads", model.path, most)
-    if model.spec.only_scores:  # an engine that chooses factors by its own room for rows
+    if model.spec.only_scores:  # an engine chooses factors by its own room for rows
         room = model.traits.max_context or check_model(model.path).context_length
         check_rotation(f"node '{node.name}' has room for", model.path, room, room=f"{type(model).__name__}(max_context=)")
 
 
 def check_scored(name: str, model: TrainedModel, temperature: float, top_k: int | None = 1) -> None:
-    """Raise GraphError for scores that an engine that only scores does not give."""
+    """Raise GraphError for scores that a scoring engine does not return."""
     if not model.spec.only_scores:
         return
     if temperature != 1.0:

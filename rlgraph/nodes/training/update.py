@@ -26,19 +26,19 @@ from rlgraph.settings import Count
 # An update on several batches: each with its loss and its weight, in one optimizer step.
 
 FAMILIES = ("actor", "critic", "preference", "reward")  # of the update's own metrics
-PART = "part_of_batch"  # the column that says which batch a row is of
+PART = "part_of_batch"  # the column with the number of each row's batch
 Also: TypeAlias = tuple[Output | Sequence[Output], Loss, float]
 
 
 @dataclass(frozen=True)
 class Part:
-    """One more batch of an update: its columns have the `prefix` in front, its metrics the name of its first node."""
+    """One more batch of an update: its columns begin with `prefix`, its metrics with the name of its first node."""
 
     prefix: str
     name: str
     loss: Any
     weight: float
-    behaviour: str  # the column that ratios are taken against
+    behaviour: str  # the column of the ratios' denominators
 
     def of(self, columns: Columns) -> dict[str, Column]:
         """Pick its columns, under their own names."""
@@ -49,7 +49,7 @@ class Part:
 class Mixture:
     """The weighted sum of the losses of several batches. Each is normalised by the tokens and rows of its own batch.
 
-    `parts` are (loss, weight, totals, front of its metrics' names).
+    `parts` are (loss, weight, totals, prefix of its metrics' names).
     """
 
     parts: tuple[tuple[Any, float, Totals, str], ...]
@@ -83,8 +83,8 @@ class Mixture:
 
 
 def join_batches(batches: Sequence[Columns]) -> dict[str, Column]:
-    """Join batches of different columns along their rows; what a batch lacks is 0 or no text. The column `PART` numbers them."""
-    like: dict[str, tuple[Column, int]] = {}  # a column, and how wide the responses beside it are
+    """Join batches of different columns along their rows; missing values are 0 or empty text. The column `PART` numbers them."""
+    like: dict[str, tuple[Column, int]] = {}  # a column, and the width of its responses
     for batch in batches:
         like = {**{name: (column, _width(batch)) for name, column in batch.items()}, **like}
     same = [{name: batch[name] if name in batch else _nothing(*found, batch) for name, found in like.items()} for batch in batches]
@@ -97,7 +97,8 @@ def _width(batch: Columns) -> int:
 
 
 def _nothing(like: Column, beside: int, batch: Columns) -> Column:
-    """Make the column that a batch lacks; one of tokens is as wide as the batch's own responses, so that all columns end as wide."""
+    """Make the column that a batch lacks; a column of tokens is as wide as the batch's own responses, so that all columns end equally
+    wide."""
     rows = rows_of(batch)
     if not isinstance(like, torch.Tensor):
         return [""] * rows
@@ -125,7 +126,7 @@ def checked_also(node: str, also: Sequence[Any]) -> Iterator[tuple[Sequence[Outp
 
 
 def own_name(node: str, taken: Sequence[str]) -> str:
-    """Name the metrics of a further batch for its node, with a number where that name is another batch's or a family of metrics.
+    """Name the metrics of a further batch after its node, with a number if another batch or a family of metrics has that name.
 
     >>> own_name("pairs", []), own_name("pairs", ["pairs"]), own_name("actor", [])
     ('pairs', 'pairs2', 'actor2')
@@ -135,7 +136,7 @@ def own_name(node: str, taken: Sequence[str]) -> str:
 
 
 def join_with_losses(each: Sequence[tuple[Columns, Any]], more: Sequence[Part]) -> tuple[Columns, Mixture]:
-    """Join the batches of an optimizer step with their losses: the update's own first, then those of `more`."""
+    """Join the batches of an optimizer step with their losses: the update's own batch first, then the batches of `more`."""
     weights = [(1.0, ""), *((part.weight, f"{part.name}/") for part in more)]
     parts = tuple(
         (loss, weight, Totals.of(tensor_of(batch, "response_mask")), front)
@@ -144,7 +145,7 @@ def join_with_losses(each: Sequence[tuple[Columns, Any]], more: Sequence[Part]) 
     return join_batches([batch for batch, _ in each]), Mixture(parts)
 
 
-# The update: the node that trains a model on a batch, the optimizer steps that it takes, and the batch that a policy learns from.
+# The update: the node that trains a model on a batch, its optimizer steps, and the batch that a policy learns from.
 
 DEFAULT_GUARDS = Guards()
 
@@ -159,11 +160,11 @@ class Update:
 
 @dataclass(frozen=True)
 class UpdateSchedule:
-    """An update walks its batch `epochs` times, each time in so many `mini_batches`; each of them is an optimizer step.
+    """An update iterates `epochs` times over its batch, each time in `mini_batches` parts; each part is an optimizer step.
 
-    A mini-batch is adjacent rows, in the order of the batch, so the responses to one prompt are trained together and a run depends on
-    its seed alone. A loss is normalised by the tokens and rows of its mini-batch. A mini-batch whose rows are all masked is skipped: it
-    takes no optimizer step, does not advance the warm-up, and counts in no metric.
+    A mini-batch has adjacent rows, in the order of the batch, so the responses to one prompt are trained together and a run depends only on
+    its seed. A loss is normalised by the tokens and rows of its mini-batch. A mini-batch whose rows are all masked is skipped: it has no
+    optimizer step, does not advance the warm-up, and counts in no metric.
     """
 
     epochs: Count = 1
@@ -192,7 +193,7 @@ class UpdateSchedule:
     ) -> dict[str, float]:
         """Take the optimizer steps, each with the settings, and average each metric over the steps that report it.
 
-        `more` are further batches with their losses. They are cut into as many mini-batches, one of each an optimizer step.
+        `more` are further batches with their losses. Each is cut into equally many mini-batches, one per optimizer step.
         """
         found: dict[str, list[float]] = {}
         for mini_batches in zip(self.cut(batch), *(self.cut(other) for other, _ in more), strict=True):
@@ -217,9 +218,9 @@ def _has_tokens(mini_batch: Columns) -> bool:
 
 
 def prepare_loss(engine: Any, batch: Columns, loss: Any, temperature: float) -> tuple[Columns, Any]:
-    """Take the slopes of a `WholeLoss` in the scores of its mini-batch; pass any other loss through.
+    """Compute the slopes of a `WholeLoss` in the scores of its mini-batch; pass any other loss through.
 
-    Rows without a slope, such as pairs without a winner, leave the mask: the passes with gradients need not compute them.
+    Rows without a slope, e.g. pairs without a winner, leave the mask: the passes with gradients need not compute them.
     """
     if not isinstance(loss, WholeLoss):
         return batch, loss
@@ -251,7 +252,7 @@ class Training(Operation):
         return NodeTraits(work="train", epochs=epochs, mini_batches=mini_batches, scored=scored, given=(self.loss,), trial=self.tried)
 
     def declare(self, inputs: Sequence[Output], reads: Sequence[str]) -> Update:
-        """Declare the node. `reads` may name a column twice; it trains on the rows of all batches, which prefixes keep apart."""
+        """Declare the node. `reads` may name a column twice; it trains on the rows of all batches, which differ by their prefixes."""
         widest: dict[str, int] = {}
         for output in inputs:
             if isinstance(output, Output):
@@ -265,7 +266,7 @@ class Training(Operation):
         check_rotary_factors(node, self.model)
 
     def trial(self, node: Node, columns: Columns, rows: int) -> Columns:
-        """Call the losses of the user's. Raises RlgraphError as the first step would."""
+        """Call the user's losses. Raises RlgraphError as the first step would."""
         for loss, batch in self.losses(columns):
             if custom(loss):
                 try_loss(self.name, loss, batch, self.model.scores)
@@ -296,7 +297,10 @@ class Training(Operation):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PolicyUpdate(Training):
-    """Take the policy's optimizer steps on a batch, and on those of `parts`. Ratios are taken against the column `behaviour`."""
+    """Take the policy's optimizer steps on a batch, and on the batches of `parts`.
+
+    The column `behaviour` holds the ratios' denominators.
+    """
 
     behaviour: str
     temperature: float
@@ -327,7 +331,7 @@ class PolicyUpdate(Training):
 
 
 def _batch(columns: Columns, behaviour: str, step: int) -> dict[str, Column]:
-    """Make the batch of a loss: old log-probs, the mask of what is trained, and the version that trains."""
+    """Make the batch of a loss: old log-probs, the mask of trained tokens, and the training version."""
     mask = columns["response_mask"]
     return {
         **columns,
@@ -369,7 +373,7 @@ def check_loss(name: str, loss: object) -> None:
         raise GraphError(f"node '{name}' has loss={show_value(loss)}; pass a loss object, e.g. loss=rg.ClippedLoss()")
 
 
-# Whether a loss goes with what it is given: its model's scores, and the rows of its batch.
+# Whether a loss fits its model's scores and the rows of its batch.
 
 HELD = {
     "pairs": "pairs, which rg.pairs and rg.preferred make",
@@ -380,14 +384,14 @@ SCORED = {"log_probs": "the log-probs of a policy", "values": "the rewards of a 
 
 
 def check_taken(name: str, loss: object, scores: Literal["log_probs", "values"], inputs: Iterable[Any], mini_batches: int) -> None:
-    """Raise GraphError for anything but a loss object, or for one that does not go with the model's scores or with the batch."""
+    """Raise GraphError for anything but a loss object, or for a loss that does not fit the model's scores or the batch."""
     check_loss(name, loss)
     check_scores(name, loss, scores)
     check_rows(name, loss, inputs, mini_batches)
 
 
 def check_scores(name: str, loss: object, scores: Literal["log_probs", "values"]) -> None:
-    """Raise GraphError for a loss of another kind of model than the one that gives these `scores`."""
+    """Raise GraphError for a loss for another kind of model than the model of these `scores`."""
     taken = "values" if isinstance(loss, StepwiseLoss) else loss.scores if isinstance(loss, WholeLoss) else None
     if taken not in (None, scores):
         other = "rg.DPO()" if scores == "log_probs" else "rg.losses.BradleyTerry()"
@@ -398,7 +402,7 @@ def check_scores(name: str, loss: object, scores: Literal["log_probs", "values"]
 
 
 def check_rows(name: str, loss: object, inputs: Iterable[Any], mini_batches: int) -> None:
-    """Raise GraphError for a batch whose preferences are not those that a loss compares, or mini-batches that part two rows of a pair."""
+    """Raise GraphError for a batch whose preferences a loss cannot compare, or mini-batches that separate two rows of a pair."""
     if not isinstance(loss, WholeLoss) or loss.rows is None:
         return
     carrier = next((o.node for o in inputs if isinstance(o, Output) and "preferences" in o.columns), None)

@@ -1,7 +1,7 @@
-"""The system calls of a tool's code: a seccomp filter that allows those of a list and refuses every other one.
+"""The system calls of a tool's code: a seccomp filter that allows the calls of a list and refuses all others.
 
-The calls in the list change nothing outside of the process but files, and Landlock and the namespaces leave it no folder but its own.
-The filter is built here, instruction by instruction, so that it needs no library but Python's own.
+The calls in the list change nothing outside of the process except files, and Landlock and the namespaces leave it only its own folder.
+The filter is built here, instruction by instruction, so that it needs only Python's standard library.
 """
 
 import ctypes
@@ -29,12 +29,12 @@ restart_syscall 219 128  getpid 39 172  getppid 110 173  getpgrp 111 -  getpgid 
 geteuid 107 175  getgid 104 176  getegid 108 177  getresuid 118 148  getresgid 120 150  getgroups 115 158  getrlimit 97 163
 uname 63 160  sysinfo 99 179  getrandom 318 278  recvfrom 45 207  shutdown 48 210
 """
-# Allowed with the values of arguments that `conditions` gives.
+# Allowed with the values of arguments that `conditions` returns.
 LIMITED = """
 clone 56 220  clone3 435 435  tgkill 234 131  fcntl 72 25  ioctl 16 29  madvise 28 233  prctl 157 167  prlimit64 302 261
 socketpair 53 199  sendto 44 206  renameat2 316 276
 """
-# Refused with the error of a file system without extended attributes, so that libraries go on without them.
+# Refused with the error of a file system without extended attributes, so that libraries continue without them.
 UNSUPPORTED = """
 listxattr 194 11  llistxattr 195 12  flistxattr 196 13  getxattr 191 8  lgetxattr 192 9  fgetxattr 193 10  setxattr 188 5
 lsetxattr 189 6  fsetxattr 190 7  removexattr 197 14  lremovexattr 198 15  fremovexattr 199 16
@@ -72,7 +72,7 @@ def conditions(pid: int) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
         "prlimit64": [(_low(0), (0, pid)), (_low(2), (0,)), (_high(2), (0,))],  # reads limits, sets none
         "socketpair": [(_low(0), (AF_UNIX,))],
         "renameat2": [(_low(4), (0, 1, 2))],  # plain, not over another, in exchange; it leaves no device in the file's place
-        "sendto": [(_low(4), (0,)), (_high(4), (0,))],  # to the other end of the pair alone
+        "sendto": [(_low(4), (0,)), (_high(4), (0,))],  # only to the other end of the pair
     }
 
 

@@ -1,8 +1,7 @@
 """The process of a model's code: it enters its sandbox, then runs the code that it reads from its input.
 
-Arguments: seconds of processor time, bytes of memory, bytes of its folder, the layers that may be missing,
-folders of packages, and all paths that stay readable.
-No layer needs privileges, and none can be undone.
+Arguments: seconds of processor time, bytes of memory, bytes of its folder, the layers that may be missing, folders of packages, and all
+readable paths. No layer needs privileges, and none can be undone.
 """
 
 import _signal as signal  # `signal` loads `enum`, half of the start time
@@ -19,7 +18,7 @@ TYPE_CHECKING = False  # loading `typing` and `collections` would take a fifth o
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EXIT_NO_SANDBOX = 3  # exit status where a layer is missing
+EXIT_NO_SANDBOX = 3  # exit status if a layer is missing
 SIGNALLED = 64  # plus a signal: exit status of the first process of the namespace if that signal killed the code's process
 MOST_THREADS = 128
 GRACE_S = 5
@@ -31,7 +30,7 @@ def main() -> None:
     seconds, memory, folder_bytes = (int(argument) for argument in sys.argv[1:4])
     accepted, packages, readable = sys.argv[4].split(","), sys.argv[5].split(os.pathsep), sys.argv[6:]
     sys.argv[:] = ["tool"]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the driver's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     code = sys.stdin.buffer.read().decode(errors="replace")
     os.close(0)
@@ -73,7 +72,10 @@ def die_with_parent() -> None:
 
 
 def _fork_into_namespaces(seconds: int) -> None:
-    """Fork twice and go on in the second process of the new namespaces. The first one and this one wait for it and exit as it does."""
+    """Fork twice and continue in the second process of the new namespaces.
+
+    The first process and this one wait for it and exit with its status.
+    """
     first = fork()
     if first:
         status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
@@ -96,7 +98,7 @@ def _fork_into_namespaces(seconds: int) -> None:
 
 
 def fork() -> int:
-    """Fork. Where the system starts no further process, this one says so and ends."""
+    """Fork. If the system cannot start another process, this one reports it and ends."""
     try:
         return os.fork()
     except OSError as error:
@@ -138,8 +140,8 @@ def run(code: str) -> None:
                 print(repr(value))
     except SystemExit:
         pass
-    except BaseException as error:  # noqa: BLE001 (whatever a model's code raises is for the model to read)
-        if isinstance(error, MemoryError):  # what filled the memory goes first: the next line needs some
+    except BaseException as error:  # noqa: BLE001 (the model reads any error of its code)
+        if isinstance(error, MemoryError):  # free the memory first: the next line needs some
             names.clear()
             error.__traceback__ = None
         import traceback

@@ -1,4 +1,4 @@
-"""The process that holds a sandbox between two runs: files stay, and each run is a process of its own that enters the other layers.
+"""The process that holds a sandbox between two runs: files stay, and each run is a separate process that enters the other layers.
 
 Arguments as in `child`. It reads frames from its input and answers on its output: an operation and its length, then as many bytes; a
 status, the length of what was printed, and that. It runs no code of a model itself, and ends with the process that started it.
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _run(operation: bytes, body: bytes, seconds: float, most: int, enter: "Callable[[], None]") -> tuple[int, bytes]:
-    """Do one operation in a process of its own; kill it at its deadline, and where it prints too much."""
+    """Do one operation in a separate process; kill it at its deadline, or if it prints too much."""
     out, into = os.pipe()
     try:
         pid = os.fork()
@@ -133,7 +133,7 @@ def _do(operation: bytes, body: bytes) -> None:
 
 
 def _exactly(length: int) -> "bytes | None":
-    """Read so many bytes of the input; None at its end."""
+    """Read this many bytes of the input; None at its end."""
     parts = b""
     while len(parts) < length:
         part = os.read(0, length - len(parts))

@@ -1,7 +1,7 @@
 """What a tool's code can reach: namespaces leave it a file system of Python and an empty folder, Landlock some paths to read.
 
 In its namespaces there is no network, no other process and no shared memory. An ordinary user makes them in a user namespace. Root makes
-them as root, then goes on as nobody.
+them as root, then continues as nobody.
 """
 
 import os
@@ -37,7 +37,7 @@ READ_ONLY_NO_SUID, WITHOUT_DEVICES = 1 | 2, 4  # of mount_setattr
 
 
 def enclose(readable: "Sequence[str]", folder_bytes: int) -> None:
-    """Leave this process the readable paths and an empty `FOLDER` of `folder_bytes`, and put its next child in namespaces of its own.
+    """Leave this process the readable paths and an empty `FOLDER` of `folder_bytes`, and put its next child in separate namespaces.
 
     Raises OSError naming the call that the kernel refuses.
     """
@@ -60,11 +60,11 @@ def enclose(readable: "Sequence[str]", folder_bytes: int) -> None:
         check_result(libc.setgroups(0, None), "setgroups")
         check_result(libc.setresgid(NOBODY, NOBODY, NOBODY), "setresgid to nobody")
         check_result(libc.setresuid(NOBODY, NOBODY, NOBODY), "setresuid to nobody")
-        libc.unshare(NEW_USER)  # if allowed: limits counted by user then do not mix with those of nobody's other processes
+        libc.unshare(NEW_USER)  # if allowed: limits per user then do not include nobody's other processes
 
 
 def _is_mapped(user: int) -> bool:
-    """Whether a user is there in this user namespace: the root of a container may be its only one."""
+    """Whether a user exists in this user namespace: the root of a container may be its only one."""
     try:
         with open("/proc/self/uid_map") as file:
             ranges = [[int(word) for word in line.split()] for line in file]
@@ -82,7 +82,7 @@ def _rebuild(readable: "Sequence[str]", folder_bytes: int) -> None:
     os.chdir(os.getcwd())  # enters the new mount; until here the working directory is the folder below it
     os.makedirs(f".{FOLDER}", exist_ok=True)
     mount("tmpfs", f".{FOLDER}", "tmpfs", NO_SUID | NO_DEVICES | NO_PROGRAMS, f"size={folder_bytes},nr_inodes={MOST_FILES},mode=1777")
-    # The folder comes first: Python itself may lie below it, as an environment in /tmp does.
+    # The folder comes first: Python itself may be below it, e.g. an environment in /tmp.
     for path, (tree, is_folder) in trees:
         _place(path, tree, is_folder)
     call(PIVOT_ROOT[os.uname().machine], "pivot_root", b".", b".")
@@ -103,7 +103,7 @@ def _place(path: str, tree: int, is_folder: bool) -> None:
     """Mount a tree at its real path below this folder. If `path` goes through links, link it to there."""
     real = os.path.realpath(path)
     target = f".{real}"
-    if not os.path.exists(target):  # else it lies in a folder that was placed before
+    if not os.path.exists(target):  # else it is in a folder that was placed before
         os.makedirs(target if is_folder else os.path.dirname(target), exist_ok=True)
         if not is_folder:
             os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
