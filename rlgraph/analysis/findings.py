@@ -31,7 +31,7 @@ class LoopBalance:
 
 
 def findings(run: Run) -> tuple[str, ...]:
-    """List what to change, most important first. A well-balanced run gets a line that says so; one without steady steps gets none."""
+    """List what to change, most important first. A well-balanced run gets a line that reports it; a run without steady steps gets none."""
     if not run.steady or not run.spans:
         return ()
     found = [*_flat(run), *(line for side in _loop_balances(run) for line in _balance(run, side))]
@@ -191,7 +191,7 @@ def _driver(run: Run) -> Iterator[str]:
 
 
 def _own_work(run: Run) -> Iterator[str]:
-    """Yield each pool in which copies and checks take too long."""
+    """Yield each pool with too long copies and checks."""
     for pool in run.plan.pools:
         rows = run.steady_bubbles.of_pool(pool.name)
         share = run.steady_bubbles.share((row for row in rows if row.use == "carry"), rows)
@@ -202,7 +202,7 @@ def _own_work(run: Run) -> Iterator[str]:
 def _disagreement(run: Run) -> Iterator[str]:
     """Yield a line if engine and trainer disagree about the log-probs of the same tokens.
 
-    `ppo_kl_abs` also differs where the policy has moved on, so a stale run ignores it.
+    `ppo_kl_abs` also differs if the policy has changed since, so a stale run ignores it.
     """
     stale = any(loop.depth for loop in run.plan.loops)
     for metric, most in DISAGREE.items():

@@ -247,7 +247,7 @@ USES: Mapping[Reason, Use] = {"data": "data", "slots": "room", "loop": "weights"
 
 
 def compare_waits(run: Run) -> Iterator[WaitComparison]:
-    """Yield the waits that the plan priced with this run's costs predicts, longest first, beside the measured ones."""
+    """Yield the waits that the plan priced with this run's costs predicts, longest first, next to the measured waits."""
     steps = len(run.steady)
     counts: dict[str | None, float] = {}
     for device in devices(run.plan):

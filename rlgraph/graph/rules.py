@@ -225,7 +225,7 @@ def check_column_cycles(graph: UncheckedGraph) -> None:
 
 
 def check_prompt_readers(graph: UncheckedGraph) -> None:
-    """A node that draws prompts by itself takes them from the source, so no other node can read the same ones."""
+    """A node that draws prompts by itself consumes them, so no other node can read the same prompts."""
     takers = {id(n.traits.draws_from): n for n in graph.nodes if n.traits.draws_from is not None}
     for node in graph.nodes:
         drawn = [o.node for o in node.inputs if id(o.node.operation) in takers]
@@ -260,7 +260,7 @@ def check_useful_depth(graph: UncheckedGraph) -> None:
 
 
 def check_continuous_pools(graph: UncheckedGraph) -> None:
-    """Responses stay in the engine between two firings, so no other model may take their memory."""
+    """Responses stay in the engine between two firings, so no other model may use their memory."""
     for node in graph.nodes:
         if not node.traits.continuous:
             continue

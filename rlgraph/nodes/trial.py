@@ -137,7 +137,7 @@ def _not_finite(columns: Columns, written: Columns) -> str:
 
 
 def made_up(writes: Sequence[str], rows: int) -> dict[str, Column]:
-    """Make up the columns that rlgraph defines among those that a node writes, `rows` rows of each."""
+    """Make up the written columns of a node that rlgraph defines, with `rows` rows each."""
     return {name: _column(name, rows) for name in writes if name in COLUMNS}
 
 

@@ -382,10 +382,10 @@ def crossing_s(
     """Predict the seconds until every reader has `size` bytes, an equal part from each writer; 0 if no reader is on another host.
 
     What a writer sends crosses the link of each host once inwards, and is passed on to the next hosts of the `shape`: a large message in
-    parts of at `least` so many bytes while more of it comes in; a small one, or any if that is None, once it is there. A channel of more
-    `slots` has larger parts. A host that feeds two hosts serves each at half its bandwidth. Writers begin their shapes at different hosts,
-    so all hosts forward equally. A reader on several hosts gets its share on each. The busiest link sets the time, or the message that
-    comes last.
+    parts of at least `least` bytes while more of it arrives; a small message, or any if `least` is None, once it is complete. A channel of
+    more `slots` has larger parts. A host that feeds two hosts serves each at half its bandwidth. Writers begin their shapes at different
+    hosts, so all hosts forward equally. A reader on several hosts gets its share on each. The busiest link sets the time, or the message
+    that comes last.
 
     >>> link = AssumedLink(bandwidth=1e9, latency_s=0.0)
     >>> crossing_s(2e9, link, writers={0: 1}, readers={0: 1, 1: 2, 2: 2}, least=None)  # four readers on two other hosts

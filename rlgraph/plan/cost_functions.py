@@ -316,7 +316,7 @@ class NodeCost:
         return last
 
     def each(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
-        """Predict the seconds `[steps, engines]` of firings, `[steps, 1]` where engines work together.
+        """Predict the seconds `[steps, engines]` of firings, `[steps, 1]` if engines work together.
 
         Lengths are the same for every node of a step; the spread is the same for every engine.
         """
@@ -380,7 +380,7 @@ class NodeCost:
 
 @dataclass(frozen=True)
 class SleepCost:
-    """The cost of a model that time-shares its devices: seconds to give up their memory, and to take it back.
+    """The cost of a model that time-shares its devices: seconds to free their memory, and to restore it.
 
     `bytes` go to host memory and come back, on each device. `measured` is the setting that the numbers come from; `estimated`
     says that the seconds are those of the bytes on the device's link to its host.
@@ -417,7 +417,7 @@ def _spread(spread: tuple[float, ...], steps: int) -> Array:
 
 
 def refuse_seconds(name: str, value: object) -> NoReturn:
-    """Raise PlanError for the cost of `name`; the error says what a cost is."""
+    """Raise PlanError for the cost of `name`; the error explains what a cost is."""
     raise PlanError(
         f"the cost of '{name}' is {show_value(value)}; a cost is a number of seconds of at least 0, or one for each count of devices, "
         "as {1: 38.2, 2: 19.0}"

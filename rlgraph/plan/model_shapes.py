@@ -335,7 +335,7 @@ def _copies(shape: ModelShape) -> int:
     return shape.experts_used if shape.experts > 1 else 0
 
 
-# The temporary memory at each instant of an update: the peak is that of the largest instant, not the sum of all parts.
+# The temporary memory at each instant of an update: the peak is the largest instant, not the sum of all parts.
 #
 # * "head": all layers keep what their backward pass needs, and the head computes with logits and their gradient. With a fused head they
 # cover a few rows, next to the gradient of the head in float32 and its cast copy, or what some rows add to it. * "backward of a layer": a

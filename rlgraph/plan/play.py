@@ -190,7 +190,7 @@ def _cycle_above(period_s: float, points: int, links: Sequence[_Link], tolerance
 
 
 def _rotate_cycle(cycle: list[str], schedule: Schedule) -> tuple[str, ...]:
-    """Begin a cycle at the event that comes first in a step, so that equal cycles print alike."""
+    """Begin a cycle at the event that comes first in a step, so that equal cycles print equally."""
     place = {event.name: index for index, event in enumerate(schedule.events)}
     first = min(range(len(cycle)), key=lambda i: place[cycle[i]])
     return tuple(cycle[first:] + cycle[:first])

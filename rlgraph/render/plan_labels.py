@@ -40,7 +40,7 @@ _BOLD = {
     1.13: "mW@",
     1.28: "%",
 }
-_OTHER, _WIDE = 1.5, 1.6  # characters of other scripts, and those that take two places in a terminal
+_OTHER, _WIDE = 1.5, 1.6  # characters of other scripts, and characters that fill two places in a terminal
 
 UNTIMED = "placeholder costs, so no times"
 ROUNDING = 1e-6  # pixels: tolerance for sums of floats, so that a text fits the room made for it

@@ -102,9 +102,9 @@ def _rows(plan: Plan, nodes: list[PlannedNode], columns: Mapping[str, int]) -> d
 PORT_STEP = 12.0  # between two channels that leave one box
 _CLEAR = 7.0  # pixels between two trunks in a row of boxes
 _ROW, _GAP = 50.0, 16.0  # nominal heights, to compare detours before the true ones are known
-_GAP_COST = 4.0  # prefers a straight line beside boxes to an equally short one between rows
+_GAP_COST = 4.0  # prefers a straight line next to boxes to an equally short line between rows
 
-_MISLEADS = 20.0  # a line that ends beside a box looks as if it belonged to that box
+_MISLEADS = 20.0  # a line that ends next to a box looks as if it belonged to it
 
 
 @dataclass(frozen=True)
@@ -446,7 +446,7 @@ def _beside(box: Box, index: int, y: float, side: int) -> list[Point]:
 
 
 def _loop_labels(plan: Plan, red: Critical, loops: Sequence[LoopLine], frame: _Frame) -> list[TextLine]:
-    """Place the label of each feedback edge under its line, where no line of a lower one crosses it."""
+    """Place the label of each feedback edge under its line, so that no line of a lower edge crosses it."""
     written: list[TextLine] = []
     for index, loop in enumerate(plan.loops):
         own = [line for line in loops if line.loop.name == loop.name]

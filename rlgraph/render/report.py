@@ -149,7 +149,7 @@ def write(path: str | Path, run: Run, folder: str | Path | None = None) -> None:
 
 
 def page(run: Run, folder: str | Path | None = None, *, state: str = "", scripts: Sequence[str] = SCRIPTS) -> str:
-    """Build the report as one HTML document with its style and scripts. `state` says whether the run continues."""
+    """Build the report as one HTML document with its style and scripts. `state` shows whether the run continues."""
     title = escape(words.clean(run.plan.graph))
     drawn = list(sections(run, folder))
     steps = words.with_count(len(run.steps), "step") + (f' · <span id="state">{escape(state)}</span>' if state else "")
@@ -162,7 +162,7 @@ def page(run: Run, folder: str | Path | None = None, *, state: str = "", scripts
 
 
 def sections(run: Run, folder: str | Path | None = None) -> Iterator[tuple[str, str, str]]:
-    """Yield the sections of a run's report: key, title and content. Samples and profiles are those of the run's folder."""
+    """Yield the sections of a run's report: key, title and content. Samples and profiles come from the run's folder."""
     place = Path(folder) if folder is not None and sample_files(folder) else None
     recorded = (("samples", "Samples", lambda run: samples_section(place)),) if place is not None else ()
     profiles = profile_files(folder) if folder is not None else []

@@ -135,7 +135,8 @@ def _nodes(plan: Plan) -> list[str]:
 
 
 def _sleeps(plan: Plan) -> list[str]:
-    """Write the table of models that time-share their devices, with the seconds they take to wake and to sleep; empty if there are none."""
+    """Write the table of models that time-share their devices, with the seconds that they need to wake and to sleep; empty if there are
+    none."""
     rows = [[s.model, words.seconds(s.wake_s, s.cost), words.seconds(s.sleep_s, s.cost), s.cost, words.size(s.bytes)] for s in plan.sleeps]
     return align_rows(["time-shared", ">wakes in", ">sleeps in", "is", "of a device to the host"], rows) if rows else []
 

@@ -57,8 +57,8 @@ def per_rank(spans: Sequence[Span], plan: Plan) -> list[Span]:
 def trace(spans: Sequence[Span], plan: Plan, process: int = 1, title: str = "") -> dict[str, Any]:
     """Build the Chrome-trace JSON of spans that have the names of the plan's events; a wait has the name of its channel.
 
-    Tracks are the plan's workers, in its order. Spans that run beside a worker's main work, such as receiving weights, are on a second
-    track under it. An arrow leads from each published version to each span that begins to use it.
+    Tracks are the plan's workers, in its order. Spans that overlap with a worker's main work, e.g. receiving weights, are on a second track
+    under it. An arrow leads from each published version to each span that begins to use it.
     """
     tracks = _tracks(spans, plan)
     numbers = _numbers(tracks, plan)

@@ -90,7 +90,7 @@ class SampledRows(msgspec.Struct, tag=True, frozen=True):
 class SampleSource(msgspec.Struct, frozen=True):
     """Columns of a node that belong to the `rows` responses of a rollout. Each row of the node belongs to `repeat` of them.
 
-    `kind` says whether these are trained on or are answers of an evaluation.
+    `kind`: whether these are trained on or are answers of an evaluation.
     """
 
     node: str

@@ -127,7 +127,7 @@ class Agent:
         return getattr(made, "truncated", None)  # it is optional for an environment
 
     def make(self, columns: Mapping[str, str], item: Mapping[str, Any]) -> Environment:
-        """Make the environment of a conversation from the `item` of its prompt, a value for each column. Raises what the class raises."""
+        """Make the environment of a conversation from the `item` of its prompt, a value for each column. Raises the errors of the class."""
         return self.environment(**{name: convert_argument(name, item[column]) for name, column in columns.items()})
 
 

@@ -1,8 +1,8 @@
-"""Leases: what an environment holds outside its process is freed when that process is gone, by SIGKILL too.
+"""Leases: an environment's external resources are freed when its process is gone, even after SIGKILL.
 
-A lease is a file in a folder that names its owner. A shell waits at the other end of a pipe that the owner never writes to; when the
-owner ends, however it does, it runs this file, which frees what is left. The next rollout on the host sweeps as well, in case the shell
-was killed too. This file imports the standard library alone, since it is run as a program.
+A lease is a file in a folder that names its owner. A shell waits at the other end of a pipe that the owner never writes to. When the owner
+ends, in whatever way, the shell runs this file, which frees the remaining resources. The next rollout on the host does so as well, in case
+the shell was killed too. This file imports only the standard library, since it is run as a program.
 """
 
 import contextlib

@@ -149,7 +149,7 @@ async def _python(code: str, limits: Limits, accept_missing: tuple[str, ...]) ->
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class Python(Tool):
-    """Runs Python code in a process of its own, within `limits`: no network, no files but a folder of its own, no new processes.
+    """Runs Python code in a separate process, within `limits`: no network, no files outside of its own folder, no new processes.
 
     The launch fails if this machine lacks a layer of the sandbox, `namespaces`, `landlock` or `seccomp`, unless `accept_missing` names
     it. `rg.tools.python` has the default limits. Call it for a tool with others:

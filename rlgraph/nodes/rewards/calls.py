@@ -300,7 +300,7 @@ def _underlying_function(function: Callable[..., object]) -> Any:
 
 @functools.cache
 def event_loop() -> asyncio.AbstractEventLoop:
-    """Start this process's event loop, once, on a thread of its own. All firings share it, so that a function can keep its clients."""
+    """Start this process's event loop, once, on a separate thread. All firings share it, so that a function can keep its clients."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="event loop", daemon=True).start()
     return loop

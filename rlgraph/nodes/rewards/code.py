@@ -131,7 +131,7 @@ def code(
     the share that pass. A pair's right output never enters the process. Code can find and forge an assertion in its own process, so prefer
     pairs.
 
-    `accept_missing` is that of `rg.tools.python`. `concurrency` responses run at a time, by default as many as this program has cores.
+    `accept_missing`: as for `rg.tools.python`. `concurrency` responses run at a time, by default as many as this program has cores.
     Raises GraphError before anything starts if the sandbox cannot run, and DataError for a field without tests.
     """
     limits = Limits(seconds=seconds, memory_bytes=memory_bytes, output_bytes=output_bytes)

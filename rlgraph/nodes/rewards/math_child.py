@@ -1,7 +1,7 @@
-"""The process that compares mathematical answers. Each line in is a JSON pair (response, right answer), each line out a JSON pair too:
-whether they are equal, and the answer found in the response.
+"""The process that compares mathematical answers. Each input line is a JSON pair (response, right answer). Each output line is a JSON pair
+too: whether they are equal, and the answer found in the response.
 
-It is run by its path, so that it loads `math-verify` and nothing of this library.
+It is run by its path, so that it loads `math-verify` without this library.
 """
 
 import importlib

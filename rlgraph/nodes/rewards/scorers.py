@@ -28,7 +28,7 @@ from rlgraph.settings import Count, Seconds, check_arguments
 
 # Comparison of mathematical answers by `math-verify`, each within a time limit.
 
-START_S = 180.0  # for a process to load the package: a busy machine takes long
+START_S = 180.0  # for a process to load the package: a busy machine is slow
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ class TurnLoop(ConversationLoop):
         shared = self._groups.setdefault(group, _GroupEnvironment(self.rules.group_size))
         shared.environment = shared.environment or agent.make(self.rules.reads, task.item)
         conversation.environment = shared.environment
-        return await conversation.environment.reset(task.member)  # type: ignore[call-arg] # as a shared environment takes it
+        return await conversation.environment.reset(task.member)  # type: ignore[call-arg] # a shared environment accepts it
 
     async def _close(self, conversation: Conversation) -> None:
         """Close the environment of a conversation, or of a group with its last one; in the event loop."""

@@ -346,7 +346,7 @@ class TrainedModel(Model, TrainerSettings):
                 "report what their routers chose; leave out load_balance, or compiled, tensor_parallel and context_parallel"
             )
         check_replay(self)
-        _ = self.spec  # looked up where the model is declared
+        _ = self.spec  # looked up when the model is declared
         stage = (self.data_parallel or 0) * self.tensor_parallel * self.context_parallel
         if stage % self.expert_parallel:
             raise GraphError(

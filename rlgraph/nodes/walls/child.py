@@ -22,7 +22,7 @@ EXIT_NO_SANDBOX = 3  # exit status if a layer is missing
 SIGNALLED = 64  # plus a signal: exit status of the first process of the namespace if that signal killed the code's process
 MOST_THREADS = 128
 GRACE_S = 5
-ONLY_TREE = 0x400  # ast.PyCF_ONLY_AST, without the module ast: it takes long to load
+ONLY_TREE = 0x400  # ast.PyCF_ONLY_AST, without the module ast, which loads slowly
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def enter_inner_layers(limits: tuple[int, int, int], enclosed: bool, accepted: l
     layer("landlock", accepted, lambda: spaces.restrict_files(readable, os.getcwd()))
     layer("seccomp", accepted, calls.leave_calls)
     sys.path += packages
-    site.setquit()  # gives the code `exit()`; Python's own search for packages would too, and takes ten milliseconds
+    site.setquit()  # gives the code `exit()`; Python's own search for packages would too, and needs ten milliseconds
 
 
 def layer(name: str, accepted: list[str], enter: "Callable[[], None]") -> bool:
@@ -81,7 +81,7 @@ def _fork_into_namespaces(seconds: int) -> None:
         status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
         if status < 0 or status >= SIGNALLED:
             number = -status if status < 0 else status - SIGNALLED
-            try:  # noqa: SIM105 (contextlib takes long to load)
+            try:  # noqa: SIM105 (contextlib loads slowly)
                 signal.signal(number, signal.SIG_DFL)
             except OSError:  # SIGKILL, or one that libc keeps for itself
                 pass

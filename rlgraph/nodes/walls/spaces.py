@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FOLDER = "/tmp"  # the code's own folder
 NOBODY = 65534
-MOST_FILES = 4096  # each takes about a KiB of the kernel's memory
+MOST_FILES = 4096  # each needs about a KiB of the kernel's memory
 SPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x40000000  # mounts, cgroups, names, IPC, network
 NEW_USER, NEW_PROCESSES = 0x10000000, 0x20000000
 SLAVE, RECURSIVE, NO_SUID, NO_DEVICES, NO_PROGRAMS = 1 << 19, 1 << 14, 2, 4, 8

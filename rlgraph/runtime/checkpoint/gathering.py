@@ -65,7 +65,7 @@ def _send(connection: Connection, message: Message) -> None:
 
 
 def _receive(connection: Connection) -> Message:
-    connection.wait()  # no deadline while the peer lives: a disk may take long
+    connection.wait()  # no deadline while the peer lives: a disk may be slow
     try:
         return _decoder.decode(connection.receive())
     except UNREADABLE as error:

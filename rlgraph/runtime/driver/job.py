@@ -285,7 +285,7 @@ class Job:
                 if self.session.ended
                 else "the job is already running: enter it once, and launch the plan again for a second one"
             )
-        sys.stdout.flush()  # a start takes long: show what the program has printed so far, also if the output is not a terminal
+        sys.stdout.flush()  # a start is slow: show what the program has printed so far, also if the output is not a terminal
         self._launch_s = time.monotonic()
         self._signals.install()
         try:

@@ -115,7 +115,7 @@ def call_with_deadline(otherwise: str, work: Callable[[], T]) -> T:
     def do() -> None:
         try:
             done.append(work())
-        except BaseException as error:  # noqa: BLE001 (raised again where it is waited for)
+        except BaseException as error:  # noqa: BLE001 (raised again for its waiter)
             failed.append(error)
 
     thread = threading.Thread(target=do, name=otherwise, daemon=True)
@@ -302,8 +302,8 @@ def _sign_of_life() -> bool:
 def start_ray(hosts: int = 1, *, stores: bool = False, stopped: Callable[[], bool] = lambda: False) -> bool:
     """Start Ray on this machine unless the user has; return whether it is ours to shut down.
 
-    A start that hangs ends soon after `stopped` has returned True. Raises PlanError where several hosts are needed and no Ray spans
-    them, and DispatchError where Ray cannot start, or its own processes end as they start: nothing of it is left then.
+    A start that hangs ends soon after `stopped` has returned True. Raises PlanError if several hosts are needed and no Ray spans them, and
+    DispatchError if Ray cannot start, or its processes end as they start: nothing of it is left then.
     """
     if ray.is_initialized():
         return False
@@ -417,7 +417,7 @@ class LocalRay:
         try:
             with _separate_process_groups(self._start_daemon), _preserve_signal_handlers(), _patient(self._check), _no_submitted_job():
                 _start_local_ray(stores=stores)
-        except BaseException as error:  # noqa: BLE001 (raised again where it is waited for)
+        except BaseException as error:  # noqa: BLE001 (raised again for its waiter)
             self._started.set_exception(error)
         else:
             self._started.set_result(None)

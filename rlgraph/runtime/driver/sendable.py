@@ -1,4 +1,4 @@
-"""Check before anything starts that the user's objects can be sent to other processes, and name those that cannot."""
+"""Check before anything starts that the user's objects can be sent to other processes, and name objects that cannot."""
 
 import functools
 import inspect
