@@ -96,8 +96,8 @@ def _maker(given: Any, where: str, earlier: Sequence[str]) -> tuple[Callable[...
             takes.append(parameter.name)
         elif parameter.default is parameter.empty:
             raise PlanError(
-                f"run(), {where}, is made by a function with the parameter '{parameter}', which names no earlier graph; these are "
-                f"{list(earlier)}: name one of them, or pass a default"
+                f"run(), {where}, is made by a function with the parameter '{parameter}', which is not the name of an earlier graph; "
+                f"these are {list(earlier)}: name one of them, or set a default"
             )
     return given, tuple(takes)
 
@@ -120,8 +120,8 @@ def _handed_on(graph: Graph, plan: Plan, where: str) -> str:
     policies = [model.name for model in trained if model.scores == "log_probs"]
     if len(policies) > 1 or (not policies and len(trained) > 1):
         raise PlanError(
-            f"run(), {where}, '{graph.name}' trains {[model.name for model in trained]}, and the weights of one model are handed on: put "
-            "it last, or run it by itself and export each, e.g. rg.runs.export(checkpoint, folder, policy=…)"
+            f"run(), {where}, '{graph.name}' trains {[model.name for model in trained]}, but later graphs receive the weights of only one "
+            "model: put it last, or run it separately and export each model, e.g. rg.runs.export(checkpoint, folder, policy=…)"
         )
     return choose_model(trained, None, f"run(), {where}, '{graph.name}', hands on its weights").path
 
@@ -133,7 +133,7 @@ def _check_name(name: str, earlier: Sequence[str], where: str) -> None:
         )
     if not FOLDER.fullmatch(name):
         raise PlanError(
-            f"run(), {where}, is called {show_value(name)}; each has a folder of its name: use letters, digits, - and _, at most 60"
+            f"run(), {where}, is called {show_value(name)}; the name becomes a folder: use letters, digits, - and _, at most 60"
         )
 
 

@@ -302,7 +302,7 @@ def _cluster(recipe: "Recipe", cfg: Any, gpus: Any, gpu: Any, gpus_per_host: Any
         from rlgraph.plan.roofline import DEVICES, device_of
 
         if gpu and device_of(gpu) is None:
-            raise typer.BadParameter(f"'{gpu}' is not a known kind of GPU; known are {', '.join(DEVICES)}", param_hint="--gpu")
+            raise typer.BadParameter(f"'{gpu}' is not a known kind of GPU; choose one of {', '.join(DEVICES)}", param_hint="--gpu")
         kind = device_of(gpu) if gpu and gpus else None  # of a kind that is known the memory is too, and a plan that needs more is refused
         return rg.Cluster(**given, gpu_memory_bytes=kind.memory_bytes if kind else None)
     return recipe.cluster_of(cfg) if recipe.cluster_of is not None else rg.cluster()

@@ -76,7 +76,7 @@ def join(
         _keep(file, token)
     if not file.exists():
         raise _refused(
-            f"the token's file {file} does not exist here; copy the head's, or join by "
+            f"the token's file {file} does not exist here; copy the head's, or join with "
             f"`ssh {at[0]} cat THE_HEAD'S_FILE | rlgraph cluster join {head} --token -`"
         )
     _reach(at, wait_s)
@@ -143,7 +143,7 @@ def own_address(peer: tuple[str, int]) -> str:
             probe.connect(peer)
             found: str = probe.getsockname()[0]
     except OSError as error:
-        raise _failed(f"this host finds no way to {peer[0]} ({error}); name its own address by --address") from error
+        raise _failed(f"this host cannot reach {peer[0]} ({error}); pass its own address with --address") from error
     return found
 
 
@@ -205,11 +205,11 @@ def _keep(file: Path, token: str) -> None:
         raise typer.BadParameter("--token accepts only `-`: on a command line every user of this host could read the token")
     read = sys.stdin.readline().strip()
     if not read:
-        raise _refused("--token -: nothing came on standard input; did the command before the `|` fail?")
+        raise _refused("--token -: standard input is empty; did the command before the `|` fail?")
     if not file.exists():
         write_token(file, read)
     elif file.read_text(encoding="utf-8").strip() != read:
-        raise _refused(f"{file} holds another token already, perhaps of another cluster; name another file by --token-file, or remove it")
+        raise _refused(f"{file} holds another token already, perhaps of another cluster; pass another file with --token-file, or remove it")
 
 
 def _reach(head: tuple[str, int], wait_s: float) -> None:
@@ -234,7 +234,7 @@ def _ray_start(arguments: list[str], file: Path) -> None:
     from rlgraph.runtime.driver.ray_cluster import FILE, MODE, TOKEN
 
     if marked():
-        raise _failed("a Ray of `rlgraph cluster` runs on this host already; end it by `rlgraph cluster stop`")
+        raise _failed("a Ray of `rlgraph cluster` runs on this host already; stop it with `rlgraph cluster stop`")
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, "--disable-usage-stats"]
     environment = {**os.environ, MODE: "token", FILE: str(file), MARK: "1"}
     environment.pop(TOKEN, None)  # it would be taken before the file
@@ -245,7 +245,7 @@ def _ray_start(arguments: list[str], file: Path) -> None:
     said = (ended.stderr.strip() or ended.stdout.strip()).splitlines()
     if any("AuthenticationError" in line for line in said):
         raise _refused(
-            f"Ray there asks for another token ({MODE} is token) than that in {file}; copy the head's file here, or pass its --token-file"
+            f"Ray there requires another token ({MODE} is token) than {file} holds; copy the head's file here, or pass its --token-file"
         )
     raise _failed("`ray start` failed: " + "\n".join(said[-5:]))
 

@@ -149,7 +149,9 @@ def _make(kind: str, table: Mapping[str, Callable[..., Any]], name: str, options
     try:
         return table[name](**options)
     except TypeError as error:
-        raise GraphError(f"{kind} '{name}' cannot be made with {dict(options)}: {error}; see docs/algorithms.md for its options") from error
+        raise GraphError(
+            f"{kind} '{name}' cannot be built with {dict(options)}: {error}; see docs/algorithms.md for its options"
+        ) from error
 
 
 __all__ = [

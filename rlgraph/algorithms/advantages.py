@@ -231,12 +231,12 @@ class GDPO(GRPO):
         super().__post_init__()
         if not self.keys or len(set(self.keys)) < len(self.keys):
             raise GraphError(
-                f"GDPO(keys={show_value(self.keys)}): keys name one column or more, each once, e.g. keys=('accuracy', 'format')"
+                f"GDPO(keys={show_value(self.keys)}): keys must name at least one column, each once, e.g. keys=('accuracy', 'format')"
             )
         if self.weights is not None and len(self.weights) != len(self.keys):
             raise GraphError(
-                f"GDPO(weights={show_value(self.weights)}): there is one weight for each of the keys {show_value(self.keys)}; pass "
-                "a tuple of them"
+                f"GDPO(weights={show_value(self.weights)}): weights needs one number for each of the keys {show_value(self.keys)}; "
+                "pass a tuple"
             )
 
     @property

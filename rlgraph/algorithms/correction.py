@@ -308,7 +308,7 @@ class RolloutCorrection:
     def __post_init__(self) -> None:
         settings.check(self)
         if len(set(self.rejections)) < len(self.rejections):
-            raise GraphError(f"RolloutCorrection(rejections={show_value(self.rejections)}): a rejection is given twice; leave one out")
+            raise GraphError(f"RolloutCorrection(rejections={show_value(self.rejections)}): it contains a rejection twice; leave one out")
 
     @torch.no_grad()
     def __call__(self, old_log_probs: torch.Tensor, rollout_log_probs: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:

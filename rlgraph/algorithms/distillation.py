@@ -100,7 +100,7 @@ class DistillationLoss:
         settings.check(self)
         check_aggregation("DistillationLoss", self.aggregation, self.horizon)
         if self.divergence != "jsd" and self.beta != 0.5:
-            raise GraphError(f"DistillationLoss(beta={self.beta}): only the divergence 'jsd' mixes by beta; leave it out")
+            raise GraphError(f"DistillationLoss(beta={self.beta}): only the divergence 'jsd' uses beta; leave it out")
         if self.divergence == "jsd" and self.beta in (0, 1):
             raise GraphError(f"DistillationLoss(beta={self.beta}): the divergence is then a KL; pass 'forward_kl' or 'reverse_kl'")
 

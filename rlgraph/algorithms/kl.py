@@ -188,9 +188,7 @@ class OverlongPenalty:
     def __post_init__(self) -> None:
         settings.check(self)
         if self.buffer_tokens > self.max_tokens:
-            raise GraphError(
-                f"OverlongPenalty(buffer_tokens={self.buffer_tokens}): it is a part of max_tokens={self.max_tokens}; make it smaller"
-            )
+            raise GraphError(f"OverlongPenalty(buffer_tokens={self.buffer_tokens}): it must be at most max_tokens={self.max_tokens}")
 
     def __call__(self, batch: Columns) -> dict[str, torch.Tensor]:
         """Add the penalty to `rewards` `[B]`. Raises DataError for a column that is missing or of another shape or dtype."""

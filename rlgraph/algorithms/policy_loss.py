@@ -131,7 +131,7 @@ class PolicyLoss(ABC):
             metrics["actor/entropy"] = bonus
             loss = loss - self.entropy_coef * bonus if self.needs_entropy else loss
         elif self.needs_entropy:
-            raise DataError(f"{type(self).__name__}: entropy_coef is {self.entropy_coef}, but no entropy was given; pass entropy [b, T]")
+            raise DataError(f"{type(self).__name__}: entropy_coef is {self.entropy_coef}, but there is no entropy; pass entropy [b, T]")
         if self.kl_coef:
             difference = keep(log_probs - tokenwise(type(self).__name__, batch, "ref_log_probs", tokens.mask), tokens.mask)
             kl = self.aggregate(kl_of_log_ratio(difference, self.kl_estimator), tokens)

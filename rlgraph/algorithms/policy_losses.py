@@ -284,7 +284,7 @@ class ClipCov(PolicyLoss):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.low >= self.high:
-            raise GraphError(f"ClipCov(low={show_value(self.low)}, high={show_value(self.high)}): no covariance is between them; swap them")
+            raise GraphError(f"ClipCov(low={show_value(self.low)}, high={show_value(self.high)}): low must be below high; swap them")
 
     def gains(self, tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
         plain = tokens.advantages * tokens.ratio

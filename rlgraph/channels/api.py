@@ -298,13 +298,13 @@ def register(transport: Transport) -> None:
     """
     known = cast(dict[str, Transport], TRANSPORTS)
     if known.setdefault(transport.name, transport) != transport:
-        raise ChannelError(f"transport '{transport.name}': there is one of that name; choose another name")
+        raise ChannelError(f"transport '{transport.name}' exists already; choose another name")
 
 
 def transport_of(name: str) -> Transport:
     """Look up a transport by its name. Raises ChannelError for an unknown name."""
     if name not in TRANSPORTS:
-        raise ChannelError(f"transport '{name}': there is none of that name; choose one of {list(TRANSPORTS)}")
+        raise ChannelError(f"transport '{name}' does not exist; choose one of {list(TRANSPORTS)}")
     return TRANSPORTS[name]
 
 

@@ -135,7 +135,7 @@ class Lines:
                 "or a list of rows"
             ) from None
         if not isinstance(row, Mapping):
-            raise DataError(f"line {number} of '{self.file}' is {show_value(row)}; each line is a mapping, as {{\"prompt\": …}}")
+            raise DataError(f"line {number} of '{self.file}' is {show_value(row)}; each line is a mapping, e.g. {{\"prompt\": …}}")
         return row
 
 

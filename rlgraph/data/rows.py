@@ -187,7 +187,7 @@ def at(row: Row, path: str) -> Any:
         else:
             inside = f"under '{'.'.join(keys[:number])}'" if number else "in it"
             what = choices(key, found, f"{inside} are") if isinstance(found, Mapping) else f"{inside} is {show_value(found)}"
-            raise DataError(f"has no '{path}': {what}; name its field by its path, e.g. answer='reward_model.ground_truth'")
+            raise DataError(f"has no '{path}': {what}; pass the path of its field, e.g. answer='reward_model.ground_truth'")
     return found
 
 
@@ -384,7 +384,7 @@ class Mix:
         given = self._weights(seed, step, results)
         where = f"the weights of the mixture at step {step}"
         if not isinstance(given, Mapping) or set(given) != set(self.sources):
-            raise DataError(f"{where} are {show_value(given)}; they have a number for each of {list(self.sources)}")
+            raise DataError(f"{where} are {show_value(given)}; there must be a number for each of {list(self.sources)}")
         wrong = [name for name, weight in given.items() if not _is_weight(weight)]
         if wrong or not sum(given.values()):
             raise DataError(f"{where} are {show_value(dict(given))}; each is a finite number of at least 0, and one is above 0")
@@ -447,7 +447,7 @@ def mix(sources: Mapping[str, Any], weights: Mapping[str, float] | Curriculum) -
     for name, other in others:
         if other.overlong != first[1].overlong:
             raise DataError(
-                f"mix: the data sets '{first[0]}' and '{name}' treat long prompts differently, by {first[1].overlong} and "
+                f"mix: the data sets '{first[0]}' and '{name}' treat long prompts differently: {first[1].overlong} and "
                 f"{other.overlong}; set the same overlong and max_prompt_tokens for both"
             )
     made = Mix(found, weights, first[1].overlong)

@@ -324,7 +324,7 @@ def check_weights(weights: Mapping[str, torch.Tensor], shapes: Mapping[str, tupl
     missing, unknown = sorted(shapes.keys() - weights.keys()), sorted(weights.keys() - shapes.keys())
     if missing or unknown:
         raise DataError(
-            f"load_weights: missing {missing[:3]}, unknown {unknown[:3]}; every parameter comes once, under its Hugging Face name"
+            f"load_weights: missing {missing[:3]}, unknown {unknown[:3]}; every parameter must arrive once, under its Hugging Face name"
         )
     for name, shape in shapes.items():
         if tuple(weights[name].shape) != shape:

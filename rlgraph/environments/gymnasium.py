@@ -51,7 +51,9 @@ class Gymnasium:
     def __post_init__(self) -> None:
         settings.check(self)
         if self.actions is not None and self.act is not None:
-            raise GraphError("gymnasium(actions=…, act=…): pass one of the two, the words of the actions or a function that finds one")
+            raise GraphError(
+                "gymnasium(actions=…, act=…): pass one of the two: the words of the actions, or a function that finds an action in a text"
+            )
 
     def __call__(self, seed: int | None = None) -> "GymnasiumGame":
         return GymnasiumGame(self, seed)

@@ -32,7 +32,7 @@ class Graph(UncheckedGraph):
         for output in outputs:
             if not isinstance(output, Output):
                 given = describe(output)
-                raise GraphError(f"graph '{name}' was given {given} as an output; pass what a node returned, as step.metrics")
+                raise GraphError(f"graph '{name}' was given {given} as an output; pass the output of a node, e.g. step.metrics")
         super().__init__(name, *outputs)
         for rule in GRAPH_RULES:
             rule(self)

@@ -91,12 +91,12 @@ def check_adapters(graph: UncheckedGraph) -> None:
                 )
             if node.model.path != source.path:
                 raise GraphError(
-                    f"{where} of '{source.path}', and its own model is '{node.model.path}'; both start from one folder, since only the "
-                    "adapter is sent: pass the same path"
+                    f"{where} of '{source.path}', and its own model is '{node.model.path}'; both must start from one folder, since only "
+                    "the adapter is sent: pass the same path"
                 )
             if node.model.group > 1:
                 raise GraphError(
-                    f"{where}, but its engine spans {node.model.group} devices, which share weights that arrive whole: use "
+                    f"{where}, but its engine spans {node.model.group} devices, while adapters arrive unsharded: use "
                     "tensor_parallel=1, or leave out adapter="
                 )
 
@@ -232,7 +232,7 @@ def check_prompt_readers(graph: UncheckedGraph) -> None:
         if node.traits.draws_from is not None and takers[id(node.traits.draws_from)] is not node:
             raise GraphError(
                 f"nodes '{node.name}' and '{takers[id(node.traits.draws_from)].name}' draw from one source of prompts, each as many as "
-                "it needs, so both would train on the same prompts; declare a source for each"
+                "it needs, so both would train on the same prompts; declare a separate source for each"
             )
         if drawn:
             taker = takers[id(drawn[0].operation)].name
@@ -254,8 +254,8 @@ def check_useful_depth(graph: UncheckedGraph) -> None:
         if feedback.depth > 0 and len(pools) == 1 and not any(lags(graph).values()):
             raise GraphError(
                 f"feedback '{feedback.name}' has depth={feedback.depth}, but every model is in pool '{next(iter(pools))}' and nothing can "
-                "overlap: the next rollout comes before the update only where the update waits for a node on the host, such as a reward, "
-                "and no model that it has to wait for generates; use depth=0, or two pools"
+                "overlap: the next rollout comes before the update only if the update waits for a node on the host, e.g. a reward, and "
+                "for no other generator; use depth=0, or two pools"
             )
 
 
@@ -292,9 +292,9 @@ def check_single_edge(graph: UncheckedGraph) -> None:
         other = next((n for n in others if n.feedback is not None or works == {n.traits.work}), None)
         if other is not None and node.feedback is not None:
             raise GraphError(
-                f"graph '{graph.name}': nodes '{node.name}' and '{other.name}' are of one model, and follow feedback "
+                f"graph '{graph.name}': nodes '{node.name}' and '{other.name}' belong to one model, and follow feedback "
                 f"'{node.feedback.name}' and {repr(other.feedback.name) if other.feedback else 'none'}; a model holds the weights of one "
-                f"edge: give each of them a {type(node.model).__name__} of its own, in one pool if they are to share devices"
+                f"edge: give each node its own {type(node.model).__name__}, in one pool if they should share devices"
             )
 
 

@@ -218,7 +218,7 @@ def checked_columns(node: str, writes: Sequence[str], columns: Columns, count: i
         raise GraphError(f"node '{node}' returned columns of different lengths {rows}; every column of a batch has one entry per row")
     if count is not None and any(found != count for found in rows.values()):
         raise GraphError(
-            f"node '{node}' returned {min(rows.values())} rows where {count} are due: return one entry for each row of the batch"
+            f"node '{node}' returned {min(rows.values())} rows, but the batch has {count}: return one entry for each row of the batch"
         )
 
 

@@ -102,7 +102,7 @@ def check_prompt(where: str, name: str, text: str) -> None:
         found = json.loads(text)
         if is_conversation(found) and all("role" in message for message in found):
             raise DataError(
-                f"{where} has {name}={show_value(text)}, a conversation written as JSON; pass its messages: json.loads reads them"
+                f"{where} has {name}={show_value(text)}, a conversation written as JSON; pass its messages as a list, e.g. json.loads(text)"
             )
 
 
@@ -199,11 +199,13 @@ def check_json(where: str, value: Any) -> None:
     while layer := [item for each in layer if isinstance(each, Mapping | list | tuple) for item in _values(each)]:
         depth += 1
         if depth > DEEPEST:
-            raise DataError(f"{where} holds more than {DEEPEST} lists and mappings inside one another; flatten them")
+            raise DataError(f"{where} holds more than {DEEPEST} nested lists and mappings; flatten them")
     try:
         json.dumps(value, allow_nan=False, ensure_ascii=False).encode()  # which refuses lone surrogates
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where} holds what JSON cannot ({error}); pass text, numbers, lists and mappings of these") from None
+        raise DataError(
+            f"{where} holds a value that JSON cannot hold ({error}); pass text, numbers, and lists and mappings of these"
+        ) from None
 
 
 def _values(value: Mapping[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterable[Any]:

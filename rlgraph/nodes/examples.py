@@ -58,7 +58,7 @@ def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, 
         raise DataError(f"{where} has the fields {show_value(list(row))}; a pair has 'chosen' and 'rejected', and usually 'prompt'")
     if row["chosen"] == row["rejected"]:
         raise DataError(
-            f"{where} has chosen and rejected {show_value(row['chosen'])}; both are equal, so there is nothing to learn: leave the pair out"
+            f"{where} has chosen and rejected {show_value(row['chosen'])}; they are equal, so there is nothing to learn: leave the pair out"
         )
     if "prompt" in row:
         first, second = (_build_example(where, row, row["prompt"], name, chat, learns) for name in ("chosen", "rejected"))

@@ -37,7 +37,7 @@ def check_data(name: str, data: Any, prompt: str | None) -> Mapping[str, Any]:
         )
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise DataError(
-            f"{name}: the data set is {show_value(data)}; it needs __len__ and __getitem__, as a list of dicts has: pass list(...) "
+            f"{name}: the data set is {show_value(data)}; it needs __len__ and __getitem__, like a list of dicts: pass list(...) "
             "of it, or "
             "the function that makes it"
         )
@@ -58,7 +58,7 @@ def check_first(name: str, first: Any, prompt: str | None) -> None:
     if prompt is not None and prompt not in first:
         raise DataError(
             f"{name}: the first item has {show_value(sorted(map(str, first)))}; each item is a mapping with the prompt under '{prompt}': "
-            "name its field with prompt="
+            "pass the name of that field as prompt="
         )
 
 
@@ -118,9 +118,11 @@ def _check_value(where: str, field: str, value: Any, whole: bool) -> None:
         keep = f"rows.filter(lambda row: row['{field}'] == row['{field}'])"
         raise DataError(f"{where} has {field}=nan, which pandas writes for missing values; write a number, or leave the item out: {keep}")
     elif isinstance(value, int) and not LEAST <= value <= MOST:
-        raise DataError(f"{where} has {field}={show_value(value)}; a whole number of a column has 64 bits: turn it into text, in each item")
+        raise DataError(
+            f"{where} has {field}={show_value(value)}; whole numbers of a column have at most 64 bits: convert them to text, in each item"
+        )
     elif isinstance(value, int) and not whole and int(float(value)) != value:
-        raise DataError(f"{where} has {field}={value}, which a number with a fraction cannot hold exactly: turn all into text")
+        raise DataError(f"{where} has {field}={value}, which a floating-point number cannot hold exactly: convert all values to text")
 
 
 def notify_repeats(node: Node, count: int, rows: int) -> None:

@@ -92,7 +92,7 @@ def check(limits: Limits, accept_missing: Collection[str] = (), what: str = "the
     Raises GraphError on a system other than Linux, and if the kernel lacks a layer that is not in `accept_missing`.
     """
     if sys.platform != "linux":
-        raise GraphError(f"{what} needs Linux 5.13 or newer, which keeps its code from files and network; leave it out")
+        raise GraphError(f"{what} needs Linux 5.13 or newer, which isolates its code from files and network; leave it out")
     try:
         run_in_thread(run("", limits, accept_missing))
     except (ToolError, OSError) as error:  # a system without room for a process raises OSError

@@ -94,7 +94,7 @@ def _fire_once(node: "Node", columns: Columns, rows: int) -> Columns | None:
         written = _fire(node, {**columns, "rewards": (torch.arange(len(rewards)) % 2).to(rewards) / 2 + 0.25})
     if name := _not_finite(columns, written):
         raise GraphError(
-            f"node '{node.name}' returned {name} with NaN or an infinity; its numbers must be finite: look for a division by 0, e.g. by a "
+            f"node '{node.name}' returned {name} with NaN or an infinity; its numbers must be finite: check for a division by 0, e.g. by a "
             "standard deviation"
         )
     due = rows if node.inputs else node.rows
@@ -234,8 +234,8 @@ def try_loss(node: str, loss: Any, batch: Columns, scores: Literal["log_probs", 
         value, finite = tried.take({name: _vary_column(name, column) for name, column in batch.items()})
     if not finite:
         raise GraphError(
-            f"{what} is {value:g}, or its gradient is not finite; look for a division by 0, the log of 0, or padding: leave out the tokens "
-            "where batch['response_mask'] is false before they are summed"
+            f"{what} is {value:g}, or its gradient is not finite; check for a division by 0, the log of 0, or padding: leave out the "
+            "tokens where batch['response_mask'] is false before the sum"
         )
     halves = [slice(0, len(mask) // 2), slice(len(mask) // 2, None)]
     if isinstance(loss, WholeLoss) or not all(bool(mask[rows].any()) for rows in halves):

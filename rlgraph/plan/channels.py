@@ -252,13 +252,13 @@ def check_encrypted(plan: Plan) -> None:
         found = TRANSPORTS[end.transport]
         if found.reach == "hosts" and not found.encrypts:
             raise PlanError(
-                f"launch(encrypt=True): '{end.name}' goes from host to host by '{found.name}', which encrypts nothing; place its two "
-                "ends on one host, or keep the hosts in a network that encrypts by itself"
+                f"launch(encrypt=True): '{end.name}' goes from host to host by '{found.name}', which does not encrypt; place both ends "
+                "on one host, or keep the hosts in a network that encrypts by itself"
             )
     for model in {worker.model for worker in plan.workers if worker.model}:
         if len({worker.host for worker in plan.workers if worker.model == model}) > 1:
             raise PlanError(
-                f"launch(encrypt=True): the ranks of '{model}' are on several hosts, and PyTorch's collectives encrypt nothing; give it as "
+                f"launch(encrypt=True): the ranks of '{model}' are on several hosts, and PyTorch's collectives do not encrypt; use only as "
                 "many ranks as fit on one host, or keep the hosts in a network that encrypts by itself"
             )
 

@@ -419,8 +419,8 @@ def _spread(spread: tuple[float, ...], steps: int) -> Array:
 def refuse_seconds(name: str, value: object) -> NoReturn:
     """Raise PlanError for the cost of `name`; the error explains what a cost is."""
     raise PlanError(
-        f"the cost of '{name}' is {show_value(value)}; a cost is a number of seconds of at least 0, or one for each count of devices, "
-        "as {1: 38.2, 2: 19.0}"
+        f"the cost of '{name}' is {show_value(value)}; a cost is a number of seconds of at least 0, or one per device count, e.g."
+        " {1: 38.2, 2: 19.0}"
     )
 
 

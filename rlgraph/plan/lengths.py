@@ -41,9 +41,8 @@ class Lengths:
         growing = all(a <= b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
         if len(self.at) != len(self.tokens) or len(self.at) < 2 or self.at[0] != 0 or self.at[-1] != 1 or not rising or not growing:
             raise PlanError(
-                f"lengths have at={show_value(self.at)} and tokens={show_value(self.tokens)}; pass as many probabilities, rising "
-                "from 0 to 1, "
-                "as tokens, which never fall: at=(0, 0.5, 1), tokens=(10, 200, 4096)"
+                f"lengths have at={show_value(self.at)} and tokens={show_value(self.tokens)}; pass equally many probabilities, "
+                "rising from 0 to 1, and non-decreasing tokens: at=(0, 0.5, 1), tokens=(10, 200, 4096)"
             )
 
     @classmethod

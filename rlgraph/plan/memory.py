@@ -410,7 +410,7 @@ def check_drafts(graph: Graph) -> None:
         if model.group > 1:
             raise PlanError(
                 f"graph '{graph.name}': Generator('{model.path}', drafts={model.traits.drafts}, tensor_parallel={model.group}): an engine "
-                "that guesses tokens is on one GPU; leave one of them out"
+                "with drafts runs on one GPU; leave one of them out"
             )
 
 
@@ -423,7 +423,7 @@ def check_fp8(graph: Graph, shapes: Shapes) -> None:
         other = f"tensor_parallel={model.group}" if model.group > 1 else "dtype='float32'" if traits.dtype == "float32" else None
         if other:
             raise PlanError(
-                f"{here}, {other}): an engine with fp8 weights is on one GPU and computes in bfloat16; leave out one of the two"
+                f"{here}, {other}): an engine with fp8 weights runs on one GPU and computes in bfloat16; leave out one of the two"
             )
         if shape is None:
             continue
@@ -441,7 +441,7 @@ def check_moments_stay(graph: Graph) -> None:
     for model in models:
         if model.traits.moments_stay and not any(other.pool is model.pool for other in models if other is not model):
             raise PlanError(
-                f"graph '{graph.name}': {type(model).__name__}('{model.path}', offload='never'): no other model has the pool "
+                f"graph '{graph.name}': {type(model).__name__}('{model.path}', offload='never'): no other model uses the pool "
                 f"'{model.pool.name}', so the moments stay on its GPUs anyway; leave it out"
             )
 

@@ -41,7 +41,7 @@ def write_teachers(values: Values, page: Page) -> str:
         pool = f"rg.Pool({show(field.removeprefix('cfg.'))}, share={gpus})"
         made[str(own.get("key"))] = call("rg.Teacher", field, pool=pool, micro_batch_tokens="cfg.micro_batch_tokens")
     if len(made) != max(1, len(given)):
-        raise ConfigError(f"from-verl: {TEACHERS}NAME.model_path: give at least one teacher, and each a key of its own, not {list(made)}")
+        raise ConfigError(f"from-verl: {TEACHERS}NAME.model_path: set at least one teacher, each with its own key, not {list(made)}")
     lines = page.body
     if len(made) > 1:
         lines += ["    teachers = {", *(f"        {show(key)}: {teacher}," for key, teacher in made.items()), "    }"]
@@ -59,7 +59,7 @@ def teacher_gpus(values: Values) -> int:
 def _gpus(own: dict[str, object]) -> int:
     sizes = (own.get("num_replicas", 1), own.get("inference.tensor_model_parallel_size", 2))
     if any(type(size) is not int or size < 1 for size in sizes):
-        raise ConfigError(f"from-verl: {TEACHERS}: replicas and GPUs of each are numbers of at least 1, not {sizes}")
+        raise ConfigError(f"from-verl: {TEACHERS}: replicas and GPUs of each must be at least 1, not {sizes}")
     return sizes[0] * sizes[1]  # type: ignore[operator, no-any-return]
 
 

@@ -304,7 +304,7 @@ def test_values_that_are_none_are_errors_and_never_code(program: str) -> None:
         ("distillation.distillation_loss.loss_mode=k3", "loss_mode=k3 has no counterpart here; k1 with use_policy_gradient=True has one"),
         ("distillation.distillation_loss.use_policy_gradient=True", "loss_mode=forward_kl_topk has no counterpart here"),
         ("distillation.distillation_loss.use_task_rewards=True", "a loss distils, or follows the rewards; give False"),
-        ("distillation.teacher_models.two.key=sums", "give at least one teacher, and each a key of its own, not ['sums']"),
+        ("distillation.teacher_models.two.key=sums", "set at least one teacher, each with its own key, not ['sums']"),
         ("distillation.teacher_models.two.model_path=", "two needs a model_path, and a key if there are several teachers"),
     ],
 )

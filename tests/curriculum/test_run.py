@@ -166,7 +166,7 @@ MISTAKES: dict[str, tuple[Any, Any, type[RlgraphError], str]] = {
         lambda m: [imitation(m, "first"), lambda sft: imitation(sft, "second")],
         STEPS,
         PlanError,
-        r"the parameter 'sft', which names no earlier graph; these are \['first'\]",
+        r"the parameter 'sft', which is not the name of an earlier graph; these are \['first'\]",
     ),
     "one name twice": (lambda m: [imitation(m, "first"), lambda first: imitation(first, "first")], STEPS, PlanError, "of an earlier graph"),
     "a name that is no folder": (lambda m: [imitation(m, "../first")], [1], PlanError, "use letters, digits"),

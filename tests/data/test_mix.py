@@ -135,7 +135,10 @@ def test_prompts_that_are_too_long_are_dropped_from_their_data_set(tmp_path: Pat
 
 WRONG: dict[str, tuple[Any, str]] = {
     "no data set": (lambda: rg.data.mix({}, weights={}), "at least one data set"),
-    "a name that is missing": (lambda: rg.data.mix(SOURCES, weights={"easy": 1.0}), r"they have a number for each of \['easy', 'hard'\]"),
+    "a name that is missing": (
+        lambda: rg.data.mix(SOURCES, weights={"easy": 1.0}),
+        r"there must be a number for each of \['easy', 'hard'\]",
+    ),
     "a name too many": (lambda: rg.data.mix(SOURCES, weights={**THREE_TO_ONE, "x": 1.0}), "they have a number for each"),
     "a negative weight": (lambda: rg.data.mix(SOURCES, weights={"easy": 2.0, "hard": -1.0}), "a finite number of at least 0"),
     "a weight of 0": (lambda: rg.data.mix(SOURCES, weights={"easy": 2.0, "hard": 0.0}), "never drawn; leave it out"),

@@ -94,5 +94,5 @@ def test_a_visit_by_the_kernel_is_that_in_plain_torch(package: object, monkeypat
 )
 def test_what_a_ring_does_not_know_is_refused(setting: dict[str, object], said: str) -> None:
     given = {"context_group": object(), "context_ring": SimpleNamespace(heads=None), **setting}
-    with pytest.raises(DataError, match=f"Module has {said}, which ranks that pass keys round in a ring do not support"):
+    with pytest.raises(DataError, match=f"Module has {said}, which ring attention does not support"):
         attend(torch.nn.Module(), *(torch.zeros(1, 1, 2, 8),) * 3, None, **given)  # type: ignore[arg-type]

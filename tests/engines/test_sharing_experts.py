@@ -170,7 +170,7 @@ def test_a_rank_holds_the_experts_of_its_place_alone(ranks: str, ran: Callable[[
         ("qwen3", 3, r"Policy\(expert_parallel=3\): the model has num_experts=4, which .* does not divide; .* a divisor of 4"),
         ("mixtral", 8, r"Policy\(expert_parallel=8\): the model has num_experts=4"),
         ("llama", 2, r"Policy\(expert_parallel=2\): the model has no experts; leave out expert_parallel"),
-        ("granitemoe", 2, "experts of models of type 'granitemoe' are not shared by ranks; it is offered for mixtral, olmoe, qwen3_moe"),
+        ("granitemoe", 2, "experts of models of type 'granitemoe' cannot be split over ranks; supported are mixtral, olmoe, qwen3_moe"),
     ],
 )
 def test_a_model_whose_experts_ranks_cannot_share_is_refused(

@@ -114,7 +114,7 @@ def test_ranks_that_share_a_model_train_it_as_one_process_does(
             r"Policy\(context_parallel=8\): the model has sliding windows, and num_attention_heads=4, .* in a ring",
         ),
         ("odd", {"tensor": 2}, "vocab_size=289, which tensor_parallel=2 does not divide.*a divisor of 289"),
-        ("gemma2", {"tensor": 2}, "models of type 'gemma2' are not shared by ranks; it is offered for llama, qwen2, qwen3"),
+        ("gemma2", {"tensor": 2}, "models of type 'gemma2' cannot be split over ranks; supported are llama, qwen2, qwen3"),
     ],
 )
 def test_a_model_that_ranks_cannot_share_is_refused(

@@ -214,7 +214,7 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "an empty data set": (lambda: rg.prompts([], count=4), DataError, "the data set is empty"),
     "no prompts a step": (lambda: rg.prompts(ITEMS, count=0), DataError, "count=0; count is the number of prompts per step"),
     "a data set of strings": (lambda: rg.prompts(["a"], count=1), DataError, "each item is a mapping with the prompt under 'prompt'"),  # type: ignore[list-item]
-    "a field of another name": (lambda: rg.prompts([{"question": "?"}], count=1), DataError, "name its field with prompt="),
+    "a field of another name": (lambda: rg.prompts([{"question": "?"}], count=1), DataError, "pass the name of that field as prompt="),
     "a field of lists": (
         lambda: rg.prompts([{"prompt": "?", "answer": [1]}], count=1),
         DataError,
@@ -256,7 +256,7 @@ def test_the_rollouts_generator_evaluates_no_other_weights() -> None:
     step = parts.policy.update(parts.rollout, parts.advantages, loss=rg.ClippedLoss())
     evaluation = rg.evaluate(parts.generator, ITEMS, None, reward=exact, every=1)
     parts.weights.close(step.weights)
-    with pytest.raises(rg.errors.GraphError, match="'rollout' and 'evaluate' are of one model, and follow feedback 'weights' and none"):
+    with pytest.raises(rg.errors.GraphError, match="'rollout' and 'evaluate' belong to one model, and follow feedback 'weights' and none"):
         rg.Graph("g", step.metrics, evaluation)
 
 

@@ -57,7 +57,7 @@ def test_costs_of_a_run_whose_moments_slept_are_not_taken_for_them(tmp_path: Pat
 @pytest.mark.parametrize(
     ("given", "cluster", "says"),
     [
-        ({"shared": False}, GPU, "no other model has the pool 'train'"),
+        ({"shared": False}, GPU, "no other model uses the pool 'train'"),
         ({"cpus": 1}, rg.Cluster(cpus=4), "offload='never', for moments that leave a GPU to others, but it trains on the host"),
     ],
 )

@@ -52,7 +52,7 @@ def run(small: str, large: str) -> None:
     ray_dispatch.RESERVE_S = 5.0
     first = Reservation(plan, found.hosts[:2])
     assert {node: sorted(gpus) for node, gpus in first.gpus.items()} == {large: ["0", "1", "2", "3"], small: ["0", "1"]}, first.gpus
-    with pytest.raises(PlanError, match=r"the plan takes GPUs that others hold: 4 of .*; 0 are free in all of Ray"):
+    with pytest.raises(PlanError, match=r"the plan needs GPUs that other jobs hold: 4 of .*; 0 are free in all of Ray"):
         Reservation(plan, found.hosts[:2])
     first.free()
 

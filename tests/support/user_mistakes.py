@@ -282,7 +282,7 @@ DATA = {
     "a path": graph_mistake("read the file first", DataError, data="train.jsonl"),
     "a generator": graph_mistake("pass list(...) of it", DataError, data=(item for item in ITEMS)),
     "texts": graph_mistake("[{'prompt': text} for text in data]", DataError, data=["1 + 1 ="]),
-    "another field": graph_mistake("name its field with prompt=", DataError, data=[{"question": "1 + 1 ="}]),
+    "another field": graph_mistake("pass the name of that field as prompt=", DataError, data=[{"question": "1 + 1 ="}]),
     "bytes": graph_mistake("decode it", DataError, data=[{"prompt": b"1 + 1 ="}]),
     "None as a prompt": graph_mistake("item 0 of the data set has prompt=None", DataError, data=items_with(0, prompt=None)),
     "a field of lists": graph_mistake("json.dumps(value)", DataError, data=[{"prompt": "a", "answer": [1]}]),

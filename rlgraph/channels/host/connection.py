@@ -154,7 +154,7 @@ def listen(channel: str, address: str, backlog: int) -> socket.socket:
 
 def _listen_at_path(channel: str, address: str, backlog: int) -> socket.socket:
     if os.path.exists(address):
-        raise ChannelError(f"channel '{channel}': '{address}' is taken; every channel of a job has its own path")
+        raise ChannelError(f"channel '{channel}': '{address}' is in use; every channel of a job needs its own path")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listener.bind(address + ".new")

@@ -95,7 +95,7 @@ def encrypt_socket(sock: socket.socket, timeout_s: float, *, server: bool) -> tu
 def check_encryption(channel: str, carrier: str | None) -> None:
     """Raise ChannelError for a channel with a carrier, and if this process cannot make a certificate."""
     if carrier is not None:
-        raise ChannelError(f"channel '{channel}' is to be encrypted, and its carrier '{carrier}' encrypts nothing; give it no carrier")
+        raise ChannelError(f"channel '{channel}' must be encrypted, but its carrier '{carrier}' does not encrypt; leave the carrier out")
     _make_certificate()
 
 
@@ -107,7 +107,7 @@ def _make_certificate() -> tuple[ssl.SSLContext, bytes]:
     except (OSError, subprocess.SubprocessError) as error:
         raise ChannelError(
             f"encrypted connections need the command `openssl` on every host, which makes their certificates, and here it failed "
-            f"({error}); install it, as by `apt-get install openssl`"
+            f"({error}); install it, e.g. with `apt-get install openssl`"
         ) from error
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

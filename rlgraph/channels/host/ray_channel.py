@@ -200,7 +200,7 @@ def _check_ray(channel: str) -> None:
     if not ray.is_initialized():
         raise ChannelError(
             f"channel '{channel}' has transport 'ray', and this process is not a worker of a Ray: its ends are workers of one Ray on one "
-            "host, so launch the plan on Ray, or take another transport"
+            "host, so launch the plan on Ray, or choose another transport"
         )
 
 

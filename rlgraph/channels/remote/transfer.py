@@ -82,8 +82,8 @@ class DeviceBuffers:
         """Make empty buffers on this process's current device. Raises ChannelError if "nccl" finds no GPU."""
         if kind == "nccl" and not torch.cuda.is_available():
             raise ChannelError(
-                f"channel '{channel}': its carrier 'nccl' moves columns from GPU to GPU, and this process sees no GPU; "
-                "give both ends one, or no carrier"
+                f"channel '{channel}': its carrier 'nccl' moves columns from GPU to GPU, but this process sees no GPU; "
+                "run both ends on GPUs, or leave the carrier out"
             )
         return cls(channel, kind, torch.device("cuda", torch.cuda.current_device()) if kind == "nccl" else torch.device("cpu"), shared)
 

@@ -100,9 +100,9 @@ class WeightMessage:
         for shard, here, there in zip(shards, checksums(arrived).tolist(), self.checksums.tolist(), strict=True):
             if here != there:
                 raise ChannelBroken(
-                    f"version {version} of the weights: parameter '{shard.name}' {shard} of trainer rank {rank} arrived with other bits "
-                    f"than it was sent with (checksum {here}, sent {there}); a device, its memory or a link corrupts data: look into its "
-                    "error counters, and resume from the last checkpoint without it"
+                    f"version {version} of the weights: parameter '{shard.name}' {shard} of trainer rank {rank} changed on the way"
+                    f" (checksum {here}, sent {there}); a device, its memory or a link corrupts data: check its error "
+                    "counters, and resume from the last checkpoint without it"
                 )
 
 

@@ -88,7 +88,7 @@ def parameters(ranks: Sequence[Sequence[WeightShard]]) -> dict[str, Parameter]:
             some = ", ".join(_owner_of(*box) for box in found[:3])
             raise ChannelError(
                 f"{_title_of(name, found)}: its boxes hold {held} of {size} elements ({some}{', …' if len(found) > 3 else ''}); every "
-                "element of a parameter is held by one rank: let `weight_shards` yield what is missing, with replica=0 on one rank"
+                "element of a parameter is held by one rank: let `weight_shards` yield the missing elements, with replica=0 on one rank"
             )
     return {name: Parameter(tuple(found[0][1].global_shape), found[0][1].tensor.dtype, found) for name, found in boxes.items()}
 
@@ -214,19 +214,19 @@ def _check(name: str, found: list[Owned]) -> None:
         if len(dims) > 1 or any(not 0 <= begin <= end <= most for (begin, end), most in zip(shard.spans, shard.global_shape, strict=True)):
             raise ChannelError(
                 f"weights: '{name}': {_who(rank)} has a box of shape {list(shard.tensor.shape)} at offsets {list(shard.offsets)}, "
-                f"which leaves the parameter's shape {list(shard.global_shape)}; a box lies within it in every dim: fix `weight_shards`"
+                f"which exceeds the parameter's shape {list(shard.global_shape)}; a box lies within it in every dim: fix `weight_shards`"
             )
         if tuple(shard.global_shape) != tuple(first.global_shape) or shard.tensor.dtype != first.tensor.dtype:
             raise ChannelError(
                 f"weights: '{name}' is {list(first.global_shape)} of {first.tensor.dtype} on {_who(first_rank)} and "
-                f"{list(shard.global_shape)} of {shard.tensor.dtype} on {_who(rank)}; every rank gives the shape of the whole "
-                "Hugging Face parameter, and the same dtype: fix `weight_shards`"
+                f"{list(shard.global_shape)} of {shard.tensor.dtype} on {_who(rank)}; every rank must yield the full shape of "
+                "the Hugging Face parameter and the same dtype: fix `weight_shards`"
             )
     two = _overlap([(rank, shard) for rank, shard in found if shard.tensor.numel()])
     if two is not None:
         raise ChannelError(
             f"{_title_of(name, found)}: {_owner_of(*two[0])} overlaps {_owner_of(*two[1])}; every element is sent once: "
-            "what several ranks hold in common has replica=0 on one of them, and other numbers on the others"
+            "a shard that several ranks share has replica=0 on one rank, and other numbers on the others"
         )
 
 

@@ -41,7 +41,7 @@ def shapes_needing_batch(shapes: Iterable[tuple[int, int]]) -> set[tuple[int, in
     for (out, into), counts in found.items():
         if counts not in ((), (1,)):
             raise DataError(
-                f"exact=True: on {torch.cuda.get_device_name()} products by a matrix of {out} x {into} depend on the number of rows, e.g. "
+                f"exact=True: on {torch.cuda.get_device_name()} matmuls with a matrix of {out} x {into} depend on the number of rows, e.g. "
                 f"with {', '.join(map(str, counts[:5]))} rows; leave out exact"
             )
     return {shape for shape, counts in found.items() if counts}

@@ -143,7 +143,7 @@ def attend(
         return attend_by_head(module, query, key, value, context_group, **more, **others), None
     _refuse(module, others)
     if cu_seq_lens_q is None:
-        raise DataError(f"{type(module).__name__} does not pass the starts of sequences on to its attention")
+        raise DataError(f"{type(module).__name__} does not pass the starts of sequences to its attention")
     if softcap is None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and flash.takes(query.shape[-1]):
         given = (query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window, s_aux, shared_prompts)
         return flash.flash(*given)[None], None
@@ -209,7 +209,7 @@ def attend_in_ring(
     unknown = [name for name, value in given.items() if value is not None]
     if unknown:
         raise DataError(
-            f"{type(module).__name__} has {unknown[0]}, which ranks that pass keys round in a ring do not support; use a context_parallel "
+            f"{type(module).__name__} has {unknown[0]}, which ring attention does not support; use a context_parallel "
             "that divides the heads of a rank"
         )
     if row.heads is None:

@@ -231,7 +231,7 @@ def trainer_layout(
     where = _name_folder(path)
     if not found[PADDED].right:
         raise DataError(
-            f"{where}: rlgraph does not compute what the model's own forward does: {found[PADDED]}; train a model of a family in "
+            f"{where}: rlgraph's log-probs differ from the model's own forward pass: {found[PADDED]}; train a model of a family in "
             "docs/developers/families.md, or skip this test at your own risk: self_test=False"
         )
     wrong = [f"{way} ({result})" for way, result in found.items() if not result.right]
@@ -248,8 +248,8 @@ def check_generator(path: str | Path, *, device: str = "cpu") -> None:
     result = _run_cached(generator_result, path, device=device)
     if not result.right:
         raise DataError(
-            f"model '{path}' ({check_model(path).model_type}): the engine 'transformers' does not decode what the model's own forward "
-            f"computes: {result}; use engine='vllm', or skip this test at your own risk: self_test=False"
+            f"model '{path}' ({check_model(path).model_type}): the engine 'transformers' does not decode like the model's own forward "
+            f"pass: {result}; use engine='vllm', or skip this test at your own risk: self_test=False"
         )
 
 

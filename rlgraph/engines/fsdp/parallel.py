@@ -109,16 +109,18 @@ def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1
     given = f"{where}({', '.join(f'{name}={size}' for name, size in _list_styles(tensor, context))})"
     kind = config.model_type
     if kind not in FAMILIES:
-        raise GraphError(f"{given}: models of type {show_value(kind)} are not shared by ranks; it is offered for {', '.join(FAMILIES)}")
+        raise GraphError(f"{given}: models of type {show_value(kind)} cannot be split over ranks; supported are {', '.join(FAMILIES)}")
     unknown = sorted(set(plan_of(config).values()) - KNOWN) if tensor > 1 else []
     if unknown or not plan_of(config):
         raise GraphError(
-            f"{given}: the plan that transformers has for {show_value(kind)} asks for {unknown or 'nothing'}, which is not known here"
+            f"{given}: transformers' plan for {show_value(kind)} asks for {unknown or 'nothing'}, which rlgraph does not support"
         )
     sizes = config.num_attention_heads, config.num_key_value_heads, config.vocab_size, config.intermediate_size
     ring = ring_ranks(config.num_attention_heads, tensor=tensor, context=context) if ring is None else ring
     if context % ring:
-        raise GraphError(f"{given}: a ring of {ring} does not divide context_parallel={context}; every place has as many ranks")
+        raise GraphError(
+            f"{given}: a ring of {ring} does not divide context_parallel={context}; every place needs the same number of ranks"
+        )
     found = find_undivided_size(*sizes, tensor=tensor, context=context // ring)
     if found is not None:
         name, size, settings = found
@@ -128,8 +130,8 @@ def check_parallel(where: str, config: Any, *, tensor: int = 1, context: int = 1
     if ring > 1 and "sliding_attention" in FamilyOptions(config).layer_types:
         heads = config.num_attention_heads
         raise GraphError(
-            f"{given}: the model has sliding windows, and num_attention_heads={heads}, which the ranks do not divide: they would pass keys "
-            f"round in a ring, which windows are not offered for; choose ranks of which tensor × context is a divisor of {heads}"
+            f"{given}: num_attention_heads={heads} is not divisible by the ranks, so they would use ring attention, which does not support "
+            f"this model's sliding windows; choose a tensor × context that divides {heads}"
         )
 
 
@@ -151,7 +153,7 @@ def check_experts(where: str, config: Any, expert: int) -> None:
         raise GraphError(f"{given}: the model has no experts; leave out expert_parallel")
     if kind not in EXPERT_FAMILIES:
         raise GraphError(
-            f"{given}: experts of models of type {show_value(kind)} are not shared by ranks; it is offered for {', '.join(EXPERT_FAMILIES)}"
+            f"{given}: experts of models of type {show_value(kind)} cannot be split over ranks; supported are {', '.join(EXPERT_FAMILIES)}"
         )
     size = getattr(config, name)
     if size % expert:
@@ -344,8 +346,8 @@ def _shard(module: Any, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         size = parameter.shape[dim]
         if dim and size % ranks:
             raise GraphError(
-                f"FsdpEngine(expert_parallel=…): {ranks} ranks hold the same {module.num_experts} experts, and share neither these nor "
-                f"the {size} rows of '{name}' evenly; choose an expert_parallel with fewer ranks for the same experts"
+                f"FsdpEngine(expert_parallel=…): {ranks} ranks hold the same {module.num_experts} experts, and can split neither these "
+                f"nor the {size} rows of '{name}' evenly; choose an expert_parallel with fewer ranks for the same experts"
             )
     # Inputs stay as they are: a router's weights may be float32.
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

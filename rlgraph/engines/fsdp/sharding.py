@@ -104,7 +104,7 @@ def init_distributed(rank: int, world: int) -> bool:
             raise GraphError(f"FsdpEngine(rank={rank}, world={world}): the process group has rank {found[0]} of {found[1]}; pass the same")
         return False
     if world > 1:
-        raise GraphError(f"FsdpEngine(world={world}): call torch.distributed.init_process_group on every rank before")
+        raise GraphError(f"FsdpEngine(world={world}): call torch.distributed.init_process_group on every rank first")
     dist.init_process_group(backends(), store=HashStore(), rank=0, world_size=1)
     return True
 
@@ -242,7 +242,7 @@ class Ranks:
         if world % expert or expert > 1 < tensor * context:
             raise GraphError(
                 f"FsdpEngine(world={world}, tensor_parallel={tensor}, context_parallel={context}, expert_parallel={expert}): experts are "
-                f"shared in groups of {expert} ranks, each with its own micro-batches; use a multiple, and leave out the others"
+                f"shared in groups of {expert} ranks, each with its own micro-batches; use a multiple, and leave out the other settings"
             )
         if world % (tensor * context):
             raise GraphError(

@@ -82,7 +82,7 @@ def check_answered(path: str | Path, tokenizer: Any, conversations: Sequence[str
             roles = [message.get("role") for message in ChatPrompt.from_json(conversation).messages]
             raise DataError(
                 f"item {index} of the data set: the chat template of the reward model '{path}' refuses it ({type(error).__name__}: "
-                f"{error!s:.200}); its messages are of {show_value(roles)}: change them, or give the reward model a template that "
+                f"{error!s:.200}); its messages have the roles {show_value(roles)}: change them, or give the reward model a template that "
                 "accepts them"
             ) from error
 
@@ -135,7 +135,7 @@ def check_read(where: str, what: str, template: str | Mapping[str, str], chat: C
     given += [name for name in ("tool_calls", "reasoning_content") if any(message.get(name) for message in chat.messages)]
     unread = [name for name in given if not reads(template, name)]
     if unread:
-        raise DataError(f"{where} gives '{unread[0]}' to {what}, which does not read it: leave it out, or use a template that writes it")
+        raise DataError(f"{where} gives '{unread[0]}' to {what}, which does not read it: leave it out, or use a template that uses it")
 
 
 def reads(template: str | Mapping[str, str] | None, name: str) -> bool:
@@ -504,7 +504,7 @@ def _check_written(messages: Sequence[Mapping[str, Any]], text: str, spans: Mapp
                 raise DataError(
                     f"{where}: the chat template does not write {what} of message {number}, {show_value(said)}, so the model would "
                     "not learn "
-                    "from it; change the row to what the template writes, or use another template"
+                    "from it; change the row so that the template writes it, or use another template"
                 )
 
 

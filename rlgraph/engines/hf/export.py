@@ -446,7 +446,7 @@ def export_names(
         found[own] = name, shape
     lacks = sorted(name for name in known.keys() - found.keys() if not is_head(name)) if scores == "log_probs" else []
     if lacks:
-        raise ExportError(f"{where}: the trainer holds no {lacks[:3]}, which the model's folder '{model}' has; it is of another model")
+        raise ExportError(f"{where}: the trainer lacks {lacks[:3]}, which the model's folder '{model}' has; it belongs to another model")
     return found
 
 

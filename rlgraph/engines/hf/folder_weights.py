@@ -374,8 +374,8 @@ class FolderWeights:
                     self._model.get_submodule(module).register_parameter(own, torch.nn.Parameter(torch.empty_like(old)))
         if lacking:
             raise DataError(
-                f"model '{self._path}': its *.safetensors hold no weights for {lacking[:3]}{' …' if len(lacking) > 3 else ''}; they are of "
-                "another model than config.json, or a part is missing"
+                f"model '{self._path}': its *.safetensors hold no weights for {lacking[:3]}{' …' if len(lacking) > 3 else ''}; they belong "
+                "to another model than config.json, or a part is missing"
             )
 
     def _same(self, first: str, second: str) -> bool:

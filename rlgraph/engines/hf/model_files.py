@@ -187,7 +187,7 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
         raise DataError(f"'{file}': an encoder with a decoder; rlgraph supports only decoder-only text models")
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings"):
         if not isinstance(config[name], int) or isinstance(config[name], bool) or config[name] < 1:
-            raise DataError(f"'{file}': {name} is {config[name]!r:.60}; it is a whole number above 0")
+            raise DataError(f"'{file}': {name} is {config[name]!r:.60}; it must be a whole number above 0")
 
 
 def header_shapes(file: Path) -> Shapes:
@@ -239,7 +239,7 @@ def _check_index(folder: Path, places: Mapping[str, Path]) -> None:
     for name, file in weights.items():
         if name not in places or not (folder / file).exists():
             lacks = f"there is no '{file}'" if not (folder / file).exists() else f"'{file}' lacks the weight '{name}'"
-            raise DataError(f"'{index}': {lacks}; download what is missing")
+            raise DataError(f"'{index}': {lacks}; download the missing files")
 
 
 def _expected_shapes(config: Mapping[str, Any], shapes: Shapes) -> Shapes:
@@ -391,7 +391,7 @@ def download_folder(model: str) -> str:
     except Exception as error:  # noqa: BLE001 (of the library by which huggingface_hub asks, which its versions change)
         why = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise DataError(
-            f"model '{model}': no such folder, it is not in the cache, and {constants.ENDPOINT} returned none ({why}); {fix}"
+            f"model '{model}': no such folder, it is not in the cache, and {constants.ENDPOINT} could not provide it ({why}); {fix}"
         ) from None
 
 

@@ -234,7 +234,7 @@ def check_config(where: str, config: Any, *, tensor: int = 1, context: int = 1, 
     given = f"{where}(trainer='megatron')"
     if config.model_type not in FAMILIES:
         raise GraphError(
-            f"{given}: models of type {show_value(config.model_type)} are not trained by Megatron-Core here; it is offered for "
+            f"{given}: models of type {show_value(config.model_type)} cannot be trained with Megatron-Core; it supports "
             f"{', '.join(FAMILIES)}: leave out trainer"
         )
     unknown = _unsupported_features(config)

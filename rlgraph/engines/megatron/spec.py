@@ -20,7 +20,9 @@ def check(model: Any) -> None:
     kind, moments = type(model.optimizer).__name__, model.optimizer.moments
     if kind != "AdamW" or moments != "32bit":
         given = f"rg.{kind}(moments={moments!r})" if kind == "AdamW" else f"rg.optim.{kind}()"
-        raise GraphError(f"{where}, optimizer={given}): it trains with AdamW's moments in float32; write rg.AdamW(…), or leave out trainer")
+        raise GraphError(
+            f"{where}, optimizer={given}): it only supports AdamW with float32 moments; write rg.AdamW(…), or leave out trainer"
+        )
     shared = {how: getattr(model, f"{how}_parallel") for how in ("tensor", "context", "pipeline", "expert")}
     check_folder(type(model).__name__, model.path, **shared)
 

@@ -308,15 +308,13 @@ def _check_attention(path: str | Path, config: Mapping[str, Any]) -> None:
     windows = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
     for what, there in {"sliding windows": windows, "soft caps of scores": config.get("attn_logit_softcapping") is not None}.items():
         if there:
-            raise DataError(f"engine='sglang': '{path}' attends with {what}, which SGLang leaves out on a CPU; use engine='vllm'")
+            raise DataError(f"engine='sglang': '{path}' has attention with {what}, which SGLang ignores on a CPU; use engine='vllm'")
 
 
 def _prepare_process(path: str | Path, threads: int | None) -> None:
     package = find_spec("sglang")
     if package is None or package.origin is None:
-        raise DataError(
-            "engine='sglang' needs the package sglang, which is not installed here; docs/engines.md says how, or use engine='vllm'"
-        )
+        raise DataError("engine='sglang' needs the package sglang, which is not installed; see docs/engines.md, or use engine='vllm'")
     config = json.loads((Path(path) / "config.json").read_text())
     models = Path(package.origin).parent / "srt" / "models"
     others = other_models((config.get("architectures") or [""])[0], models)

@@ -327,9 +327,9 @@ class ScoreEngine:
         self._model = self._model.to(device).eval()
         labels = self._model.config.num_labels
         if label is None and labels > 1:
-            raise DataError(f"model '{path}' gives {labels} numbers per text; choose the reward among them with label=0 to {labels - 1}")
+            raise DataError(f"model '{path}' returns {labels} numbers per text; choose the reward among them with label=0 to {labels - 1}")
         if label is not None and not 0 <= label < labels:
-            raise DataError(f"model '{path}' gives {labels} number(s) per text, so there is no label={label}; choose 0 to {labels - 1}")
+            raise DataError(f"model '{path}' returns {labels} number(s) per text, so there is no label={label}; choose 0 to {labels - 1}")
         self._device, self._label, self._batch_tokens = device, label or 0, batch_tokens
         self._rank, self._world, self._add_up = rank, world, add_up
 

@@ -156,7 +156,7 @@ def _check_environment(where: str, environment: Callable[..., Any]) -> None:
         raise GraphError(f"{where}: truncated is a method `async def truncated(self, said)` that returns an rg.agents.Turn")
     kinds = {p.kind for p in inspect.signature(environment).parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
-        raise GraphError(f"{where}: its parameters name the fields of a prompt that it is made with, e.g. (self, answer)")
+        raise GraphError(f"{where}: its parameters must name fields of the prompt, e.g. (self, answer)")
 
 
 async def _none() -> None:

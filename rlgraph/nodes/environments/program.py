@@ -246,7 +246,7 @@ def _check_env(env: Sequence[str]) -> None:
         if not name.isidentifier() or "\0" in variable:
             raise GraphError(f"Program(env={show_value(env)}): {show_value(variable)} is neither the name of a variable nor NAME=value")
         if name in OWN_VARIABLES:
-            raise GraphError(f"Program(env={show_value(env)}): rlgraph sets {name}, which is each session's own; leave it out")
+            raise GraphError(f"Program(env={show_value(env)}): rlgraph sets {name} separately for each session; leave it out")
 
 
 def _fields(argument: str) -> list[str]:
@@ -255,7 +255,7 @@ def _fields(argument: str) -> list[str]:
         parts = list(string.Formatter().parse(argument))
     except ValueError as error:
         raise GraphError(
-            f"Program: the argument {show_value(argument)} has braces that name no field ({error}); write {{{{ for one"
+            f"Program: the argument {show_value(argument)} has braces without a field ({error}); write {{{{ for a literal brace"
         ) from None
     named = [(name, form, conversion) for _, name, form, conversion in parts if name is not None]
     for name, form, conversion in named:

@@ -248,7 +248,7 @@ class Tools:
             raise GraphError(f"Tools: two tools have one name among {names}; a model calls a tool by its name")
         if self.pool.cpus is None:
             raise GraphError(
-                f"tools are on pool '{self.pool.name}', which is of GPUs; tools run on host cores: Pool('{self.pool.name}', cpus=n)"
+                f"tools are on pool '{self.pool.name}', a pool of GPUs; tools run on host cores: Pool('{self.pool.name}', cpus=n)"
             )
 
     def by_name(self) -> dict[str, Tool]:
@@ -316,7 +316,7 @@ class ToolCalls:
                 raise ToolError(call.error)
             known = self.tools.by_name()
             if call.name not in known:
-                raise ToolError(f"there is no tool '{call.name}'; there are {sorted(known)}")
+                raise ToolError(f"there is no tool '{call.name}'; the tools are {sorted(known)}")
             result = await self._call_tool(known[call.name], call.arguments)
         except ToolError as error:
             return self._truncate(f"error: {error}"), True

@@ -176,7 +176,7 @@ def cases_of(tests: Any) -> list[Case]:
 def _cases(tests: Any) -> list[Case]:
     if isinstance(tests, Mapping):
         if tests.get("fn_name"):
-            raise ValueError("tests that call a function by its name are not read; write them as assertions")
+            raise ValueError("tests that call a function by its name are not supported; write them as assertions")
         asserted = [Case(str(given), None) for given in tests.get("assert_case") or ()]
         pairs = zip(tests.get("inputs") or (), tests.get("outputs") or (), strict=True)
         return [*asserted, *(Case(_text(given), _text(output)) for given, output in pairs)]

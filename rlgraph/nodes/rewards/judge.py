@@ -113,7 +113,7 @@ class Judge(Scorer):
         said = _without(key, text)
         if status in REFUSED:
             raise DataError(
-                f"the judge at {self.url} refuses with {status}: {said[:EXCERPT]!r}; check url, model and the variable {self.key}"
+                f"the judge at {self.url} answered with status {status}: {said[:EXCERPT]!r}; check url, model and the variable {self.key}"
             )
         if status != 200:
             raise Busy(f"the judge answered {status}: {said[:EXCERPT]!r}", _seconds(headers.get("retry-after", "")))

@@ -108,9 +108,8 @@ class Children:
         found = self._ask_child(child, response, answer) or self._ask_child(_start_child(), response, answer)
         if found is None and self._ask_child(_start_child(), answer, answer) is None:
             raise DataError(
-                f"math_verify: the right answer {show_value(answer)} cannot be compared with itself within {self.limit_s:g} s; mend "
-                "it, leave "
-                "the row out, or raise limit_s"
+                f"math_verify: the right answer {show_value(answer)} cannot be compared with itself within {self.limit_s:g} s; fix "
+                "it, leave the row out, or raise limit_s"
             )
         return found or (False, "")
 
@@ -146,7 +145,7 @@ def _start_child() -> "subprocess.Popen[str]":
     if not (_send_pair(child, ("1", "1"), START_S) and child.stdout.readline().startswith("[true")):
         child.kill()
         child.communicate()
-        raise RlgraphError(f"math_verify: a process that compares 1 with 1 did not find them equal within {START_S:g} s")
+        raise RlgraphError(f"math_verify: a test process did not find 1 equal to 1 within {START_S:g} s")
     return child
 
 

@@ -320,7 +320,7 @@ def checked_rewards(
 
 def _check_score(where: str, reward: object, sample: Callable[[], str]) -> Score:
     if isinstance(reward, str | bytes):
-        raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}; it returns one number per response, no text")
+        raise RlgraphError(f"{where} returned {show_value(reward)} {sample()}; it must return one number per response, not text")
     try:
         graded = score_of(reward)
         value = float(graded)  # type: ignore[arg-type] # Python raises for anything but a number

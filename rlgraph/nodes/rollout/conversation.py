@@ -170,7 +170,7 @@ def check_turns(template: TurnTemplate, chat: ChatPrompt, agent: Agent, tools: T
     if form is not None and name in written and name not in [call.name for call in calls_of(written, form, {})]:
         raise GraphError(
             f"the chat template of '{template.path}' writes calls of tools as {show_value(template.thinking(written)[1])}, in which "
-            f"Tools(calls={show_value(agent.calls)}) finds none: pass the model's format, one of {sorted(FORMATS)}, or a custom "
+            f"Tools(calls={show_value(agent.calls)}) finds no calls: pass the model's format, one of {sorted(FORMATS)}, or a custom "
             "function"
         )
 

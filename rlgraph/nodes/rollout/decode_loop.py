@@ -38,7 +38,7 @@ def check_routes(where: str, path: str) -> None:
     """Raise GraphError for a model without experts, which has no routes."""
     shape = ModelShape.from_config(text_config(path))
     if shape is not None and shape.experts == 1:
-        raise GraphError(f"{where} reads the model '{path}', which has no experts to choose from; leave out routes and router_replay")
+        raise GraphError(f"{where} reads the model '{path}', which has no experts; leave out routes and router_replay")
 
 
 def routes_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response]) -> dict[str, Column]:

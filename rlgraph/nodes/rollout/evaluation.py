@@ -235,7 +235,7 @@ def _questions(name: str, data: Dataset, chat: Chat | None, prompt: str) -> Prom
     if is_stream(data):
         raise DataError(f"node '{name}' evaluates on a stream, whose end is not known; read it into rows: rg.data.rows(list(…))")
     if isinstance(data, Mix):
-        raise DataError(f"node '{name}' evaluates on a mixture, whose weights have no effect there: evaluate on each of its data sets")
+        raise DataError(f"node '{name}' evaluates on a mixture, whose weights would have no effect: evaluate on each of its data sets")
     size = len(data) if hasattr(data, "__len__") and len(data) else 1
     questions = prompts(data, size, chat=chat, prompt=prompt, name=name).node.operation
     assert isinstance(questions, Prompts)

@@ -553,7 +553,7 @@ def check_options(name: str, routes: bool, **options: Any) -> None:
     refill = options["refill"]
     if options["tools"] is not None and options["agent"] is not None:
         raise GraphError(
-            f"node '{name}' has tools= and agent=; choose one: an environment gets calls of tools parsed, with rg.Agent(…, calls=…)"
+            f"node '{name}' has tools= and agent=; choose one: an environment receives parsed tool calls with rg.Agent(…, calls=…)"
         )
     if routes and (options["tools"] is not None or options["agent"] is not None):
         raise GraphError(

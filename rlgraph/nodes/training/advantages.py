@@ -158,7 +158,7 @@ def _correction(name: str, weights: Any, rejections: Sequence[Rejection]) -> Rol
             f"node '{name}' has weights={show_value(weights)}; pass a weights object, e.g. weights=rg.estimators.TruncatedIS(level='token')"
         )
     if weights is None and not rejections:
-        raise GraphError(f"node '{name}' has neither weights nor rejections, and so nothing to do; pass one of them")
+        raise GraphError(f"node '{name}' has neither weights nor rejections, so it has nothing to do; pass one of them")
     if weights is None or isinstance(weights, ImportanceWeights):
         return RolloutCorrection(weights, tuple(rejections))
     if rejections:

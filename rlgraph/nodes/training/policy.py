@@ -221,6 +221,6 @@ def check_warmup(name: str, inputs: Sequence[Any], critic_warmup: int) -> None:
         nodes += [output.node for output in node.inputs if output.node not in nodes]
     if critic_warmup and not any("values" in node.writes for node in nodes):
         raise GraphError(
-            f"node '{name}' has critic_warmup={critic_warmup}, but no critic's values lead to it; leave it out, or pass advantages that "
+            f"node '{name}' has critic_warmup={critic_warmup}, but no critic's values reach it; leave it out, or pass advantages that "
             "are estimated with critic.values(rollout)"
         )

@@ -97,13 +97,13 @@ def check_eight_bits(model: Any) -> None:
         raise GraphError(f"{where}, offload='moments'): moments in host memory have 32 bits; leave out one")
     if model.tensor_parallel > 1:
         raise GraphError(
-            f"{where}, tensor_parallel={model.tensor_parallel}): ranks that share matrices cut them within blocks of moments; use "
+            f"{where}, tensor_parallel={model.tensor_parallel}): ranks that share matrices split them within blocks of moments; use "
             "data_parallel or context_parallel, or leave out moments"
         )
     if model.expert_parallel > 1:
         raise GraphError(
-            f"{where}, expert_parallel={model.expert_parallel}): ranks that share experts cut them unlike the blocks of moments; "
-            "leave out one"
+            f"{where}, expert_parallel={model.expert_parallel}): ranks that share experts split them differently than the blocks "
+            "of moments; leave out one"
         )
 
 
@@ -187,7 +187,7 @@ def check_replay(model: Any) -> None:
         if value != plain:
             raise GraphError(
                 f"{type(model).__name__}(router_replay=True, {name}={value!r}): routers of layers that are compiled, or that ranks share, "
-                f"cannot be told what to choose; leave out {name}, or router_replay"
+                f"cannot replay choices; leave out {name}, or router_replay"
             )
 
 
@@ -332,13 +332,13 @@ class TrainedModel(Model, TrainerSettings):
             check_exact_settings(self)
         if self.expert_parallel > 1 and self.compiled:
             raise GraphError(
-                f"{type(self).__name__}(expert_parallel={self.expert_parallel}, compiled=True): layers whose experts ranks share are not "
-                "compiled; leave out compiled"
+                f"{type(self).__name__}(expert_parallel={self.expert_parallel}, compiled=True): layers whose experts are split over ranks "
+                "are not compiled; leave out compiled"
             )
         if self.tensor_parallel > 1 and self.context_parallel > 1 and self.compiled:
             raise GraphError(
                 f"{type(self).__name__}(tensor_parallel={self.tensor_parallel}, context_parallel={self.context_parallel}, compiled=True): "
-                "layers of which ranks share both matrices and rows are not compiled; leave out compiled, or one of the two"
+                "layers whose matrices and rows are both split over ranks are not compiled; leave out compiled, or one of the two"
             )
         if self.load_balance and (self.compiled or self.tensor_parallel > 1 or self.context_parallel > 1):
             raise GraphError(
@@ -473,7 +473,7 @@ def check_rows_fit(node: Node, model: TrainedModel) -> None:
         if most and most > room:
             raise GraphError(
                 f"node '{node.name}' scores rows of '{writer.name}', which may have {most} tokens, but its model has room for {room}: "
-                "raise its max_context= as far as the model's own bound, or lower the generator's"
+                "raise its max_context= up to the model's own limit, or lower the generator's"
             )
 
 

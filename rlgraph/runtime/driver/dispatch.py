@@ -94,7 +94,7 @@ def _ray_dispatch(plan: Plan, asked: str | None) -> str:
 def check_without_ray(plan: Plan, where: str) -> None:
     """Raise PlanError if a plan cannot run without Ray."""
     if plan.cluster.hosts > 1:
-        raise PlanError(f"a plan of {plan.cluster.hosts} hosts {where}, whose processes are of this host; launch it on Ray")
+        raise PlanError(f"a plan of {plan.cluster.hosts} hosts {where}, whose processes run only on this host; launch it on Ray")
     if lies_in_ray(plan):
         raise PlanError(f"a transport that needs Ray {where}, whose processes run without it; choose another one, or launch on Ray")
 

@@ -121,7 +121,7 @@ def _open_own_folder(folder: Path, *, private: bool = True) -> Iterator[int]:
     try:
         found = os.fstat(handle)
         if found.st_uid != os.getuid() or (private and stat.S_IMODE(found.st_mode) != 0o700):
-            raise PermissionError(f"{folder} is none that this library made")
+            raise PermissionError(f"{folder} was not made by this library")
         yield handle
     finally:
         os.close(handle)

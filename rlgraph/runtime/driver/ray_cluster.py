@@ -159,7 +159,7 @@ def ray_hosts(plan: Plan) -> FoundHosts:
     needed = plan.cluster.hosts
     if len(alive) < needed:
         raise PlanError(
-            f"the plan takes {needed} hosts, Ray has {len(alive)}: {sorted(node['NodeManagerAddress'] for node in alive)}; run "
+            f"the plan needs {needed} hosts, Ray has {len(alive)}: {sorted(node['NodeManagerAddress'] for node in alive)}; run "
             "`rlgraph cluster join` on the others, or compile for a smaller cluster"
         )
     there = {node["NodeID"]: _gpus(node) for node in alive}
@@ -171,7 +171,7 @@ def ray_hosts(plan: Plan) -> FoundHosts:
         if node is None:
             have = {node["NodeManagerAddress"]: there[node["NodeID"]] for node in alive}
             raise PlanError(
-                f"the plan takes {wanted[host]} GPUs of its host {host}; Ray's hosts have {have}, and no host with that many is left"
+                f"the plan needs {wanted[host]} GPUs on its host {host}; Ray's hosts have {have}, and no host with that many is left"
             )
         left.remove(node)
         chosen[host] = node["NodeID"], node["NodeManagerAddress"]
@@ -282,7 +282,7 @@ def _answering_hosts(plan: Plan) -> FoundHosts:
     found = ray_hosts(plan)
     silent = [address for at, (node, address) in enumerate(found.hosts) if at != found.driver and not _answers(node)]
     if silent:
-        raise PlanError(f"the plan takes {plan.cluster.hosts} hosts, and {silent} did not answer; start Ray there again")
+        raise PlanError(f"the plan needs {plan.cluster.hosts} hosts, and {silent} did not answer; start Ray there again")
     return found
 
 
@@ -325,8 +325,8 @@ def start_ray(hosts: int = 1, *, stores: bool = False, stopped: Callable[[], boo
                 raise DispatchError(str(died)) from None
             if not left:
                 raise DispatchError(
-                    f"{died}; {STARTS} starts ended so, at a load of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores; launch "
-                    "again when the machine has less to do"
+                    f"{died}; {STARTS} starts ended like this, at a load of {os.getloadavg()[0]:.0f} on {os.cpu_count()} cores; launch "
+                    "again when the machine is less busy"
                 ) from None
             log.warning("%s; starting Ray again", died)
     return True
@@ -427,7 +427,7 @@ class LocalRay:
         self, start: "Callable[..., subprocess.Popen[bytes]]", command: list[str], **options: Any
     ) -> "subprocess.Popen[bytes]":
         if self._over.is_set():
-            raise _Died("Ray is ended while it starts")
+            raise _Died("Ray was stopped while it started")
         # Ray would run Python between fork and exec. With many libraries loaded this can crash, since a library may run code in the fork.
         launched = [sys.executable, "-ISc", BEFORE_DAEMON, *command] if options.pop("preexec_fn", None) else command
         process = start(launched, **options)

@@ -63,8 +63,8 @@ class Reservation:
                 asked = ", ".join(f"{count} of {address}" for _, address, count in wanted)
                 free = ray.available_resources().get("GPU", 0)
                 raise PlanError(
-                    f"the plan takes GPUs that others hold: {asked}; {free:g} are free in all of Ray after {patience_s:g} s. Wait until "
-                    "the other job ends, or compile for fewer GPUs"
+                    f"the plan needs GPUs that other jobs hold: {asked}; {free:g} are free in all of Ray after {patience_s:g} s. "
+                    "Wait until the other job ends, or compile for fewer GPUs"
                 )
             for index, (_, _, count) in enumerate(wanted):
                 within = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)

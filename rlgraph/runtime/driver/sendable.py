@@ -43,8 +43,8 @@ def check_sendable(graph: Graph) -> None:
             *way, culprit = _way(value, ())
             what = f"its '{'.'.join(way)}' is {_describe_type(culprit)}" if way else f"it is {_describe_type(culprit)}"
             raise GraphError(
-                f"node '{node.name}': {_title(value)} cannot be sent to a worker: {what}, which stays in its process; "
-                "make it inside the function, at its first call"
+                f"node '{node.name}': {_title(value)} cannot be sent to a worker: {what}, which cannot leave its process; "
+                "create it inside the function, at its first call"
             )
 
 

@@ -54,8 +54,8 @@ def start_workers(
                 unseen = [name for name in missing if name not in group.pids]
                 if unseen and time.monotonic() > end:
                     raise ChannelTimeout(
-                        f"workers {unseen} have not started within {group.start_s:g} s: their processes do not come up, or Ray found no "
-                        "place for them (see `ray status`)"
+                        f"workers {unseen} have not started within {group.start_s:g} s: their processes did not start, or Ray could not "
+                        "place them (see `ray status`)"
                     )
 
             group.welcome(listener, specs[0].authkey, hosts, encrypt=specs[0].encrypt)
@@ -151,13 +151,13 @@ class Session:
     def check_runs(self) -> None:
         """Raise RlgraphError if the workers have not been started, or have ended, or another process started them."""
         if self.is_forked:
-            raise RlgraphError(f"process {self._owner} started the job, and this is a fork of it; take its steps there")
+            raise RlgraphError(f"process {self._owner} started the job, and this is a fork of it; run its steps there")
         if self.ended:
             raise RlgraphError("the job is closed; launch the plan again")
         if not self._dispatching:
             raise RlgraphError(
-                "the job has not been started: take its steps inside `with plan.launch() as job:`, or start it by job.start() and end it "
-                "by job.close()"
+                "the job has not been started: run its steps inside `with plan.launch() as job:`, or start it with job.start() and end "
+                "it with job.close()"
             )
 
     def start(self) -> None:

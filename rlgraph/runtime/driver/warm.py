@@ -201,7 +201,7 @@ class Warm:
         """Start a worker: with a cached engine, otherwise as a fork of a process with its environment and imports."""
         if self.ended:
             raise RlgraphError(
-                f"worker '{wanted.name}' cannot be started: the block of rg.runs.warm() has been left; start the job inside of it"
+                f"worker '{wanted.name}' cannot be started: the block of rg.runs.warm() has ended; start the job inside of it"
             )
         kept = self._kept.get(wanted.key)
         while kept:
@@ -378,7 +378,7 @@ class ForkedProcesses(WithoutRay):
     def __init__(self, warm: Warm | None = None) -> None:
         warm = warm or current_processes()
         if warm is None:
-            raise RlgraphError("a job that was launched inside of rg.runs.warm() starts its workers there too, and the block has been left")
+            raise RlgraphError("a job that was launched inside of rg.runs.warm() starts its workers there too, but the block has ended")
         self._warm = warm
         self._announced: dict[str, ProcessRequirements] = {}  # by worker
         self._workers: dict[WarmWorker, ProcessRequirements] = {}
@@ -421,7 +421,7 @@ class ForkedProcesses(WithoutRay):
     def check(self) -> None:
         for worker in self._workers:
             if worker.is_gone():
-                raise WorkerDied(f"worker '{worker.name}' could not be started: its process has ended; what it wrote says why")
+                raise WorkerDied(f"worker '{worker.name}' could not be started: its process has ended; see its output")
 
 
 class Processes(ForkedProcesses):

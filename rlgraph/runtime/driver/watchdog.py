@@ -169,7 +169,7 @@ class Watchdog:
             state = states.get(worker)
             if state is None:
                 if waited_s > deadline_s:
-                    raise ChannelTimeout(f"worker '{worker}' has begun nothing within {waited_s:.1f} s{self.account([worker])}")
+                    raise ChannelTimeout(f"worker '{worker}' has started nothing within {waited_s:.1f} s{self.account([worker])}")
                 continue
             self._warn_if_slow(worker, state)
             for_s = min(state.for_s, waited_s) if state.activity.idle else state.for_s

@@ -128,7 +128,7 @@ class WorkerGroup:
         since_s = time.monotonic()
         while not self._listen(self._names, since_s, self.deadline_s):
             if (silent_s := time.monotonic() - since_s) > 2 * self.deadline_s:
-                raise ChannelTimeout(f"no worker has said anything for {silent_s:.1f} s{self.watchdog.account([])}")
+                raise ChannelTimeout(f"no worker has sent a message for {silent_s:.1f} s{self.watchdog.account([])}")
 
     def shards(self, workers: Collection[str]) -> Sequence[messages.ShardsDescribed]:
         """Ask workers for the shards that they hold, while no step runs. Raises as `reports` does."""

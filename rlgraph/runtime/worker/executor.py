@@ -584,7 +584,7 @@ def staleness(columns: Mapping[str, Column], step: int, loop: PlannedLoop) -> di
     if oldest > loop.depth:
         raise StalenessError(
             f"node '{loop.writer}' got a batch at step {step} whose oldest token is {oldest} versions behind, but '{loop.name}' has "
-            f"depth {loop.depth}: the plan's count of credits was broken, which is a defect of rlgraph; please report it with the plan"
+            f"depth {loop.depth}: the plan's count of credits was broken, which is a bug in rlgraph; please report it with the plan"
         )
     return {"staleness/max": float(oldest), "staleness/mean": float(behind.float().mean())}
 

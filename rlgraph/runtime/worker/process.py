@@ -207,7 +207,7 @@ class Process:
             if not Path(order.folder).is_dir():
                 raise OSError(
                     f"host '{socket.gethostname()}' does not see '{order.folder}'; pass a folder that all hosts share, or export a "
-                    "checkpoint by `rg.runs.export`, which needs only the driver's host"
+                    "checkpoint with `rg.runs.export`, which needs only the driver's host"
                 )
             write_shards(Path(order.folder), order.layout, self.progress.worker.context.engine.weight_shards(), on_bytes)
         except OSError as error:
