@@ -216,8 +216,8 @@ def test_the_tail_of_the_longest_response_has_no_baseline_even_behind_gaps() -> 
         (lambda: alg.GAE(gamma=1.5), r"GAE\(gamma=1.5\).*at most 1"),
         (lambda: alg.GAE(lam=float("nan")), "finite number"),
         (lambda: alg.GPG(f_norm=0), "above 0"),
-        (lambda: alg.GDPO(keys=()), "name one column or more"),
-        (lambda: alg.GDPO(keys=("a", "b"), weights=(1.0,)), "one weight for each"),
+        (lambda: alg.GDPO(keys=()), "name at least one column"),
+        (lambda: alg.GDPO(keys=("a", "b"), weights=(1.0,)), "weights needs one number for each"),
         (lambda: alg.OptimalTokenBaseline(align="row"), r"'column', 'token'"),
     ],
 )

@@ -381,5 +381,5 @@ def test_losses_and_masks_of_two_shapes_are_not_aggregated() -> None:
 
 def test_entropy_that_is_needed_and_not_given_is_an_error() -> None:
     columns = batch(0)
-    with pytest.raises(DataError, match="no entropy was given"):
+    with pytest.raises(DataError, match="there is no entropy"):
         alg.ClippedLoss(entropy_coef=0.1)(columns["log_probs"], columns, alg.Totals(1, 1))

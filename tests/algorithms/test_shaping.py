@@ -19,7 +19,7 @@ def test_tool_tokens_count_in_the_length() -> None:
 
 
 def test_a_buffer_beyond_the_longest_response_is_refused() -> None:
-    with pytest.raises(GraphError, match="part of max_tokens=10"):
+    with pytest.raises(GraphError, match="at most max_tokens=10"):
         alg.OverlongPenalty(max_tokens=10, buffer_tokens=11)
 
 

@@ -215,7 +215,7 @@ def test_a_checksum_names_the_parameter_that_arrived_with_other_bits(make_shm, b
     writers[1].writer.put = damaged
     writers[1].publish(1, rows_of(1, 1), LONG)
     with pytest.raises(
-        ChannelBroken, match=re.escape(f"version 1 of the weights: parameter '{name}' {box} of trainer rank 1 arrived with other")
+        ChannelBroken, match=re.escape(f"version 1 of the weights: parameter '{name}' {box} of trainer rank 1 changed on the way")
     ):
         reader.receive(1, LONG)
 

@@ -140,7 +140,7 @@ def test_encryption_leaves_the_sockets_of_one_host_as_they_are(tmp_path):
 
 
 def test_a_carrier_cannot_be_encrypted():
-    with pytest.raises(ChannelError, match="'gloo' encrypts nothing"):
+    with pytest.raises(ChannelError, match="'gloo' does not encrypt"):
         HostWriter("edge", 1, 1, b"key", HERE, "gloo", encrypt=True)
 
 

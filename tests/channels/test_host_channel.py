@@ -237,7 +237,7 @@ def test_another_thread_ends_a_wait_for_readers(tmp_path):
 def test_a_path_is_that_of_one_channel(tmp_path):
     address = str(tmp_path / "a")
     writer = HostWriter("edge", 1, 1, b"key", address)
-    with pytest.raises(ChannelError, match=r"channel 'other': .* is taken"):
+    with pytest.raises(ChannelError, match=r"channel 'other': .* is in use"):
         HostWriter("other", 1, 1, b"key", address)
     writer.close()
 

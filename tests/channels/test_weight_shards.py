@@ -84,7 +84,7 @@ def test_a_missing_doubled_or_moved_box_is_refused(seed: int) -> None:
     for broken, why in (
         ([], "its boxes hold|"),
         ([shard, shard], "overlaps"),
-        ([WeightShard(shard.name, shard.global_shape, moved, shard.tensor)], "leaves the parameter's shape|overlaps|its boxes hold"),
+        ([WeightShard(shard.name, shard.global_shape, moved, shard.tensor)], "exceeds the parameter's shape|overlaps|its boxes hold"),
         ([WeightShard(shard.name, (*shard.global_shape[:-1], 40), shard.offsets, shard.tensor)], "on trainer rank|its boxes hold"),
     ):
         wrong = [list(shards) for shards in cut]
@@ -102,8 +102,8 @@ LEFT, RIGHT = box("w", (4, 4), (0, 0), (4, 2)), box("w", (4, 4), (0, 2), (4, 2))
 WRONG = {
     "a hole": ([LEFT], [], r"weights: 'w' \[4, 4\]: its boxes hold 8 of 16 elements \(\[0:4, 0:2\] of trainer rank 0\)"),
     "a part twice": ([LEFT], [box("w", (4, 4), (0, 1), (4, 3))], r"\[0:4, 0:2\] of trainer rank 0 overlaps \[0:4, 1:4\] of trainer rank 1"),
-    "all of it twice": ([LEFT, RIGHT], [LEFT, RIGHT], r"what several ranks hold in common has replica=0 on one of them"),
-    "a hole as large as an overlap": ([LEFT], [box("w", (4, 4), (2, 1), (4, 2))], "leaves the parameter's shape"),
+    "all of it twice": ([LEFT, RIGHT], [LEFT, RIGHT], r"a shard that several ranks share has replica=0 on one rank"),
+    "a hole as large as an overlap": ([LEFT], [box("w", (4, 4), (2, 1), (4, 2))], "exceeds the parameter's shape"),
     "a box beyond the end": ([LEFT], [box("w", (4, 4), (0, 3), (4, 2))], r"trainer rank 1 has a box of shape \[4, 2\] at offsets \[0, 3\]"),
     "a box before the begin": ([LEFT], [box("w", (4, 4), (0, -2), (4, 2))], r"at offsets \[0, -2\], which leaves"),
     "a box of other dims": ([LEFT], [box("w", (4, 4), (0,), (8,))], "a box lies within it in every dim"),

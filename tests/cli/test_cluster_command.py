@@ -31,7 +31,7 @@ def test_a_token_can_be_read_by_its_user_alone_and_is_never_replaced(tmp_path: P
         ("", "secret\n", ""),
         ("secret", "secret\n", ""),
         ("secret", "another\n", "holds another token already"),
-        ("", "", "nothing came on standard input"),
+        ("", "", "standard input is empty"),
     ],
 )
 def test_a_token_from_a_pipe_is_kept_unless_the_file_has_another(

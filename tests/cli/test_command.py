@@ -156,7 +156,11 @@ REFUSED = {
     "an unknown option": (["plan", "lengths.py", "--drow", "x.svg"], 2, "No such option: --drow"),
     "an unknown key": (["plan", "lengths.py", "cuont=3"], 2, "error: setting 'cuont': Key 'cuont' not in 'Config'. Did you mean: 'count'?"),
     "a picture in no folder": (["plan", "lengths.py", "--draw", "no/x.svg"], 2, "the folder 'no' does not exist; make it first"),
-    "an unknown GPU": (["plan", "lengths.py", "--gpus", "2", "--gpu", "H1000"], 2, "'H1000' is not a known kind of GPU; known are A100,"),
+    "an unknown GPU": (
+        ["plan", "lengths.py", "--gpus", "2", "--gpu", "H1000"],
+        2,
+        "'H1000' is not a known kind of GPU; choose one of A100,",
+    ),
     "a picture of another kind": (["plan", "lengths.py", "--draw", "x.png"], 2, "error: draw('x.png'): a plan is drawn as .svg or .mmd"),
     "no such run": (["report", "nowhere"], 2, "error: 'nowhere/run.json': there is no recorded run"),
 }

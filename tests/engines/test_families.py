@@ -230,7 +230,7 @@ def test_the_start_finds_an_attention_that_leaves_a_setting_out(
     assert found["shared"].off > 0.05
     assert found["flat with shared prompts"].off > 0.05
     if name != "mistral":  # whose padded rows have the window in the mask that the model makes
-        with pytest.raises(DataError, match=rf"\({name}\): rlgraph does not compute what the model's own forward does.*self_test=False"):
+        with pytest.raises(DataError, match=rf"\({name}\): rlgraph's log-probs differ from the model's own forward pass.*self_test=False"):
             self_test.trainer_layout(folder, flat=False)
 
 

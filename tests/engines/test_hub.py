@@ -115,7 +115,7 @@ def test_a_hub_id_is_downloaded_once_and_its_revision_is_in_path_and_fingerprint
     [
         ("org/other", {}, "neither a folder here nor a model on"),
         ("org/tiny", {"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE forbids a download"),
-        ("org/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "returned none"),
+        ("org/tiny", {"HF_ENDPOINT": "http://127.0.0.1:9"}, "could not provide it"),
     ],
 )
 def test_a_model_that_no_hub_gives_is_one_error_at_once(

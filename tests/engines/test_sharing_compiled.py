@@ -70,5 +70,7 @@ def test_layers_that_ranks_share_train_alike_where_they_are_compiled(
 def test_a_policy_takes_both_settings_but_none_for_rows_that_ranks_share_as_well() -> None:
     policy = rg.Policy("m", pool=rg.Pool("train", gpus=2), tensor_parallel=2, compiled=True)
     assert (policy.tensor_parallel, policy.compiled) == (2, True)
-    with pytest.raises(GraphError, match=r"context_parallel=2, compiled=True\): layers of which ranks share both .* leave out compiled"):
+    with pytest.raises(
+        GraphError, match=r"context_parallel=2, compiled=True\): layers whose matrices and rows are both .* leave out compiled"
+    ):
         rg.Policy("m", pool=rg.Pool("train", gpus=4), tensor_parallel=2, context_parallel=2, compiled=True)

@@ -183,7 +183,7 @@ def test_a_model_whose_experts_ranks_cannot_share_is_refused(
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"compiled": True}, r"Policy\(expert_parallel=2, compiled=True\): layers whose experts ranks share are not compiled"),
+        ({"compiled": True}, r"Policy\(expert_parallel=2, compiled=True\): layers whose experts are split over ranks are not compiled"),
         ({"adapter": rg.LoRA(rank=4)}, "mixtures of experts have no adapters here; leave out expert_parallel"),
         ({"exact": True, "dtype": "float32"}, "expert_parallel=2.*not tested to be exact"),
         ({"optimizer": rg.AdamW(moments="8bit")}, r"moments='8bit'\), expert_parallel=2\): ranks that share experts"),

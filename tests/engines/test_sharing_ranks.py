@@ -111,7 +111,7 @@ def test_ranks_that_share_a_model_train_it_as_one_process_does(
         (
             "windows",
             {"context": 8},
-            r"Policy\(context_parallel=8\): the model has sliding windows, and num_attention_heads=4, .* in a ring",
+            r"Policy\(context_parallel=8\): num_attention_heads=4 is not divisible by the ranks, .* ring attention",
         ),
         ("odd", {"tensor": 2}, "vocab_size=289, which tensor_parallel=2 does not divide.*a divisor of 289"),
         ("gemma2", {"tensor": 2}, "models of type 'gemma2' cannot be split over ranks; supported are llama, qwen2, qwen3"),

@@ -122,7 +122,7 @@ def test_the_launch_refuses_a_format_in_which_the_template_writes_no_calls(model
     for name, form in (("qwen3", "hermes"), ("one_call", "llama3_json"), ("coder", "qwen3_coder"), ("smollm2", "pythonic")):
         launched(models[name], tools=calculator(calls=form))
     for name, form in (("qwen3", "llama3_json"), ("one_call", "hermes"), ("coder", "hermes")):
-        with pytest.raises(GraphError, match=f"in which Tools.calls='{form}'. finds none"):
+        with pytest.raises(GraphError, match=f"in which Tools.calls='{form}'. finds no calls"):
             launched(models[name], tools=calculator(calls=form))
 
 

@@ -200,7 +200,11 @@ WRONG: dict[str, tuple[str, Sequence[dict[str, Any]], str]] = {
     ),
     "tools beside text": ("tiny", [{"prompt": "1", "completion": "2", "tools": [TOOL]}], "is text, .* and has tools=; leave that out"),
     "half of a character": ("tiny", [{"prompt": "1", "completion": "2\ud83d"}], "item 0 .* a lone surrogate"),
-    "half of a character in a message": ("qwen2_5", [{"messages": [TALK[0], TALK[1] | {"content": "\ud83d"}]}], "holds what JSON cannot"),
+    "half of a character in a message": (
+        "qwen2_5",
+        [{"messages": [TALK[0], TALK[1] | {"content": "\ud83d"}]}],
+        "holds a value that JSON cannot hold",
+    ),
     "half a weight": ("qwen2_5", [{"messages": [TALK[0], TALK[1] | {"weight": 0.5}]}], "message 1 has weight=0.5; a weight is 1, or 0"),
     "nothing of a weight": ("qwen2_5", [{"messages": [TALK[0], TALK[1] | {"weight": 0}]}], "has no message of the assistant to learn"),
     "a later row of another form": ("tiny", [{"text": "1"}, {"prompt": "1"}], "item 1 of the data set has the fields"),

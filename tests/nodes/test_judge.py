@@ -189,7 +189,9 @@ def test_what_goes_wrong_once_is_asked_again_and_what_stays_wrong_gets_the_defau
 @pytest.mark.parametrize("how", ["401", "403", "404", "302"])
 def test_a_wrong_key_address_or_model_ends_the_run_whatever_the_default(serve: Any, how: str) -> None:
     server = serve(how)
-    with pytest.raises(RlgraphError, match=f"refuses with {how}: .*check url, model and the variable OPENAI_API_KEY.* for response 2"):
+    with pytest.raises(
+        RlgraphError, match=f"answered with status {how}: .*check url, model and the variable OPENAI_API_KEY.* for response 2"
+    ):
         scored(made(server, retries=rg.options.Retry(times=5, backoff_s=0.0, default=0.0)))
     assert server.calls["ccc"] == 1
 

@@ -104,11 +104,15 @@ def test_texts_that_a_node_changes_are_its_own_and_a_step_takes_the_time_that_pa
 
 JSON = '[{"role": "user", "content": "1"}]'
 UNFIT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "64 bits": ({"n": 1}, {"n": 2**70}, "item 1 of the data set has n=1180591620717411303424; a whole number of a column has 64 bits"),
+    "64 bits": (
+        {"n": 1},
+        {"n": 2**70},
+        "item 1 of the data set has n=1180591620717411303424; whole numbers of a column have at most 64 bits",
+    ),
     "half a character": ({}, {"prompt": "b\ud83d"}, "item 1 of the data set has prompt=.* at character 1, a lone surrogate"),
     "half a character of a field": ({"n": "a"}, {"n": "\ud83d"}, "item 1 of the data set has n=.* a lone surrogate"),
     "not a number": ({"n": 1.0}, {"n": float("nan")}, "item 1 of the data set has n=nan, which pandas writes for missing values"),
-    "more bits than a fraction has": ({"n": 1.0}, {"n": 2**53 + 1}, "which a number with a fraction cannot hold exactly"),
+    "more bits than a fraction has": ({"n": 1.0}, {"n": 2**53 + 1}, "which a floating-point number cannot hold exactly"),
     "a conversation as JSON": ({}, {"prompt": JSON}, "item 1 of the data set has prompt=.*, a conversation written as JSON"),
 }
 

@@ -28,7 +28,7 @@ def length(responses: list[str]) -> list[float]:
         ({"mini_batches": 0}, "mini_batches is a whole number of at least 1"),
         ({"epochs": 1.5}, "epochs is a whole number of at least 1"),
         ({"critic_warmup": -1}, "critic_warmup is a whole number of at least 0"),
-        ({"critic_warmup": 2}, "has critic_warmup=2, but no critic's values lead to it"),
+        ({"critic_warmup": 2}, "has critic_warmup=2, but no critic's values reach it"),
     ],
 )
 def test_settings_without_a_meaning_are_refused_where_they_are_declared(settings: dict[str, Any], message: str) -> None:

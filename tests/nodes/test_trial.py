@@ -52,7 +52,7 @@ NODES: dict[str, tuple[Callable[[Columns], Any], str]] = {
         lambda batch: {"loss_mask": batch["responses"] > 0},  # type: ignore[operator]
         "node 'mine': the function reads column 'responses', but its node reads ['response_mask']: add the column to reads=",
     ),
-    "too few rows": (lambda batch: {"loss_mask": batch["response_mask"][:1]}, "returned 1 rows where 4 are due"),
+    "too few rows": (lambda batch: {"loss_mask": batch["response_mask"][:1]}, "returned 1 rows, but the batch has 4"),
 }
 
 
@@ -155,7 +155,7 @@ def standardised(batch: Any) -> Columns:
 
 ADVANTAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nothing": (lambda batch: None, "node 'mine' returned None; it returns its columns by name"),
-    "a wrong count": (lambda batch: {"advantages": spread_out(batch)[:3]}, "returned 3 rows where 4 are due"),
+    "a wrong count": (lambda batch: {"advantages": spread_out(batch)[:3]}, "returned 3 rows, but the batch has 4"),
     "text": (lambda batch: {"advantages": "high"}, "node 'mine' returned advantages='high'; a column is a tensor"),
     "NaN": (lambda batch: {"advantages": spread_out(batch) / 0}, "node 'mine' returned advantages with NaN or an infinity"),
     "a mask": (
@@ -202,7 +202,7 @@ def test_what_works_in_a_run_passes_the_trial() -> None:
     )
     try_functions(rg.Graph("g", estimated, chosen.batch, counted.batch))
     wrong = rg.extend.declare("source", Stage(lambda batch: {"marks": torch.zeros(5)}), [], reads=(), writes=("marks",), rows=6)
-    with pytest.raises(RlgraphError, match="node 'source' returned 5 rows where 6 are due"):
+    with pytest.raises(RlgraphError, match="node 'source' returned 5 rows, but the batch has 6"):
         try_functions(rg.Graph("g", wrong.batch))
 
 
@@ -213,7 +213,7 @@ def test_weights_and_changes_of_rewards_of_the_user_are_tried_too() -> None:
     shaped = rg.stages.shaped_rewards(rollout, rewards, by=Own(lambda batch: {"rewards": batch["rewards"][:1]}))
     for output, words in (
         (weighed, "node 'correction' returned rollout_is_weights as a tensor [4, 5] of bool"),
-        (shaped, "1 rows where 4"),
+        (shaped, "1 rows, but the batch has 4"),
     ):
         with pytest.raises(RlgraphError, match=words.replace("[", r"\[")):
             try_functions(rg.Graph("g", output))

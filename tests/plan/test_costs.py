@@ -102,7 +102,7 @@ BAD_FILES = {
     "a word for a number": ("nodes: {rollout: fast}", r"\$.nodes"),
     "a key that is none": ("nodes: {rollout: {serial: 1}}", r"nodes.rollout has no 'serial'; did you mean 'serial_s'"),
     "a negative cost": ("nodes: {rollout: -1.0}", "the cost of 'rollout' is -1.0"),
-    "lengths that fall": ("nodes: {a: 1}\nlengths: {at: [0, 1], tokens: [5, 3]}", "never fall"),
+    "lengths that fall": ("nodes: {a: 1}\nlengths: {at: [0, 1], tokens: [5, 3]}", "non-decreasing"),
     "tokens without lengths": ("nodes: {a: {token_s: 1}}", "have no lengths"),
 }
 

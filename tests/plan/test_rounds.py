@@ -63,7 +63,7 @@ def test_a_generator_that_is_used_again_after_the_reward_cannot_go_first() -> No
         )
         return Output(judge)
 
-    with pytest.raises(rg.errors.GraphError, match=r"nothing can overlap.*no model that it has to wait for generates"):
+    with pytest.raises(rg.errors.GraphError, match=r"nothing can overlap.*for no other generator"):
         fakes.vector_loop(1, pools=(pool, pool), middle=again)
 
 

@@ -65,7 +65,7 @@ def run(small: str, large: str) -> None:
     Reservation(plan, found.hosts[:2]).free()
 
     larger = replace(plan.cluster, gpus_per_node=8)
-    with pytest.raises(PlanError, match="the plan takes 6 GPUs of its host 0; Ray's hosts have"):
+    with pytest.raises(PlanError, match="the plan needs 6 GPUs on its host 0; Ray's hosts have"):
         ray_hosts(compile_plan(fakes.vector_loop(1, pools=pools), replace(larger, hosts=2)))
 
 

@@ -89,7 +89,7 @@ def test_each_example_is_one_file_and_the_program_that_names_it() -> None:
 def test_a_transport_has_a_name_of_its_own() -> None:
     register(files_channel.FILES)
     register(files_channel.FILES)
-    with pytest.raises(ChannelError, match="transport 'shm': there is one of that name"):
+    with pytest.raises(ChannelError, match="transport 'shm' exists already"):
         register(Transport("shm", "support.files_channel", "host", writer_keeps="host"))
     assert TRANSPORTS["shm"].module == "rlgraph.channels.host.channel"
 

@@ -105,14 +105,14 @@ def test_what_cannot_be_encrypted_is_refused_before_anything_starts() -> None:
         compile(fakes.vector_loop(1), Cluster(cpus=2)).launch(encrypt=True)
     check_encrypted(compile_plan(fakes.vector_loop(1), TWO))
     on_gpus = compile_plan(fakes.vector_loop(1, pools=(Pool("rollout", gpus=8), Pool("train", gpus=8))), Cluster(gpus=16, cpus=64))
-    with pytest.raises(PlanError, match=r"'weights' goes from host to host by 'nccl', which encrypts nothing"):
+    with pytest.raises(PlanError, match=r"'weights' goes from host to host by 'nccl', which does not encrypt"):
         check_encrypted(on_gpus)
 
 
 def test_ranks_on_several_hosts_cannot_be_encrypted() -> None:
     plan = compile_plan(fakes.vector_loop(1), TWO)
     spread = replace(plan, workers=tuple(replace(worker, model="vector") for worker in plan.workers))
-    with pytest.raises(PlanError, match="the ranks of 'vector' are on several hosts, and PyTorch's collectives encrypt nothing"):
+    with pytest.raises(PlanError, match="the ranks of 'vector' are on several hosts, and PyTorch's collectives do not encrypt"):
         check_encrypted(spread)
 
 

@@ -220,7 +220,7 @@ def _ends_by(number: int) -> bool:
 
 def test_a_job_is_entered_once_and_its_steps_are_taken_inside() -> None:
     waiting = forked_workers.job(fakes.vector_loop(0))
-    with pytest.raises(RlgraphError, match="has not been started: take its steps inside"):
+    with pytest.raises(RlgraphError, match="has not been started: run its steps inside"):
         next(waiting.steps(1))
     running = forked_workers.job(fakes.vector_loop(0))
     with running:

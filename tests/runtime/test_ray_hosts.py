@@ -38,7 +38,7 @@ TOKENS = {
     "start again": (1, "a Ray of `rlgraph cluster` runs on this host already"),
     "join without a token": (2, "home2/.ray/auth_token does not exist here; copy the head's"),
     "join by a pipe": (0, "Ray runs here as a host of 10.99.0.1:6379"),
-    "join with another token": (2, "asks for another token (RAY_AUTH_MODE is token) than that in"),
+    "join with another token": (2, "requires another token (RAY_AUTH_MODE is token) than"),
     "join with a shared home": (0, "Ray runs here as a host of 10.99.0.1:6379"),
     "job": (0, "hosts [0, 1, 2] same True"),
     "job with another token": (1, "home3/.ray/auth_token, which is not the head's; copy the head's token there"),

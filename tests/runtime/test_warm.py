@@ -215,7 +215,7 @@ def test_leaving_the_block_ends_its_processes_and_a_job_cannot_be_entered_later(
     with program(tmp_path, steps=2, train_s=0.1) as running:
         said = running.end()
     has, last = said.stdout.splitlines()
-    assert "cannot be started: the block of rg.runs.warm() has been left" in last, said.stderr
+    assert "cannot be started: the block of rg.runs.warm() has ended" in last, said.stderr
     pids = [int(pid) for pid in has.split()[1:]]
     assert len(pids) >= 5
     assert not any(map(forked_workers.alive, pids))

@@ -144,7 +144,9 @@ MISTAKES = {
     "a source without a teacher": launch_mistake("item 1 of 'prompts' has the data_source 'history'", distil_unknown_source, GraphError),
     "rewards by a model that learnt none": launch_mistake("all rewards would be 0", score_by_untrained_judge),
     "a cache that is a file": launch_mistake("is a file; pass a folder", cache_in_file),
-    "weights of two models to hand on": Mistake("launch", train_two_policies, PlanError, "the weights of one model are handed on"),
+    "weights of two models to hand on": Mistake(
+        "launch", train_two_policies, PlanError, "later graphs receive the weights of only one model"
+    ),
     "a curriculum's folder that is a file": call_mistake(
         "it is a file", lambda: rg.run([rg.Graph("g", rg.prompts([{"prompt": "1"}], 1))], __file__, steps=[1]), PlanError
     ),

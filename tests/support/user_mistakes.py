@@ -257,7 +257,7 @@ NODES = {
     "no epochs": graph_mistake("epochs is a whole number of at least 1", update={"epochs": 0}),
     "mini-batches that do not divide": graph_mistake("must have equal sizes", update={"mini_batches": 3}),
     "guards as text": graph_mistake("write guards=rg.options.Guards(…)", update={"guards": "stop"}),
-    "a warm-up without a critic": graph_mistake("no critic's values lead to it", update={"critic_warmup": 2}),
+    "a warm-up without a critic": graph_mistake("no critic's values reach it", update={"critic_warmup": 2}),
     "an unknown argument": graph_mistake("unexpected keyword argument 'groups'", TypeError, rollout={"groups": 4}),
     "a graph of nothing": call_mistake("has no outputs", lambda: rg.Graph("g")),
     "a graph without a name": call_mistake("Graph(name=the batch of 'prompts')", lambda: rg.Graph(rg.prompts(ITEMS, 1))),  # type: ignore[arg-type]
