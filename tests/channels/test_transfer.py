@@ -313,7 +313,7 @@ def test_a_carrier_is_refused_at_a_path() -> None:
 
 def test_nccl_is_refused_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ChannelError, match="'edge': its carrier 'nccl' moves columns from GPU to GPU, and this process sees no GPU"):
+    with pytest.raises(ChannelError, match="'edge': its carrier 'nccl' moves columns from GPU to GPU, but this process sees no GPU"):
         HostWriter("edge", 1, 1, b"key", HERE, "nccl")
 
 

@@ -105,7 +105,7 @@ WRONG = {
     "all of it twice": ([LEFT, RIGHT], [LEFT, RIGHT], r"a shard that several ranks share has replica=0 on one rank"),
     "a hole as large as an overlap": ([LEFT], [box("w", (4, 4), (2, 1), (4, 2))], "exceeds the parameter's shape"),
     "a box beyond the end": ([LEFT], [box("w", (4, 4), (0, 3), (4, 2))], r"trainer rank 1 has a box of shape \[4, 2\] at offsets \[0, 3\]"),
-    "a box before the begin": ([LEFT], [box("w", (4, 4), (0, -2), (4, 2))], r"at offsets \[0, -2\], which leaves"),
+    "a box before the begin": ([LEFT], [box("w", (4, 4), (0, -2), (4, 2))], r"at offsets \[0, -2\], which exceeds"),
     "a box of other dims": ([LEFT], [box("w", (4, 4), (0,), (8,))], "a box lies within it in every dim"),
     "another shape": ([LEFT], [box("w", (4, 5), (0, 2), (4, 3))], r"'w' is \[4, 4\] .* on trainer rank 0 and \[4, 5\]"),
     "another dtype": ([LEFT], [box("w", (4, 4), (0, 2), (4, 2), dtype=torch.int8)], "torch.bfloat16 on trainer rank 0 and .* torch.int8"),

@@ -139,7 +139,7 @@ WRONG: dict[str, tuple[Any, str]] = {
         lambda: rg.data.mix(SOURCES, weights={"easy": 1.0}),
         r"there must be a number for each of \['easy', 'hard'\]",
     ),
-    "a name too many": (lambda: rg.data.mix(SOURCES, weights={**THREE_TO_ONE, "x": 1.0}), "they have a number for each"),
+    "a name too many": (lambda: rg.data.mix(SOURCES, weights={**THREE_TO_ONE, "x": 1.0}), "there must be a number for each"),
     "a negative weight": (lambda: rg.data.mix(SOURCES, weights={"easy": 2.0, "hard": -1.0}), "a finite number of at least 0"),
     "a weight of 0": (lambda: rg.data.mix(SOURCES, weights={"easy": 2.0, "hard": 0.0}), "never drawn; leave it out"),
     "a curriculum without weights": (

@@ -93,7 +93,7 @@ def test_another_vllm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "cluster", "says"),
     [
-        ({"tensor_parallel": 2}, rg.Cluster(gpus=2, cpus=8, gpu="H200"), "tensor_parallel=2.*guesses tokens is on one GPU"),
+        ({"tensor_parallel": 2}, rg.Cluster(gpus=2, cpus=8, gpu="H200"), "tensor_parallel=2.*with drafts runs on one GPU"),
         ({}, rg.Cluster(cpus=8), "drafts, for vLLM's runner of a GPU, but it runs on the host"),
     ],
 )

@@ -144,7 +144,7 @@ def test_log_probs_and_gradients_of_a_family_are_its_own_or_it_is_refused_by_nam
 
 def test_a_model_that_fails_in_the_dtype_of_its_trainer_is_refused_by_name(tmp_path: Path) -> None:
     folder, _ = tiny_folder("minimax", tmp_path)  # whose tables stay in float32
-    with pytest.raises(DataError, match=r"\(minimax\): rlgraph does not compute .*: in bfloat16 RuntimeError: expected m1 and m2"):
+    with pytest.raises(DataError, match=r"\(minimax\): rlgraph's log-probs differ from .*: in bfloat16 RuntimeError: expected m1 and m2"):
         self_test.trainer_layout(folder, flat=False, dtype=torch.bfloat16)
     assert self_test.trainer_layout(folder, flat=False) == self_test.BatchLayout(flat=False, shared=False, note=ANY)
 
@@ -158,7 +158,7 @@ def test_a_model_that_refuses_to_be_trained_is_refused_by_name(tmp_path: Path, m
     model.get_input_embeddings().weight.register_hook(refuse)
     monkeypatch.setattr(self_test, "_FOUND", {})
     monkeypatch.setattr(self_test, "small_model", lambda path: model)
-    with pytest.raises(DataError, match=r"\(llama\): rlgraph does not compute .*: AssertionError: put the model into training mode"):
+    with pytest.raises(DataError, match=r"\(llama\): rlgraph's log-probs differ from .*: AssertionError: put the model into training mode"):
         self_test.trainer_layout(folder, flat=False)
 
 

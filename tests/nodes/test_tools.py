@@ -122,7 +122,7 @@ def test_what_cannot_be_declared_is_refused() -> None:
         (lambda: rg.Tools([], pool=POOL), "has no tool"),
         (lambda: rg.Tools([plain], pool=POOL), "async"),  # type: ignore[list-item]
         (lambda: rg.Tools([search, search], pool=POOL), "one name"),
-        (lambda: rg.Tools([search], pool=rg.Pool("gpus")), "which is of GPUs"),
+        (lambda: rg.Tools([search], pool=rg.Pool("gpus")), "a pool of GPUs"),
         (lambda: rg.Tools([search], pool=POOL, calls="hermès"), "'pythonic', 'qwen3_coder'"),
         (lambda: rg.Tools([search], pool=POOL, deadline_s=0), "deadline_s=0"),
     ):
@@ -151,7 +151,7 @@ def test_an_agent_that_cannot_be_declared_is_refused() -> None:
     generator, prompts = rg.Generator("model", pool=rg.Pool("rollout")), rg.prompts([{"prompt": "a"}], count=1)
     for wrong, says in (
         (lambda: rg.Agent(NoStep), r"`async def reset\(self\)`, `step\(self, said\)`"),  # type: ignore[arg-type]
-        (lambda: rg.Agent(Anything), "its parameters name the fields"),
+        (lambda: rg.Agent(Anything), "its parameters must name fields"),
         (lambda: rg.Agent(Needs, calls="llama"), "calls is one of"),
         (lambda: rg.Agent(Needs, pool=rg.Pool("gpus")), "run on host cores"),
         (lambda: generator.rollout(prompts, agent=Needs), "reads column 'solutions'"),

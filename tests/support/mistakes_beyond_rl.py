@@ -102,7 +102,7 @@ SOLUTION = {"prompt": "1 =", "completions": ["2"], "labels": [True]}
 
 MISTAKES = {
     "a pair of equal answers": call_mistake(
-        "both are equal, so there is nothing to learn", lambda: rg.pairs([EQUAL], 1, policy()), DataError
+        "they are equal, so there is nothing to learn", lambda: rg.pairs([EQUAL], 1, policy()), DataError
     ),
     "a later pair of equal answers": launch_mistake(
         "item 4 of the data set has chosen and rejected", lambda m: train_on_pairs(m, [*PAIRS, EQUAL])
