@@ -134,7 +134,7 @@ def rehearse(
     checkpoints every `every` steps, and failures that set the run back to the last checkpoint. The same `seed` yields the same run.
     Without `site` nothing fails, no host is slow, and the seconds of links come from the costs. A few of many equal engines represent all.
 
-    Raises PlanError as `compile` does, and for settings without effect, such as checkpoints that cost nothing where nothing fails.
+    Raises PlanError as `compile` does, and for settings without effect, e.g. free checkpoints if nothing fails.
     """
     graph = with_folders(graph, model_files.find_cached_folder)
     return rehearse_graph(graph, cluster, costs, shapes_of(graph), site or ClusterSite(), steps, every, seed)
@@ -199,7 +199,7 @@ def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, ru
     ...     print(view.state()["said"])
     not known to run
 
-    The run may not have begun yet, or be over. Raises DataError for a folder that does not exist, and for a port in use.
+    The run may not have started yet, or may be over. Raises DataError for a folder that does not exist, and for a port in use.
     """
     from rlgraph.recording.watch import Watch
 
@@ -272,7 +272,8 @@ def export(
 
     `checkpoint` is a checkpoint such as `step-00000740`, or a folder of them: then the newest is exported. It reads checkpoints of any
     number of ranks, one shard of one parameter at a time, and needs neither Ray nor a GPU. `policy` names one of several trained models,
-    e.g. `policy="critic"`. `adapter="apart"` writes a trained adapter as PEFT's folder; with dtype="float32" it keeps every bit.
+    e.g. `policy="critic"`. `adapter="apart"` writes only the adapter, as a folder in PEFT's format; with dtype="float32" it is
+    bit-identical.
 
     Raises CheckpointError for an incomplete checkpoint, and ExportError for a folder that exists or cannot be written, a disk without
     room, and a model whose own folder is gone. No folder is left then.

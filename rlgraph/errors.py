@@ -205,11 +205,11 @@ class ChannelTimeout(ChannelError):
 
 
 class StalenessError(RlgraphError):
-    """A batch is older than its graph allows. This is a defect of rlgraph, never of its user."""
+    """A batch is older than its graph allows. This is a bug in rlgraph; please report it."""
 
 
 class CertificateError(RlgraphError):
-    """A run broke the certificate of its plan, or `exact=True` its bits. Report it as a defect of rlgraph or of its kernels."""
+    """A run violated the certificate of its plan, or found different bits with `exact=True`. This is a bug in rlgraph; please report it."""
 
 
 class NodeError(RlgraphError):
@@ -217,7 +217,7 @@ class NodeError(RlgraphError):
 
 
 class GuardError(RlgraphError):
-    """The guards of an update refused it; the weights are unchanged."""
+    """The guards of an update refused a step and stop the job; the weights are unchanged."""
 
 
 class WorkerDied(RlgraphError):
@@ -233,7 +233,7 @@ class CheckpointError(RlgraphError):
 
 
 class ExportError(RlgraphError):
-    """A model cannot be exported; nothing is left under the folder's name."""
+    """The export of a model failed. No partial folder is left behind."""
 
 
 # The user's lines of an error: what a traceback is without the frames of rlgraph and of libraries, unless RLGRAPH_TRACE is set.

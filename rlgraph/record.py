@@ -80,7 +80,7 @@ def record(
     logger.
 
     `profile=rg.planning.Profile(steps=(3, 5), workers="policy")` writes traces of torch.profiler and CUDA's memory snapshots to
-    `profiles/`. `rlgraph run RECIPE.py --profile 3-5 --worker policy` asks for the same, whatever the recipe says.
+    `profiles/`. `rlgraph run RECIPE.py --profile 3-5 --worker policy` does the same for any recipe.
 
     Files of an earlier run in the folder are replaced; a folder that another job records into is refused. A job that resumed from a
     checkpoint continues `metrics.jsonl`, with one line for each step, and its report draws them all. `quiet` prints nothing.

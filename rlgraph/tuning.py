@@ -155,7 +155,7 @@ def tune(
     that `build`, the cluster or its memory refuses are left out and counted.
 
     `costs` may name more nodes than a graph has. Without costs, placeholders are used: compare plans with them, do not read them as
-    seconds. A plain number of seconds counts the same on any number of devices; a PlanWarning is raised if such a number decides between
+    seconds. A plain number of seconds counts the same on any number of devices; a PlanWarning is issued if such a number decides between
     plans on different devices.
 
     Raises PlanError for a setting without values, an unknown objective, or if no plan is left.

@@ -143,7 +143,7 @@ class OPO(GroupEstimator):
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class GPG(GroupEstimator):
-    """The reward minus its group's mean, scaled up where few rewards of the batch are not 0.
+    """The reward minus its group's mean, scaled up if few rewards of the batch are nonzero.
 
         >>> batch = {"rewards": torch.tensor([1.0, 0.0]), "response_mask": torch.ones(2, 1).bool(), "group_ids": torch.tensor([5, 5])}
         >>> GPG()(batch)["advantages"].tolist()
@@ -505,9 +505,9 @@ class ProcessGRPO:
         tensor([[ 1.0000,  0.5000],
                 [-1.0000, -0.5000]])
 
-    A step's reward is normalised by mean and standard deviation of all steps of its group: (r - mean) / (std + 1e-6). `step_rewards`
-    `[B, T]` are where `step_mask` `[B, T]` is true, at the last token of each step. `judge.step_rewards(rollout)` or a custom node
-    writes both. Source: Shao et al., 2024, 2402.03300, section 4.1.3.
+    A step's reward is normalised by mean and standard deviation of all steps of its group: (r - mean) / (std + 1e-6). `step_rewards` `[B,
+    T]` has values where `step_mask` `[B, T]` is true, at the last token of each step. `judge.step_rewards(rollout)` or a custom node writes
+    both. Source: Shao et al., 2024, 2402.03300, section 4.1.3.
 
     * `normalize_std`: divides by the standard deviation of the group's steps.
     """

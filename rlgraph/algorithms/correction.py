@@ -99,7 +99,7 @@ class TruncatedIS(ImportanceWeights):
 
     Source: Ionides, 2008; Yao et al., 2025.
 
-    * `level`: whose ratio is bounded: each "token"'s, or the "sequence"'s, one for all of its tokens.
+    * `level`: bounds the ratio of each "token", or of the "sequence", with one ratio for all of its tokens.
     * `normalize`: divides by the mean weight of the batch.
     """
 

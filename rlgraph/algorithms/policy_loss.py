@@ -80,7 +80,7 @@ class PolicyLoss(ABC):
       "seq-mean-token-mean" or "seq-mean-token-sum-norm".
     * `horizon`: the fixed number of tokens that "seq-mean-token-sum-norm" divides by.
     * `entropy_coef`: the weight of the entropy, which the loss rewards.
-    * `kl_coef`: the weight of the KL divergence from `ref_log_probs`; 0 reads none.
+    * `kl_coef`: the weight of the KL divergence from `ref_log_probs`; 0: no KL term.
     * `kl_estimator`: how the KL is estimated from log-probs: see `rlgraph.algorithms.kl_penalty`.
     """
 

@@ -86,7 +86,7 @@ class CISPO(PolicyLoss):
 @refuse_unknown
 @dataclass(frozen=True)
 class Reinforce(PolicyLoss):
-    """The plain policy gradient: -A log p. It is the loss of GPG, and of off-policy REINFORCE where importance weights are given.
+    """The plain policy gradient: -A log p. It is the loss of GPG, and of off-policy REINFORCE if there are importance weights.
 
         >>> Reinforce(kl_coef=0.01).reads  # there is no ratio, so no old log-probs
         ('advantages', 'ref_log_probs')
@@ -266,7 +266,7 @@ class ClipCov(PolicyLoss):
 
     The same micro-batch always drops the same tokens. There is no dual clip. Source: Cui et al., 2025, 2505.22617.
 
-    * `fraction`: the share of the micro-batch's tokens that it drops at most, and at least one.
+    * `fraction`: the largest share of the micro-batch's tokens that it drops; it drops at least one.
     * `low`: the smallest covariance of a token that may be dropped.
     * `high`: the largest covariance of a token that may be dropped.
     * `seed`: the seed of the random choice.

@@ -227,8 +227,8 @@ class ORPO(PairLoss):
         >>> ORPO(beta=0.1).reads
         ('preferences',)
 
-    -log sigmoid(log odds(chosen) - log odds(rejected)) times beta, odds = p / (1 - p), log p the mean log-prob; and the negative
-    log-likelihood of a chosen token, over the tokens of all chosen responses (TRL also counts prompt tokens).
+    The loss is -beta log sigmoid(log odds(chosen) - log odds(rejected)), plus the negative log-likelihood per token of the chosen responses
+    (TRL also counts prompt tokens). odds = p / (1 - p), and log p is the mean log-prob of a response.
 
     * `beta`: the weight of the odds-ratio term.
 
@@ -260,8 +260,8 @@ class KTO(WholeLoss):
         >>> KTO(beta=0.1, undesirable=1.5).reads
         ('preferences', 'ref_log_probs')
 
-    r is the log-ratio of a response to the reference, and z, at least 0 and without gradient, its mean over the rows whose response
-    belongs to another prompt, which have the preference 0: `rg.examples(label=…, mismatched=True)`.
+    r is the log-ratio of a response to the reference. z is the mean of r over the rows whose response belongs to another prompt, at least 0
+    and without gradient. These rows have the preference 0; `rg.examples(label=…, mismatched=True)` makes them.
     Source: Ethayarajh et al., 2024, 2402.01306. Oracle: TRL's `KTOTrainer`.
 
     * `beta`: the scale of the log-ratios; higher keeps the policy closer to the reference.

@@ -95,7 +95,7 @@ class InvariantMonitor:
 
     def _certificate_error(self, step: int, what: str, limit: str) -> CertificateError:
         return CertificateError(
-            f"step {step} of '{self.plan.graph}' broke the plan's certificate ({limit}): {what}; this is a defect of rlgraph: "
+            f"step {step} of '{self.plan.graph}' broke the plan's certificate ({limit}): {what}; this is a bug in rlgraph: "
             "please report it with plan.to_json()"
         )
 

@@ -86,7 +86,7 @@ class SavedShard:
 
 
 def check_plan(model: Any) -> None:
-    """Raise GraphError for a model that its ranks cannot share by the plan that transformers has for it, or whose experts they cannot."""
+    """Raise GraphError for a model, or its experts, that ranks cannot share with transformers' plan for it."""
     from rlgraph.engines.fsdp.parallel import check_folder_experts, check_folder_parallel
 
     if model.expert_parallel > 1:

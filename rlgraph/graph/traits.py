@@ -36,7 +36,7 @@ class NodeTraits:
       their model. For other nodes every rank receives the whole batch, and rank 0 writes it.
     * `by_group`: the columns for the responses to one prompt depend only on these responses. The node then works on the
       chunks of a rollout as they arrive.
-    * `host_pool`: a pool of host cores that it uses from inside, as a rollout does for its tools.
+    * `host_pool`: a pool of host cores that it uses by itself, e.g. a rollout for its tools.
     * `dims`: bounds of dimensions of the columns that it writes, e.g. `{"T": 1024}`; they predict the sizes of messages.
     * `sampling`: its sampling; None if it samples nothing. Log-probs of its responses use this temperature.
     * `group_size`: the responses that it samples per prompt; None if unknown.

@@ -71,7 +71,7 @@ class Context:
     * `device`: the device that the engine computes on.
     * `shares_devices`: whether other models time-share the device.
     * `copies`: the versions of the weights that the engine keeps on the device.
-    * `merging_bytes`: the bytes that it keeps there instead, to merge adapters; None: whole weights arrive.
+    * `merging_bytes`: the bytes that the engine keeps on the device instead, to merge adapters; None: full weights arrive.
     * `sequences`: the most responses that the engine decodes at once.
     * `exact`: whether a policy that the engine follows computes bit-identical log-probs.
     * `shared_base`: the frozen weights that other models hold as well.

@@ -277,21 +277,25 @@ def examples(
     ('prompts', 'prompt_mask', 'responses', 'response_mask')
     >>> step = policy.update(sums, loss=rg.SFTLoss())  # supervised fine-tuning
 
-    A row has `messages`; or a `prompt` with its `completion` (or `answer`), each text or messages; or `text`. Of messages, which the
-    model's own chat template renders, the model learns what the assistant says and the token that ends its turn, in all turns or with
-    `learns="last"` in the last one; messages of `weight` 0 are not learnt. Of `prompt` and `completion` it learns the completion, of
-    `text` all, and of both the token that ends a text. `chat` adds a system prompt, tools and arguments of the template, and makes
-    messages of text.
+    A row has `messages`; or a `prompt` with its `completion` (or `answer`), each text or messages; or `text`. The model's own chat template
+    renders messages, and the model learns the assistant's turns with the token that ends each; messages of `weight` 0 are not learnt. It
+    learns the `completion` of a prompt, or the whole `text`, with the token that ends the text.
 
-    `label` names a field that marks a row as good (True, or a number above 0.5) or bad: the column `preferences`, for
-    `rg.losses.KTO`. With `mismatched` each row is followed by a second one: its prompt with the response of the previous row of
-    the step, and preference 0.
-
-    A `data_source` becomes `data_sources`. Rows of more than `max_tokens` tokens are an error, or are cut at their end.
+    * `data`: rows of `rg.data`, a list, or another data set with a length. A field `data_source` becomes the column `data_sources`.
+    * `count`: the rows per step.
+    * `model`: the model whose tokenizer and chat template are used.
+    * `chat`: `rg.options.Chat(…)` adds a system prompt, tools and arguments of the template, and makes messages of text.
+    * `learns`: "all" turns of the assistant, or only the "last".
+    * `label`: a field that marks a row as good (True, or a number above 0.5) or bad: the column `preferences`, for `rg.losses.KTO`.
+    * `mismatched`: adds a second row to each: its prompt with the response of the previous row of the step, and preference 0.
+    * `max_tokens`: the most tokens of a row. None: no limit.
+    * `overlong`: for longer rows, "error", or "cut" at their end.
+    * `seed`: the seed of the order.
+    * `name`: the node's name in plans and errors.
 
     The trainer packs sequences, as it packs rollouts: see `micro_batch_tokens`. The launch tokenises every row. Raises DataError
-    for a row in another format or without a token to learn, and if its template leaves out something, or renders a turn differently
-    once others follow.
+    for a row in another format or without a token to learn, and if the chat template leaves out a part of a row, or renders a turn
+    differently once other turns follow.
     """
     if mismatched and (label is None or count < 2):
         raise DataError(f"{name}: mismatched=True requires a label and at least 2 rows per step; set label= and count= to 2 or more")

@@ -48,7 +48,7 @@ class Cluster:
     * `hosts`: the number of hosts without GPUs, each with an equal share of the cores.
     * `gpu`: the kind of GPU, e.g. "H100". With it, times that were not measured are estimated.
     * `gpu_memory_bytes`: the memory of each GPU; the compiler then refuses a plan that cannot fit.
-    * `host_memory_bytes`: the memory of each host; the same.
+    * `host_memory_bytes`: the memory of each host, with the same check.
     * `gpu_precision`, `cpu_precision`: the dtype of models with dtype="auto" on GPUs and on cores. By default GPUs compute in
       bfloat16 and cores in float32.
     """

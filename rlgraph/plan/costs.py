@@ -114,8 +114,8 @@ FORWARD = 1 / 3  # share of a forward and backward pass
 class Costs:
     """Seconds of each node by name, and of moving weights.
 
-    A plain number holds for any count of devices and rows; comparing plans by it warns. `{1: 38.2, 2: 19.0}` are the seconds on
-    1 and on 2 devices of its pool; a `NodeCost` is a function of devices, rows and lengths.
+    A plain number counts the same on any devices and for any rows; a comparison of plans that rests on it warns. `{1: 38.2, 2: 19.0}` are
+    the seconds on 1 and on 2 devices of its pool; a `NodeCost` is a function of devices, rows and lengths.
 
     Raises PlanError for a cost that is negative or not a number, or a cost that needs `lengths` without them.
 

@@ -430,7 +430,7 @@ def check_fp8(graph: Graph, shapes: Shapes) -> None:
         heads = {"num_attention_heads": shape.heads * shape.head_dim, "num_key_value_heads": shape.kv_heads * shape.head_dim}
         sides = {"hidden_size": shape.hidden, "intermediate_size": shape.intermediate} | {f"{n} x head_dim": s for n, s in heads.items()}
         uneven = next((f"{name} = {size}" for name, size in sides.items() if size % EVEN), None)
-        why = "is a mixture of experts" if shape.experts > 1 else f"has {uneven}, which {EVEN} does not divide" if uneven else None
+        why = "is a mixture of experts" if shape.experts > 1 else f"has {uneven}, which is not a multiple of {EVEN}" if uneven else None
         if why:
             raise PlanError(f"{here}): the model {why}; leave it out there")
 
@@ -464,7 +464,7 @@ def check_gpu_settings(graph: Graph, cluster: Cluster, shapes: Shapes) -> None:
         shape, heads = shapes.get(node.model.path), traits.estimates.host_heads if traits.estimates is not None else ()
         if shape is not None and heads and shape.head_dim not in heads:
             raise PlanError(
-                f"{where} heads of {shape.head_dim} numbers; on host cores its engine has kernels for {', '.join(map(str, heads))}: use "
+                f"{where} head_dim={shape.head_dim}; on host cores its engine has kernels for {', '.join(map(str, heads))}: use "
                 "engine='transformers', or a GPU"
             )
         if traits.weights_dtype is not None:

@@ -370,7 +370,7 @@ _asked: "list[Profile]" = []  # by the command line, for the first run that this
 @refuse_unknown
 @dataclass(frozen=True)
 class Profile:
-    """Choose the steps and workers that `rg.record(…, profile=)` profiles by torch.profiler: steps `first` to `last`, both included.
+    """Choose the steps and workers that `rg.record(…, profile=)` profiles with torch.profiler: steps `first` to `last`, both included.
 
     >>> import rlgraph as rg
     >>> rg.planning.Profile(steps=(3, 5), workers="policy")  # for rg.record(job, 100, "runs/math", profile=…)
@@ -385,8 +385,8 @@ class Profile:
     * `stacks`: adds Python stacks to the trace, which make it larger.
     * `shapes`: adds tensor shapes to the trace, which make it larger.
 
-    Raises PlanError for steps out of order, and from `rg.record` for a worker that is not there, steps that the run does not reach, and
-    `memory=True` where no worker has a GPU.
+    Raises PlanError for steps out of order, and from `rg.record` for an unknown worker, steps that the run does not reach, and
+    `memory=True` if no worker has a GPU.
     """
 
     steps: StepRange | Annotated[int, Range(least=0)]

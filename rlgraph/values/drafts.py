@@ -30,7 +30,8 @@ class PromptLookup:
 
     * `tokens`: the guesses per step.
     * `longest`, `shortest`: the lengths of the looked-up suffix, tried from the longest to the shortest.
-    * `below`: guesses only while at most this many sequences decode. A small step is limited by memory and reads more tokens at no cost.
+    * `below`: guesses only while at most this many sequences decode. A decode step with few sequences is limited by memory traffic, so it
+      reads more tokens at little cost.
 
     >>> PromptLookup(tokens=3).schedule(1024)
     [[1, 32, 3], [33, 1024, 0]]

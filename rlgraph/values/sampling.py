@@ -21,11 +21,11 @@ class Sampling:
     * `temperature`: divides the logits; 0 is greedy.
     * `top_k`: samples from the k most likely tokens; 0: from all.
     * `top_p`: samples from the most likely tokens that together have this probability; 1: from all.
-    * `min_p`: samples from the tokens that are at least this share as likely as the most likely one; 0: from all. It applies before
+    * `min_p`: samples from the tokens with at least `min_p` times the probability of the most likely token; 0: from all. It applies before
       `top_k` and `top_p`.
     * `stop_token_ids`: further token ids that end a response.
-    * `stop`: texts that end a response. It keeps all tokens that were sampled: a text and what its last token has after it are part of
-      the response. Special tokens count with their text. Each turn of a conversation ends at them too.
+    * `stop`: texts that end a response. The response keeps all sampled tokens: the stop string, and any text after it in its last token.
+      Special tokens count with their text. Each turn of a conversation ends at them too.
     * `ignore_eos`: continues past the end-of-text token, up to `max_tokens`.
 
     Raises GraphError for a value out of its range.
@@ -63,9 +63,9 @@ class Sampling:
     def of_turn(self, most: int, close: int) -> "Sampling":
         """The same for a turn of a conversation: at most `most` tokens, and it also ends with the token `close`.
 
-        It is not checked again, since some engines need less time for a whole step.
+        The copy is not checked again: a check would last longer than a decode step of some engines.
         """
-        turn = copy(self)  # which nobody else has yet
+        turn = copy(self)  # not shared yet
         object.__setattr__(turn, "max_tokens", most)
         object.__setattr__(turn, "stop_token_ids", _stops(self.stop_token_ids, close))
         return turn

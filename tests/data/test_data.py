@@ -238,7 +238,10 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: rg.data.parquet(write(folder / "a.parquet", [verl_row(0)]), answer="reward_model.answer")[0],
         r"row 0 of '.*a.parquet' has no 'reward_model.answer': under 'reward_model' are style, ground_truth",
     ),
-    "no column": (lambda folder: rg.data.jsonl(write(folder / "a.jsonl", [{"x": 1}]), answer="y")[0], "has no 'prompt': in it are x; pass the path"),
+    "no column": (
+        lambda folder: rg.data.jsonl(write(folder / "a.jsonl", [{"x": 1}]), answer="y")[0],
+        "has no 'prompt': in it are x; pass the path",
+    ),
     "a path that is none": (lambda folder: rg.data.rows([{"prompt": "a"}], answer=3), "answer=3 is not a path"),  # type: ignore[arg-type]
     "no verl rows": (lambda folder: rg.data.verl(write(folder / "a.jsonl", [{"prompt": "x"}]))[0], "has no 'reward_model.ground_truth'"),
     "pictures": (

@@ -172,7 +172,7 @@ def test_a_plan_counts_keys_and_values_in_fp8(tmp_path: Path) -> None:
     [
         ({"tensor_parallel": 2}, rg.Cluster(gpus=2, cpus=8, gpu="H200"), "tensor_parallel=2.*on one GPU"),
         ({"dtype": "float32"}, GPU, "dtype='float32'.*bfloat16"),
-        ({"config": {"hidden_size": 570}}, GPU, "hidden_size = 570, which 16 does not divide"),
+        ({"config": {"hidden_size": 570}}, GPU, "hidden_size = 570, which is not a multiple of 16"),
         ({"config": {"num_experts": 8, "moe_intermediate_size": 768}}, GPU, "mixture of experts"),
         ({}, rg.Cluster(cpus=8), "runs on the host"),
     ],

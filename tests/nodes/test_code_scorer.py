@@ -161,7 +161,7 @@ def test_a_sandbox_that_runs_nothing_is_an_error_and_no_score(monkeypatch: pytes
         raise sandbox.ToolError("no process could be started")
 
     monkeypatch.setattr(sandbox, "run", broken)
-    with pytest.raises(RlgraphError, match="the sandbox does not run an empty program: no process could be started"):
+    with pytest.raises(RlgraphError, match="the sandbox cannot run an empty program: no process could be started"):
         asyncio.run(rg.scorers.code()(response="print(1)", tests='[{"input": "", "output": "1"}]'))
 
 

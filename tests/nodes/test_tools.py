@@ -70,7 +70,7 @@ def test_python_runs_in_its_sandbox() -> None:
         ("<tool_call>nonsense</tool_call>", "a call is <tool_call>"),
         ('<tool_call>{"name": "python", "arguments": "1"}</tool_call>', "a call is <tool_call>"),
         ('<tool_call>{"name": "python", "arg', "the call is not closed; a call is"),
-        (call("nothing"), "there is no tool 'nothing'; there are ['broken', 'calculator', 'leaves', 'python', 'search']"),
+        (call("nothing"), "there is no tool 'nothing'; the tools are ['broken', 'calculator', 'leaves', 'python', 'search']"),
         (call("broken", query="x"), "error: OSError: no disk"),
         (call("search", wrong="x"), "TypeError"),
         ('<tool_call>{"name": "search", "arguments": {"query": NaN}}</tool_call>', "nan is not a number of JSON"),

@@ -48,7 +48,7 @@ def test_every_public_function_has_an_example() -> None:
 
 OF_RECIPES: list[Any] = [rg.prompts, rg.reward, rg.evaluate, rg.advantages, rg.feedback, rg.compile, rg.runs.warm, rg.Generator.rollout]
 OF_RECIPES += [rg.Policy.log_probs, rg.Policy.base_log_probs, rg.Policy.update, rg.Reference.log_probs, rg.Reference.old_log_probs]
-OF_RECIPES += [rg.Critic.values, rg.Critic.update, rg.Plan.launch, rg.Job.steps, rg.Job.export]
+OF_RECIPES += [rg.examples, rg.Critic.values, rg.Critic.update, rg.Plan.launch, rg.Job.steps, rg.Job.export]
 
 
 def without_line(function: Any) -> list[str]:

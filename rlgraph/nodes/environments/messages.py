@@ -46,7 +46,7 @@ class ToolCall:
 
     * `name`: the tool's name.
     * `arguments`: its arguments by name.
-    * `error`: why the call cannot be made, if the model wrote it wrongly; else empty.
+    * `error`: the reason why a malformed call cannot be made; else empty.
     """
 
     name: str

@@ -102,7 +102,7 @@ class CodeTests(Scorer):
         try:
             await sandbox.run("", self.limits, self.accept_missing)
         except ToolError as error:
-            raise RlgraphError(f"rg.scorers.code: the sandbox does not run an empty program: {error}") from None
+            raise RlgraphError(f"rg.scorers.code: the sandbox cannot run an empty program: {error}") from None
 
 
 @check_arguments()

@@ -293,7 +293,7 @@ def _pick(column: Column, rows: torch.Tensor) -> Column:
 
 @check_arguments()
 def preferred(*inputs: Output, gap: AtLeastZero = 0.0, name: Name = "preferred") -> Output:
-    """Declare preference pairs out of a rollout and its rewards: of each group the best response and the worst.
+    """Declare preference pairs out of a rollout and its rewards: the best and the worst response of each group.
 
     >>> import rlgraph as rg
     >>> prompts = rg.prompts([{"prompt": "1 + 1 ="}], count=4)

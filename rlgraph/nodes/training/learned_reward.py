@@ -138,7 +138,7 @@ class LearnedReward(TrainedModel):
         trial: bool = True,
         name: str = "reward_update",
     ) -> Update:
-        """Declare the training on pairs, the outputs of `rg.pairs` or of `rg.preferred`, or by `StepwiseLoss` on `rg.stages.stepwise`.
+        """Declare the training on pairs of `rg.pairs` or `rg.preferred`, or with `StepwiseLoss` on solutions of `rg.stages.stepwise`.
 
         The launch tries a custom loss on a made-up batch; `trial=False` leaves that out.
 
