@@ -331,7 +331,7 @@ def _order_events(graph: Graph, events: list[Event]) -> list[Event]:
 
 
 def place(graph: Graph, node: Node) -> tuple[int, int, int]:
-    """Return the sort key of a node: the order of declaration, except that nodes that work on the chunks of a rollout come with it.
+    """Compute the sort key of a node: the order of declaration, except that nodes that work on the chunks of a rollout come with it.
 
     Several such nodes all work on one chunk before the first of them works on the next. Their other inputs come before them.
     """

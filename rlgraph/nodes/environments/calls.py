@@ -81,7 +81,7 @@ class EnvironmentCalls:
         self._loop.call_soon_threadsafe(_cancel, gone)
 
     def take_finished_calls(self, wait_s: float) -> list[Call]:
-        """Return the finished calls; wait up to `wait_s` for the first."""
+        """Collect the finished calls; wait up to `wait_s` for the first."""
         self.send()
         found: list[Call] = []
         while self._running:

@@ -193,25 +193,19 @@ def evaluate(
 
     * `generator`: the rollout's generator time-shares with the rollout and uses the same weights. A separate generator in its own pool
       overlaps with the training, and uses the weights that the step publishes. The metrics of its step and of later steps wait for it.
-    * `data`: the items, as for `rg.prompts`.
+    * `data`, `chat`, `prompt`: the items, as for `rg.prompts`.
     * `weights`: the feedback edge. None evaluates the weights of the generator's folder, e.g. in a graph without update.
     * `reward`, `concurrency`, `deadline_s`, `retries`, `trial`: the function that scores, and how it is called, as for `rg.reward`.
     * `every`: the steps between two evaluations.
-    * `samples`: the responses per item.
-    * `sampling`: replaces the generator's sampling.
-    * `steps`: the number of steps of the run, to evaluate the last step too. None: only every `every`-th.
-    * `at_start`: also evaluates step 0; a separate generator then uses its initial weights.
+    * `steps`, `at_start`: adds the last step, given the run's number of steps; and step 0, with the initial weights.
+    * `samples`, `sampling`: the responses per item, and a sampling in place of the generator's.
     * `passes`: the least reward of a right answer.
-    * `chat`, `prompt`: as for `rg.prompts`.
-    * `source`: a field of the items that separates metrics, e.g. `val/gsm8k/acc/mean@4`.
-    * `name`: the node's name; a custom one separates the metrics of several evaluations.
+    * `source`, `name`: a field of the items and the node's name; both separate metrics, e.g. `val/gsm8k/acc/mean@4`.
 
-    Metrics (docs/checkpoints.md): `val/version`, the version of the weights; `val/acc/mean@n` of n samples; verl's bootstrap
-    `val/acc/best@k/mean`, `worst@k`, and `maj@k` if the reward returns answers, e.g. `rg.scorers.math_verify`; the unbiased `val/pass@k`;
-    `val/reward/mean@n`.
+    Metrics (docs/checkpoints.md): `val/version`; `val/acc/mean@n` and `val/reward/mean@n` of n samples; the unbiased `val/pass@k`; verl's
+    bootstrap `val/acc/best@k/mean`, `worst@k`, and `maj@k` if the reward returns answers, e.g. `rg.scorers.math_verify`.
 
-    Raises GraphError for a bad count, several `samples` of a greedy sampling, a `source` that items lack or an evaluation that would
-    delay other nodes, and DataError as `rg.prompts` does.
+    Raises GraphError for several greedy `samples`, an unknown `source` or an evaluation that delays other nodes; DataError as `rg.prompts`.
     """
     questions = _questions(name, data, chat, prompt)
     sampling = _check(name, questions, samples, sampling_of(generator, sampling), source)

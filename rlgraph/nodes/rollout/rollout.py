@@ -243,17 +243,14 @@ class Generator(Model):
         """Declare the sampling of `group_size` responses for each prompt, with the weights of the feedback edge.
 
         >>> import rlgraph as rg
-        >>> prompts = rg.prompts([{"prompt": "1 + 1 ="}], 1)
-        >>> rg.Generator("m", pool=rg.Pool("rollout")).rollout(prompts, group_size=4).columns[:4]
+        >>> rg.Generator("m", pool=rg.Pool("rollout")).rollout(rg.prompts([{"prompt": "1 + 1 ="}], 1), group_size=4).columns[:4]
         ('prompts', 'prompt_mask', 'responses', 'response_mask')
 
         It writes `prompts` [B, P], `responses` [B, T], their masks, `rollout_log_probs` [B, T], `weight_version` [B, T],
         `finish_reasons` [B] and `group_ids` [B]. The responses to one prompt are adjacent rows.
 
-        * `prompts`: the output of `rg.prompts`.
-        * `weights`: the feedback edge. None: the model keeps its initial weights.
-        * `group_size`: the responses per prompt.
-        * `sampling`: replaces the generator's sampling, e.g. for a greedy baseline.
+        * `prompts`, `weights`: the output of `rg.prompts`, and the feedback edge. Without an edge the model keeps its initial weights.
+        * `group_size`, `sampling`: the responses per prompt, and a sampling in place of the generator's, e.g. for a greedy baseline.
         * `chunks`: splits the batch into parts that leave in the order of the data, each as soon as its groups are done.
         * `interrupt`: swaps in each published version before the next decode step. "recompute" prefills the running responses again under
           the new weights; "keep" continues with their old keys and values. The run then depends on the clock.
@@ -266,8 +263,7 @@ class Generator(Model):
           fields (`answers`) and the `rewards` as columns: pass it to later nodes in place of `prompts`.
         * `name`: the node's name in plans and errors.
 
-        Raises GraphError for `max_turns` or `concurrency` without tools and agent, chunks that do not divide the prompts of a step,
-        `interrupt` or `continuous` at depth 0, and options that exclude each other.
+        Raises GraphError for options without effect or that exclude each other, and chunks that do not divide the prompts of a step.
         """
         check_options(name, self.routes, tools=tools, agent=agent, max_turns=max_turns, concurrency=concurrency, refill=refill)
         source, given = prompts.node.operation, agent_of(tools, agent)

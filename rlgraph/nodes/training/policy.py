@@ -116,9 +116,7 @@ class Policy(TrainedModel):
         trial: bool = True,
         name: str = "update",
     ) -> Update:
-        """Declare the training on a batch. Pass its `weights` to a feedback edge and its `metrics` to the graph.
-
-        The update publishes weights once, at the end.
+        """Declare the training on a batch. Pass its `weights`, published once at the end, to a feedback edge, its `metrics` to the graph.
 
         * `inputs`: outputs with the columns that the loss declares. Without `old_log_probs` among them, importance ratios use
           `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, if present, multiply the loss. `loss_mask`, if present, replaces

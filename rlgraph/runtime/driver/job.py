@@ -534,7 +534,7 @@ class Job:
     observed = old_attribute("observed", "observed_maxima")
 
     def run(self) -> Run:
-        """Return the run so far as values, from which bubbles, advice and report are made; `Run.save` writes it.
+        """Build the run so far as values, from which bubbles, advice and report are made; `Run.save` writes it.
 
         While steps are still to be yielded, it ends where the first worker's last report ends. In a run so long that its first spans are no
         longer stored, it begins with the first whole step.
