@@ -191,7 +191,9 @@ def locate_box(value: torch.Tensor) -> tuple[tuple[int, ...], int]:
     if spec is None:
         return (0,) * value.dim(), replica(value)
     if any(placement.is_partial() for placement in spec.placements):
-        raise GraphError(f"a tensor with placements {spec.placements} is a sum over ranks and no shard: reduce it before it is published")
+        raise GraphError(
+            f"a tensor with placements {spec.placements} is a partial sum over ranks, not a shard: reduce it before publishing"
+        )
     _, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
     return tuple(offsets), replica(value)
 

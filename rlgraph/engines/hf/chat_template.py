@@ -468,7 +468,7 @@ def _spans(tokenizer: Any, example: Example, messages: Sequence[Any], whole: str
     turns = [number for number in ours if messages[number]["role"] == "assistant"]
     turns = [number for number in (turns if example.learns == "all" else turns[-1:]) if _weight(messages[number], number, where)]
     if not turns:
-        raise DataError(f"{where} has no message of the assistant to learn; leave it out")
+        raise DataError(f"{where} has no assistant message to learn; leave it out")
     spans = {}
     for number in turns:
         before = _render_messages(tokenizer, example, messages[:number], where, answer=True)
