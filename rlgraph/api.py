@@ -341,7 +341,7 @@ def _recovery(
 
     if checkpoint is None:
         if (every, keep, restarts, fresh, export_every) != (10, 2, 0, False, None):
-            raise PlanError("launch(every=, keep=, restarts=, fresh=, export_every=) are about checkpoints; pass checkpoint='folder' too")
+            raise PlanError("launch(every=, keep=, restarts=, fresh=, export_every=) configure checkpoints; pass checkpoint='folder' too")
         return None
     return Recovery(Path(checkpoint), every, keep, restarts, fresh, export_every)
 

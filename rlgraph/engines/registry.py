@@ -37,7 +37,7 @@ class EngineSpec(Estimates):
     """Describe an engine that generates: `rg.Generator(model, pool=…, engine=…)` accepts its name or the spec itself.
 
     * `name`: its name in `engine=` and in errors.
-    * `load`: `load(generator, place)` builds the engine in its worker. It is pickled, so it must be a function of a module.
+    * `load`: `load(generator, place)` builds the engine in its worker. It is pickled, so it must be a module-level function.
     * `settings`: the optional fields of `Generator` that the engine supports: `max_sequences`, `memory`, `engines_per_gpu`, `self_test`,
       `weights_dtype`, `drafts`, `routes`, `engine_args`; and of its `Sampling`: `min_p`, `stop`. Any other setting is an error.
     * `spans_devices`: it supports `tensor_parallel`.
@@ -86,7 +86,7 @@ class SavedShard:
 
 
 def check_plan(model: Any) -> None:
-    """Raise GraphError for a model, or its experts, that ranks cannot share with transformers' plan for it."""
+    """Raise GraphError if the ranks cannot share the model, or its experts, with transformers' plan for it."""
     from rlgraph.engines.fsdp.parallel import check_folder_experts, check_folder_parallel
 
     if model.expert_parallel > 1:

@@ -371,7 +371,7 @@ def test_an_aggregated_loss_agrees_with_finite_differences(mode: str) -> None:
 
 
 def test_losses_and_masks_of_two_shapes_are_not_aggregated() -> None:
-    with pytest.raises(DataError, match=r"aggregate: column 'losses' is torch.float32 of shape \[2, 3\]; beside a mask of shape \[2, 1\]"):
+    with pytest.raises(DataError, match=r"aggregate: column 'losses' is torch.float32 of shape \[2, 3\]; with a mask of shape \[2, 1\]"):
         alg.aggregate(torch.zeros(2, 3), torch.ones(2, 1).bool(), alg.Totals(6, 2))
     with pytest.raises(DataError, match=r"'response_mask' is torch\.float32"):
         alg.aggregate(torch.zeros(2, 3), torch.ones(2, 3), alg.Totals(6, 2))
