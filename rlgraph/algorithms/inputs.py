@@ -64,7 +64,7 @@ def tokenwise(where: str, batch: Columns, name: str, mask: torch.Tensor) -> torc
     column = tensor(where, batch, name)
     if not column.is_floating_point() or column.shape != mask.shape:
         raise DataError(
-            f"{where}: column '{name}' is {column.dtype} of shape {list(column.shape)}; with a mask of shape {list(mask.shape)}  "
+            f"{where}: column '{name}' is {column.dtype} of shape {list(column.shape)}; with a mask of shape {list(mask.shape)} "
             "it holds floating-point numbers of the same shape [B, T]"
         )
     return column

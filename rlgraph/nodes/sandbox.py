@@ -380,5 +380,5 @@ class LocalSandbox:
             if said != READY:
                 await self.close()
                 reason = said.decode(errors="replace").strip()
-                raise ToolError(f"the sandbox could not be made: {reason}; leave it out{_advice(reason, 'rg.agents.LocalSandbox')}")
+                raise ToolError(f"the sandbox could not be created: {reason}; leave it out{_advice(reason, 'rg.agents.LocalSandbox')}")
         return self._process

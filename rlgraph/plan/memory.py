@@ -432,7 +432,7 @@ def check_fp8(graph: Graph, shapes: Shapes) -> None:
         uneven = next((f"{name} = {size}" for name, size in sides.items() if size % EVEN), None)
         why = "is a mixture of experts" if shape.experts > 1 else f"has {uneven}, which is not a multiple of {EVEN}" if uneven else None
         if why:
-            raise PlanError(f"{here}): the model {why}; leave it out there")
+            raise PlanError(f"{here}): the model {why}; leave it out")
 
 
 def check_moments_stay(graph: Graph) -> None:
@@ -454,13 +454,11 @@ def check_gpu_settings(graph: Graph, cluster: Cluster, shapes: Shapes) -> None:
             continue
         where, traits = f"graph '{graph.name}': the model of node '{node.name}' has", node.model.traits
         if traits.host_moments:
-            raise PlanError(f"{where} offload='moments', which frees memory of a GPU, but it trains on the host; leave it out there")
+            raise PlanError(f"{where} offload='moments', which frees memory of a GPU, but it trains on the host; leave it out")
         if traits.moments_stay:
-            raise PlanError(
-                f"{where} offload='never', for moments that leave a GPU to others, but it trains on the host; leave it out there"
-            )
+            raise PlanError(f"{where} offload='never', for moments that leave a GPU to others, but it trains on the host; leave it out")
         if traits.memory is not None:
-            raise PlanError(f"{where} memory={traits.memory}, a share of a GPU's, but this cluster has no GPU; leave it out there")
+            raise PlanError(f"{where} memory={traits.memory}, a share of a GPU's, but this cluster has no GPU; leave it out")
         shape, heads = shapes.get(node.model.path), traits.estimates.host_heads if traits.estimates is not None else ()
         if shape is not None and heads and shape.head_dim not in heads:
             raise PlanError(
@@ -468,10 +466,8 @@ def check_gpu_settings(graph: Graph, cluster: Cluster, shapes: Shapes) -> None:
                 "engine='transformers', or a GPU"
             )
         if traits.weights_dtype is not None:
-            raise PlanError(
-                f"{where} weights_dtype='{traits.weights_dtype}', for kernels of a GPU, but it runs on the host; leave it out there"
-            )
+            raise PlanError(f"{where} weights_dtype='{traits.weights_dtype}', for kernels of a GPU, but it runs on the host; leave it out")
         if traits.drafts is not None:
             raise PlanError(f"{where} drafts, for vLLM's runner of a GPU, but it runs on the host; leave them out there")
         for argument, reason in traits.gpu_only.items():
-            raise PlanError(f"{where} engine_args with '{argument}', but it runs on the host: {reason}; leave it out there")
+            raise PlanError(f"{where} engine_args with '{argument}', but it runs on the host: {reason}; leave it out")

@@ -87,7 +87,7 @@ def test_impossible_sizes_are_refused(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be made"):
+    with pytest.raises(DataError, match="cannot be created"):
         tiny_model(tmp_path / "file" / "model")
 
 

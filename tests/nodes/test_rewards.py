@@ -238,7 +238,7 @@ def test_reasoning_gym_gives_prompts_and_scores_their_answers() -> None:
     assert task.score("no idea", 4) < 1.0
     prompts = rg.prompts(task, count=2)
     assert set(prompts.columns) == {"prompt_texts", "prompt_ids", "items", "data_sources"}
-    with pytest.raises(DataError, match=r"task 'no such' with .* cannot be made"):
+    with pytest.raises(DataError, match=r"task 'no such' with .* cannot be created"):
         rg.scorers.reasoning_gym("no such", size=1)
 
 

@@ -253,7 +253,7 @@ def check_target(folder: str | Path) -> Path:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ExportError(f"export('{folder}'): its parent folder cannot be made ({error}); pass another folder") from None
+        raise ExportError(f"export('{folder}'): its parent folder cannot be created ({error}); pass another folder") from None
     if not os.access(target.parent, os.W_OK | os.X_OK):
         raise ExportError(f"export('{folder}'): '{target.parent}' cannot be written; pass a writable folder")
     return target

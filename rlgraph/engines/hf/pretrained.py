@@ -258,7 +258,7 @@ def _write_atomically(folder: Path, write: Callable[[Path], None]) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as refused:
-        raise DataError(f"model folder '{folder}' cannot be made ({refused}); pass a folder that can be written") from None
+        raise DataError(f"model folder '{folder}' cannot be created ({refused}); pass a folder that can be written") from None
     try:
         with _without_bars():
             write(beside)

@@ -206,7 +206,7 @@ def _entries(task: ReasoningGym) -> Any:
     try:
         return gym.create_dataset(task.task, size=task.size, seed=task.seed, **dict(task.settings))
     except (ValueError, TypeError, AssertionError) as error:
-        raise DataError(f"reasoning_gym: task '{task.task}' with {dict(task.settings)} cannot be made: {error}") from error
+        raise DataError(f"reasoning_gym: task '{task.task}' with {dict(task.settings)} cannot be created: {error}") from error
 
 
 def reasoning_gym(task: str, *, size: int, seed: int = 0, instruction: str = "{question}", **settings: Any) -> ReasoningGym:

@@ -248,7 +248,7 @@ class Checkpoints:
                     self.newest = step
                     done.append(step)
             except OSError as error:
-                self.troubles.append(f"the checkpoint of step {step} could not be made whole: {type(error).__name__}: {error}")
+                self.troubles.append(f"the checkpoint of step {step} could not be completed: {type(error).__name__}: {error}")
             finally:
                 self.shards.pop(step, None)
                 self.failed.pop(step, None)
