@@ -175,7 +175,7 @@ CALLS = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name"
 WRONG: dict[str, tuple[str, Sequence[dict[str, Any]], str]] = {
     "a row of another form": ("tiny", [{"question": "?"}], "an example has 'messages', 'prompt' and 'completion'"),
     "a conversation for a model without a template": ("tiny", [{"messages": TALK}], "the model has no chat template"),
-    "a conversation without an answer": ("qwen2_5", [{"messages": TALK[:1]}], "has no message of the assistant to learn"),
+    "a conversation without an answer": ("qwen2_5", [{"messages": TALK[:1]}], "has no assistant message to learn"),
     "a role that the template refuses": ("gemma", [{"messages": [TALK[1], TALK[1]]}], "the chat template refuses its messages of"),
     "a turn that is rendered in another way later": (
         "qwen3",
@@ -206,7 +206,7 @@ WRONG: dict[str, tuple[str, Sequence[dict[str, Any]], str]] = {
         "holds a value that JSON cannot hold",
     ),
     "half a weight": ("qwen2_5", [{"messages": [TALK[0], TALK[1] | {"weight": 0.5}]}], "message 1 has weight=0.5; a weight is 1, or 0"),
-    "nothing of a weight": ("qwen2_5", [{"messages": [TALK[0], TALK[1] | {"weight": 0}]}], "has no message of the assistant to learn"),
+    "nothing of a weight": ("qwen2_5", [{"messages": [TALK[0], TALK[1] | {"weight": 0}]}], "has no assistant message to learn"),
     "a later row of another form": ("tiny", [{"text": "1"}, {"prompt": "1"}], "item 1 of the data set has the fields"),
 }
 
