@@ -99,7 +99,7 @@ def test_seconds_by_device_count_come_back_from_their_file(tmp_path: Path) -> No
 @pytest.mark.parametrize("wrong", [{}, {0: 1.0}, {1: -1.0}, {1.5: 1.0}, {True: 1.0}, {"1": 1.0}, {1: "9"}, {1: float("nan")}])
 def test_what_is_no_time_by_device_count_is_refused(wrong: Mapping[int, float]) -> None:
     with pytest.raises(
-        PlanError, match=r"the cost of 'node' is .*; a cost is a number of seconds of at least 0, .* as \{1: 38.2, 2: 19.0\}"
+        PlanError, match=r"the cost of 'node' is .*; a cost is a number of seconds of at least 0, .* e\.g\. \{1: 38.2, 2: 19.0\}"
     ):
         rg.planning.Costs({"node": wrong})
 

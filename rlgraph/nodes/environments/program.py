@@ -260,7 +260,7 @@ def _fields(argument: str) -> list[str]:
     named = [(name, form, conversion) for _, name, form, conversion in parts if name is not None]
     for name, form, conversion in named:
         if not name.isidentifier() or form or conversion:
-            raise GraphError(f"Program: the argument {show_value(argument)} has braces that name no field of a prompt, as {{prompt}}")
+            raise GraphError(f"Program: the argument {show_value(argument)} has braces without a field of the prompt, e.g. {{prompt}}")
     return [name for name, _, _ in named]
 
 
