@@ -137,7 +137,7 @@ def test_blocks_never_lie_in_two_ranks() -> None:
 
 
 def test_what_moments_of_8_bits_do_not_work_with_is_refused(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
-    for given, words in (({"offload": "moments"}, "have 32 bits; leave out one"), ({"tensor_parallel": 2}, "cut them within blocks")):
+    for given, words in (({"offload": "moments"}, "have 32 bits; leave out one"), ({"tensor_parallel": 2}, "split them within blocks")):
         with pytest.raises(GraphError, match=words):
             rg.Policy("tiny", pool=rg.Pool("train"), optimizer=SETTINGS, **given)  # type: ignore[arg-type]
     with pytest.raises(GraphError, match=r"Muon\(moments='8bit'\): only AdamW's moments have fewer than 32 bits"):
