@@ -1,4 +1,4 @@
-"""The weights of a model folder, read box by box under the names of the model's parameters, also where transformers fuses them."""
+"""The weights of a model folder, read box by box under the names of the model's parameters, also if transformers fuses them."""
 
 import copy
 import os
