@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
 
 @dataclass(frozen=True)
-class Written:
+class DecodedTokens:
     """The tokens that a request got in steps of the short way, their log-probs, and why it ended, in vLLM's words; None: it goes on."""
 
     name: str
@@ -31,7 +31,7 @@ class Written:
 
 
 @dataclass
-class _Row:
+class _Sequence:
     """A sequence: vLLM's request, and how many tokens of it were computed and written as the short way began, with those under way."""
 
     request: Any
@@ -41,7 +41,7 @@ class _Row:
 
 
 @dataclass
-class _Tokens:
+class _StepResults:
     """The tokens of steps whose results list the same requests in the same order."""
 
     order: list[str]
@@ -56,12 +56,12 @@ class _Steady:
     """Steps of the same sequences, each one token longer than in the step before."""
 
     def __init__(self, requests: Sequence[Any], template: SchedulerOutput, block: int, longest: int) -> None:
-        self.rows = {request.request_id: _row(request) for request in requests}
+        self.rows = {request.request_id: _sequence(request) for request in requests}
         self.template, self.scheduled, self.updated = template, 0, 0
-        self.results: list[_Tokens] = []
+        self.results: list[_StepResults] = []
         self._block = block
-        self._crossing: dict[int, list[_Row]] = {}  # by the steps after which a sequence needs its next block, modulo its size
-        self._last: dict[int, list[_Row]] = {}  # by the steps after which a sequence needs no further step
+        self._crossing: dict[int, list[_Sequence]] = {}  # by the steps after which a sequence needs its next block, modulo its size
+        self._last: dict[int, list[_Sequence]] = {}  # by the steps after which a sequence needs no further step
         self.ends: dict[int, list[str]] = {}  # by the results after which a sequence has its last token
         self.stops: set[int] = set()  # tokens that end some sequence
         for row in self.rows.values():
@@ -89,7 +89,7 @@ class _Steady:
         if self.scheduled in self._last:
             self.list_names()
 
-    def find_crossing(self) -> list[_Row]:
+    def find_crossing(self) -> list[_Sequence]:
         """The sequences that need another block in the next step."""
         return [row for row in self._crossing.get(self.scheduled % self._block, ()) if row.left is None]
 
@@ -117,7 +117,7 @@ class _Steady:
     def take(self, order: list[str], tokens: list[int], log_probs: np.ndarray) -> list[str]:
         """Keep the tokens of a step; name the sequences that end with them, in the order of their rows."""
         if not self.results or self.results[-1].order != order:
-            self.results.append(_Tokens(order))
+            self.results.append(_StepResults(order))
         self.results[-1].tokens.append(np.array(tokens, dtype=np.int32))
         self.results[-1].log_probs.append(log_probs)
         self.updated += 1
@@ -142,8 +142,8 @@ class _Steady:
         return tokens, log_probs
 
 
-def _row(request: Any) -> _Row:
-    return _Row(request, request.num_computed_tokens, request.num_output_tokens + request.num_output_placeholders)
+def _sequence(request: Any) -> _Sequence:
+    return _Sequence(request, request.num_computed_tokens, request.num_output_tokens + request.num_output_placeholders)
 
 
 class DecodeScheduler(Scheduler):
@@ -161,7 +161,7 @@ class DecodeScheduler(Scheduler):
         self.running: list[Any]
         self.watched: set[str] = set()
         self.short = 0
-        self._written: list[Written] = []
+        self._written: list[DecodedTokens] = []
         self._under_way: deque[SchedulerOutput] = deque()  # steps without a result yet
         self._template: SchedulerOutput | None = None  # a step of vLLM's own
         self._steady: _Steady | None = None
@@ -172,7 +172,7 @@ class DecodeScheduler(Scheduler):
         one_size = len(sizes) == 1 and self._block > 0  # of all layers, and no state of another kind
         self._able = one_size and all(part is None for part in beside) and not (self.num_spec_tokens or self.log_stats)
 
-    def take_tokens(self) -> list[Written]:
+    def take_tokens(self) -> list[DecodedTokens]:
         """Take the tokens of steps of the short way, whose sequences have ended or for which `settle` was called."""
         written, self._written = self._written, []
         return written
@@ -183,7 +183,7 @@ class DecodeScheduler(Scheduler):
         if steady is not None:
             for name in steady.rows:
                 tokens, log_probs = self._settle_row(steady, name)
-                self._written.append(Written(name, tokens, log_probs))
+                self._written.append(DecodedTokens(name, tokens, log_probs))
 
     def schedule(self, *given: Any, **more: Any) -> SchedulerOutput:
         """Schedule the next step."""
@@ -282,7 +282,7 @@ class DecodeScheduler(Scheduler):
         if self._handle_stopped_request(request):
             self._free_request(request)
         self.running = remove_all(self.running, {request})
-        self._written.append(Written(name, tokens, log_probs, finish))
+        self._written.append(DecodedTokens(name, tokens, log_probs, finish))
 
     def _settle_row(self, steady: _Steady, name: str) -> tuple[list[int], list[float]]:
         """Write into vLLM's request what it has computed and sampled; return the tokens and their log-probs."""
