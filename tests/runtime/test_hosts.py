@@ -118,15 +118,7 @@ def test_ranks_on_several_hosts_cannot_be_encrypted() -> None:
 
 @pytest.mark.ray
 @pytest.mark.timeout(600)  # jobs on two nodes, each with a start of its own
-@pytest.mark.parametrize("dispatch", ["calls", pytest.param("compiled_graph", marks=pytest.mark.stage("hosts"))])
-def test_workers_run_on_the_ray_nodes_of_the_plan_and_a_lost_host_is_named(dispatch: str) -> None:
-    script = PROGRAMS / "two_hosts.py"  # in a process of its own, since the other tests share a Ray of one node
-    run = subprocess.run([sys.executable, script, dispatch], capture_output=True, text=True, timeout=560, check=False)
-    assert run.stdout.splitlines()[-1:] == ["all as it should be"], run.stdout + run.stderr
-
-
-@pytest.mark.ray
-def test_the_driver_may_be_on_a_host_without_gpus_and_no_gpu_is_shared_with_other_work_on_ray() -> None:
-    script = PROGRAMS / "gpu_reservations.py"
-    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=280, check=False)
+def test_workers_run_on_the_ray_nodes_of_the_plan_a_lost_host_is_named_and_no_gpu_is_shared_with_other_work_on_ray() -> None:
+    script = PROGRAMS / "ray_nodes.py"  # in a process of its own, since the other tests share a Ray of one node
+    run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=560, check=False)
     assert run.stdout.splitlines()[-1:] == ["all as it should be"], run.stdout + run.stderr
