@@ -18,23 +18,6 @@ def test_the_notebook_is_kept_without_outputs() -> None:
     assert [cell.outputs for cell in cells if cell.cell_type == "code" and (cell.outputs or cell.execution_count)] == []
 
 
-def execute(notebook: Any, folder: Path) -> None:
-    NotebookClient(notebook, timeout=250, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
-
-
-@pytest.mark.ray
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jupyter_client and zmq
-def test_the_notebook_runs(tmp_path: Path) -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    execute(notebook, tmp_path)
-    said = ["".join(part.get("text", "") for part in cell.outputs) for cell in notebook.cells if cell.cell_type == "code"]
-    assert "staleness at most 1" in said[2]
-    steps = [line for line in said[4].splitlines() if line.startswith("step ")]
-    assert [line.split("reward")[0] for line in steps] == [f"step {number}: " for number in range(8)]
-    assert said[5].startswith("3 plans compared on ")
-    assert (tmp_path / "plan.svg").exists()
-
-
 FAILS = {"tags": ["raises-exception"]}
 CELLS = (
     ("rg.prompts([], count=2)", FAILS),
@@ -55,28 +38,45 @@ def streams(cell: Any) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream")
 
 
-def error(cells: Sequence[Any], place: int) -> str:
-    [found] = [output for output in cells[place].outputs if output.output_type == "error"]
+def error(cell: Any) -> str:
+    [found] = [output for output in cell.outputs if output.output_type == "error"]
     return "\n".join(found.traceback)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sequence[Any]]:
+    """The folder and the cells of code, after one kernel ran the notebook and then the cells of this file."""
+    folder, notebook = tmp_path_factory.mktemp("notebook"), nbformat.read(NOTEBOOK, as_version=4)
+    notebook.cells += [nbformat.v4.new_code_cell(code, metadata=metadata) for code, metadata in CELLS]
+    NotebookClient(notebook, timeout=250, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    return folder, [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of jupyter_client and zmq
-def test_a_job_lives_over_several_cells_and_an_interrupted_one(tmp_path: Path) -> None:
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    notebook.cells = [cell for cell in notebook.cells if cell.cell_type == "code"][:3]
-    notebook.cells += [nbformat.v4.new_code_cell(code, metadata=metadata) for code, metadata in CELLS]
-    execute(notebook, tmp_path)
-    cells = notebook.cells[3:]
-    assert "rg.prompts([], count=2)" in error(cells, 0)
-    assert error(cells, 0).endswith("rlgraph.errors.DataError: prompts: the data set is empty; it needs at least one item")
-    assert "items.py" not in error(cells, 0)
+def test_the_notebook_runs(ran: tuple[Path, Sequence[Any]]) -> None:
+    folder, cells = ran
+    said = [streams(cell) for cell in cells]
+    assert "staleness at most 1" in said[2]
+    steps = [line for line in said[4].splitlines() if line.startswith("step ")]
+    assert [line.split("reward")[0] for line in steps] == [f"step {number}: " for number in range(8)]
+    assert said[5].startswith("3 plans compared on ")
+    assert (folder / "plan.svg").exists()
+
+
+@pytest.mark.ray
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_job_lives_over_several_cells_and_an_interrupted_one(ran: tuple[Path, Sequence[Any]]) -> None:
+    cells = ran[1][-len(CELLS) :]
+    assert "rg.prompts([], count=2)" in error(cells[0])
+    assert error(cells[0]).endswith("rlgraph.errors.DataError: prompts: the data set is empty; it needs at least one item")
+    assert "items.py" not in error(cells[0])
     assert "starting workers: " in streams(cells[1])
     assert "\x1b" not in streams(cells[1])  # no animation, of which a notebook would keep every frame
     assert not [output for cell in (cells[1], cells[5]) for output in cell.outputs if output.output_type != "stream"]
     assert streams(cells[2]) == "0\n"
     assert streams(cells[3]).split() == ["1", "2", "3"]
-    assert "KeyboardInterrupt" in error(cells, 3)
+    assert "KeyboardInterrupt" in error(cells[3])
     assert streams(cells[4]) == "[4, 5]\n"
     assert "  reward " in streams(cells[5])
     assert streams(cells[6]) == "[]\n"
