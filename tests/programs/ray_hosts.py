@@ -80,8 +80,11 @@ def run_together(*commands: Callable[[], None]) -> None:
 
 
 def tokens(hosts: Hosts) -> None:
-    """One command on the head, one on each other host, a job over all; then wrong tokens, and the end."""
-    hosts.do("start", 1, f"{RLGRAPH} cluster start --address {FIRST} {SMALL}")
+    """One command on the head, one on each other host, a recipe as it stands over all; then wrong tokens, and the end."""
+    run_together(
+        lambda: hosts.do("start", 1, f"{RLGRAPH} cluster start --address {FIRST} {SMALL}"),
+        lambda: hosts.do("model", 2, f'cd {hosts.shared}; {sys.executable} -c "{TINY}"'),
+    )
     run_together(
         lambda: hosts.do("start again", 1, f"{RLGRAPH} cluster start --address {FIRST} {SMALL}"),
         lambda: hosts.do("join without a token", 2, f"{RLGRAPH} cluster join {FIRST} {SMALL}"),
@@ -91,24 +94,14 @@ def tokens(hosts: Hosts) -> None:
         lambda: hosts.do("join by a pipe", 2, f"cat {hosts.token(1)} | {RLGRAPH} cluster join {FIRST} --token - {SMALL}"),
         lambda: hosts.do("join with a shared home", 3, f"{RLGRAPH} cluster join {FIRST}:6379 {SMALL}", home=1),
     )
+    recipe = f"{sys.executable} {TESTS.parent / 'recipes' / 'one_step_off.py'} model={hosts.shared}/model engine=transformers steps=2"
     run_together(
-        lambda: hosts.do("job", 1, f"{JOB} 3"),
+        lambda: hosts.do("recipe", 1, f"{recipe} out={hosts.shared}/out && test $(wc -l <{hosts.shared}/out/metrics.jsonl) = 2"),
         lambda: hosts.do("job with another token", 1, f"{JOB} 3", home=3),
         lambda: hosts.do("job without a token", 1, f"{JOB} 3", home=2, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH="/nowhere"),
     )
     run_together(*(lambda n=n: hosts.do(f"stop {n}", n, f"{RLGRAPH} cluster stop; {LEFT}") for n in (1, 2, 3)))
     hosts.do("job without Ray", 1, f"{JOB} 3")
-
-
-def recipe(hosts: Hosts) -> None:
-    """A recipe as it stands, on the head of two hosts: it plans for both."""
-    run_together(
-        lambda: hosts.do("start", 1, f"{RLGRAPH} cluster start --address {FIRST} {SMALL}"),
-        lambda: hosts.do("model", 2, f'cd {hosts.shared}; {sys.executable} -c "{TINY}"'),
-    )
-    hosts.do("join", 2, f"{RLGRAPH} cluster join {FIRST} {SMALL}", home=1)
-    run = f"{sys.executable} {TESTS.parent / 'recipes' / 'one_step_off.py'} model={hosts.shared}/model engine=transformers steps=2"
-    hosts.do("recipe", 1, f"{run} out={hosts.shared}/out && test $(wc -l <{hosts.shared}/out/metrics.jsonl) = 2")
 
 
 def symmetric_run(hosts: Hosts) -> None:
@@ -162,7 +155,6 @@ def jobs(hosts: Hosts) -> None:
 
 CASES: dict[str, Callable[[Hosts], None]] = {
     "tokens": tokens,
-    "recipe": recipe,
     "symmetric run": symmetric_run,
     "slurm": slurm,
     "jobs": jobs,
