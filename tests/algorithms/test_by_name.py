@@ -2,6 +2,7 @@
 
 import math
 import sys
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -46,33 +47,32 @@ def steps(model: str, **settings: Any) -> list[dict[str, float]]:
     return found
 
 
-@pytest.mark.stage("families")
-@pytest.mark.parametrize("name", OF_REWARDS)
-def test_an_estimator_by_name_trains(model: str, name: str) -> None:
-    assert_trained(steps(model, estimator=name))
-
-
 def test_an_estimator_of_rewards_of_steps_says_who_gives_them(model: str) -> None:
     assert [name for name in ESTIMATORS if name not in OF_REWARDS] == ["grpo_process"]
     with pytest.raises(GraphError, match=r"reads column 'step_rewards', which none .* pass the output of 'learned_reward.step_rewards'"):
         steps(model, estimator="grpo_process")
 
 
-@pytest.mark.stage("families")
-@pytest.mark.parametrize("name", OF_ADVANTAGES)
-def test_a_loss_by_name_trains(model: str, name: str) -> None:
-    assert_trained(steps(model, loss=name, loss_options=OPTIONS.get(name, {})))
-
-
-@pytest.mark.stage("families")
-@pytest.mark.parametrize("name", list(DECOUPLED))
-def test_a_correction_by_name_trains(model: str, name: str) -> None:
-    found = steps(model, correction=name)
-    assert_trained(found)
-    assert all({"rollout_corr/kl", "rollout_corr/chi2_token", "rollout_corr/training_ppl"} <= set(step) for step in found)
-
-
 CORRECTED = ("proximal", *(name for name in LOSSES if name.startswith("bypass")))  # losses that weigh against the engine themselves
+CORRECTIONS = cycle(["disabled", *DECOUPLED])  # so that pass@k, which teaches one response of a group, meets one that rejects none
+TOGETHER = [
+    (estimator, loss, "" if loss in CORRECTED else next(CORRECTIONS))
+    for estimator, loss in zip(cycle(OF_REWARDS), OF_ADVANTAGES, strict=False)
+]
+
+
+def test_names_that_train_together_are_all_of_them() -> None:
+    estimators, losses, corrections = map(set, zip(*TOGETHER, strict=True))
+    assert (estimators, losses, corrections) == ({*OF_REWARDS}, {*OF_ADVANTAGES}, {*DECOUPLED, ""})
+
+
+@pytest.mark.stage("families")
+@pytest.mark.parametrize(("estimator", "loss", "correction"), TOGETHER)
+def test_an_estimator_a_loss_and_a_correction_by_name_train(model: str, estimator: str, loss: str, correction: str) -> None:
+    found = steps(model, estimator=estimator, loss=loss, loss_options=OPTIONS.get(loss, {}), correction=correction)
+    assert_trained(found)
+    names = {"rollout_corr/kl", "rollout_corr/chi2_token", "rollout_corr/training_ppl"}
+    assert all(names <= set(step) for step in found) or not correction
 
 
 @pytest.mark.parametrize("name", OF_EXAMPLES)
