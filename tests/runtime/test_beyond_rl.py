@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import forked_workers  # noqa: F401 (a way of dispatch)
 from support.direct_forward import SUMS, forward_log_probs, norm_of, policy, read_first_batch, run
 from torch.nn.functional import logsigmoid
 
@@ -19,6 +20,7 @@ from rlgraph.plan.compile import loop_bounds
 from rlgraph.plan.events import publish_event
 from rlgraph.plan.play import simulate
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
+from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import behind_by_loop
 
@@ -275,9 +277,9 @@ def test_a_credit_too_many_in_one_loop_changes_the_certificate_of_that_loop_alon
 
 
 @pytest.mark.stage("jobs")
-@pytest.mark.ray
-def test_two_policies_play_each_other_on_ray_with_the_bits_of_one_process(model: str) -> None:
-    plan = rg.compile(two_players(model, (0, 1)), rg.Cluster(cpus=2))
+def test_two_policies_play_each_other_in_workers_with_the_bits_of_one_process(model: str) -> None:
+    graph = two_players(model, (0, 1))
+    plan = rg.compile(graph, rg.Cluster(cpus=2))
     assert sorted(node.name for node in plan.nodes if node.work in ("generate", "train")) == sorted(
         f"{name}{what}" for name in ("first", "second") for what in ("", " update")
     )
@@ -287,7 +289,7 @@ def test_two_policies_play_each_other_on_ray_with_the_bits_of_one_process(model:
 
     with plan.run_here() as here:
         alone = [numbers(step) for step in here.steps(4)]
-    with plan.launch() as job:
+    with Job(graph, plan, dispatch_name="forked", deadline_s=60.0) as job:
         found = [numbers(step) for step in job.steps(4)]
     assert found == alone
     assert [staleness for staleness, _ in found] == [0, 1, 1, 1], "the second loop is one version behind"

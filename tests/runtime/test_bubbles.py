@@ -1,30 +1,18 @@
 """On a real run every device-second has a name, and the names are right: what sleeps is a node, what waits says for whom."""
 
-from collections.abc import Callable
-
 import pytest
 from support import fakes, forked_workers
 
 from rlgraph.analysis.attribution import Bubbles
-from rlgraph.graph.graph import Graph
-from rlgraph.plan.cluster import Cluster
-from rlgraph.plan.compile import compile_plan
-from rlgraph.runtime.driver.job import Job
 from rlgraph.values.pool import Pool
 
 STEPS = 10
 
 
-def on_ray(graph: Graph) -> Job:
-    return Job(graph, compile_plan(graph, Cluster(cpus=2)), dispatch_name="compiled_graph", deadline_s=60)
-
-
-def measured(
-    depth: int, generate_s: float, train_s: float, job_of: Callable[[Graph], Job] = forked_workers.job, **options: object
-) -> tuple[Bubbles, Bubbles]:
+def measured(depth: int, generate_s: float, train_s: float, **options: object) -> tuple[Bubbles, Bubbles]:
     """Return the bubbles of the whole run, and those without its first two steps."""
     graph = fakes.vector_loop(depth, generate_s=generate_s, train_s=train_s, **options)  # type: ignore[arg-type]
-    with job_of(graph) as job:
+    with forked_workers.job(graph) as job:
         list(job.steps(STEPS))
         run = job.run()
         return run.bubbles, run.steady_bubbles
@@ -36,11 +24,8 @@ def part(bubbles: Bubbles, worker: str, use: str, cause: str = "") -> float:
     return bubbles.share((row for row in rows if row.use == use and row.cause == cause), rows)
 
 
-@pytest.mark.stage("jobs")
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here")
 def test_a_slow_update_leaves_the_generator_waiting_for_its_versions() -> None:
-    whole, steady = measured(1, generate_s=0.1, train_s=0.3, job_of=on_ray)
+    whole, steady = measured(1, generate_s=0.1, train_s=0.3)
     assert whole.residual <= 0.01
     assert steady.residual <= 0.01
     assert part(steady, "generator", "weights", "update") == pytest.approx(2 / 3, abs=0.2)

@@ -44,7 +44,7 @@ def seen(batch: Columns) -> tuple[rg.Columns, dict[str, float]]:
 
 def loop(model: Path, depth: int) -> rg.Graph:
     generator = rg.Generator(str(model), pool=rg.Pool("rollout"), engine="transformers", sampling=TURN, dtype="float32")
-    policy = DigestPolicy(str(model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=2e-3), dtype="float32")
+    policy = DigestPolicy(str(model), pool=rg.Pool("train"), optimizer=rg.AdamW(lr=8e-3), dtype="float32")
     weights = rg.feedback("weights", depth=depth)
     rollout = generator.rollout(rg.prompts(ITEMS, count=4, seed=3), weights, group_size=4, agent=Again, max_turns=3)
     advantages = rg.advantages(rollout, estimator=rg.GRPO())
@@ -59,9 +59,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_responses_of_several_turns_learn(model: Path) -> None:
-    found = run_here(loop(model, 1), 24)
+    found = run_here(loop(model, 1), 12)
     assert all(step["told"] > 0 for step in found)
-    first, last = (sum(step["critic/rewards/mean"] for step in part) / len(part) for part in (found[:5], found[-5:]))
+    first, last = (sum(step["critic/rewards/mean"] for step in part) / len(part) for part in (found[:4], found[-4:]))
     assert last > first + 0.1, (first, last)
 
 
