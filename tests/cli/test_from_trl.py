@@ -3,7 +3,6 @@
 import ast
 import json
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import forked_workers
 from support.paths import TESTS
 from support.qwen3_shapes import QWEN3_8B
+from typer.testing import CliRunner
 
 import rlgraph as rg
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import ConfigError
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 from rlgraph_cli import recipe as recipes
+from rlgraph_cli.app import app
 from rlgraph_cli.from_trl.command import translate
 from rlgraph_cli.from_trl.data import Data
 from rlgraph_cli.from_trl.recipe import write_recipe
@@ -277,9 +280,10 @@ JUNK = ("x", -1, 0, 2.5, True, [1], ["a"], {"a": 1}, 'a"; import os; b="', "a\n\
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_values_that_are_none_are_errors_and_never_code(kind: str, tmp_path: Path) -> None:
     script = read_script(write(tmp_path, SCRIPTS[kind]), DPO_FLAGS if kind == "DPO" else [])
+    given = [script.tables.outcome_of(each) for each in script.settings]
     for key in script.tables.rules["becomes"]:
         for value in JUNK:
-            outcomes = [script.tables.outcome_of(each) for each in (*script.settings, Setting(key, value, f"{key}={value}"))]
+            outcomes = [*given, script.tables.outcome_of(Setting(key, value, f"{key}={value}"))]
             try:
                 tree = ast.parse(write_recipe(script, Values.of(script.tables, "train.py", outcomes), "written"))
             except ConfigError:
@@ -432,14 +436,17 @@ def test_recipes_of_scripts_train(kind: str, tmp_path: Path) -> None:
     assert all(expected in step for step in steps), sorted(steps[0])
 
 
-@pytest.mark.ray
 @pytest.mark.stage("recipes")
-def test_a_script_runs_by_one_command(tmp_path: Path) -> None:
+def test_a_script_runs_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With forked workers: on Ray a script of verl does, by the same code."""
+    for name in ("argv", "path"):  # the command changes both
+        monkeypatch.setattr(sys, name, [*vars(sys)[name]])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
     path = write(tmp_path, SFT, str(tiny_model(tmp_path / "model", chat=True, context=1024)))
     (tmp_path / "rows.jsonl").write_text('{"text": "1 + 1 = 2"}\n' * 8)
     sets = ["--set", "gpus=0", "--set", f"out={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", "rlgraph", "from-trl", str(path), "-o", str(tmp_path / "made.py"), "--plan", "--run", *sets]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "BECOMES (" in done.stdout
+    done = CliRunner().invoke(app, ["from-trl", str(path), "-o", str(tmp_path / "made.py"), "--plan", "--run", *sets])
+    assert done.exit_code == 0, done.output
+    assert "BECOMES (" in done.output
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1

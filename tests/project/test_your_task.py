@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import forked_workers
+from support.recipe_runs import run_program
+
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "your_task.md").read_text()
@@ -35,9 +39,11 @@ def test_the_tutorials_recipe_is_planned(folder: Path) -> None:
 
 
 @pytest.mark.stage("recipes")
-def test_the_tutorials_recipe_trains_evaluates_and_exports(folder: Path) -> None:
+def test_the_tutorials_recipe_trains_evaluates_and_exports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "python task.py model=tiny engine=transformers steps=2 every=1 out=runs/trial\n" in PAGE
-    run(folder, "task.py", *TINY, "steps=2", "every=1", "out=runs/trial")
+    monkeypatch.chdir(folder)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
+    run_program(folder / "task.py", monkeypatch, *TINY, "steps=2", "every=1", "out=runs/trial")
     lines = [json.loads(line) for line in (folder / "runs" / "trial" / "metrics.jsonl").read_text().splitlines()]
     assert all({"critic/rewards/mean", "val/acc/mean@1", "critic/advantages/zero"} < line.keys() for line in lines)
     assert (folder / "runs" / "trial" / "model" / "model.safetensors").exists()

@@ -27,7 +27,7 @@ SMALL = [
     "max_tokens=8",
     "max_context=400",
 ]
-FAMILIES = {"smollm2": None, "qwen2_5": "qwen2", "qwen3": "qwen3"}  # template, and the kind of weights if not Llama's
+FAMILIES = {"smollm2": None, "qwen3": "qwen3"}  # template, and the kind of weights if not Llama's; more are in test_chat_templates.py
 
 
 def model_of(folder: Path, template: str) -> Path:
