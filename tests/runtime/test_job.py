@@ -58,7 +58,7 @@ def test_a_launch_without_a_temporary_folder_names_the_fix(monkeypatch: pytest.M
         ("forked", 0, 1),
         ("forked", 1, 1),
         pytest.param("compiled_graph", 2, 2, marks=pytest.mark.ray),
-        *(pytest.param("calls", depth, max(depth, 1), marks=[pytest.mark.ray, pytest.mark.stage("jobs")]) for depth in (0, 1, 2)),
+        pytest.param("calls", 2, 2, marks=[pytest.mark.ray, pytest.mark.stage("jobs")]),
         pytest.param("processes", 1, 1, marks=pytest.mark.stage("jobs")),
     ],
 )
@@ -101,16 +101,9 @@ def test_one_pool_never_runs_two_nodes_at_a_time() -> None:
 
 
 @pytest.mark.stage("kills")
-@pytest.mark.parametrize(
-    ("dispatch", "worker"),
-    [
-        *(("forked", worker) for worker in ("prompts", "generator", "score", "policy")),
-        pytest.param("calls", "generator", marks=pytest.mark.ray),  # by a Compiled Graph below, in a program of its own
-    ],
-)
-@pytest.mark.usefixtures("ray_unless_forked")
-def test_a_killed_worker_is_named_and_its_peers_end(dispatch: str, worker: str) -> None:
-    with job(fakes.vector_loop(1, generate_s=0.05, train_s=0.05), dispatch) as running:
+@pytest.mark.parametrize("worker", ["prompts", "generator", "score", "policy"])
+def test_a_killed_worker_is_named_and_its_peers_end(worker: str) -> None:
+    with job(fakes.vector_loop(1, generate_s=0.05, train_s=0.05), "forked") as running:
         steps = running.steps(1000)
         next(steps)
         killed = time.monotonic()

@@ -104,10 +104,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_with(tmp_path_factory.mktemp("model") / "qwen2_5", "qwen2_5")
 
 
-def job(graph: rg.Graph, folder: Path, dispatch: str = "forked", restarts: int = 0, every: int = 1) -> Job:
-    return Job(
-        graph, compile_plan(graph, Cluster(cpus=2)), dispatch_name=dispatch, deadline_s=120.0, recovery=Recovery(folder, every, 2, restarts)
-    )
+def job(graph: rg.Graph, folder: Path, restarts: int = 0, every: int = 1) -> Job:
+    recovery = Recovery(folder, every, 2, restarts)
+    return Job(graph, compile_plan(graph, Cluster(cpus=2)), dispatch_name="forked", deadline_s=120.0, recovery=recovery)
 
 
 def clockless(metrics: dict[str, float]) -> dict[str, float]:
@@ -127,16 +126,8 @@ def test_one_session_at_a_time_gives_the_same_bits_in_one_process_in_workers_and
     assert all(step["read"] > 0 for step in wanted), "sessions have several turns"
 
 
-@pytest.mark.usefixtures("ray_unless_forked")
-@pytest.mark.parametrize(
-    ("kind", "dispatch"),
-    [
-        ("function", "forked"),
-        ("command", "forked"),
-        pytest.param("function", "compiled_graph", marks=[pytest.mark.ray, pytest.mark.stage("kills")]),
-    ],
-)
-def test_a_worker_killed_in_the_middle_of_sessions_loses_and_doubles_nothing(kind: str, dispatch: str, model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["function", "command"])
+def test_a_worker_killed_in_the_middle_of_sessions_loses_and_doubles_nothing(kind: str, model: Path, tmp_path: Path) -> None:
     (notes := tmp_path / "notes").mkdir()
     (calm := tmp_path / "calm").mkdir()
     (tmp_path / "agent.py").write_text(COMMAND)
@@ -147,7 +138,7 @@ def test_a_worker_killed_in_the_middle_of_sessions_loses_and_doubles_nothing(kin
         command = [sys.executable, str(tmp_path / "agent.py"), "{prompt}", str(folder), "kill" if kill else "spare"]
         return loop(model, command, concurrency=3)
 
-    with job(graph(notes, True), tmp_path / "checkpoints", dispatch, restarts=2) as killed:
+    with job(graph(notes, True), tmp_path / "checkpoints", restarts=2) as killed:
         steps = list(killed.steps(STEPS))
     assert (notes / "killed").exists()
     wanted = run_here(graph(calm, False), STEPS)

@@ -30,7 +30,7 @@ from rlgraph.runtime.measure import Step
 Bits = tuple[int, dict[str, float], int]
 
 
-def job(graph: Graph, folder: Path, *, every: int = 3, restarts: int = 0, dispatch: str = "compiled_graph") -> Job:
+def job(graph: Graph, folder: Path, *, every: int = 3, restarts: int = 0, dispatch: str = "forked") -> Job:
     plan = compile_plan(graph, Cluster(cpus=2))
     return Job(graph, plan, dispatch_name=dispatch, deadline_s=60.0, recovery=Recovery(folder, every, 2, restarts))
 
@@ -44,43 +44,32 @@ def oracle(graph: Graph, steps: int) -> list[Bits]:
         return [bits(step) for step in here.steps(steps)]
 
 
-@pytest.mark.usefixtures("ray_unless_forked")
-@pytest.mark.parametrize(
-    ("depth", "buffers", "dispatch"),
-    [
-        (0, 1, "forked"),
-        (1, 1, "forked"),
-        pytest.param(
-            1, 1, "calls", marks=[pytest.mark.ray, pytest.mark.stage("jobs")]
-        ),  # a Compiled Graph goes on in the program that is killed, below
-        (2, 2, "forked"),
-    ],
-)
-def test_a_job_that_was_left_goes_on_where_it_was(depth: int, buffers: int, dispatch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("depth", "buffers"), [(0, 1), (1, 1), (2, 2)])
+def test_a_job_that_was_left_goes_on_where_it_was(depth: int, buffers: int, tmp_path: Path) -> None:
     graph = fakes.vector_loop(depth, buffers=buffers)
-    with job(graph, tmp_path, dispatch=dispatch) as first:
+    with job(graph, tmp_path) as first:
         found = [bits(step) for step in first.steps(4)]
-    with job(graph, tmp_path, dispatch=dispatch) as second:
+    with job(graph, tmp_path) as second:
         found += [bits(step) for step in second.steps(10)]
     assert found == oracle(graph, 10)
 
 
 def test_a_loop_that_is_left_early_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     graph, found = fakes.vector_loop(1), []
-    with job(graph, tmp_path, dispatch="forked") as first:
+    with job(graph, tmp_path) as first:
         for step in first.steps(1000):
             found.append(bits(step))
             if step.index % 3 == 1 and any(tmp_path.glob("step-*")):
                 break  # steps that nobody has seen are at work: there is no point to save the run at
     newest = max(int(path.name.removeprefix("step-")) for path in tmp_path.glob("step-*"))
     assert 0 < newest < len(found)
-    with job(graph, tmp_path, dispatch="forked") as second:
+    with job(graph, tmp_path) as second:
         again = [bits(step) for step in second.steps(len(found) + 2)]
     assert found[:newest] + again == oracle(graph, len(found) + 2)
 
 
 def test_a_loop_left_at_a_checkpoint_has_it_though_later_steps_are_at_work(tmp_path: Path) -> None:
-    with job(fakes.vector_loop(1), tmp_path, dispatch="forked") as left:
+    with job(fakes.vector_loop(1), tmp_path) as left:
         for step in left.steps(1000):
             if step.index == 2:
                 break
@@ -104,7 +93,7 @@ class SlowlySaved(fakes.VectorPolicy):
 def test_a_loop_left_while_a_checkpoint_is_written_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fakes, "VectorPolicy", SlowlySaved)
     monkeypatch.setattr(session, "GOODBYE_S", 0.01)
-    with job(fakes.vector_loop(1), tmp_path, dispatch="forked") as left:
+    with job(fakes.vector_loop(1), tmp_path) as left:
         for step in left.steps(1000):
             if step.index == 3:
                 break
@@ -117,7 +106,7 @@ def test_a_signal_lets_depth_plus_two_steps_finish_and_saves_them(depth: int, tm
     given = []
 
     def run() -> None:
-        with job(fakes.vector_loop(depth), tmp_path, every=100, dispatch="forked") as running:
+        with job(fakes.vector_loop(depth), tmp_path, every=100) as running:
             for step in running.steps(50):
                 given.append(step.index)
                 if step.index == 5:
@@ -146,7 +135,7 @@ def test_a_killed_worker_is_replaced_and_the_steps_go_on(worker: str, dispatch: 
     with job(graph, tmp_path, restarts=1, dispatch=dispatch) as running:
         for step in running.steps(12):
             found.append(bits(step))
-            if step.index in (4, 9):
+            if step.index in ((4, 9) if dispatch == "forked" else (4,)):
                 os.kill(running.pids[worker], signal.SIGKILL)
     assert found == oracle(graph, 12)
 
@@ -176,7 +165,7 @@ def test_a_prompt_that_kills_its_worker_twice_is_set_aside_and_the_others_keep_t
             declare("deadly", Deadly(source.item(position)["prompt"]), (rollout, rollout.node.inputs[0]), reads=reads, writes=("rewards",))
         )
 
-    with job(fakes.vector_loop(1, middle=deadly), tmp_path, restarts=3, dispatch="forked") as running:
+    with job(fakes.vector_loop(1, middle=deadly), tmp_path, restarts=3) as running:
         steps = [step.index for step in running.steps(5)]
         assert tuple(running.set_aside) == (position,)
     assert steps == list(range(5))
@@ -186,8 +175,8 @@ def test_a_prompt_that_kills_its_worker_twice_is_set_aside_and_the_others_keep_t
 DRIVER = PROGRAMS / "killed_driver.py"
 
 
-def start(folder: Path, steps: int) -> forked_programs.Program:
-    return forked_programs.Program(str(DRIVER), str(folder), str(steps), cwd=folder)
+def start(folder: Path, *more: str) -> forked_programs.Program:
+    return forked_programs.Program(str(DRIVER), str(folder), "1000", *more, cwd=folder)
 
 
 def until(driver: forked_programs.Program, step: int) -> list[int]:
@@ -212,7 +201,7 @@ def saved(folder: Path) -> list[int]:
 @pytest.mark.stage("kills")
 @pytest.mark.ray
 def test_a_killed_program_goes_on_and_a_terminated_one_saves_what_it_did(tmp_path: Path) -> None:
-    with start(tmp_path, 1000) as killed:
+    with start(tmp_path) as killed:
         workers = until(killed, 6)
         done = 6
         while not saved(tmp_path):  # it is written beside the steps, and a busy disk takes its time
@@ -222,7 +211,7 @@ def test_a_killed_program_goes_on_and_a_terminated_one_saves_what_it_did(tmp_pat
         killed.end()
     last = saved(tmp_path)[-1]
 
-    with start(tmp_path, 1000) as terminated:
+    with start(tmp_path, "forked") as terminated:
         until(terminated, 9)
         os.kill(terminated.pid, signal.SIGTERM)
         ended = terminated.end()
@@ -233,7 +222,7 @@ def test_a_killed_program_goes_on_and_a_terminated_one_saves_what_it_did(tmp_pat
     assert (tmp_path / "checkpoints" / f"step-{done:08d}").is_dir()
 
     graph = fakes.vector_loop(1, generate_s=0.05, train_s=0.05)  # that of the program
-    with job(graph, tmp_path / "checkpoints", dispatch="forked") as finishing:
+    with job(graph, tmp_path / "checkpoints") as finishing:
         assert finishing.finished_steps == done
         list(rg.record(finishing, done + 3, tmp_path))
     assert recorded(tmp_path) == list(range(done + 3))

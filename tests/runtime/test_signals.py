@@ -98,10 +98,9 @@ def wait_until(done: Callable[[], bool], timeout_s: float = 60.0) -> None:
     ("signals", "says"),
     [
         ([("did 2", signal.SIGINT, 0.0), ("ending", signal.SIGINT, 0.0)], "SIGINT: ending the workers first"),
-        ([("starting Ray", signal.SIGINT, 0.7)], "SIGINT: waiting until Ray has started"),
         ([("starting Ray", signal.SIGTERM, 0.7)], "SIGTERM: waiting until Ray has started"),
     ],
-    ids=["twice", "while Ray starts", "SIGTERM while Ray starts"],
+    ids=["twice", "while Ray starts"],
 )
 def test_a_signal_at_a_bad_time_leaves_nothing_and_gives_its_own_status(signals, says) -> None:
     status, errors, processes, shared = run_until(*signals)

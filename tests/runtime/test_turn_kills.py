@@ -1,6 +1,6 @@
 """A generator killed in the middle of conversations: they restart from their prompts, and each prompt is trained on exactly once.
 
-On Ray the workers are killed in `test_program_jobs.py` and `test_resume.py`: how they are started knows nothing of conversations.
+On Ray the workers are killed in `test_resume.py`: how they are started knows nothing of conversations.
 """
 
 import os
