@@ -25,19 +25,15 @@ AFTER_STEPS = {"atol": 5e-6, "rtol": 2e-5}  # in which rounding adds up, on some
 RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, what its ranks share, and the models
     "tp2": (2, {"tensor_parallel": 2}, ("llama", "qwen2", "qwen3", "critic", "saving", "selective", "muon")),
     "tp4": (4, {"tensor_parallel": 4}, ("wide",)),
-    "tp2 × dp2": (4, {"tensor_parallel": 2}, ("critic", "muon")),
     "cp2": (2, {"context_parallel": 2}, ("qwen2", "critic", "saving", "muon")),
     "cp4": (4, {"context_parallel": 4}, ("qwen3",)),  # of two heads of keys
-    "cp2 × dp2": (4, {"context_parallel": 2}, ("llama",)),
-    "tp2 × cp2": (4, {"tensor_parallel": 2, "context_parallel": 2}, ("qwen3",)),
     "ring 2": (2, {"context_parallel": 2}, ("nine", "nine critic", "nine saving", "nine muon")),
     "ring 3": (3, {"context_parallel": 3}, ("qwen3",)),
     "cp4 (ring 2)": (4, {"context_parallel": 4}, ("fourteen", "six")),
     "ring 2 × dp2": (4, {"context_parallel": 2}, ("nine critic",)),
-    "tp2 × ring 2": (4, {"tensor_parallel": 2, "context_parallel": 2}, ("fourteen",)),
     "forced ring 2": (2, {"context_parallel": 2, "ring": 2}, ("llama",)),  # where heads would do
     "tp2 × cp4 (ring 2)": (8, {"tensor_parallel": 2, "context_parallel": 4}, ("twelve",)),
-    "tp2 × cp2 × dp2": (8, {"tensor_parallel": 2, "context_parallel": 2}, ("llama",)),
+    "tp2 × cp2 × dp2": (8, {"tensor_parallel": 2, "context_parallel": 2}, ("qwen3", "muon")),
 }
 
 
