@@ -21,11 +21,10 @@ from rlgraph.runtime.driver.job import Job
 
 pytestmark = pytest.mark.stage("sglang")
 STEPS = 4  # three of which begin with weights that arrived
-TP, PP = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
+TP = {"tensor_parallel": 2}
 CASES = {  # the model, and what the processes of its policy share
-    "tp2": ("llama", TP),
-    "pp2": ("llama", PP),
-    "tp2 × pp2": ("qwen2", TP | PP),
+    "tp2 × pp2": ("llama", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "tp2": ("qwen2", TP),
 }
 MERGED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
