@@ -36,17 +36,18 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def in_process(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], dict[str, Any]]:
+def in_process(tied: Path, untied: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
     """Return a function that gives what a process found in which an engine is alone with a model: `engine_process.py`.
 
-    Files that look at the same engine and model share it, also where several workers run them: the first one starts the process.
+    Files that look at the same engine share it, also where several workers run them: the first one starts the process. One of them has
+    a head of its own; what else vLLM loads again is in test_published_families.py.
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # of all workers of this run
 
     @cache
-    def found(engine: str, folder: Path) -> dict[str, Any]:
-        out = shared / f"engine {engine} {folder.name}.pt"
+    def found(engine: str) -> dict[str, Any]:
+        folder, out = untied if engine == "sglang" else tied, shared / f"engine {engine}.pt"
         part = out.with_suffix(".part")
         command = [str(PROGRAMS / "engine_process.py"), engine, str(folder), str(part)]
         own = {"VLLM_CACHE_ROOT": str(out.with_suffix(".new"))}

@@ -16,10 +16,10 @@ SGLANG = [pytest.param(name, marks=pytest.mark.stage("sglang")) for name in ("sg
 
 
 @pytest.fixture(scope="module", params=["transformers", VLLM, *SGLANG])
-def found(request: pytest.FixtureRequest, tied: Path, in_process: Callable[[str, Path], dict[str, Any]]) -> dict[str, Any]:
+def found(request: pytest.FixtureRequest, tied: Path, in_process: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     if request.param == "transformers":
         return compare_conversations(TransformersEngine(tied, dtype=torch.float32, max_context=64), load_file(tied / "model.safetensors"))
-    told: dict[str, Any] = in_process(request.param, tied)["talked"]
+    told: dict[str, Any] = in_process(request.param)["talked"]
     return told
 
 
@@ -40,8 +40,8 @@ def test_a_turn_after_new_weights_is_of_these_alone(found: dict[str, Any]) -> No
 
 
 @pytest.fixture(scope="module")
-def held(tied: Path, in_process: Callable[[str, Path], dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = in_process("vllm", tied)["held"]
+def held(in_process: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = in_process("vllm")["held"]
     return found
 
 

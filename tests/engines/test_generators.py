@@ -16,21 +16,14 @@ from support.tiny import UPDATES, VLLM_PROMPTS, other_weights
 
 from rlgraph.values.sampling import Sampling
 
-
-def case(engine: str, model: str, *marks: pytest.MarkDecorator) -> Any:
-    return pytest.param((engine, model), id=f"{engine} {model}", marks=marks)
-
-
-VLLM = [case("vllm", model, pytest.mark.vllm, pytest.mark.stage("jobs")) for model in ("tied", "untied")]
-OF_SGLANG = (("sglang", "tied"), ("sglang", "untied"), ("sglang overlap", "tied"))
-SGLANG = [case(engine, model, pytest.mark.stage("sglang")) for engine, model in OF_SGLANG]
+VLLM = [pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.stage("jobs")])]
+SGLANG = [pytest.param(name, marks=pytest.mark.stage("sglang")) for name in ("sglang", "sglang overlap")]
 
 
 @pytest.fixture(scope="module", params=[*VLLM, *SGLANG])
-def run(request: pytest.FixtureRequest, in_process: Callable[[str, Path], dict[str, Any]]) -> dict[str, Any]:
+def run(request: pytest.FixtureRequest, in_process: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """What one process with an engine found, and the folder of its model."""
-    engine, model = request.param
-    return in_process(engine, request.getfixturevalue(model))
+    return in_process(request.param)
 
 
 def logits_of(folder: Path, update: int, prompt: list[int], tokens: list[int]) -> torch.Tensor:

@@ -20,21 +20,21 @@ SGLANG = [pytest.param(name, marks=pytest.mark.stage("sglang")) for name in ("sg
 
 
 @pytest.fixture(scope="module", params=["transformers", VLLM, *SGLANG])
-def found(request: pytest.FixtureRequest, tied: Path, in_process: Callable[[str, Path], dict[str, Any]]) -> dict[str, Any]:
+def found(request: pytest.FixtureRequest, tied: Path, in_process: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     if request.param == "transformers":
         engine = TransformersEngine(tied, dtype=torch.float32, max_context=64)
-        return step_engine(engine, load_file(tied / "model.safetensors")) | {"late": 0}
-    stepping: dict[str, Any] = in_process(request.param, tied)["stepped"]
-    return stepping | {"late": int("overlap" in request.param)}  # by how many steps its tokens are known late
+        return step_engine(engine, load_file(tied / "model.safetensors")) | {"late": 0, "folder": tied}
+    done, late = in_process(request.param), int("overlap" in request.param)  # by how many steps its tokens are known late
+    return done["stepped"] | {"late": late, "folder": done["folder"]}
 
 
 @pytest.fixture(scope="module")
-def models(tied: Path) -> tuple[Any, Any]:
+def models(found: dict[str, Any]) -> tuple[Any, Any]:
     """The model before the change of weights and after it."""
     from transformers import AutoModelForCausalLM
 
-    before, after = (AutoModelForCausalLM.from_pretrained(tied, dtype=torch.float32) for _ in range(2))
-    after.load_state_dict(other_weights(load_file(tied / "model.safetensors"), OTHER), strict=False)
+    before, after = (AutoModelForCausalLM.from_pretrained(found["folder"], dtype=torch.float32) for _ in range(2))
+    after.load_state_dict(other_weights(load_file(found["folder"] / "model.safetensors"), OTHER), strict=False)
     return before, after
 
 
