@@ -64,13 +64,6 @@ def comparable_parts(step: Any) -> tuple[int, int, Mapping[str, float]]:
     )
 
 
-def name_differences(step: Any, other: Any) -> list[str]:
-    """Name what differs of two steps: a metric, or their index or staleness."""
-    both = [(name, step[2].get(name), other[2].get(name)) for name in {**step[2], **other[2]}]
-    metrics = [f"{name}: {one} {another}" for name, one, another in both if one != another]
-    return [*metrics, *([f"{step[:2]} {other[:2]}"] if step[:2] != other[:2] else [])]
-
-
 def digest(folder: Path) -> str:
     """Hash what the newest checkpoint holds of the model, and check that all of it is whole."""
     newest = folder / f"step-{max(checkpoint_steps(folder)):08d}"
@@ -81,19 +74,17 @@ def digest(folder: Path) -> str:
     return f"{newest.name} {found.hexdigest()}"
 
 
-def compare_uninterrupted(control: hosts.Control, made: Graph, found: Sequence[Any], folder: Path) -> Mapping[str, object]:
-    """Compare with a run that nothing interrupted, whose hosts share the folder."""
-    shared = Path(tempfile.mkdtemp(dir=control.shared))
-    with job(made, shared) as running:
-        expected = [comparable_parts(step) for step in running.steps(STEPS)]
-    pairs = zip(found, expected[-len(found) :], strict=True)
-    return {
-        "differ": sorted(difference for step, other in pairs for difference in name_differences(step, other)),
-        "steps": [index for index, *_ in found],
-        "weights": [digest(folder), digest(shared)],
-        "told where shared": [notice for notice in running.notices if APART in notice],
-        "left": sorted(path.name for path in folder.iterdir()),
-    }
+def ended(found: Sequence[Any], folder: Path) -> Mapping[str, object]:
+    """Tell what a run that ended gave and left."""
+    return {"error": "", "steps": found, "weights": digest(folder), "left": sorted(path.name for path in folder.iterdir())}
+
+
+def shared(control: hosts.Control) -> Mapping[str, object]:
+    """Run without an interruption, on hosts that share the folder: what the others are compared with."""
+    folder = Path(tempfile.mkdtemp(dir=control.shared))
+    with job(graph(control), folder) as running:
+        found = [comparable_parts(step) for step in running.steps(STEPS)]
+    return {"told": [notice for notice in running.notices if APART in notice], **ended(found, folder)}
 
 
 def resumed(control: hosts.Control) -> Mapping[str, object]:
@@ -112,14 +103,7 @@ def resumed(control: hosts.Control) -> Mapping[str, object]:
             ports.append({n: sorted(control("listening", n)) for n in range(1, on + 1)})
             refused = exported(running, folder)
     control("on", 3, "sh", "-c", f'test -z "$(ls {folder})"')
-    return {
-        "error": "",
-        "ranks": len(ranks),
-        "ports": ports,
-        "refused": refused,
-        "told": told,
-        **compare_uninterrupted(control, made, found, folder),
-    }
+    return {"ranks": len(ranks), "ports": ports, "refused": refused, "told": told, **ended(found, folder)}
 
 
 def exported(running: Job, folder: Path) -> str:
@@ -149,7 +133,7 @@ def driver_killed(control: hosts.Control) -> Mapping[str, object]:
         os._exit(1)
     while EVERY not in checkpoint_steps(folder):
         time.sleep(0.01)
-    control("slow", 3, "2mbit")
+    control("slow", 3, "10mbit")
     half = wait_for_partial_shard(folder, 2 * EVERY)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -158,7 +142,7 @@ def driver_killed(control: hosts.Control) -> Mapping[str, object]:
     with job(made, folder) as running:
         begin = running.finished_steps
         found = [comparable_parts(step) for step in running.steps(STEPS)]
-    return {"error": "", "begin": begin, "full": _size(folder, half), **seen, **compare_uninterrupted(control, made, found, folder)}
+    return {"begin": begin, "full": _size(folder, half), **seen, **ended(found, folder)}
 
 
 def _size(folder: Path, half: Path) -> int:
@@ -181,13 +165,13 @@ def host_killed(control: hosts.Control) -> Mapping[str, object]:
         steps = running.steps(STEPS)
         found = [comparable_parts(next(steps)) for _ in range(EVERY)]
         thread = threading.Thread(target=kill)
-        control("slow", 3, "2mbit")
+        control("slow", 3, "10mbit")
         thread.start()
         found += [comparable_parts(step) for step in steps]
         thread.join()
         restarts = running._restarts.used
     full = _size(folder, seen.pop("name"))
-    return {"error": "", "full": full, "restarts": restarts, **seen, **compare_uninterrupted(control, made, found, folder)}
+    return {"full": full, "restarts": restarts, **seen, **ended(found, folder)}
 
 
 def fill_disk(file: int, folder: Path) -> None:
@@ -219,6 +203,7 @@ def disk_full(control: hosts.Control) -> Mapping[str, object]:
 
 
 hosts.CASES |= {
+    "shared": shared,
     "resumed": resumed,
     "driver killed": driver_killed,
     "host killed while it sends": host_killed,
