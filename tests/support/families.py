@@ -68,8 +68,8 @@ Trainers accept {right} of them and refuse {refused} by name before a run starts
 * **own prompts**, **padded**: a packed layout would change log-probs, so the trainer uses this one instead.
 * **refused**: an error names the model's folder and the reason in the last column.
 
-`tests/engines/test_families.py` checks each row of the table. It trains tiny random models in every layout with every value of
-`recompute`, and with adapters in the [families that have them](../memory.md#adapters). Their rows are shorter and longer than each
+`tests/engines/test_families.py` checks each row of the table. It trains tiny random models in every layout and with every value
+of `recompute`, and with adapters in the [families that have them](../memory.md#adapters). Their rows are shorter and longer than each
 window and block; masks have gaps, and one response is empty.
 
 """
