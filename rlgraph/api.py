@@ -130,9 +130,14 @@ def rehearse(
     >>> print(found.failures, round(found.lost_to["checkpoints"], 3))
     1 0.019
 
-    Nothing starts. It simulates the plan's schedule step by step: lengths drawn as for predictions, links, stragglers,
-    checkpoints every `every` steps, and failures that set the run back to the last checkpoint. The same `seed` yields the same run.
-    Without `site` nothing fails, no host is slow, and the seconds of links come from the costs. A few of many equal engines represent all.
+    Nothing starts. It simulates the plan's schedule step by step: lengths drawn as for predictions, links, stragglers, checkpoints, and
+    failures that set the run back to the last checkpoint. A few of many equal engines represent all.
+
+    * `graph`, `cluster`, `costs`: as for `rg.compile`.
+    * `site`: links, slow hosts and failures. None: nothing fails, no host is slow, and the seconds of links come from the costs.
+    * `steps`: the steps of the run.
+    * `every`: the steps from one checkpoint to the next. None: no checkpoints.
+    * `seed`: of lengths and failures. The same seed yields the same run.
 
     Raises PlanError as `compile` does, and for settings without effect, e.g. free checkpoints if nothing fails.
     """
@@ -199,7 +204,10 @@ def watch(folder: str | Path, port: Annotated[int, Range(least=0, most=65535, ru
     ...     print(view.state()["said"])
     not known to run
 
-    The run may not have started yet, or may be over. Raises DataError for a folder that does not exist, and for a port in use.
+    * `folder`: the folder of `rg.record`. The run may not have started yet, or may be over.
+    * `port`: 0 for any that is free.
+
+    Raises DataError for a folder that does not exist, and for a port in use.
     """
     from rlgraph.recording.watch import Watch
 
@@ -270,10 +278,13 @@ def export(
     Traceback (most recent call last):
     rlgraph.errors.CheckpointError: 'no/checkpoints' does not exist; pass a folder such as `step-00000100`, or ...
 
-    `checkpoint` is a checkpoint such as `step-00000740`, or a folder of them: then the newest is exported. It reads checkpoints of any
-    number of ranks, one shard of one parameter at a time, and needs neither Ray nor a GPU. `policy` names one of several trained models,
-    e.g. `policy="critic"`. `adapter="apart"` writes only the adapter, as a folder in PEFT's format; with dtype="float32" it is
-    bit-identical.
+    It reads checkpoints of any number of ranks, one shard of one parameter at a time, and needs neither Ray nor a GPU.
+
+    * `checkpoint`: a checkpoint such as `step-00000740`, or a folder of them, whose newest is exported.
+    * `folder`: the new folder.
+    * `dtype`: of the weights that are written.
+    * `policy`: one of several trained models, e.g. "critic". None: the only policy.
+    * `adapter`: "merged", or "apart" for the adapter alone, as a folder in PEFT's format; with dtype="float32" it is bit-identical.
 
     Raises CheckpointError for an incomplete checkpoint, and ExportError for a folder that exists or cannot be written, a disk without
     room, and a model whose own folder is gone. No folder is left then.
@@ -353,12 +364,12 @@ def profile(graph: Graph | Sequence[Graph], cluster: Cluster, steps: Count = 3) 
         costs = rg.planning.profile(graph, rg.cluster(), steps=3)
         print(rg.tune(build, rg.Cluster(gpus=8, cpus=64), costs, depth=range(3)))
 
-    It runs one more step than `steps`, because the first one warms up. A long tail of response lengths needs more steps: costs only know
-    lengths that occurred while profiling.
-
-    Several graphs, for example one with half the prompts, run one after another. The costs then separate a fixed time from the time that
-    grows with the batch; lengths and devices come from the first graph. A graph on other devices, for example with time-shared
-    engines, adds the seconds of engines and ranks there, and of waking and sleeping.
+    * `graph`: one graph, or several that run one after another, for example one with half the prompts. The costs of several separate a
+      fixed time from the time that grows with the batch; lengths and devices come from the first. A graph on other devices, for example
+      with time-shared engines, adds the seconds of engines and ranks there, and of waking and sleeping.
+    * `cluster`: the hosts and devices to run on.
+    * `steps`: the steps to measure, after one that warms up. A long tail of response lengths needs more steps: costs only know lengths
+      that occurred while profiling.
 
     Raises PlanError for fewer than 1 step, no graph, or graphs whose nodes differ; and the errors of `launch` and of the steps.
 

@@ -72,18 +72,17 @@ def record(
     report), `run.json` (the run as data), `timeline.json` (predicted and measured, for ui.perfetto.dev), `costs.yaml`, `trace.json` and
     `reward.svg`, and picture and prediction use the measured seconds of each node if there are enough steps.
 
-    `samples/` gets some of each step's prompts and responses, with rewards, advantages and versions: `samples=0.1` records a tenth of
-    them, `1.0` all, `0` none. `rg.runs.Samples` has more settings. The report shows them.
-
-    `to=[rg.runs.sinks.TensorBoard(), rg.runs.sinks.WandB(project="math")]` sends metrics, samples and the report to these loggers too,
-    during the run. The failure of a logger is reported once and never stops the run. A resumed job continues the same run of each
-    logger.
-
-    `profile=rg.planning.Profile(steps=(3, 5), workers="policy")` writes traces of torch.profiler and CUDA's memory snapshots to
-    `profiles/`. `rlgraph run RECIPE.py --profile 3-5 --worker policy` does the same for any recipe.
-
-    Files of an earlier run in the folder are replaced; a folder that another job records into is refused. A job that resumed from a
-    checkpoint continues `metrics.jsonl`, with one line for each step, and its report draws them all. `quiet` prints nothing.
+    * `job`, `steps`: the job, and the steps to run.
+    * `out`: the folder. Files of an earlier run are replaced; a folder that another job records into is refused. A job that resumed from
+      a checkpoint continues `metrics.jsonl`, with one line for each step, and its report draws them all.
+    * `samples`: the share of each step's prompts and responses that `samples/` gets, with rewards, advantages and versions, or
+      `rg.runs.Samples(…)`. The report shows them.
+    * `to`: loggers that also get metrics, samples and the report during the run, e.g.
+      `[rg.runs.sinks.TensorBoard(), rg.runs.sinks.WandB(project="math")]`. The failure of a logger is reported once and never stops the
+      run. A resumed job continues the same run of each logger.
+    * `profile`: `rg.planning.Profile(steps=(3, 5), workers="policy")` writes traces of torch.profiler and CUDA's memory snapshots to
+      `profiles/`. `rlgraph run RECIPE.py --profile 3-5 --worker policy` does the same for any recipe.
+    * `quiet`: prints nothing.
 
     >>> import tempfile, torch, rlgraph as rg
     >>> @rg.node(reads="prompt_texts", writes="rewards")

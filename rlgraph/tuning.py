@@ -150,13 +150,15 @@ def tune(
     >>> rg.tune(build, rg.Cluster(cpus=2), count=(4, 8)).best.settings
     {'count': 8}
 
-    Each further keyword is a setting of `build` with the values to try, e.g. `depth=range(4), buffers=(1, 2)`. Pools with `share=None` are
-    split in every possible way. The ranking is by tokens per second, or by device-seconds per response with `by="gpu_s_per_sample"`. Plans
-    that `build`, the cluster or its memory refuses are left out and counted.
+    * `build`: a function that returns the graph for a combination of settings.
+    * `cluster`: the hosts and devices to plan for.
+    * `costs`: seconds of nodes, which may name more nodes than a graph has. None: placeholders, which rank plans and are no seconds. A
+      plain number counts the same on any number of devices; a PlanWarning says if such a number decides between plans.
+    * `by`: "tokens_per_s" ranks by tokens per second, "gpu_s_per_sample" by device-seconds per response.
+    * `max_staleness`: leaves out plans whose batches lag behind by more versions. None: any.
+    * `choices`: each further keyword is a setting of `build` with the values to try, e.g. `depth=range(4), buffers=(1, 2)`.
 
-    `costs` may name more nodes than a graph has. Without costs, placeholders are used: compare plans with them, do not read them as
-    seconds. A plain number of seconds counts the same on any number of devices; a PlanWarning is issued if such a number decides between
-    plans on different devices.
+    Pools with `share=None` are split in every possible way. Plans that `build`, the cluster or its memory refuses are left out and counted.
 
     Raises PlanError for a setting without values, an unknown objective, or if no plan is left.
     """

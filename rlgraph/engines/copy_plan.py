@@ -62,7 +62,7 @@ class CopyPlan:
             torch._foreach_copy_(self._to, self._sources)
 
     def let_go(self) -> None:
-        """Hold no weights: their memory is another's to free."""
+        """Let go of the weights; their owner frees the memory."""
         self._sources, self._seen = [], {}
 
     def replay_one(self, name: str, weight: torch.Tensor) -> None:

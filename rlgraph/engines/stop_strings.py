@@ -12,7 +12,7 @@ from rlgraph.values.sampling import Sampling
 class StopStrings:
     """Finds texts in the tokens of a response, decoded with their special tokens.
 
-    A token is decoded with the tokens before it that the longest text can reach, and only if its own text can complete one.
+    A token is decoded only if its own text can complete one, together with as many tokens before it as the longest text can cover.
 
     >>> from rlgraph.engines.hf.pretrained import byte_tokenizer
     >>> tokenizer = byte_tokenizer()

@@ -98,7 +98,7 @@ def mcp(
     if not command:
         raise GraphError("mcp(): pass the command of the server, e.g. mcp('python', 'server.py')")
     if processes is not None and processes < 1:
-        raise GraphError(f"{where}: processes={processes}; it is a whole number, at least 1")
+        raise GraphError(f"{where}: processes={processes}; it must be a whole number of at least 1")
     if own and processes is not None:
         raise GraphError(f"{where}: own=True starts one process per conversation, so processes={processes} has no effect; leave it out")
     try:

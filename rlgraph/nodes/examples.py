@@ -104,9 +104,9 @@ def number_of(where: str, row: Any, name: str) -> float:
     """Read a number of a row, or a boolean as 1 or 0. Raises DataError for anything else."""
     value = _mapping(where, row).get(name)
     if not isinstance(value, int | float):
-        raise DataError(f"{where} has {name}={show_value(value)}; it is a number, or True or False, in each row")
+        raise DataError(f"{where} has {name}={show_value(value)}; it must be a number, or True or False, in each row")
     if not math.isfinite(value):
-        raise DataError(f"{where} has {name}={value}; it is a finite number in each row: leave the row out")
+        raise DataError(f"{where} has {name}={value}; it must be a finite number: leave the row out")
     return float(value)
 
 
@@ -434,13 +434,13 @@ def solution_of(where: str, row: Any, separator: str) -> Solution:
         raise DataError(f"{where} has the fields {fields}; a solution has 'prompt', 'completions' (its steps) and 'labels'")
     prompt, steps, good = row["prompt"], row["completions"], row["labels"]
     if not isinstance(prompt, str) or not prompt:
-        raise DataError(f"{where} has prompt={show_value(prompt)}; it is a non-empty text")
+        raise DataError(f"{where} has prompt={show_value(prompt)}; it must be a text that is not empty")
     if not isinstance(steps, list | tuple) or not steps or not all(isinstance(step, str) and step for step in steps):
         raise DataError(
-            f"{where} has completions={show_value(steps)}; they are the texts of its steps, at least one and none of them empty"
+            f"{where} has completions={show_value(steps)}; it must be the texts of its steps, at least one, and none of them empty"
         )
     if not isinstance(good, list | tuple) or len(good) != len(steps) or not all(label in (True, False) for label in good):
-        raise DataError(f"{where} has labels={show_value(good)}; they are True or False for each of its {len(steps)} steps")
+        raise DataError(f"{where} has labels={show_value(good)}; it must be True or False for each of its {len(steps)} steps")
     for text in (prompt, *steps):
         check_text(where, "a text", text)
     split = next((step for step in steps if separator in step), None)

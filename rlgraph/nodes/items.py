@@ -28,12 +28,12 @@ def check_data(name: str, data: Any, prompt: str | None) -> Mapping[str, Any]:
     """
     if isinstance(data, Mapping):
         raise DataError(
-            f"{name}: the data set is a mapping of {show_value(list(data))}; it is a list of items: "
+            f"{name}: the data set is a mapping of {show_value(list(data))}; it must be a list of items: "
             "[dict(zip(data, row)) for row in zip(*data.values())]"
         )
     if isinstance(data, str | bytes | PurePath):
         raise DataError(
-            f"{name}: the data set is {show_value(data)}; it is a list of items: read the file first, e.g. with rg.data.jsonl(path)"
+            f"{name}: the data set is {show_value(data)}; it must be a list of items: read the file first, e.g. with rg.data.jsonl(path)"
         )
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise DataError(

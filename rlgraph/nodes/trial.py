@@ -278,7 +278,7 @@ class _TriedLoss:
         value, metrics = found
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise GraphError(
-                f"{self.what} returned {show_value(value)} as its value; it is a tensor of one number: sum the losses of tokens"
+                f"{self.what} returned {show_value(value)} as its value; it must be a tensor of one number: sum the losses of tokens"
             )
         if not value.requires_grad:
             given = "log-probs" if self.scores == "log_probs" else "values"

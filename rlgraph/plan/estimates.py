@@ -363,8 +363,8 @@ def exchange_s(shape: ModelShape, device: Device, traits: ModelTraits, *, trains
 def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
     """Take measured costs of trainers to other numbers of ranks that share a pass: exchanges are added, those measured are taken off.
 
-    More ranks make a pass shorter on their GPUs, and not on the host. So where a run showed no least time of a pass, since its GPU took
-    longer, the host's of the table is taken.
+    More ranks shorten a pass on their GPUs but not on the host. A run whose GPU is slower than its host does not show the host's time per
+    pass; then the table's time is used.
     """
     nodes = dict(costs.nodes)
     for node, cost, measured in _other_sharing(graph, costs):

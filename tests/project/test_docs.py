@@ -49,6 +49,7 @@ def test_every_public_function_has_an_example() -> None:
 OF_RECIPES: list[Any] = [rg.prompts, rg.reward, rg.evaluate, rg.advantages, rg.feedback, rg.compile, rg.runs.warm, rg.Generator.rollout]
 OF_RECIPES += [rg.Policy.log_probs, rg.Policy.base_log_probs, rg.Policy.update, rg.Reference.log_probs, rg.Reference.old_log_probs]
 OF_RECIPES += [rg.examples, rg.Critic.values, rg.Critic.update, rg.Plan.launch, rg.Job.steps, rg.Job.export]
+OF_RECIPES += [rg.tune, rg.record, rg.runs.watch, rg.runs.export, rg.planning.profile, rg.planning.rehearse]
 
 
 def without_line(function: Any) -> list[str]:
@@ -59,7 +60,7 @@ def without_line(function: Any) -> list[str]:
 
 def test_the_functions_that_recipes_call_have_a_line_for_each_parameter() -> None:
     assert {function.__qualname__: names for function in OF_RECIPES if (names := without_line(function))} == {}
-    assert without_line(rg.tune)[:2] == ["build", "cluster"]
+    assert without_line(rg.runs.report) == ["run", "path"]
 
 
 def examples(page: str) -> Iterator[ast.Module]:

@@ -235,8 +235,8 @@ class Ranks:
 
     `sharded` is the mesh over which FSDP shards parameters: all ranks that share no matrices. `matrices` is the mesh of these ("fsdp") and
     of the ranks that share matrices ("tp"). Groups and meshes are None for a size of 1.
-    Of a mixture `expert` neighbours hold experts of their own: of 4 with `expert` 2, ranks 0 and 1 hold all experts together, and ranks 0
-    and 2 the same ones. `experts` is their mesh, of ranks that hold the same experts ("fsdp") and of those that hold all ("ep").
+    In a mixture each of `expert` neighbours holds other experts: of 4 ranks with `expert` 2, ranks 0 and 1 hold all experts together, and
+    ranks 0 and 2 the same ones. `experts` is their mesh, of ranks that hold the same experts ("fsdp") and of those that hold all ("ep").
     Raises GraphError if the number of ranks is not a multiple of `tensor` × `context`, or of `expert`.
     """
 

@@ -89,7 +89,7 @@ class SharedWeights:
             torch.cuda.empty_cache()
 
     def let_go(self) -> None:
-        """Hold no weights, and have the ranks unmap them: their memory is another's to free."""
+        """Let go of the weights, and have the ranks unmap them; their owner frees the memory."""
         if self._known:
             self._call("forget_weights")
             self._known, self._own = {}, {}
@@ -223,7 +223,7 @@ class QuantisedWeights:
         return frozenset(self._targets)
 
     def let_go(self) -> None:
-        """Hold no weights: their memory is another's to free."""
+        """Let go of the weights; their owner frees the memory."""
         if self._rest is not None:
             self._rest.let_go()
 
