@@ -142,7 +142,7 @@ def test_a_template_of_a_reward_model_that_refuses_a_conversation_stops_the_laun
 
 def test_a_model_of_several_numbers_needs_a_label(tmp_path: Path, policy_folder: Path) -> None:
     folder = reward_folder(tmp_path / "reward", policy_folder, labels=3)
-    with pytest.raises(DataError, match="gives 3 numbers per text; choose the reward among them with label=0 to 2"):
+    with pytest.raises(DataError, match="returns 3 numbers per text; choose the reward among them with label=0 to 2"):
         engine(folder)
     with pytest.raises(DataError, match="there is no label=3"):
         engine(folder, label=3)

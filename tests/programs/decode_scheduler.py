@@ -28,7 +28,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from rlgraph.engines.vllm.scheduler import AheadScheduler, DecodeScheduler
 
-BLOCK, LONGEST, REQUESTS, STEPS = 16, 256, 24, 240
+BLOCK, LONGEST, REQUESTS, STEPS = 16, 256, 48, 240
 
 
 def token(name: str, place: int) -> int:
@@ -81,7 +81,7 @@ class Run:
                         strict=True,
                     )
                 ),
-                sorted(cached.resumed_req_ids),
+                sorted(cached.resumed_req_ids | cached.all_token_ids.keys()),
                 sorted(output.finished_req_ids),
                 sorted(output.preempted_req_ids or ()),
             )
@@ -175,7 +175,7 @@ def main() -> None:
         enforce_eager=True,
         enable_prefix_caching=True,
         skip_tokenizer_init=True,
-        max_num_batched_tokens=512,
+        max_num_batched_tokens=128,
         disable_log_stats=True,
         block_size=BLOCK,
         dtype="float32",

@@ -1,9 +1,9 @@
 """vLLM's scheduler, with a short way for steps in which every sequence decodes one token: nearly all steps of a rollout.
 
 vLLM looks at each sequence twice per step: when it schedules the step, and when the step's tokens are there. With 256 sequences the host
-does that for 5.8 ms, and launches the step for 3.2 ms; the kernels of 1.7B need 7.4 ms. Until a request arrives or is dropped, or memory
-runs short, such a step differs from the one before in its numbers alone. So the short way looks only at sequences that end or that need
-another block of the KV cache. It writes the rest into vLLM's requests when vLLM's own way goes on.
+does that for 5.8 ms, and launches the step for 3.2 ms; the kernels of 1.7B need 7.4 ms. Until a request is dropped, or memory runs short,
+such a step differs from the one before in its numbers alone. So the short way looks only at sequences that end or that need another block
+of the KV cache. vLLM's own way schedules new requests beside them, and all requests after what the short way knows was written into them.
 """
 
 from collections import deque
@@ -19,6 +19,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.sched.utils import check_stop, remove_all
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 
+NEVER = 1 << 60  # a step that does not come
+
 
 @dataclass(frozen=True)
 class DecodedTokens:
@@ -32,12 +34,13 @@ class DecodedTokens:
 
 @dataclass
 class _Sequence:
-    """A sequence: vLLM's request, and how many tokens of it were computed and written as the short way began, with those under way."""
+    """A sequence: vLLM's request, and how many tokens of it were computed and written before the first step, with those under way."""
 
     request: Any
     computed: int
     outputs: int
-    left: int | None = None  # the steps it was in, if no step needs it any more
+    first: int  # the results before its own
+    left: int | None = None  # the steps before it left, if no further step needs it
 
 
 @dataclass
@@ -45,6 +48,7 @@ class _StepResults:
     """The tokens of steps whose results list the same requests in the same order."""
 
     order: list[str]
+    first: int  # the results before these
     tokens: list[np.ndarray] = field(default_factory=list)
     log_probs: list[np.ndarray] = field(default_factory=list)
 
@@ -53,25 +57,32 @@ class _StepResults:
 
 
 class _Steady:
-    """Steps of the same sequences, each one token longer than in the step before."""
+    """Steps of sequences that get one token in each. `scheduled` steps and `updated` results are counted from the first one on."""
 
-    def __init__(self, requests: Sequence[Any], template: SchedulerOutput, block: int, longest: int) -> None:
-        self.rows = {request.request_id: _sequence(request) for request in requests}
+    def __init__(self, template: SchedulerOutput, block: int, longest: int) -> None:
+        self.rows: dict[str, _Sequence] = {}
         self.template, self.scheduled, self.updated = template, 0, 0
         self.results: list[_StepResults] = []
-        self._block = block
+        self._block, self._longest = block, longest
         self._crossing: dict[int, list[_Sequence]] = {}  # by the steps after which a sequence needs its next block, modulo its size
         self._last: dict[int, list[_Sequence]] = {}  # by the steps after which a sequence needs no further step
-        self.ends: dict[int, list[str]] = {}  # by the results after which a sequence has its last token
-        self.stops: set[int] = set()  # tokens that end some sequence
-        for row in self.rows.values():
-            request, params = row.request, row.request.sampling_params
-            self._crossing.setdefault(-row.computed % block, []).append(row)
-            most = min(request.num_prompt_tokens + request.max_tokens, longest)
+        self._ends: dict[int, list[str]] = {}  # by the results after which a sequence has its last token
+        self._stops: set[int] = set()  # tokens that end some sequence
+        self.list_names()
+
+    def join(self, requests: Sequence[Any]) -> None:
+        """Add sequences that the next step decodes."""
+        for request in requests:
+            outputs = request.num_output_tokens + request.num_output_placeholders
+            row = _Sequence(request, request.num_computed_tokens - self.scheduled, outputs - self.scheduled, self.updated)
+            self.rows[request.request_id] = row
+            self._crossing.setdefault(-row.computed % self._block, []).append(row)
+            most = min(request.num_prompt_tokens + request.max_tokens, self._longest)
             self._last.setdefault(most - 1 - row.computed, []).append(row)
-            self.ends.setdefault(most - request.num_tokens, []).append(request.request_id)
-            self.stops.update(params.stop_token_ids or ())
-            self.stops.add(params.eos_token_id)
+            self._ends.setdefault(self.updated + most - request.num_tokens, []).append(request.request_id)
+            self._stops.update(request.sampling_params.stop_token_ids or ())
+            self._stops.add(request.sampling_params.eos_token_id)
+            request.next_decode_eligible_step = NEVER
         self.list_names()
 
     def list_names(self) -> None:
@@ -84,19 +95,24 @@ class _Steady:
 
     def leave_last(self) -> None:
         """Leave sequences out whose last token is under way."""
-        for row in self._last.get(self.scheduled, ()):
-            row.left = self.scheduled
-        if self.scheduled in self._last:
+        last = self._last.pop(self.scheduled, ())
+        for row in last:
+            if row.left is None:
+                row.left = self.scheduled
+        if last:
             self.list_names()
 
     def find_crossing(self) -> list[_Sequence]:
-        """The sequences that need another block in the next step."""
-        return [row for row in self._crossing.get(self.scheduled % self._block, ()) if row.left is None]
+        """List the sequences that need another block in the next step."""
+        place = self.scheduled % self._block
+        self._crossing[place] = [row for row in self._crossing.get(place, ()) if row.left is None]
+        return self._crossing[place]
 
-    def describe_step(self, blocks: dict[str, Any], **more: Any) -> SchedulerOutput:
-        """Describe the next step to the model's runner; `blocks` are new, by request."""
+    def describe_step(self, blocks: dict[str, Any], beside: SchedulerOutput | None, **more: Any) -> SchedulerOutput:
+        """Describe the next step to the model's runner: `blocks` are new, by request, and `beside` what vLLM scheduled in its own way."""
+        own = self.template if beside is None else beside
         cached = replace(
-            self.template.scheduled_cached_reqs,
+            own.scheduled_cached_reqs,
             req_ids=self.names,
             resumed_req_ids=set(),
             all_token_ids={},
@@ -104,46 +120,57 @@ class _Steady:
             num_computed_tokens=[computed + self.scheduled for computed in self._computed],
             num_output_tokens=[outputs + self.scheduled for outputs in self._outputs],
         )
-        return replace(
-            self.template,
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=cached,
-            num_scheduled_tokens=self.ones,
-            total_num_scheduled_tokens=len(self.names),
-            kv_cache_block_copies=None,
-            **more,
+        if beside is None:
+            return replace(
+                own,
+                scheduled_new_reqs=[],
+                scheduled_cached_reqs=cached,
+                num_scheduled_tokens=self.ones,
+                total_num_scheduled_tokens=len(self.names),
+                kv_cache_block_copies=None,
+                **more,
+            )
+        others = own.scheduled_cached_reqs
+        cached = replace(
+            others,
+            req_ids=cached.req_ids + others.req_ids,
+            new_block_ids=cached.new_block_ids + others.new_block_ids,
+            num_computed_tokens=cached.num_computed_tokens + others.num_computed_tokens,
+            num_output_tokens=cached.num_output_tokens + others.num_output_tokens,
         )
+        total = len(self.names) + own.total_num_scheduled_tokens
+        tokens = self.ones | own.num_scheduled_tokens
+        return replace(own, scheduled_cached_reqs=cached, num_scheduled_tokens=tokens, total_num_scheduled_tokens=total)
 
     def take(self, order: list[str], tokens: list[int], log_probs: np.ndarray) -> list[str]:
         """Keep the tokens of a step; name the sequences that end with them, in the order of their rows."""
         if not self.results or self.results[-1].order != order:
-            self.results.append(_StepResults(order))
+            if len(self.results) % 64 == 63:
+                self.results = [each for each in self.results if not self.rows.keys().isdisjoint(each.places)]
+            self.results.append(_StepResults(order, self.updated))
         self.results[-1].tokens.append(np.array(tokens, dtype=np.int32))
         self.results[-1].log_probs.append(log_probs)
         self.updated += 1
-        done = set(self.ends.get(self.updated, ()))
-        if not self.stops.isdisjoint(tokens):
-            done.update(name for name, token in zip(order, tokens, strict=True) if token in self.stops and self._stops(name, token))
+        done = set(self._ends.pop(self.updated, ()))
+        if not self._stops.isdisjoint(tokens):
+            done.update(name for name, token in zip(order, tokens, strict=True) if token in self._stops and self._is_stop(name, token))
         return [name for name in self.rows if name in done] if done else []
 
-    def _stops(self, name: str, token: int) -> bool:
+    def _is_stop(self, name: str, token: int) -> bool:
         params = self.rows[name].request.sampling_params if name in self.rows else None
         return params is not None and (token == params.eos_token_id or token in (params.stop_token_ids or ()))
 
     def read_tokens(self, name: str) -> tuple[list[int], list[float]]:
-        """All tokens of a sequence, and their log-probs."""
+        """Read all tokens of a sequence, and their log-probs."""
         tokens: list[int] = []
         log_probs: list[float] = []
+        first = self.rows[name].first
         for step in self.results:
-            place = step.places.get(name)
+            place, start = step.places.get(name), max(first - step.first, 0)
             if place is not None:
-                tokens += [each.item(place) for each in step.tokens]
-                log_probs += [each.item(place) for each in step.log_probs]
+                tokens += [each.item(place) for each in step.tokens[start:]]
+                log_probs += [each.item(place) for each in step.log_probs[start:]]
         return tokens, log_probs
-
-
-def _sequence(request: Any) -> _Sequence:
-    return _Sequence(request, request.num_computed_tokens, request.num_output_tokens + request.num_output_placeholders)
 
 
 class DecodeScheduler(Scheduler):
@@ -198,78 +225,88 @@ class DecodeScheduler(Scheduler):
         return output
 
     def _schedule_steady(self) -> SchedulerOutput | None:
-        if self._steady is None:
-            self._steady = self._begin()
-        steady = self._steady
-        if steady is None or self.watched:
+        steady = self._join()
+        if steady is None:
             return None
         steady.leave_last()
         crossing = steady.find_crossing()
         # Blocks behind a window come back only where a sequence gets its next one, up to a block per sequence later than in vLLM's own way.
         blocks = 2 * len(steady.names) if self._windows else len(crossing)
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        if free < blocks * len(self.kv_cache_config.kv_cache_groups):
+        waiting = any(self.get_request_counts()[1:])
+        if free < blocks * len(self.kv_cache_config.kv_cache_groups) or (waiting and self._windows):
             return None
-        self.current_step += 1
-        self.kv_cache_manager.new_step_starts()
         added: dict[str, Any] = {}
         for row in crossing:
             row.request.num_computed_tokens = row.computed + steady.scheduled
             row.request.num_in_flight_tokens = len(self._under_way)
             slots = self.kv_cache_manager.allocate_slots(row.request, 1, num_lookahead_tokens=self.num_lookahead_tokens)
             added[row.request.request_id] = slots.get_block_ids(allow_none=True)
-        output = steady.describe_step(
-            added,
-            finished_req_ids=self.finished_req_ids,
-            preempted_req_ids=self.reset_preempted_req_ids,
-            new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
-        )
-        self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
+        if waiting:
+            output = steady.describe_step(added, self._schedule_others(len(steady.names)))
+            self.prev_step_scheduled_req_ids.update(steady.names)
+        else:
+            self.current_step += 1
+            ended, preempted = self.finished_req_ids, self.reset_preempted_req_ids
+            to_zero = self._get_new_block_ids_to_zero()
+            output = steady.describe_step(added, None, finished_req_ids=ended, preempted_req_ids=preempted, new_block_ids_to_zero=to_zero)
+            self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
         steady.scheduled += bool(steady.names)  # none where all last tokens are under way
         self.short += 1
         return output
 
-    def _begin(self) -> _Steady | None:
-        """Begin the short way, if the next step is to decode one token of each running request."""
-        if not self._able or self._template is None or self.pause_state is not PauseState.UNPAUSED:
+    def _schedule_others(self, tokens: int) -> SchedulerOutput:
+        """Schedule waiting requests in vLLM's own way, which leaves out the sequences of the short way and the tokens of their step."""
+        self.max_num_scheduled_tokens -= tokens
+        try:
+            return super().schedule()
+        finally:
+            self.max_num_scheduled_tokens += tokens
+
+    def _join(self) -> _Steady | None:
+        """Begin the short way, or let new requests join it: if the next step is to decode one token of each running request."""
+        if not self._able or self._template is None or self.watched or self.pause_state is not PauseState.UNPAUSED:
             return None
-        if not self.running or any(self.get_request_counts()[1:]):
-            return None
+        steady = self._steady or _Steady(self._template, self._block, self.max_model_len)
+        if len(self.running) == len(steady.rows):
+            return steady if self.running else None
         ahead = len(self._under_way) if isinstance(self, AsyncScheduler) else 0
-        for request in self.running:
+        new = [request for request in self.running if request.request_id not in steady.rows]
+        for request in new:
             params, known = request.sampling_params, request.num_tokens + request.num_output_placeholders
             most = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
             decodes = known == request.num_computed_tokens + 1 < most and request.num_output_placeholders == ahead
-            plain = (
-                params is not None
-                and not request.use_structured_output
-                and params.prompt_logprobs is None
-                and params.logprobs == 0
-                and not params.min_tokens
-            )
-            if not (decodes and plain) or request.is_prefill_chunk:
+            plain = params is not None and not request.use_structured_output and params.prompt_logprobs is None and params.logprobs == 0
+            if request.is_prefill_chunk or not (decodes and plain) or params.min_tokens:
                 return None
-        return _Steady(self.running, self._template, self._block, self.max_model_len)
+        steady.join(new)
+        self._steady = steady
+        return steady
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """Take the tokens of a step."""
-        steady, sampled, log_probs = self._steady, model_runner_output.sampled_token_ids, model_runner_output.logprobs
-        if steady is not None and not scheduler_output.total_num_scheduled_tokens:
+        steady, scheduled = self._steady, scheduler_output.num_scheduled_tokens
+        if steady is None:
+            return self._update_own_way(scheduler_output, model_runner_output)
+        if not scheduled:
             return {}
-        next_one = bool(self._under_way) and scheduler_output is self._under_way[0]
-        short = next_one and steady is not None and log_probs is not None and all(len(tokens) == 1 for tokens in sampled)
-        if not short:
-            self.settle()  # as of before this step
-        if next_one:
-            self._under_way.popleft()
-        if steady is None or not short:
-            return super().update_from_output(scheduler_output, model_runner_output)
-        done = steady.take(model_runner_output.req_ids, [token for (token,) in sampled], log_probs.logprobs[:, 0].copy())
+        order, sampled, log_probs = model_runner_output.req_ids, model_runner_output.sampled_token_ids, model_runner_output.logprobs
+        if log_probs is None or any(len(tokens) != 1 and name in steady.rows for name, tokens in zip(order, sampled, strict=True)):
+            return self._update_own_way(scheduler_output, model_runner_output)
+        self._under_way.popleft()
+        others = {name: count for name, count in scheduled.items() if name not in steady.rows and name in self.requests}
+        done = steady.take(order, [tokens[0] if tokens else -1 for tokens in sampled], log_probs.logprobs[:, 0].copy())
         for name in done:
             self._finish(steady, name)
         if done:
             steady.list_names()
-        return {}
+        return super().update_from_output(replace(scheduler_output, num_scheduled_tokens=others), model_runner_output) if others else {}
+
+    def _update_own_way(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        self.settle()  # as of before this step
+        if scheduler_output.num_scheduled_tokens:
+            self._under_way.popleft()
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _finish(self, steady: _Steady, name: str) -> None:
         """End a sequence, as vLLM does."""
@@ -291,6 +328,7 @@ class DecodeScheduler(Scheduler):
         ahead = [output.num_scheduled_tokens.get(name, 0) for output in self._under_way]
         request.num_computed_tokens = row.computed + (steady.scheduled if row.left is None else row.left)
         request.num_in_flight_tokens = sum(ahead)
+        request.next_decode_eligible_step = 0
         if isinstance(self, AsyncScheduler):
             request.num_output_placeholders = sum(map(bool, ahead))
         if tokens:
@@ -300,20 +338,10 @@ class DecodeScheduler(Scheduler):
 
     # What changes the requests from outside: vLLM's own way, on requests that are up to date.
 
-    def add_request(self, request: Any) -> None:
-        """Queue a request."""
-        self.settle()
-        super().add_request(request)
-
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
         """End requests from outside."""
         self.settle()
         return super().finish_requests(request_ids, finished_status)
-
-    def set_pause_state(self, pause_state: PauseState) -> None:
-        """Pause the scheduling, or go on."""
-        self.settle()
-        super().set_pause_state(pause_state)
 
     def reset_prefix_cache(self, *given: Any, **more: Any) -> bool:
         """Forget keys and values."""
