@@ -284,7 +284,7 @@ def export(
     * `folder`: the new folder.
     * `dtype`: of the weights that are written.
     * `policy`: one of several trained models, e.g. "critic". None: the only policy.
-    * `adapter`: "merged", or "apart" for the adapter alone, as a folder in PEFT's format; with dtype="float32" it is bit-identical.
+    * `adapter`: as for `Job.export`. An adapter that is not merged is bit-identical with dtype="float32".
 
     Raises CheckpointError for an incomplete checkpoint, and ExportError for a folder that exists or cannot be written, a disk without
     room, and a model whose own folder is gone. No folder is left then.

@@ -152,8 +152,8 @@ def tune(
 
     * `build`: a function that returns the graph for a combination of settings.
     * `cluster`: the hosts and devices to plan for.
-    * `costs`: seconds of nodes, which may name more nodes than a graph has. None: placeholders, which rank plans and are no seconds. A
-      plain number counts the same on any number of devices; a PlanWarning says if such a number decides between plans.
+    * `costs`: seconds of nodes, which may name more nodes than a graph has. None: placeholders, which rank plans but do not mean seconds.
+      A plain number counts the same on any number of devices; a PlanWarning says if such a number decides between plans.
     * `by`: "tokens_per_s" ranks by tokens per second, "gpu_s_per_sample" by device-seconds per response.
     * `max_staleness`: leaves out plans whose batches lag behind by more versions. None: any.
     * `choices`: each further keyword is a setting of `build` with the values to try, e.g. `depth=range(4), buffers=(1, 2)`.

@@ -112,7 +112,7 @@ MISTAKES = {
         "count is how many rows of the data a step takes", lambda: rg.stages.stepwise([SPLIT], 0, judge()), DataError
     ),
     "a margin that is no number": call_mistake(
-        "a finite number in each row", lambda: rg.pairs([{**PAIRS[0], "by": float("nan")}], 1, policy(), margin="by"), DataError
+        "a finite number", lambda: rg.pairs([{**PAIRS[0], "by": float("nan")}], 1, policy(), margin="by"), DataError
     ),
     "a step with its separator": call_mistake("would end a step", lambda: rg.stages.stepwise([SPLIT], 1, judge()), DataError),
     "a loss of pairs for labels": call_mistake("'examples' writes single rows", lambda: policy().update(labels(), loss=rg.losses.SimPO())),
