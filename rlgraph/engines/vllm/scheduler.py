@@ -239,7 +239,7 @@ class DecodeScheduler(Scheduler):
         added: dict[str, Any] = {}
         for row in crossing:
             row.request.num_computed_tokens = row.computed + steady.scheduled
-            row.request.num_in_flight_tokens = len(self._under_way)
+            row.request.num_in_flight_tokens = sum(self._count_under_way(row.request.request_id))
             slots = self.kv_cache_manager.allocate_slots(row.request, 1, num_lookahead_tokens=self.num_lookahead_tokens)
             added[row.request.request_id] = slots.get_block_ids(allow_none=True)
         if waiting:
@@ -325,7 +325,7 @@ class DecodeScheduler(Scheduler):
         """Write into vLLM's request what it has computed and sampled; return the tokens and their log-probs."""
         row = steady.rows[name]
         request, (tokens, log_probs) = row.request, steady.read_tokens(name)
-        ahead = [output.num_scheduled_tokens.get(name, 0) for output in self._under_way]
+        ahead = self._count_under_way(name)
         request.num_computed_tokens = row.computed + (steady.scheduled if row.left is None else row.left)
         request.num_in_flight_tokens = sum(ahead)
         request.next_decode_eligible_step = 0
@@ -336,12 +336,18 @@ class DecodeScheduler(Scheduler):
         self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens - request.num_output_placeholders)
         return tokens, log_probs
 
+    def _count_under_way(self, name: str) -> list[int]:
+        """Count the tokens of a request in each step without a result."""
+        return [output.num_scheduled_tokens.get(name, 0) for output in self._under_way]
+
     # What changes the requests from outside: vLLM's own way, on requests that are up to date.
 
     def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: Any) -> Any:
-        """End requests from outside."""
-        self.settle()
-        return super().finish_requests(request_ids, finished_status)
+        """End requests from outside; None: all."""
+        names = [request_ids] if isinstance(request_ids, str) else request_ids if request_ids is None else list(request_ids)
+        if self._steady is not None and (names is None or not self._steady.rows.keys().isdisjoint(names)):
+            self.settle()
+        return super().finish_requests(names, finished_status)
 
     def reset_prefix_cache(self, *given: Any, **more: Any) -> bool:
         """Forget keys and values."""
