@@ -35,6 +35,7 @@ def test_what_rlgraph_gives_to_vllm_is_either_free_or_refused_by_name(on_cpu: bo
         ({"max_num_batched_token": 1}, "vLLM has no argument 'max_num_batched_token'; did you mean 'max_num_batched_tokens'.$"),
         ({"max_model_len": 64}, r"Generator\(engine_args={'max_model_len': 64}\): .* set Generator\(max_context=\)$"),
         ({"quantization": "fp8"}, "must be the model's$"),
+        ({"scheduler_cls": "mine.Scheduler"}, "rlgraph drives the engine itself and sets it$"),
         ({"pipeline_parallel_size": 2}, "the plan gives each engine its devices"),
         ({"speculative_config": {"method": "ngram"}}, "set Generator\\(drafts=rg.options.PromptLookup"),
         ({"enforce_eager": "yes"}, "'enforce_eager' of vLLM is True or False$"),
