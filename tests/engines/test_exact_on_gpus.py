@@ -60,5 +60,5 @@ def test_maps_whose_lone_row_differs_compute_it_as_two_and_other_differences_are
     model[0](torch.randn(3, 5))
     assert seen == [2, 1, 3]
     monkeypatch.setattr(gpu_products, "rows_that_differ", lambda out, into: (1, 7, 9))
-    with pytest.raises(DataError, match=r"on a GPU products by a matrix of 3 x 5 depend on the number of rows, e\.g\. with 1, 7, 9 rows"):
+    with pytest.raises(DataError, match=r"on a GPU matmuls with a matrix of 3 x 5 depend on the number of rows, e\.g\. with 1, 7, 9 rows"):
         gpu_products.shapes_needing_batch([(3, 5)])
