@@ -199,7 +199,7 @@ def test_the_example_of_the_docs_trains_and_exports_both_policies(model: str, tm
 
 
 def test_one_generator_does_not_follow_two_policies(model: str) -> None:
-    with pytest.raises(GraphError, match=r"follow feedback 'left weights' and 'right weights'.* give each of them a Generator of its own"):
+    with pytest.raises(GraphError, match=r"follow feedback 'left weights' and 'right weights'.* give each node its own Generator"):
         loops(model, rollouts="one")
 
 
