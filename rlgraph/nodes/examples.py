@@ -434,7 +434,7 @@ def solution_of(where: str, row: Any, separator: str) -> Solution:
         raise DataError(f"{where} has the fields {fields}; a solution has 'prompt', 'completions' (its steps) and 'labels'")
     prompt, steps, good = row["prompt"], row["completions"], row["labels"]
     if not isinstance(prompt, str) or not prompt:
-        raise DataError(f"{where} has prompt={show_value(prompt)}; it must be a text that is not empty")
+        raise DataError(f"{where} has prompt={show_value(prompt)}; it must be a non-empty text")
     if not isinstance(steps, list | tuple) or not steps or not all(isinstance(step, str) and step for step in steps):
         raise DataError(
             f"{where} has completions={show_value(steps)}; it must be the texts of its steps, at least one, and none of them empty"
