@@ -376,8 +376,8 @@ class VllmEngine(GenerateEngine):
             if stopped or output.finish_reason is not None:
                 finish = "stop" if stopped else FINISHES.get(str(output.finish_reason), "abort")
                 finished[row.request.id] = self._forget(output.request_id, finish)
-            if output.finish_reason is not None and self._held is not None and row.request.conversation:
-                self._held.hold(row.request.conversation, output.request_id)
+            if output.finish_reason is not None:
+                self._hold(row, output.request_id)
         return finished
 
     def _take_tokens(self) -> dict[str, Response]:
@@ -389,13 +389,15 @@ class VllmEngine(GenerateEngine):
                 continue
             row.tokens += written.tokens
             row.log_probs += written.log_probs
-            self.decoded += len(written.tokens)
-            self.decodings += len(written.tokens)
             if written.finish is not None:
                 finished[row.request.id] = self._forget(written.name, FINISHES.get(written.finish, "abort"))
-                if self._held is not None and row.request.conversation:
-                    self._held.hold(row.request.conversation, written.name)
+                self._hold(row, written.name)
         return finished
+
+    def _hold(self, row: "_Running", name: str) -> None:
+        """Keep what vLLM has read of a conversation whose turn has ended, if the engine holds such."""
+        if self._held is not None and row.request.conversation:
+            self._held.hold(row.request.conversation, name)
 
     def _see_all_tokens(self) -> None:
         """Have each running request hold all tokens that it has."""

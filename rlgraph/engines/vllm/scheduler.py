@@ -59,9 +59,9 @@ class _StepResults:
 class _Steady:
     """Steps of sequences that get one token in each. `scheduled` steps and `updated` results are counted from the first one on."""
 
-    def __init__(self, template: SchedulerOutput, block: int, longest: int) -> None:
+    def __init__(self, block: int, longest: int) -> None:
         self.rows: dict[str, _Sequence] = {}
-        self.template, self.scheduled, self.updated = template, 0, 0
+        self.scheduled, self.updated = 0, 0
         self.results: list[_StepResults] = []
         self._block, self._longest = block, longest
         self._crossing: dict[int, list[_Sequence]] = {}  # by the steps after which a sequence needs its next block, modulo its size
@@ -77,7 +77,7 @@ class _Steady:
             row = _Sequence(request, request.num_computed_tokens - self.scheduled, outputs - self.scheduled, self.updated)
             self.rows[request.request_id] = row
             self._crossing.setdefault(-row.computed % self._block, []).append(row)
-            most = min(request.num_prompt_tokens + request.max_tokens, self._longest)
+            most = most_tokens(request, self._longest)
             self._last.setdefault(most - 1 - row.computed, []).append(row)
             self._ends.setdefault(self.updated + most - request.num_tokens, []).append(request.request_id)
             self._stops.update(request.sampling_params.stop_token_ids or ())
@@ -108,39 +108,18 @@ class _Steady:
         self._crossing[place] = [row for row in self._crossing.get(place, ()) if row.left is None]
         return self._crossing[place]
 
-    def describe_step(self, blocks: dict[str, Any], beside: SchedulerOutput | None, **more: Any) -> SchedulerOutput:
-        """Describe the next step to the model's runner: `blocks` are new, by request, and `beside` what vLLM scheduled in its own way."""
-        own = self.template if beside is None else beside
-        cached = replace(
-            own.scheduled_cached_reqs,
-            req_ids=self.names,
-            resumed_req_ids=set(),
-            all_token_ids={},
-            new_block_ids=[blocks.get(name) for name in self.names],
-            num_computed_tokens=[computed + self.scheduled for computed in self._computed],
-            num_output_tokens=[outputs + self.scheduled for outputs in self._outputs],
-        )
-        if beside is None:
-            return replace(
-                own,
-                scheduled_new_reqs=[],
-                scheduled_cached_reqs=cached,
-                num_scheduled_tokens=self.ones,
-                total_num_scheduled_tokens=len(self.names),
-                kv_cache_block_copies=None,
-                **more,
-            )
-        others = own.scheduled_cached_reqs
+    def add_step(self, beside: SchedulerOutput, blocks: dict[str, Any]) -> SchedulerOutput:
+        """Add the next step of the sequences to what vLLM scheduled in its own way `beside` them; `blocks` are new, by request."""
+        others = beside.scheduled_cached_reqs
         cached = replace(
             others,
-            req_ids=cached.req_ids + others.req_ids,
-            new_block_ids=cached.new_block_ids + others.new_block_ids,
-            num_computed_tokens=cached.num_computed_tokens + others.num_computed_tokens,
-            num_output_tokens=cached.num_output_tokens + others.num_output_tokens,
+            req_ids=self.names + others.req_ids,
+            new_block_ids=[blocks.get(name) for name in self.names] + others.new_block_ids,
+            num_computed_tokens=[computed + self.scheduled for computed in self._computed] + others.num_computed_tokens,
+            num_output_tokens=[outputs + self.scheduled for outputs in self._outputs] + others.num_output_tokens,
         )
-        total = len(self.names) + own.total_num_scheduled_tokens
-        tokens = self.ones | own.num_scheduled_tokens
-        return replace(own, scheduled_cached_reqs=cached, num_scheduled_tokens=tokens, total_num_scheduled_tokens=total)
+        tokens, total = self.ones | beside.num_scheduled_tokens, len(self.names) + beside.total_num_scheduled_tokens
+        return replace(beside, scheduled_cached_reqs=cached, num_scheduled_tokens=tokens, total_num_scheduled_tokens=total)
 
     def take(self, order: list[str], tokens: list[int], log_probs: np.ndarray) -> list[str]:
         """Keep the tokens of a step; name the sequences that end with them, in the order of their rows."""
@@ -171,6 +150,11 @@ class _Steady:
                 tokens += [each.item(place) for each in step.tokens[start:]]
                 log_probs += [each.item(place) for each in step.log_probs[start:]]
         return tokens, log_probs
+
+
+def most_tokens(request: Any, longest: int) -> int:
+    """Count the tokens that a request has at most, with its prompt."""
+    return int(min(request.num_prompt_tokens + request.max_tokens, longest))
 
 
 class DecodeScheduler(Scheduler):
@@ -242,15 +226,9 @@ class DecodeScheduler(Scheduler):
             row.request.num_in_flight_tokens = sum(self._count_under_way(row.request.request_id))
             slots = self.kv_cache_manager.allocate_slots(row.request, 1, num_lookahead_tokens=self.num_lookahead_tokens)
             added[row.request.request_id] = slots.get_block_ids(allow_none=True)
+        output = steady.add_step(self._schedule_others(len(steady.names)) if waiting else self._schedule_nothing(), added)
         if waiting:
-            output = steady.describe_step(added, self._schedule_others(len(steady.names)))
             self.prev_step_scheduled_req_ids.update(steady.names)
-        else:
-            self.current_step += 1
-            ended, preempted = self.finished_req_ids, self.reset_preempted_req_ids
-            to_zero = self._get_new_block_ids_to_zero()
-            output = steady.describe_step(added, None, finished_req_ids=ended, preempted_req_ids=preempted, new_block_ids_to_zero=to_zero)
-            self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
         steady.scheduled += bool(steady.names)  # none where all last tokens are under way
         self.short += 1
         return output
@@ -263,19 +241,43 @@ class DecodeScheduler(Scheduler):
         finally:
             self.max_num_scheduled_tokens += tokens
 
+    def _schedule_nothing(self) -> SchedulerOutput:
+        """Do what vLLM does in each step, where no request waits."""
+        assert self._template is not None
+        self.current_step += 1
+        none = replace(
+            self._template.scheduled_cached_reqs,
+            req_ids=[], resumed_req_ids=set(), all_token_ids={}, new_block_ids=[], num_computed_tokens=[], num_output_tokens=[],
+        )  # fmt: skip
+        output = replace(
+            self._template,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=none,
+            num_scheduled_tokens={},
+            total_num_scheduled_tokens=0,
+            kv_cache_block_copies=None,
+            finished_req_ids=self.finished_req_ids,
+            preempted_req_ids=self.reset_preempted_req_ids,
+            new_block_ids_to_zero=self._get_new_block_ids_to_zero(),
+        )
+        self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
+        return output
+
     def _join(self) -> _Steady | None:
         """Begin the short way, or let new requests join it: if the next step is to decode one token of each running request."""
         if not self._able or self._template is None or self.watched or self.pause_state is not PauseState.UNPAUSED:
             return None
-        steady = self._steady or _Steady(self._template, self._block, self.max_model_len)
+        steady = self._steady or _Steady(self._block, self.max_model_len)
         if len(self.running) == len(steady.rows):
             return steady if self.running else None
         ahead = len(self._under_way) if isinstance(self, AsyncScheduler) else 0
         new = [request for request in self.running if request.request_id not in steady.rows]
         for request in new:
             params, known = request.sampling_params, request.num_tokens + request.num_output_placeholders
-            most = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
-            decodes = known == request.num_computed_tokens + 1 < most and request.num_output_placeholders == ahead
+            decodes = (
+                known == request.num_computed_tokens + 1 < most_tokens(request, self.max_model_len)
+                and request.num_output_placeholders == ahead
+            )
             plain = params is not None and not request.use_structured_output and params.prompt_logprobs is None and params.logprobs == 0
             if request.is_prefill_chunk or not (decodes and plain) or params.min_tokens:
                 return None
