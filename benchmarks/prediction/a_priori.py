@@ -55,7 +55,7 @@ PROMPT_TOKENS = 97.0  # of the sequences of 4,096 tokens that updates were measu
 FITTED = ("one_step_off",)  # of peer_job_h200.json
 # Engines looked at each sequence in each decode step when most runs were measured; those are estimated with the times of that engine.
 BEFORE = {"DECODE_STEP_S": 1.18e-3, "DECODE_SEQUENCE_S": 13.3e-6, "SHARING": 1.26}
-SINCE = ("0.6B, one engine",)  # announced runs of the present engine
+SINCE = ("0.6B, one engine", "1.7B, one engine")  # announced runs of the present engine
 DECODED = ("smollm2_1024", "smollm2_256", "0.6b_256", "1.7b_64", "1.7b_256", "4b_256")  # of decode_steps_…_h200.json
 
 

@@ -2,7 +2,7 @@
 
 from benchmarks.lib.figures import Figure, count, gigabytes, ms, percent, seconds, share
 from benchmarks.report.learning_rows import learned
-from benchmarks.report.stage_rows import rollouts
+from benchmarks.report.stage_rows import TURNS_ON_H200, rollouts
 from benchmarks.report.table import Row
 
 
@@ -162,6 +162,7 @@ ON_GPUS = [
         "worst", percent("prediction_h200.json", "fit_worst_error"), {"count": count("prediction_h200.json", "configurations_measured")}),
     *learned("SmolLM2 learns to add, one step off", "one_step_off_h200.jsonl", "recipes/one_step_off.py"),
     *rollouts("rollout_h200.json", "SmolLM2"),
+    *TURNS_ON_H200,
     *recomputed("training_recompute_h200.json", "1.7B"),
     Row("8B into a trainer on one GPU", seconds("loading_h200.json", "runs", "8B:1", "seconds", form="{:.1f} s"),
         "benchmarks/speed/loading.py 8B:1",

@@ -1,10 +1,9 @@
 """The rows of measurements on H100s: ranks that share a pass or experts, shared prompts, and routes that are replayed."""
 
 from benchmarks.lib.figures import Figure, count, ms, percent, seconds, share
-from benchmarks.report.stage_rows import turns
 from benchmarks.report.table import Row
 
-SHARED, ROUTES, TAIL = "shared_prompts_h100.json", "router_replay_h100.json", "tool_rollouts_tail_h100.json"
+SHARED, ROUTES = "shared_prompts_h100.json", "router_replay_h100.json"
 STEPS, RECORDED = "decode_steps_4b_h100.json", ("ways", "recorded")
 NORMS = "norms, rotations, activations"  # a kind of kernels
 
@@ -94,11 +93,6 @@ ON_H100S = [
     Row("the same, pages of 128 tokens: a decode step", ms(STEPS, "ways", "pages", "step_s"),
         "benchmarks/speed/decode_steps.py 4B --ways pages",
         "attention in it", ms(STEPS, "ways", "pages", "kernel_s", "attention")),
-    *turns("tool_rollouts_h100.json", "SmolLM2, turns of 43 tokens, tools of 20 ms"),
-    *turns("tool_rollouts_long_turns_h100.json", "SmolLM2, turns of 170 tokens, tools of 20 ms"),
-    Row("the same with turns of 43 tokens and long-tailed tools (p99 = 10 x median): step time relative to its lower bound",
-        share(TAIL, "step_over_bound"), "benchmarks/speed/tool_rollouts.py --tail 10",
-        "share of it that the engine was idle while a conversation could decode", percent(TAIL, "engine_idle_while_any_could_decode")),
     *launched_again("until all workers are ready", "ready_s"),
     *launched_again("to the end of the first step", "first_step_s"),
     shared("an update", "update"),

@@ -6,7 +6,7 @@ The rows of a table are in the file of its subject, `*_rows.py`: what was measur
 from collections.abc import Mapping
 
 from benchmarks.learning import adapters_learning, exact_learning
-from benchmarks.lib.figures import Figure, ms, percent, seconds, share, times
+from benchmarks.lib.figures import Figure, count, ms, percent, seconds, share, times
 from benchmarks.prediction import announced, predicted_runs
 from benchmarks.report import recipe_tables, scale_tables, small_gpu_rows, staleness_tables, wall_clock_tables
 from benchmarks.report.accuracy_rows import ACCURATE, PREDICTED
@@ -41,6 +41,10 @@ FIGURES: Mapping[str, Figure] = MATHEMATICS_IN_TEXT | {
     "two-gpus-gap": ms("weights_two_gpus_h200.json", "shapes", "8B", "median", "decode_gap_s", form="{:.0f} ms"),
     "tools-smollm2": share("tool_rollouts_smollm2_cpu.json", "ratio"),
     "tools-tiny": share("tool_rollouts_cpu.json", "ratio"),
+    "tools-256": count("tool_rollouts_256_h200.json", "with_tools"),
+    "tools-256-without": count("tool_rollouts_256_h200.json", "without"),
+    "tools-256-own": count("tool_rollouts_own_scheduler_h200.json", "256 conversations", "with_tools"),
+    "tools-256-own-without": count("tool_rollouts_own_scheduler_h200.json", "256 conversations", "without"),
     "interrupt-speed": share("rollout_cpu.json", "depth 1, update 0.0 of a step", "interrupt, recompute", "speed"),
     "a-priori-median": times("a_priori_h200.json", "median_factor_held_out"),
     "a-priori-worst": times("a_priori_h200.json", "worst_factor_held_out"),
