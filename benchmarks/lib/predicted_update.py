@@ -47,10 +47,11 @@ def planned_update(
             **settings,
         )
         weights = rg.feedback("weights", depth=1)
-        prompts = rg.prompts([{"prompt": "x" * 3 * prompt}], count=sequences // 2)  # three characters count as a token
-        rollout = generator.rollout(prompts, weights, group_size=2)
+        # Three characters count as a token. A pass leaves out the last of a sequence, and each sequence has a prompt of its own.
+        prompts = rg.prompts([{"prompt": "x" * 3 * (prompt - 1)}], count=sequences)
+        rollout = generator.rollout(prompts, weights)
         rewards = rg.reward(constant, rollout)
-        step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.RLOO()), loss=rg.ClippedLoss())
+        step = policy.update(rollout, rg.advantages(rollout, rewards, estimator=rg.estimators.ReinforcePlusPlus()), loss=rg.ClippedLoss())
         weights.close(step.weights)
         cluster = rg.Cluster(gpus=world + 1, cpus=64, gpus_per_node=world + 1, gpu=gpu)
         costs = None if one_rank_s is None else profiled(one_rank_s, size)

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -131,7 +132,8 @@ def compared(models: Path) -> Iterator[EstimatedRun]:
     yield from announced(models, since=True)
     with engine_before():
         yield from announced(models, since=False)
-        yield from measured_before(models)
+        with patch("rlgraph.plan.cost_functions._group", lambda node: 1):  # no prompt was shared then
+            yield from measured_before(models)
 
 
 def announced(models: Path, *, since: bool) -> Iterator[EstimatedRun]:
@@ -170,27 +172,23 @@ def measured_before(models: Path) -> Iterator[EstimatedRun]:
 
 
 def updates(models: Path) -> Iterator[EstimatedRun]:
-    """Yield the updates of packed 4k sequences, alone; `predicted_runs.py` has compiled ones."""
-    for spec, run in loaded("training_h200.json")["runs"].items():
-        name, ranks, *options = spec.split(":")
-        if options:
-            continue
-        cfg = peer_job.Config(mode="colocated", model=folder(name, models), prompts=1, response_tokens=4000)
+    """Yield the updates of packed 4k sequences on one GPU, alone; `predicted_runs.py` has those on two."""
+    took = {"4B": loaded("training_h200.json")["runs"]["4B:1"]["step_s"]}
+    compiled = {name: run["eight_of_4096_s"] for name, run in loaded("update_profile_h200.json")["runs"].items()}
+    for name, step_s in [*took.items(), *compiled.items()]:
+        cfg = peer_job.Config(mode="colocated", model=folder(name, models), prompts=1, response_tokens=4000, compiled=name in compiled)
         graph = peer_job.graph(cfg)
-        costs = priced_for(graph, cluster(int(ranks)), None, shapes_of(graph))
+        costs = priced_for(graph, cluster(1), None, shapes_of(graph))
         assert costs.lengths is not None
         lengths = replace(costs.lengths, prompt_tokens=PROMPT_TOKENS)
-        setting = Setting(int(ranks), int(ranks), 8, Passes(8192))
-        step_s = float(costs.cost_of("update").seconds(setting, lengths, 1, 8)[0])
-        yield EstimatedRun(f"{name}, an update on {ranks}", step_s, run["step_s"], True)
+        estimated_s = float(costs.cost_of("update").seconds(Setting(1, 1, 8, Passes(8192)), lengths, 1, 8)[0])
+        yield EstimatedRun(f"{name}, {'a compiled' if cfg.compiled else 'an'} update on 1", estimated_s, step_s, name != "1.7B")
 
 
 def fit() -> dict[str, float]:
     """Derive the numbers of the table from their sources."""
     costs = loaded("prediction_h200.json")["costs"]
-    shapes = {name: ModelShape.from_config(shape(name)) for name in ("smollm2", "1.7B", "4B")}
-    smollm2, others = shapes["smollm2"], {name: shapes[name] for name in costs}
-    assert smollm2 is not None
+    smollm2, others = shape_of("smollm2"), {name: shape_of(name) for name in costs}
     read = H200.bandwidth * DECODING
     peer = loaded("peer_job_h200.json")["one_step_off"]
     settings, length = peer["settings"], peer["settings"]["response_tokens"]
@@ -202,17 +200,16 @@ def fit() -> dict[str, float]:
     gpu = (2 * smollm2.active_parameters + rows * smollm2.kv_bytes_per_token() * tokens / 2) / read * engines
     shared = (many["seconds"]["rlgraph, 4 engines"] / tokens - gpu) / (step_s + rows * sequence_s)
     update = {name: each["nodes"]["update"] for name, each in costs.items()}
-    per_token = [(shapes[name], each["token_s"]) for name, each in update.items()]
+    per_token = [(others[name], each["token_s"]) for name, each in update.items()]
     per_token.append((smollm2, peer["timings"]["timing_s/update_actor"] / (settings["prompts"] * settings["group_size"] * (length + 22))))
-    logits = [(s - 6 * of.active_parameters / (H200.flops * TRAINING)) / of.vocab * read for of, s in per_token if of is not None]
-    layers = {name: of.layers for name, of in others.items() if of is not None}
+    logits = [(s - 6 * of.active_parameters / (H200.flops * TRAINING)) / of.vocab * read for of, s in per_token]
     sleeps = [part["bytes"] / part[side] for each in costs.values() for part in each["sleep"].values() for side in ("sleep_s", "wake_s")]
     return {
         "DECODE_STEP_S": step_s,
         "DECODE_SEQUENCE_S": sequence_s,
         "SHARING": shared ** (1 / math.log2(engines)),
-        "PASS_LAYER_S": statistics.fmean(each["pass_s"] / layers[name] for name, each in update.items()),
-        "SHARDED_PASS_LAYER_S": statistics.fmean(each["sharded_pass_s"] / layers[name] for name, each in update.items()),
+        "PASS_LAYER_S": statistics.fmean(each["pass_s"] / others[name].layers for name, each in update.items()),
+        "SHARDED_PASS_LAYER_S": statistics.fmean(each["sharded_pass_s"] / others[name].layers for name, each in update.items()),
         "LOGIT_BYTES": statistics.fmean(logits),
         **compiled_updates(),
         "COPYING": statistics.median(sleeps) / H200.host_link,
@@ -222,17 +219,40 @@ def fit() -> dict[str, float]:
 
 
 def compiled_updates() -> dict[str, float]:
-    """Solve for the share of the peak and the bytes of a logit that explain the seconds of two compiled updates."""
-    per_token, seconds = [], []
-    for spec, run in loaded("training_flash4_h200.json")["runs"].items():
-        of = ModelShape.from_config(shape(spec.split(":")[0]))
-        assert of is not None
-        tokens, response = run["step_s"] * run["tokens_per_s"], 4096 - PROMPT_TOKENS
-        needed = operations(ModelTraits(), of, rg.planning.Lengths((0.0, 1.0), (response, response), PROMPT_TOKENS), trains=True)
-        per_token.append([needed / H200.flops, of.vocab / (H200.bandwidth * DECODING)])
-        seconds.append((run["step_s"] - OPTIMIZER_BYTES * of.parameters / (H200.bandwidth * DECODING)) / tokens)
-    share, logit = np.linalg.solve(np.array(per_token), np.array(seconds))
-    return {"COMPILED_TRAINING": 1 / float(share), "FUSED_LOGIT_BYTES": float(logit)}
+    """Divide the seconds of two profiled updates by kinds of kernels. Attention reaches what other kernels leave of whole updates."""
+    read, found = H200.bandwidth * DECODING, dict[str, list[float]]()
+
+    def note(**numbers: float) -> None:
+        for name, value in numbers.items():
+            found.setdefault(name, []).append(value)
+
+    def mean(name: str) -> float:
+        return statistics.fmean(found[name])
+
+    profiles = [(shape_of(name), run, run["kernel_s"]) for name, run in loaded("update_profile_h200.json")["runs"].items()]
+    for of, run, kernels in profiles:
+        note(
+            PRODUCTS=6 * of.active_parameters * run["tokens"] / H200.flops / kernels["products"],
+            COMPILED_BYTES=kernels["others"] * read / run["tokens"] / (of.layers * of.layer_widths),
+            FUSED_LOGIT_BYTES=kernels["logits"] * read / run["tokens"] / of.vocab,
+        )
+    for spec, run in loaded("training_flash2_h200.json")["runs"].items():
+        of, tokens = shape_of(spec.split(":")[0]), run["step_s"] * run["tokens_per_s"]
+        products, attention = operations(ModelTraits(), of, 4096 / 2, trains=True)
+        moved = mean("COMPILED_BYTES") * of.layers * of.layer_widths + mean("FUSED_LOGIT_BYTES") * of.vocab
+        others = products / mean("PRODUCTS") / H200.flops + moved / read + OPTIMIZER_BYTES * of.parameters / read / tokens
+        note(ATTENTION=attention / H200.flops / (run["step_s"] / tokens - others))
+    for of, run, kernels in profiles:
+        _, of_a_key = operations(ModelTraits(), of, 1, trains=True)
+        keys = kernels["attention"] * mean("ATTENTION") * H200.flops / of_a_key / run["tokens"]
+        note(SHARED_KEYS=keys - run["response_tokens"] / 2)
+    return {name: mean(name) for name in found}
+
+
+def shape_of(name: str) -> ModelShape:
+    found = ModelShape.from_config(shape(name))
+    assert found is not None
+    return found
 
 
 def moments_copying() -> float:
@@ -245,10 +265,8 @@ def moments_copying() -> float:
 def merged_bytes() -> float:
     """Return the traffic of memory for each number of a matrix that an adapter is merged into."""
     found = loaded("small_gpu_h200.json")["parts"]["lora_publish"]
-    of = ModelShape.from_config(shape(found["shape"]))
-    assert of is not None
     seconds: float = found["merged_s"]
-    return seconds * H200.bandwidth / AdapterSize.of(of, found["rank"], "all-linear").matrices
+    return seconds * H200.bandwidth / AdapterSize.of(shape_of(found["shape"]), found["rank"], "all-linear").matrices
 
 
 def least_squares(jobs: list[Unexplained]) -> tuple[float, float]:

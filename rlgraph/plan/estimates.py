@@ -53,9 +53,12 @@ SHARDED_PASS_LAYER_S = HostTime(15e-3, "prediction_h200.json: costs, sharded_pas
 EXPERTS_LAYER = HostTime(2.0, "operations in profiles of 30B-A3B-8 and 4B by parallel.py --profile; fitted to no seconds")
 # The same of a layer that is compiled: about 250 (18,160 in two passes of 36 layers, dp 2), and about 650.
 COMPILED_LAYER = HostTime(0.39, "operations in profiles of 8B, compiled, and 4B by parallel.py --profile; fitted to no seconds")
-# Share of a GPU's peak that compiled layers reach on one rank, and the bytes of memory traffic of a logit beside them, or of a fused head.
-COMPILED_TRAINING = HostTime(0.562, "training_flash4_h200.json: updates of 1.7B and 4B")
-FUSED_LOGIT_BYTES = HostTime(26.8, "training_flash4_h200.json: updates of 1.7B and 4B")
+# Of an update with compiled layers on one rank: the share of a GPU's peak that products with weights reach, and that FlashAttention 2
+# reaches, as PyTorch carries it. The bytes of memory traffic of other kernels: for each number of a token in a layer (`layer_widths`), and
+# for each logit, which are also those of a fused head. A call for a prompt that responses share lasts as one of so many keys, at least.
+PROFILED = "update_profile_h200.json: kernels of 0.6B and 1.7B"
+PRODUCTS, ATTENTION = HostTime(0.766, PROFILED), HostTime(0.205, "training_flash2_h200.json: updates of 1.7B and 4B, less the others")
+COMPILED_BYTES, FUSED_LOGIT_BYTES, SHARED_KEYS = HostTime(31.1, PROFILED), HostTime(12.0, PROFILED), HostTime(864.0, PROFILED)
 # Bytes of memory traffic for each logit of a token that is trained, where neither layers are compiled nor the head is fused: float32
 # softmax, its gradient, temperature, entropy.
 LOGIT_BYTES = HostTime(220.0, "prediction_h200.json: costs, token_s of 1.7B and 4B; peer_job_h200.json: one_step_off")

@@ -101,6 +101,11 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
 
     @property
+    def layer_widths(self) -> int:
+        """Count the numbers of a token in a layer: hidden, queries, keys, values, and the inner ones of its experts."""
+        return self.hidden + self.head_dim * (self.heads + 2 * self.kv_heads) + self.intermediate * self.experts_used
+
+    @property
     def _of_experts(self) -> int:
         return 3 * self.hidden * self.intermediate * self.experts if self.experts > 1 else 0
 
@@ -307,17 +312,17 @@ def kept_beside_feed_forward(shape: ModelShape) -> int:
     return 4 * shape.hidden + 3 * sum(_sizes(shape))
 
 
-def recomputed_operations(shape: ModelShape, attends: float, recompute: Recompute, tensor: int = 1) -> float:
-    """Count the operations per token that the backward pass repeats, if attention needs `attends`.
+def recomputed_operations(shape: ModelShape, recompute: Recompute, tensor: int = 1) -> float:
+    """Count the operations per token that the backward pass repeats in products with weights.
 
     >>> shape = ModelShape(layers=1, hidden=8, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=10)
-    >>> [recomputed_operations(shape, 100.0, way) for way in (False, "selective", True)]
-    [0, 512, 1444.0]
+    >>> [recomputed_operations(shape, way) for way in (False, "selective", True)]
+    [0, 512, 1344]
     """
     if recompute == "selective":
         queries, _ = _sizes(shape)
         return shape.layers * 2 * shape.hidden * (2 * _inner(shape) + (tensor > 1) * queries)  # gate and up
-    return 2 * shape.active_parameters + attends if recompute else 0
+    return 2 * shape.active_parameters if recompute else 0
 
 
 def _sizes(shape: ModelShape) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from rlgraph.graph.nodes import Model, Node
 from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan import estimates
 from rlgraph.plan.cluster import Cluster, itemsize_of
-from rlgraph.plan.cost_functions import DOUBLING, Decode, NodeCost, Setting, Shards, SleepCost
+from rlgraph.plan.cost_functions import DOUBLING, Decode, NodeCost, Setting, Shards, SleepCost, passes_of
 from rlgraph.plan.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
 from rlgraph.plan.estimates import DECODING, GENERATING, ITEMSIZE, LINKED, Device, default_estimates, exchange_s
 from rlgraph.plan.events import readers
@@ -271,15 +271,10 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     walks = walks_of(node) * (1.0 if trains else FORWARD)
     traits = node.model.traits
     compiled = trains and traits.compiled
-    reached = estimates.COMPILED_TRAINING.value if compiled else TRAINING
-    logit = estimates.FUSED_LOGIT_BYTES if compiled or (trains and traits.fused_head) else estimates.LOGIT_BYTES
-    logits = logit.value * shape.vocab / (device.bandwidth * DECODING)
     exchange = traits.ranks_per_pass * exchange_s(shape, device, traits, trains=trains)
     return NodeCost(
         parallel_s=epochs_of(node) * _optimizer_s(node.model, shape, device) if trains else 0.0,
-        token_s=walks
-        * (operations(traits, shape, lengths, adapter_size(node.model, shape), trains=trains) / (device.flops * reached) + logits)
-        + walks_of(node) * exchange,
+        token_s=walks * _token_s(node, shape, lengths, device) + walks_of(node) * exchange,
         pass_s=walks * estimates.launch_s(shape, traits, trains=trains),
         sharded_pass_s=walks * estimates.launch_s(shape, traits, trains=trains, sharded=gathers(node)),
         shards=shards_of(node, shape, device, idle_alone=not compiled),  # `TRAINING` is of ranks that gather, the other of one rank
@@ -291,15 +286,35 @@ def _in_fp8(shape: ModelShape) -> float:
     return shape.weight_bytes(2, fp8=True) / shape.weight_bytes(2)
 
 
-def operations(traits: ModelTraits, shape: ModelShape, lengths: Lengths, adapter: AdapterSize | None = None, *, trains: bool) -> float:
-    """Count the operations of a token forwards and backwards: frozen weights have no gradient, and recomputing is a second forward pass.
+def _token_s(node: Node, shape: ModelShape, lengths: Lengths, device: Device) -> float:
+    """Estimate the GPU's seconds of a token forwards and backwards: of compiled layers by kinds of kernels, of others by one share."""
+    assert node.model is not None
+    traits, trains = node.model.traits, node.traits.work == "train"
+    compiled, keys = trains and traits.compiled, lengths.sequence_of_a_token / 2
+    logit = estimates.FUSED_LOGIT_BYTES if compiled or (trains and traits.fused_head) else estimates.LOGIT_BYTES
+    moved, of_products, of_attention = logit.value * shape.vocab, TRAINING, TRAINING
+    if compiled:
+        moved += estimates.COMPILED_BYTES.value * shape.layers * shape.layer_widths * (1 + FORWARD * (traits.recompute is True))
+        of_products, of_attention = estimates.PRODUCTS.value, estimates.ATTENTION.value
+        passes = passes_of(node, 1)
+        if passes is not None and passes.group > 1:  # keys of the own response in one call, those of the prompt in another
+            keys += max(lengths.prompt_tokens, estimates.SHARED_KEYS.value) - lengths.prompt_tokens / 2
+    products, attention = operations(traits, shape, keys, adapter_size(node.model, shape), trains=trains)
+    return (products / of_products + attention / of_attention) / device.flops + moved / (device.bandwidth * DECODING)
 
-    A token attends to half of its sequence, and the tokens of a long sequence are many (Chowdhery et al. 2022, "PaLM", appendix B).
+
+def operations(
+    traits: ModelTraits, shape: ModelShape, keys: float, adapter: AdapterSize | None = None, *, trains: bool
+) -> tuple[float, float]:
+    """Count the operations of a token forwards and backwards, in products with weights and in attention to so many keys.
+
+    Frozen weights have no gradient, and recomputing is a second forward pass. A token attends to half of its sequence, and the tokens of a
+    long sequence are many (Chowdhery et al. 2022, "PaLM", appendix B).
     """
     adapter = adapter if trains else None
-    own = 6 * shape.active_parameters if adapter is None else 4 * shape.active_parameters + 6 * adapter.parameters
-    attends = 4 * shape.layers * shape.heads * shape.head_dim * lengths.sequence_of_a_token / 2
-    return own + 3 * attends + (recomputed_operations(shape, attends, traits.recompute, traits.tensor_parallel) if trains else 0)
+    products = 6 * shape.active_parameters if adapter is None else 4 * shape.active_parameters + 6 * adapter.parameters
+    again = recomputed_operations(shape, traits.recompute, traits.tensor_parallel) if trains else 0
+    return products + again, 4 * shape.layers * shape.heads * shape.head_dim * keys * (3 + (trains and traits.recompute is True))
 
 
 def _optimizer_s(model: Model, shape: ModelShape, device: Device) -> float:
@@ -467,8 +482,8 @@ def with_recompute(graph: Graph, costs: Costs, shapes: Shapes) -> Costs:
         if measured is None:
             continue
         then = replace(model.traits, recompute=measured)
-        adapter = adapter_size(model, shape)
-        now_and_then = [operations(traits, shape, costs.lengths, adapter, trains=True) for traits in (model.traits, then)]
+        adapter, keys = adapter_size(model, shape), costs.lengths.sequence_of_a_token / 2
+        now_and_then = [sum(operations(traits, shape, keys, adapter, trains=True)) for traits in (model.traits, then)]
         launches = [estimates.launch_s(shape, traits) for traits in (model.traits, then)]
         nodes[node.name] = replace(
             cost,

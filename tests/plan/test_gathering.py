@@ -152,7 +152,7 @@ def test_compiled_updates_of_data_parallel_ranks_with_nothing_measured(recorded:
     with_more_threads = "4B:dp2:compiled, parallel_compiled_h200"  # than workers have
     found = {run.name: run.error for run in recorded if ":dp2:compiled" in run.spec and run.name != with_more_threads}
     assert len(found) >= 5
-    assert not {name: error for name, error in found.items() if abs(error) > 0.06}
+    assert not {name: error for name, error in found.items() if not -0.01 < error < 0.1}, "estimated with the share of FlashAttention 2"
 
 
 def test_the_table_of_predicted_updates_is_that_of_the_present_code(recorded: Iterator[predicted_runs.PredictedRun]) -> None:
