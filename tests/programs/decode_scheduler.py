@@ -60,9 +60,17 @@ class Run:
         self.hasher = get_request_block_hasher(BLOCK, lambda value: zlib.crc32(repr(value).encode()).to_bytes(8, "big"))
         self.held: dict[str, int] = {}  # the tokens of a request that the runner has, with those that it is sampling
 
-    def add(self, name: str, prompt: list[int], params: Any) -> None:
-        self.found[name] = [[], [], None]
-        self.scheduler.add_request(Request(name, list(prompt), params, None, block_hasher=self.hasher))
+    def add(self, name: str, prompt: list[int], params: Any, *, resumable: bool = False) -> None:
+        self.found.setdefault(name, [[], [], None])[2] = None
+        self.scheduler.add_request(Request(name, list(prompt), params, None, block_hasher=self.hasher, resumable=resumable))
+
+    def go_on(self, turns: dict[str, list[Any]], *, end: bool = False) -> None:
+        """Give each conversation whose turn has ended its next one; `end` those that have none, or all."""
+        for name in [name for name in turns if self.found[name][2] is not None and name in self.scheduler.requests]:
+            if turns[name] and not end:
+                self.add(name, *turns[name].pop(0), resumable=True)
+            else:
+                self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> None:
         output = self.scheduler.schedule()
@@ -142,24 +150,34 @@ class Run:
         self.take_tokens()
 
 
+def sampling(draw: random.Random) -> Any:
+    length, ends = draw.choice([1, 2, 40, 150, 400]), [draw.randrange(97) for _ in range(draw.choice([0, 1, 2]))]
+    return SamplingParams(max_tokens=length, stop_token_ids=ends, logprobs=0, detokenize=False, ignore_eos=True)
+
+
 def drive(run: Run, seed: int) -> Run:
     draw = random.Random(seed)
     arrivals = sorted(draw.randrange(STEPS // 2) for _ in range(REQUESTS))
     events = {draw.randrange(STEPS): draw.choice(["drop", "pause", "reset"]) for _ in range(6)}
     prompts = [[draw.randrange(100) for _ in range(draw.randrange(1, 60))] for _ in range(REQUESTS)]
     prompts[5] = list(prompts[4])  # of one group
-    added = 0
+    added, turns = 0, dict[str, list[Any]]()
     for step in range(STEPS):
         while added < REQUESTS and arrivals[added] <= step:
-            length, ends = draw.choice([1, 2, 40, 150, 400]), [draw.randrange(97) for _ in range(draw.choice([0, 1, 2]))]
-            params = SamplingParams(max_tokens=length, stop_token_ids=ends, logprobs=0, detokenize=False, ignore_eos=True)
-            run.add(f"r{added}", prompts[added], params)
+            name, talks = f"r{added}", added % 3 == 0 and not run.ahead  # as the engine's conversations on a CPU
+            first, *more = [(prompts[added], sampling(draw))] + [([1, 2, 3], sampling(draw)) for _ in range(2 * talks)]
+            run.add(name, *first, resumable=talks)
+            if talks:
+                turns[name] = more
             added += 1
         if step in events:
+            run.go_on(turns, end=events[step] == "reset")  # of the keys and values that they keep
             run.event(events[step], draw)
+        run.go_on(turns)
         if run.scheduler.has_requests() or run.queue:
             run.step()
     while (run.scheduler.has_requests() or run.queue) and len(run.trace) < 5000:
+        run.go_on(turns)
         run.step()
     if hasattr(run.scheduler, "settle"):
         run.scheduler.settle()

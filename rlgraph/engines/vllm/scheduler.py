@@ -32,7 +32,7 @@ class DecodedTokens:
     finish: str | None = None
 
 
-@dataclass
+@dataclass(eq=False)
 class _Sequence:
     """A sequence: vLLM's request, and how many tokens of it were computed and written before the first step, with those under way."""
 
@@ -66,7 +66,7 @@ class _Steady:
         self._block, self._longest = block, longest
         self._crossing: dict[int, list[_Sequence]] = {}  # by the steps after which a sequence needs its next block, modulo its size
         self._last: dict[int, list[_Sequence]] = {}  # by the steps after which a sequence needs no further step
-        self._ends: dict[int, list[str]] = {}  # by the results after which a sequence has its last token
+        self._ends: dict[int, list[_Sequence]] = {}  # by the results after which a sequence has its last token
         self._stops: set[int] = set()  # tokens that end some sequence
         self.list_names()
 
@@ -79,7 +79,7 @@ class _Steady:
             self._crossing.setdefault(-row.computed % self._block, []).append(row)
             most = most_tokens(request, self._longest)
             self._last.setdefault(most - 1 - row.computed, []).append(row)
-            self._ends.setdefault(self.updated + most - request.num_tokens, []).append(request.request_id)
+            self._ends.setdefault(self.updated + most - request.num_tokens, []).append(row)
             self._stops.update(request.sampling_params.stop_token_ids or ())
             self._stops.add(request.sampling_params.eos_token_id)
             request.next_decode_eligible_step = NEVER
@@ -130,10 +130,11 @@ class _Steady:
         self.results[-1].tokens.append(np.array(tokens, dtype=np.int32))
         self.results[-1].log_probs.append(log_probs)
         self.updated += 1
-        done = set(self._ends.pop(self.updated, ()))
+        last = self._ends.pop(self.updated, ())  # some may have stopped before, and be here again with their next turn
+        stops: set[str] = set()
         if not self._stops.isdisjoint(tokens):
-            done.update(name for name, token in zip(order, tokens, strict=True) if token in self._stops and self._is_stop(name, token))
-        return [name for name in self.rows if name in done] if done else []
+            stops = {name for name, token in zip(order, tokens, strict=True) if token in self._stops and self._is_stop(name, token)}
+        return [name for name, row in self.rows.items() if name in stops or row in last] if last or stops else []
 
     def _is_stop(self, name: str, token: int) -> bool:
         params = self.rows[name].request.sampling_params if name in self.rows else None
