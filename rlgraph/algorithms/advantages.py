@@ -43,6 +43,8 @@ STD_EPSILON = 1e-6
 class GroupEstimator(ABC):
     """Base of the estimators that compare the rewards of a group. A subclass implements `scores`: the advantage `[B]` of each response.
 
+    A subclass that sets `by_group = True` works on each chunk of a rollout as it arrives; one that derives from another says so itself.
+
     * `singleton`: the advantage of a group of one, which has nothing to compare with: "reward" is its reward, "zero" is 0.
     """
 
@@ -93,6 +95,7 @@ class GRPO(GroupEstimator):
     Source: Shao et al., 2024, 2402.03300; Dr. GRPO: Liu et al., 2025, 2503.20783.
     """
 
+    by_group: ClassVar[bool] = True
     normalize_std: bool = True
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
@@ -116,6 +119,8 @@ class RLOO(GroupEstimator):
     Source: Ahmadian et al., 2024, 2402.14740.
     """
 
+    by_group: ClassVar[bool] = True
+
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
         size = groups.sizes[groups.index]
         return self.subtract_group_means(rewards, groups) * size / (size - 1).clamp(min=1)
@@ -132,6 +137,8 @@ class OPO(GroupEstimator):
 
     A group without response tokens has no advantages. Source: Hao et al., 2025, 2505.23585.
     """
+
+    by_group: ClassVar[bool] = True
 
     def scores(self, rewards: torch.Tensor, mask: torch.Tensor, groups: Groups) -> torch.Tensor:
         lengths = count(mask, -1).double()
@@ -175,6 +182,7 @@ class PassK(GroupEstimator):
     * `normalize_std`: divides by the standard deviation of the group.
     """
 
+    by_group: ClassVar[bool] = True
     normalize_std: bool = True
 
     def __post_init__(self) -> None:
@@ -356,6 +364,7 @@ class ReMax:
     Source: Li et al., 2023, 2310.10505.
     """
 
+    by_group: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = ("token_rewards", "baseline_rewards", "response_mask")
     writes: ClassVar[tuple[str, ...]] = ("advantages", "returns")
 
@@ -396,6 +405,7 @@ class OptimalTokenBaseline:
     last token of the second longest response.
     """
 
+    by_group: ClassVar[bool] = True
     align: Literal["column", "token"] = "column"
     zero_tail: bool = True
     weighted: bool = False
@@ -512,6 +522,7 @@ class ProcessGRPO:
     * `normalize_std`: divides by the standard deviation of the group's steps.
     """
 
+    by_group: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = ("step_rewards", "step_mask", "response_mask", "group_ids")
     writes: ClassVar[tuple[str, ...]] = ("advantages",)
     normalize_std: bool = True

@@ -91,6 +91,7 @@ class DistillationLoss:
     beta: Fraction = 0.5
     aggregation: Aggregation = "token-mean"
     horizon: Count | None = None
+    additive: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = (IDS, TOP)
     optional_reads: ClassVar[tuple[str, ...]] = ()
     needs_entropy: ClassVar[bool] = False

@@ -339,6 +339,10 @@ def aggregate(
 def row_weights(losses: torch.Tensor, mask: torch.Tensor, totals: Totals, mode: str, horizon: int | None) -> torch.Tensor:
     """Compute the factor `[b]` of each row's sum, by which the rows of all micro-batches add up to the loss."""
     if mode == "seq-mean-token-mean":
-        return 1 / lengths(mask, losses.dtype) / max(totals.rows, 1)
-    scale = {"token-mean": totals.tokens, "token-sum": 1}.get(mode, totals.rows)
-    return losses.new_full((len(losses),), 1 / max(scale, 1) / (horizon or 1))
+        return 1 / lengths(mask, losses.dtype) / divisor(mode, totals)
+    return losses.new_full((len(losses),), 1 / divisor(mode, totals) / (horizon or 1))
+
+
+def divisor(mode: str, totals: Totals) -> int:
+    """Give the number by which a mode divides the sum over a mini-batch, besides what it divides each row by."""
+    return max({"token-mean": totals.tokens, "token-sum": 1}.get(mode, totals.rows), 1)

@@ -17,6 +17,7 @@ from rlgraph.errors import DataError, GraphError
 from rlgraph.settings import AtLeastZero, Count, Finite
 
 Metrics = dict[str, torch.Tensor]
+AGGREGATED = ("actor/pg_loss", "actor/entropy", "actor/kl_loss", "actor/sft_loss")  # metrics that are reduced as the loss is
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,6 +77,9 @@ class PolicyLoss(ABC):
         >>> SquaredRatio(kl_coef=0.01).reads
         ('old_log_probs', 'advantages', 'ref_log_probs')
 
+    If a loss overrides more than `gains`, it sets `additive`: whether the loss and the metrics of a mini-batch are sums over its rows, the
+    losses and `AGGREGATED` divided as the aggregation says, other metrics by the number of tokens. `policy.update(streamed=True)` needs it.
+
     * `aggregation`: reduces token losses over all tokens, "token-mean" or "token-sum", or per response first, "seq-mean-token-sum",
       "seq-mean-token-mean" or "seq-mean-token-sum-norm".
     * `horizon`: the fixed number of tokens that "seq-mean-token-sum-norm" divides by.
@@ -88,11 +92,17 @@ class PolicyLoss(ABC):
     ratio: ClassVar[bool] = True
     optional_reads: ClassVar[tuple[str, ...]] = ("rollout_is_weights",)
     only_aggregation: ClassVar[str | None] = None
+    additive: ClassVar[bool] = True
     aggregation: Aggregation = "token-mean"
     horizon: Count | None = None
     entropy_coef: Finite = 0.0
     kl_coef: AtLeastZero = 0.0
     kl_estimator: KlEstimator = "k3"
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if not {"policy_term", "aggregate", "__call__"}.isdisjoint(cls.__dict__) and "additive" not in cls.__dict__:
+            cls.additive = False
 
     def __post_init__(self) -> None:
         settings.check(self)

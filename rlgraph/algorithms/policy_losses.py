@@ -201,6 +201,7 @@ class GMPO(PolicyLoss):
     """
 
     only_aggregation = "seq-mean-token-mean"
+    additive = True
     aggregation: Aggregation = "seq-mean-token-mean"
     clip_low: AtLeastZero = 0.2
     clip_high: AtLeastZero = 0.2
@@ -274,6 +275,7 @@ class ClipCov(PolicyLoss):
     * `clip_high`: the ratio is clipped above at 1 + `clip_high`.
     """
 
+    additive = False  # it chooses tokens within each micro-batch
     clip_low: Fraction = 0.2
     clip_high: AtLeastZero = 0.2
     fraction: PositiveFraction = 2e-4
@@ -319,6 +321,7 @@ class KlCov(PolicyLoss):
     * `coef`: the weight of the penalty.
     """
 
+    additive = False
     fraction: PositiveFraction = 2e-4
     coef: Positive = 0.1
 
@@ -438,6 +441,7 @@ class ProximalLoss(ClippedLoss):
     """
 
     optional_reads = ()
+    additive = True
     method: Literal["loglinear", "linear"] = "loglinear"
     threshold: Positive = 5.0
 

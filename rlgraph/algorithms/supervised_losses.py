@@ -38,6 +38,7 @@ class SFTLoss:
     dft: bool = False
     aggregation: Aggregation = "token-mean"
     horizon: Count | None = None
+    additive: ClassVar[bool] = True
     reads: ClassVar[tuple[str, ...]] = ()
     optional_reads: ClassVar[tuple[str, ...]] = ()
     needs_entropy: ClassVar[bool] = False

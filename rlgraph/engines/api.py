@@ -305,6 +305,24 @@ class TrainEngine(Protocol):
         """Free the model."""
 
 
+class StreamedTrainEngine(TrainEngine, Protocol):
+    """A `TrainEngine` whose updates get a batch in chunks. Its `TrainerSpec` has `streams=True`."""
+
+    def add_gradients(self, batch: Columns, loss: Loss, totals: Totals, *, temperature: float = 1.0) -> dict[str, float]:
+        """Add the gradients of a part of a batch to those of the next optimizer step, and return the part's metrics.
+
+        With totals of 1 token and 1 row, losses, gradients and metrics are sums. `scores` may be called between two parts.
+        """
+
+    def apply_gradients(
+        self, metrics: Mapping[str, float], *, learns: bool, guard: Guard | None = None, divisor: int = 1
+    ) -> dict[str, float]:
+        """Divide the gradients that were added, take the optimizer step as `update` does, and return the metrics with those of the step.
+
+        If the batch has no token that `learns`, weights and moments stay as they are.
+        """
+
+
 def check_request(request: Request, held: Container[str], context: int, vocab: int) -> None:
     """Raise DataError unless the id is new, and the prompt is token ids of the vocabulary and leaves room for a response."""
     where = f"request '{request.id}'"

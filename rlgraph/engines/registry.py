@@ -116,6 +116,7 @@ class TrainerSpec(Estimates):
     * `any_vocabulary`: the number of ranks need not divide the vocabulary.
     * `any_heads`: the number of ranks need not divide the heads; the ranks then form a ring.
     * `shares_prompts`: on a GPU it computes the prompt of several responses once, and counts micro-batches accordingly.
+    * `streams`: its engine has `add_gradients` and `apply_gradients`, for updates with `streamed=True`.
     * `shares_base`: it reads the frozen weights of an adapter's base from `place.shared_base`, unless that is None.
     * `saved_shards`: `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.runs.export`. Without it
       only a running job exports.
@@ -142,6 +143,7 @@ class TrainerSpec(Estimates):
     any_heads: bool = False
     shares_prompts: bool = False
     shares_base: bool = False
+    streams: bool = False
     saved_shards: Callable[[Path], Iterable[SavedShard]] | None = None
     prepare: Callable[[], None] | None = None
     sleep_bytes: Callable[[int, int], int] = moments

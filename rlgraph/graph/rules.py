@@ -314,19 +314,33 @@ def check_chunk_readers(graph: UncheckedGraph) -> None:
     for rollout in (node for node in graph.nodes if node.stream is node):
         readers = list(graph.forward.successors(rollout))
         if not any(reader.follows is rollout for reader in readers):
-            reasons = "; ".join(f"'{reader.name}' {_why_full_batch(reader, rollout)}" for reader in readers)
+            reasons = "; ".join(f"'{reader.name}' {why_full_batch(reader, rollout)}" for reader in readers)
             raise GraphError(
                 f"node '{rollout.name}' has chunks={rollout.chunks}, but no node can work on a chunk while the rest is decoded: {reasons}; "
                 "leave chunks out"
             )
 
 
-def _why_full_batch(reader: Node, rollout: Node) -> str:
+def why_full_batch(reader: Node, rollout: Node) -> str:
+    """Say why a node does not work on the chunks of a rollout."""
     if reader.pool is not None and reader.pool is rollout.pool:
         return f"runs in its pool '{rollout.pool.name if rollout.pool else ''}', so only after it"
+    if reader.traits.whole:
+        return reader.traits.whole
     if not reader.traits.by_group:
         return "takes the whole batch (your own reward or node works on chunks with by_group=True)"
     return "also reads a column of the whole batch, or of another rollout's chunks"
+
+
+def check_streamed_pools(graph: UncheckedGraph) -> None:
+    """A model that learns from chunks as they arrive takes no turns with another model on the same devices."""
+    for update in (node for node in graph.nodes if node.traits.work == "train" and node.follows is not None):
+        others = [n.name for n in graph.nodes if n.pool is update.pool and n.follows is update.follows and n.model is not update.model]
+        if others:
+            raise GraphError(
+                f"node '{update.name}' has streamed=True, and in its pool '{update.pool.name if update.pool else ''}' {others} of another "
+                "model would take turns with it at each chunk; give that model a pool of its own, or leave out streamed"
+            )
 
 
 def check_chunk_sizes(graph: UncheckedGraph) -> None:
@@ -364,6 +378,7 @@ GRAPH_RULES: tuple[Callable[[UncheckedGraph], None], ...] = (
     check_single_edge,
     check_update_order,
     check_chunk_readers,
+    check_streamed_pools,
     check_chunk_sizes,
     check_evaluation_delay,
     check_adapters,

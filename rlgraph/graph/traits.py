@@ -36,6 +36,7 @@ class NodeTraits:
       their model. For other nodes every rank receives the whole batch, and rank 0 writes it.
     * `by_group`: the columns for the responses to one prompt depend only on these responses. The node then works on the
       chunks of a rollout as they arrive.
+    * `whole`: why it works on whole batches alone, for errors, e.g. "calls your own function".
     * `host_pool`: a pool of host cores that it uses by itself, e.g. a rollout for its tools.
     * `dims`: bounds of dimensions of the columns that it writes, e.g. `{"T": 1024}`; they predict the sizes of messages.
     * `sampling`: its sampling; None if it samples nothing. Log-probs of its responses use this temperature.
@@ -57,6 +58,7 @@ class NodeTraits:
 
     work: Work = "host"
     by_group: bool = False
+    whole: str = ""
     host_pool: Pool | None = None
     dims: Mapping[str, int] = field(default_factory=dict)
     sampling: Sampling | None = None

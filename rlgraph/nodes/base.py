@@ -118,12 +118,13 @@ class FunctionOperation(Operation):
 
     function: Callable[[Columns], Fired]
     by_group: bool = False
+    whole: str = ""
     compares: str = ""
     tried: bool = False  # at the launch, on a made-up batch
 
     @property
     def traits(self) -> NodeTraits:
-        return NodeTraits(by_group=self.by_group, compares=self.compares, given=(self.function,), trial=self.tried)
+        return NodeTraits(by_group=self.by_group, whole=self.whole, compares=self.compares, given=(self.function,), trial=self.tried)
 
     def start(self, context: Context) -> Stage:
         return lambda step, columns: self.function(ReadColumns(columns))

@@ -144,8 +144,11 @@ def _order_channels(graph: Graph, schedule: Schedule, workers: Sequence[PlannedW
         for node in events.evaluations(graph, feedback):
             assert feedback.source is not None
             writer = feedback.source.node
-            name, slots = events.order_channel_name(writer.name, node.name), events.ahead(graph) + 1
-            planned.append(PlannedChannel(name, writer.name, (node.name,), (), host_transport(homes, writer, node), slots, 0, "order"))
+            name, chunks = events.order_channel_name(writer.name, node.name), writer.chunks
+            slots, transport = (events.ahead(graph) + 1) * chunks, host_transport(homes, writer, node)
+            planned.append(
+                PlannedChannel(name, writer.name, (node.name,), (), transport, slots, 0, "order", chunks=chunks, stream=_stream(writer))
+            )
     return planned
 
 

@@ -84,7 +84,7 @@ def passes_of(node: "Node", gpus: int) -> Passes | None:
     group = _group(node) if model.shared_prompts else 1
     return Passes(
         model.micro_batch_tokens * context,
-        node.traits.mini_batches,
+        max(node.traits.mini_batches, node.chunks),
         tensor,
         context,
         model.pipeline_parallel,

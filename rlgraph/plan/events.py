@@ -295,7 +295,7 @@ def _weights_events(graph: Graph, hosts: Hosts, costs: Costs) -> list[Event]:
     for feedback in graph.feedbacks:
         assert feedback.source is not None
         source, edge = feedback.source.node, feedback.name
-        trained = Event("", "publish", source.name, hosts[source.name], pool_of(source), costs.publish_s)
+        trained = Event("", "publish", source.name, hosts[source.name], pool_of(source), costs.publish_s, source.chunks - 1)
         if readers(graph, feedback):
             found.append(replace(trained, name=publish_event(edge), edge=edge))
         for node, _ in loads(graph, feedback):
@@ -425,7 +425,7 @@ def _loops(graph: Graph, puts: Puts) -> list[Dependency]:
         assert feedback.source is not None
         publish = publish_event(feedback.name)
         if readers(graph, feedback):
-            found.append(Dependency(feedback.source.node.name, publish, 0, "loop", feedback.name))
+            found += [Dependency(firing, publish, 0, "loop", feedback.name) for firing in fire_events(feedback.source.node)]
         for node, users in loads(graph, feedback):
             load = load_event(feedback.name, node.name)
             arrives = load
@@ -444,13 +444,14 @@ def _evaluation(graph: Graph, feedback: Feedback, node: Node, put: int) -> list[
     """Make an overlapping evaluation wait for the weights of its step, and training wait for an evaluation that is too far behind."""
     assert feedback.source is not None
     assert node.due is not None
-    update, name = feedback.source.node.name, evaluation_loop(feedback.name, node.name)
+    source, name = feedback.source.node, evaluation_loop(feedback.name, node.name)
+    update = fire_events(source)[-1]
     publish, load = publish_event(name), load_event(name, node.name, apart=True)
     chain = [Dependency(a, b, 0, "loop", name) for a, b in pairwise((update, publish, load, node.name))]
     return [
         *chain,
         Dependency(load, publish, node.due.every, "slots", name),
-        Dependency(node.name, update, ahead(graph) + 1, "slots", order_channel_name(update, node.name), put),
+        Dependency(node.name, update, ahead(graph) + 1, "slots", order_channel_name(source.name, node.name), put),
     ]
 
 

@@ -90,6 +90,7 @@ class Everything(Operation):
         return NodeTraits(
             work="generate",
             by_group=True,
+            whole="calls your own function",
             host_pool=TOOLS,
             dims={"T": 4},
             sampling=rg.Sampling(max_tokens=4, temperature=0.5),

@@ -50,7 +50,7 @@ def plan(graph: rg.Graph, **seconds: float) -> rg.Plan:
 def test_rewards_and_passes_work_on_chunks_and_other_nodes_take_the_whole_batch() -> None:
     found = {node.name: node.chunks for node in plan(Parts().with_passes()).nodes}
     assert found == {
-        "prompts": 1, "rollout": 4, "reward": 4, "advantages": 1, "old_log_probs": 4, "ref_log_probs": 4, "update": 1,
+        "prompts": 1, "rollout": 4, "reward": 4, "advantages": 4, "old_log_probs": 4, "ref_log_probs": 4, "update": 1,
     }  # fmt: skip
 
 

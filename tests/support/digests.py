@@ -1,7 +1,7 @@
 """Runs of the tiny model whose metrics hold digests: two runs share them only if every bit of batch and weights is the same."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,13 @@ def digest(tensors: Iterable[Any]) -> float:
 
 def with_digests(engine: Any, name: str) -> Any:
     """Return the engine with a digest of its weights among the metrics of each update."""
-    update = engine.update
+    apply = engine.apply_gradients
 
-    def update_and_digest(batch: Columns, loss: Any, **settings: Any) -> dict[str, float]:
-        metrics: dict[str, float] = update(batch, loss, **settings)
-        return {**metrics, name: digest(engine.weights().values())}
+    def apply_and_digest(metrics: Mapping[str, float], **settings: Any) -> dict[str, float]:
+        found: dict[str, float] = apply(metrics, **settings)
+        return {**found, name: digest(engine.weights().values())}
 
-    engine.update = update_and_digest
+    engine.apply_gradients = apply_and_digest
     return engine
 
 

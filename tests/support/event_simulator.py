@@ -145,7 +145,7 @@ class Simulator:
                 channel.released[worker] += len(channel.held[worker] & set(wanted))
                 channel.held[worker] -= set(wanted)
         for weights in self.loops:
-            if weights.plan.writer == node:
+            if weights.plan.writer == node and chunk == planned.chunks - 1:
                 yield self.seconds[f"publish {weights.plan.name}"]
                 weights.published += 1
 

@@ -1,4 +1,4 @@
-"""Random training graphs with costs: critics, references, host nodes beside the loop, chunks of a batch, pools shared and apart."""
+"""Random training graphs with costs: critics, references, host nodes beside the loop, chunks of a batch, streamed updates, pools shared and apart."""
 
 import random
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ def _drawn(chance: random.Random) -> Graph:
     critic_first = chance.random() < 0.5
     critics = [_critic(chance, made, pools, index) for index in range(chance.choice([0, 0, 1, 2]))] if critic_first else []
     reads = tuple(output.columns[0] for output in trained)
-    update = declare("update", Nothing("train"), trained, reads=reads, writes=(), model=policy)
+    update = declare("update", Nothing("train", by_group=chance.random() < 0.4), trained, reads=reads, writes=(), model=policy)
     if not critic_first:
         critics = [_critic(chance, made, pools, index) for index in range(chance.choice([0, 1, 1, 2]))]
     for edge in {output.node.feedback for output in made} - {None}:
@@ -99,4 +99,7 @@ def _critic(chance: random.Random, made: list[Output], pools: list[Pool], index:
     model = Model(f"critic {index}", pool=chance.choice(pools))
     inputs = [made[0], *chance.sample(made[1:], min(len(made) - 1, 2))]
     reads = tuple(output.columns[0] for output in inputs)
-    return Output(declare(f"critic update {index}", Nothing("train"), inputs, reads=reads, writes=(), model=model), "metrics")
+    return Output(
+        declare(f"critic update {index}", Nothing("train", by_group=chance.random() < 0.4), inputs, reads=reads, writes=(), model=model),
+        "metrics",
+    )

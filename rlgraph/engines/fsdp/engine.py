@@ -187,8 +187,13 @@ class FsdpEngine:
         the loss, unless the loss names a part of it so), `actor/grad_norm` before clipping, `actor/lr` and those of the loss; of a
         critic the same with `critic/vf_loss`.
         """
-        width = shape_of(batch)[1]
         totals = Totals.of(tensor_of(batch, "response_mask"))
+        metrics = self.add_gradients(batch, loss, totals, temperature=temperature)
+        return self.apply_gradients(metrics, learns=totals.tokens > 0, guard=guard)
+
+    def add_gradients(self, batch: Columns, loss: Loss, totals: Totals, *, temperature: float = 1.0) -> dict[str, float]:
+        """Add the gradients of a batch, or of a part of it, to those of the next optimizer step; see `StreamedTrainEngine`."""
+        width = shape_of(batch)[1]
         found: list[dict[str, float]] = []
         at = chosen_at(loss)
         for micro_batch in self._passes(batch):
@@ -208,17 +213,22 @@ class FsdpEngine:
             balance, more = self._routing.loss(micro_batch.repeats, len(micro_batch.targets) / max(totals.tokens, 1))
             found.append({self._head.loss_name: value.item()} | metrics | more)  # before the backward pass, which this would wait for
             (value if balance is None else value + balance).backward()
-        metrics = {self._head.loss_name: 0.0} | sum_metrics(found, self._ranks.data, self._device, self._ranks.data_group)
-        metrics |= self._routing.metrics(self._add_up)
-        return self._step(metrics, totals.tokens > 0, guard)
+        return {self._head.loss_name: 0.0} | sum_metrics(found, self._ranks.data, self._device, self._ranks.data_group)
 
     def _add_up(self, counts: torch.Tensor) -> None:
         if self._ranks.sharded.size() > 1:
             dist.all_reduce(counts, group=self._ranks.sharded.get_group())
 
-    def _step(self, metrics: dict[str, float], learns: bool, guard: Guard | None) -> dict[str, float]:
+    def apply_gradients(
+        self, metrics: Mapping[str, float], *, learns: bool, guard: Guard | None = None, divisor: int = 1
+    ) -> dict[str, float]:
+        """Take the optimizer step with the gradients that were added; see `StreamedTrainEngine`."""
+        metrics = {**metrics, **self._routing.metrics(self._add_up)}
         if self._ranks.matrices is not None:
             sum_gradients(self._alike, self._ranks.matrices)
+        if divisor != 1:
+            grads = [local(parameter.grad) for parameter in self._head.parameters() if parameter.grad is not None]
+            torch._foreach_div_(grads, divisor)
         norm = clip_gradients(self._head.parameters(), self.optimizer_settings.grad_clip)
         lr = self.optimizer_settings.lr_at(self._steps)
         metrics = metrics | {f"{self._head.prefix}/grad_norm": norm, f"{self._head.prefix}/lr": lr}

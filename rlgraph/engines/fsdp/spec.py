@@ -62,5 +62,6 @@ TRAINER = TrainerSpec(
     shares_prompts=True,
     shares_base=True,
     reads_shards=True,
+    streams=True,
     saved_shards=saved_shards,
 )

@@ -265,6 +265,7 @@ class MegatronEngine:
         self.micro_batch_tokens = settings.micro_batch_tokens
         optimizer = settings.optimizer
         self.optimizer_settings, self._steps = optimizer, 0
+        self._added = False  # whether there are gradients of the next optimizer step
         self._head, self._on_progress = head, on_progress
         named = {name.removeprefix("model."): tuple(parameter.shape) for name, parameter in head.named_parameters()}
         tied = isinstance(head, PolicyHead) and "lm_head.weight" not in named
@@ -334,9 +335,17 @@ class MegatronEngine:
 
         The metrics are those of the trainer "fsdp". A batch without a token to learn from takes no step.
         """
-        totals, width = Totals.of(tensor_of(batch, "response_mask")), shape_of(batch)[1]
+        totals = Totals.of(tensor_of(batch, "response_mask"))
+        metrics = self.add_gradients(batch, loss, totals, temperature=temperature)
+        return self.apply_gradients(metrics, learns=totals.tokens > 0, guard=guard)
+
+    def add_gradients(self, batch: Columns, loss: Loss, totals: Totals, *, temperature: float = 1.0) -> dict[str, float]:
+        """Add the gradients of a batch, or of a part of it, to those of the next optimizer step; see `StreamedTrainEngine`."""
+        width = shape_of(batch)[1]
         found: list[dict[str, float]] = []
-        self._masters.begin()
+        if not self._added:
+            self._masters.begin()
+        self._added = True
 
         def learn(micro_batch: MicroBatch, states: torch.Tensor) -> Done:
             scores = self._stage.scores(states, micro_batch, temperature=temperature, entropy=loss.needs_entropy)
@@ -349,8 +358,7 @@ class MegatronEngine:
             return value, self._no_tokens, None
 
         self._run(batch, learn, trains=True)
-        metrics = {self._head.loss_name: 0.0} | sum_metrics(found, self._ranks.world, self._device)
-        return self._step(metrics, totals.tokens > 0, guard)
+        return {self._head.loss_name: 0.0} | sum_metrics(found, self._ranks.world, self._device)
 
     @property
     def _nothing(self) -> torch.Tensor:
@@ -392,11 +400,15 @@ class MegatronEngine:
             )
         self._on_progress(len(passes), len(passes))
 
-    def _step(self, metrics: dict[str, float], learns: bool, guard: Guard | None) -> dict[str, float]:
-        self._masters.add_up()
+    def apply_gradients(
+        self, metrics: Mapping[str, float], *, learns: bool, guard: Guard | None = None, divisor: int = 1
+    ) -> dict[str, float]:
+        """Take the optimizer step with the gradients that were added; see `StreamedTrainEngine`."""
+        self._added = False
+        self._masters.add_up(divisor)
         norm = self._masters.clip(self.optimizer_settings.grad_clip)
         lr = self.optimizer_settings.lr_at(self._steps)
-        metrics = metrics | {f"{self._head.prefix}/grad_norm": norm, f"{self._head.prefix}/lr": lr}
+        metrics = {**metrics, f"{self._head.prefix}/grad_norm": norm, f"{self._head.prefix}/lr": lr}
         if not learns or (guard is not None and not guard(metrics)):
             return metrics
         for group in self._optimizer.param_groups:

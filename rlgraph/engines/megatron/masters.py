@@ -207,8 +207,8 @@ class Masters:
                     self.weights[name].grad = self._gradients[name] = gradient
         self._all.zero_()
 
-    def add_up(self) -> None:
-        """Add up the gradients of the ranks that computed with other tokens, other heads, or the same embeddings elsewhere."""
+    def add_up(self, divisor: int = 1) -> None:
+        """Add up the gradients of the ranks that computed with other tokens, other heads, or the same embeddings elsewhere, and divide."""
         ranks, table = self._table.ranks, self._table
         assert self._all is not None
         self._common.add_up(self._all[: self._common.elements])
@@ -219,6 +219,8 @@ class Masters:
             name = "embedding.weight" if ranks.is_first else "output.weight"
             if name in self._gradients:
                 dist.all_reduce(self._gradients[name], group=ranks.tied_group)
+        if divisor != 1:
+            self._all.div_(divisor)
 
     def clip(self, most: float) -> float:
         """Scale the gradients down to a norm of `most` over all ranks, and return the norm before; what several ranks hold counts once."""

@@ -63,6 +63,7 @@ TRAINER = TrainerSpec(
     whole_vocabulary=False,
     any_vocabulary=True,
     reads_shards=True,
+    streams=True,
     in_each_group=True,
     gathers_shards=False,
     saved_shards=saved_shards,

@@ -68,7 +68,14 @@ def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: 
         if "response_mask" not in reads:
             reads.append("response_mask")
         convert = _place_rewards
-    operation = FunctionOperation(_Estimate(estimator, convert), compares=_compares(estimator), tried=trial and custom(estimator))
+    by_group = bool(vars(type(estimator)).get("by_group", False))  # a class derived from another says so itself
+    operation = FunctionOperation(
+        _Estimate(estimator, convert),
+        by_group=by_group,
+        whole="" if by_group else f"estimates by {type(estimator).__name__}, which needs the whole batch, unlike e.g. rg.GRPO()",
+        compares=_compares(estimator),
+        tried=trial and custom(estimator),
+    )
     return Output(declare(name, operation, inputs, reads=tuple(reads), writes=tuple(estimator.writes)))
 
 
@@ -147,7 +154,9 @@ def rollout_correction(
     weighs = not masks or (isinstance(correction, RolloutCorrection) and correction.weights is not None)
     writes = (*(("rollout_is_weights",) if weighs else ()), *(("loss_mask",) if masks else ()))
     reads = ("old_log_probs", "rollout_log_probs", *mask_columns(inputs))
-    operation = FunctionOperation(_Correct(correction, writes), tried=trial and custom(correction))
+    by_row = isinstance(correction, RolloutCorrection) and not (correction.weights is not None and correction.weights.normalize)
+    whole = "" if by_row else "calls your own function, or normalises weights over the whole batch"
+    operation = FunctionOperation(_Correct(correction, writes), by_row, whole, tried=trial and custom(correction))
     return Output(declare(name, operation, inputs, reads=reads, writes=writes))
 
 
@@ -207,7 +216,7 @@ def filter_groups(*inputs: Output, metric: Name = "rewards", name: str = "filter
     ('loss_mask',)
     """
     reads = (metric, "group_ids", *mask_columns(inputs))
-    return Output(declare(name, FunctionOperation(_Filter(metric)), inputs, reads=reads, writes=("loss_mask",)))
+    return Output(declare(name, FunctionOperation(_Filter(metric), by_group=True), inputs, reads=reads, writes=("loss_mask",)))
 
 
 @dataclass(frozen=True)
@@ -238,7 +247,7 @@ def filter_truncated(*inputs: Output, name: str = "filter_truncated") -> Output:
     Raises GraphError for a missing column.
     """
     reads = ("finish_reasons", *mask_columns(inputs))
-    return Output(declare(name, FunctionOperation(_mask_truncated_rows), inputs, reads=reads, writes=("loss_mask",)))
+    return Output(declare(name, FunctionOperation(_mask_truncated_rows, by_group=True), inputs, reads=reads, writes=("loss_mask",)))
 
 
 def _mask_truncated_rows(columns: Columns) -> Fired:

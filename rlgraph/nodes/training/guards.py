@@ -65,28 +65,48 @@ class UpdateGuard:
     warnings: int = 0
     flat: int = 0  # batches in a row in which every advantage is 0
     found: dict[str, float] = field(default_factory=dict)
+    zero: list[torch.Tensor] = field(default_factory=list)  # whether each response's advantages are all 0, by the chunks of a batch
+    differences: list[torch.Tensor] = field(default_factory=list)  # of log-probs, of each token
+    tokens: bool = False
 
     def batch(self, columns: Columns) -> bool:
         """Decide whether a batch has something to learn from. Raises GuardError if the guards demand a stop."""
+        self.begin()
+        self.look(columns)
+        return self.judge()
+
+    def begin(self) -> None:
+        """Begin a batch, which `look` is shown in chunks and `judge` decides on."""
         self.skipped, self.warnings, self.found = 0, 0, {}
-        mask = columns["response_mask"]
+        self.zero, self.differences, self.tokens = [], [], False
+
+    def look(self, chunk: Columns) -> None:
+        """Measure a chunk of the batch."""
+        mask = chunk["response_mask"]
         assert isinstance(mask, torch.Tensor)
-        if not bool(mask.any()):
+        self.tokens = self.tokens or bool(mask.any())
+        if isinstance(advantages := chunk.get("advantages"), torch.Tensor):
+            self.zero.append(((advantages == 0) | ~mask).all(-1))
+        old, sampled = chunk.get("old_log_probs"), chunk.get("rollout_log_probs")
+        if isinstance(old, torch.Tensor) and isinstance(sampled, torch.Tensor) and old is not sampled:
+            self.differences.append((old - sampled).abs()[mask])
+
+    def judge(self) -> bool:
+        """Decide whether the batch has something to learn from. Raises GuardError if the guards demand a stop."""
+        if not self.tokens:
             self._skip(self.guards.empty, "the batch has no token to learn from: every response is empty or masked out")
             return False
-        if isinstance(advantages := columns.get("advantages"), torch.Tensor):
-            self._advantages(advantages, mask)
-        old, sampled = columns.get("old_log_probs"), columns.get("rollout_log_probs")
-        if isinstance(old, torch.Tensor) and isinstance(sampled, torch.Tensor) and old is not sampled:
-            mismatch = (old - sampled).abs()[mask].mean().item()
+        if self.zero:
+            self._advantages(torch.cat(self.zero))
+        if self.differences:
+            mismatch = torch.cat(self.differences).mean().item()
             self.found["guards/mismatch"] = mismatch
             what = "engine and trainer give the sampled tokens log-probs that differ by {:.3g} on average"
             self._limit(what, mismatch, self.guards.warn_mismatch, self.guards.stop_mismatch, "mismatch")
         return True
 
-    def _advantages(self, advantages: torch.Tensor, mask: torch.Tensor) -> None:
-        """Measure the share of responses whose advantages are all 0. Report it if that is every response of three batches in a row."""
-        zero = ((advantages == 0) | ~mask).all(-1)
+    def _advantages(self, zero: torch.Tensor) -> None:
+        """Keep the share of responses whose advantages are all 0. Report it if that is every response of three batches in a row."""
         self.found["critic/advantages/zero"] = zero.float().mean().item()
         self.flat = self.flat + 1 if bool(zero.all()) else 0
         if self.flat == FLAT:

@@ -11,6 +11,7 @@ from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Operation, Output, declare
 from rlgraph.nodes.base import Context, Stage, list_columns
 from rlgraph.nodes.training.guards import Guards
+from rlgraph.nodes.training.streamed import check_streamed, chunks_of
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary, columns_to_check, routes_read
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Part, PolicyUpdate, Update, check_taken, checked_also, checked_schedule, own_name
 from rlgraph.settings import Count, Natural, check_arguments, refuse_unknown
@@ -113,6 +114,7 @@ class Policy(TrainedModel):
         critic_warmup: Natural = 0,
         guards: Guards = DEFAULT_GUARDS,
         also: Sequence[Any] = (),
+        streamed: bool = False,
         trial: bool = True,
         name: str = "update",
     ) -> Update:
@@ -128,10 +130,14 @@ class Policy(TrainedModel):
         * `guards`: checks that refuse NaN, an empty batch, and a policy or an engine too far from the one that sampled.
         * `also`: further batches for each optimizer step, e.g. `also=[(examples, rg.SFTLoss(), 0.1)]`. Each is (batch, loss, weight), and
           a batch is an output or a list of outputs. Each loss is normalised by its own batch. Its metrics begin with the batch's name.
+        * `streamed`: learns from each chunk of a rollout with `chunks` as it arrives, while the rest decodes. Gradients add up, and the
+          optimizer steps after the last chunk, or after the last one of each mini-batch. The algorithm is the same. All inputs have to
+          arrive in chunks; epochs, `also`, and losses and estimators that need the whole batch do not work with it.
         * `trial`: calls a custom loss on a made-up batch before anything starts.
         * `name`: the node's name in plans and errors.
 
-        Raises GraphError for a column that no input carries, mini-batches of different sizes, or a critic's warm-up without a critic.
+        Raises GraphError for a column that no input carries, mini-batches of different sizes, a critic's warm-up without a critic, or
+        `streamed` where something needs the whole batch.
         """
         check_taken(name, loss, self.scores, inputs, mini_batches)
         check_warmup(name, inputs, critic_warmup)
@@ -161,8 +167,12 @@ class Policy(TrainedModel):
             critic_warmup=critic_warmup,
             parts=tuple(parts),
             scored=scored_share(sizes),
+            chunks=chunks_of(name, inputs) if streamed else 1,
         )
-        return training.declare(more, reads)
+        update = training.declare(more, reads)
+        if streamed:
+            check_streamed(update.weights.node, self, loss, epochs=epochs, mini_batches=mini_batches, also=also)
+        return update
 
 
 def columns_read(name: str, inputs: Sequence[Output], loss: PolicyLossFn | WholeLoss) -> tuple[str, tuple[str, ...]]:

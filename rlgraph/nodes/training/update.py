@@ -19,6 +19,7 @@ from rlgraph.graph.nodes import Node, Operation, Output, declare
 from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage, custom, tensor_of
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
+from rlgraph.nodes.training.streamed import StreamedBatch
 from rlgraph.nodes.training.trained_model import TrainedModel, check_rotary_factors, check_trained, check_vocabulary, checked_rows
 from rlgraph.nodes.trial import try_loss
 from rlgraph.settings import Count
@@ -148,6 +149,7 @@ def join_with_losses(each: Sequence[tuple[Columns, Any]], more: Sequence[Part]) 
 # The update: the node that trains a model on a batch, its optimizer steps, and the batch that a policy learns from.
 
 DEFAULT_GUARDS = Guards()
+TOKENS_OF_BATCH = "perf/total_num_tokens"
 
 
 @dataclass(frozen=True)
@@ -244,12 +246,19 @@ class Training(Operation):
     guards: Guards
     name: str
     tried: bool = True  # at the launch, on a made-up batch
+    chunks: int = 1  # of a batch, from which it learns one after the other
 
     @property
     def traits(self) -> NodeTraits:
-        epochs, mini_batches = self.schedule.epochs, self.schedule.mini_batches
-        scored = float(isinstance(self.loss, WholeLoss))
-        return NodeTraits(work="train", epochs=epochs, mini_batches=mini_batches, scored=scored, given=(self.loss,), trial=self.tried)
+        return NodeTraits(
+            work="train",
+            by_group=self.chunks > 1,
+            epochs=self.schedule.epochs,
+            mini_batches=self.schedule.mini_batches,
+            scored=float(isinstance(self.loss, WholeLoss)),
+            given=(self.loss,),
+            trial=self.tried,
+        )
 
     def declare(self, inputs: Sequence[Output], reads: Sequence[str]) -> Update:
         """Declare the node. `reads` may name a column twice; it trains on the rows of all batches, which differ by their prefixes."""
@@ -320,6 +329,32 @@ class PolicyUpdate(Training):
     def _own_columns(self, columns: Columns) -> Columns:
         return {name: column for name, column in columns.items() if not name.startswith(tuple(part.prefix for part in self.parts))}
 
+    def start(self, context: Context) -> Stage:
+        return super().start(context) if self.chunks == 1 else self._start_streamed(context)
+
+    def _start_streamed(self, context: Context) -> Stage:
+        """Learn from each chunk as it arrives; the metrics of the optimizer steps come with the last one."""
+        guard = UpdateGuard(self.name, self.guards)
+        batch, tokens = StreamedBatch(context.engine, self.loss, guard, self.chunks, self.schedule.mini_batches), 0.0
+
+        def fire(step: int, columns: Columns) -> Fired:
+            nonlocal batch, tokens
+            if batch.ended:
+                batch, tokens = replace(batch, arrived=0, steps=[], empty=0), 0.0
+            if batch.arrived == 0:
+                guard.begin()
+            sizes = dict(_sizes(columns))
+            tokens += sizes.pop(TOKENS_OF_BATCH)
+            exact = checked_rows(context.engine, columns, step, self.temperature) if self.model.exact else {}
+            if step < self.critic_warmup:
+                batch.arrived += 1
+            else:
+                batch.add(_batch(columns, self.behaviour, step), self.temperature)
+            learnt = {**batch.metrics(), **guard.metrics(), TOKENS_OF_BATCH: tokens} if batch.ended else {}
+            return {}, {**learnt, **sizes, **exact}
+
+        return fire
+
     def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
         own = self._own_columns(columns)
         if step < self.critic_warmup:
@@ -351,7 +386,7 @@ def _sizes(columns: Columns) -> Mapping[str, float]:
     return cut | {
         "response_length/mean": lengths.mean().item(),
         "response_length/max": lengths.max().item(),
-        "perf/total_num_tokens": float(prompt_mask.sum() + response_lengths(mask).sum()),
+        TOKENS_OF_BATCH: float(prompt_mask.sum() + response_lengths(mask).sum()),
     }
 
 

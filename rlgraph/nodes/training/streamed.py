@@ -1,0 +1,120 @@
+"""The streamed update: it adds the gradients of each chunk of a batch when the chunk is there, and steps after the last one.
+
+The passes are those of an update that gets the same chunks at once, in the same order, so both have the same bits. The number of tokens
+that a loss divides by is known only with the last chunk: until then losses, gradients and metrics are sums.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlgraph.algorithms.masks import Totals, divisor
+from rlgraph.algorithms.policy_loss import AGGREGATED
+from rlgraph.columns import Columns
+from rlgraph.errors import GraphError
+from rlgraph.graph.nodes import Node, Output
+from rlgraph.graph.rules import why_full_batch
+from rlgraph.nodes.base import tensor_of
+from rlgraph.nodes.training.guards import UpdateGuard
+from rlgraph.nodes.training.trained_model import TrainedModel
+
+SUMS = Totals(1, 1)  # losses and metrics that are divided by these are sums
+
+
+@dataclass
+class StreamedBatch:
+    """A batch that arrives in `chunks`, and its optimizer steps: one for each of `mini_batches` equal parts of the chunks."""
+
+    engine: Any
+    loss: Any
+    guard: UpdateGuard
+    chunks: int
+    mini_batches: int
+    arrived: int = 0
+    tokens: int = 0
+    rows: int = 0
+    sums: dict[str, float] = field(default_factory=dict)  # of the present mini-batch
+    steps: list[dict[str, float]] = field(default_factory=list)  # the metrics of each optimizer step
+    empty: int = 0
+
+    def add(self, chunk: Columns, temperature: float) -> None:
+        """Add the gradients of a chunk; take the optimizer step if it is the last one of its mini-batch."""
+        self.guard.look(chunk)
+        totals = Totals.of(tensor_of(chunk, "response_mask"))
+        for name, value in self.engine.add_gradients(chunk, self.loss, SUMS, temperature=temperature).items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        self.tokens, self.rows, self.arrived = self.tokens + totals.tokens, self.rows + totals.rows, self.arrived + 1
+        if self.arrived * self.mini_batches % self.chunks == 0:
+            self._step()
+
+    def _step(self) -> None:
+        learns = self.guard.judge() if self.ended else True
+        totals, metrics, self.sums = Totals(self.tokens, self.rows), self.sums, {}
+        self.tokens = self.rows = 0
+        unit = divisor(self.loss.aggregation, totals)
+        means = {name: value / (unit if name in AGGREGATED else max(totals.tokens, 1)) for name, value in metrics.items()}
+        learns = learns and totals.tokens > 0
+        found = self.engine.apply_gradients(means, learns=learns, guard=self.guard, divisor=unit)
+        if learns:
+            self.steps.append(found)
+        else:
+            self.empty += 1
+
+    @property
+    def ended(self) -> bool:
+        return self.arrived == self.chunks
+
+    def metrics(self) -> dict[str, float]:
+        """Average each metric over the optimizer steps that report it."""
+        names = dict.fromkeys(name for step in self.steps for name in step)
+        empty = {"guards/empty_mini_batches": float(self.empty)} if self.mini_batches > 1 else {}
+        each: Mapping[str, Sequence[float]] = {name: [step[name] for step in self.steps if name in step] for name in names}
+        return {name: sum(values) / len(values) for name, values in each.items()} | empty
+
+
+def chunks_of(name: str, inputs: Iterable[Any]) -> int:
+    """Count the chunks in which the inputs of a streamed update arrive. Raises GraphError if they arrive as whole batches."""
+    found = {output.node.stream for output in inputs if isinstance(output, Output)} - {None}
+    if len(found) != 1:
+        raise GraphError(
+            f"node '{name}' has streamed=True, but its inputs come from {len(found)} rollouts with chunks; it learns from the chunks of "
+            "one: set them, e.g. generator.rollout(…, chunks=4), or leave out streamed"
+        )
+    (rollout,) = found
+    assert rollout is not None
+    return rollout.chunks
+
+
+def check_streamed(node: Node, model: TrainedModel, loss: Any, *, epochs: int, mini_batches: int, also: Sequence[Any]) -> None:
+    """Raise GraphError for a streamed update that cannot learn from one chunk after the other."""
+    where, spec = f"node '{node.name}' has streamed=True", model.spec
+    if not spec.streams:
+        raise GraphError(f"{where}, but trainer='{spec.name}' takes whole batches: leave out streamed, or use trainer='fsdp'")
+    if node.follows is None:
+        rollout = next(output.node.stream for output in node.inputs if output.node.stream is not None)
+        late = [output.node for output in node.inputs if output.node.stream is None and output.node.needs(rollout)]
+        reasons = "; ".join(f"'{other.name}' {why_full_batch(other, rollout)}" for other in late) or (
+            f"it runs in the pool '{rollout.pool.name if rollout.pool else ''}' of the rollout, so only after it"
+        )
+        raise GraphError(f"{where}, but has to wait for the whole batch: {reasons}. Change that, or leave out streamed")
+    if not getattr(loss, "additive", False):  # a loss of a user's need not say
+        raise GraphError(
+            f"{where} with loss={type(loss).__name__}(…), which does not add up over chunks; use a loss such as rg.ClippedLoss(), declare "
+            "additive = True in your own class if it does add up, or leave out streamed"
+        )
+    if model.load_balance and loss.aggregation != "token-mean":
+        raise GraphError(f"{where}, load_balance, and a loss with aggregation={loss.aggregation!r}; only 'token-mean' works with both")
+    if epochs > 1 or also:
+        given = f"epochs={epochs}" if epochs > 1 else "also=[…]"
+        raise GraphError(f"{where} and {given}, which needs the whole batch; leave out one of them")
+    if node.chunks % mini_batches:
+        raise GraphError(
+            f"{where} and mini_batches={mini_batches} of a batch in {node.chunks} chunks; each mini-batch is a number of whole chunks: "
+            f"choose a divisor of {node.chunks}"
+        )
+    own = [output.node.name for output in node.inputs if output.node.model is model]
+    if mini_batches > 1 and own:
+        raise GraphError(
+            f"{where} and mini_batches={mini_batches}: '{own[0]}' would score later chunks with weights that earlier ones have trained. "
+            f"Leave out '{own[0]}', so that ratios are those to the rollout's log-probs, or mini_batches"
+        )

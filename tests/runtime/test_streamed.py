@@ -1,0 +1,116 @@
+"""A streamed update: the passes of an update on the same chunks at once, begun while the rollout still decodes."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import digests, forked_workers
+from support.digests import ITEMS, DigestPolicy
+
+import rlgraph as rg
+from rlgraph.engines.hf.pretrained import tiny_model
+from rlgraph.errors import GraphError
+from rlgraph.runtime.checkpoint.store import Recovery
+from rlgraph.runtime.driver.job import Job
+
+LOSS = rg.ClippedLoss(clip_high=0.28, kl_coef=0.1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def graph(
+    model: str,
+    *,
+    chunks: int = 4,
+    depth: int = 1,
+    loss: Any = LOSS,
+    estimator: Any = rg.GRPO(),
+    old: bool = True,
+    reference_pool: str = "reference",
+    tokens: int = 6,
+    **update: Any,
+) -> rg.Graph:
+    """GRPO with a reference; the update is streamed unless it says otherwise."""
+    pools = {name: rg.Pool(name) for name in ("rollout", "train", "reference")}
+    sampling = rg.Sampling(max_tokens=tokens, temperature=0.9, stop_token_ids=tuple(range(1, 12)))
+    generator = rg.Generator(model, pool=pools["rollout"], engine="transformers", sampling=sampling, dtype="float32")
+    policy = DigestPolicy(model, pool=pools["train"], optimizer=rg.AdamW(lr=1e-3), dtype="float32")
+    weights = rg.feedback("weights", depth=depth)
+    prompts = rg.prompts(ITEMS, count=8, seed=3)
+    rollout = generator.rollout(prompts, weights, group_size=2, chunks=chunks)
+    rewards = rg.reward(length_and_letters, prompts, rollout)
+    reference = rg.Reference(model, pool=pools[reference_pool], dtype="float32")
+    inputs = [rollout, rg.advantages(rollout, rewards, estimator=estimator), reference.log_probs(rollout)]
+    inputs += [policy.log_probs(rollout)] if old else []
+    step = policy.update(*inputs, loss=loss, **{"streamed": True, **update})
+    weights.close(step.weights)
+    return rg.Graph("tiny", step.metrics)
+
+
+def length_and_letters(response: str, prompt: str, answer: str) -> float:
+    return len(response) + 0.1 * len(set(response)) - 0.01 * len(prompt) + int(answer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "update"),
+    [
+        ({}, {}),
+        ({"depth": 0}, {}),
+        ({"old": False, "depth": 2}, {"mini_batches": 2}),
+        ({"loss": rg.ClippedLoss(clip_high=0.28, kl_coef=0.1, entropy_coef=0.01, aggregation="seq-mean-token-sum")}, {}),
+        ({"loss": rg.losses.GSPO(kl_coef=0.1)}, {}),
+        ({"loss": rg.ClippedLoss(kl_coef=0.1, aggregation="token-sum")}, {}),
+    ],
+    ids=["one step off", "on-policy", "mini-batches", "means over rows", "means of means", "sums"],
+)
+def test_it_learns_what_an_update_on_whole_batches_learns(model: str, settings: dict[str, Any], update: dict[str, Any]) -> None:
+    streamed = digests.run_here(graph(model, **settings, **update), 3)
+    whole = digests.run_here(graph(model, **settings, **update, streamed=False), 3)
+    for ours, theirs in zip(streamed, whole, strict=True):
+        assert ours.keys() == theirs.keys()
+        found = [{name: value for name, value in step.items() if not name.startswith("digest")} for step in (ours, theirs)]
+        assert found[0] == pytest.approx(found[1], rel=2e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_workers_learn_from_a_chunk_while_others_decode_and_equal_one_process_in_every_bit(model: str, depth: int) -> None:
+    with forked_workers.job(graph(model, depth=depth, tokens=200)) as job:
+        found = [digests.clockless_metrics(step) for step in job.steps(4)]
+        spans = {(span.name, span.step): span for span in job.spans() if span.kind == "fire"}
+    assert found == digests.run_here(graph(model, depth=depth, tokens=200), 4)
+    assert depth or any(spans["update 1/4", step].start_s < spans["rollout 4/4", step].end_s for step in range(4))
+
+
+def test_a_trainer_killed_within_a_batch_goes_on_as_if_it_had_not_been(model: str, tmp_path: Path) -> None:
+    made = graph(model, tokens=100)
+    plan, found = digests.plan(made), []
+    with Job(made, plan, dispatch_name="forked", deadline_s=60.0, recovery=Recovery(tmp_path, 1, 2, 2)) as job:
+        for step in job.steps(7):
+            found.append(digests.clockless_metrics(step))
+            if step.index in (2, 4):
+                os.kill(job.pids["policy"], signal.SIGKILL)
+    assert found == digests.run_here(made, 7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"chunks": 1}, "0 rollouts with chunks"),
+        ({"estimator": rg.estimators.ReinforcePlusPlusBaseline()}, "estimates by ReinforcePlusPlusBaseline, which needs the whole batch"),
+        ({"loss": rg.losses.KlCov(kl_coef=0.1)}, "loss=KlCov"),
+        ({"epochs": 2}, "epochs=2"),
+        ({"mini_batches": 2}, "'old_log_probs' would score later chunks"),
+        ({"mini_batches": 8, "old": False}, "mini_batches=8 of a batch in 4 chunks"),
+        ({"reference_pool": "train"}, "'ref_log_probs'] of another model would take turns"),
+        ({"reference_pool": "rollout"}, "'ref_log_probs' runs in its pool 'rollout', so only after it"),
+    ],
+)
+def test_what_needs_the_whole_batch_is_refused(model: str, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(GraphError, match="streamed=True") as refused:
+        graph(model, **settings)
+    assert said in str(refused.value)
