@@ -103,6 +103,15 @@ def repeat_rows(column: Column, times: int) -> Column:
     return [row for row in column for _ in range(times)]
 
 
+def rows_at(column: Column, rows: torch.Tensor) -> Column:
+    """Pick rows of a column by their indices [n], in this order.
+
+    >>> rows_at(["a", "b", "c"], torch.tensor([2, 0]))
+    ['c', 'a']
+    """
+    return column[rows] if isinstance(column, torch.Tensor) else [column[row] for row in rows.tolist()]
+
+
 def concat_rows(batches: Sequence[Columns]) -> dict[str, Column]:
     """Concatenate batches along their rows, as if one worker had written them; pad [B, T] columns to the longest T.
 

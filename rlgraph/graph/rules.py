@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import networkx as nx
@@ -332,6 +333,27 @@ def why_full_batch(reader: Node, rollout: Node) -> str:
     return "also reads a column of the whole batch, or of another rollout's chunks"
 
 
+def check_row_order(graph: UncheckedGraph) -> None:
+    """Rows of a rollout with an order of its own are joined only with rows in that order."""
+    orders: dict[Node, frozenset[Node]] = {}  # the rollouts in whose order the rows of a node are
+    for node in nx.topological_sort(graph.forward):
+        by_prefix: dict[str, list[Node]] = {}
+        for output in node.inputs:
+            by_prefix.setdefault(output.prefix, []).append(output.node)
+        for joined in by_prefix.values():
+            for a, b in pairwise(joined):
+                if orders[a] != orders[b]:
+                    first, other = (a, b) if orders[a] else (b, a)
+                    rollout = min(orders[first], key=lambda found: found.serial).name
+                    raise GraphError(
+                        f"node '{node.name}' joins rows of '{first.name}', in the order in which groups of '{rollout}' finish, with "
+                        f"rows of '{other.name}' in another order; '{rollout}' carries the columns of its prompts: read them from there, "
+                        "or leave out order='finish'"
+                    )
+        own = frozenset({node}) if node.traits.reorders else frozenset[Node]()
+        orders[node] = own or frozenset().union(*(orders[output.node] for output in node.inputs))
+
+
 def check_streamed_pools(graph: UncheckedGraph) -> None:
     """A model that learns from chunks as they arrive takes no turns with another model on the same devices."""
     for update in (node for node in graph.nodes if node.traits.work == "train" and node.follows is not None):
@@ -378,6 +400,7 @@ GRAPH_RULES: tuple[Callable[[UncheckedGraph], None], ...] = (
     check_single_edge,
     check_update_order,
     check_chunk_readers,
+    check_row_order,
     check_streamed_pools,
     check_chunk_sizes,
     check_evaluation_delay,

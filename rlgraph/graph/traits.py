@@ -43,6 +43,7 @@ class NodeTraits:
     * `group_size`: the responses that it samples per prompt; None if unknown.
     * `admission`: the rule by which batches and new weights join running responses; None if nothing joins.
     * `one_turn`: each response is sampled in one turn, without calls of tools in between.
+    * `reorders`: its rows are in an order of its own, not in that of its inputs; it carries their columns itself.
     * `looks_ahead`: it reads the prompts of later steps by itself, so it cannot be tried on a single prompt.
     * `draws_from`: the source from which it draws prompts by itself, as needed; nothing else may read that source.
     * `epochs`: how many times an update iterates over its batch.
@@ -65,6 +66,7 @@ class NodeTraits:
     group_size: int | None = None
     admission: BatchAdmission | None = None
     one_turn: bool = False
+    reorders: bool = False
     looks_ahead: bool = False
     draws_from: object = None
     epochs: int = 1

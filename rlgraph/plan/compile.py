@@ -232,7 +232,7 @@ def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Co
     for node in (node for node in graph.nodes if node.chunks > 1):
         cost = costs.cost_of(node.name)
         shares[node.name] = (
-            cost.chunk_shares(settings[node.name], costs.lengths, costs.choose_draws(rows), rows, node.chunks).mean(axis=0).tolist()
+            cost.chunk_shares(settings[node.name], costs.lengths, costs.choose_draws(rows), rows, node).mean(axis=0).tolist()
         )
     if not shares:
         return schedule

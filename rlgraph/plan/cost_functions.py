@@ -223,9 +223,9 @@ class Decode:
         return each
 
     def chunk_shares(self, lengths: Array, prompt_tokens: float, chunks: int) -> Array:
-        """Compute after which share `[steps, chunks]` of a firing each chunk of its batch `[steps, rows]` has left.
+        """Compute the share `[steps, chunks]` of a firing for each chunk of its batch `[steps, rows]`.
 
-        Chunks leave in order, so a chunk leaves with the longest response of it and of earlier chunks. A response of L tokens ends after L
+        A chunk leaves with the longest response of it and of earlier chunks. A response of L tokens ends after L
         decode steps, and each sequence has taken part in the steps that it needed.
         """
         longest = np.stack([chunk.max(axis=1) for chunk in np.array_split(lengths, chunks, axis=1)], axis=1)
@@ -335,12 +335,23 @@ class NodeCost:
         each: Array = together[:, None] + decoding
         return each * _spread(self.spread, steps)[:, None] if self.spread else each
 
-    def chunk_shares(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int, chunks: int) -> Array:
-        """Compute the share `[steps, chunks]` of each chunk in the seconds of its firing: by decode steps for a generator, else equal."""
-        if self.decode is None or lengths is None or chunks == 1:
+    def chunk_shares(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int, node: "Node") -> Array:
+        """Compute the share `[steps, chunks]` of each chunk in the seconds of its firing: for a generator by decode steps, otherwise equal,
+        or by tokens if its groups come in the order in which they finish."""
+        chunks, rollout = node.chunks, node.stream
+        reorders = rollout is not None and rollout.traits.reorders
+        if lengths is None or chunks == 1 or not (reorders or self.decode is not None):
             return np.full((steps, chunks), 1 / chunks)
         batch = lengths.batches(steps, rows_drawn)[:, : setting.rows]
-        return self.decode_at(self.decode, setting).chunk_shares(batch, lengths.prompt_tokens, chunks)
+        if rollout is not None and reorders:
+            groups = batch.reshape(steps, -1, rollout.traits.group_size or 1)
+            order = groups.max(axis=2).argsort(axis=1, kind="stable")
+            batch = np.take_along_axis(groups, order[:, :, None], axis=1).reshape(batch.shape)
+        if self.decode is not None:
+            return self.decode_at(self.decode, setting).chunk_shares(batch, lengths.prompt_tokens, chunks)
+        tokens = np.stack([chunk.sum(axis=1) for chunk in np.array_split(batch + lengths.prompt_tokens, chunks, axis=1)], axis=1)
+        shares: Array = tokens / tokens.sum(axis=1, keepdims=True)
+        return shares
 
     def paces(self, steps: int) -> Sequence[float]:
         """Draw the ratio of single firings' seconds to the function's."""

@@ -495,7 +495,7 @@ def drawn_times(schedule: Schedule, graph: Graph, settings: Settings, costs: Cos
         cost = costs.cost_of(node.name)
         drawn = cost.each(settings[node.name], costs.lengths, steps, rows)
         relative[node.name] = drawn / max(float(drawn.max(axis=1).mean()), 1e-12)
-        shares = cost.chunk_shares(settings[node.name], costs.lengths, steps, rows, node.chunks)
+        shares = cost.chunk_shares(settings[node.name], costs.lengths, steps, rows, node)
         of_chunks[node.name] = shares / np.maximum(shares.mean(axis=0), 1e-12)
 
     def times(event: Event) -> Array:

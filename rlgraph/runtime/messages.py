@@ -307,7 +307,7 @@ def _rollouts(node: Node, rollouts: list[Node]) -> list[Node]:
         return [node]
     above = [rollout for rollout in rollouts if node.needs(rollout)]
     if not above:
-        return [rollout for rollout in rollouts if any(output.node is node for output in rollout.inputs)]
+        return [r for r in rollouts if not r.traits.reorders and any(output.node is node for output in r.inputs)]
     read = [node.source_of(column) for column in ("responses", "response_mask") if column in node.reads]
     own = [rollout for rollout in above if rollout in read]
     return own or (above if len(above) == 1 else [])

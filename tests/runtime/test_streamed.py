@@ -3,15 +3,17 @@
 import os
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from support import digests, forked_workers
 from support.digests import ITEMS, DigestPolicy
 
 import rlgraph as rg
+from rlgraph.columns import Columns
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import GraphError
+from rlgraph.nodes.base import tensor_of
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 
@@ -29,7 +31,8 @@ def graph(
     chunks: int = 4,
     depth: int = 1,
     loss: Any = LOSS,
-    estimator: Any = rg.GRPO(),
+    estimator: Any = None,
+    order: Literal["data", "finish"] = "data",
     old: bool = True,
     reference_pool: str = "reference",
     tokens: int = 6,
@@ -42,18 +45,25 @@ def graph(
     policy = DigestPolicy(model, pool=pools["train"], optimizer=rg.AdamW(lr=1e-3), dtype="float32")
     weights = rg.feedback("weights", depth=depth)
     prompts = rg.prompts(ITEMS, count=8, seed=3)
-    rollout = generator.rollout(prompts, weights, group_size=2, chunks=chunks)
-    rewards = rg.reward(length_and_letters, prompts, rollout)
+    rollout = generator.rollout(prompts, weights, group_size=2, chunks=chunks, order=order)
+    rewards = rg.reward(length_and_letters, rollout, *([prompts] if order == "data" else []))
     reference = rg.Reference(model, pool=pools[reference_pool], dtype="float32")
-    inputs = [rollout, rg.advantages(rollout, rewards, estimator=estimator), reference.log_probs(rollout)]
+    inputs = [rollout, rg.advantages(rollout, rewards, estimator=estimator or rg.GRPO()), reference.log_probs(rollout)]
     inputs += [policy.log_probs(rollout)] if old else []
     step = policy.update(*inputs, loss=loss, **{"streamed": True, **update})
     weights.close(step.weights)
-    return rg.Graph("tiny", step.metrics)
+    return rg.Graph("tiny", step.metrics, sorted_by_length(rollout))
 
 
 def length_and_letters(response: str, prompt: str, answer: str) -> float:
-    return len(response) + 0.1 * len(set(response)) - 0.01 * len(prompt) + int(answer)
+    return (len(response) + 0.1 * len(set(response))) * int(answer) - 0.01 * len(prompt)
+
+
+@rg.node(reads="response_mask", writes="rows")
+def sorted_by_length(batch: Columns) -> tuple[Columns, dict[str, float]]:
+    """Tell whether the longest responses of the groups, of two each, grow."""
+    longest = tensor_of(batch, "response_mask").sum(-1).view(-1, 2).amax(-1)
+    return {"rows": longest.repeat_interleave(2)}, {"sorted": float(bool((longest.diff() >= 0).all()))}
 
 
 @pytest.mark.parametrize(
@@ -77,12 +87,23 @@ def test_it_learns_what_an_update_on_whole_batches_learns(model: str, settings: 
         assert found[0] == pytest.approx(found[1], rel=2e-4, abs=2e-6)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_workers_learn_from_a_chunk_while_others_decode_and_equal_one_process_in_every_bit(model: str, depth: int) -> None:
-    with forked_workers.job(graph(model, depth=depth, tokens=200)) as job:
+def test_groups_in_the_order_in_which_they_finish_are_the_same_batch(model: str) -> None:
+    found = [digests.run_here(graph(model, order=order, tokens=60, depth=0), 3) for order in ("data", "finish")]
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours.pop("sorted"), theirs.pop("sorted")) == (0, 1)
+        same = [{name: value for name, value in step.items() if not name.startswith("digest")} for step in (ours, theirs)]
+        assert same[0] == pytest.approx(same[1], rel=2e-4, abs=2e-6)
+
+
+@pytest.mark.parametrize(("depth", "order"), [(0, "finish"), (1, "data"), (2, "finish")])
+def test_workers_learn_from_a_chunk_while_others_decode_and_equal_one_process_in_every_bit(
+    model: str, depth: int, order: Literal["data", "finish"]
+) -> None:
+    made = graph(model, depth=depth, tokens=200, order=order)
+    with forked_workers.job(made) as job:
         found = [digests.clockless_metrics(step) for step in job.steps(4)]
         spans = {(span.name, span.step): span for span in job.spans() if span.kind == "fire"}
-    assert found == digests.run_here(graph(model, depth=depth, tokens=200), 4)
+    assert found == digests.run_here(made, 4)
     assert depth or any(spans["update 1/4", step].start_s < spans["rollout 4/4", step].end_s for step in range(4))
 
 
@@ -106,6 +127,7 @@ def test_a_trainer_killed_within_a_batch_goes_on_as_if_it_had_not_been(model: st
         ({"epochs": 2}, "epochs=2"),
         ({"mini_batches": 2}, "'old_log_probs' would score later chunks"),
         ({"mini_batches": 8, "old": False}, "mini_batches=8 of a batch in 4 chunks"),
+        ({"mini_batches": 2, "old": False, "order": "finish"}, "earlier optimizer steps would learn from shorter responses"),
         ({"reference_pool": "train"}, "'ref_log_probs'] of another model would take turns"),
         ({"reference_pool": "rollout"}, "'ref_log_probs' runs in its pool 'rollout', so only after it"),
     ],
@@ -114,3 +136,20 @@ def test_what_needs_the_whole_batch_is_refused(model: str, settings: dict[str, A
     with pytest.raises(GraphError, match="streamed=True") as refused:
         graph(model, **settings)
     assert said in str(refused.value)
+
+
+def test_an_order_that_has_no_effect_or_that_other_rows_do_not_have_is_refused(model: str) -> None:
+    prompts, weights = rg.prompts(ITEMS, count=8), rg.feedback("weights", depth=1)
+    generator, policy = rg.Generator(model, pool=rg.Pool("rollout")), rg.Policy(model, pool=rg.Pool("train"))
+    with pytest.raises(GraphError, match="one chunk, so it has no effect"):
+        generator.rollout(prompts, weights, order="finish")
+    with pytest.raises(GraphError, match="depends on the clock"):
+        generator.rollout(prompts, weights, chunks=2, order="finish", continuous=True)
+    rollout = generator.rollout(prompts, weights, chunks=2, order="finish")
+    other = generator.rollout(prompts, weights, sampling=rg.Sampling(max_tokens=4, temperature=0.0), name="greedy")
+    rewards = rg.reward(length_and_letters, rollout)
+    baseline = rg.reward(length_and_letters, other, prompts, writes="baseline_rewards", name="baseline")
+    advantages = rg.advantages(rollout, rewards, baseline, estimator=rg.estimators.ReMax())
+    weights.close(policy.update(rollout, advantages, loss=rg.ClippedLoss()).weights)
+    with pytest.raises(GraphError, match="'advantages' joins rows of 'rollout', in the order in which groups of 'rollout' finish"):
+        rg.Graph("two orders", advantages)

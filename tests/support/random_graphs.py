@@ -1,4 +1,4 @@
-"""Random training graphs with costs: critics, references, host nodes beside the loop, chunks of a batch, streamed updates, pools shared and apart."""
+"""Random training graphs with costs: critics, references, host nodes beside the loop, chunks, streamed updates, pools shared and apart."""
 
 import random
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Decode the batches of a rollout: a task per response, the loop that samples them, and the columns into which they are packed."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -132,6 +132,18 @@ class _OpenBatch:
         self.done: dict[str, Outcome] = {}
         self.begun = False  # whether its step has fired; before that, it has joined another step
 
+        self.complete: list[int] = []  # groups, in the order in which they ended
+        self.left = 0  # how many of these have left
+        self._places = {task.request.id: place for place, task in enumerate(tasks)}
+
+    def groups_of(self, names: Iterable[str], size: int) -> list[int]:
+        """List the groups of responses, in the order of the tasks."""
+        return sorted({self._places[name] // size for name in names if name in self._places})
+
+    def is_complete(self, group: int, size: int) -> bool:
+        """Whether all responses of a group have ended."""
+        return all(task.request.id in self.done for task in self.tasks[group * size : (group + 1) * size])
+
     def tail(self) -> bool:
         """Whether at most half of the responses still decode."""
         return 2 * len(self.done) >= len(self.tasks)
@@ -163,14 +175,34 @@ class DecodeLoop:
         self.context.report_progress(len(batch.done), len(batch.tasks), "responses")
         missing = {task.request.id for task in tasks} - batch.done.keys()
         while missing:
-            self._join(step)
-            finished = self.decoder.step()
-            for name, sampled in finished.items():
-                self._home.pop(name).done[name] = sampled
-                missing.discard(name)
-            if finished:
-                self.context.report_progress(len(batch.done), len(batch.tasks), "responses")
+            missing.difference_update(self._advance(step))
         return [batch.done[task.request.id] for task in tasks]
+
+    def _advance(self, step: int) -> Collection[str]:
+        """Decode one step, and name the responses that have ended."""
+        self._join(step)
+        finished, batch = self.decoder.step(), self._batches[step]
+        for name, sampled in finished.items():
+            self._home.pop(name).done[name] = sampled
+        if finished:
+            self.context.report_progress(len(batch.done), len(batch.tasks), "responses")
+        return finished
+
+    def next_groups(self, step: int, count: int, size: int) -> list[int]:
+        """Decode until `count` more groups of `size` responses are complete, and return which these are.
+
+        They are in the order of the decode steps in which their last responses ended, and of the tasks within one.
+        """
+        batch = self._batches[step]
+        while len(batch.complete) < batch.left + count:
+            ended = self._advance(step)
+            batch.complete += [group for group in batch.groups_of(ended, size) if batch.is_complete(group, size)]
+        batch.left += count
+        return batch.complete[batch.left - count : batch.left]
+
+    def tasks_of(self, step: int, groups: Iterable[int], size: int) -> list[Task]:
+        """List the tasks of these groups."""
+        return [task for group in groups for task in self._batches[step].tasks[group * size : (group + 1) * size]]
 
     def _submit(self, step: int, tasks: Sequence[Task]) -> None:
         batch = self._batches[step] = _OpenBatch(tasks)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 import torch
 
-from rlgraph.columns import Column, Columns, repeat_rows, rows_of_rank
+from rlgraph.columns import Column, Columns, repeat_rows, rows_at, rows_of_rank
 from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Request
 from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate, encoded_prompts, reads
@@ -235,6 +235,7 @@ class Generator(Model):
         max_turns: Annotated[int, Range(least=1, rule="a whole number of turns, at least 1")] | None = None,
         concurrency: Count | None = None,
         chunks: Annotated[int, Range(least=1, rule="a whole number of chunks in which a batch leaves, at least 1")] = 1,
+        order: Literal["data", "finish"] = "data",
         interrupt: Running | None = None,
         continuous: bool = False,
         refill: "Refills | None" = None,
@@ -251,7 +252,9 @@ class Generator(Model):
 
         * `prompts`, `weights`: the output of `rg.prompts`, and the feedback edge. Without an edge the model keeps its initial weights.
         * `group_size`, `sampling`: the responses per prompt, and a sampling in place of the generator's, e.g. for a greedy baseline.
-        * `chunks`: splits the batch into parts that leave in the order of the data, each as soon as its groups are done.
+        * `chunks`: splits the batch into parts, each of which leaves as soon as its groups are done.
+        * `order`: of the groups, that of the "data", or that in which they "finish", counted in decode steps: the run still depends only
+          on its seed, depth and engines. The rollout then carries the columns of its prompts: pass it to later nodes in place of `prompts`.
         * `interrupt`: swaps in each published version before the next decode step. "recompute" prefills the running responses again under
           the new weights; "keep" continues with their old keys and values. The run then depends on the clock.
         * `continuous`: lets batch k + 1 join on version max(0, k + 1 - depth) once half of batch k has ended; batches leave in order. The
@@ -276,6 +279,7 @@ class Generator(Model):
             max_turns=max_turns or (MAX_CALLS if isinstance(given, Program) else MAX_TURNS),
             concurrency=concurrency,
             chunks=chunks,
+            in_order_of_finish=checked_order(name, order, chunks, given, interrupt=interrupt, continuous=continuous),
             prefix=f"{name}: ",
             admission=admission_rule(name, weights, interrupt, continuous, source),
             source=source if continuous else None,
@@ -297,6 +301,7 @@ class Rollout(Operation):
     max_turns: int
     concurrency: int | None
     chunks: int
+    in_order_of_finish: bool
     prefix: str  # of its request ids
     admission: BatchAdmission
     source: Any  # of prompts, for a continuous rollout, which draws the next ones before they are due
@@ -307,12 +312,18 @@ class Rollout(Operation):
         """Declare the node that samples responses to the prompts of another node."""
         messages = tuple(column for column in prompts.columns if column == "prompt_messages")
         of_agent = self.agent.reads(prompts.columns).values() if self.agent is not None else ()
-        reads = tuple(dict.fromkeys(("prompt_texts", *messages, "prompt_ids", *of_agent)))
-        rows = prompts.node.rows * self.group_size
+        own = self.of_prompts
+        reads = tuple(dict.fromkeys(("prompt_texts", *messages, "prompt_ids", *of_agent, *own)))
+        rows, writes = prompts.node.rows * self.group_size, (*self.writes, *own)
         node = declare(
-            name, self, (prompts,), reads=reads, writes=self.writes, rows=rows, model=self.generator, feedback=weights, chunks=self.chunks
+            name, self, (prompts,), reads=reads, writes=writes, rows=rows, model=self.generator, feedback=weights, chunks=self.chunks
         )
         return Output(node)
+
+    @property
+    def of_prompts(self) -> tuple[str, ...]:
+        """The columns of its prompts that it carries."""
+        return tuple(column for column in self.carried if column != "prompt_ids") if self.in_order_of_finish else ()
 
     @property
     def writes(self) -> tuple[str, ...]:
@@ -345,6 +356,7 @@ class Rollout(Operation):
             group_size=self.group_size,
             admission=self.admission,
             one_turn=self.agent is None,
+            reorders=self.in_order_of_finish,
             looks_ahead=self.source is not None,
             given=(self.tools, self.agent) if self.tools is None else (self.tools,),
         )
@@ -402,15 +414,20 @@ class Rollout(Operation):
         return self.source.batch(step, context.set_aside)
 
     def decode_chunks(self, context: Context, loop: DecodeLoop, step: int, columns: Columns) -> Iterator[Fired]:
-        """Decode all chunks of the batch together; yield them in data order, each as soon as its last response is complete."""
+        """Decode all chunks of the batch together; yield each as soon as its last response is complete."""
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        chunks = self.tasks(context, columns)
+        shares, chunks = self.shares(context, ids), self.tasks(context, columns)
+        own = [row for share in shares for row in share]  # prompts of this rank
         try:
             loop.begin(step, chain_parts(chunks))
-            for rows, tasks in zip(self.shares(context, ids), chunks, strict=True):
-                sampled = loop.take(step, tasks)
-                yield self.pack_part(context, loop.decoder, sampled, repeat_rows(ids[rows], self.group_size))
+            for rows, tasks in zip(shares, chunks, strict=True):
+                if self.in_order_of_finish:
+                    groups = loop.next_groups(step, len(rows), self.group_size)
+                    rows, tasks = [own[group] for group in groups], loop.tasks_of(step, groups, self.group_size)
+                sampled, at = loop.take(step, tasks), torch.tensor(rows, dtype=torch.int64)
+                carried = {name: repeat_rows(rows_at(columns[name], at), self.group_size) for name in self.of_prompts}
+                yield self.pack_part(context, loop.decoder, sampled, repeat_rows(ids[at], self.group_size), carried)
         except GeneratorExit:
             raise
         except BaseException:
@@ -418,9 +435,9 @@ class Rollout(Operation):
                 loop.decoder.close()
             raise
 
-    def pack_part(self, context: Context, decoder: TaskDecoder, sampled: Sequence[Outcome], ids: Column) -> Fired:
-        """Pack the responses of a part into columns, with the metrics of its conversations."""
-        columns = pack_outcomes(sampled, ids, self.gives_rewards, self.has_outputs, self.generator.routes)
+    def pack_part(self, context: Context, decoder: TaskDecoder, sampled: Sequence[Outcome], ids: Column, carried: Columns) -> Fired:
+        """Pack the responses of a part into columns, with the `carried` ones of their prompts, and the metrics of its conversations."""
+        columns = pack_outcomes(sampled, ids, self.gives_rewards, self.has_outputs, self.generator.routes) | dict(carried)
         found = context.engine.decode_metrics()
         if isinstance(decoder, ConversationLoop):
             found |= turn_metrics(sampled, decoder.seconds, self.tools is not None, context.world * self.chunks, decoder.counted)
@@ -533,6 +550,22 @@ def item_of(columns: Columns, row: int) -> Mapping[str, Any]:
 
 
 # The options of a rollout: its agent, and options that exclude each other.
+
+
+def checked_order(
+    name: str, order: str, chunks: int, agent: Agent | Program | None, *, interrupt: Running | None, continuous: bool
+) -> bool:
+    """Whether a batch leaves in the order in which its groups finish. Raises GraphError for an order that has no effect, or that would
+    depend on the clock."""
+    if order == "data":
+        return False
+    if chunks == 1:
+        raise GraphError(f"node '{name}' has order='finish' and one chunk, so it has no effect; set chunks, or leave it out")
+    options = {"tools or an agent": agent is not None, "interrupt": interrupt is not None, "continuous": continuous}
+    given = next((option for option, there in options.items() if there), None)
+    if given is not None:
+        raise GraphError(f"node '{name}' has order='finish' and {given}, with which the order depends on the clock; leave one out")
+    return True
 
 
 def agent_of(tools: Tools | None, agent: Any) -> Agent | Program | None:

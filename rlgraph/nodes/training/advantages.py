@@ -10,7 +10,7 @@ from rlgraph.algorithms.advantages import GroupEstimator
 from rlgraph.algorithms.correction import ImportanceWeights, Rejection, RolloutCorrection
 from rlgraph.algorithms.diagnostics import diagnostics
 from rlgraph.algorithms.kl import constant_groups
-from rlgraph.columns import Column, Columns, truncation_mask
+from rlgraph.columns import Column, Columns, rows_at, truncation_mask
 from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import SAMPLED, Operation, Output, declare
 from rlgraph.graph.traits import NodeTraits
@@ -290,14 +290,10 @@ class Preferred(Operation):
         apart = rewards.amax(-1) - rewards.amin(-1)
         differ = apart > self.gap
         rows = torch.stack([first + best, first + torch.where(best == worst, (best + 1) % self.group_size, worst)], -1).flatten()
-        made: dict[str, Column] = {name: _pick(columns[name], rows) for name in self.columns}
+        made: dict[str, Column] = {name: rows_at(columns[name], rows) for name in self.columns}
         made["preferences"] = torch.stack([differ.float(), -differ.float()], -1).flatten()
         made["margins"] = apart.repeat_interleave(2)
         return made, {"preferred/share": differ.float().mean().item(), "preferred/gap": apart.mean().item()}
-
-
-def _pick(column: Column, rows: torch.Tensor) -> Column:
-    return column[rows] if isinstance(column, torch.Tensor) else [column[row] for row in rows.tolist()]
 
 
 @check_arguments()

@@ -112,6 +112,11 @@ def check_streamed(node: Node, model: TrainedModel, loss: Any, *, epochs: int, m
             f"{where} and mini_batches={mini_batches} of a batch in {node.chunks} chunks; each mini-batch is a number of whole chunks: "
             f"choose a divisor of {node.chunks}"
         )
+    if mini_batches > 1 and node.follows.traits.reorders:
+        raise GraphError(
+            f"{where}, mini_batches={mini_batches} and a rollout with order='finish': earlier optimizer steps would learn from shorter "
+            "responses; leave out mini_batches or order"
+        )
     own = [output.node.name for output in node.inputs if output.node.model is model]
     if mini_batches > 1 and own:
         raise GraphError(

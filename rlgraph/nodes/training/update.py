@@ -12,7 +12,7 @@ from rlgraph.algorithms.advantages import StepwiseLoss
 from rlgraph.algorithms.masks import Totals
 from rlgraph.algorithms.policy_loss import GRADIENTS, SlopedLoss, WholeLoss
 from rlgraph.batching.packing import response_lengths
-from rlgraph.columns import Column, Columns, concat_rows, rows_of, truncation_mask
+from rlgraph.columns import Column, Columns, concat_rows, rows_at, rows_of, truncation_mask
 from rlgraph.engines.api import Loss, chosen_at
 from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import Node, Operation, Output, declare
@@ -76,7 +76,7 @@ class Mixture:
             rows = (part == number).nonzero()[:, 0]
             if not len(rows):
                 continue
-            columns = {name: _pick(column, rows) for name, column in batch.items()}
+            columns = {name: rows_at(column, rows) for name, column in batch.items()}
             value, metrics = loss(log_probs[rows], columns, own, None if entropy is None else entropy[rows])
             whole = whole + weight * value
             found |= {front + name.rpartition("/")[2] if front else name: number for name, number in metrics.items()}
@@ -105,10 +105,6 @@ def _nothing(like: Column, beside: int, batch: Columns) -> Column:
         return [""] * rows
     of_tokens = like.ndim > 1 and like.shape[1] == beside
     return like.new_zeros(rows, *((_width(batch), *like.shape[2:]) if of_tokens else like.shape[1:]))
-
-
-def _pick(column: Column, rows: torch.Tensor) -> Column:
-    return column[rows] if isinstance(column, torch.Tensor) else [column[row] for row in rows.tolist()]
 
 
 def checked_also(node: str, also: Sequence[Any]) -> Iterator[tuple[Sequence[Output], Any, float]]:
