@@ -91,6 +91,7 @@ class Everything(Operation):
             work="generate",
             by_group=True,
             whole="calls your own function",
+            reorders=True,
             host_pool=TOOLS,
             dims={"T": 4},
             sampling=rg.Sampling(max_tokens=4, temperature=0.5),

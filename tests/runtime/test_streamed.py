@@ -151,5 +151,5 @@ def test_an_order_that_has_no_effect_or_that_other_rows_do_not_have_is_refused(m
     baseline = rg.reward(length_and_letters, other, prompts, writes="baseline_rewards", name="baseline")
     advantages = rg.advantages(rollout, rewards, baseline, estimator=rg.estimators.ReMax())
     weights.close(policy.update(rollout, advantages, loss=rg.ClippedLoss()).weights)
-    with pytest.raises(GraphError, match="'advantages' joins rows of 'rollout', in the order in which groups of 'rollout' finish"):
+    with pytest.raises(GraphError, match="'advantages' joins rows of 'reward', in the order in which groups of 'rollout' finish"):
         rg.Graph("two orders", advantages)
