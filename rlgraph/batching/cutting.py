@@ -1,7 +1,8 @@
 """Cut sequences for ranks and passes: by numbers alone, for many batches at once. Trainers run these rules, and predictions count by them.
 
 Flat passes share prompts. The responses of a group lie behind one copy of their prompt, as many as fit a pass; more of them have
-another copy. Where that leaves ranks without work, fewer responses lie behind each copy: see `cut_batches`.
+another copy. A response that is more than `LONGEST` times as long as its prompt has its own: attention behind a shared prompt takes more
+time than such a prompt saves. Where that leaves ranks without work, fewer responses lie behind each copy: see `cut_batches`.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 Array: TypeAlias = np.ndarray
+LONGEST = 8.0  # prompts: with 28 tokens and 1,024 of a response, an update of 1.7B takes 6.4 s with shared prompts and 5.7 s without
 
 
 def micro_batches(tokens: Array, ranks: int, limit: int, *, padded: bool = False) -> tuple[Array, Array]:
@@ -98,7 +100,7 @@ def _pieces(prompts: Array, responses: Array, groups: Array, limit: int, most: i
     """Give the piece of each response `[batches, rows]`, and the tokens `[batches, pieces]` of each piece.
 
     A piece has as many responses as its prompt has tokens at most. So a pass predicts no more tokens than it has, by which its memory
-    is estimated.
+    is estimated. A response of more than `LONGEST` prompts is a piece of its own.
     """
     batches, rows = responses.shape
     each = np.arange(batches)
@@ -110,9 +112,10 @@ def _pieces(prompts: Array, responses: Array, groups: Array, limit: int, most: i
         added = np.where(there, responses[:, row] - 1, 0)  # the last token of a response predicts nothing
         if row == 0 or groups[row] != groups[row - 1]:
             held[:] = 0
-        opens = there & ((held == 0) | (held >= np.minimum(most, own)) | (tokens[each, last] + added > limit))
+        alone = there & (added > LONGEST * own)
+        opens = there & (alone | (held == 0) | (held >= np.minimum(most, own)) | (tokens[each, last] + added > limit))
         last += opens
-        held = np.where(opens, 1, held + there)
+        held = np.where(alone, 0, np.where(opens, 1, held + there))
         tokens[each, last] += added + np.where(opens, own, 0)
         piece[:, row] = last
     return piece, tokens[:, : max(int(last.max(initial=0)) + 1, 1)]

@@ -58,6 +58,12 @@ def test_long_responses_do_not_share_their_prompt() -> None:
     assert [len(sequence.rows) for part in plan_micro_batches(batch, 1, 1000)[0] for sequence in part] == [1, 1]
 
 
+def test_a_response_of_many_prompts_has_its_own_prompt_and_shorter_ones_of_its_group_share_another() -> None:
+    prompt = int(batch_of([1] * 5, group=5)["prompt_mask"][0].sum())
+    batch = batch_of([20, 8 * prompt + 1, 20, 8 * prompt + 2, 20], group=5)  # the last token of a response is no input
+    assert sorted(sequence.rows for sequence in plan_micro_batches(batch, 1, 1000, flat=True)[0][0]) == [(0, 1, 2), (3,), (4,)]
+
+
 def test_ranks_get_as_many_tokens_as_each_other() -> None:
     plans = plan_micro_batches(batch_of([40, 40, 30, 30, 20, 20, 10, 10], group=1), 2, 1000)
     tokens = [sum(sequence.tokens for part in plan for sequence in part) for plan in plans]

@@ -1,0 +1,143 @@
+"""Updates that learn from a rollout's chunks as they arrive, beside updates on whole batches: step times, the trainer's idle time, prediction.
+
+    python benchmarks/speed/streamed.py [shape=small] [prompts=12] [group_size=4] [median_tokens=100] [chunks=6] [rounds=3] [json=PATH]
+    python benchmarks/speed/streamed.py shape=1.7B prompts=32 group_size=8 median_tokens=256 max_tokens=2048      # on two GPUs
+    python benchmarks/speed/streamed.py --smoke
+
+A model with random weights writes responses of geometric lengths (p99 is 6.6 times the median): the same in all ways, since what is learnt
+changes hardly any weight. A generator and a trainer have a core, or a GPU, each. The ways alternate for some rounds. Each streamed way is
+predicted from the costs of the run on whole batches just before it, at the same depth.
+"""
+
+import json
+import math
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import rlgraph as rg
+from benchmarks.lib.machine import machine
+from benchmarks.lib.shapes import VOCAB, random_model
+from benchmarks.speed.overlap import QUESTIONS, parity
+from rlgraph.engines.hf.pretrained import tiny_model
+
+
+@dataclass
+class Config:
+    shape: str = "small"  # or one of shapes.py
+    models: str = ".models"
+    prompts: int = 12
+    group_size: int = 4
+    median_tokens: int = 100
+    max_tokens: int = 800
+    micro_batch_tokens: int = 2048
+    chunks: int = 6
+    steps: int = 12
+    warm_up: int = 2
+    rounds: int = 3
+    json: str = ""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a batch reaches the update: whole, or in chunks."""
+
+    depth: int
+    chunks: int = 1
+    order: Literal["data", "finish"] = "data"
+
+    @property
+    def name(self) -> str:
+        depth = ("on-policy", "one step off")[self.depth]
+        return f"{depth}, " + ("whole" if self.chunks == 1 else f"{self.chunks} chunks, order of {self.order}")
+
+
+SMALL_VOCAB = 4096  # of the model for two cores
+SMOKE = Config(prompts=4, group_size=2, median_tokens=6, max_tokens=24, chunks=2, steps=3, warm_up=1, rounds=1)
+
+
+def graph(cfg: Config, folder: str, vocab: int, way: Way) -> rg.Graph:
+    stops = tuple(range(300, 300 + max(round(vocab * math.log(2) / cfg.median_tokens), 1)))  # each token is as likely as any other
+    sampling = rg.Sampling(max_tokens=cfg.max_tokens, stop_token_ids=stops, ignore_eos=True)
+    generator = rg.Generator(
+        folder, pool=rg.Pool("rollout"), sampling=sampling, max_context=cfg.max_tokens + 64, max_sequences=cfg.prompts * cfg.group_size
+    )
+    policy = rg.Policy(
+        folder,
+        pool=rg.Pool("train"),
+        optimizer=rg.AdamW(lr=1e-9),
+        micro_batch_tokens=cfg.micro_batch_tokens,
+        recompute=cfg.shape == "small",  # so that a CPU packs passes as a GPU does
+    )
+    weights = rg.feedback("weights", depth=way.depth, buffers=way.depth + 1)
+    prompts = rg.prompts(QUESTIONS, count=cfg.prompts)
+    rollout = generator.rollout(prompts, weights, group_size=cfg.group_size, chunks=way.chunks, order=way.order)
+    advantages = rg.advantages(rollout, rg.reward(parity, rollout), estimator=rg.GRPO())
+    step = policy.update(rollout, advantages, loss=rg.ClippedLoss(), streamed=way.chunks > 1)
+    weights.close(step.weights)
+    return rg.Graph("streamed" if way.chunks > 1 else "whole", step.metrics)
+
+
+def run(cfg: Config, plan: rg.Plan) -> tuple[dict[str, Any], rg.planning.Costs]:
+    """Run a plan; give its seconds and the costs of its nodes."""
+    with plan.launch() as job:
+        steps = list(job.steps(cfg.steps))[cfg.warm_up :]
+        costs = job.costs()
+    seconds = [step.seconds for step in steps]
+    parts = {part: statistics.mean(step.metrics[f"timing_s/{part}"] for step in steps) for part in ("gen", "update_actor")}
+    mean = statistics.mean(seconds)
+    return {"step_s": mean, "steps_s": seconds, **parts, "trainer_idle": 1 - parts["update_actor"] / mean}, costs
+
+
+def measure(cfg: Config, folder: str, vocab: int) -> dict[str, Any]:
+    whole = [Way(depth) for depth in (0, 1)]
+    streamed = [Way(way.depth, cfg.chunks, order) for way in whole for order in ("data", "finish")]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for number in range(cfg.rounds):
+        for base in whole:
+            took, costs = run(cfg, rg.compile(graph(cfg, folder, vocab, base), rg.local_cluster()))
+            found.setdefault(base.name, []).append(took)
+            print(f"{number} {base.name}: {took['step_s']:.3f} s, trainer idle {took['trainer_idle']:.0%}", flush=True)
+            for way in (way for way in streamed if way.depth == base.depth):
+                plan = rg.compile(graph(cfg, folder, vocab, way), rg.local_cluster(), costs)
+                took_streamed, _ = run(cfg, plan)
+                row = {**took_streamed, "predicted_s": plan.prediction.step_s, "over_whole": took_streamed["step_s"] / took["step_s"]}
+                found.setdefault(way.name, []).append(row)
+                print(f"{number} {way.name}: {row['step_s']:.3f} s, predicted {row['predicted_s']:.3f}, {row['over_whole']:.3f} of whole,")
+                print(f"  trainer idle {row['trainer_idle']:.0%}", flush=True)
+    return {name: summary(rows) for name, rows in found.items()}
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Take the median of each figure over the rounds, and keep all rounds."""
+    names = [name for name, value in rows[0].items() if isinstance(value, float)]
+    found = {name: statistics.median(row[name] for row in rows) for name in names}
+    if "predicted_s" in found:
+        found["error"] = statistics.median(abs(row["predicted_s"] / row["step_s"] - 1) for row in rows)
+    return {**found, "rounds": rows}
+
+
+def main() -> None:
+    smoke, rest = "--smoke" in sys.argv, [argument for argument in sys.argv[1:] if argument != "--smoke"]
+    cfg = rg.config(Config, rest)
+    cfg = replace(SMOKE, json=cfg.json) if smoke else cfg
+    with tempfile.TemporaryDirectory() as made:
+        small = cfg.shape == "small"
+        folder = str(tiny_model(Path(made) / "small", vocab=SMALL_VOCAB, layers=4, hidden=256, context=1024)) if small else ""
+        with rg.runs.warm():
+            found = measure(cfg, folder or random_model(cfg.shape, cfg.models), SMALL_VOCAB if small else VOCAB)
+    for name, row in found.items():
+        said = f", predicted {row['predicted_s']:.3f}, {row['over_whole']:.3f} of whole" if "predicted_s" in row else ""
+        print(f"{name}: {row['step_s']:.3f} s{said}, trainer idle {row['trainer_idle']:.0%}")
+    if cfg.json:
+        settings = {key: value for key, value in vars(cfg).items() if key != "json"}
+        Path(cfg.json).write_text(json.dumps({"settings": settings, "ways": found} | machine(), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
