@@ -1,4 +1,4 @@
-"""Updates that learn from a rollout's chunks as they arrive, beside updates on whole batches: step times, the trainer's idle time, prediction.
+"""Updates on a rollout's chunks as they arrive, beside updates on whole batches: step times, the trainer's idle time, prediction.
 
     python benchmarks/speed/streamed.py [shape=small] [prompts=12] [group_size=4] [median_tokens=100] [chunks=6] [rounds=3] [json=PATH]
     python benchmarks/speed/streamed.py shape=1.7B prompts=32 group_size=8 median_tokens=256 max_tokens=2048      # on two GPUs

@@ -19,6 +19,7 @@ from support.trainer_engines import fsdp_engine, megatron_engine
 from torch.nn.functional import scaled_dot_product_attention
 
 from rlgraph.algorithms import ValueLoss
+from rlgraph.algorithms.masks import Totals
 from rlgraph.channels.weights.shards import Assembly, WeightShard
 from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.head import AT_ONCE, PolicyHead, ValueHead
@@ -71,16 +72,30 @@ def engine_of(case: Case, rank: int = 0, world: int = 1, *, saving: bool = False
     return fsdp_engine(head, optimizer=case.optimizer, rank=rank, world=world, offload="moments" if saving else None, **given, **ranks)
 
 
-def train_steps(engine: Any, kind: str, steps: int = STEPS) -> dict[str, Any]:
-    """Score a batch, take steps on it, and tell what came of each."""
+def train_steps(engine: Any, kind: str, steps: int = STEPS, *, in_parts: bool = False) -> dict[str, Any]:
+    """Score a batch, take steps on it, the last one on its two halves if `in_parts`, and tell what came of each."""
     batch, loss = batch_and_loss(kind)
     found: dict[str, Any] = {"weights": copy_shards(engine), "scores": engine.scores(batch, temperature=0.7)}
     if kind == "policy":
         found["squares"] = engine.scores_and_squares(batch, temperature=0.7)[1]
     found["metrics"] = [engine.update(batch, loss, temperature=0.7)]
     found["moments"] = copy_shards(engine, moments=True)  # of one step: the gradients
-    found["metrics"] += [engine.update(batch, loss, temperature=0.7) for _ in range(steps - 1)]
+    found["metrics"] += [engine.update(batch, loss, temperature=0.7) for _ in range(steps - 2)]
+    found["metrics"].append(learn_in_parts(engine, batch, loss) if in_parts else engine.update(batch, loss, temperature=0.7))
     return found | {"scores after": engine.scores(batch, temperature=0.7), "weights after": copy_shards(engine)}
+
+
+def learn_in_parts(engine: Any, batch: dict[str, torch.Tensor], loss: Any) -> dict[str, float]:
+    """Take a step on the halves of a batch, one after the other, before it is known how many tokens both have."""
+    half, sums = len(LENGTHS) // 2, dict[str, float]()
+    for rows in (slice(0, half), slice(half, None)):
+        part = {name: column[rows] for name, column in batch.items()}
+        for name, value in engine.add_gradients(part, loss, Totals(1, 1), temperature=0.7).items():
+            sums[name] = sums.get(name, 0.0) + value
+        engine.scores(part, temperature=0.7)
+    tokens = int(batch["response_mask"].sum())
+    metrics: dict[str, float] = engine.apply_gradients({name: value / tokens for name, value in sums.items()}, learns=True, divisor=tokens)
+    return metrics
 
 
 def batch_and_loss(kind: str) -> tuple[dict[str, torch.Tensor], Any]:
@@ -150,7 +165,7 @@ def be_rank(cases: list[Case], out: Path, rank: int, world: int, ranks: dict[str
             prepare_compiler(case.compiled)
         AT_ONCE["cpu"] = 4 * 288 if case.saving else 1 << 24
         engine = engine_of(case, rank, world, saving=case.saving, **ranks)
-        found = train_steps(engine, case.kind, case.steps)
+        found = train_steps(engine, case.kind, case.steps, in_parts=not (case.compiled or case.load_balance))
         engine.save(out / case.name, 60.0)()
         if case.export is not None:
             write_shards(*case.export, engine.weight_shards())

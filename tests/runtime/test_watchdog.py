@@ -26,6 +26,7 @@ from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage, node
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
+from rlgraph.plan.schedule import Span
 from rlgraph.runtime import messages
 from rlgraph.runtime.driver import worker_group as group_module
 from rlgraph.runtime.driver.hosts import Hosts, LocalHostAgent
@@ -219,6 +220,20 @@ def test_a_slow_node_is_warned_about_long_before_the_deadline_and_the_run_goes_o
         assert len(list(running.steps(8))) == 8
     [warning] = [record.getMessage() for record in caplog.records if record.name == "rlgraph.watchdog"]
     assert re.match(r"'slow_at_six' in worker 'slow_at_six' has been at step 5 for \d\.\d s, its median is \d\.\d\d s; at 60 s", warning)
+
+
+def test_a_rollout_in_chunks_is_as_slow_as_its_longest_chunk(caplog: pytest.LogCaptureFixture) -> None:
+    plan = compile_plan(fakes.vector_loop(1, count=8, chunks=2), Cluster(cpus=2))
+    states = {"generator": Heartbeat(9, Activity("fire", "rollout"), 9.0)}
+    watchdog = Watchdog(plan, 600.0, lambda: states, lambda workers: {})
+    for step in range(4):
+        spans = [Span(f"rollout {chunk}/2", "fire", step, "generator", 0.0, (8.0, 0.0)[chunk - 1]) for chunk in (1, 2)]
+        watchdog.note(messages.Report("generator", step, {}, spans, [], [], 0))
+    watchdog.look(["generator"], time.monotonic(), 600.0)
+    assert not caplog.records
+    states["generator"] = Heartbeat(9, Activity("fire", "rollout"), 41.0)
+    watchdog.look(["generator"], time.monotonic() - 41, 600.0)
+    assert "its median is 8.00 s" in caplog.text
 
 
 def be_asked(folder: Path) -> None:

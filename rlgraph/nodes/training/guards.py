@@ -66,8 +66,8 @@ class UpdateGuard:
     flat: int = 0  # batches in a row in which every advantage is 0
     found: dict[str, float] = field(default_factory=dict)
     zero: list[torch.Tensor] = field(default_factory=list)  # whether each response's advantages are all 0, by the chunks of a batch
-    differences: list[torch.Tensor] = field(default_factory=list)  # of log-probs, of each token
-    tokens: bool = False
+    differences: list[tuple[float, int]] = field(default_factory=list)  # of log-probs: the mean over so many tokens, by chunk
+    tokens: bool = False  # whether a chunk has a token to learn from
 
     def batch(self, columns: Columns) -> bool:
         """Decide whether a batch has something to learn from. Raises GuardError if the guards demand a stop."""
@@ -84,12 +84,14 @@ class UpdateGuard:
         """Measure a chunk of the batch."""
         mask = chunk["response_mask"]
         assert isinstance(mask, torch.Tensor)
-        self.tokens = self.tokens or bool(mask.any())
+        if not bool(mask.any()):
+            return
+        self.tokens = True
         if isinstance(advantages := chunk.get("advantages"), torch.Tensor):
             self.zero.append(((advantages == 0) | ~mask).all(-1))
         old, sampled = chunk.get("old_log_probs"), chunk.get("rollout_log_probs")
         if isinstance(old, torch.Tensor) and isinstance(sampled, torch.Tensor) and old is not sampled:
-            self.differences.append((old - sampled).abs()[mask])
+            self.differences.append(((old - sampled).abs()[mask].mean().item(), int(mask.sum())))
 
     def judge(self) -> bool:
         """Decide whether the batch has something to learn from. Raises GuardError if the guards demand a stop."""
@@ -99,7 +101,7 @@ class UpdateGuard:
         if self.zero:
             self._advantages(torch.cat(self.zero))
         if self.differences:
-            mismatch = torch.cat(self.differences).mean().item()
+            mismatch = sum(mean * tokens for mean, tokens in self.differences) / sum(tokens for _, tokens in self.differences)
             self.found["guards/mismatch"] = mismatch
             what = "engine and trainer give the sampled tokens log-probs that differ by {:.3g} on average"
             self._limit(what, mismatch, self.guards.warn_mismatch, self.guards.stop_mismatch, "mismatch")

@@ -31,11 +31,16 @@ class StreamedBatch:
     chunks: int
     mini_batches: int
     arrived: int = 0
-    tokens: int = 0
-    rows: int = 0
-    sums: dict[str, float] = field(default_factory=dict)  # of the present mini-batch
     steps: list[dict[str, float]] = field(default_factory=list)  # the metrics of each optimizer step
-    empty: int = 0
+    empty: int = 0  # mini-batches without a token to learn from
+    tokens: int = 0  # of the present mini-batch, as the following
+    rows: int = 0
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Begin the next batch."""
+        self.guard.begin()
+        self.arrived, self.steps, self.empty = 0, [], 0
 
     def add(self, chunk: Columns, temperature: float) -> None:
         """Add the gradients of a chunk; take the optimizer step if it is the last one of its mini-batch."""
@@ -65,11 +70,18 @@ class StreamedBatch:
         return self.arrived == self.chunks
 
     def metrics(self) -> dict[str, float]:
-        """Average each metric over the optimizer steps that report it."""
-        names = dict.fromkeys(name for step in self.steps for name in step)
-        empty = {"guards/empty_mini_batches": float(self.empty)} if self.mini_batches > 1 else {}
-        each: Mapping[str, Sequence[float]] = {name: [step[name] for step in self.steps if name in step] for name in names}
-        return {name: sum(values) / len(values) for name, values in each.items()} | empty
+        """Return the metrics of the batch, averaged over its optimizer steps."""
+        return average(self.steps) | ({"guards/empty_mini_batches": float(self.empty)} if self.mini_batches > 1 else {})
+
+
+def average(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Average each metric over the optimizer steps that report it.
+
+    >>> average([{"loss": 1.0, "kl": 0.5}, {"loss": 2.0}])
+    {'loss': 1.5, 'kl': 0.5}
+    """
+    each = {name: [step[name] for step in steps if name in step] for name in dict.fromkeys(name for step in steps for name in step)}
+    return {name: sum(values) / len(values) for name, values in each.items()}
 
 
 def chunks_of(name: str, inputs: Iterable[Any]) -> int:

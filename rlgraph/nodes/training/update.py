@@ -19,7 +19,7 @@ from rlgraph.graph.nodes import Node, Operation, Output, declare
 from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage, custom, tensor_of
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
-from rlgraph.nodes.training.streamed import StreamedBatch
+from rlgraph.nodes.training.streamed import StreamedBatch, average
 from rlgraph.nodes.training.trained_model import TrainedModel, check_rotary_factors, check_trained, check_vocabulary, checked_rows
 from rlgraph.nodes.trial import try_loss
 from rlgraph.settings import Count
@@ -193,16 +193,15 @@ class UpdateSchedule:
 
         `more` are further batches with their losses. Each is cut into equally many mini-batches, one per optimizer step.
         """
-        found: dict[str, list[float]] = {}
+        steps: list[dict[str, float]] = []
         for mini_batches in zip(self.cut(batch), *(self.cut(other) for other, _ in more), strict=True):
             if not _has_tokens(mini_batches[0]):
                 continue
             each = [prepare_loss(engine, mini_batches[0], loss, temperature)]
             each += [prepare_loss(engine, rows, own.loss, temperature) for rows, (_, own) in zip(mini_batches[1:], more, strict=True)]
             ready, whole = join_with_losses(each, [own for _, own in more]) if more else each[0]
-            for name, value in engine.update(ready, whole, temperature=temperature, **settings).items():
-                found.setdefault(name, []).append(value)
-        return {name: sum(values) / len(values) for name, values in found.items()}
+            steps.append(engine.update(ready, whole, temperature=temperature, **settings))
+        return average(steps)
 
     def empty(self, batch: Columns) -> int:
         """Count the optimizer steps that are skipped because their mini-batches have no token to learn from."""
@@ -330,23 +329,21 @@ class PolicyUpdate(Training):
 
     def _start_streamed(self, context: Context) -> Stage:
         """Learn from each chunk as it arrives; the metrics of the optimizer steps come with the last one."""
-        guard = UpdateGuard(self.name, self.guards)
-        batch, tokens = StreamedBatch(context.engine, self.loss, guard, self.chunks, self.schedule.mini_batches), 0.0
+        guard, sizes_of_chunks = UpdateGuard(self.name, self.guards), list[float]()
+        batch = StreamedBatch(context.engine, self.loss, guard, self.chunks, self.schedule.mini_batches)
 
         def fire(step: int, columns: Columns) -> Fired:
-            nonlocal batch, tokens
-            if batch.ended:
-                batch, tokens = replace(batch, arrived=0, steps=[], empty=0), 0.0
-            if batch.arrived == 0:
-                guard.begin()
+            if batch.arrived % batch.chunks == 0:
+                batch.begin()
+                sizes_of_chunks.clear()
             sizes = dict(_sizes(columns))
-            tokens += sizes.pop(TOKENS_OF_BATCH)
+            sizes_of_chunks.append(sizes.pop(TOKENS_OF_BATCH))
             exact = checked_rows(context.engine, columns, step, self.temperature) if self.model.exact else {}
             if step < self.critic_warmup:
                 batch.arrived += 1
             else:
                 batch.add(_batch(columns, self.behaviour, step), self.temperature)
-            learnt = {**batch.metrics(), **guard.metrics(), TOKENS_OF_BATCH: tokens} if batch.ended else {}
+            learnt = {**batch.metrics(), **guard.metrics(), TOKENS_OF_BATCH: sum(sizes_of_chunks)} if batch.ended else {}
             return {}, {**learnt, **sizes, **exact}
 
         return fire

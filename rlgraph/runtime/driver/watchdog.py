@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from rlgraph.errors import ChannelBroken, ChannelTimeout, WorkerDied
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop
-from rlgraph.plan.schedule import WORK
+from rlgraph.plan.schedule import WORK, Span
 from rlgraph.runtime.driver.hosts import Hosts
 from rlgraph.runtime.messages import Failure, Report
 from rlgraph.runtime.worker.activity import Heartbeat, describe_activity, edge_of, event_name, of_interest
@@ -139,7 +139,7 @@ class Watchdog:
     stacks: Callable[[Collection[str]], Mapping[str, str]]
     used: dict[str, int] = field(default_factory=dict)  # occupied slots by channel, as last reported by the writer
     held: dict[tuple[str, str], int] = field(default_factory=dict)  # slots not yet released, by reading worker and channel
-    _seconds: dict[Work, deque[float]] = field(default_factory=dict)
+    _seconds: dict[Work, deque[tuple[int, float]]] = field(default_factory=dict)  # by step
     _warned: set[tuple[Work, int]] = field(default_factory=set)
     _stopped: dict[str, float] = field(default_factory=dict)  # when each process was first seen stopped
 
@@ -155,7 +155,13 @@ class Watchdog:
                 self.held[report.worker, slots.end.name] = slots.used
         for span in report.spans:
             if span.kind in WORK - {"receive"} and span.name in self._work:
-                self._seconds.setdefault(self._work[span.name], deque(maxlen=REMEMBERED)).append(span.seconds)
+                self._note_span(self._work[span.name], span)
+
+    def _note_span(self, work: Work, span: Span) -> None:
+        """Record the longest firing of a step: the first chunk of a rollout takes most of its time."""
+        found = self._seconds.setdefault(work, deque(maxlen=REMEMBERED))
+        before = found.pop()[1] if found and found[-1][0] == span.step else 0.0
+        found.append((span.step, max(before, span.seconds)))
 
     def look(self, missing: Collection[str], since_s: float, deadline_s: float) -> None:
         """Warn about slow nodes; the driver has waited for the workers `missing` since `since_s`.
@@ -192,7 +198,7 @@ class Watchdog:
         work = activity.kind, activity.node, activity.edge
         if not activity.works or (work, state.step) in self._warned:
             return
-        usual = median(self._seconds[work]) if self._seconds.get(work) else None
+        usual = median(seconds for _, seconds in self._seconds[work]) if self._seconds.get(work) else None
         limit_s = self.deadline_s / 4 if usual is None else min(max(SLOW * usual, SLOW_LEAST_S), self.deadline_s / 2)
         if state.for_s > limit_s:
             self._warned.add((work, state.step))
