@@ -57,6 +57,7 @@ class Way:
         return f"{depth}, " + ("whole" if self.chunks == 1 else f"{self.chunks} chunks, order of {self.order}")
 
 
+SHOWN = 2  # steps of a timeline
 SMALL_VOCAB = 4096  # of the model for two cores
 SMOKE = Config(prompts=4, group_size=2, median_tokens=6, max_tokens=24, chunks=2, steps=3, warm_up=1, rounds=1)
 
@@ -87,11 +88,13 @@ def run(cfg: Config, plan: rg.Plan) -> tuple[dict[str, Any], rg.planning.Costs]:
     """Run a plan; give its seconds and the costs of its nodes."""
     with plan.launch() as job:
         steps = list(job.steps(cfg.steps))[cfg.warm_up :]
-        costs = job.costs()
+        costs, spans = job.costs(), [span for span in job.spans() if span.kind == "fire" and span.step >= cfg.steps - SHOWN]
     seconds = [step.seconds for step in steps]
     parts = {part: statistics.mean(step.metrics[f"timing_s/{part}"] for step in steps) for part in ("gen", "update_actor")}
     mean = statistics.mean(seconds)
-    return {"step_s": mean, "steps_s": seconds, **parts, "trainer_idle": 1 - parts["update_actor"] / mean}, costs
+    begin = min(span.start_s for span in spans)
+    shown = [[span.worker, span.name, round(span.start_s - begin, 4), round(span.end_s - begin, 4)] for span in spans]
+    return {"step_s": mean, "steps_s": seconds, **parts, "trainer_idle": 1 - parts["update_actor"] / mean, "timeline": shown}, costs
 
 
 def measure(cfg: Config, folder: str, vocab: int) -> dict[str, Any]:
@@ -114,12 +117,13 @@ def measure(cfg: Config, folder: str, vocab: int) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Take the median of each figure over the rounds, and keep all rounds."""
+    """Take the median of each figure over the rounds, and keep all rounds, with the timeline of the last one alone."""
+    timeline = [row.pop("timeline") for row in rows][-1]
     names = [name for name, value in rows[0].items() if isinstance(value, float)]
     found = {name: statistics.median(row[name] for row in rows) for name in names}
     if "predicted_s" in found:
         found["error"] = statistics.median(abs(row["predicted_s"] / row["step_s"] - 1) for row in rows)
-    return {**found, "rounds": rows}
+    return {**found, "rounds": rows, "timeline": timeline}
 
 
 def main() -> None:
