@@ -9,12 +9,13 @@ from typing import Any
 
 from benchmarks.lib.figures import RESULTS
 from benchmarks.lib.learning_plots import draw_learning, draw_staleness
-from benchmarks.report import scale_plot, wall_clock_tables
+from benchmarks.report import scale_plot, streamed_rows, wall_clock_tables
 
 PICTURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "docs/mathematics.svg": ("mathematics_cpu.json", lambda found: draw_learning(found["runs"])),
     "docs/scale.svg": ("scale.json", scale_plot.svg),
     "docs/staleness.svg": ("staleness_h200.json", lambda found: draw_staleness(found["runs"])["updates"]),
+    "docs/streamed.svg": (streamed_rows.FILE, streamed_rows.draw),
     "docs/wall_clock.svg": (wall_clock_tables.FILE, wall_clock_tables.draw),
 }
 

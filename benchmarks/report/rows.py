@@ -19,6 +19,7 @@ from benchmarks.report.mathematics_rows import MATHEMATICS, MATHEMATICS_IN_TEXT
 from benchmarks.report.reliability_rows import RELIABLE
 from benchmarks.report.replay_rows import ROUTES
 from benchmarks.report.stage_rows import STAGES
+from benchmarks.report.streamed_rows import STREAMED
 from benchmarks.report.table import Row, table
 from benchmarks.report.two_gpu_rows import ON_TWO_H200S
 
@@ -64,7 +65,7 @@ HEAD = ("what", "measured", "compared with", "script")
 
 def tables() -> tuple[dict[str, str], list[str]]:
     """Write every table, by its name, and list what is declared but not measured."""
-    groups = {"channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *EXACT, *ROUTES],
+    groups = {"channels": CHANNELS, "learning": LEARNING, "stages": [*STAGES, *STREAMED, *EXACT, *ROUTES],
               "accuracy": ACCURATE, "reliability": RELIABLE, "gpus": [*ON_GPUS, *EXACT_ON_GPUS], "h100s": ON_H100S,
               "two-h200s": ON_TWO_H200S}  # fmt: skip
     found = (

@@ -53,7 +53,7 @@ class StreamedBatch:
             self._step()
 
     def _step(self) -> None:
-        learns = self.guard.judge() if self.ended else True
+        learns = self.guard.judge() if self.is_complete else True
         totals, metrics, self.sums = Totals(self.tokens, self.rows), self.sums, {}
         self.tokens = self.rows = 0
         unit = divisor(self.loss.aggregation, totals)
@@ -66,7 +66,7 @@ class StreamedBatch:
             self.empty += 1
 
     @property
-    def ended(self) -> bool:
+    def is_complete(self) -> bool:
         return self.arrived == self.chunks
 
     def metrics(self) -> dict[str, float]:

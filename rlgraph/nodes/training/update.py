@@ -325,9 +325,9 @@ class PolicyUpdate(Training):
         return {name: column for name, column in columns.items() if not name.startswith(tuple(part.prefix for part in self.parts))}
 
     def start(self, context: Context) -> Stage:
-        return super().start(context) if self.chunks == 1 else self._start_streamed(context)
+        return super().start(context) if self.chunks == 1 else self._start_on_chunks(context)
 
-    def _start_streamed(self, context: Context) -> Stage:
+    def _start_on_chunks(self, context: Context) -> Stage:
         """Learn from each chunk as it arrives; the metrics of the optimizer steps come with the last one."""
         guard, sizes_of_chunks = UpdateGuard(self.name, self.guards), list[float]()
         batch = StreamedBatch(context.engine, self.loss, guard, self.chunks, self.schedule.mini_batches)
@@ -343,7 +343,7 @@ class PolicyUpdate(Training):
                 batch.arrived += 1
             else:
                 batch.add(_batch(columns, self.behaviour, step), self.temperature)
-            learnt = {**batch.metrics(), **guard.metrics(), TOKENS_OF_BATCH: sum(sizes_of_chunks)} if batch.ended else {}
+            learnt = {**batch.metrics(), **guard.metrics(), TOKENS_OF_BATCH: sum(sizes_of_chunks)} if batch.is_complete else {}
             return {}, {**learnt, **sizes, **exact}
 
         return fire
