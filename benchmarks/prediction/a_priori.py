@@ -127,11 +127,18 @@ def engine_before() -> Iterator[None]:
             setattr(estimates, name, value)
 
 
+def prompts_shared() -> Any:
+    """Estimate as if long responses also shared short prompts, as they did when the announced runs were measured."""
+    return patch("rlgraph.batching.cutting.LONGEST", math.inf)
+
+
 def compared(models: Path) -> Iterator[EstimatedRun]:
     """Yield every run of the results that an estimate can be made for."""
-    yield from announced(models, since=True)
+    with prompts_shared():
+        yield from announced(models, since=True)
     with engine_before():
-        yield from announced(models, since=False)
+        with prompts_shared():
+            yield from announced(models, since=False)
         with patch("rlgraph.plan.cost_functions._group", lambda node: 1):  # no prompt was shared then
             yield from measured_before(models)
 

@@ -144,7 +144,7 @@ def tables() -> dict[str, str]:
 
 def parts() -> None:
     """Print the rollout and the update of each run as the present code estimates them from nothing, over what they took."""
-    with tempfile.TemporaryDirectory() as models:
+    with tempfile.TemporaryDirectory() as models, a_priori.prompts_shared():
         for name, row in read_results().items():
             if "step_s" in row:
                 plan = plan_of(RUNS[name], Path(models))

@@ -1,6 +1,6 @@
 """Updates on a rollout's chunks as they arrive, beside updates on whole batches: step times, the trainer's idle time, prediction.
 
-    python benchmarks/speed/streamed.py [shape=small] [prompts=12] [group_size=4] [median_tokens=100] [chunks=6] [rounds=3] [json=PATH]
+    python benchmarks/speed/streamed.py [shape=small] [prompts=12] [group_size=4] [median_tokens=60] [chunks=6] [rounds=3] [json=PATH]
     python benchmarks/speed/streamed.py shape=1.7B prompts=32 group_size=8 median_tokens=256 max_tokens=2048      # on two GPUs
     python benchmarks/speed/streamed.py --smoke
 
@@ -33,11 +33,11 @@ class Config:
     models: str = ".models"
     prompts: int = 12
     group_size: int = 4
-    median_tokens: int = 100
-    max_tokens: int = 800
+    median_tokens: int = 60
+    max_tokens: int = 480
     micro_batch_tokens: int = 2048
     chunks: int = 6
-    steps: int = 12
+    steps: int = 8
     warm_up: int = 2
     rounds: int = 3
     json: str = ""

@@ -36,14 +36,14 @@ class NodeTraits:
       their model. For other nodes every rank receives the whole batch, and rank 0 writes it.
     * `by_group`: the columns for the responses to one prompt depend only on these responses. The node then works on the
       chunks of a rollout as they arrive.
-    * `whole`: why it works on whole batches alone, for errors, e.g. "calls your own function".
+    * `whole`: why it only works on whole batches, for errors, e.g. "calls a function of yours".
     * `host_pool`: a pool of host cores that it uses by itself, e.g. a rollout for its tools.
     * `dims`: bounds of dimensions of the columns that it writes, e.g. `{"T": 1024}`; they predict the sizes of messages.
     * `sampling`: its sampling; None if it samples nothing. Log-probs of its responses use this temperature.
     * `group_size`: the responses that it samples per prompt; None if unknown.
     * `admission`: the rule by which batches and new weights join running responses; None if nothing joins.
     * `one_turn`: each response is sampled in one turn, without calls of tools in between.
-    * `reorders`: its rows are in an order of its own, not in that of its inputs; it carries their columns itself.
+    * `reorders`: its rows are not in the order of its inputs, whose columns it carries itself.
     * `looks_ahead`: it reads the prompts of later steps by itself, so it cannot be tried on a single prompt.
     * `draws_from`: the source from which it draws prompts by itself, as needed; nothing else may read that source.
     * `epochs`: how many times an update iterates over its batch.

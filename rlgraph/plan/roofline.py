@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from rlgraph.batching import cutting
 from rlgraph.graph.graph import Graph
 from rlgraph.graph.nodes import Model, Node
 from rlgraph.graph.traits import ModelTraits
@@ -297,7 +298,9 @@ def _token_s(node: Node, shape: ModelShape, lengths: Lengths, device: Device) ->
         moved += estimates.COMPILED_BYTES.value * shape.layers * shape.layer_widths * (1 + FORWARD * (traits.recompute is True))
         of_products, of_attention = estimates.PRODUCTS.value, estimates.ATTENTION.value
         passes = passes_of(node, 1)
-        if passes is not None and passes.group > 1:  # keys of the own response in one call, those of the prompt in another
+        if (
+            passes is not None and passes.group > 1 and lengths.mean <= cutting.LONGEST * lengths.prompt_tokens
+        ):  # keys of the own response in one call, those of the prompt in another
             keys += max(lengths.prompt_tokens, estimates.SHARED_KEYS.value) - lengths.prompt_tokens / 2
     products, attention = operations(traits, shape, keys, adapter_size(node.model, shape), trains=trains)
     return (products / of_products + attention / of_attention) / device.flops + moved / (device.bandwidth * DECODING)

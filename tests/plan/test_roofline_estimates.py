@@ -77,7 +77,7 @@ def test_costs_of_one_length_and_batch_size_are_those_of_another_plan_in_the_pro
     (there, here), (estimated_there, estimated_here) = ([p.node("rollout").seconds for p in pair] for pair in (plans[:2], plans[2:]))
     assert there == pytest.approx(8.39, abs=0.1)
     assert here / there == pytest.approx(estimated_here / estimated_there, rel=0.05)
-    assert plans[1].node("update").seconds == pytest.approx(plans[0].node("update").seconds, rel=0.02), "as many tokens"
+    assert plans[1].node("update").seconds == pytest.approx(plans[0].node("update").seconds, rel=0.03), "as many tokens but for prompts"
     assert any("as the roofline does" in said for said in plans[1].prediction.assumed) == bool(changed)
 
 

@@ -254,7 +254,8 @@ def test_measured_costs_are_taken_to_shared_passes_by_the_links_of_the_gpus(of_a
     exchanged = 2 * 36 * 4 * 4096 * 2 / 2 / (450e9 * 0.7)  # forward and backward, four times a layer, half of the numbers, two bytes each
     waits = 2 * 36 * 4 * 20e-6 / of_a_pass  # of each call, in a full pass
     assert seconds[2] - seconds[1] == pytest.approx(tokens * (exchanged + waits), rel=1e-3)
-    assert plans[2].node("update").seconds > plans[1].node("update").seconds > 0
+    if of_a_pass == 1 << 20:  # else two ranks also cut other passes than one
+        assert plans[2].node("update").seconds > plans[1].node("update").seconds > 0
     assert any("measured with tensor_parallel=1" in said for said in rg.compile(graphs[2], cluster, costs).prediction.assumed)
     assert not any("tensor_parallel" in said for said in rg.compile(graphs[1], cluster, costs).prediction.assumed)
 

@@ -250,21 +250,17 @@ class Generator(Model):
         It writes `prompts` [B, P], `responses` [B, T], their masks, `rollout_log_probs` [B, T], `weight_version` [B, T],
         `finish_reasons` [B] and `group_ids` [B]. The responses to one prompt are adjacent rows.
 
-        * `prompts`, `weights`: the output of `rg.prompts`, and the feedback edge. Without an edge the model keeps its initial weights.
+        * `prompts`, `weights`, `name`: the output of `rg.prompts`, the feedback edge (None: the initial weights stay), the node's name.
         * `group_size`, `sampling`: the responses per prompt, and a sampling in place of the generator's, e.g. for a greedy baseline.
-        * `chunks`: splits the batch into parts, each of which leaves as soon as its groups are done.
-        * `order`: of the groups, that of the "data", or that in which they "finish", counted in decode steps: the run still depends only
-          on its seed, depth and engines. The rollout then carries the columns of its prompts: pass it to later nodes in place of `prompts`.
+        * `chunks`, `order`: parts of the batch that leave once their groups are done, in the order of the "data", or in which groups
+          "finish", counted in decode steps. With "finish" the rollout carries its prompts' columns: pass it in place of `prompts`.
         * `interrupt`: swaps in each published version before the next decode step. "recompute" prefills the running responses again under
           the new weights; "keep" continues with their old keys and values. The run then depends on the clock.
-        * `continuous`: lets batch k + 1 join on version max(0, k + 1 - depth) once half of batch k has ended; batches leave in order. The
-          run still depends only on its seed and depth, if it has no turns. The staleness bound holds for every token.
+        * `continuous`: lets batch k + 1 join on version max(0, k + 1 - depth) once half of batch k has ended: see docs/concepts.md.
         * `tools`, `agent` (an `rg.Agent`, an `rg.Program`, or its class, function or command): make a response a conversation; see
           docs/agents.md. An agent's rewards become `rewards` and `token_rewards`. `response_mask` is 0 on tokens of others.
         * `max_turns`, `concurrency`: the most turns of a conversation (None: 8, or 64 calls), and of open conversations (None: all).
-        * `refill`: `rg.options.Refill(reward=right)` is DAPO's dynamic sampling. The rollout then draws its own prompts and carries their
-          fields (`answers`) and the `rewards` as columns: pass it to later nodes in place of `prompts`.
-        * `name`: the node's name in plans and errors.
+        * `refill`: DAPO's dynamic sampling, `rg.options.Refill(reward=right)`: it draws its own prompts, carries their columns and `rewards`.
 
         Raises GraphError for options without effect or that exclude each other, and chunks that do not divide the prompts of a step.
         """

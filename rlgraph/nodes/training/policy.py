@@ -11,7 +11,7 @@ from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Operation, Output, declare
 from rlgraph.nodes.base import Context, Stage, list_columns
 from rlgraph.nodes.training.guards import Guards
-from rlgraph.nodes.training.streamed import check_streamed, chunks_of
+from rlgraph.nodes.training.streamed import chunks_of
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary, columns_to_check, routes_read
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Part, PolicyUpdate, Update, check_taken, checked_also, checked_schedule, own_name
 from rlgraph.settings import Count, Natural, check_arguments, refuse_unknown
@@ -124,20 +124,15 @@ class Policy(TrainedModel):
           `rollout_log_probs` (verl's bypass mode). `rollout_is_weights`, if present, multiply the loss. `loss_mask`, if present, replaces
           `response_mask`: tokens outside of it are neither computed nor counted. The update provides `current_version` itself.
         * `loss`: e.g. `rg.ClippedLoss()`, `rg.SFTLoss()` or a custom `rlgraph.algorithms.PolicyLoss`.
-        * `epochs`: how many times it iterates over the batch.
-        * `mini_batches`: the optimizer steps per epoch; each uses an equal part of adjacent rows.
-        * `critic_warmup`: the first steps of the graph in which only the critic learns.
-        * `guards`: checks that refuse NaN, an empty batch, and a policy or an engine too far from the one that sampled.
+        * `epochs`, `mini_batches`: the iterations over the batch, and the optimizer steps in each; one uses an equal part of adjacent rows.
+        * `critic_warmup`: the first steps of the graph in which only the critic learns. `guards`: what the update refuses, e.g. NaN.
         * `also`: further batches for each optimizer step, e.g. `also=[(examples, rg.SFTLoss(), 0.1)]`. Each is (batch, loss, weight), and
           a batch is an output or a list of outputs. Each loss is normalised by its own batch. Its metrics begin with the batch's name.
-        * `streamed`: learns from each chunk of a rollout with `chunks` as it arrives, while the rest decodes. Gradients add up, and the
-          optimizer steps after the last chunk, or after the last one of each mini-batch. The algorithm is the same. All inputs have to
-          arrive in chunks; epochs, `also`, and losses and estimators that need the whole batch do not work with it.
-        * `trial`: calls a custom loss on a made-up batch before anything starts.
-        * `name`: the node's name in plans and errors.
+        * `streamed`: learns from each chunk of a rollout with `chunks` while the rest decodes: gradients add up, and the optimizer steps
+          after the last chunk, or after the last one of each mini-batch.
+        * `trial`, `name`: whether to call a custom loss on a made-up batch before anything starts, and the node's name.
 
-        Raises GraphError for a column that no input carries, mini-batches of different sizes, a critic's warm-up without a critic, or
-        `streamed` where something needs the whole batch.
+        Raises GraphError for a column that no input carries, unequal mini-batches, a warm-up without a critic, and what excludes `streamed`.
         """
         check_taken(name, loss, self.scores, inputs, mini_batches)
         check_warmup(name, inputs, critic_warmup)
@@ -169,10 +164,7 @@ class Policy(TrainedModel):
             scored=scored_share(sizes),
             chunks=chunks_of(name, inputs) if streamed else 1,
         )
-        update = training.declare(more, reads)
-        if streamed:
-            check_streamed(update.weights.node, self, loss, epochs=epochs, mini_batches=mini_batches, also=also)
-        return update
+        return training.declare(more, reads)
 
 
 def columns_read(name: str, inputs: Sequence[Output], loss: PolicyLossFn | WholeLoss) -> tuple[str, tuple[str, ...]]:

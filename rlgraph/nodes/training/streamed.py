@@ -6,7 +6,7 @@ that a loss divides by is known only with the last chunk: until then losses, gra
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rlgraph.algorithms.masks import Totals, divisor
 from rlgraph.algorithms.policy_loss import AGGREGATED
@@ -19,6 +19,14 @@ from rlgraph.nodes.training.guards import UpdateGuard
 from rlgraph.nodes.training.trained_model import TrainedModel
 
 SUMS = Totals(1, 1)  # losses and metrics that are divided by these are sums
+
+
+@runtime_checkable
+class AdditiveLoss(Protocol):
+    """A loss that may be `additive`: it and its metrics are sums over rows, divided by what its `aggregation` says."""
+
+    additive: bool
+    aggregation: str
 
 
 @dataclass
@@ -109,7 +117,7 @@ def check_streamed(node: Node, model: TrainedModel, loss: Any, *, epochs: int, m
             f"it runs in the pool '{rollout.pool.name if rollout.pool else ''}' of the rollout, so only after it"
         )
         raise GraphError(f"{where}, but has to wait for the whole batch: {reasons}. Change that, or leave out streamed")
-    if not getattr(loss, "additive", False):  # a loss of a user's need not say
+    if not (isinstance(loss, AdditiveLoss) and loss.additive):
         raise GraphError(
             f"{where} with loss={type(loss).__name__}(…), which does not add up over chunks; use a loss such as rg.ClippedLoss(), declare "
             "additive = True in your own class if it does add up, or leave out streamed"

@@ -19,7 +19,7 @@ from rlgraph.graph.nodes import Node, Operation, Output, declare
 from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage, custom, tensor_of
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
-from rlgraph.nodes.training.streamed import StreamedBatch, average
+from rlgraph.nodes.training.streamed import StreamedBatch, average, check_streamed
 from rlgraph.nodes.training.trained_model import TrainedModel, check_rotary_factors, check_trained, check_vocabulary, checked_rows
 from rlgraph.nodes.trial import try_loss
 from rlgraph.settings import Count
@@ -323,6 +323,15 @@ class PolicyUpdate(Training):
 
     def _own_columns(self, columns: Columns) -> Columns:
         return {name: column for name, column in columns.items() if not name.startswith(tuple(part.prefix for part in self.parts))}
+
+    def declare(self, inputs: Sequence[Output], reads: Sequence[str]) -> Update:
+        update = super().declare(inputs, reads)
+        if self.chunks > 1:
+            schedule = self.schedule
+            check_streamed(
+                update.weights.node, self.model, self.loss, epochs=schedule.epochs, mini_batches=schedule.mini_batches, also=self.parts
+            )
+        return update
 
     def start(self, context: Context) -> Stage:
         return super().start(context) if self.chunks == 1 else self._start_on_chunks(context)
