@@ -260,7 +260,7 @@ class Generator(Model):
         * `tools`, `agent` (an `rg.Agent`, an `rg.Program`, or its class, function or command): make a response a conversation; see
           docs/agents.md. An agent's rewards become `rewards` and `token_rewards`. `response_mask` is 0 on tokens of others.
         * `max_turns`, `concurrency`: the most turns of a conversation (None: 8, or 64 calls), and of open conversations (None: all).
-        * `refill`: DAPO's dynamic sampling, `rg.options.Refill(reward=right)`: it draws its own prompts, carries their columns and `rewards`.
+        * `refill`: DAPO's dynamic sampling, `rg.options.Refill(reward=right)`: draws prompts itself, and carries their columns.
 
         Raises GraphError for options without effect or that exclude each other, and chunks that do not divide the prompts of a step.
         """

@@ -132,7 +132,7 @@ class Policy(TrainedModel):
           after the last chunk, or after the last one of each mini-batch.
         * `trial`, `name`: whether to call a custom loss on a made-up batch before anything starts, and the node's name.
 
-        Raises GraphError for a column that no input carries, unequal mini-batches, a warm-up without a critic, and what excludes `streamed`.
+        Raises GraphError for a column that no input carries, unequal mini-batches, a warm-up without a critic, and what bars `streamed`.
         """
         check_taken(name, loss, self.scores, inputs, mini_batches)
         check_warmup(name, inputs, critic_warmup)
