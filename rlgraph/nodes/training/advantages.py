@@ -154,9 +154,8 @@ def rollout_correction(
     weighs = not masks or (isinstance(correction, RolloutCorrection) and correction.weights is not None)
     writes = (*(("rollout_is_weights",) if weighs else ()), *(("loss_mask",) if masks else ()))
     reads = ("old_log_probs", "rollout_log_probs", *mask_columns(inputs))
-    by_row = isinstance(correction, RolloutCorrection) and not (correction.weights is not None and correction.weights.normalize)
-    whole = "" if by_row else "calls your own function, or normalises weights over the whole batch"
-    operation = FunctionOperation(_Correct(correction, writes), by_row, whole, tried=trial and custom(correction))
+    whole = _why_whole(correction)
+    operation = FunctionOperation(_Correct(correction, writes), not whole, whole, tried=trial and custom(correction))
     return Output(declare(name, operation, inputs, reads=reads, writes=writes))
 
 
@@ -176,6 +175,15 @@ def _correction(name: str, weights: Any, rejections: Sequence[Rejection]) -> Rol
         )
     correction: RolloutCorrection | Weigh = weights
     return correction
+
+
+def _why_whole(correction: RolloutCorrection | Weigh) -> str:
+    """Say why a correction needs the whole batch; nothing if it looks at single rows."""
+    if not isinstance(correction, RolloutCorrection) or any(map(custom, (correction, *correction.rejections))):
+        return "calls a function of yours, which may need the whole batch"
+    if correction.weights is not None and (correction.weights.normalize or custom(correction.weights)):
+        return "divides weights by their mean over the whole batch" if correction.weights.normalize else "has weights of yours"
+    return ""
 
 
 @dataclass(frozen=True)
