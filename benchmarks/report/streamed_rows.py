@@ -26,9 +26,12 @@ def draw(found: Mapping[str, Any]) -> str:
     figure = Figure(figsize=(7.6, 3.4), layout="constrained")
     axes = figure.subplots(len(DRAWN), sharex=True)
     for axis, way in zip(axes, DRAWN, strict=True):
-        for place, node in enumerate(COLOURS):
-            for _, _, begin, end in (span for span in found["ways"][way]["timeline"] if span[1].split(" ")[0] == node):
-                axis.barh(place, end - begin, left=begin, height=0.6, color=COLOURS[node], edgecolor="white", linewidth=0.6)
+        spans = [(name.split(" ")[0], begin, end) for _, name, begin, end in found["ways"][way]["timeline"]]
+        first = min(begin for node, begin, _ in spans if node in COLOURS)
+        for node, begin, end in (span for span in spans if span[0] in COLOURS):
+            place = list(COLOURS).index(node)
+            axis.barh(place, end - begin, left=begin - first, height=0.6, color=COLOURS[node], edgecolor="white", linewidth=0.6)
+        axis.set_xlim(left=0)
         axis.set_yticks(range(len(COLOURS)), list(COLOURS), fontsize=11)
         axis.invert_yaxis()
         axis.set_title(way, fontsize=11, loc="left")

@@ -154,7 +154,7 @@ def rollout_correction(
     weighs = not masks or (isinstance(correction, RolloutCorrection) and correction.weights is not None)
     writes = (*(("rollout_is_weights",) if weighs else ()), *(("loss_mask",) if masks else ()))
     reads = ("old_log_probs", "rollout_log_probs", *mask_columns(inputs))
-    whole = _why_whole(correction)
+    whole = _why_full_batch(correction)
     operation = FunctionOperation(_Correct(correction, writes), not whole, whole, tried=trial and custom(correction))
     return Output(declare(name, operation, inputs, reads=reads, writes=writes))
 
@@ -177,7 +177,7 @@ def _correction(name: str, weights: Any, rejections: Sequence[Rejection]) -> Rol
     return correction
 
 
-def _why_whole(correction: RolloutCorrection | Weigh) -> str:
+def _why_full_batch(correction: RolloutCorrection | Weigh) -> str:
     """Say why a correction needs the whole batch; nothing if it looks at single rows."""
     if not isinstance(correction, RolloutCorrection) or any(map(custom, (correction, *correction.rejections))):
         return "calls a function of yours, which may need the whole batch"

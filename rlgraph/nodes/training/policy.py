@@ -125,7 +125,7 @@ class Policy(TrainedModel):
           `response_mask`: tokens outside of it are neither computed nor counted. The update provides `current_version` itself.
         * `loss`: e.g. `rg.ClippedLoss()`, `rg.SFTLoss()` or a custom `rlgraph.algorithms.PolicyLoss`.
         * `epochs`, `mini_batches`: the iterations over the batch, and the optimizer steps in each; one uses an equal part of adjacent rows.
-        * `critic_warmup`: the first steps of the graph in which only the critic learns. `guards`: what the update refuses, e.g. NaN.
+        * `critic_warmup`, `guards`: the first steps of the graph in which only the critic learns, and what the update refuses, e.g. NaN.
         * `also`: further batches for each optimizer step, e.g. `also=[(examples, rg.SFTLoss(), 0.1)]`. Each is (batch, loss, weight), and
           a batch is an output or a list of outputs. Each loss is normalised by its own batch. Its metrics begin with the batch's name.
         * `streamed`: learns from each chunk of a rollout with `chunks` while the rest decodes: gradients add up, and the optimizer steps
