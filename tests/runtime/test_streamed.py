@@ -72,7 +72,7 @@ def sorted_by_length(batch: Columns) -> tuple[Columns, dict[str, float]]:
         ({}, {}),
         ({"depth": 0}, {}),
         ({"old": False, "depth": 2}, {"mini_batches": 2}),
-        ({"loss": rg.ClippedLoss(clip_high=0.28, kl_coef=0.1, entropy_coef=0.01, aggregation="seq-mean-token-sum")}, {}),
+        ({"loss": rg.ClippedLoss(kl_coef=0.1, entropy_coef=0.01, aggregation="seq-mean-token-sum"), "old": False, "depth": 2}, {}),
         ({"loss": rg.losses.GSPO(kl_coef=0.1)}, {}),
         ({"loss": rg.ClippedLoss(kl_coef=0.1, aggregation="token-sum")}, {}),
     ],
