@@ -1,6 +1,7 @@
 """The cluster that a program finds: hosts of a Ray as one cluster, what of them stays idle, and where a Ray is looked for."""
 
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def no_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """No Ray is named here; returns the file that `ray start` would write. What is said begins anew."""
     monkeypatch.delenv(discovery.ADDRESS, raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    if "ray" in sys.modules:  # of another test of this process, which may have connected it
+        monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr(discovery, "_asked", [])
     monkeypatch.setattr(discovery, "local_cluster", lambda: rg.Cluster(cpus=3))
     monkeypatch.setattr(notices, "here", notices.Notices())
