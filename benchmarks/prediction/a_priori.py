@@ -127,19 +127,19 @@ def engine_before() -> Iterator[None]:
             setattr(estimates, name, value)
 
 
-def prompts_shared() -> Any:
-    """Estimate as if long responses also shared short prompts, as they did when the announced runs were measured."""
-    return patch("rlgraph.batching.cutting.LONGEST", math.inf)
+def sharing_up_to(prompts: float) -> Any:
+    """Estimate as if responses of up to so many prompts shared a prompt: all when the announced runs were measured, none before."""
+    return patch("rlgraph.batching.cutting.LONGEST", prompts)
 
 
 def compared(models: Path) -> Iterator[EstimatedRun]:
     """Yield every run of the results that an estimate can be made for."""
-    with prompts_shared():
+    with sharing_up_to(math.inf):
         yield from announced(models, since=True)
     with engine_before():
-        with prompts_shared():
+        with sharing_up_to(math.inf):
             yield from announced(models, since=False)
-        with patch("rlgraph.plan.cost_functions._group", lambda node: 1):  # no prompt was shared then
+        with sharing_up_to(0):
             yield from measured_before(models)
 
 

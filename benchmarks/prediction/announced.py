@@ -13,6 +13,7 @@ import argparse
 import dataclasses
 import datetime
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -144,7 +145,7 @@ def tables() -> dict[str, str]:
 
 def parts() -> None:
     """Print the rollout and the update of each run as the present code estimates them from nothing, over what they took."""
-    with tempfile.TemporaryDirectory() as models, a_priori.prompts_shared():
+    with tempfile.TemporaryDirectory() as models, a_priori.sharing_up_to(math.inf):
         for name, row in read_results().items():
             if "step_s" in row:
                 plan = plan_of(RUNS[name], Path(models))
