@@ -1,7 +1,7 @@
 """Cut sequences for ranks and passes: by numbers alone, for many batches at once. Trainers run these rules, and predictions count by them.
 
 Flat passes share prompts. The responses of a group lie behind one copy of their prompt, as many as fit a pass; more of them have
-another copy. A response that is more than `LONGEST` times as long as its prompt has its own: attention behind a shared prompt takes more
+another copy. A response that is more than `LONGEST` times as long as its prompt has its own: attention behind a shared prompt costs more
 time than such a prompt saves. Where that leaves ranks without work, fewer responses lie behind each copy: see `cut_batches`.
 """
 
@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 Array: TypeAlias = np.ndarray
-LONGEST = 8.0  # prompts: with 28 tokens and 1,024 of a response, an update of 1.7B takes 6.4 s with shared prompts and 5.7 s without
+LONGEST = 8.0  # prompts: with 28 tokens and 1,024 of a response, an update of 1.7B lasts 6.4 s with shared prompts and 5.7 s without
 
 
 def micro_batches(tokens: Array, ranks: int, limit: int, *, padded: bool = False) -> tuple[Array, Array]:

@@ -309,7 +309,7 @@ class StreamedTrainEngine(TrainEngine, Protocol):
     """A `TrainEngine` whose updates get a batch in chunks. Its `TrainerSpec` has `streams=True`."""
 
     def add_gradients(self, batch: Columns, loss: Loss, totals: Totals, *, temperature: float = 1.0) -> dict[str, float]:
-        """Add the gradients of a part of a batch to those of the next optimizer step, and return the part's metrics.
+        """Add the gradients of a part of a batch for the next optimizer step, and return the part's metrics.
 
         With totals of 1 token and 1 row, losses, gradients and metrics are sums. `scores` may be called between two parts.
         """

@@ -102,7 +102,7 @@ class ModelShape:
 
     @property
     def layer_widths(self) -> int:
-        """Count the numbers of a token in a layer: hidden, queries, keys, values, and the inner ones of its experts."""
+        """Count the numbers per token in a layer: hidden, queries, keys, values, and the inner ones of its experts."""
         return self.hidden + self.head_dim * (self.heads + 2 * self.kv_heads) + self.intermediate * self.experts_used
 
     @property

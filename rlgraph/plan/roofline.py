@@ -288,7 +288,7 @@ def _in_fp8(shape: ModelShape) -> float:
 
 
 def _token_s(node: Node, shape: ModelShape, lengths: Lengths, device: Device) -> float:
-    """Estimate the GPU's seconds of a token forwards and backwards: of compiled layers by kinds of kernels, of others by one share."""
+    """Estimate the GPU's seconds per token forwards and backwards: of compiled layers by kinds of kernels, of others by one share."""
     assert node.model is not None
     traits, trains = node.model.traits, node.traits.work == "train"
     compiled, keys = trains and traits.compiled, lengths.sequence_of_a_token / 2
@@ -297,10 +297,8 @@ def _token_s(node: Node, shape: ModelShape, lengths: Lengths, device: Device) ->
     if compiled:
         moved += estimates.COMPILED_BYTES.value * shape.layers * shape.layer_widths * (1 + FORWARD * (traits.recompute is True))
         of_products, of_attention = estimates.PRODUCTS.value, estimates.ATTENTION.value
-        passes = passes_of(node, 1)
-        if (
-            passes is not None and passes.group > 1 and lengths.mean <= cutting.LONGEST * lengths.prompt_tokens
-        ):  # keys of the own response in one call, those of the prompt in another
+        passes, shares = passes_of(node, 1), lengths.mean <= cutting.LONGEST * lengths.prompt_tokens
+        if passes is not None and passes.group > 1 and shares:  # one call for keys of the response, another for keys of the prompt
             keys += max(lengths.prompt_tokens, estimates.SHARED_KEYS.value) - lengths.prompt_tokens / 2
     products, attention = operations(traits, shape, keys, adapter_size(node.model, shape), trains=trains)
     return (products / of_products + attention / of_attention) / device.flops + moved / (device.bandwidth * DECODING)
@@ -309,7 +307,7 @@ def _token_s(node: Node, shape: ModelShape, lengths: Lengths, device: Device) ->
 def operations(
     traits: ModelTraits, shape: ModelShape, keys: float, adapter: AdapterSize | None = None, *, trains: bool
 ) -> tuple[float, float]:
-    """Count the operations of a token forwards and backwards, in products with weights and in attention to so many keys.
+    """Count the operations per token forwards and backwards, in products with weights and in attention to so many keys.
 
     Frozen weights have no gradient, and recomputing is a second forward pass. A token attends to half of its sequence, and the tokens of a
     long sequence are many (Chowdhery et al. 2022, "PaLM", appendix B).

@@ -192,7 +192,7 @@ class FsdpEngine:
         return self.apply_gradients(metrics, learns=totals.tokens > 0, guard=guard)
 
     def add_gradients(self, batch: Columns, loss: Loss, totals: Totals, *, temperature: float = 1.0) -> dict[str, float]:
-        """Add the gradients of a batch, or of a part of it, to those of the next optimizer step; see `StreamedTrainEngine`."""
+        """Add the gradients of a batch, or of a part of it, for the next optimizer step; see `StreamedTrainEngine`."""
         width = shape_of(batch)[1]
         found: list[dict[str, float]] = []
         at = chosen_at(loss)

@@ -200,10 +200,6 @@ class DecodeLoop:
         batch.left += count
         return batch.complete[batch.left - count : batch.left]
 
-    def tasks_of(self, step: int, groups: Iterable[int], size: int) -> list[Task]:
-        """List the tasks of these groups."""
-        return [task for group in groups for task in self._batches[step].tasks[group * size : (group + 1) * size]]
-
     def _submit(self, step: int, tasks: Sequence[Task]) -> None:
         batch = self._batches[step] = _OpenBatch(tasks)
         for task in tasks:

@@ -413,17 +413,17 @@ class Rollout(Operation):
         """Decode all chunks of the batch together; yield each as soon as its last response is complete."""
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
-        shares, chunks = self.shares(context, ids), self.tasks(context, columns)
-        own = [row for share in shares for row in share]  # prompts of this rank
+        shares, chunks, size = self.shares(context, ids), self.tasks(context, columns), self.group_size
+        own, every = [row for share in shares for row in share], chain_parts(chunks)  # prompts and tasks of this rank
         try:
-            loop.begin(step, chain_parts(chunks))
+            loop.begin(step, every)
             for rows, tasks in zip(shares, chunks, strict=True):
                 if self.in_order_of_finish:
-                    groups = loop.next_groups(step, len(rows), self.group_size)
-                    rows, tasks = [own[group] for group in groups], loop.tasks_of(step, groups, self.group_size)
+                    groups = loop.next_groups(step, len(rows), size)
+                    rows, tasks = [own[n] for n in groups], [task for n in groups for task in every[n * size : (n + 1) * size]]
                 sampled, at = loop.take(step, tasks), torch.tensor(rows, dtype=torch.int64)
-                carried = {name: repeat_rows(rows_at(columns[name], at), self.group_size) for name in self.of_prompts}
-                yield self.pack_part(context, loop.decoder, sampled, repeat_rows(ids[at], self.group_size), carried)
+                carried = {name: repeat_rows(rows_at(columns[name], at), size) for name in self.of_prompts}
+                yield self.pack_part(context, loop.decoder, sampled, repeat_rows(ids[at], size), carried)
         except GeneratorExit:
             raise
         except BaseException:

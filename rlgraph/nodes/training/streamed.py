@@ -1,6 +1,6 @@
 """The streamed update: it adds the gradients of each chunk of a batch when the chunk is there, and steps after the last one.
 
-The passes are those of an update that gets the same chunks at once, in the same order, so both have the same bits. The number of tokens
+An update that gets the same chunks at once has the same passes in the same order, so both have the same bits. The number of tokens
 that a loss divides by is known only with the last chunk: until then losses, gradients and metrics are sums.
 """
 
@@ -109,7 +109,7 @@ def check_streamed(node: Node, model: TrainedModel, loss: Any, *, epochs: int, m
     """Raise GraphError for a streamed update that cannot learn from one chunk after the other."""
     where, spec = f"node '{node.name}' has streamed=True", model.spec
     if not spec.streams:
-        raise GraphError(f"{where}, but trainer='{spec.name}' takes whole batches: leave out streamed, or use trainer='fsdp'")
+        raise GraphError(f"{where}, but trainer='{spec.name}' requires whole batches: leave out streamed, or use trainer='fsdp'")
     if node.follows is None:
         rollout = next(output.node.stream for output in node.inputs if output.node.stream is not None)
         late = [output.node for output in node.inputs if output.node.stream is None and output.node.needs(rollout)]

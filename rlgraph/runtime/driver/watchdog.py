@@ -158,7 +158,7 @@ class Watchdog:
                 self._note_span(self._work[span.name], span)
 
     def _note_span(self, work: Work, span: Span) -> None:
-        """Record the longest firing of a step: the first chunk of a rollout takes most of its time."""
+        """Record the longest firing of a step: the first chunk of a rollout lasts longest."""
         found = self._seconds.setdefault(work, deque(maxlen=REMEMBERED))
         before = found.pop()[1] if found and found[-1][0] == span.step else 0.0
         found.append((span.step, max(before, span.seconds)))

@@ -325,7 +325,6 @@ class Worker:
     slot: EngineSlot = field(default_factory=EngineSlot)
     stages: dict[str, Stage | ChunkedStage] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
-    behind: dict[str, float] = field(default_factory=dict)  # the staleness of the batch that a node works on, if it trains
     sampled: list[Sampled] = field(default_factory=list)
     chunk_metrics: dict[str, list[Metrics]] = field(default_factory=dict)  # of the batch on which a node works
     streams: dict[str, Iterator[Fired]] = field(default_factory=dict)  # of nodes that yield a batch in chunks
@@ -382,7 +381,8 @@ class Worker:
         columns = self._take(firing, "batch") | self._take(firing, "earlier")
         publishing = [loop for loop in self.weights.written_by(firing.node.name) if loop.due is None]
         if publishing:  # the deepest edge is the rollout's; other edges lead to nodes that only read the batch on its way
-            self.behind = staleness(columns, firing.step, max(publishing, key=lambda loop: loop.depth))
+            behind = staleness(columns, firing.step, max(publishing, key=lambda loop: loop.depth))
+            self.chunk_metrics.setdefault(firing.node.name, []).append(behind)
         return columns
 
     def _run(self, firing: Firing, columns: Columns) -> Columns:
@@ -419,8 +419,7 @@ class Worker:
         node = firing.node
         if node.writes:
             checked_columns(node.name, node.writes, written, node.count if self.spec.worker.world == 1 else None)
-        self.chunk_metrics.setdefault(node.name, []).append({**checked_metrics(node.name, metrics), **self.behind})
-        self.behind = {}
+        self.chunk_metrics.setdefault(node.name, []).append(checked_metrics(node.name, metrics))
         if firing.ends_batch:
             self.metrics.update({node.front + name: value for name, value in reduce_metrics(self.chunk_metrics.pop(node.name)).items()})
         if node.traits.work == "generate" and node.due is None:
