@@ -6,7 +6,8 @@
 
 A model with random weights writes responses of geometric lengths (p99 is 6.6 times the median): the same in all ways, since what is learnt
 changes hardly any weight. A generator and a trainer have a core, or a GPU, each. The ways alternate for some rounds. Each streamed way is
-predicted from the costs of the run on whole batches just before it, at the same depth.
+predicted from the costs of the run on whole batches just before it, at the same depth; on GPUs each way is also estimated from nothing.
+The results are written after each run.
 """
 
 import json
@@ -14,7 +15,9 @@ import math
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,6 +40,7 @@ class Config:
     max_tokens: int = 480
     micro_batch_tokens: int = 2048
     chunks: int = 6
+    orders: tuple[str, ...] = ("data", "finish")
     steps: int = 8
     warm_up: int = 2
     rounds: int = 3
@@ -57,6 +61,7 @@ class Way:
         return f"{depth}, " + ("whole" if self.chunks == 1 else f"{self.chunks} chunks, order of {self.order}")
 
 
+ORDERS: tuple[Literal["data", "finish"], ...] = ("data", "finish")
 SHOWN = 2  # steps of a timeline
 SMALL_VOCAB = 4096  # of the model for two cores
 SMOKE = Config(prompts=4, group_size=2, median_tokens=6, max_tokens=24, chunks=2, steps=3, warm_up=1, rounds=1)
@@ -97,28 +102,23 @@ def run(cfg: Config, plan: rg.Plan) -> tuple[dict[str, Any], rg.planning.Costs]:
     return {"step_s": mean, "steps_s": seconds, **parts, "trainer_idle": 1 - parts["update_actor"] / mean, "timeline": shown}, costs
 
 
-def measure(cfg: Config, folder: str, vocab: int) -> dict[str, Any]:
-    whole = [Way(depth) for depth in (0, 1)]
-    streamed = [Way(way.depth, cfg.chunks, order) for way in whole for order in ("data", "finish")]
-    found: dict[str, list[dict[str, Any]]] = {}
-    for number in range(cfg.rounds):
-        for base in whole:
-            took, costs = run(cfg, rg.compile(graph(cfg, folder, vocab, base), rg.local_cluster()))
-            found.setdefault(base.name, []).append(took)
-            print(f"{number} {base.name}: {took['step_s']:.3f} s, trainer idle {took['trainer_idle']:.0%}", flush=True)
-            for way in (way for way in streamed if way.depth == base.depth):
-                plan = rg.compile(graph(cfg, folder, vocab, way), rg.local_cluster(), costs)
-                took_streamed, _ = run(cfg, plan)
-                row = {**took_streamed, "predicted_s": plan.prediction.step_s, "over_whole": took_streamed["step_s"] / took["step_s"]}
-                found.setdefault(way.name, []).append(row)
-                print(f"{number} {way.name}: {row['step_s']:.3f} s, predicted {row['predicted_s']:.3f}, {row['over_whole']:.3f} of whole,")
-                print(f"  trainer idle {row['trainer_idle']:.0%}", flush=True)
-    return {name: summary(rows) for name, rows in found.items()}
+def measure(cfg: Config, folder: str, vocab: int) -> Iterator[tuple[Way, dict[str, Any]]]:
+    """Run all ways for some rounds; yield each with what it took."""
+    cluster = rg.local_cluster()
+    for _, depth in product(range(cfg.rounds), (0, 1)):
+        whole, costs = run(cfg, rg.compile(graph(cfg, folder, vocab, Way(depth)), cluster))
+        yield Way(depth), whole
+        for order in ORDERS:
+            if order in cfg.orders:
+                way = Way(depth, cfg.chunks, order)
+                plan = rg.compile(graph(cfg, folder, vocab, way), cluster, costs)
+                took, _ = run(cfg, plan)
+                yield way, {**took, "predicted_s": plan.prediction.step_s, "over_whole": took["step_s"] / whole["step_s"]}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Take the median of each figure over the rounds, and keep all rounds, with the timeline of the last one alone."""
-    timeline = [row.pop("timeline") for row in rows][-1]
+    timeline, rows = rows[-1]["timeline"], [{name: value for name, value in row.items() if name != "timeline"} for row in rows]
     names = [name for name, value in rows[0].items() if isinstance(value, float)]
     found = {name: statistics.median(row[name] for row in rows) for name in names}
     if "predicted_s" in found:
@@ -126,21 +126,30 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {**found, "rounds": rows, "timeline": timeline}
 
 
+def show(name: str, row: dict[str, Any]) -> None:
+    said = f", predicted {row['predicted_s']:.3f}, {row['over_whole']:.3f} of whole" if "predicted_s" in row else ""
+    print(f"{name}: {row['step_s']:.3f} s{said}, trainer idle {row['trainer_idle']:.0%}", flush=True)
+
+
 def main() -> None:
     smoke, rest = "--smoke" in sys.argv, [argument for argument in sys.argv[1:] if argument != "--smoke"]
     cfg = rg.config(Config, rest)
     cfg = replace(SMOKE, json=cfg.json) if smoke else cfg
-    with tempfile.TemporaryDirectory() as made:
-        small = cfg.shape == "small"
+    small, found = cfg.shape == "small", dict[str, list[dict[str, Any]]]()
+    settings = {key: value for key, value in vars(cfg).items() if key != "json"}
+    with tempfile.TemporaryDirectory() as made, rg.runs.warm():
         folder = str(tiny_model(Path(made) / "small", vocab=SMALL_VOCAB, layers=4, hidden=256, context=1024)) if small else ""
-        with rg.runs.warm():
-            found = measure(cfg, folder or random_model(cfg.shape, cfg.models), SMALL_VOCAB if small else VOCAB)
-    for name, row in found.items():
-        said = f", predicted {row['predicted_s']:.3f}, {row['over_whole']:.3f} of whole" if "predicted_s" in row else ""
-        print(f"{name}: {row['step_s']:.3f} s{said}, trainer idle {row['trainer_idle']:.0%}")
-    if cfg.json:
-        settings = {key: value for key, value in vars(cfg).items() if key != "json"}
-        Path(cfg.json).write_text(json.dumps({"settings": settings, "ways": found} | machine(), indent=1) + "\n", encoding="utf-8")
+        folder = folder or random_model(cfg.shape, cfg.models)
+        for way, took in measure(cfg, folder, SMALL_VOCAB if small else VOCAB):
+            if not small:
+                took["estimated_s"] = rg.compile(graph(cfg, folder, VOCAB, way), rg.local_cluster()).prediction.step_s
+            found.setdefault(way.name, []).append(took)
+            show(way.name, took)
+            if cfg.json:
+                ways = {name: summary(rows) for name, rows in found.items()}
+                Path(cfg.json).write_text(json.dumps({"settings": settings, "ways": ways} | machine(), indent=1) + "\n", encoding="utf-8")
+    for name, rows in found.items():
+        show(name, summary(rows))
 
 
 if __name__ == "__main__":
