@@ -103,22 +103,26 @@ def _pieces(prompts: Array, responses: Array, groups: Array, limit: int, most: i
     is estimated. A response of more than `LONGEST` prompts is a piece of its own.
     """
     batches, rows = responses.shape
-    each = np.arange(batches)
-    last, held = np.full(batches, -1), np.zeros(batches, dtype=np.int64)  # the piece that is open, and its responses
-    tokens = np.zeros((batches, rows), dtype=prompts.dtype)
-    piece = np.zeros((batches, rows), dtype=np.int64)
-    for row in range(rows):
-        there, own = responses[:, row] > 0, prompts[:, row]
-        added = np.where(there, responses[:, row] - 1, 0)  # the last token of a response predicts nothing
-        if row == 0 or groups[row] != groups[row - 1]:
-            held[:] = 0
-        alone = there & (added > LONGEST * own)
-        opens = there & (alone | (held == 0) | (held >= np.minimum(most, own)) | (tokens[each, last] + added > limit))
-        last += opens
-        held = np.where(alone, 0, np.where(opens, 1, held + there))
-        tokens[each, last] += added + np.where(opens, own, 0)
-        piece[:, row] = last
-    return piece, tokens[:, : max(int(last.max(initial=0)) + 1, 1)]
+    first = np.flatnonzero(np.diff(groups, prepend=groups[:1] - 1))  # row of each group
+    group = np.repeat(np.arange(len(first)), np.diff(first, append=rows))
+    member = np.arange(rows) - first[group]
+    size = (batches, len(first))
+    held, filled = np.zeros(size, dtype=np.int64), np.zeros(size, dtype=prompts.dtype)  # responses and tokens of each group's open piece
+    added = np.where(responses > 0, responses - 1, 0)  # the last token of a response predicts nothing
+    alone = added > LONGEST * prompts
+    opens = np.zeros((batches, rows), dtype=bool)
+    for index in range(int(member.max(initial=-1)) + 1):
+        at = np.flatnonzero(member == index)  # all groups with so many members
+        of, there, more, own = group[at], responses[:, at] > 0, added[:, at], prompts[:, at]
+        full = (held[:, of] >= np.minimum(most, own)) | (filled[:, of] + more > limit)
+        opens[:, at] = there & (alone[:, at] | (held[:, of] == 0) | full)
+        held[:, of] = np.where(alone[:, at], 0, np.where(opens[:, at], 1, held[:, of] + there))
+        filled[:, of] = more + np.where(opens[:, at], own, filled[:, of])
+    piece = opens.cumsum(axis=1) - 1
+    pieces = max(int(piece.max(initial=0)) + 1, 1)
+    place = np.arange(batches)[:, None] * pieces + piece.clip(min=0)
+    tokens = np.bincount(place.ravel(), weights=(added + np.where(opens, prompts, 0)).ravel(), minlength=batches * pieces)
+    return piece, tokens.reshape(batches, pieces).astype(prompts.dtype)
 
 
 def _deal_piece(piece: Array, tokens: Array, ranks: int, limit: int) -> FlatCut:
