@@ -69,6 +69,7 @@ from rlgraph.plan.roofline import (
 from rlgraph.plan.schedule import Dependency, Event, Schedule
 
 NOTHING_KNOWN: Shapes = {}
+PLAYED = 12  # the most splits that are played with lengths and spreads
 
 
 def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, shapes: Shapes = NOTHING_KNOWN) -> Plan:
@@ -161,22 +162,26 @@ def build_plan(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, sh
 
 
 def _find_best_counts(graph: Graph, cluster: Cluster, costs: Costs) -> tuple[Counts, tuple[str, ...]]:
-    """Find the split of least period, and warnings about the choice. A split whose bound is above the best period is not tried.
+    """Find the split of the shortest step, and warnings about the choice. A split whose bound is above the best step is not tried.
 
     Raises PlanError if no split lets each worker run on one host.
     """
     divisions = splits(graph, cluster)
     if len(divisions) == 1:
         return next(iter(divisions)), ()
+    plays = any(map(costs.varies, costs.nodes))
     tried: list[tuple[float, Counts]] = []
     refused: PlanError | None = None
     for counts, bound in candidates(graph, cluster, costs, divisions):
-        if tried and (bound >= min(tried, key=itemgetter(0))[0] or len(tried) == FEW):
+        if tried and (bound >= min(tried, key=itemgetter(0))[0] or len(tried) == (PLAYED if plays else FEW)):
             break
         try:
-            tried.append((critical_cycle(place_and_schedule(graph, cluster, counts, costs)[2]).period_s, counts))
+            _, settings, schedule = place_and_schedule(graph, cluster, counts, costs)
         except PlanError as error:  # a worker would span two hosts
             refused = refused or error
+        else:
+            step_s = forecast(schedule, graph, settings, costs).step_s if plays else critical_cycle(schedule).period_s
+            tried.append((step_s, counts))
     if not tried:
         raise refused or AssertionError("there is at least one way to divide the devices")
     best = min(tried, key=itemgetter(0))[1]
@@ -221,6 +226,15 @@ def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows:
     return costs.mean(node.name, setting, rows)
 
 
+def bound_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
+    """Predict the least mean seconds from one firing to the next. Engines that need not wait for each other have their own mean, since an
+    engine that is done begins the next batch; with all edges at depth 0, a step waits for the last engine."""
+    waits = bool(graph.feedbacks) and all(feedback.depth == 0 for feedback in graph.feedbacks)
+    if waits or is_played(graph, node, costs):
+        return mean_seconds(graph, node, setting, costs, rows)
+    return costs.mean(node.name, setting, rows, of_each=True)
+
+
 def _rate(node: Node) -> float:
     """Average the firings of a node over the steps: below 1 for a node that is due at some steps only."""
     return 1.0 if node.due is None else 1 / node.due.every
@@ -247,20 +261,16 @@ def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Co
 
 def candidates(graph: Graph, cluster: Cluster, costs: Costs, divisions: Divisions) -> Iterator[tuple[Counts, float]]:
     """Yield divisions with a lower bound of their period, or, for many divisions, nearly the period itself; the shortest first."""
-    if len(divisions) > FEW:
-        period = period_on(graph, cluster, costs, next(iter(divisions)))
-        yield from ((division.counts, division.period_s) for division in best_first(divisions, period))
-        return
     rows = max(node.rows for node in graph.nodes)
 
     def load(counts: Counts) -> float:  # of the busiest pool
         settings = settings_on(graph, cluster, counts)
         return max(
-            sum(mean_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes if n.pool is p) for p in graph.pools
+            sum(bound_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes if n.pool is p) for p in graph.pools
         )
 
-    every = [(load(counts), index, counts) for index, counts in enumerate(divisions)]
-    yield from ((counts, bound) for bound, _, counts in sorted(every, key=lambda each: each[:2]))
+    period = load if len(divisions) <= FEW else period_on(graph, cluster, costs, next(iter(divisions)))
+    yield from ((division.counts, division.period_s) for division in best_first(divisions, period))
 
 
 def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Callable[[Counts], float]:
@@ -276,7 +286,7 @@ def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Cal
 
     def scale(event: Event, there: Settings) -> float:
         if event.kind == "fire":
-            now, then = mean_seconds(graph, graph.node(event.node), there[event.node], costs, rows), usual[event.node]
+            now, then = bound_seconds(graph, graph.node(event.node), there[event.node], costs, rows), usual[event.node]
         elif event.kind in ("wake", "sleep"):
             new, old = sleep_cost(graph, first[event.node], there, costs.sleep), asleep[event.node]
             now, then = (new.wake_s, old.wake_s) if event.kind == "wake" else (new.sleep_s, old.sleep_s)

@@ -318,10 +318,9 @@ class NodeCost:
     def each(self, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
         """Predict the seconds `[steps, engines]` of firings, `[steps, 1]` if engines work together.
 
-        Lengths are the same for every node of a step; the spread is the same for every engine.
+        Lengths are the same for every node of a step; the spread is the same for every engine. The array is read-only.
         """
-        batch = lengths.batches(steps, rows_drawn)[:, : setting.rows] if lengths is not None and self.by_length else None
-        return self.of(setting, batch, lengths.prompt_tokens if lengths else 0.0, steps)
+        return _each(self, setting, lengths, steps, rows_drawn)
 
     def of(self, setting: Setting, batch: Array | None, prompt_tokens: float, steps: int) -> Array:
         """Predict the seconds `[steps, engines]` for response lengths `[steps, rows]`; without lengths, the part that needs none."""
@@ -387,6 +386,14 @@ class NodeCost:
     def decode_at(self, decode: Decode, setting: Setting) -> Decode:
         """Scale decoding to the engines of another setting."""
         return decode.at_width(setting.width / (self.measured.width if self.measured else 1.0), setting.width)
+
+
+@lru_cache(maxsize=32)  # a choice among splits asks for the same firings several times, and cutting their batches takes long
+def _each(cost: NodeCost, setting: Setting, lengths: Lengths | None, steps: int, rows_drawn: int) -> Array:
+    batch = lengths.batches(steps, rows_drawn)[:, : setting.rows] if lengths is not None and cost.by_length else None
+    found = cost.of(setting, batch, lengths.prompt_tokens if lengths else 0.0, steps)
+    found.setflags(write=False)
+    return found
 
 
 @dataclass(frozen=True)

@@ -180,10 +180,10 @@ class Costs:
         """Predict the seconds `[steps]` of firings of `node`."""
         return self.cost_of(node).seconds(setting, self.lengths, steps, rows_drawn or setting.rows)
 
-    def mean(self, node: str, setting: Setting, rows_drawn: int | None = None) -> float:
-        """Predict the mean seconds of one firing of `node`."""
+    def mean(self, node: str, setting: Setting, rows_drawn: int | None = None, *, of_each: bool = False) -> float:
+        """Predict the mean seconds of one firing of `node`: until its last engine is done, or those `of_each` engine."""
         rows = rows_drawn or setting.rows
-        return _mean(self.cost_of(node), setting, self.lengths, self.choose_draws(rows) if self.varies(node) else 1, rows)
+        return _mean(self.cost_of(node), setting, self.lengths, self.choose_draws(rows) if self.varies(node) else 1, rows, of_each)
 
     def varies(self, node: str) -> bool:
         """Whether single firings of `node` differ."""
@@ -239,8 +239,9 @@ class _Written(Costs):
 
 
 @lru_cache(maxsize=4096)
-def _mean(cost: NodeCost, setting: Setting, lengths: Lengths | None, steps: int, rows: int) -> float:
-    return float(cost.seconds(setting, lengths, steps, rows).mean())
+def _mean(cost: NodeCost, setting: Setting, lengths: Lengths | None, steps: int, rows: int, of_each: bool) -> float:
+    found = cost.each(setting, lengths, steps, rows)
+    return float(found.mean() if of_each else found.max(axis=1).mean())
 
 
 # Device-seconds of equally large models, by kind of work: a training token costs three forward ones (Kaplan et al., 2020,

@@ -1,6 +1,7 @@
 """Dividing many devices: the search finds what trying every division finds, and takes a time that hardly grows with them."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import comb
 
 import pytest
@@ -10,6 +11,7 @@ import rlgraph as rg
 from rlgraph.plan import compile as compiling
 from rlgraph.plan import search
 from rlgraph.plan.cluster import Cluster
+from rlgraph.plan.lengths import Lengths
 from rlgraph.plan.placement import Counts, Divisions, best_first
 
 
@@ -67,6 +69,15 @@ def test_compiling_and_tuning_choose_the_same_where_divisions_are_searched(monke
     assert retuned.best.step_s == pytest.approx(tuned.best.step_s)
     assert retuned.best.settings == tuned.best.settings
     assert retuned.looked_at == tuned.looked_at == 2 * 23
+
+
+@pytest.mark.parametrize("train_s", [10.0, 60.0])
+def test_the_division_of_the_shortest_step_is_chosen_where_engines_do_not_wait_for_each_other(train_s: float) -> None:
+    """The mean of the longest rollout hardly depends on the number of engines here; how long an engine waits for the trainer does."""
+    cluster, graph = Cluster(gpus=12), build(1)
+    priced = replace(costs(train_s), lengths=Lengths((0.0, 0.5, 0.9, 1.0), (20.0, 150.0, 600.0, 1024.0)))
+    steps = {n: compiling.build_plan(graph, cluster, priced, {"rollout": n, "train": 12 - n}, {}).prediction.step_s for n in range(1, 12)}
+    assert rg.compile(graph, cluster, priced).prediction.step_s == min(steps.values())
 
 
 def test_a_division_whose_workers_would_lie_on_two_hosts_is_passed_over() -> None:
