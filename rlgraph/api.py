@@ -25,6 +25,7 @@ from rlgraph.plan.model_shapes import shapes_of
 from rlgraph.plan.plan import DEADLINE_S, Plan
 from rlgraph.plan.play import simulate
 from rlgraph.plan.rehearse import ClusterSite, Rehearsal, rehearse_graph
+from rlgraph.plan.replan import Replan, Replanner
 from rlgraph.plan.schedule import Event
 from rlgraph.record import record
 from rlgraph.render import report as report_page
@@ -228,6 +229,7 @@ def launch(
     restarts: Natural = 0,
     fresh: bool = False,
     export_every: Count | None = None,
+    replan: Replan | None = None,
     transport: str | None = None,
     wait_for_hosts_s: Seconds | None = None,
     encrypt: bool = False,
@@ -242,6 +244,7 @@ def launch(
     from rlgraph.runtime.driver.session import Links
 
     graph = checked_source(plan)
+    plan = replace(plan, source=graph)
     check_sendable(graph)
     here = local_cluster()
     if plan.cluster.gpus > here.gpus and plan.cluster.hosts == 1:
@@ -262,7 +265,8 @@ def launch(
         check_encrypted(plan)
     say_idle_hosts(plan)
     links = Links(wait_for_hosts_s or 0.0, encrypt)
-    return Job(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s, recovery=recovery, links=links)
+    replanner = None if replan is None else _replanner(replan, plan, recovery)
+    return Job(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s, recovery=recovery, links=links, replanner=replanner)
 
 
 @check_arguments(PlanError)
@@ -355,6 +359,22 @@ def _recovery(
             raise PlanError("launch(every=, keep=, restarts=, fresh=, export_every=) configure checkpoints; pass checkpoint='folder' too")
         return None
     return Recovery(Path(checkpoint), every, keep, restarts, fresh, export_every)
+
+
+def _replanner(replan: Replan, plan: Plan, recovery: "Recovery | None") -> Replanner:
+    """Prepare the looks for faster plans. Raises PlanError without checkpoints, without a choice, or for a graph of other nodes."""
+    from rlgraph.runtime.checkpoint.store import difference, fingerprint
+
+    if recovery is None:
+        raise PlanError("launch(replan=): a change of plan continues from a checkpoint; pass checkpoint='folder' too")
+    replan.check(plan)
+    graphs, mine = list[Graph](), fingerprint(checked_source(plan), plan)
+    for number, graph in enumerate(replan.graphs):
+        other = compile(graph, plan.cluster)
+        graphs.append(checked_source(other))
+        if found := difference(mine, fingerprint(graphs[-1], other)):
+            raise PlanError(f"Replan(graphs=[…]): graph {number} has other nodes: {found}; only pools and their devices may differ")
+    return Replanner(replace(replan, graphs=tuple(graphs)), shapes_of)
 
 
 @check_arguments(PlanError)

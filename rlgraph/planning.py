@@ -9,4 +9,5 @@ from rlgraph.plan.cost_functions import NodeCost as NodeCost
 from rlgraph.plan.costs import Costs as Costs
 from rlgraph.plan.lengths import Lengths as Lengths
 from rlgraph.plan.rehearse import ClusterSite as ClusterSite
+from rlgraph.plan.replan import Replan as Replan
 from rlgraph.recording.samples import Profile as Profile

@@ -279,7 +279,9 @@ def _earlier_steps(first: int, path: Path) -> Iterator[Mapping[str, float]]:
 
 def _write_results(job: "Job", done: list[Step], folder: Path, console: Console) -> None:
     """Write the files that need the whole run, and print where each one is."""
-    run = replace(job.run(), earlier=tuple(_earlier_steps(done[0].index, folder / "metrics.jsonl")))
+    run = job.run()  # of the present plan
+    first = int(run.steps[0]["training/global_step"]) if run.steps else done[0].index
+    run = replace(run, earlier=tuple(_earlier_steps(first, folder / "metrics.jsonl")))
     run.save(folder)
     report.write(folder / report.FILE, run, folder)
     last = done[-1].index

@@ -73,7 +73,7 @@ PLAYED = 12  # the most splits that are played with lengths and spreads
 
 
 def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, shapes: Shapes = NOTHING_KNOWN) -> Plan:
-    """Choose the plan with the least predicted period among the splits that the graph's shares leave open.
+    """Choose the plan with the shortest predicted step among the splits that the graph's shares leave open.
 
     `shapes` are the shapes of the models with a known configuration. Memory is estimated from them and, without costs, time too.
 
@@ -83,7 +83,7 @@ def compile_plan(graph: Graph, cluster: Cluster, costs: Costs | None = None, sha
 
 
 def best_plan(graph: Graph, cluster: Cluster, priced: Costs, shapes: Shapes) -> Plan:
-    """Make the plan of the split with the least period under the costs that `priced_for` returned.
+    """Make the plan of the split with the shortest step under the costs that `priced_for` returned.
 
     Raises PlanError as `compile_plan` does.
     """

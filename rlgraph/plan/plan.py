@@ -421,6 +421,7 @@ class Plan:
         restarts: Natural = 0,
         fresh: bool = False,
         export_every: Count | None = None,
+        replan: "rlgraph.planning.Replan | None" = None,
         transport: str | None = None,
         wait_for_hosts_s: Seconds | None = None,
         encrypt: bool = False,
@@ -438,6 +439,7 @@ class Plan:
         * `restarts`: how often the job restarts without a new checkpoint in between, when a worker dies or a node fails.
         * `fresh`: moves existing checkpoints aside and starts from the beginning.
         * `export_every`: the steps between two exports of the policy as a Hugging Face folder, `exports/step-…` next to the checkpoints.
+        * `replan`: looks every few steps for a faster plan, and changes to it: `rg.planning.Replan(every=50)`. It requires `checkpoint`.
         * `transport`: how columns cross processes of a host: "shm" (the default), or "ray" with the channels of Ray's Compiled Graphs. The
           results are bit-identical.
         * `wait_for_hosts_s`: how many seconds the start waits for hosts that Ray lacks, and for GPUs that other jobs hold.
@@ -457,6 +459,7 @@ class Plan:
             restarts=restarts,
             fresh=fresh,
             export_every=export_every,
+            replan=replan,
             transport=transport,
             wait_for_hosts_s=wait_for_hosts_s,
             encrypt=encrypt,

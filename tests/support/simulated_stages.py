@@ -4,7 +4,7 @@ Response lengths are drawn by (step, row), so they are the same however the rows
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -44,7 +44,7 @@ class Part(Vector):
 
     def __init__(self, rank: int, world: int, turns: Turns) -> None:
         super().__init__()
-        self.turns = turns
+        self.turns, self.rank = turns, rank
         self.mine = slice(len(self.vector) * rank // world, len(self.vector) * (rank + 1) // world)
 
     def weight_shards(self) -> Iterator[WeightShard]:
@@ -54,6 +54,9 @@ class Part(Vector):
         if self.turns.memory is not None:
             assert Path(self.turns.memory).read_text() == self.turns.who, "the device's memory is not this engine's"
         super().load_weights(weights)
+
+    def save(self, folder: Path, deadline_s: float) -> Callable[[], list[Path]]:
+        return list if self.rank else super().save(folder, deadline_s)  # every rank holds the whole vector
 
     def wake(self) -> None:
         if self.turns.memory is not None:
@@ -122,6 +125,7 @@ class Generate(Operation):
     lengths: Lengths
     times: Times
     chunks: int = 1
+    growth: float = 0.0
 
     @property
     def traits(self) -> NodeTraits:
@@ -133,7 +137,8 @@ class Generate(Operation):
             assert isinstance(ids, torch.Tensor)
             rows = len(ids)
             drawn = np.random.default_rng([7, step]).random(rows)
-            every = np.ceil(np.interp(drawn, self.lengths.at, self.lengths.tokens)).astype(int)
+            grown = (1 + self.growth * step) * np.array(self.lengths.tokens)
+            every = np.ceil(np.interp(drawn, self.lengths.at, grown)).astype(int)
             mine = slice(rows * context.rank // context.world, rows * (context.rank + 1) // context.world)
             done_s, longest = 0.0, 0
             for part, part_ids in zip(np.array_split(every[mine], self.chunks), ids[mine].chunk(self.chunks), strict=True):
@@ -144,7 +149,7 @@ class Generate(Operation):
                 done_s = at_s
                 mask = torch.arange(int(part.max()))[None] < torch.tensor(part)[:, None]
                 yield {
-                    "prompt_mask": torch.ones(len(part), PROMPT_TOKENS, dtype=torch.bool),
+                    "prompt_mask": torch.ones(len(part), int(self.lengths.prompt_tokens), dtype=torch.bool),
                     "response_mask": mask,
                     "weight_version": torch.full(mask.shape, context.version, dtype=torch.int32),
                     "group_ids": part_ids.clone(),
@@ -210,6 +215,7 @@ class Loop:
     micro_batch_tokens: int | None = None  # on GPUs, where a batch is cut into passes
     reference: str | None = None  # the pool of a reference pass: "train", "rollout", or one of its own
     lengths: Lengths = UNIFORM
+    growth: float = 0.0  # of the lengths with each step, as a part of the first ones
     times: Times = field(default_factory=Times)
     turns: Mapping[str, Turns] = field(default_factory=dict)  # of "generator", "policy", "reference"
 
@@ -231,7 +237,7 @@ class Loop:
         sampled = ("prompt_mask", "response_mask", "weight_version", "group_ids")
         turns = {role: self.turns.get(role, Turns()) for role in ("generator", "policy", "reference")}
         generator = SimulatedGenerator("vector", pool=pools["rollout"], count=self.generators, turns=turns["generator"])
-        operation = Generate(self.lengths, self.times, self.chunks)
+        operation = Generate(self.lengths, self.times, self.chunks, self.growth)
         rollout = Output(
             declare(
                 "rollout",

@@ -8,7 +8,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -25,10 +25,11 @@ from rlgraph.plan.calibrate import Trace, costs_of
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
+from rlgraph.plan.replan import Replanner, devices_of
 from rlgraph.plan.schedule import Sampled, Span
 from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.export import Source, check_source, model_card, write_export
-from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery, check_apart, choose_model, trained_models
+from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery, check_apart, choose_model, difference, fingerprint, trained_models
 from rlgraph.runtime.driver.session import PLAIN, Links, Session
 from rlgraph.runtime.driver.signals import Signals, hold_signals
 from rlgraph.runtime.measure import NO_STEP, Metrics, Spans, Step, average_metrics, behind_by_loop, bits, oldest, timings
@@ -227,26 +228,43 @@ class Job:
     """
 
     def __init__(
-        self, graph: Graph, plan: Plan, *, dispatch_name: str, deadline_s: float, recovery: Recovery | None = None, links: Links = PLAIN
+        self,
+        graph: Graph,
+        plan: Plan,
+        *,
+        dispatch_name: str,
+        deadline_s: float,
+        recovery: Recovery | None = None,
+        links: Links = PLAIN,
+        replanner: Replanner | None = None,
     ) -> None:
-        self.plan = plan
-        self._graph, self._dispatch_name, self._deadline_s, self._links = graph, dispatch_name, deadline_s, links
-        self._spans, self._metrics = Spans(KEPT_SPANS), Metrics(KEPT_STEPS)
+        self._dispatch_name, self._deadline_s, self._links = dispatch_name, deadline_s, links
         self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
         self._restarts = Restarts(recovery.restarts if recovery else 0)
-        self._poison_prompts = PoisonPrompts(graph, plan)
+        self._replanner, self._change_s = replanner, 0.0
+        self._coming: tuple[Graph, Plan] | None = None  # to be changed to
+        self._earlier: tuple[Mapping[str, float], ...] = ()  # metrics of the steps under earlier plans
+        self._begin_plan(graph, plan)
         self._signals = Signals(lambda: not self.session.ended and not self.session.is_forked and self.session.ticked > self.session.first)
         self.notices: tuple[str, ...] = ()  # what works differently than asked, as reported by workers
         self._console = Terminal(stderr=True, highlight=False)
         self.session = self._new_session()
         self._asked = self._finished = 0
         self._stepped = False
-        self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
         self._published_bytes = 0
-        self._monitor = InvariantMonitor(plan)
         self._last_s = self._start_s = self._launch_s = 0.0
         self.recorder = RecorderPort(graph, self._tell)
+
+    def _begin_plan(self, graph: Graph, plan: Plan) -> None:
+        """Set what belongs to a plan: its first one, or one that the job changes to."""
+        self.plan, self._graph = plan, graph
+        self._spans, self._metrics = Spans(KEPT_SPANS), Metrics(KEPT_STEPS)
+        self._sampled: deque[Sampled] = deque(maxlen=KEPT_SAMPLED)
+        self._monitor = InvariantMonitor(plan)
+        self._poison_prompts = PoisonPrompts(graph, plan)
         self._exports = JobExports(graph, plan, self._checkpoints)
+        if self._checkpoints is not None:
+            self._checkpoints.graph, self._checkpoints.plan = graph, plan
 
     def _new_session(self, start: Start | None = None, hosts_s: float = 0.0) -> Session:
         links, name = self._links.with_wait(hosts_s), self._dispatch_name
@@ -299,6 +317,7 @@ class Job:
         except BaseException:
             self._release()
             raise
+        self._change_s = time.monotonic() - self._launch_s
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -325,12 +344,15 @@ class Job:
         before, self._stepped = self._asked, True
         self._asked += count
         try:
+            self._change_plan_if_due()
             while self._finished < (last := self._last()):
                 self.session.check_runs()
                 step = self._next(min(last, self._exports.next_due(self._finished)))
                 self._export_due()
                 yield step
                 self._settle()
+                self._look_for_plan(step.seconds)
+                self._change_plan_if_due()
         finally:  # if the caller leaves the loop early, the remaining steps no longer count as asked for
             self._asked -= max(before + count - max(self._finished, before), 0)
         if self._signals.asked is not None:
@@ -338,7 +360,8 @@ class Job:
             Signals.stop(self._signals.asked)
 
     def _last(self) -> int:
-        return self._asked if self._signals.asked is None else min(self._asked, self.session.ticked)
+        ends = self._signals.asked is not None or self._coming is not None
+        return min(self._asked, self.session.ticked) if ends else self._asked
 
     def _next(self, last: int) -> Step:
         """Wait for the next step to yield; steps that a restart repeats are not yielded again."""
@@ -518,6 +541,66 @@ class Job:
             except ExportError as error:
                 self._say(f"{error}\nthe run continues without this export")
 
+    @check_arguments(PlanError)
+    def replan(self, plan: Plan) -> None:
+        """Continue under another plan of the same nodes, with other shares of the devices or other pools, after the steps in flight.
+
+            with plan.launch(checkpoint="checkpoints") as job:
+                for step in job.steps(500):
+                    if step.index == 100:
+                        job.replan(rg.compile(graph(trainers=3), rg.cluster()))
+
+        The job saves, ends its workers, and starts those of the new plan: batches, losses and weights are those of a run that was stopped,
+        and resumed with that plan. Workers start in seconds inside of `rg.runs.warm()`. If they cannot start, the job continues under the
+        plan before. Spans, costs and report are of the present plan; metrics are of all steps.
+
+        * `plan`: of a graph with the same nodes, columns, batch sizes and depths.
+
+        Raises PlanError without checkpoints, and for a plan that could not resume from one.
+        """
+        self.session.check_runs()
+        if self._checkpoints is None:
+            raise PlanError("job.replan(…): the run continues from a checkpoint; launch with checkpoint='folder'")
+        graph = plan.facade.checked_source(plan)
+        if found := difference(fingerprint(self._graph, self.plan), fingerprint(graph, plan)):
+            raise PlanError(f"job.replan(…): the plan is of another graph: {found}; only pools and their devices may change")
+        self._coming = graph, replace(plan, source=graph)
+
+    def _look_for_plan(self, seconds: float) -> None:
+        """Look for a faster plan if it is time, after a step of so many seconds."""
+        left = self._asked - self._finished
+        if self._replanner is not None and self._replanner.note(seconds) and left > 0:
+            change = self._replanner.look(self.trace(), self.plan, steps_left=left, change_s=self._change_s)
+            if change is not None:
+                self.notice(f"after step {self._finished}, {change}")
+                self.replan(change.after)
+
+    def _change_plan_if_due(self) -> None:
+        """Change the plan if another is to come, steps are left, and those in flight are done."""
+        if self._coming is not None and self._finished < self._asked and self._finished == self.session.ticked:
+            self._change_plan(*self._coming)
+
+    def _change_plan(self, graph: Graph, plan: Plan) -> None:
+        """Save, end the workers, and start those of another plan. If these cannot start, continue under the plan before."""
+        assert self._checkpoints is not None
+        before, self._launch_s, self._coming = (self._graph, self.plan), time.monotonic(), None
+        self._save()
+        self.session.close()
+        self._earlier, self._start_s = (*self._earlier, *self._metrics), 0.0
+        self._begin_plan(graph, plan)
+        self.session = self._new_session(self._checkpoints.start())
+        try:
+            self.session.start()
+        except RlgraphError as error:
+            self._say(f"{str(error).splitlines()[0]}\nthese workers could not start, so the run continues under the plan before")
+            self._begin_plan(*before)
+            self.session = self._new_session(self._checkpoints.start())
+            self._start()
+        else:
+            self._begin_session()
+        self._change_s = time.monotonic() - self._launch_s
+        self._say(f"the run continues under {devices_of(self.plan)} after {self._change_s:.0f} s")
+
     def spans(self) -> Sequence[Span]:
         """Return the spans of each worker so far, in seconds from the first tick."""
         return self._spans.since(self._start_s)
@@ -554,6 +637,7 @@ class Job:
             settings=self.settings(),
             observed=self.observed_maxima,
             notices=self.notices,
+            earlier=self._earlier,
         )
 
     def settings(self) -> Mapping[str, Mapping[str, str]]:

@@ -1,0 +1,146 @@
+"""Look whether another plan would be faster for a run under way: responses grow during RL, so the best split of the devices moves."""
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from rlgraph import settings
+from rlgraph.errors import PlanError
+from rlgraph.graph.graph import Graph
+from rlgraph.plan.calibrate import Trace, costs_of
+from rlgraph.plan.compile import best_plan, build_plan, priced_for
+from rlgraph.plan.costs import Costs
+from rlgraph.plan.model_shapes import Shapes
+from rlgraph.plan.placement import splits
+from rlgraph.plan.plan import Plan
+from rlgraph.settings import Count, Fraction
+
+LEAST_STEPS = 3  # to look at: the first one warms up
+
+
+@dataclass(frozen=True)
+class Replan:
+    """When a job looks for a faster plan of its run, and what it may choose. For `plan.launch(replan=…)`.
+
+    >>> import rlgraph as rg
+    >>> rg.planning.Replan(every=100).gain
+    0.1
+
+    * `every`: the steps between two looks. The costs are fitted to these steps.
+    * `gain`: the least part of the step time that a change is predicted to save.
+    * `graphs`: graphs of the same nodes with other pools, e.g. with generator and trainer in one pool, among which it may also choose.
+    """
+
+    every: Count = 50
+    gain: Fraction = 0.1
+    graphs: tuple[Graph, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        settings.check(self)
+        if self.every < LEAST_STEPS:
+            raise PlanError(f"Replan(every={self.every}): costs are fitted to the steps between two looks; set at least {LEAST_STEPS}")
+
+    def check(self, plan: Plan) -> None:
+        """Raise PlanError if there is nothing to choose for a run that begins with this plan."""
+        if not self.graphs and isinstance(plan.source, Graph) and len(splits(plan.source, plan.cluster)) == 1:
+            raise PlanError(
+                f"launch(replan=): there is one way to divide the devices among the pools of graph '{plan.graph}'; give them "
+                "`share=None`, pass Replan(graphs=[…]) with other pools, or leave replan out"
+            )
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change from a plan to another: what a step took before it, and what it was predicted to take under each plan."""
+
+    before: Plan
+    after: Plan
+    measured_s: float
+    is_return: bool = False  # to the plan before a change that did not pay
+
+    def __str__(self) -> str:
+        was, now = (plan.prediction.step_s for plan in (self.before, self.after))
+        if self.is_return:
+            return f"{devices_of(self.before)} did not pay, so the run returns to {devices_of(self.after)}"
+        return (
+            f"{devices_of(self.before)} -> {devices_of(self.after)}: predicted {now:.3g} s per step in place of {was:.3g} s "
+            f"(measured {self.measured_s:.3g} s)"
+        )
+
+
+@dataclass
+class Replanner:
+    """Looks at a run every few steps; remembers the last change, to take it back once if it did not pay."""
+
+    wanted: Replan
+    shapes_of: Callable[[Graph], Shapes]
+    last: Change | None = None
+    refused: list[tuple[int, Mapping[str, int]]] = field(default_factory=list)  # graph and devices of changes that did not pay
+    seconds: deque[float] = field(default_factory=deque)  # of the steps since the last look
+
+    def note(self, seconds: float) -> bool:
+        """Record the seconds of a step; return whether a look is due."""
+        self.seconds.append(seconds)
+        return len(self.seconds) == self.wanted.every
+
+    def look(self, trace: Trace, plan: Plan, *, steps_left: int, change_s: float) -> Change | None:
+        """Look at the steps since the last look. Return a change that is predicted to pay for itself in the steps that are left."""
+        assert isinstance(plan.source, Graph)
+        seconds = list(self.seconds)[min(plan.window, len(self.seconds) // 2) :]  # the first steps after a change fill the pipeline
+        measured_s, last = statistics.median(seconds), self.last
+        self.seconds.clear()
+        self.last = None
+        steps = sorted({span.step for span in trace.spans})[-self.wanted.every :]
+        recent = replace(
+            trace,
+            spans=[span for span in trace.spans if span.step >= steps[0]],
+            sampled=[sampled for sampled in trace.sampled if sampled.step >= steps[0]],
+        )
+        costs = costs_of([recent])
+        if last is not None and not last.is_return:
+            earlier = self._price(last.before, costs)
+            if measured_s > last.measured_s * earlier.prediction.step_s / last.before.prediction.step_s:
+                self.refused.append(key(plan))
+                return self._remember(Change(plan, earlier, measured_s, is_return=True))
+        present = self._price(plan, costs)
+        best = min(self._candidates(plan, costs), key=lambda found: found.prediction.step_s, default=present)
+        saved_s = present.prediction.step_s - best.prediction.step_s
+        if saved_s < self.wanted.gain * present.prediction.step_s or saved_s * steps_left <= change_s or key(best) == key(plan):
+            return None
+        return self._remember(Change(present, best, measured_s))
+
+    def _remember(self, change: Change) -> Change:
+        self.last = change
+        return change
+
+    def _price(self, plan: Plan, costs: Costs) -> Plan:
+        """Predict a plan with other costs."""
+        graph = plan.source
+        assert isinstance(graph, Graph)
+        shapes = self.shapes_of(graph)
+        return build_plan(graph, plan.cluster, priced_for(graph, plan.cluster, costs, shapes), key(plan)[1], shapes)
+
+    def _candidates(self, plan: Plan, costs: Costs) -> list[Plan]:
+        """Make the best plan of each graph, without plans that do not fit or did not pay."""
+        found = []
+        for graph in dict.fromkeys((plan.source, *self.wanted.graphs)):
+            assert isinstance(graph, Graph)
+            shapes = self.shapes_of(graph)
+            try:
+                made = best_plan(graph, plan.cluster, priced_for(graph, plan.cluster, costs, shapes), shapes)
+            except PlanError:
+                continue
+            if key(made) not in self.refused:
+                found.append(made)
+        return found
+
+
+def key(plan: Plan) -> tuple[int, Mapping[str, int]]:
+    """Tell plans apart: the graph, and the devices of each pool."""
+    return id(plan.source), {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
+
+
+def devices_of(plan: Plan) -> str:
+    """Describe the devices of the pools, e.g. "rollout 3, train 1"."""
+    return ", ".join(f"{name} {count}" for name, count in key(plan)[1].items())

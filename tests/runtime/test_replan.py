@@ -1,0 +1,96 @@
+"""A run that changes its plan on its way: its steps are those of a run that was stopped and resumed with the other plan."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import digests
+from support.digests import ITEMS, clockless_metrics, odd_tokens
+from support.simulated_stages import Loop, Times
+
+import rlgraph as rg
+from rlgraph.engines.hf.pretrained import tiny_model
+from rlgraph.errors import PlanError
+from rlgraph.plan.replan import Replan, Replanner
+from rlgraph.runtime.checkpoint.store import Recovery
+from rlgraph.runtime.driver.job import Job
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+def job(plan: rg.Plan, folder: Path, **options: Any) -> Job:
+    assert isinstance(plan.source, rg.Graph)
+    return Job(plan.source, plan, dispatch_name="forked", deadline_s=60.0, recovery=Recovery(folder, 100, 2), **options)
+
+
+def trained_on(model: str, ranks: int, depth: int = 1) -> rg.Plan:
+    return digests.plan(digests.digest_loop(model, depth=depth, ranks=ranks, max_tokens=4))
+
+
+class Unloadable(rg.Reference):
+    """A model that no worker can load."""
+
+    def load(self, context: Any) -> Any:
+        raise MemoryError("no room for it")
+
+
+def graph(model: str, kind: type[rg.Reference]) -> rg.Graph:
+    prompts = rg.prompts(ITEMS, count=4, seed=3)
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", sampling=rg.Sampling(max_tokens=4), dtype="float32")
+    rollout = generator.rollout(prompts)
+    return rg.Graph("scored", kind(model, pool=rg.Pool("reference"), dtype="float32").log_probs(rollout), odd_tokens(rollout))
+
+
+def test_a_changed_plan_continues_in_every_bit_as_a_run_that_was_stopped_and_resumed(model: str, tmp_path: Path) -> None:
+    one, two = (trained_on(model, ranks, depth=2) for ranks in (1, 2))
+    found, expected = [], []
+    with job(one, tmp_path / "changed") as running:
+        for step in running.steps(8):
+            found.append(clockless_metrics(step))
+            if step.index == 1:
+                running.replan(two)
+        run = running.run()
+    assert (len(run.earlier) + len(run.steps), run.plan, len(running.pids)) == (8, two.values, len(one.workers) + 1)
+    for plan, last in ((one, len(run.earlier)), (two, 8)):
+        with job(plan, tmp_path / "resumed") as running:
+            expected += [clockless_metrics(step) for step in running.steps(last)]
+    assert found == expected
+
+
+def test_a_plan_that_cannot_start_leaves_the_run_under_the_plan_before(
+    model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = (graph(model, kind) for kind in (rg.Reference, Unloadable))
+    with job(digests.plan(good), tmp_path) as running:
+        running.replan(digests.plan(bad))
+        found = [clockless_metrics(step) for step in running.steps(4)]
+    assert found == digests.run_here(good, 4)
+    assert "these workers could not start, so the run continues under the plan before" in capfd.readouterr().err
+
+
+def test_a_run_with_long_rollouts_gives_its_generator_a_device_of_the_trainer(tmp_path: Path) -> None:
+    loop = Loop(generators=1, trainers=2, times=Times(step_s=1e-4, sequence_s=2e-4))
+    other = replace(loop, generators=2, trainers=1).graph()
+    looks = Replanner(Replan(every=8, gain=0.1, graphs=(other,)), lambda graph: {})
+    with job(rg.compile(loop.graph(), rg.Cluster(cpus=3)), tmp_path, replanner=looks) as running:
+        found = [(step.metrics["tokens"], step.staleness) for step in islice(running.steps(5000), 24)]
+        assert running.plan.source is other
+        assert running.notices[-1].startswith("after step 8, rollout 1, train 2 -> rollout 2, train 1: predicted ")
+    with digests.plan(replace(loop, trainers=1, times=Times(0.0, 0.0, 0.0, 0.0, 0.0)).graph()).run_here() as here:
+        assert found == [(step.metrics["tokens"], step.staleness) for step in here.steps(24)]
+
+
+def test_a_plan_of_other_nodes_or_a_job_without_checkpoints_is_refused(model: str, tmp_path: Path) -> None:
+    plan = trained_on(model, 1)
+    with job(plan, tmp_path) as running, pytest.raises(PlanError, match="'weights' 'depth' was 1 and is 2; only pools"):
+        running.replan(trained_on(model, 1, depth=2))
+    with pytest.raises(PlanError, match="pass checkpoint='folder' too"):
+        plan.launch(replan=rg.planning.Replan())
+    fixed = digests.digest_loop(model, ranks=1)
+    with pytest.raises(PlanError, match="one way to divide"):
+        digests.plan(fixed).launch(replan=rg.planning.Replan(), checkpoint=tmp_path / "other")
