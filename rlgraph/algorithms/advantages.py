@@ -270,7 +270,7 @@ class GDPO(GRPO):
 @settings.refuse_unknown
 @dataclass(frozen=True)
 class GAE:
-    """Generalised advantage estimation: returns against a critic's values, whitened over the tokens of the batch.
+    """Generalised advantage estimation: returns against a critic's values, by default whitened over the tokens of the batch.
 
     A[t] = d[t] + gamma lam A[t+1] with d[t] = r[t] + gamma V[t+1] - V[t]; `returns` are A + V before whitening.
 
@@ -278,20 +278,28 @@ class GAE:
     * `lam`: trades bias (0) against variance (1).
     * `bootstrap`: values the state after a truncated response (`finish_reasons`) like its last token (Pardo et al., 2018, 1712.00378).
       False: the value after the last token is always 0.
+    * `whiten`: shifts and scales the advantages to mean 0 and variance 1 over the batch. False: each row depends only on itself, so the
+      estimator works on each chunk of a rollout as it arrives.
 
         >>> GAE(gamma=1.0, lam=0.95, bootstrap=True).reads
         ('token_rewards', 'values', 'response_mask', 'finish_reasons')
 
-    Raises DataError for a batch of one response token. Source: Schulman et al., 2016, 1506.02438.
+    Raises DataError for a batch of one response token, which cannot be whitened. Source: Schulman et al., 2016, 1506.02438.
     """
 
     writes: ClassVar[tuple[str, ...]] = ("advantages", "returns")
     gamma: Fraction = 1.0
     lam: Fraction = 1.0
     bootstrap: bool = False
+    whiten: bool = True
 
     def __post_init__(self) -> None:
         settings.check(self)
+
+    @property
+    def by_group(self) -> bool:
+        """Whether it works on chunks."""
+        return not self.whiten
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -316,7 +324,7 @@ class GAE:
             ahead = discounted_sum(errors, self.gamma * self.lam)
             returns[rows] = packing.unpack(ahead + expected)
             advantages[rows] = packing.unpack(ahead)
-        return {"advantages": whiten(advantages, mask, "GAE"), "returns": returns}
+        return {"advantages": whiten(advantages, mask, "GAE") if self.whiten else advantages, "returns": returns}
 
 
 @settings.refuse_unknown

@@ -174,15 +174,18 @@ def test_discount_steps_over_tool_tokens() -> None:
 def test_gae_equals_its_definition_token_by_token(seed: int, gamma: float, lam: float) -> None:
     columns = batch(seed, length=13)
     rewards, values, mask = columns["token_rewards"], columns["values"], columns["response_mask"]
-    expected = torch.zeros_like(values)
+    expected, plain = torch.zeros_like(values), torch.zeros_like(values)
     for row in range(8):
         following, advantage = 0.0, 0.0
         for t in reversed(range(13)):
             if mask[row, t]:
                 advantage = float(rewards[row, t] + gamma * following - values[row, t] + gamma * lam * advantage)
                 following = float(values[row, t])
-                expected[row, t] = advantage + following
-    assert torch.allclose(alg.GAE(gamma=gamma, lam=lam)(columns)["returns"], expected, atol=1e-10)
+                plain[row, t], expected[row, t] = advantage, advantage + following
+    whitened, found = (alg.GAE(gamma=gamma, lam=lam, whiten=whiten)(columns) for whiten in (True, False))
+    assert torch.equal(whitened["returns"], found["returns"])
+    assert torch.allclose(found["returns"], expected, atol=1e-10)
+    assert torch.allclose(found["advantages"], plain, atol=1e-10)
 
 
 def test_advantages_are_whitened_over_the_tokens() -> None:

@@ -22,6 +22,7 @@ ESTIMATORS = {
     "reinforce_plus_plus_baseline": alg.ReinforcePlusPlusBaseline(),
     "reinforce_plus_plus": alg.ReinforcePlusPlus(gamma=0.9),
     "gae": alg.GAE(gamma=0.99, lam=0.9),
+    "gae_unwhitened": alg.GAE(gamma=0.99, lam=0.9, whiten=False),
     "remax": alg.ReMax(),
     "optimal_token_baseline": alg.OptimalTokenBaseline(),
     "tir_optimal_token_baseline": alg.OptimalTokenBaseline(align="token", weighted=True),

@@ -68,15 +68,24 @@ def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: 
         if "response_mask" not in reads:
             reads.append("response_mask")
         convert = _place_rewards
-    by_group = bool(vars(type(estimator)).get("by_group", False))  # a class derived from another says so itself
+    whole = _why_whole(estimator)
     operation = FunctionOperation(
         _Estimate(estimator, convert),
-        by_group=by_group,
-        whole="" if by_group else f"estimates by {type(estimator).__name__}, which needs the whole batch, unlike e.g. rg.GRPO()",
+        by_group=not whole,
+        whole=whole,
         compares=_compares(estimator),
         tried=trial and custom(estimator),
     )
     return Output(declare(name, operation, inputs, reads=tuple(reads), writes=tuple(estimator.writes)))
+
+
+def _why_whole(estimator: Any) -> str:
+    """Say why an estimator needs the whole batch; nothing if its class says `by_group`."""
+    declares = "by_group" in vars(type(estimator))  # a class derived from another says so itself
+    if declares and estimator.by_group:
+        return ""
+    fix = " unless whiten=False" if declares and getattr(estimator, "whiten", False) else ", unlike e.g. rg.GRPO()"
+    return f"estimates by {type(estimator).__name__}, which needs the whole batch{fix}"
 
 
 def _compares(estimator: Estimator) -> str:
