@@ -6,7 +6,7 @@ import torch
 
 import rlgraph as rg
 from rlgraph.columns import Columns
-from rlgraph.nodes.base import Context, Fired
+from rlgraph.nodes.base import Context
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.update import Training, UpdateSchedule
 
@@ -52,15 +52,10 @@ def test_a_metric_is_the_mean_over_the_optimizer_steps_that_have_it() -> None:
 def test_a_mini_batch_in_which_every_row_is_masked_is_no_optimizer_step_and_is_counted() -> None:
     schedule, engine, guards = UpdateSchedule(epochs=2, mini_batches=4), Recorder(), Guards(patience=2)
     batch = {**BATCH, "response_mask": (torch.arange(8) >= 6)[:, None]}
-    training = Update(model=rg.Policy("m", pool=rg.Pool("p")), loss=rg.ClippedLoss(), schedule=schedule, guards=guards, name="update")
+    training = Training(model=rg.Policy("m", pool=rg.Pool("p")), loss=rg.ClippedLoss(), schedule=schedule, guards=guards, name="update")
     guard = UpdateGuard("update", guards)
     metrics = training.learn(Context(engine=engine), guard, batch)
     assert engine.rows == [[6, 7], [6, 7]]
     assert metrics == {"step": 1.5, "first": 1.0}, "the mean over the optimizer steps that were taken"
     assert guard.metrics()["guards/empty_mini_batches"] == 6
     assert guard.metrics()["guards/skipped"] == 0, "a filter may empty several in a row without anything being wrong"
-
-
-class Update(Training):
-    def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
-        return {}, self.learn(context, guard, columns)

@@ -1,5 +1,6 @@
 """The critic: value estimates, and the update that fits them to returns."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -9,10 +10,10 @@ from rlgraph.algorithms.policy_loss import WholeLoss
 from rlgraph.columns import Columns
 from rlgraph.engines.api import ValueLossFn
 from rlgraph.graph.nodes import Output, declare
-from rlgraph.nodes.base import Context, Fired, Stage, list_columns
-from rlgraph.nodes.training.guards import Guards, UpdateGuard
+from rlgraph.nodes.base import Context, Stage, list_columns, tensor_of
+from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
-from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule
+from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule, trained_tokens
 from rlgraph.settings import Count, check_arguments, refuse_unknown
 
 
@@ -87,24 +88,20 @@ class Values(ModelScores):
 class CriticUpdate(Training):
     """Take the critic's optimizer steps on a batch, and measure how well its values predicted the returns."""
 
-    def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
-        batch = {**columns, "response_mask": columns.get("loss_mask", columns["response_mask"])}
-        learnt = self.learn(context, guard, batch)
-        counted = {name.replace("guards/", "guards/critic_"): value for name, value in guard.metrics().items()}
-        return {}, {**learnt, **counted, **_value_metrics(batch)}
+    guard_prefix = "guards/critic_"
 
+    def collect(self, columns: Columns) -> Mapping[str, torch.Tensor]:
+        """Collect the values and the returns of the tokens to train, those of them that the node reads."""
+        return {name: tensor_of(columns, name)[trained_tokens(columns)] for name in ("values", "returns") if name in columns}
 
-def _value_metrics(batch: Columns) -> dict[str, float]:
-    """Measure mean, max and min of returns and values over the tokens, and the share of the returns' variance that the values explain."""
-    mask = batch["response_mask"]
-    assert isinstance(mask, torch.Tensor)
-    found = {name: column[mask] for name in ("values", "returns") if isinstance(column := batch.get(name), torch.Tensor)}
-    metrics: dict[str, float] = {}
-    for name, column in found.items():
-        if column.numel():
-            spread = {"mean": column.mean(), "max": column.max(), "min": column.min()}
-            metrics |= {f"critic/{name}/{kind}": value.item() for kind, value in spread.items()}
-    if len(found) == 2 and len(found["returns"]) > 1:
-        left, whole = torch.var(found["returns"] - found["values"]), torch.var(found["returns"])
-        metrics["critic/vf_explained_var"] = (1 - left / whole.clamp(min=1e-8)).item()
-    return metrics
+    def measure(self, collected: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Measure mean, max and min of values and returns over the tokens, and the share of the returns' variance that values explain."""
+        metrics: dict[str, float] = {}
+        for name, column in collected.items():
+            if column.numel():
+                spread = {"mean": column.mean(), "max": column.max(), "min": column.min()}
+                metrics |= {f"critic/{name}/{kind}": value.item() for kind, value in spread.items()}
+        if len(collected) == 2 and len(collected["returns"]) > 1:
+            left, whole = torch.var(collected["returns"] - collected["values"]), torch.var(collected["returns"])
+            metrics["critic/vf_explained_var"] = (1 - left / whole.clamp(min=1e-8)).item()
+        return metrics

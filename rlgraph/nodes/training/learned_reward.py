@@ -20,7 +20,7 @@ from rlgraph.graph.graph import Graph
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, list_columns, tensor_of
 from rlgraph.nodes.rewards.reward import check_column, spread
-from rlgraph.nodes.training.guards import Guards, UpdateGuard
+from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_taken, checked_schedule
 from rlgraph.settings import Count, Name, check_arguments, refuse_unknown
@@ -169,15 +169,8 @@ class LearnedRewards(ModelScores):
 class RewardUpdate(Training):
     """Take the reward model's optimizer steps on pairs, or on solutions with a label for each step."""
 
-    def losses(self, columns: Columns) -> Iterator[tuple[Any, Columns]]:
-        yield self.loss, self._batch(columns)
-
-    def _batch(self, columns: Columns) -> Columns:
-        return behind_the_steps(columns) if LABELS in columns else behind_the_end(columns)
-
-    def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
-        learnt = self.learn(context, guard, self._batch(columns))
-        return {}, {**learnt, **guard.metrics()}
+    def losses(self, columns: Columns, step: int) -> Iterator[tuple[Any, Columns]]:
+        yield self.loss, behind_the_steps(columns) if LABELS in columns else behind_the_end(columns)
 
 
 def check_heads(graph: Graph, to_come: Collection[str] = ()) -> None:

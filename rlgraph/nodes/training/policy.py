@@ -159,7 +159,7 @@ class Policy(TrainedModel):
             tried=trial,
             behaviour=behaviour,
             temperature=sampling_temperature(more),
-            critic_warmup=critic_warmup,
+            warmup=critic_warmup,
             parts=tuple(parts),
             scored=scored_share(sizes),
             chunks=chunks_of(name, inputs) if streamed else 1,

@@ -12,7 +12,7 @@ from rlgraph.algorithms.masks import Totals, divisor
 from rlgraph.algorithms.policy_loss import AGGREGATED
 from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
-from rlgraph.graph.nodes import Node, Output
+from rlgraph.graph.nodes import Node, Output, reachable
 from rlgraph.graph.rules import why_full_batch
 from rlgraph.nodes.base import tensor_of
 from rlgraph.nodes.training.guards import UpdateGuard
@@ -38,6 +38,7 @@ class StreamedBatch:
     guard: UpdateGuard
     chunks: int
     mini_batches: int
+    temperature: float
     arrived: int = 0
     steps: list[dict[str, float]] = field(default_factory=list)  # the metrics of each optimizer step
     empty: int = 0  # mini-batches without a token to learn from
@@ -45,23 +46,25 @@ class StreamedBatch:
     rows: int = 0
     sums: dict[str, float] = field(default_factory=dict)
 
-    def begin(self) -> None:
-        """Begin the next batch."""
-        self.guard.begin()
-        self.arrived, self.steps, self.empty = 0, [], 0
+    def add(self, chunk: Columns) -> dict[str, float]:
+        """Add the gradients of a chunk; take the optimizer step if it is the last one of its mini-batch.
 
-    def add(self, chunk: Columns, temperature: float) -> None:
-        """Add the gradients of a chunk; take the optimizer step if it is the last one of its mini-batch."""
+        With the last chunk of the batch it returns the metrics, averaged over the optimizer steps.
+        """
+        if self.arrived % self.chunks == 0:
+            self.guard.begin()
+            self.arrived, self.steps, self.empty = 0, [], 0
         self.guard.look(chunk)
         totals = Totals.of(tensor_of(chunk, "response_mask"))
-        for name, value in self.engine.add_gradients(chunk, self.loss, SUMS, temperature=temperature).items():
+        for name, value in self.engine.add_gradients(chunk, self.loss, SUMS, temperature=self.temperature).items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         self.tokens, self.rows, self.arrived = self.tokens + totals.tokens, self.rows + totals.rows, self.arrived + 1
         if self.arrived * self.mini_batches % self.chunks == 0:
             self._step()
+        return average(self.steps) if self.arrived == self.chunks else {}
 
     def _step(self) -> None:
-        learns = self.guard.judge() if self.is_complete else True
+        learns = self.guard.judge() if self.arrived == self.chunks else True
         totals, metrics, self.sums = Totals(self.tokens, self.rows), self.sums, {}
         self.tokens = self.rows = 0
         unit = divisor(self.loss.aggregation, totals)
@@ -72,14 +75,8 @@ class StreamedBatch:
             self.steps.append(found)
         else:
             self.empty += 1
-
-    @property
-    def is_complete(self) -> bool:
-        return self.arrived == self.chunks
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the batch, averaged over its optimizer steps."""
-        return average(self.steps) | ({"guards/empty_mini_batches": float(self.empty)} if self.mini_batches > 1 else {})
+        if self.mini_batches > 1:
+            self.guard.found["guards/empty_mini_batches"] = float(self.empty)
 
 
 def average(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -105,9 +102,9 @@ def chunks_of(name: str, inputs: Iterable[Any]) -> int:
     return rollout.chunks
 
 
-def check_streamed(node: Node, model: TrainedModel, loss: Any, *, epochs: int, mini_batches: int, also: Sequence[Any]) -> None:
+def check_streamed(node: Node, model: TrainedModel, loss: Any) -> None:
     """Raise GraphError for a streamed update that cannot learn from one chunk after the other."""
-    where, spec = f"node '{node.name}' has streamed=True", model.spec
+    where, spec, epochs, mini_batches = f"node '{node.name}' has streamed=True", model.spec, node.traits.epochs, node.traits.mini_batches
     if not spec.streams:
         raise GraphError(f"{where}, but trainer='{spec.name}' requires whole batches: leave out streamed, or use trainer='fsdp'")
     if node.follows is None:
@@ -118,13 +115,14 @@ def check_streamed(node: Node, model: TrainedModel, loss: Any, *, epochs: int, m
         )
         raise GraphError(f"{where}, but has to wait for the whole batch: {reasons}. Change that, or leave out streamed")
     if not (isinstance(loss, AdditiveLoss) and loss.additive):
+        other = "rg.ClippedLoss()" if model.scores == "log_probs" else "rg.losses.ValueLoss()"
         raise GraphError(
-            f"{where} with loss={type(loss).__name__}(…), which does not add up over chunks; use a loss such as rg.ClippedLoss(), declare "
+            f"{where} with loss={type(loss).__name__}(…), which does not add up over chunks; use a loss such as {other}, declare "
             "additive = True in your own class if it does add up, or leave out streamed"
         )
     if model.load_balance and loss.aggregation != "token-mean":
         raise GraphError(f"{where}, load_balance, and a loss with aggregation={loss.aggregation!r}; only 'token-mean' works with both")
-    if epochs > 1 or also:
+    if epochs > 1 or len({output.prefix for output in node.inputs}) > 1:
         given = f"epochs={epochs}" if epochs > 1 else "also=[…]"
         raise GraphError(f"{where} and {given}, which needs the whole batch; leave out one of them")
     if node.chunks % mini_batches:
@@ -137,9 +135,10 @@ def check_streamed(node: Node, model: TrainedModel, loss: Any, *, epochs: int, m
             f"{where}, mini_batches={mini_batches} and a rollout with order='finish': earlier optimizer steps would learn from shorter "
             "responses; leave out mini_batches or order"
         )
-    own = [output.node.name for output in node.inputs if output.node.model is model]
-    if mini_batches > 1 and own:
+    own = next((other for other in reachable(node.inputs) if other.model is model), None)
+    if mini_batches > 1 and own is not None:
+        without = f", or '{own.name}': ratios are then those to the rollout's log-probs" if "old_log_probs" in own.writes else ""
         raise GraphError(
-            f"{where} and mini_batches={mini_batches}: '{own[0]}' would score later chunks with weights that earlier ones have trained. "
-            f"Leave out '{own[0]}', so that ratios are those to the rollout's log-probs, or mini_batches"
+            f"{where} and mini_batches={mini_batches}: '{own.name}' would score later chunks with weights that earlier ones have trained. "
+            f"Leave out mini_batches{without}"
         )

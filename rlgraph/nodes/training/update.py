@@ -1,6 +1,5 @@
 """The update: the node that trains a model on one batch or several, with their losses and weights, in optimizer steps."""
 
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -145,7 +144,6 @@ def join_with_losses(each: Sequence[tuple[Columns, Any]], more: Sequence[Part]) 
 # The update: the node that trains a model on a batch, its optimizer steps, and the batch that a policy learns from.
 
 DEFAULT_GUARDS = Guards()
-TOKENS_OF_BATCH = "perf/total_num_tokens"
 
 
 @dataclass(frozen=True)
@@ -233,7 +231,10 @@ def prepare_loss(engine: Any, batch: Columns, loss: Any, temperature: float) -> 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Training(Operation):
-    """Train a model on a batch. The updates of policy and critic each prepare the batch and add their own metrics in `fire`."""
+    """Train a model on a batch, or on each of its chunks as it arrives. The updates of the models say which batches and metrics they have.
+
+    In the first `warmup` steps it only measures its batch.
+    """
 
     model: TrainedModel
     loss: Loss | WholeLoss | StepwiseLoss
@@ -242,6 +243,10 @@ class Training(Operation):
     name: str
     tried: bool = True  # at the launch, on a made-up batch
     chunks: int = 1  # of a batch, from which it learns one after the other
+    parts: tuple[Part, ...] = ()
+    warmup: int = 0
+    temperature: float = 1.0
+    guard_prefix: ClassVar[str] = "guards/"  # begins the names of the metrics of its guards
 
     @property
     def traits(self) -> NodeTraits:
@@ -251,7 +256,7 @@ class Training(Operation):
             epochs=self.schedule.epochs,
             mini_batches=self.schedule.mini_batches,
             scored=float(isinstance(self.loss, WholeLoss)),
-            given=(self.loss,),
+            given=(self.loss, *(part.loss for part in self.parts)),
             trial=self.tried,
         )
 
@@ -262,6 +267,8 @@ class Training(Operation):
             if isinstance(output, Output):
                 widest[output.prefix] = max(widest.get(output.prefix, 0), output.node.rows)
         node = declare(self.name, self, inputs, reads=tuple(dict.fromkeys(reads)), writes=(), rows=sum(widest.values()), model=self.model)
+        if self.chunks > 1:
+            check_streamed(node, self.model, self.loss)
         return Update(Output(node, "weights"), Output(node, "metrics"))
 
     def check(self, node: Node) -> None:
@@ -271,32 +278,51 @@ class Training(Operation):
 
     def trial(self, node: Node, columns: Columns, rows: int) -> Columns:
         """Call the user's losses. Raises RlgraphError as the first step would."""
-        for loss, batch in self.losses(columns):
+        for loss, batch in self.losses(columns, 0):
             if custom(loss):
                 try_loss(self.name, loss, batch, self.model.scores)
         return {}
 
-    def losses(self, columns: Columns) -> Iterator[tuple[Any, Columns]]:
-        """Yield each loss with its batch, out of the columns that the node reads."""
-        yield self.loss, {**columns, "response_mask": columns.get("loss_mask", columns["response_mask"])}
+    def losses(self, columns: Columns, step: int) -> Iterator[tuple[Any, Columns]]:
+        """Yield each loss with its batch, out of the columns that the node reads: its own first, then those of `parts`."""
+        yield self.loss, {**columns, "response_mask": trained_tokens(columns)}
+
+    def collect(self, columns: Columns) -> Mapping[str, torch.Tensor]:
+        """Collect what `measure` needs of a batch or a chunk, in its own memory: the columns are valid only during the firing."""
+        return {}
+
+    def measure(self, collected: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        """Compute the metrics of the batch itself."""
+        return {}
 
     def start(self, context: Context) -> Stage:
-        guard = UpdateGuard(self.name, self.guards)
-        return lambda step, columns: self.fire(context, guard, step, columns)
+        guard, collected = UpdateGuard(self.name, self.guards), list[Mapping[str, torch.Tensor]]()
+        streamed = StreamedBatch(context.engine, self.loss, guard, self.chunks, self.schedule.mini_batches, self.temperature)
 
-    @abstractmethod
-    def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
-        """Train on the batch of a step; the result is its metrics."""
+        def fire(step: int, columns: Columns) -> Fired:
+            collected.append(self.collect(columns))
+            learnt, exact = dict[str, float](), dict[str, float]()
+            if step >= self.warmup:
+                exact = checked_rows(context.engine, columns, step, self.temperature) if self.model.exact else {}
+                batch, *others = (batch for _, batch in self.losses(columns, step))
+                more = list(zip(others, self.parts, strict=True))
+                learnt = self.learn(context, guard, batch, more) if self.chunks == 1 else streamed.add(batch)
+                learnt |= {name.replace("guards/", self.guard_prefix): value for name, value in guard.metrics().items()}
+            if len(collected) < self.chunks:
+                return {}, exact
+            whole = {name: torch.cat([chunk[name] for chunk in collected]) for name in collected[0]}
+            collected.clear()
+            return {}, {**learnt, **self.measure(whole), **exact}
 
-    def learn(
-        self, context: Context, guard: UpdateGuard, batch: Columns, more: Sequence[tuple[Columns, Part]] = (), **settings: float
-    ) -> dict[str, float]:
+        return fire
+
+    def learn(self, context: Context, guard: UpdateGuard, batch: Columns, more: Sequence[tuple[Columns, Part]] = ()) -> dict[str, float]:
         """Take the optimizer steps on a batch and on `more`, and average their metrics. A refused batch has none."""
         if not guard.batch(batch):
             return {}
         if self.schedule.mini_batches > 1:
             guard.found["guards/empty_mini_batches"] = float(self.schedule.empty(batch))
-        return self.schedule.update(context.engine, batch, self.loss, more, guard=guard, **settings)
+        return self.schedule.update(context.engine, batch, self.loss, more, temperature=self.temperature, guard=guard)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -307,88 +333,46 @@ class PolicyUpdate(Training):
     """
 
     behaviour: str
-    temperature: float
-    critic_warmup: int
     scored: float  # the share of its rows whose loss compares rows
-    parts: tuple[Part, ...] = ()
 
     @property
     def traits(self) -> NodeTraits:
-        return replace(super().traits, scored=self.scored, given=(self.loss, *(part.loss for part in self.parts)))
+        return replace(super().traits, scored=self.scored)
 
-    def losses(self, columns: Columns) -> Iterator[tuple[Any, Columns]]:
-        yield self.loss, _batch(self._own_columns(columns), self.behaviour, 0)
+    def losses(self, columns: Columns, step: int) -> Iterator[tuple[Any, Columns]]:
+        prefixes = tuple(part.prefix for part in self.parts)
+        own = {name: column for name, column in columns.items() if not name.startswith(prefixes)}
+        yield self.loss, _batch(own, self.behaviour, step)
         for part in self.parts:
-            yield part.loss, _batch(part.of(columns), part.behaviour, 0)
+            yield part.loss, _batch(part.of(columns), part.behaviour, step)
 
-    def _own_columns(self, columns: Columns) -> Columns:
-        return {name: column for name, column in columns.items() if not name.startswith(tuple(part.prefix for part in self.parts))}
+    def collect(self, columns: Columns) -> Mapping[str, torch.Tensor]:
+        """Collect of each response how many tokens the policy wrote, whether it was cut off, and the tokens with those of its prompt."""
+        mask = tensor_of(columns, "response_mask")
+        cut = {"cut": truncation_mask(columns).float()} if "finish_reasons" in columns else {}
+        return {"written": mask.sum(-1).float(), "tokens": tensor_of(columns, "prompt_mask").sum(-1) + response_lengths(mask), **cut}
 
-    def declare(self, inputs: Sequence[Output], reads: Sequence[str]) -> Update:
-        update = super().declare(inputs, reads)
-        if self.chunks > 1:
-            schedule = self.schedule
-            check_streamed(
-                update.weights.node, self.model, self.loss, epochs=schedule.epochs, mini_batches=schedule.mini_batches, also=self.parts
-            )
-        return update
+    def measure(self, collected: Mapping[str, torch.Tensor]) -> dict[str, float]:
+        written, cut = collected["written"], collected.get("cut")
+        return ({} if cut is None else {"response/truncated": cut.mean().item()}) | {
+            "response_length/mean": written.mean().item(),
+            "response_length/max": written.max().item(),
+            "perf/total_num_tokens": float(collected["tokens"].sum()),
+        }
 
-    def start(self, context: Context) -> Stage:
-        return super().start(context) if self.chunks == 1 else self._start_on_chunks(context)
 
-    def _start_on_chunks(self, context: Context) -> Stage:
-        """Learn from each chunk as it arrives; the metrics of the optimizer steps come with the last one."""
-        guard, sizes_of_chunks = UpdateGuard(self.name, self.guards), list[float]()
-        batch = StreamedBatch(context.engine, self.loss, guard, self.chunks, self.schedule.mini_batches)
-
-        def fire(step: int, columns: Columns) -> Fired:
-            if batch.arrived % batch.chunks == 0:
-                batch.begin()
-                sizes_of_chunks.clear()
-            sizes = dict(_sizes(columns))
-            sizes_of_chunks.append(sizes.pop(TOKENS_OF_BATCH))
-            exact = checked_rows(context.engine, columns, step, self.temperature) if self.model.exact else {}
-            if step < self.critic_warmup:
-                batch.arrived += 1
-            else:
-                batch.add(_batch(columns, self.behaviour, step), self.temperature)
-            learnt = {**batch.metrics(), **guard.metrics(), TOKENS_OF_BATCH: sum(sizes_of_chunks)} if batch.is_complete else {}
-            return {}, {**learnt, **sizes, **exact}
-
-        return fire
-
-    def fire(self, context: Context, guard: UpdateGuard, step: int, columns: Columns) -> Fired:
-        own = self._own_columns(columns)
-        if step < self.critic_warmup:
-            return {}, _sizes(own)
-        batch = _batch(own, self.behaviour, step)
-        exact = checked_rows(context.engine, columns, step, self.temperature) if self.model.exact else {}
-        more = [(_batch(part.of(columns), part.behaviour, step), part) for part in self.parts]
-        return {}, {**self.learn(context, guard, batch, more, temperature=self.temperature), **guard.metrics(), **_sizes(own), **exact}
+def trained_tokens(columns: Columns) -> torch.Tensor:
+    """Return the mask of the tokens to train: `loss_mask` if the node reads it, else `response_mask`."""
+    return tensor_of(columns, "loss_mask" if "loss_mask" in columns else "response_mask")
 
 
 def _batch(columns: Columns, behaviour: str, step: int) -> dict[str, Column]:
     """Make the batch of a loss: old log-probs, the mask of trained tokens, and the training version."""
-    mask = columns["response_mask"]
     return {
         **columns,
         **({"old_log_probs": columns[behaviour]} if behaviour in columns else {}),
-        "response_mask": columns.get("loss_mask", mask),
-        "current_version": torch.full((len(mask),), step, dtype=torch.int32),
-    }
-
-
-def _sizes(columns: Columns) -> Mapping[str, float]:
-    """Measure the responses' lengths in tokens that the policy wrote, the share cut off, and the number of all tokens in the batch."""
-    mask, prompt_mask = columns["response_mask"], columns["prompt_mask"]
-    assert isinstance(mask, torch.Tensor)
-    assert isinstance(prompt_mask, torch.Tensor)
-    lengths = mask.sum(-1).float()
-    cut = {"response/truncated": truncation_mask(columns).float().mean().item()} if "finish_reasons" in columns else {}
-    return cut | {
-        "response_length/mean": lengths.mean().item(),
-        "response_length/max": lengths.max().item(),
-        TOKENS_OF_BATCH: float(prompt_mask.sum() + response_lengths(mask).sum()),
+        "response_mask": trained_tokens(columns),
+        "current_version": torch.full((rows_of(columns),), step, dtype=torch.int32),
     }
 
 
