@@ -17,7 +17,8 @@ from rlgraph.errors import DataError, GraphError
 from rlgraph.settings import AtLeastZero, Count, Finite
 
 Metrics = dict[str, torch.Tensor]
-AGGREGATED = ("actor/pg_loss", "actor/entropy", "actor/kl_loss", "actor/sft_loss")  # metrics that are reduced as the loss is
+# Metrics that are reduced as the loss is.
+AGGREGATED = ("actor/pg_loss", "actor/entropy", "actor/kl_loss", "actor/sft_loss", "critic/vf_loss")
 
 
 @dataclass(frozen=True, eq=False)

@@ -382,6 +382,7 @@ class ValueLoss:
     clip: Positive | None = 0.5
     aggregation: Aggregation = "token-mean"
     horizon: Count | None = None
+    additive: ClassVar[bool] = True
     needs_entropy: ClassVar[bool] = False
     optional_reads: ClassVar[tuple[str, ...]] = ()
 

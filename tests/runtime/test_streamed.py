@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import pytest
 from support import digests, forked_workers
-from support.digests import ITEMS, DigestPolicy
+from support.digests import ITEMS, DigestCritic, DigestPolicy
 
 import rlgraph as rg
 from rlgraph.columns import Columns
@@ -18,6 +18,7 @@ from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 
 LOSS = rg.ClippedLoss(clip_high=0.28, kl_coef=0.1)
+GAE = rg.GAE(lam=0.95, whiten=False)
 
 
 @pytest.fixture(scope="module")
@@ -34,12 +35,14 @@ def graph(
     estimator: Any = None,
     order: Literal["data", "finish"] = "data",
     old: bool = True,
+    value_loss: Any = rg.losses.ValueLoss(),  # noqa: B008 (a frozen value)
+    critic_warmup: int = 0,
     reference_pool: str = "reference",
     tokens: int = 6,
     **update: Any,
 ) -> rg.Graph:
-    """GRPO with a reference; the update is streamed unless it says otherwise."""
-    pools = {name: rg.Pool(name) for name in ("rollout", "train", "reference")}
+    """GRPO with a reference, or PPO for the estimator GAE; the updates are streamed unless they say otherwise."""
+    pools = {name: rg.Pool(name) for name in ("rollout", "train", "reference", "critic")}
     sampling = rg.Sampling(max_tokens=tokens, temperature=0.9, stop_token_ids=tuple(range(1, 12)))
     generator = rg.Generator(model, pool=pools["rollout"], engine="transformers", sampling=sampling, dtype="float32")
     policy = DigestPolicy(model, pool=pools["train"], optimizer=rg.AdamW(lr=1e-3), dtype="float32")
@@ -48,11 +51,16 @@ def graph(
     rollout = generator.rollout(prompts, weights, group_size=2, chunks=chunks, order=order)
     rewards = rg.reward(length_and_letters, rollout, *([prompts] if order == "data" else []))
     reference = rg.Reference(model, pool=pools[reference_pool], dtype="float32")
-    inputs = [rollout, rg.advantages(rollout, rewards, estimator=estimator or rg.GRPO()), reference.log_probs(rollout)]
-    inputs += [policy.log_probs(rollout)] if old else []
-    step = policy.update(*inputs, loss=loss, **{"streamed": True, **update})
+    critic = DigestCritic(model, pool=pools["critic"], optimizer=rg.AdamW(lr=3e-3), dtype="float32")
+    values = [critic.values(rollout)] if isinstance(estimator, rg.GAE) else []
+    advantages = rg.advantages(rollout, rewards, *values, estimator=estimator or rg.GRPO())
+    inputs = [rollout, advantages, reference.log_probs(rollout), *([policy.log_probs(rollout)] if old else [])]
+    update = {"streamed": True, **update}
+    step = policy.update(*inputs, loss=loss, critic_warmup=critic_warmup, **update)
     weights.close(step.weights)
-    return rg.Graph("tiny", step.metrics, sorted_by_length(rollout))
+    read = [rollout, advantages, *(values if value_loss.clip else [])]
+    learnt = [critic.update(*read, loss=value_loss, **update).metrics] if values else []
+    return rg.Graph("tiny", step.metrics, *learnt, sorted_by_length(rollout))
 
 
 def length_and_letters(response: str, prompt: str, answer: str) -> float:
@@ -75,8 +83,10 @@ def sorted_by_length(batch: Columns) -> tuple[Columns, dict[str, float]]:
         ({"loss": rg.ClippedLoss(kl_coef=0.1, entropy_coef=0.01, aggregation="seq-mean-token-sum"), "old": False, "depth": 2}, {}),
         ({"loss": rg.losses.GSPO(kl_coef=0.1)}, {}),
         ({"loss": rg.ClippedLoss(kl_coef=0.1, aggregation="token-sum")}, {}),
+        ({"estimator": GAE, "depth": 0}, {}),
+        ({"estimator": GAE, "value_loss": rg.losses.ValueLoss(aggregation="seq-mean-token-mean"), "critic_warmup": 1}, {}),
     ],
-    ids=["one step off", "on-policy", "mini-batches", "means over rows", "means of means", "sums"],
+    ids=["one step off", "on-policy", "mini-batches", "means over rows", "means of means", "sums", "critic", "warm-up"],
 )
 def test_it_learns_what_an_update_on_whole_batches_learns(model: str, settings: dict[str, Any], update: dict[str, Any]) -> None:
     streamed = digests.run_here(graph(model, **settings, **update), 3)
@@ -95,17 +105,20 @@ def test_groups_in_the_order_in_which_they_finish_are_the_same_batch(model: str)
         assert same[0] == pytest.approx(same[1], rel=2e-4, abs=2e-6)
 
 
-@pytest.mark.parametrize(("depth", "order"), [(0, "finish"), (1, "data"), (2, "finish")])
+@pytest.mark.parametrize(
+    ("depth", "order", "estimator"), [(0, "finish", None), (1, "data", None), (2, "finish", None), (0, "data", GAE), (1, "finish", GAE)]
+)
 def test_workers_learn_from_a_chunk_while_others_decode_and_equal_one_process_in_every_bit(
-    model: str, depth: int, order: Literal["data", "finish"]
+    model: str, depth: int, order: Literal["data", "finish"], estimator: Any
 ) -> None:
-    made = graph(model, depth=depth, tokens=200, order=order)
+    made = graph(model, depth=depth, tokens=200, order=order, estimator=estimator)
     with forked_workers.job(made) as job:
         found = [digests.clockless_metrics(step) for step in job.steps(4)]
         spans = {(span.name, span.step): span for span in job.spans() if span.kind == "fire"}
         assert job.run().bubbles.residual <= 0.01  # the share of the time that no row explains
     assert found == digests.run_here(made, 4)
-    assert depth or any(spans["update 1/4", step].start_s < spans["rollout 4/4", step].end_s for step in range(4))
+    for update in ("update", *(["critic_update"] if estimator else [])):
+        assert depth or any(spans[f"{update} 1/4", step].start_s < spans["rollout 4/4", step].end_s for step in range(4))
 
 
 def test_a_trainer_killed_within_a_batch_goes_on_as_if_it_had_not_been(model: str, tmp_path: Path) -> None:
@@ -124,9 +137,14 @@ def test_a_trainer_killed_within_a_batch_goes_on_as_if_it_had_not_been(model: st
     [
         ({"chunks": 1}, "0 rollouts with chunks"),
         ({"estimator": rg.estimators.ReinforcePlusPlusBaseline()}, "estimates by ReinforcePlusPlusBaseline, which needs the whole batch"),
+        ({"estimator": rg.GAE()}, "'advantages' estimates by GAE, which needs the whole batch unless whiten=False"),
         ({"loss": rg.losses.KlCov(kl_coef=0.1)}, "loss=KlCov"),
         ({"epochs": 2}, "epochs=2"),
         ({"mini_batches": 2}, "'old_log_probs' would score later chunks"),
+        (
+            {"mini_batches": 2, "old": False, "estimator": GAE, "value_loss": rg.losses.ValueLoss(clip=None)},
+            "'values' would score later chunks with weights that earlier ones have trained. Leave out mini_batches",
+        ),
         ({"mini_batches": 8, "old": False}, "mini_batches=8 of a batch in 4 chunks"),
         ({"mini_batches": 2, "old": False, "order": "finish"}, "earlier optimizer steps would learn from shorter responses"),
         ({"reference_pool": "train"}, "'ref_log_probs'] of another model would take turns"),

@@ -12,6 +12,7 @@ from rlgraph.engines.api import ValueLossFn
 from rlgraph.graph.nodes import Output, declare
 from rlgraph.nodes.base import Context, Stage, list_columns, tensor_of
 from rlgraph.nodes.training.guards import Guards
+from rlgraph.nodes.training.streamed import chunks_of
 from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule, trained_tokens
 from rlgraph.settings import Count, check_arguments, refuse_unknown
@@ -53,6 +54,7 @@ class Critic(TrainedModel):
         epochs: Count = 1,
         mini_batches: Count = 1,
         guards: Guards = DEFAULT_GUARDS,
+        streamed: bool = False,
         trial: bool = True,
         name: str = "critic_update",
     ) -> Update:
@@ -64,16 +66,19 @@ class Critic(TrainedModel):
         * `epochs`: how many times it iterates over the batch.
         * `mini_batches`: the optimizer steps per epoch; each uses an equal part of adjacent rows.
         * `guards`: checks that refuse NaN and empty batches.
+        * `streamed`: learns from each chunk of a rollout with `chunks` while the rest decodes, as `policy.update` does. The returns come
+          from an estimator that works on chunks, e.g. `rg.GAE(whiten=False)`, and the critic has a pool of its own.
         * `trial`: calls a custom loss on a made-up batch before anything starts.
         * `name`: the node's name in plans and errors.
 
-        Raises GraphError for a column that the loss reads and no input carries, or mini-batches of different sizes.
+        Raises GraphError for a column that the loss reads and no input carries, mini-batches of different sizes, and what bars `streamed`.
         """
         check_loss(name, loss)
         given = list_columns(inputs)
         optional = [c for c in ("values", "loss_mask") if c in given]
         schedule = checked_schedule(name, inputs, epochs, mini_batches)
-        training = CriticUpdate(model=self, loss=loss, schedule=schedule, guards=guards, name=name, tried=trial)
+        chunks = chunks_of(name, inputs) if streamed else 1
+        training = CriticUpdate(model=self, loss=loss, schedule=schedule, guards=guards, name=name, tried=trial, chunks=chunks)
         return training.declare(inputs, (*TOKENS, *loss.reads, *optional))
 
 
