@@ -102,8 +102,8 @@ class PolicyLoss(ABC):
 
     def __init_subclass__(cls, **given: Any) -> None:
         super().__init_subclass__(**given)
-        if not {"policy_term", "aggregate", "__call__"}.isdisjoint(cls.__dict__) and "additive" not in cls.__dict__:
-            cls.additive = False
+        if "additive" not in cls.__dict__:
+            cls.additive = cls.additive and {"policy_term", "aggregate", "__call__"}.isdisjoint(cls.__dict__)
 
     def __post_init__(self) -> None:
         settings.check(self)

@@ -142,6 +142,11 @@ def custom(value: Any) -> bool:
     return not str(getattr(value, "__module__", "")).startswith("rlgraph.")  # some callables of C have no signature
 
 
+def declares(value: Any, flag: str) -> bool:
+    """Whether the class of an estimator or a loss sets a flag itself: a class derived from it may compute something else."""
+    return flag in vars(type(value)) and bool(getattr(value, flag))
+
+
 class FunctionNode:
     """A function that declares a node when it is called with outputs. Made by `rlgraph.node`."""
 

@@ -21,6 +21,10 @@ LOSS = rg.ClippedLoss(clip_high=0.28, kl_coef=0.1)
 GAE = rg.GAE(lam=0.95, whiten=False)
 
 
+class LargestError(rg.losses.ValueLoss):
+    """A value loss of a user's, which may compare rows."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("model") / "tiny"))
@@ -139,6 +143,10 @@ def test_a_trainer_killed_within_a_batch_goes_on_as_if_it_had_not_been(model: st
         ({"estimator": rg.estimators.ReinforcePlusPlusBaseline()}, "estimates by ReinforcePlusPlusBaseline, which needs the whole batch"),
         ({"estimator": rg.GAE()}, "'advantages' estimates by GAE, which needs the whole batch unless whiten=False"),
         ({"loss": rg.losses.KlCov(kl_coef=0.1)}, "loss=KlCov"),
+        (
+            {"value_loss": LargestError(), "estimator": GAE},
+            "LargestError(…), which does not add up over chunks; use a loss such as rg.losses.",
+        ),
         ({"epochs": 2}, "epochs=2"),
         ({"mini_batches": 2}, "'old_log_probs' would score later chunks"),
         (

@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from rlgraph.algorithms.advantages import GroupEstimator
+from rlgraph.algorithms.advantages import GAE, GroupEstimator
 from rlgraph.algorithms.correction import ImportanceWeights, Rejection, RolloutCorrection
 from rlgraph.algorithms.diagnostics import diagnostics
 from rlgraph.algorithms.kl import constant_groups
@@ -14,7 +14,7 @@ from rlgraph.columns import Column, Columns, rows_at, truncation_mask
 from rlgraph.errors import GraphError, show_value
 from rlgraph.graph.nodes import SAMPLED, Operation, Output, declare
 from rlgraph.graph.traits import NodeTraits
-from rlgraph.nodes.base import Context, Fired, FunctionOperation, ReadColumns, Stage, custom, list_columns, tensor_of
+from rlgraph.nodes.base import Context, Fired, FunctionOperation, ReadColumns, Stage, custom, declares, list_columns, tensor_of
 from rlgraph.nodes.training.trained_model import TOKENS
 from rlgraph.settings import AtLeastZero, Name, check_arguments
 from rlgraph.values.sampling import Sampling
@@ -80,11 +80,10 @@ def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: 
 
 
 def _why_whole(estimator: Any) -> str:
-    """Say why an estimator needs the whole batch; nothing if its class says `by_group`."""
-    declares = "by_group" in vars(type(estimator))  # a class derived from another says so itself
-    if declares and estimator.by_group:
+    """Say why an estimator needs the whole batch; nothing if it works on groups."""
+    if declares(estimator, "by_group"):
         return ""
-    fix = " unless whiten=False" if declares and getattr(estimator, "whiten", False) else ", unlike e.g. rg.GRPO()"
+    fix = " unless whiten=False" if type(estimator) is GAE else ", unlike e.g. rg.GRPO()"
     return f"estimates by {type(estimator).__name__}, which needs the whole batch{fix}"
 
 

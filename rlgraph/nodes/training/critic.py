@@ -67,7 +67,7 @@ class Critic(TrainedModel):
         * `mini_batches`: the optimizer steps per epoch; each uses an equal part of adjacent rows.
         * `guards`: checks that refuse NaN and empty batches.
         * `streamed`: learns from each chunk of a rollout with `chunks` while the rest decodes, as `policy.update` does. The returns come
-          from an estimator that works on chunks, e.g. `rg.GAE(whiten=False)`, and the critic has a pool of its own.
+          from an estimator that works on chunks, e.g. `rg.GAE(whiten=False)`, and the critic has a separate pool.
         * `trial`: calls a custom loss on a made-up batch before anything starts.
         * `name`: the node's name in plans and errors.
 

@@ -14,7 +14,7 @@ from rlgraph.columns import Columns
 from rlgraph.errors import GraphError
 from rlgraph.graph.nodes import Node, Output, reachable
 from rlgraph.graph.rules import why_full_batch
-from rlgraph.nodes.base import tensor_of
+from rlgraph.nodes.base import declares, tensor_of
 from rlgraph.nodes.training.guards import UpdateGuard
 from rlgraph.nodes.training.trained_model import TrainedModel
 
@@ -114,7 +114,7 @@ def check_streamed(node: Node, model: TrainedModel, loss: Any) -> None:
             f"it runs in the pool '{rollout.pool.name if rollout.pool else ''}' of the rollout, so only after it"
         )
         raise GraphError(f"{where}, but has to wait for the whole batch: {reasons}. Change that, or leave out streamed")
-    if not (isinstance(loss, AdditiveLoss) and loss.additive):
+    if not (isinstance(loss, AdditiveLoss) and declares(loss, "additive")):
         other = "rg.ClippedLoss()" if model.scores == "log_probs" else "rg.losses.ValueLoss()"
         raise GraphError(
             f"{where} with loss={type(loss).__name__}(…), which does not add up over chunks; use a loss such as {other}, declare "
