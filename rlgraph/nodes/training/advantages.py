@@ -68,7 +68,7 @@ def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: 
         if "response_mask" not in reads:
             reads.append("response_mask")
         convert = _place_rewards
-    whole = _why_whole(estimator)
+    whole = _reason_for_full_batch(estimator)
     operation = FunctionOperation(
         _Estimate(estimator, convert),
         by_group=not whole,
@@ -79,7 +79,7 @@ def advantages(*inputs: Output, estimator: Estimator, trial: bool = True, name: 
     return Output(declare(name, operation, inputs, reads=tuple(reads), writes=tuple(estimator.writes)))
 
 
-def _why_whole(estimator: Any) -> str:
+def _reason_for_full_batch(estimator: Any) -> str:
     """Say why an estimator needs the whole batch; nothing if it works on groups."""
     if declares(estimator, "by_group"):
         return ""

@@ -66,8 +66,8 @@ class Critic(TrainedModel):
         * `epochs`: how many times it iterates over the batch.
         * `mini_batches`: the optimizer steps per epoch; each uses an equal part of adjacent rows.
         * `guards`: checks that refuse NaN and empty batches.
-        * `streamed`: learns from each chunk of a rollout with `chunks` while the rest decodes, as `policy.update` does. The returns come
-          from an estimator that works on chunks, e.g. `rg.GAE(whiten=False)`, and the critic has a separate pool.
+        * `streamed`: learns from each chunk of a rollout with `chunks` while the rest decodes; see `policy.update`. It requires
+          returns of an estimator that works on chunks, e.g. `rg.GAE(whiten=False)`, and a separate pool.
         * `trial`: calls a custom loss on a made-up batch before anything starts.
         * `name`: the node's name in plans and errors.
 
