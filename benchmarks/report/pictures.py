@@ -9,10 +9,9 @@ from typing import Any
 
 from benchmarks.lib.figures import RESULTS
 from benchmarks.lib.learning_plots import draw_learning, draw_staleness
-from benchmarks.report import growing_plot, scale_plot, streamed_rows, wall_clock_tables
+from benchmarks.report import scale_plot, streamed_rows, wall_clock_tables
 
 PICTURES: Mapping[str, tuple[str, Callable[[Any], str]]] = {
-    "docs/growing.svg": ("growing.json", growing_plot.svg),
     "docs/mathematics.svg": ("mathematics_cpu.json", lambda found: draw_learning(found["runs"])),
     "docs/scale.svg": ("scale.json", scale_plot.svg),
     "docs/staleness.svg": ("staleness_h200.json", lambda found: draw_staleness(found["runs"])["updates"]),

@@ -58,6 +58,8 @@ FIGURES: Mapping[str, Figure] = MATHEMATICS_IN_TEXT | {
     "prediction-engines-worst": ACCURATE[1].beside or ACCURATE[1].figure,
     "prediction-h200-median": percent("prediction_h200.json", "fit_median_error"),
     "prediction-h200-worst": percent("prediction_h200.json", "fit_worst_error"),
+    "growing-64": share("growing.json", "runs", 0, "replanned_over_fixed"),
+    "growing-1024": share("growing.json", "runs", 1, "replanned_over_fixed"),
     "replan-best": share("replan_cpu.json", "over_best_at_each_step"),
     "replan-fixed": share("replan_cpu.json", "over_best_fixed"),
 }
