@@ -22,10 +22,11 @@ from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.model_shapes import shapes_of
-from rlgraph.plan.plan import DEADLINE_S, Plan
+from rlgraph.plan.placement import splits
+from rlgraph.plan.plan import DEADLINE_S, Plan, Replan
 from rlgraph.plan.play import simulate
 from rlgraph.plan.rehearse import ClusterSite, Rehearsal, rehearse_graph
-from rlgraph.plan.replan import Replan, Replanner
+from rlgraph.plan.replan import Replanner
 from rlgraph.plan.schedule import Event
 from rlgraph.record import record
 from rlgraph.render import report as report_page
@@ -367,8 +368,13 @@ def _replanner(replan: Replan, plan: Plan, recovery: "Recovery | None") -> Repla
 
     if recovery is None:
         raise PlanError("launch(replan=): a change of plan continues from a checkpoint; pass checkpoint='folder' too")
-    replan.check(plan)
-    graphs, mine = list[Graph](), fingerprint(checked_source(plan), plan)
+    source = checked_source(plan)
+    if not replan.graphs and len(splits(source, plan.cluster)) == 1:
+        raise PlanError(
+            f"launch(replan=): there is one way to divide the devices among the pools of graph '{plan.graph}'; give them `share=None`, "
+            "pass Replan(graphs=[…]) with other pools, or leave replan out"
+        )
+    graphs, mine = list[Graph](), fingerprint(source, plan)
     for number, graph in enumerate(replan.graphs):
         other = compile(graph, plan.cluster)
         graphs.append(checked_source(other))

@@ -8,6 +8,6 @@ from rlgraph.plan.cluster import Precision as Precision
 from rlgraph.plan.cost_functions import NodeCost as NodeCost
 from rlgraph.plan.costs import Costs as Costs
 from rlgraph.plan.lengths import Lengths as Lengths
+from rlgraph.plan.plan import Replan as Replan
 from rlgraph.plan.rehearse import ClusterSite as ClusterSite
-from rlgraph.plan.replan import Replan as Replan
 from rlgraph.recording.samples import Profile as Profile

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import msgspec
 
+from rlgraph import settings
 from rlgraph.channels.api import TRANSPORTS
 from rlgraph.errors import PlanError
 from rlgraph.graph.graph import Graph
@@ -17,7 +18,7 @@ from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.cost_functions import Passes
 from rlgraph.plan.model_shapes import Shapes, adapter_size
 from rlgraph.plan.schedule import Reason, Schedule
-from rlgraph.settings import Count, Natural, Seconds, check_arguments
+from rlgraph.settings import Count, Fraction, Natural, Seconds, check_arguments
 from rlgraph.values.lora import ALL_LINEAR
 
 if TYPE_CHECKING:
@@ -355,6 +356,33 @@ class Prediction:
     assumed: tuple[str, ...] = ()  # unmeasured numbers on which the seconds rest, and how far they may be off
 
 
+LEAST_STEPS = 3  # to look at: the first one warms up
+
+
+@settings.refuse_unknown
+@dataclass(frozen=True)
+class Replan:
+    """When a job looks for a faster plan of its run, and what it may choose. For `plan.launch(replan=…)`.
+
+    >>> import rlgraph as rg
+    >>> rg.planning.Replan(every=100).gain
+    0.1
+
+    * `every`: the steps between two looks. The costs are fitted to these steps.
+    * `gain`: the least part of the step time that a change is predicted to save.
+    * `graphs`: graphs of the same nodes with other pools, e.g. with generator and trainer in one pool, among which it may also choose.
+    """
+
+    every: Count = 50
+    gain: Fraction = 0.1
+    graphs: tuple[Graph, ...] = ()
+
+    def __post_init__(self) -> None:
+        settings.check(self, PlanError)
+        if self.every < LEAST_STEPS:
+            raise PlanError(f"Replan(every={self.every}): costs are fitted to the steps between two looks; set at least {LEAST_STEPS}")
+
+
 @dataclass(frozen=True)
 class Plan:
     """A graph placed on a cluster: workers, channels, loops, schedule, prediction and certificate.
@@ -421,7 +449,7 @@ class Plan:
         restarts: Natural = 0,
         fresh: bool = False,
         export_every: Count | None = None,
-        replan: "rlgraph.planning.Replan | None" = None,
+        replan: Replan | None = None,
         transport: str | None = None,
         wait_for_hosts_s: Seconds | None = None,
         encrypt: bool = False,

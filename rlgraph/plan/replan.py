@@ -5,49 +5,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from rlgraph import settings
 from rlgraph.errors import PlanError
 from rlgraph.graph.graph import Graph
 from rlgraph.plan.calibrate import Trace, costs_of
 from rlgraph.plan.compile import best_plan, build_plan, priced_for
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.model_shapes import Shapes
-from rlgraph.plan.placement import splits
-from rlgraph.plan.plan import Plan
-from rlgraph.settings import Count, Fraction
-
-LEAST_STEPS = 3  # to look at: the first one warms up
-
-
-@dataclass(frozen=True)
-class Replan:
-    """When a job looks for a faster plan of its run, and what it may choose. For `plan.launch(replan=…)`.
-
-    >>> import rlgraph as rg
-    >>> rg.planning.Replan(every=100).gain
-    0.1
-
-    * `every`: the steps between two looks. The costs are fitted to these steps.
-    * `gain`: the least part of the step time that a change is predicted to save.
-    * `graphs`: graphs of the same nodes with other pools, e.g. with generator and trainer in one pool, among which it may also choose.
-    """
-
-    every: Count = 50
-    gain: Fraction = 0.1
-    graphs: tuple[Graph, ...] = field(default=())
-
-    def __post_init__(self) -> None:
-        settings.check(self)
-        if self.every < LEAST_STEPS:
-            raise PlanError(f"Replan(every={self.every}): costs are fitted to the steps between two looks; set at least {LEAST_STEPS}")
-
-    def check(self, plan: Plan) -> None:
-        """Raise PlanError if there is nothing to choose for a run that begins with this plan."""
-        if not self.graphs and isinstance(plan.source, Graph) and len(splits(plan.source, plan.cluster)) == 1:
-            raise PlanError(
-                f"launch(replan=): there is one way to divide the devices among the pools of graph '{plan.graph}'; give them "
-                "`share=None`, pass Replan(graphs=[…]) with other pools, or leave replan out"
-            )
+from rlgraph.plan.plan import Plan, Replan
 
 
 @dataclass(frozen=True)

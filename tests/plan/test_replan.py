@@ -10,7 +10,8 @@ from support.simulated_stages import LONG_TAIL, Loop
 import rlgraph as rg
 from rlgraph.errors import PlanError
 from rlgraph.plan.calibrate import Trace
-from rlgraph.plan.replan import Change, Replan, Replanner
+from rlgraph.plan.plan import Replan
+from rlgraph.plan.replan import Change, Replanner
 
 LOOP = Loop()  # an engine and a rank, on two of four cores each
 OTHERS = tuple(replace(LOOP, generators=generators, trainers=4 - generators).graph() for generators in (1, 3))

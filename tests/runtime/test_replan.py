@@ -13,7 +13,8 @@ from support.simulated_stages import Loop, Times
 import rlgraph as rg
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import PlanError
-from rlgraph.plan.replan import Replan, Replanner
+from rlgraph.plan.plan import Replan
+from rlgraph.plan.replan import Replanner
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 
@@ -74,15 +75,15 @@ def test_a_plan_that_cannot_start_leaves_the_run_under_the_plan_before(
 
 
 def test_a_run_with_long_rollouts_gives_its_generator_a_device_of_the_trainer(tmp_path: Path) -> None:
-    loop = Loop(generators=1, trainers=2, times=Times(step_s=1e-4, sequence_s=2e-4))
+    loop = Loop(generators=1, trainers=2, times=Times(step_s=1e-4, sequence_s=2e-4, train_token_s=1e-5))
     other = replace(loop, generators=2, trainers=1).graph()
     looks = Replanner(Replan(every=8, gain=0.1, graphs=(other,)), lambda graph: {})
     with job(rg.compile(loop.graph(), rg.Cluster(cpus=3)), tmp_path, replanner=looks) as running:
-        found = [(step.metrics["tokens"], step.staleness) for step in islice(running.steps(5000), 24)]
+        found = [(step.metrics["tokens"], step.staleness) for step in islice(running.steps(5000), 15)]
         assert running.plan.source is other
         assert running.notices[-1].startswith("after step 8, rollout 1, train 2 -> rollout 2, train 1: predicted ")
     with digests.plan(replace(loop, trainers=1, times=Times(0.0, 0.0, 0.0, 0.0, 0.0)).graph()).run_here() as here:
-        assert found == [(step.metrics["tokens"], step.staleness) for step in here.steps(24)]
+        assert found == [(step.metrics["tokens"], step.staleness) for step in here.steps(15)]
 
 
 def test_a_plan_of_other_nodes_or_a_job_without_checkpoints_is_refused(model: str, tmp_path: Path) -> None:

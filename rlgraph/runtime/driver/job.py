@@ -550,9 +550,9 @@ class Job:
                     if step.index == 100:
                         job.replan(rg.compile(graph(trainers=3), rg.cluster()))
 
-        The job saves, ends its workers, and starts those of the new plan: batches, losses and weights are those of a run that was stopped,
-        and resumed with that plan. Workers start in seconds inside of `rg.runs.warm()`. If they cannot start, the job continues under the
-        plan before. Spans, costs and report are of the present plan; metrics are of all steps.
+        The job saves, ends its workers, and starts the workers of the new plan. Batches, losses and weights are the same as if the run had
+        been stopped, and resumed with that plan. Inside of `rg.runs.warm()` workers start in seconds. If they cannot start, the job
+        continues under the plan before. Spans, costs and report are of the present plan; metrics are of all steps.
 
         * `plan`: of a graph with the same nodes, columns, batch sizes and depths.
 
