@@ -266,6 +266,8 @@ def launch(
         check_encrypted(plan)
     say_idle_hosts(plan)
     links = Links(wait_for_hosts_s or 0.0, encrypt)
+    if replan is not None and transport is not None:
+        raise PlanError("launch(replan=, transport=): the next plan would use the default transport; leave one of the two out")
     replanner = None if replan is None else _replanner(replan, plan, recovery)
     return Job(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s, recovery=recovery, links=links, replanner=replanner)
 

@@ -62,7 +62,9 @@ class Replanner:
             sampled=[sampled for sampled in trace.sampled if sampled.step >= steps[0]],
         )
         costs = costs_of([recent])
-        if last is not None and not last.is_return:
+        if last is not None and key(last.after) != key(plan):  # its workers could not start
+            self.refused.append(key(last.after))
+        elif last is not None and not last.is_return:
             earlier = self._price(last.before, costs)
             if measured_s > last.measured_s * earlier.prediction.step_s / last.before.prediction.step_s:
                 self.refused.append(key(plan))

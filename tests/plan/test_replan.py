@@ -79,6 +79,12 @@ def test_a_change_that_pays_for_longer_responses_stays() -> None:
     assert look(replanner, replace(recorded(2.6, 2.0, share=3), plan=change.after), 2.6) is None
 
 
+def test_a_change_whose_workers_could_not_start_is_not_tried_again() -> None:
+    replanner = looks(replace(LOOP, rollout_share=3).graph())
+    before, _ = changed(replanner)
+    assert look(replanner, before, 2.0) is None
+
+
 def test_costs_need_steps_to_be_fitted_to() -> None:
     with pytest.raises(PlanError, match=r"Replan\(every=2\): costs are fitted"):
         Replan(every=2)

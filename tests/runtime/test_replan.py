@@ -15,7 +15,7 @@ from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import PlanError
 from rlgraph.plan.plan import Replan
 from rlgraph.plan.replan import Replanner
-from rlgraph.runtime.checkpoint.store import Recovery
+from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.job import Job
 
 
@@ -72,6 +72,24 @@ def test_a_plan_that_cannot_start_leaves_the_run_under_the_plan_before(
         found = [clockless_metrics(step) for step in running.steps(4)]
     assert found == digests.run_here(good, 4)
     assert "these workers could not start, so the run continues under the plan before" in capfd.readouterr().err
+
+
+def test_a_change_whose_checkpoint_cannot_be_written_leaves_the_plan_as_it_is(
+    model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(checkpoints: Checkpoints, step: int, shards: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    good = graph(model, rg.Reference)
+    with job(digests.plan(good), tmp_path) as running, monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "_complete", full)
+        steps = running.steps(40)
+        found = [clockless_metrics(next(steps))]
+        running.replan(digests.plan(graph(model, rg.Reference)))
+        found += map(clockless_metrics, islice(steps, 20))
+        patched.undo()
+    assert found == digests.run_here(good, 21)
+    assert "the plan stays as it is" in capfd.readouterr().err
 
 
 def test_a_run_with_long_rollouts_gives_its_generator_a_device_of_the_trainer(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from rlgraph.graph.graph import Graph
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.notices import old_attribute
 from rlgraph.plan.calibrate import Trace, costs_of
+from rlgraph.plan.channels import check_encrypted
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
@@ -554,13 +555,15 @@ class Job:
         been stopped, and resumed with that plan. Inside of `rg.runs.warm()` workers start in seconds. If they cannot start, the job
         continues under the plan before. Spans, costs and report are of the present plan; metrics are of all steps.
 
-        * `plan`: of a graph with the same nodes, columns, batch sizes and depths.
+        * `plan`: of a graph with the same nodes, columns, batch sizes and depths. Columns cross processes by the default transport.
 
         Raises PlanError without checkpoints, and for a plan that could not resume from one.
         """
         self.session.check_runs()
         if self._checkpoints is None:
             raise PlanError("job.replan(…): the run continues from a checkpoint; launch with checkpoint='folder'")
+        if self._links.encrypt:
+            check_encrypted(plan)
         graph = plan.facade.checked_source(plan)
         if found := difference(fingerprint(self._graph, self.plan), fingerprint(graph, plan)):
             raise PlanError(f"job.replan(…): the plan is of another graph: {found}; only pools and their devices may change")
@@ -583,9 +586,14 @@ class Job:
     def _change_plan(self, graph: Graph, plan: Plan) -> None:
         """Save, end the workers, and start those of another plan. If these cannot start, continue under the plan before."""
         assert self._checkpoints is not None
-        before, self._launch_s, self._coming = (self._graph, self.plan), time.monotonic(), None
-        self._save()
+        before, began_s, self._coming = (self._graph, self.plan), time.monotonic(), None
+        try:
+            self._save()
+        except CheckpointError as error:
+            self._say(f"{error}\nthe plan stays as it is")
+            return
         self.session.close()
+        self._launch_s = began_s
         self._earlier, self._start_s = (*self._earlier, *self._metrics), 0.0
         self._begin_plan(graph, plan)
         self.session = self._new_session(self._checkpoints.start())
@@ -598,7 +606,7 @@ class Job:
             self._start()
         else:
             self._begin_session()
-        self._change_s = time.monotonic() - self._launch_s
+        self._change_s = time.monotonic() - began_s
         self._say(f"the run continues under {devices_of(self.plan)} after {self._change_s:.0f} s")
 
     def spans(self) -> Sequence[Span]:
