@@ -269,7 +269,10 @@ def candidates(graph: Graph, cluster: Cluster, costs: Costs, divisions: Division
             sum(bound_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes if n.pool is p) for p in graph.pools
         )
 
-    period = load if len(divisions) <= FEW else period_on(graph, cluster, costs, next(iter(divisions)))
+    if len(divisions) <= FEW:  # all of them: more ranks of a small model may take longer, which `best_first` does not expect
+        yield from sorted(((counts, load(counts)) for counts in divisions), key=itemgetter(1))
+        return
+    period = period_on(graph, cluster, costs, next(iter(divisions)))
     yield from ((division.counts, division.period_s) for division in best_first(divisions, period))
 
 
