@@ -268,7 +268,7 @@ def launch(
     links = Links(wait_for_hosts_s or 0.0, encrypt)
     if replan is not None and transport is not None:
         raise PlanError("launch(replan=, transport=): the next plan would use the default transport; leave one of the two out")
-    replanner = None if replan is None else _replanner(replan, plan, recovery)
+    replanner = None if replan is None else _replanner(replan, graph, plan, recovery)
     return Job(graph, plan, dispatch_name=dispatch_name, deadline_s=deadline_s, recovery=recovery, links=links, replanner=replanner)
 
 
@@ -364,13 +364,12 @@ def _recovery(
     return Recovery(Path(checkpoint), every, keep, restarts, fresh, export_every)
 
 
-def _replanner(replan: Replan, plan: Plan, recovery: "Recovery | None") -> Replanner:
+def _replanner(replan: Replan, source: Graph, plan: Plan, recovery: "Recovery | None") -> Replanner:
     """Prepare the looks for faster plans. Raises PlanError without checkpoints, without a choice, or for a graph of other nodes."""
     from rlgraph.runtime.checkpoint.store import difference, fingerprint
 
     if recovery is None:
         raise PlanError("launch(replan=): a change of plan continues from a checkpoint; pass checkpoint='folder' too")
-    source = checked_source(plan)
     if not replan.graphs and len(splits(source, plan.cluster)) == 1:
         raise PlanError(
             f"launch(replan=): there is one way to divide the devices among the pools of graph '{plan.graph}'; give them `share=None`, "

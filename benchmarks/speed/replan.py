@@ -1,6 +1,6 @@
 """A run whose responses grow, under each split of four devices that stays, and under `replan=`, which changes it.
 
-    python benchmarks/speed/replan.py [steps=160] [every=20] [json=PATH]
+    python benchmarks/speed/replan.py [steps=160] [every=10] [json=PATH]
     python benchmarks/speed/replan.py --smoke
 
 Stages wait as long as engines and trainers of a given speed would work; processes, channels, checkpoints and changes are real. Prompts are
@@ -31,7 +31,7 @@ TIMES = Times(step_s=0.03e-3, sequence_s=0.1e-3, start_s=0.005, train_token_s=0.
 @dataclass
 class Config:
     steps: int = 160
-    every: int = 20
+    every: int = 10
     gain: float = 0.05
     growth: float = 0.1  # of the responses with each step, as a part of the first ones
     json: str = ""

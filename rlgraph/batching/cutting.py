@@ -112,7 +112,7 @@ def _pieces(prompts: Array, responses: Array, groups: Array, limit: int, most: i
     alone = added > LONGEST * prompts
     opens = np.zeros((batches, rows), dtype=bool)
     for index in range(int(member.max(initial=-1)) + 1):
-        at = np.flatnonzero(member == index)  # all groups with so many members
+        at = np.flatnonzero(member == index)  # that row of each group
         of, there, more, own = group[at], responses[:, at] > 0, added[:, at], prompts[:, at]
         full = (held[:, of] >= np.minimum(most, own)) | (filled[:, of] + more > limit)
         opens[:, at] = there & (alone[:, at] | (held[:, of] == 0) | full)

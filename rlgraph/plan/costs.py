@@ -181,7 +181,7 @@ class Costs:
         return self.cost_of(node).seconds(setting, self.lengths, steps, rows_drawn or setting.rows)
 
     def mean(self, node: str, setting: Setting, rows_drawn: int | None = None, *, of_each: bool = False) -> float:
-        """Predict the mean seconds of one firing of `node`: until its last engine is done, or those `of_each` engine."""
+        """Predict the mean seconds of one firing of `node`: until its last engine is done, or averaged over the engines (`of_each`)."""
         rows = rows_drawn or setting.rows
         return _mean(self.cost_of(node), setting, self.lengths, self.choose_draws(rows) if self.varies(node) else 1, rows, of_each)
 

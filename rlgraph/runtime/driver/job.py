@@ -570,7 +570,7 @@ class Job:
         self._coming = graph, replace(plan, source=graph)
 
     def _look_for_plan(self, seconds: float) -> None:
-        """Look for a faster plan if it is time, after a step of so many seconds."""
+        """Look for a faster plan if it is time; the last step lasted `seconds`."""
         left = self._asked - self._finished
         if self._replanner is not None and self._replanner.note(seconds) and left > 0:
             change = self._replanner.look(self.trace(), self.plan, steps_left=left, change_s=self._change_s)
@@ -584,7 +584,7 @@ class Job:
             self._change_plan(*self._coming)
 
     def _change_plan(self, graph: Graph, plan: Plan) -> None:
-        """Save, end the workers, and start those of another plan. If these cannot start, continue under the plan before."""
+        """Save, end the workers, and start the workers of another plan. If they cannot start, continue under the plan before."""
         assert self._checkpoints is not None
         before, began_s, self._coming = (self._graph, self.plan), time.monotonic(), None
         try:
