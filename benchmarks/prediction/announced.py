@@ -53,6 +53,7 @@ RUNS = {
     "1.7B, two engines": Announced(1, dataclasses.replace(ALONE, engines_per_gpu=2), "1.7B, one engine"),
     "1.7B, 512 responses of 512 tokens": Announced(1, dataclasses.replace(ALONE, prompts=64, response_tokens=512), "1.7B, one engine"),
     "4B by an adapter, one engine": Announced(1, ADAPTER),
+    "4B by an adapter, compiled": Announced(1, dataclasses.replace(ADAPTER, compiled=True), "4B by an adapter, one engine"),
     "4B by an adapter, two engines": Announced(1, dataclasses.replace(ADAPTER, engines_per_gpu=2), "4B by an adapter, one engine"),
     "0.6B, one engine": Announced(1, SMALL),
     "0.6B, two engines": Announced(1, dataclasses.replace(SMALL, engines_per_gpu=2), "0.6B, one engine"),
