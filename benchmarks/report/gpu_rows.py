@@ -30,7 +30,7 @@ BESIDE_PEERS = [
     beside(f"4B, {BATCH}, on policy, time-shared on two H200", "4B, time-shared on both", "verl 0.9.1, colocated",
            "verl_colocated_4b_h200.json", "wall_s"),
     beside(f"1.7B, {BATCH}, on policy on one H200", "1.7B, one engine", "TRL 1.16 with Liger", "trl_1.7b_h200.json"),
-    beside(f"4B by an adapter of rank 32, {BATCH}, on policy on one H200", "4B by an adapter, one engine", "TRL 1.16 with PEFT and Liger",
+    beside(f"4B by an adapter of rank 32, {BATCH}, on policy on one H200", "4B by an adapter, compiled", "TRL 1.16 with PEFT and Liger",
            "trl_4b_adapter_h200.json"),
 ]  # fmt: skip
 PEERS = [
