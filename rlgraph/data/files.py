@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from rlgraph.data.rows import Dataset, Policy, Row, Rows, build_rows, in_order, place_of, present_row
+from rlgraph.data.rows import Policy, Row, Rows, build_rows, in_order, present_row
 from rlgraph.errors import NOT_JSON, DataError, choices, show_value
 from rlgraph.settings import Count, Name, check_arguments
 
@@ -92,14 +92,24 @@ def files_of(paths: Paths, suffixes: Sequence[str]) -> list[Path]:
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
-    """Rows of a file in an Arrow table."""
+class FileRows:
+    """Rows of a file."""
 
-    table: Any
     file: str
 
     def place(self, index: int) -> str:
         return f"row {index} of '{self.file}'"
+
+    def folder(self, index: int) -> Path:
+        """Return the folder of the file, in which relative paths of images begin."""
+        return Path(self.file).parent
+
+
+@dataclass(frozen=True, eq=False)
+class Table(FileRows):
+    """Rows of a file in an Arrow table."""
+
+    table: Any
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -113,10 +123,22 @@ class Table:
 
 
 @dataclass(frozen=True, eq=False)
-class Lines:
+class Listed(FileRows):
+    """Rows of a list in a JSON file."""
+
+    rows: Sequence[Row]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+
+@dataclass(frozen=True, eq=False)
+class Lines(FileRows):
     """Rows of JSON, parsed when they are read."""
 
-    file: str
     lines: Sequence[tuple[int, bytes]]  # the number of each line, and its text
 
     def place(self, index: int) -> str:
@@ -143,7 +165,7 @@ class Lines:
 class Several:
     """The rows of several sources, one after another."""
 
-    parts: tuple[Dataset, ...]
+    parts: "tuple[Table | Lines | Listed, ...]"
 
     @cached_property
     def ends(self) -> list[int]:
@@ -154,12 +176,20 @@ class Several:
         return self.ends[-1]
 
     def __getitem__(self, index: int) -> Row:
-        part = bisect.bisect_right(self.ends, index)
-        return self.parts[part][index - (self.ends[part - 1] if part else 0)]
+        part, row = self._find(index)
+        return part[row]
 
     def place(self, index: int) -> str:
+        part, row = self._find(index)
+        return part.place(row)
+
+    def folder(self, index: int) -> Path:
+        part, row = self._find(index)
+        return part.folder(row)
+
+    def _find(self, index: int) -> "tuple[Table | Lines | Listed, int]":
         part = bisect.bisect_right(self.ends, index)
-        return place_of(self.parts[part], index - (self.ends[part - 1] if part else 0))
+        return self.parts[part], index - (self.ends[part - 1] if part else 0)
 
     def __iter__(self) -> Iterator[Row]:
         return itertools.chain.from_iterable(in_order(part) for part in self.parts)
@@ -177,12 +207,12 @@ def _table(file: Path, fields: Mapping[str, str]) -> Table:
                 said = choices(path.partition(".")[0], columns, "its columns are")
                 raise DataError(f"'{file}' has no column '{path}' for {name}=; {said}")
         tops = {path if path in columns else path.partition(".")[0] for path in fields.values()}
-        return Table(parquet.read_table(file, columns=[name for name in columns if name in tops] if fields else None), str(file))
+        return Table(str(file), parquet.read_table(file, columns=[name for name in columns if name in tops] if fields else None))
     except (OSError, ArrowException) as error:
         raise DataError(f"'{file}' cannot be read as parquet: {type(error).__name__}: {error!s:.200}") from None
 
 
-def _lines(file: Path) -> Dataset:
+def _lines(file: Path) -> Lines | Listed:
     try:
         text = file.read_bytes()
     except OSError as error:
@@ -192,7 +222,7 @@ def _lines(file: Path) -> Dataset:
             rows = json.loads(text)
         except NOT_JSON as error:
             raise DataError(f"'{file}' is not valid JSON: {error!s:.120}") from None
-        return list(rows)
+        return Listed(str(file), rows)
     return Lines(str(file), [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip()])
 
 

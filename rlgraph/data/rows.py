@@ -11,11 +11,13 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
 from rlgraph import settings
+from rlgraph.data.images import FIELDS as IMAGES
 from rlgraph.errors import NOT_JSON, DataError, choices, show_value
 from rlgraph.settings import Count, check_arguments, refuse_unknown
 
@@ -92,6 +94,8 @@ class Rows:
                 row = function(row)
             except DataError as error:
                 raise DataError(f"{self._place(place)} {error}") from None
+        if hasattr(self.source, "folder") and isinstance(row, Mapping):
+            return FileRow(row, self.source.folder(place))
         return row
 
     def __iter__(self) -> Iterator[Row]:
@@ -109,17 +113,30 @@ class Rows:
         return replace(self, convert=(*self.convert, function))
 
     def distinct(self) -> "Rows":
-        """Keep the first row of those with the same prompt."""
+        """Keep the first row of those with the same prompt and images."""
         seen: set[str] = set()
 
         def new(row: Row) -> bool:
-            key = json.dumps(row["prompt"], sort_keys=True, default=str)
+            key = json.dumps([row["prompt"], *(row.get(name) for name in IMAGES)], sort_keys=True, default=str)
             if key in seen:
                 return False
             seen.add(key)
             return True
 
         return self.filter(new)
+
+
+class FileRow(dict[str, Any]):
+    """A row of a file, with the folder of the file, in which relative paths of its images begin."""
+
+    def __init__(self, row: Row, folder: Path) -> None:
+        super().__init__(row)
+        self.folder = folder
+
+
+def folder_of(row: Row, working: Path) -> Path:
+    """Find the folder in which relative paths of a row begin: that of its file, or the working directory."""
+    return working / row.folder if isinstance(row, FileRow) else working
 
 
 def place_of(data: Any, index: int) -> str:
@@ -145,11 +162,11 @@ def digest(data: Dataset) -> str:
     """
     made, size = hashlib.sha256(), len(data)
     for place in range(0, size, -(-size // DIGESTED) or 1):
-        made.update(json.dumps(data[place], default=_plain_json, ensure_ascii=False).encode(errors="replace") + b"\n")
+        made.update(json.dumps(data[place], default=plain_json, ensure_ascii=False).encode(errors="replace") + b"\n")
     return made.hexdigest()[:16]
 
 
-def _plain_json(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
     """Make JSON of an array; of anything else its type, since a text of it may hold an address."""
     return value.tolist() if hasattr(value, "tolist") else dict(value) if isinstance(value, Mapping) else type(value).__name__
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rlgraph.data.files import SUFFIXES, Paths, files_of, load_dataset_split, read
+from rlgraph.data.images import FIELDS
 from rlgraph.data.rows import Overlong, Policy, Row, Rows, at, present, present_row
 from rlgraph.engines.hf.model_files import is_hub_id
 from rlgraph.errors import NOT_JSON, DataError, show_value
@@ -13,7 +14,7 @@ from rlgraph.settings import Count, Name, check_arguments
 
 STEPS = 'Let\'s think step by step and output the final answer after "####".'
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-MEDIA = ("images", "videos", "audios")
+MEDIA = ("videos", "audios")
 
 
 @check_arguments(DataError)
@@ -28,8 +29,8 @@ def verl(paths: Paths, *, prompt: Name = "prompt", overlong: Policy = "error", m
     {'prompt': [{'role': 'user', 'content': '1 + 1 ='}], 'answer': '2', 'data_source': 'sums'}
 
     A row has the `prompt`, the ground truth as the text `answer`, `data_source` and, where rows have them, `ability`, `agent_name`,
-    `extra_info.index` as the text `index`, and `extra_info` as JSON. Raises DataError for rows of another schema and for pictures,
-    films and sounds.
+    `extra_info.index` as the text `index`, `extra_info` as JSON, and `images`. Raises DataError for rows of another schema, and for
+    `videos` and `audios`.
     """
     rows = read(paths, overlong=overlong, max_prompt_tokens=max_prompt_tokens)
     return rows.map(_Verl(prompt, _optional(rows[0])))
@@ -44,12 +45,12 @@ class _Verl:
     def __call__(self, row: Row) -> Row:
         media = [name for name in MEDIA if row.get(name)]
         if media:
-            raise DataError(f"has {media[0]}; rlgraph supports only text; leave the row out")
+            raise DataError(f"has {media[0]}; rlgraph reads text and images; leave the row out")
         made = {"prompt": at(row, self.prompt), "answer": as_text(at(row, "reward_model.ground_truth"))}
         made |= {name: as_text(row.get(name)) for name in self.optional if name != "index"}
         if "index" in self.optional:
             made["index"] = as_text(_mapping(row.get("extra_info")).get("index"))
-        return made
+        return made | ({"images": row["images"]} if "images" in row else {})
 
 
 def _optional(first: Row) -> tuple[str, ...]:
@@ -90,8 +91,8 @@ def conversational(paths: Paths | Rows, *, overlong: Policy = "error", max_promp
 
     `paths` may also be rows that are read already, whose own `overlong` then counts. A row has the `prompt` and, as the text `answer`,
     the completion, or the last message of the assistant, which leaves the prompt.
-    `tools` (a list or its JSON) and `chat_template_kwargs` go to the chat template. Other fields stay, those that are neither text
-    nor numbers as JSON. Raises DataError for rows of another schema.
+    `tools` (a list or its JSON) and `chat_template_kwargs` go to the chat template. `images` and `image` stay as they are, and other
+    fields that are neither text nor numbers become JSON. Raises DataError for rows of another schema.
     """
     rows = paths if isinstance(paths, Rows) else read(paths, overlong=overlong, max_prompt_tokens=max_prompt_tokens)
     return rows.map(conversational_row)
@@ -99,8 +100,8 @@ def conversational(paths: Paths | Rows, *, overlong: Policy = "error", max_promp
 
 def conversational_row(row: Row) -> Row:
     """Convert a row of one of TRL's formats."""
-    made = {name: _field(value) for name, value in row.items() if name not in ("prompt", "completion", "messages", "tools")}
-    made |= {name: row[name] for name in ("tools", "chat_template_kwargs") if name in row}
+    made = {name: _field(value) for name, value in row.items() if name not in ("prompt", "completion", "messages", "tools", *FIELDS)}
+    made |= {name: row[name] for name in ("tools", "chat_template_kwargs", *FIELDS) if name in row}
     if "prompt" in row:
         answer = {"answer": _completion_text(row["completion"])} if "completion" in row else {}
         return {"prompt": row["prompt"], **answer, **made}

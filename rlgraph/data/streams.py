@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rlgraph.data.rows import Convert, Fields, Overlong, Policy, Row, present_row
+from rlgraph.data.rows import Convert, Fields, Overlong, Policy, Row, plain_json, present_row
 from rlgraph.errors import DataError, show_value
 from rlgraph.settings import Count, check_arguments, refuse_unknown
 
@@ -206,7 +206,7 @@ class StreamReader:
 
 
 def _digest(row: Any) -> str:
-    return hashlib.sha256(json.dumps(row, default=repr, ensure_ascii=False).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(row, default=plain_json, ensure_ascii=False).encode()).hexdigest()[:16]
 
 
 def _shuffles(source: Any) -> bool:

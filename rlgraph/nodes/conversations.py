@@ -2,12 +2,13 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlgraph import settings
 from rlgraph.conversions import dimensions
+from rlgraph.data.images import PARTS, images_of, place_images, unwrap_image
 from rlgraph.engines.hf.chat_template import ChatPrompt
 from rlgraph.errors import NOT_JSON, DataError, show_value
 from rlgraph.settings import Name
@@ -49,9 +50,14 @@ class Chat:
         for name, value in (("template_kwargs", self.template_kwargs), ("tools", self.tools)):
             check_json(f"Chat({name}={show_value(value)}): {name}", value)
 
-    def conversation(self, where: str, item: Mapping[str, Any], prompt: str) -> ChatPrompt:
-        """Make the conversation of a row. Raises DataError, which begins with `where`, for invalid messages."""
-        messages = checked_messages(where, prompt, item[prompt])
+    def conversation(self, where: str, item: Mapping[str, Any], prompt: str, images: list[Any] | None = None) -> ChatPrompt:
+        """Make the conversation of a row, and add the row's images to `images`, in the order of its parts; None: it has only text.
+
+        Raises DataError, which begins with `where`, for invalid messages, and for more or fewer images than places for them.
+        """
+        messages = checked_messages(where, prompt, item[prompt], images)
+        if images is not None:
+            place_images(where, messages, images, images_of(where, item, prompt))
         if self.system is not None and messages[0]["role"] not in SYSTEM:
             messages.insert(0, {"role": "system", "content": self.system})
         answers = messages[-1]["role"] == "assistant"
@@ -66,13 +72,16 @@ class Chat:
         given = {**thinking, **self.template_kwargs, **_read_mapping(where, TEMPLATE_KWARGS, item.get(TEMPLATE_KWARGS))}
         return ChatPrompt(messages, tools, given, answers)
 
-    def text(self, where: str, item: Mapping[str, Any], prompt: str) -> str:
-        """Return the text of a row's prompt: of a conversation, the last message of the user."""
-        value = item[prompt]
-        if isinstance(value, str):
-            return value
-        messages = checked_messages(where, prompt, value)
-        return next((m["content"] or "" for m in reversed(messages) if m["role"] == "user"), messages[-1]["content"] or "")
+
+def last_question(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of the user's last message, or of the last message if none is the user's."""
+    return next((text_of(message) for message in reversed(messages) if message["role"] == "user"), text_of(messages[-1]))
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message, one line per part; empty if it has none."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
 def is_conversation(value: Any) -> bool:
@@ -116,44 +125,56 @@ def _plain_list(value: Any) -> Any:
     return value.tolist() if dimensions(value) == 1 else value
 
 
-def checked_messages(where: str, prompt: str, value: Any) -> list[dict[str, Any]]:
+def checked_messages(where: str, prompt: str, value: Any, images: list[Any] | None = None) -> list[dict[str, Any]]:
     """Copy the messages of a prompt as templates read them; text is one message of the user.
 
-    Arguments of tool calls become dicts, parts of text are joined, and keys that are None are left out, except `content`. Raises DataError,
-    which begins with `where`, for an invalid message.
+    Arguments of tool calls become dicts, parts of text are joined, and keys that are None are left out, except `content`. The images of
+    parts are added to `images`, None for a part that only marks a place. Raises DataError, which begins with `where`, for an invalid
+    message, and for an image if `images` is None.
     """
     if isinstance(value, str):
         check_prompt(where, prompt, value)
         value = [{"role": "user", "content": value}]
     if not is_conversation(value):
         raise DataError(f"{where} has {prompt}={show_value(value)}; a prompt is text, or a list of messages {{'role': …, 'content': …}}")
-    return [_message(f"{where}, message {number}", message) for number, message in enumerate(_plain_list(value))]
+    return [_message(f"{where}, message {number}", message, images) for number, message in enumerate(_plain_list(value))]
 
 
-def _message(where: str, message: Mapping[str, Any]) -> dict[str, Any]:
+def _message(where: str, message: Mapping[str, Any], images: list[Any] | None) -> dict[str, Any]:
     if not isinstance(message.get("role"), str) or not message["role"]:
         raise DataError(f"{where} is {show_value(dict(message))}; a message names its role, e.g. 'user'")
     if "content" not in message and not message.get("tool_calls"):
         raise DataError(f"{where} is {show_value(dict(message))}; a message has its text under 'content'")
     made = {key: value for key, value in message.items() if value is not None or key == "content"}
     if "content" in message:
-        made["content"] = _content(where, message["content"], bool(message.get("tool_calls")))
+        made["content"] = _content(where, message["content"], bool(message.get("tool_calls")), images)
     if "tool_calls" in made:
         made["tool_calls"] = [_tool_call(where, call) for call in _read_list(where, "tool_calls", made["tool_calls"])]
     check_json(where, made)
     return made
 
 
-def _content(where: str, content: Any, calls: bool) -> str | None:
+def _content(where: str, content: Any, calls: bool, images: list[Any] | None) -> str | list[dict[str, str]] | None:
     if isinstance(content, str) or (content is None and calls):
         return content
     content = _plain_list(content)
     parts = content if isinstance(content, list | tuple) else [content]
-    found = [part.get("text") for part in parts if isinstance(part, Mapping) and part.get("type", "text") == "text"]
-    texts = [text for text in found if isinstance(text, str)]
-    if len(texts) < len(parts) or not texts:
-        raise DataError(f"{where} has content={show_value(content)}; content is text, or a list of parts {{'type': 'text', 'text': …}}")
-    return "\n".join(texts)
+    found = [made for part in parts if isinstance(part, Mapping) and (made := _part(part, images))]
+    if len(found) < len(parts) or not found:
+        also = "" if images is None else " and {'type': 'image', 'image': …}"
+        raise DataError(
+            f"{where} has content={show_value(content)}; content is text, or a list of parts {{'type': 'text', 'text': …}}{also}"
+        )
+    return found if any(part["type"] == "image" for part in found) else text_of({"content": found})
+
+
+def _part(part: Mapping[str, Any], images: list[Any] | None) -> dict[str, str] | None:
+    """Copy a part without its image, which is added to `images`; None for a part of another kind."""
+    kind, text = part.get("type", "text"), part.get("text")
+    if kind in PARTS and images is not None:
+        images.append(unwrap_image(part))
+        return {"type": "image"}
+    return {"type": "text", "text": text} if kind == "text" and isinstance(text, str) else None
 
 
 def _tool_call(where: str, call: Any) -> dict[str, Any]:

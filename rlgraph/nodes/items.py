@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import torch
@@ -11,14 +11,15 @@ import torch
 from rlgraph import notices
 from rlgraph.columns import COLUMNS, Column
 from rlgraph.conversions import LEAST, MOST
-from rlgraph.data.rows import place_of
+from rlgraph.data.images import FIELDS, check_image, images_of
+from rlgraph.data.rows import folder_of, place_of
 from rlgraph.errors import DataError, show_value
 from rlgraph.graph.nodes import Node
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, is_conversation
 
 # Checks of the items of a data set. Each error names the item's number, the rule and the fix.
 
-OWN = ("prompt_texts", "prompt_messages", "prompt_ids")  # columns of sources of prompts
+OWN = ("prompt_texts", "prompt_messages", "prompt_images", "prompt_ids")  # columns of sources of prompts
 
 
 def check_data(name: str, data: Any, prompt: str | None) -> Mapping[str, Any]:
@@ -74,14 +75,18 @@ def read(data: Any, index: int) -> Any:
 
 
 def fields_of(first: Mapping[str, Any], prompt: str, chat: Chat | None) -> tuple[str, ...]:
-    """Name the fields of an item that become columns: all except the prompt and the fields of a conversation."""
-    return tuple(field for field in first if field != prompt and (chat is None or field not in (TOOLS, TEMPLATE_KWARGS)))
+    """Name the fields of an item that become columns: all except the prompt, its images and the fields of a conversation."""
+    other = FIELDS if chat is None else (*FIELDS, TOOLS, TEMPLATE_KWARGS)
+    return tuple(field for field in first if field != prompt and field not in other)
 
 
-def check_item(where: str, item: Any, prompt: str, first: Mapping[str, Any], chat: Chat | None = None) -> None:
+def check_item(
+    where: str, item: Any, prompt: str, first: Mapping[str, Any], chat: Chat | None = None, images_in: Path | None = None
+) -> None:
     """Raise DataError unless an item has a prompt and the same other fields as the first item, with values of the same kinds.
 
-    The prompt is text, or a conversation if there is a `chat`. `where` names the item.
+    The prompt is text, or a conversation if there is a `chat`. `where` names the item. `images_in` is the folder of relative paths of
+    images; None: no item has an image.
     """
     if not isinstance(item, Mapping):
         raise DataError(f"{where} is {show_value(item)}; each item is a mapping with the prompt under '{prompt}'")
@@ -91,12 +96,17 @@ def check_item(where: str, item: Any, prompt: str, first: Mapping[str, Any], cha
             raise DataError(
                 f"{where} lacks the field '{field}', which the first item has; each item has the same fields: {show_value(item)}"
             )
+    images: list[Any] = [] if chat is not None else images_of(where, item, prompt) or []
     if chat is not None:
-        chat.conversation(where, item, prompt)
+        chat.conversation(where, item, prompt, images)
     elif not isinstance(item[prompt], str):
         raise DataError(f"{where} has {prompt}={show_value(item[prompt])}; a prompt is text{_as_text(prompt, item[prompt])}")
     else:
         check_prompt(where, prompt, item[prompt])
+    if images and images_in is None:
+        raise DataError(f"{where} has an image, and the first item has none; put an item with an image first, so that all may have them")
+    for number, image in enumerate(images):
+        check_image(f"{where}: image {number}", image, folder_of(item, images_in or Path()))
     for field in fields:
         value, pattern = item[field], first[field]
         kind, wanted = kind_of(value), kind_of(pattern)

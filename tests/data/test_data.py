@@ -244,9 +244,9 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a path that is none": (lambda folder: rg.data.rows([{"prompt": "a"}], answer=3), "answer=3 is not a path"),  # type: ignore[arg-type]
     "no verl rows": (lambda folder: rg.data.verl(write(folder / "a.jsonl", [{"prompt": "x"}]))[0], "has no 'reward_model.ground_truth'"),
-    "pictures": (
-        lambda folder: rg.data.verl(write(folder / "a.jsonl", [verl_row(1, images=["x"])]))[0],
-        "has images; rlgraph supports only text",
+    "films": (
+        lambda folder: rg.data.verl(write(folder / "a.jsonl", [verl_row(1, videos=["x"])]))[0],
+        "has videos; rlgraph reads text and images",
     ),
     "no messages": (lambda folder: rg.data.conversational(write(folder / "a.jsonl", [{"text": "x"}]))[0], "has the fields .*'text'"),
     "no row of GSM8K": (
@@ -300,11 +300,11 @@ def test_a_data_set_that_the_hub_does_not_give_is_one_clear_error(monkeypatch: p
             read("someone/maths")
 
 
-def test_importing_rlgraph_and_reading_json_load_neither_pyarrow_nor_datasets(tmp_path: Path) -> None:
+def test_importing_rlgraph_and_reading_json_load_no_library_of_data(tmp_path: Path) -> None:
     file = write(tmp_path / "train.jsonl", [verl_row(1)])
     code = (
         f"import sys, rlgraph as rg; rg.prompts(rg.data.verl({str(file)!r}), count=1); "
-        "print([name for name in ('pyarrow', 'datasets', 'pandas', 'transformers') if name in sys.modules])"
+        "print([name for name in ('pyarrow', 'datasets', 'pandas', 'transformers', 'PIL') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 

@@ -408,8 +408,8 @@ def conversation_items(*messages: dict[str, Any]) -> list[dict[str, Any]]:
 CHATS = {
     "a message without a role": graph_mistake("names its role", DataError, data=conversation_items({"content": "1 + 1 ="})),
     "a message without content": graph_mistake("'content'", DataError, data=conversation_items({"role": "user"})),
-    "an image in a message": graph_mistake(
-        "content is text", DataError, data=conversation_items({"role": "user", "content": [{"type": "image"}]})
+    "a video in a message": graph_mistake(
+        "content is text", DataError, data=conversation_items({"role": "user", "content": [{"type": "video"}]})
     ),
     "arguments that are no JSON": graph_mistake("which is not JSON", DataError, data=conversation_items(CALLING)),
     "a conversation that is answered": graph_mistake(
