@@ -36,6 +36,7 @@ FINISH_REASONS = ("stop", "length", "turns", "abort")
 COLUMNS: dict[str, ColumnSpec] = {
     "prompt_texts": ColumnSpec(str, ("N",), "prompts", "prompts as text"),
     "prompt_messages": ColumnSpec(str, ("N",), "prompts", "conversations as JSON: `messages`, `tools`, `template_kwargs`"),
+    "prompt_images": ColumnSpec(str, ("N",), "prompts", "images of each conversation, in the order of its parts: a JSON list of data URLs"),
     "prompt_ids": ColumnSpec(torch.int64, ("N",), "prompts", "position of each prompt in the order of the data, counted over epochs"),
     "prompts": ColumnSpec(torch.int64, ("B", "P"), "rollout", "prompt token ids"),
     "prompt_mask": ColumnSpec(torch.bool, ("B", "P"), "rollout", "true on prompt tokens, false on padding"),
@@ -51,6 +52,7 @@ COLUMNS: dict[str, ColumnSpec] = {
         torch.int8, ("B",), "rollout", "why each response ended: 0 by itself, 1 at the token limit, 2 at the turn limit, 3 aborted"
     ),
     "group_ids": ColumnSpec(torch.int64, ("B",), "rollout", "equal for the responses of one prompt"),
+    "images": ColumnSpec(str, ("B",), "rollout", "the images of each prompt: a JSON list of data URLs"),
     "outputs": ColumnSpec(str, ("B",), "rollout", "what an agent program returned or printed"),
     "loss_mask": ColumnSpec(
         torch.bool, ("B", "T"), "rollout_correction", "true on the tokens that are trained; replaces `response_mask` where it is given"

@@ -64,6 +64,17 @@ class SharedPrompts:
 
 
 @dataclass(frozen=True)
+class PromptImages:
+    """The images of the prompts of an input, in the order of its tokens, as in the column `images`; `prompts` [S, L] is true on prompts."""
+
+    rows: tuple[str, ...]
+    prompts: torch.Tensor
+
+    def to(self, device: torch.device) -> "PromptImages":
+        return replace(self, prompts=self.prompts.to(device))
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The input of one pass: `tokens`, `positions` [S, L], `mask` [S, 1, L, L] (None: plain causal), for `rows` of the batch.
     Packed flat they are [1, L]: sequence i begins at `starts[i]` with a prompt of `prompts[i]` tokens, and none is longer than
@@ -74,7 +85,7 @@ class MicroBatch:
     Entry i of `predicts` says which position of the flattened input gives the distribution of `targets[i]`, and
     `(row[i], column[i])` is where that token lies in a [len(rows), T] column. `repeats` counts the sequences that a position of
     the flattened input is of: several for a shared prompt, and none for padding. `routes` [S x L, layers, k] are the experts of each
-    token of the flattened input, -1 where none are known; None without the columns.
+    token of the flattened input, -1 where none are known; None without the columns. `images` are those of its prompts.
     """
 
     rows: torch.Tensor
@@ -93,6 +104,7 @@ class MicroBatch:
     ring: Any = None
     repeats: torch.Tensor | None = None
     routes: torch.Tensor | None = None
+    images: PromptImages | None = None
 
     def shard(self, group: Any, rank: int, ranks: int, *, ring: int = 1) -> "MicroBatch":
         """Take the shard of a row for one of the ranks of a group, some of them a `ring`: its tokens, and what they predict."""
@@ -112,7 +124,7 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> "MicroBatch":
-        parts = torch.Tensor | SharedPrompts
+        parts = torch.Tensor | SharedPrompts | PromptImages
         moved: dict[str, Any] = {name: value.to(device) if isinstance(value, parts) else value for name, value in vars(self).items()}
         return MicroBatch(**moved)
 
@@ -168,9 +180,11 @@ def read(batch: Columns) -> list[torch.Tensor]:
 
 
 def _repeats(batch: Columns) -> torch.Tensor:
-    """Tell of each row `[B]` whether its prompt is that of the row before; of the first, of the last row."""
+    """Tell of each row `[B]` whether its prompt and its images are those of the row before; of the first, of the last row."""
     prompts, prompt_mask, *_ = read(batch)
-    return ((prompts == prompts.roll(1, 0)) | ~prompt_mask).all(-1) & (prompt_mask == prompt_mask.roll(1, 0)).all(-1)
+    same = ((prompts == prompts.roll(1, 0)) | ~prompt_mask).all(-1) & (prompt_mask == prompt_mask.roll(1, 0)).all(-1)
+    images = list(batch.get("images", ()))
+    return same & torch.tensor([here == before for here, before in zip(images, [*images[-1:], *images], strict=False)]) if images else same
 
 
 def _sequences(batch: Columns, *, shared: bool) -> list[PackedSequence]:
@@ -264,7 +278,20 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
         column=torch.cat([none, *columns]),
         repeats=repeats.flatten(),
         routes=None if routes is None else routes.flatten(0, 1),
+        images=_images(batch, sequences, [(index * length, s.prompt) for index, s in enumerate(sequences)], shape),
     )
+
+
+def _images(
+    batch: Columns, sequences: Sequence[PackedSequence], begins: Sequence[tuple[int, int]], shape: tuple[int, int]
+) -> PromptImages | None:
+    """Find the images of an input of this shape; the prompts of its sequences begin at these places, and have so many tokens."""
+    if "images" not in batch or not sequences:
+        return None
+    prompts = torch.zeros(shape, dtype=torch.bool)
+    for first, count in begins:
+        prompts.view(-1)[first : first + count] = True
+    return PromptImages(tuple(str(batch["images"][sequence.rows[0]]) for sequence in sequences), prompts)
 
 
 @dataclass(frozen=True)
@@ -346,6 +373,7 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: 
     for first, count in ((s.rows[0], len(s.rows)) for s in sharing):
         start = row.add(prompts[first][prompt_mask[first]], count, routes=None if told is None else told.prompt(first))
         places.append(range(start, row.starts[-1]))
+    begins = [(place.start, len(place)) for place in places]  # of the prompts
     lasts, firsts = [], []  # of each response: the place of its prompt's last token, and of its own first one
     for sequence, place in zip(sharing, places, strict=True):
         lasts += [place.stop - 1] * len(sequence.rows)
@@ -355,6 +383,7 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: 
         first, behind = sequence.rows[0], max(sequence.responses) - 1  # of several responses each has one token
         routes = None if told is None else torch.cat([told.prompt(first), told.response(first, behind)])
         start = row.add(torch.cat([prompts[first][prompt_mask[first]], responses[first, :behind]]), len(sequence.rows), routes=routes)
+        begins.append((start, sequence.prompt))
         lasts += [start + sequence.prompt - 1] * len(sequence.rows)
         firsts += [start + sequence.prompt] * len(sequence.rows)
     spare = -row.starts[-1] % multiple if sequences else multiple
@@ -380,6 +409,7 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: 
         shared=_shared_prompts_of(row, sharing) if sharing else None,
         repeats=torch.cat(row.repeats),
         routes=None if told is None else torch.cat(row.routes),
+        images=_images(batch, sequences, begins, (1, row.starts[-1])),
     )
 
 

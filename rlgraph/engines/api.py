@@ -20,12 +20,20 @@ Finish: TypeAlias = Literal["stop", "length", "turns", "abort"]  # as in `column
 
 
 @dataclass(frozen=True)
+class Images:
+    """The images of a prompt: a JSON list of data URLs. `prompt` has one token for each, as the chat template writes it."""
+
+    urls: str
+    prompt: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Request:
     """A request for one response. The caller chooses `id`; no two requests that an engine holds share one.
 
     The response depends on weights, prompt, sampling and seed, not on the other requests in the engine. As a rule the prompt of a request
     begins with the prompt and the response of the one before it in its `conversation`: an engine may keep what it has read of that, until
-    the caller says that the conversation has ended.
+    the caller says that the conversation has ended. Only an engine with images gets `images`.
     """
 
     id: str
@@ -33,6 +41,7 @@ class Request:
     sampling: Sampling
     seed: int
     conversation: str = ""
+    images: Images | None = None
 
 
 @dataclass(frozen=True)
@@ -164,8 +173,10 @@ class GenerateEngine(ABC):
                 self._ends.setdefault(request_id, []).append((count, self.version))
         self.version = self.version + 1 if version is None else version
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]) -> list[Response]:
-        """Sample one response for each prompt, in order. Requests submitted before go on meanwhile.
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int], images: Sequence[Images | None] = ()
+    ) -> list[Response]:
+        """Sample one response for each prompt, in order, with its `images` if there are some. Requests submitted before go on meanwhile.
 
         Raises DataError for a prompt that leaves no room for a response, or unless there is one seed for each prompt.
         """
@@ -174,8 +185,9 @@ class GenerateEngine(ABC):
         prefix = "generate "
         ids = [f"{prefix}{row}" for row in range(len(prompts))]
         try:
-            for request in map(Request, ids, prompts, [sampling] * len(ids), seeds):
-                self.submit(request)
+            shown: Sequence[Images | None] = images or [None] * len(ids)
+            for name, prompt, seed, own in zip(ids, prompts, seeds, shown, strict=True):
+                self.submit(Request(name, prompt, sampling, seed, images=own))
         except DataError:
             self.abort(ids)
             raise

@@ -25,7 +25,7 @@ from rlgraph.values.trainer import setting_names
 
 S = TypeVar("S", bound="EngineSpec | TrainerSpec")
 EngineSetting: TypeAlias = Literal[
-    "memory", "max_sequences", "engines_per_gpu", "self_test", "engine_args", "weights_dtype", "drafts", "routes", "min_p", "stop"
+    "memory", "max_sequences", "engines_per_gpu", "self_test", "engine_args", "weights_dtype", "drafts", "routes", "images", "min_p", "stop"
 ]
 TRAINER_SETTINGS = (*(name for name in setting_names() if name != "optimizer"), "self_test", "max_context")  # optional ones
 TrainerSetting: TypeAlias = Annotated[str, OneOf(TRAINER_SETTINGS)]
@@ -39,7 +39,7 @@ class EngineSpec(Estimates):
     * `name`: its name in `engine=` and in errors.
     * `load`: `load(generator, place)` builds the engine in its worker. It is pickled, so it must be a module-level function.
     * `settings`: the optional fields of `Generator` that the engine supports: `max_sequences`, `memory`, `engines_per_gpu`, `self_test`,
-      `weights_dtype`, `drafts`, `routes`, `engine_args`; and of its `Sampling`: `min_p`, `stop`. Any other setting is an error.
+      `weights_dtype`, `drafts`, `routes`, `images`, `engine_args`; and of its `Sampling`: `min_p`, `stop`. Any other setting is an error.
     * `spans_devices`: it supports `tensor_parallel`.
     * `shares_steps`: responses that join later are decoded in the same steps as running responses.
     * `merges_adapters`: it may follow a policy with `adapter=`: each version is then computed from the base and the adapter.
@@ -116,6 +116,7 @@ class TrainerSpec(Estimates):
     * `any_vocabulary`: the number of ranks need not divide the vocabulary.
     * `any_heads`: the number of ranks need not divide the heads; the ranks then form a ring.
     * `shares_prompts`: on a GPU it computes the prompt of several responses once, and counts micro-batches accordingly.
+    * `reads_images`: it computes with the images of prompts, in the column `images`.
     * `streams`: its engine has `add_gradients` and `apply_gradients`, for updates with `streamed=True`.
     * `shares_base`: it reads the frozen weights of an adapter's base from `place.shared_base`, unless that is None.
     * `saved_shards`: `saved_shards(folder)` finds the weights in a folder that the engine's `save` wrote, for `rg.runs.export`. Without it
@@ -143,6 +144,7 @@ class TrainerSpec(Estimates):
     any_heads: bool = False
     shares_prompts: bool = False
     shares_base: bool = False
+    reads_images: bool = False
     streams: bool = False
     saved_shards: Callable[[Path], Iterable[SavedShard]] | None = None
     prepare: Callable[[], None] | None = None

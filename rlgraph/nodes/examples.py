@@ -1,9 +1,11 @@
 """Examples, pairs and labelled steps: data to imitate, in the columns of a rollout."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -11,7 +13,8 @@ import torch
 from rlgraph import notices
 from rlgraph.algorithms.advantages import LABELS
 from rlgraph.columns import Column, pad_rows
-from rlgraph.data.rows import Dataset, Mix, digest, place_of, rows
+from rlgraph.data.images import FIELDS, data_url, images_of
+from rlgraph.data.rows import Dataset, Mix, digest, folder_of, place_of, rows
 from rlgraph.engines.hf.chat_template import Encoded, Example, Learns, encode_example, prompt_tokens
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError, show_value
@@ -78,7 +81,7 @@ def pair_of(where: str, row: Any, chat: Chat, learns: Learns) -> tuple[Example, 
 
 def _build_example(where: str, row: Row, prompt: Any, says: str, chat: Chat, learns: Learns) -> Example:
     said = row[says]
-    if isinstance(prompt, str) and isinstance(said, str) and chat == Chat():
+    if isinstance(prompt, str) and isinstance(said, str) and chat == Chat() and images_of(where, row, says) is None:
         return _text(where, row, chat, Example(prompt, said))
     completion = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
     return _conversation(where, row, says, prompt, checked_messages(where, says, completion), chat, learns)
@@ -86,7 +89,7 @@ def _build_example(where: str, row: Row, prompt: Any, says: str, chat: Chat, lea
 
 def _text(where: str, row: Row, chat: Chat, example: Example) -> Example:
     """Refuse fields that only a conversation has, in a row of text, which no template renders."""
-    given = [name for name in (TOOLS, TEMPLATE_KWARGS) if row.get(name)] or ([] if chat == Chat() else ["chat"])
+    given = [name for name in (TOOLS, TEMPLATE_KWARGS, *FIELDS) if row.get(name)] or ([] if chat == Chat() else ["chat"])
     if given:
         raise DataError(f"{where} is text, which no chat template renders, and has {given[0]}=; leave that out, or pass messages")
     for name, text in (("its prompt", example.prompt), ("its text to learn", example.completion)):
@@ -95,9 +98,10 @@ def _text(where: str, row: Row, chat: Chat, example: Example) -> Example:
 
 
 def _conversation(where: str, row: Row, name: str, prompt: Any, completion: Sequence[Any], chat: Chat, learns: Learns) -> Example:
-    continued = Chat(**{**vars(chat), "continue_final": True})  # the assistant's text is in it
-    made = continued.conversation(where, {**row, name: prompt}, name)
-    return Example(made.messages, completion, made.tools, made.template_kwargs, learns)
+    continued, images = Chat(**{**vars(chat), "continue_final": True}), list[Any]()  # the assistant's text is in it
+    made = continued.conversation(where, {**row, name: prompt}, name, images)
+    urls = [data_url(f"{where}: image {number}", image, folder_of(row, Path.cwd())) for number, image in enumerate(images)]
+    return Example(made.messages, completion, made.tools, made.template_kwargs, learns, json.dumps(urls))
 
 
 def number_of(where: str, row: Any, name: str) -> float:
@@ -151,6 +155,7 @@ class Examples(DrawnRows):
     each: Each
     numbers: tuple[tuple[str, str], ...]  # a field and its column
     sources: bool  # whether rows have a `data_source`
+    images: bool  # whether rows have images
     max_tokens: int | None
     overlong: Overlong
 
@@ -215,6 +220,7 @@ class Examples(DrawnRows):
             columns[column] = values.sub(0.5).sign() if column == "preferences" else values
         if self.each == "mismatched":
             columns["preferences"] = tensor_of(columns, "preferences") * torch.tensor([1.0, 0.0] * len(places))
+        columns |= {"images": [example.images for example in made]} if self.images else {}
         return columns | ({"data_sources": [str(row["data_source"]) for row in found]} if self.sources else {})
 
     def _encode_row(self, context: Context, index: int) -> Sequence[Encoded]:
@@ -226,7 +232,11 @@ class Examples(DrawnRows):
             raise DataError(f"{where} has no data_source, which the first item has; name it in each")
         made = []
         for example in self._of(index, row):
-            found = encode_example(tokenizer, example, where, self.max_tokens)
+            if example.images != "[]" and not self.images:
+                raise DataError(
+                    f"{where} has an image, and the first item has none; put an item with an image first, so that all may have them"
+                )
+            found = encode_example(self.model.path, tokenizer, example, where, self.max_tokens)
             if found.whole > len(found.tokens) and self.overlong == "error":
                 raise DataError(
                     f"{where} has {found.whole} tokens, more than max_tokens={self.max_tokens}: leave it out, or pass overlong='cut', "
@@ -354,13 +364,24 @@ def _declare_examples(
     data = rows(data) if type(data).__module__.partition(".")[0] == "datasets" else data
     first = check_data(name, data, None)
     operation = Examples(
-        data, count, model, seed, chat or Chat(), learns, each, numbers, isinstance(first.get("data_source"), str), max_tokens, overlong
+        data,
+        count,
+        model,
+        seed,
+        chat or Chat(),
+        learns,
+        each,
+        numbers,
+        isinstance(first.get("data_source"), str),
+        False,
+        max_tokens,
+        overlong,
     )
-    operation._of(0, first)
+    operation = replace(operation, images=operation._of(0, first)[0].images != "[]")
     for field, _ in numbers:
         number_of("item 0 of the data set", first, field)
     writes = (*TOKENS, *(("preferences",) if each == "pair" else ()), *(column for _, column in numbers))
-    writes = (*writes, "data_sources") if operation.sources else writes
+    writes = (*writes, *(("images",) if operation.images else ()), *(("data_sources",) if operation.sources else ()))
     return Output(declare(name, operation, (), reads=(), writes=writes, rows=count * (1 if each == "example" else 2)))
 
 

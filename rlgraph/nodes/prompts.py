@@ -2,23 +2,26 @@
 
 import bisect
 import itertools
+import json
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 import torch
 
 from rlgraph.columns import Column, Columns
-from rlgraph.data.rows import Dataset, Mix, Overlong, Results, Rows, digest, place_of, rows
+from rlgraph.data.images import data_url, images_of
+from rlgraph.data.rows import Dataset, Mix, Overlong, Results, Rows, digest, folder_of, place_of, rows
 from rlgraph.data.streams import Stream, StreamReader, stream
 from rlgraph.engines.hf.chat_template import check_conversations, encoded_prompts
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Feedback, Node, Operation, Output, declare
 from rlgraph.graph.traits import NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
-from rlgraph.nodes.conversations import Chat, is_conversation, starts_with_system
+from rlgraph.nodes.conversations import Chat, is_conversation, last_question, starts_with_system, text_of
 from rlgraph.nodes.items import (
     Mixed,
     Order,
@@ -47,6 +50,7 @@ class PromptSource(Operation):
     fields: tuple[str, ...]  # of an item, besides the prompt
     chat: Chat | None  # of prompts that are conversations
     overlong: Overlong
+    images_in: Path | None  # the folder in which relative paths of images begin; None: the first item has no image
 
     @property
     def traits(self) -> NodeTraits:
@@ -66,6 +70,10 @@ class PromptSource(Operation):
         """Build the columns of the first rows."""
         return {"prompt_ids": torch.arange(PROMPTS), **self.columns(self.first_rows)}
 
+    def check_row(self, where: str, item: Any) -> None:
+        """Raise DataError, which begins with `where`, for an unusable item."""
+        check_item(where, item, self.prompt_field, self.first, self.chat, self.images_in)
+
     @property
     @abstractmethod
     def overlong_prompts(self) -> int:
@@ -77,14 +85,27 @@ class PromptSource(Operation):
         return {} if self.overlong.policy == "error" else {"data/overlong_prompts": float(self.overlong_prompts)}
 
     def columns(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Column]:
-        """Build `prompt_texts`, `prompt_messages` of conversations, and one column for each further field, one row per item."""
+        """Build `prompt_texts`, `prompt_messages` of conversations, their `prompt_images`, and one column for each further field.
+
+        Each has one row per item. Images are read here.
+        """
         first = self.first
         columns: dict[str, Column] = {}
         if self.chat is None:
             columns["prompt_texts"] = [item[self.prompt_field] for item in items]
         else:
-            columns["prompt_texts"] = [self.chat.text("an item", item, self.prompt_field) for item in items]
-            columns["prompt_messages"] = [self.chat.conversation("an item", item, self.prompt_field).to_json() for item in items]
+            images: list[list[Any]] = [[] for _ in items]
+            chats = [self.chat.conversation("an item", item, self.prompt_field, own) for item, own in zip(items, images, strict=True)]
+            asked = [item[self.prompt_field] for item in items]
+            columns["prompt_texts"] = [
+                text if isinstance(text, str) else last_question(chat.messages) for text, chat in zip(asked, chats, strict=True)
+            ]
+            columns["prompt_messages"] = [chat.to_json() for chat in chats]
+            if (folder := self.images_in) is not None:
+                columns["prompt_images"] = [
+                    json.dumps([data_url("an image", image, folder_of(item, folder)) for image in own])
+                    for item, own in zip(items, images, strict=True)
+                ]
         return columns | {plural(f): column_of(plural(f), [item[f] for item in items], first[f]) for f in self.fields}
 
     def mean_characters(self, items: Iterable[Mapping[str, Any]]) -> float | None:
@@ -99,7 +120,7 @@ class PromptSource(Operation):
         """Collect the texts of a prompt, one per message."""
         if self.chat is None:
             return [item[self.prompt_field]]
-        return [str(message.get("content") or "") for message in self.chat.conversation("", item, self.prompt_field).messages]
+        return [text_of(message) for message in self.chat.conversation("", item, self.prompt_field, []).messages]
 
 
 def plural(field: str) -> str:
@@ -207,6 +228,7 @@ class StreamedPrompts(PromptSource):
     chat: Chat | None
     start_row: Mapping[str, Any]
     overlong: Overlong = field(default_factory=Overlong)
+    images_in: Path | None = None
     rooms: list[Room] = field(default_factory=list)  # of the rollouts, which report it at the launch
 
     @property
@@ -260,7 +282,7 @@ class Streaming:
                     f"no prompt of epoch {began + 1} of the stream is short enough: raise max_prompt_tokens or max_context, or lower "
                     "max_tokens"
                 )
-            check_item(f"item {number} of the data set", row, self.source.prompt_field, self.source.first, self.source.chat)
+            self.source.check_row(f"item {number} of the data set", row)
             if self._fits(number, row):
                 self.drawn += 1
                 return row
@@ -271,8 +293,8 @@ class Streaming:
         columns = self.source.columns([row])
         for room in self.source.rooms:
             tokenizer, most = self.context.tokenizer(room.path), self.source.overlong.limit(room.most)
-            if self.source.chat is None:
-                [tokens] = encoded_prompts(tokenizer, columns)
+            if self.source.chat is None or "prompt_images" in columns:
+                [tokens] = encoded_prompts(room.path, tokenizer, columns)
             else:
                 [tokens] = check_conversations(room.path, tokenizer, [str(columns["prompt_messages"][0])], first=number)
             if not tokens or (policy == "error" and len(tokens) > most):
@@ -322,6 +344,7 @@ class Prompts(PromptSource):
     fields: tuple[str, ...]  # of an item, besides the prompt
     chat: Chat | None = None  # of prompts that are conversations
     overlong: Overlong = field(default_factory=Overlong)
+    images_in: Path | None = None
     by_results: bool = False  # of a mixture whose shares depend on the rewards of earlier steps
     kept: Kept = field(default_factory=Kept)
 
@@ -389,7 +412,7 @@ class Prompts(PromptSource):
     def batch(self, step: int, set_aside: Sequence[int] = ()) -> dict[str, Column]:
         """Draw the columns of step `step`: `prompt_texts` [N], `prompt_ids` [N] and one column for each further field.
 
-        Conversations add `prompt_messages` [N].
+        Conversations add `prompt_messages` [N], and with images `prompt_images` [N].
         """
         positions = self.positions(step, set_aside)
         ids = torch.tensor(positions, dtype=torch.int64)
@@ -433,7 +456,7 @@ class Prompts(PromptSource):
     def checked_row(self, index: int) -> Mapping[str, Any]:
         """Read and check one of the rows that prompts are drawn from."""
         item = self.row(index)
-        check_item(place_of(self.data, self.index(index)), item, self.prompt_field, self.data[0], self.chat)
+        self.check_row(place_of(self.data, self.index(index)), item)
         return item
 
     def check(self, node: Node) -> None:
@@ -443,7 +466,7 @@ class Prompts(PromptSource):
         first, started = self.data[0], 0
         for index in range(len(self.data)):
             item = read(self.data, index)
-            check_item(place_of(self.data, index), item, self.prompt_field, first, self.chat)
+            check_item(place_of(self.data, index), item, self.prompt_field, first, self.chat, self.images_in)
             started += self.chat is not None and self.chat.system is not None and starts_with_system(item[self.prompt_field])
         if started == len(self.data):
             raise DataError(
@@ -474,7 +497,8 @@ def prompts(
 
     A prompt is text or a list of messages. The model reads text exactly as written; special tokens that it begins with are not added
     again. The chat template of the rollout's model renders messages, with the item's own `tools` and `chat_template_kwargs` if it has
-    these fields.
+    these fields. Images are parts of messages, e.g. `{"type": "image", "image": "a.png"}`, or in the field `images` or `image`; the
+    column `prompt_images` holds them as data URLs if the first item has one.
 
     * `data`: a list, rows of `rg.data` (files, data sets of the hub, published schemas), or another data set with a length. A stream
       (`rg.data.stream` or an IterableDataset) is drawn in its own order, and its rows are checked as they arrive.
@@ -488,7 +512,7 @@ def prompts(
     * `name`: the node's name in plans and errors.
 
     The launch checks all items, and the run checks each again when it is drawn. Raises DataError for an empty data set, an item without
-    a prompt or without a field that the first item has, or fields that are neither text nor numbers.
+    a prompt or without a field that the first item has, fields that are neither text nor numbers, or an image that cannot be read.
     """
     check_results(name, data, results)
     if is_stream(data):
@@ -496,9 +520,9 @@ def prompts(
     assert not isinstance(data, Stream)
     data = rows(data) if type(data).__module__.partition(".")[0] == "datasets" else data
     first = check_data(name, data, prompt)
-    chat, fields, writes = _columns(name, first, prompt, chat)
+    chat, fields, writes, images_in = _columns(name, first, prompt, chat)
     overlong = data.overlong if isinstance(data, Rows | Mix) else Overlong()
-    source = Prompts(data, count, seed, prompt, fields, chat, overlong, by_results=results is not None)
+    source = Prompts(data, count, seed, prompt, fields, chat, overlong, images_in, by_results=results is not None)
     return Output(declare(name, source, (), reads=(), writes=writes, rows=count, earlier=results))
 
 
@@ -515,16 +539,23 @@ def _declare_stream(data: Any, count: int, chat: Chat | None, seed: int, prompt:
     rows_of = data if isinstance(data, Stream) else stream(data)
     _, first = next(StreamReader(rows_of))
     check_first(name, first, prompt)
-    chat, fields, writes = _columns(name, first, prompt, chat)
-    source = StreamedPrompts(rows_of, count, prompt, fields, chat, first, rows_of.overlong)
+    chat, fields, writes, images_in = _columns(name, first, prompt, chat)
+    source = StreamedPrompts(rows_of, count, prompt, fields, chat, first, rows_of.overlong, images_in)
     return Output(declare(name, source, (), reads=(), writes=writes, rows=count))
 
 
-def _columns(name: str, first: Mapping[str, Any], prompt: str, chat: Chat | None) -> tuple[Chat | None, tuple[str, ...], tuple[str, ...]]:
-    """Choose the chat, the fields and the columns of a source by its first item. Raises DataError for an unusable item."""
-    chat = chat or (Chat() if is_conversation(first[prompt]) else None)
+def _columns(
+    name: str, first: Mapping[str, Any], prompt: str, chat: Chat | None
+) -> tuple[Chat | None, tuple[str, ...], tuple[str, ...], Path | None]:
+    """Choose the chat, fields, columns and folder of images of a source by its first item. Raises DataError for an unusable item."""
+    where, images = "item 0 of the data set", list[Any]()
+    chat = chat or (Chat() if is_conversation(first[prompt]) or images_of(where, first, prompt) else None)
     fields = fields_of(first, prompt, chat)
     check_names(name, prompt, first, {f: plural(f) if isinstance(f, str) else "" for f in fields})
-    check_item("item 0 of the data set", first, prompt, first, chat)
-    own = ("prompt_texts", "prompt_ids") if chat is None else ("prompt_texts", "prompt_messages", "prompt_ids")
-    return chat, fields, (*own, *(plural(f) for f in fields))
+    if chat is not None:
+        chat.conversation(where, first, prompt, images)
+    images_in = Path.cwd() if images else None
+    check_item(where, first, prompt, first, chat, images_in)
+    has = {"prompt_messages": chat is not None, "prompt_images": images_in is not None}
+    writes = ("prompt_texts", *(column for column in has if has[column]), "prompt_ids", *(plural(f) for f in fields))
+    return chat, fields, writes, images_in

@@ -201,7 +201,8 @@ def tiny_folder(name: str, parent: Path) -> tuple[Path, Any]:
     """Make a folder with a tiny random model of a family, and the model, or of a multimodal one the text model in it."""
     from transformers import AutoModelForCausalLM
 
-    from rlgraph.engines.forward.self_test import _draw, quiet
+    from rlgraph.engines.forward.self_test import _draw
+    from rlgraph.engines.hf.pretrained import quiet
 
     folder = parent / "tiny"
     with quiet(), torch.random.fork_rng(devices=[]):
@@ -215,8 +216,7 @@ def tiny_folder(name: str, parent: Path) -> tuple[Path, Any]:
 
 
 def save(model: Any, folder: Path) -> Path:
-    from rlgraph.engines.forward.self_test import quiet
-    from rlgraph.engines.hf.pretrained import byte_tokenizer
+    from rlgraph.engines.hf.pretrained import byte_tokenizer, quiet
 
     with quiet():
         model.save_pretrained(folder)
@@ -228,7 +228,8 @@ def nested_folder(kind: str, folder: Path) -> Path:
     """Make a folder with a small random multimodal model, whose language model is as a family's."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    from rlgraph.engines.forward.self_test import _draw, miniature, quiet
+    from rlgraph.engines.forward.self_test import _draw, miniature
+    from rlgraph.engines.hf.pretrained import quiet
 
     with quiet():
         text = miniature(AutoConfig.for_model(kind).get_text_config(), "eager").config
@@ -243,7 +244,8 @@ def outcome(name: str, parent: Path) -> tuple[dict[str, str], str]:
     """Say what rlgraph does with the default configuration of a family, by the columns of the table, and why it refuses a trainer."""
     from safetensors.torch import save_file
 
-    from rlgraph.engines.forward.self_test import FLAT_SHARED, generator_result, quiet, trainer_results
+    from rlgraph.engines.forward.self_test import FLAT_SHARED, generator_result, trainer_results
+    from rlgraph.engines.hf.pretrained import quiet
     from rlgraph.errors import DataError
 
     folder = parent / "default"

@@ -18,6 +18,7 @@ from rlgraph.engines.api import PolicyLossFn, ValueLossFn
 from rlgraph.engines.forward.collectives import VocabularyShard, sum_filled
 from rlgraph.engines.hf.backbone import LogitShape, backbone_of, layers_of, load_causal, load_headless, predicting_states
 from rlgraph.engines.hf.folder_weights import FolderWeights
+from rlgraph.engines.hf.images import ImageTower
 from rlgraph.engines.hf.pretrained import value_head
 from rlgraph.engines.lora import InitialWeights, is_adapter
 from rlgraph.errors import DataError
@@ -153,6 +154,8 @@ class Head(torch.nn.Module, ABC):
     prefix: ClassVar[str]
     loss_name: ClassVar[str]
     model: Any
+    path: str | Path
+    tower: ImageTower | None = None  # of images; no module of this one, since it is whole on each rank, and frozen
     folder: FolderWeights | None = None
     begins: InitialWeights | None = None
 
@@ -170,6 +173,10 @@ class Head(torch.nn.Module, ABC):
     def unadapted_modules(self) -> tuple[torch.nn.Module, ...]:
         """The modules that are trained beside an adapter, and not frozen: none of a language model."""
         return ()
+
+    def load_tower(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Load what makes features of images, once, when the first batch has some."""
+        self.tower = self.tower or ImageTower(self.path, device, dtype)
 
     def fill(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> bool:
         """Copy the box at `offsets` of a parameter or buffer of this module from the folder to `out`; False if the folder lacks it."""
@@ -225,7 +232,7 @@ class PolicyHead(Head):
         if isinstance(path, torch.nn.Module):
             self.model = path
         else:
-            self.model = load_causal(path)
+            self.path, self.model = path, load_causal(path)
             self.folder = FolderWeights(path, self.model)
         self._shape = LogitShape.of(self.model.config)
 
@@ -242,7 +249,7 @@ class PolicyHead(Head):
         squares: bool = False,
         tokens: ChosenTokens | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        states = predicting_states(self.backbone, micro_batch)
+        states = predicting_states(self.backbone, micro_batch, self.tower)
         if tokens is not None:
             return tokens.scores(self.model.get_output_embeddings(), states, micro_batch.targets, self._shape, temperature=temperature)
         scored = Scored(self._shape, temperature, entropy, squares, self.words, self.score_tokens)
@@ -264,7 +271,7 @@ class ValueHead(Head):
 
     def __init__(self, path: str | Path) -> None:
         super().__init__()
-        self.model = load_headless(path)
+        self.path, self.model = path, load_headless(path)
         self.folder = FolderWeights(path, self.model)
         weight = value_head(path)
         size = self.model.config.hidden_size
@@ -299,7 +306,7 @@ class ValueHead(Head):
         tokens: ChosenTokens | None = None,
     ) -> tuple[torch.Tensor, ...]:
         # In float32: a sum over hidden units that is rounded to bfloat16 is a return to two digits.
-        return (torch.mv(predicting_states(self.model, micro_batch).float(), self.score.weight.float()[0]),)
+        return (torch.mv(predicting_states(self.model, micro_batch, self.tower).float(), self.score.weight.float()[0]),)
 
     def loss(
         self, loss: ValueLossFn, scores: tuple[torch.Tensor, ...], rows: Columns, totals: Totals

@@ -5,9 +5,7 @@ sequence alone. A layer that looks further than its window, or a state that runs
 """
 
 import re
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +20,7 @@ from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.hf.backbone import backbone_of, layers_of
 from rlgraph.engines.hf.model_files import FamilyOptions, text_config
-from rlgraph.engines.hf.pretrained import check_model
+from rlgraph.engines.hf.pretrained import check_model, quiet
 from rlgraph.errors import DataError
 
 # A small random model of the same making as a large one: its attention and its kinds of layers, at a width that costs nothing.
@@ -160,21 +158,6 @@ def _narrow_mamba(found: dict[str, Any]) -> dict[str, Any]:
             hidden = found["hidden_size"] if "num_attention_heads" in found else 2 * found[size]
             return {"hidden_size": hidden, heads: max(int(expand * hidden) // found[size], 1)}
     return {}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence transformers' warnings about a made-up configuration."""
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(level)
 
 
 PADDED, SHARED, FLAT, FLAT_SHARED = "padded", "shared", "flat", "flat with shared prompts"

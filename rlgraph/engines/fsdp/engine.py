@@ -82,7 +82,7 @@ class FsdpEngine:
         self._routing = Routing(routers_of(head.model) if tells else [], settings.load_balance, replay=settings.router_replay)
         self._adapters = [] if settings.adapter is None else _attach_adapter(head, settings.adapter, dtype, world)
         self._made_group = init_distributed(rank, world)
-        self._device = torch.device(device)
+        self._device, self._dtype = torch.device(device), dtype
         ring = _ring(head, tensor, context) if ring is None else ring
         self._ranks = Ranks(device, rank, world, tensor=tensor, context=context, ring=ring, expert=settings.expert_parallel)
         self.micro_batch_tokens = settings.micro_batch_tokens
@@ -256,6 +256,8 @@ class FsdpEngine:
             self._on_progress(done, len(passes))
             multiple = ranks.ranks_of_a_pass * (2 if ranks.ring > 1 else 1)  # a ring has two pieces for each place
             packed = pack_flat(batch, sequences, multiple=multiple) if self._flat else pack(batch, sequences)
+            if packed.images is not None:
+                self._head.load_tower(self._device, self._dtype)
             own = (packed if ranks.context == 1 else self._shard(packed)).to(self._device)
             self._routing.begin(own.routes if self._routing.replay else None)
             if ranks.sharded.size() == 1:

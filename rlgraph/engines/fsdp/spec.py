@@ -61,6 +61,7 @@ TRAINER = TrainerSpec(
     any_heads=True,
     shares_prompts=True,
     shares_base=True,
+    reads_images=True,
     reads_shards=True,
     streams=True,
     saved_shards=saved_shards,

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from rlgraph.batching.packing import MicroBatch
 from rlgraph.engines.forward.packed_attention import padded_implementation
 from rlgraph.engines.hf.folder_weights import FolderWeights, PartsByName
+from rlgraph.engines.hf.images import ImageTower
 from rlgraph.engines.hf.model_files import FamilyOptions, text_config
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError
@@ -106,8 +107,11 @@ class LogitShape:
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
 
-def predicting_states(backbone: Any, micro_batch: MicroBatch) -> torch.Tensor:
-    """Compute the last hidden states `[N, H]` at the positions before the targets of a micro-batch."""
+def predicting_states(backbone: Any, micro_batch: MicroBatch, tower: ImageTower | None = None) -> torch.Tensor:
+    """Compute the last hidden states `[N, H]` at the positions before the targets of a micro-batch.
+
+    The `tower` makes features of its images, if it has some.
+    """
     more: dict[str, Any] = {}
     if micro_batch.starts is not None:
         more = {"cu_seq_lens_q": micro_batch.starts, "max_length_q": micro_batch.longest, "prompt_lengths": micro_batch.prompts}
@@ -116,9 +120,13 @@ def predicting_states(backbone: Any, micro_batch: MicroBatch) -> torch.Tensor:
         more |= {"context_ring": micro_batch.ring} if micro_batch.ring is not None else {}
     elif micro_batch.mask is not None:
         more = {"shared_positions": micro_batch.positions}
+    given = {"input_ids": micro_batch.tokens}
+    if tower is not None and micro_batch.images is not None:
+        shown = micro_batch.images
+        given = {"inputs_embeds": tower.embed(backbone.get_input_embeddings(), micro_batch.tokens, shown.prompts, shown.rows)}
     with _attention(backbone, micro_batch):
         hidden = backbone(
-            input_ids=micro_batch.tokens, attention_mask=micro_batch.mask, position_ids=micro_batch.positions, use_cache=False, **more
+            **given, attention_mask=micro_batch.mask, position_ids=micro_batch.positions, use_cache=False, **more
         ).last_hidden_state
     states: torch.Tensor = hidden.flatten(0, 1)[micro_batch.predicts]
     return states

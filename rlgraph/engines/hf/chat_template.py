@@ -15,6 +15,8 @@ from typing import Any, Literal, TypeAlias
 
 from rlgraph import notices
 from rlgraph.columns import Columns
+from rlgraph.engines.api import Images
+from rlgraph.engines.hf.images import expand_images, mark_of
 from rlgraph.errors import DataError, show_value
 
 # Render conversations by a model's own chat template, and encode them with the special tokens that the template writes.
@@ -153,16 +155,27 @@ def _words_read(template: str) -> frozenset[str]:
 # Encode the texts of prompts as token ids.
 
 
-def encoded_prompts(tokenizer: Any, columns: Columns, most: int | None = None) -> list[list[int]]:
+def encoded_prompts(path: str | Path, tokenizer: Any, columns: Columns, most: int | None = None) -> list[list[int]]:
     """Encode the prompts of a batch: by the model's chat template where they are conversations, in `prompt_messages`; else as text.
 
-    Of a prompt with more than `most` tokens the last ones stay.
+    Of a prompt with more than `most` tokens the last ones stay. With `prompt_images` the processor of the model at `path` writes the tokens
+    of its images.
     """
     if "prompt_messages" in columns:
         whole = chat_tokens(tokenizer, [str(text) for text in columns["prompt_messages"]])
     else:
         whole = prompt_tokens(tokenizer, [str(text) for text in columns["prompt_texts"]])
+    if "prompt_images" in columns:
+        return [expand_images(path, tokens, str(urls)) for tokens, urls in zip(whole, columns["prompt_images"], strict=True)]
     return whole if most is None else [tokens[-most:] for tokens in whole]
+
+
+def images_of(tokenizer: Any, columns: Columns) -> list[Images | None]:
+    """The images of each prompt of a batch, None of one without; empty for a batch without the column."""
+    if "prompt_images" not in columns:
+        return []
+    plain = chat_tokens(tokenizer, [str(text) for text in columns["prompt_messages"]])
+    return [Images(str(urls), tokens) if urls != "[]" else None for urls, tokens in zip(columns["prompt_images"], plain, strict=True)]
 
 
 def prompt_tokens(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -366,7 +379,7 @@ class Example:
     """A text or a conversation to learn from, and of which the model learns what follows `prompt`.
 
     Of text it learns `completion` and the end of the text. Of a conversation (`prompt` and `completion` are then messages) it learns
-    what the assistant says: "all" of it, or the "last" of its messages.
+    what the assistant says: "all" of it, or the "last" of its messages. `images` are those of its messages: a JSON list of data URLs.
     """
 
     prompt: str | Sequence[Mapping[str, Any]]
@@ -374,18 +387,20 @@ class Example:
     tools: Sequence[Mapping[str, Any]] = ()
     template_kwargs: Mapping[str, Any] | None = None
     learns: Learns = "all"
+    images: str = "[]"
 
 
 @dataclass(frozen=True)
 class Encoded:
     """The tokens of an example, and for each whether it is learnt. The first one never is, since nothing predicts it.
 
-    `whole` is the number of its tokens before it was cut.
+    `whole` is the number of its tokens before it was cut. `images` are those of the example.
     """
 
     tokens: list[int]
     learnt: list[bool]
     whole: int = 0
+    images: str = "[]"
 
     @property
     def prompt(self) -> list[int]:
@@ -405,7 +420,7 @@ class Encoded:
     def answered_by(self, other: "Encoded") -> "Encoded":
         """Put the response of another example behind this one's prompt."""
         tokens = [*self.prompt, *other.response]
-        return Encoded(tokens, [False] * len(self.prompt) + other.mask, len(tokens))
+        return Encoded(tokens, [False] * len(self.prompt) + other.mask, len(tokens), self.images)
 
     @property
     def _first(self) -> int:
@@ -416,16 +431,29 @@ class Encoded:
         return len(self.learnt) - self.learnt[::-1].index(True) if any(self.learnt) else len(self.tokens)
 
 
-def encode_example(tokenizer: Any, example: Example, where: str, most: int | None = None) -> Encoded:
-    """Tokenise an example; of one with more than `most` tokens the first ones stay. Raises DataError, which begins with `where`."""
+def encode_example(path: str | Path, tokenizer: Any, example: Example, where: str, most: int | None = None) -> Encoded:
+    """Tokenise an example as the model at `path` does; of one with more than `most` tokens the first ones stay.
+
+    Raises DataError, which begins with `where`.
+    """
     made = _text(tokenizer, example) if isinstance(example.prompt, str) else _conversation(tokenizer, example, where)
+    if example.images != "[]":
+        made = _with_images(path, made, example.images, where)
     tokens, learnt = made.tokens[:most], [*made.learnt[:most]]
     if learnt:
         learnt[0] = False
     if not any(learnt):
         cut = f" within its first {most} of {len(made.tokens)} tokens" if len(made.tokens) > len(tokens) else ""
         raise DataError(f"{where} has no token to learn{cut}; leave it out, or raise max_tokens")
-    return Encoded(tokens, learnt, len(made.tokens))
+    return Encoded(tokens, learnt, len(made.tokens), example.images)
+
+
+def _with_images(path: str | Path, made: Encoded, urls: str, where: str) -> Encoded:
+    """Write the tokens of the images, all of which are in the prompt. Raises DataError for one that follows what is learnt."""
+    tokens = expand_images(path, made.tokens, urls)
+    if mark_of(path) in made.tokens[len(made.prompt) :]:
+        raise DataError(f"{where} has an image behind a turn that is learnt; pass learns='last', or make an example of each turn")
+    return Encoded(tokens, [False] * (len(tokens) - len(made.tokens)) + made.learnt)
 
 
 def _text(tokenizer: Any, example: Example) -> Encoded:

@@ -1,8 +1,8 @@
 """Model folders: found by hub id or path, and checked by config, tokenizer and headers of weights before anything starts.
 
-A multimodal config has the config of its language model in `text_config`, and the weights of it below `language_model.` or
-`model.language_model.`. rlgraph trains and publishes this text part as a text model; the towers of other modalities stay as the folder has
-them.
+A multimodal config has the config of its language model in `text_config`, and the weights of it below `language_model.`,
+`model.language_model.` or `model.text_model.`. rlgraph trains and publishes this text part as a text model; the towers of other
+modalities stay as the folder has them.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ T = TypeVar("T")
 # The text part of a model folder: of a folder of a text model all of it, of a multimodal one its language model.
 
 NESTED = "text_config"
-PREFIXES = ("model.language_model.", "language_model.")
+PREFIXES = ("model.language_model.", "language_model.", "model.text_model.")
 UNSCALED = ("aya_vision", "cohere2_vision")  # types whose class of transformers ignores the text model's logit_scale
 DRAFTS = ("mtp.", "model.mtp.")  # layers that predict several tokens at once, which no trainer and no plain decoding uses
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -260,7 +261,7 @@ def _write_atomically(folder: Path, write: Callable[[Path], None]) -> Path:
     except OSError as refused:
         raise DataError(f"model folder '{folder}' cannot be created ({refused}); pass a folder that can be written") from None
     try:
-        with _without_bars():
+        with quiet():
             write(beside)
         beside.chmod(0o755)
         try:
@@ -273,15 +274,19 @@ def _write_atomically(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 @contextlib.contextmanager
-def _without_bars() -> Iterator[None]:
-    """Keep transformers' progress bars out of the output: what is made here takes seconds."""
+def quiet() -> Iterator[None]:
+    """Silence transformers' warnings and progress bars: about a made-up configuration, or what takes seconds."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()
 

@@ -14,6 +14,7 @@ from rlgraph.engines.forward.packed_attention import padded_implementation
 from rlgraph.engines.hf.backbone import load_text_model
 from rlgraph.engines.hf.chat_template import prompt_tokens, render_with_response
 from rlgraph.engines.hf.folder_weights import FolderWeights, whole_part
+from rlgraph.engines.hf.images import ImageTower
 from rlgraph.engines.hf.model_files import FamilyOptions, rotary_limit, text_config
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.lora import describe_weights
@@ -26,7 +27,8 @@ class TransformersEngine(GenerateEngine):
     """A `GenerateEngine` on transformers, which may share its process with a trainer.
 
     A response depends on weights, prompt and seed, and in the last bits on the prompts that are sampled with it. Every request
-    is taken at once, whatever memory that needs. With `routes` responses tell which experts were chosen for each token.
+    is taken at once, whatever memory that needs. With `routes` responses tell which experts were chosen for each token. With
+    `images` prompts may have some.
 
     Raises DataError for a folder without a model, GraphError for routes of a model without experts.
     """
@@ -39,12 +41,14 @@ class TransformersEngine(GenerateEngine):
         dtype: torch.dtype = torch.bfloat16,
         max_context: int | None = None,
         routes: bool = False,
+        images: bool = False,
     ) -> None:
         super().__init__()
         self._summary = check_model(path)
         self._context = max_context or self._summary.context_length
         self._device = torch.device(device)
         self._model = load_text_model(path, dtype).to(self._device)
+        self._tower = ImageTower(path, self._device, dtype) if images else None
         self._chosen = ChosenExperts(self._model) if routes else None
         self._parts = FolderWeights(path, self._model).parts()
         self._waiting: list[Request] = []
@@ -63,7 +67,7 @@ class TransformersEngine(GenerateEngine):
             alike.setdefault(_drawing_fields(request.sampling), []).append(request)
         self._waiting = []
         for drawing, requests in alike.items():
-            self._batches.append(_Batch(drawing, requests, self._rows(requests), self._device, self._chosen))
+            self._batches.append(_Batch(drawing, requests, self._rows(requests), self._device, self._chosen, self._tower))
         finished: dict[str, Response] = {}
         for batch in self._batches:
             finished |= batch.decode(self._model)
@@ -153,8 +157,10 @@ class _Batch:
         rows: list[_Row],
         device: torch.device,
         chosen: "ChosenExperts | None",
+        tower: ImageTower | None,
     ) -> None:
         self.drawing, self.rows = drawing, rows
+        self._tower, self._images = tower, [request.images.urls if request.images else "[]" for request in requests]
         self._chosen, self._routes = chosen, list[torch.Tensor]()  # [B, n, layers, k] of the tokens that were read first
         self.cache: Any = None
         self._steps = 0
@@ -165,7 +171,7 @@ class _Batch:
         self._numbers = torch.stack([_uniform(request.seed, longest) for request in requests]).to(device)
 
     def decode(self, model: Any) -> dict[str, Response]:
-        logits, self.cache = next_logits(model, self._tokens, self._mask, self.cache)
+        logits, self.cache = next_logits(model, self._tokens, self._mask, self.cache, self._embed if self._tower else None)
         if self._chosen is not None:
             fresh = self._tokens.shape[1] - sum(part.shape[1] for part in self._routes)  # what is read again keeps its routes
             self._routes.append(self._chosen.take(len(self._tokens))[:, -fresh:])
@@ -174,6 +180,15 @@ class _Batch:
         self._tokens = torch.cat([self._tokens, chosen[:, None]], dim=1)
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(chosen), 1)], dim=1)
         return self._append_tokens(chosen.tolist(), log_probs.tolist())
+
+    def _embed(self, embed: Any, tokens: torch.Tensor) -> torch.Tensor:
+        """Embed the tokens that a pass reads: the last ones, or all, with the images of the prompts among them."""
+        if tokens.shape[1] < self._mask.shape[1]:
+            embedded: torch.Tensor = embed(tokens)
+            return embedded
+        assert self._tower is not None
+        prompts = (self._mask != 0) & (torch.arange(tokens.shape[1], device=tokens.device) < self._width)
+        return self._tower.embed(embed, tokens, prompts, self._images)
 
     def _append_tokens(self, chosen: list[int], log_probs: list[float]) -> dict[str, Response]:
         """Append each unfinished row's token, and return the responses that end with it."""
@@ -221,11 +236,17 @@ class ChosenExperts:
         return torch.stack(layers, dim=1).unflatten(0, (rows, -1))
 
 
-def next_logits(model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
-    """Compute the next logits `[B, V]` after `tokens [B, L]`, and the new cache. Without a cache it reads all tokens, else the last."""
+def next_logits(
+    model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any, embed: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+) -> tuple[torch.Tensor, Any]:
+    """Compute the next logits `[B, V]` after `tokens [B, L]`, and the new cache. Without a cache it reads all tokens, else the last.
+
+    `embed` embeds these tokens by the model's embedding; None: as the model does.
+    """
     fresh = tokens if cache is None else tokens[:, -1:]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
-    out = model(input_ids=fresh, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    given = {"input_ids": fresh} if embed is None else {"inputs_embeds": embed(model.get_input_embeddings(), fresh)}
+    out = model(**given, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1], out.past_key_values
 
 

@@ -17,13 +17,14 @@ def load(generator: Any, place: Place) -> GenerateEngine:
     if generator.self_test:
         check_generator(generator.path, device=place.device)
     dtype = getattr(torch, dtype_of(generator, place))
-    return TransformersEngine(generator.path, device=place.device, dtype=dtype, max_context=generator.max_context, routes=generator.routes)
+    more = {"max_context": generator.max_context, "routes": generator.routes, "images": generator.images is not None}
+    return TransformersEngine(generator.path, device=place.device, dtype=dtype, **more)
 
 
 ENGINE = EngineSpec(
     name="transformers",
     load=load,
-    settings=("engines_per_gpu", "self_test", "routes", "min_p", "stop"),
+    settings=("engines_per_gpu", "self_test", "routes", "images", "min_p", "stop"),
     shares_steps=False,
     merges_adapters=True,
     sleep_bytes=stays_awake,

@@ -75,6 +75,13 @@ def of_model(path: str | Path, context: int, dtype: str, seed: int, tensor_paral
     }
 
 
+def of_images(most: int | None) -> Mapping[str, Any]:
+    """The arguments of an engine that reads up to `most` images with a prompt; its processor needs the tokenizer."""
+    # Without vLLM's cache of processed images: what it sends of an image that it sent before is a name, which new weights make unknown.
+    given = {"limit_mm_per_prompt": {"image": most, "video": 0}, "skip_tokenizer_init": False, "mm_processor_cache_gb": 0}
+    return {} if most is None else given
+
+
 def arguments(
     *, on_cpu: bool, context: int, max_sequences: int | None, kv_cache_bytes: int | None, share: float, shared: bool
 ) -> Mapping[str, Any]:

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from rlgraph.engines import copy_plan
-from rlgraph.engines.api import Finish, GenerateEngine, Request, Response, check_request, check_weights
+from rlgraph.engines.api import Finish, GenerateEngine, Images, Request, Response, check_request, check_weights
+from rlgraph.engines.hf.images import read_images
 from rlgraph.engines.hf.model_files import header_shapes, in_text_model, is_head
 from rlgraph.engines.hf.pretrained import check_model, parameter_shapes
 from rlgraph.engines.lora import MergedWeights, describe_weights
@@ -28,7 +29,7 @@ from rlgraph.engines.vllm import drafts as vllm_drafts
 from rlgraph.engines.vllm import weights as fp8_weights
 from rlgraph.engines.vllm.routes import RouteRecorder
 from rlgraph.engines.vllm.weights import SharedWeights
-from rlgraph.errors import GraphError
+from rlgraph.errors import DataError, GraphError
 from rlgraph.values.drafts import PromptLookup
 from rlgraph.values.sampling import Running, Sampling
 
@@ -64,6 +65,7 @@ class CoreRequests:
     def __init__(self, llm: Any, ends: tuple[int, ...]) -> None:
         self._llm, self._ends = llm, ends
         self._checked: dict[tuple[object, ...], Any] = {}  # by way to sample
+        self._seen: tuple[Images | None, Any] = None, None  # what was read last: the responses to a prompt share it
         self._numbers = count()
 
     def make(self, request: Request, salt: str) -> Any:
@@ -81,7 +83,26 @@ class CoreRequests:
         params.max_tokens, params.seed = sampling.max_tokens, request.seed
         made.request_id, made.external_req_id = f"{request.id}-{next(self._numbers)}", request.id
         made.prompt_token_ids, made.cache_salt = list(request.prompt), salt
+        if request.images is not None:
+            made.mm_features = self._features(request, request.images)
         return made
+
+    def _features(self, request: Request, images: Images) -> Any:
+        """Have vLLM's processor read the images of a prompt. Raises DataError if it writes other tokens for them than ours."""
+        if images != self._seen[0]:
+            given = {
+                "prompt_token_ids": list(images.prompt),
+                "multi_modal_data": {"image": read_images(images.urls)},
+            }
+            params, tasks = self._params(request.sampling), self._llm.get_supported_tasks()
+            self._seen = images, self._llm.input_processor.process_inputs(request.id, given, params, supported_tasks=tasks)
+        read = self._seen[1]
+        if list(read.prompt_token_ids) != list(request.prompt):
+            raise DataError(
+                f"request '{request.id}': vLLM's processor makes {len(read.prompt_token_ids)} tokens of prompt and images, transformers' "
+                f"{len(request.prompt)}; use engine='transformers', or versions of both that agree"
+            )
+        return read.mm_features
 
     def make_next_turn(self, request: Request, name: str, tokens: list[int]) -> Any:
         """Make the request by which the one of this `name` goes on: it reads `tokens` after what it has read."""
@@ -260,7 +281,7 @@ class VllmEngine(GenerateEngine):
     folder. With `weights_dtype="fp8"` the layers' matrices are kept in fp8, and each version is quantised as it is loaded. `drafts` guess
     tokens ahead. `engine_args` replace the arguments that rlgraph gives to vLLM. Log-probs are those of the sampling distribution. `exact`
     takes kernels whose log-probs a trainer can compute to the bit; on a CPU all are such. With `routes` responses tell which experts were
-    chosen for each token.
+    chosen for each token. Prompts may have up to `images`; the towers of a folder are built only for these.
 
     Raises DataError for a folder that is no model, GraphError for tensor parallelism on a CPU.
     """
@@ -286,13 +307,13 @@ class VllmEngine(GenerateEngine):
         weights_dtype: str | None = None,
         drafts: PromptLookup | None = None,
         routes: bool = False,
+        images: int | None = None,
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self._summary, self._dtype = check_model(path), getattr(torch, dtype)
         self._shapes = parameter_shapes(path)
         _prepare_process(threads)
-
         from vllm.platforms import current_platform
 
         self._on_cpu = current_platform.is_cpu()
@@ -300,8 +321,8 @@ class VllmEngine(GenerateEngine):
         if self._on_cpu and self.parallel:
             raise GraphError(f"VllmEngine(tensor_parallel={tensor_parallel}): on a CPU an engine is one process; use 1 and more engines")
         weights = sum(torch.Size(shape).numel() for shape in self._shapes.values()) * self._dtype.itemsize
-        in_fp8 = fp8_weights.quantised_bytes(self._shapes, self._dtype.itemsize)
-        self._own_bytes = (in_fp8 if weights_dtype else weights) // tensor_parallel  # of each device
+        quantised = fp8_weights.quantised_bytes(self._shapes, self._dtype.itemsize) if weights_dtype else weights
+        self._own_bytes = quantised // tensor_parallel  # of each device
         share, beside = engine_arguments.share_of_memory(memory, shared), engine_arguments.beside_weights(copies, weights, merging_bytes)
         if not self._on_cpu:
             share, kv_cache_bytes = _memory_of_gpu(share, kv_cache_bytes, shared, engines, beside, self._own_bytes)
@@ -311,7 +332,8 @@ class VllmEngine(GenerateEngine):
         )
         machine = {**machine, **({} if self._on_cpu else engine_arguments.of_worker(exact=exact, routes=routes))}
         model = engine_arguments.of_model(path, context, dtype, seed, tensor_parallel, random_weights=random_weights)
-        nested, fp8 = arguments(self._summary.nested), fp8_weights.ARGUMENTS if weights_dtype else {}
+        self._text_alone = self._summary.nested and images is None
+        nested, fp8 = {**arguments(self._text_alone), **engine_arguments.of_images(images)}, fp8_weights.ARGUMENTS if weights_dtype else {}
         guessing = {} if drafts is None else vllm_drafts.arguments(drafts, machine)
         self.llm = _start_engine({**model, **machine, **nested, **fp8, **guessing, **(engine_args or {})})
         self._routes = self._connect_recorder(routes)
@@ -323,7 +345,7 @@ class VllmEngine(GenerateEngine):
         self._fp8 = fp8_weights.QuantisedWeights(self.model()) if weights_dtype and not self._on_cpu else None
         self._checked: dict[str, torch.Tensor] = {}  # the weights that were found to be the model's
         self._shared, self._requests = SharedWeights(self.llm.collective_rpc), CoreRequests(self.llm, self._summary.eos_token_ids)
-        if self._summary.nested and not random_weights:
+        if self._text_alone and not random_weights:
             self.replace_weights(folder_weights(self._summary.path, self._shapes), "recompute")
 
     def _connect_recorder(self, routes: bool) -> RouteRecorder | None:
@@ -444,13 +466,15 @@ class VllmEngine(GenerateEngine):
         if not copy_plan.same_tensors(described, self._checked):
             check_weights(described, self._shapes)
             self._checked = dict(described)
-        if self._summary.nested:
+        if self._text_alone:
             weights = as_text_model(weights)
         self._wake("weights")
         self.catch_up()
         self._see_all_tokens()
         if self._on_cpu:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
+            if self._summary.nested and not self._text_alone:  # vLLM has just dropped the features of images that its scheduler counts on
+                self.llm.reset_encoder_cache()
             repack_weights(self.model(), self.llm.vllm_config, tied=not any(is_head(name) for name in self._shapes))
         elif self.parallel:
             self._shared.load(weights)

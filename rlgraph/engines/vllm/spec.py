@@ -9,6 +9,7 @@ from rlgraph.engines.api import GenerateEngine, Place, TrainEngine
 from rlgraph.engines.registry import EngineSpec, TrainerSpec, dtype_of
 from rlgraph.engines.vllm import arguments
 from rlgraph.engines.vllm.arguments import check_arguments
+from rlgraph.errors import GraphError
 from rlgraph.plan.estimates import compute_weights, paged_memory
 from rlgraph.plan.model_shapes import Need, Workload
 
@@ -37,6 +38,8 @@ def load(generator: Any, place: Place) -> GenerateEngine:
     """Make the engine of a `Generator`."""
     from rlgraph.engines.vllm.engine import VllmEngine
 
+    if generator.images is not None and place.device == "cuda":
+        raise GraphError(f"Generator(images={generator.images}): vLLM reads images on host cores so far; use engine='transformers' on GPUs")
     return VllmEngine(
         generator.path,
         max_model_len=generator.max_context,
@@ -54,6 +57,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
         weights_dtype=generator.weights_dtype,
         drafts=generator.drafts,
         routes=generator.routes,
+        images=generator.images,
         engine_args=generator.engine_args,
     )
 
@@ -61,7 +65,7 @@ def load(generator: Any, place: Place) -> GenerateEngine:
 ENGINE = EngineSpec(
     name="vllm",
     load=load,
-    settings=("memory", "max_sequences", "engines_per_gpu", "engine_args", "weights_dtype", "drafts", "routes", "min_p", "stop"),
+    settings=("memory", "max_sequences", "engines_per_gpu", "engine_args", "weights_dtype", "drafts", "routes", "images", "min_p", "stop"),
     spans_devices=True,
     merges_adapters=True,
     samples_exactly=True,

@@ -73,6 +73,10 @@ class RewardModel(Model):
         once = {column for column, count in Counter(list_columns(inputs)).items() if count == 1}
         prompt = ("prompt_texts",) if "prompt_texts" in once else ("prompts", TOKEN_COLUMNS["prompts"])
         inputs = with_conversations(inputs)
+        if "prompt_images" in list_columns(inputs) or "images" in list_columns(inputs):
+            raise GraphError(
+                f"node '{name}' is of a reward model, which reads texts, and its prompts have images; use rg.reward or rg.LearnedReward"
+            )
         messages = (MESSAGES,) if MESSAGES in list_columns(inputs) else ()
         reads = ("responses", TOKEN_COLUMNS["responses"], *prompt, *messages)
         operation = ModelReward(self, tokenizer, prompt[0], writes)

@@ -12,7 +12,7 @@ import torch
 
 from rlgraph.columns import Column, Columns, rows_of_rank, truncation_mask
 from rlgraph.data.rows import Dataset, Mix
-from rlgraph.engines.hf.chat_template import encoded_prompts
+from rlgraph.engines.hf.chat_template import encoded_prompts, images_of
 from rlgraph.engines.registry import sampling_of
 from rlgraph.errors import DataError, GraphError, choices
 from rlgraph.graph.nodes import Due, Feedback, Node, Operation, Output, declare
@@ -208,6 +208,8 @@ def evaluate(
     Raises GraphError for several greedy `samples`, an unknown `source` or an evaluation that delays other nodes; DataError as `rg.prompts`.
     """
     questions = _questions(name, data, chat, prompt)
+    if questions.images_in is not None and generator.images is None:
+        raise GraphError(f"node '{name}' asks questions with images; set Generator(images=) to the most images of a question")
     sampling = _check(name, questions, samples, sampling_of(generator, sampling), source)
     due = Due(every, steps, at_start)
     answer = Answer(generator, questions, samples, sampling, due)
@@ -276,11 +278,12 @@ class Answer(Operation):
         mine = rows_of_rank(count, context.rank, context.world)
         asking = self.questions.columns([self.questions.row(i) for i in mine])
         most = most_tokens(self.questions.overlong, context, self.generator.max_context, self.sampling) if mine else None
-        encoded = encoded_prompts(context.tokenizer(self.generator.path), asking, most) if mine else []
+        encoded = encoded_prompts(self.generator.path, context.tokenizer(self.generator.path), asking, most) if mine else []
+        shown = [own for own in images_of(context.tokenizer(self.generator.path), asking) for _ in range(self.samples)] if mine else []
         asked = [tokens for tokens in encoded for _ in range(self.samples)]
         # Each evaluation uses the same seeds, so that two evaluations differ only by their weights. They differ from the seeds of rollouts.
         seeds = [(i * self.samples + sample) * 2 + 1 for i in mine for sample in range(self.samples)]
-        responses = context.engine.generate(asked, self.sampling, seeds)
+        responses = context.engine.generate(asked, self.sampling, seeds, shown)
         written = columns_of(asked, responses, torch.tensor(mine, dtype=torch.int64).repeat_interleave(self.samples))
         return {name: written[name] for name in (*ANSWERS, *ASKED)}
 

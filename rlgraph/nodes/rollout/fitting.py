@@ -9,6 +9,7 @@ from rlgraph import notices
 from rlgraph.columns import Columns
 from rlgraph.data.rows import Overlong, place_of
 from rlgraph.engines.hf.chat_template import check_conversations, encoded_prompts
+from rlgraph.engines.hf.images import expand_images, open_images
 from rlgraph.engines.registry import EngineSpec
 from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.graph.nodes import Node
@@ -24,6 +25,8 @@ class Sampler(Protocol):
     def path(self) -> str: ...
     @property
     def max_context(self) -> int | None: ...
+    @property
+    def images(self) -> int | None: ...
     @property
     def spec(self) -> EngineSpec: ...
 
@@ -56,7 +59,7 @@ def check_prompts(
     if isinstance(source, StreamedPrompts):
         expect_prompts(Room(node.name, generator.path, context, sampling.max_tokens), tokenizer, source)
     if isinstance(source, Prompts):
-        fit_prompts(node.name, generator.path, tokenizer, source, context, sampling.max_tokens, chats)
+        fit_prompts(node.name, generator.path, tokenizer, source, context, sampling.max_tokens, chats, generator.images)
     return tokenizer
 
 
@@ -80,23 +83,19 @@ def fit_prompts(
     context: int,
     response: int,
     chats: Callable[[Columns], list[str]] | None = None,
+    images: int | None = None,
 ) -> None:
     """Count the tokens of every prompt, and drop or count prompts that are too long. `chats` makes conversations of their columns.
 
-    Raises DataError for an empty prompt, for a long one if the data set neither drops nor cuts it off, and if no prompt is short enough.
+    Raises DataError for an empty prompt, for a long one if the data set neither drops nor cuts it off, if no prompt is short enough, and
+    for one of more than `images`.
     """
-    columns = source.columns([source.data[index] for index in range(len(source.data))])
-    if chats is not None:
-        encoded = check_conversations(path, tokenizer, chats(columns))
-    elif source.chat is not None:
-        encoded = check_conversations(path, tokenizer, [str(text) for text in columns["prompt_messages"]])
-    else:
-        encoded = encoded_prompts(tokenizer, columns)
+    lengths = _lengths(node, path, tokenizer, source, chats, images)
     room = context - response
     most = source.overlong.limit(room)
     long = []
-    for index, tokens in enumerate(encoded):
-        if tokens and len(tokens) <= most:
+    for index, tokens in enumerate(lengths):
+        if 0 < tokens <= most:
             continue
         if not tokens or source.overlong.policy == "error":
             drop = "drop such prompts, e.g. rg.data.rows(data, overlong='drop')"
@@ -104,11 +103,42 @@ def fit_prompts(
             fix = f"raise {raised}, or {drop}" if tokens else "leave it out, by rows.filter(lambda row: row['prompt'])"
             limit = f"a context of {context} less {response} for the response" if most == room else "max_prompt_tokens of the data set"
             raise DataError(
-                f"the prompt of {place_of(source.data, index)} has {len(tokens)} tokens, but node '{node}' has room for 1 to {most}: "
+                f"the prompt of {place_of(source.data, index)} has {tokens} tokens, but node '{node}' has room for 1 to {most}: "
                 f"{limit}; {fix}"
             )
         long.append(index)
     _keep(node, source, long, most)
+
+
+def _lengths(
+    node: str, path: str, tokenizer: Any, source: Prompts, chats: Callable[[Columns], list[str]] | None, images: int | None
+) -> list[int]:
+    """Count the tokens of every prompt."""
+    rows = [source.data[index] for index in range(len(source.data))]
+    if source.images_in is not None:
+        return [_length_with_images(node, path, tokenizer, source, index, images or 0) for index in range(len(rows))]
+    columns = source.columns(rows)
+    if chats is not None:
+        encoded = check_conversations(path, tokenizer, chats(columns))
+    elif source.chat is not None:
+        encoded = check_conversations(path, tokenizer, [str(text) for text in columns["prompt_messages"]])
+    else:
+        encoded = encoded_prompts(path, tokenizer, columns)
+    return [len(tokens) for tokens in encoded]
+
+
+def _length_with_images(node: str, path: str, tokenizer: Any, source: Prompts, index: int, most: int) -> int:
+    """Count the tokens of a prompt and its images, by their sizes. One row at a time: those of all images would not fit in memory."""
+    columns = source.columns([source.data[index]])
+    messages, urls = (str(columns[name][0]) for name in ("prompt_messages", "prompt_images"))
+    [tokens] = check_conversations(path, tokenizer, [messages], first=index)
+    count = len(open_images(urls))
+    if count > most:
+        raise DataError(
+            f"{place_of(source.data, index)} has {count} images, but node '{node}' reads at most {most}: raise Generator(images=), or "
+            "leave the item out"
+        )
+    return len(expand_images(path, tokens, urls))
 
 
 def expect_prompts(room: Room, tokenizer: Any, source: StreamedPrompts) -> None:

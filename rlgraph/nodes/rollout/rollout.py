@@ -14,8 +14,9 @@ import torch
 
 from rlgraph.columns import Column, Columns, repeat_rows, rows_at, rows_of_rank
 from rlgraph.data.rows import Overlong
-from rlgraph.engines.api import Request
-from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate, encoded_prompts, reads
+from rlgraph.engines.api import Images, Request
+from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate, encoded_prompts, images_of, reads
+from rlgraph.engines.hf.images import check_sees
 from rlgraph.engines.hf.model_files import header_shapes
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.registry import ENGINES, EngineSpec, engine_of, sampling_of
@@ -134,6 +135,7 @@ class Generator(Model):
     * `drafts`: `rg.options.PromptLookup(…)` guesses tokens ahead. None: each step decodes one token per sequence.
     * `routes`: writes the experts that the engine chose for each token into `prompt_routes` [B, P, L, E] and `routes`
       [B, T, L, E], for a policy with `router_replay=True`. It requires rollouts without tools or agents, and engines of one GPU.
+    * `images`: the most images of a prompt, whose model then reads them; see docs/images.md. None: prompts have none.
     * `engine_args`: arguments for the engine itself, e.g. `{"max_num_batched_tokens": 32768}`. An argument that rlgraph sets is an error.
     * `self_test`: at the start, compares the engine `transformers` with the model's own forward pass.
     """
@@ -151,6 +153,7 @@ class Generator(Model):
     weights_dtype: Literal["fp8"] | None = None
     drafts: PromptLookup | None = None
     routes: bool = False
+    images: Count | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     self_test: bool = True
 
@@ -178,6 +181,8 @@ class Generator(Model):
                 "Generator(engine_args={'enable_expert_parallel': True}): an engine on one GPU has all experts; leave it out, or set "
                 "tensor_parallel"
             )
+        if self.images is not None:
+            check_sees(f"Generator(images={self.images})", self.path)
         check_told(self)
         _ = self.spec, self._gpu_only  # so that they are looked up and checked when the model is declared
         sampling_of(self, None)
@@ -264,7 +269,7 @@ class Generator(Model):
 
         Raises GraphError for options without effect or that exclude each other, and chunks that do not divide the prompts of a step.
         """
-        check_options(name, self.routes, tools=tools, agent=agent, max_turns=max_turns, concurrency=concurrency, refill=refill)
+        check_options(name, self, prompts, tools=tools, agent=agent, max_turns=max_turns, concurrency=concurrency, refill=refill)
         source, given = prompts.node.operation, agent_of(tools, agent)
         operation = Rollout(
             generator=self,
@@ -309,7 +314,8 @@ class Rollout(Operation):
         messages = tuple(column for column in prompts.columns if column == "prompt_messages")
         of_agent = self.agent.reads(prompts.columns).values() if self.agent is not None else ()
         own = self.of_prompts
-        reads = tuple(dict.fromkeys(("prompt_texts", *messages, "prompt_ids", *of_agent, *own)))
+        shown = ("prompt_images",) if self.has_images else ()
+        reads = tuple(dict.fromkeys(("prompt_texts", *messages, "prompt_ids", *of_agent, *own, *shown)))
         rows, writes = prompts.node.rows * self.group_size, (*self.writes, *own)
         node = declare(
             name, self, (prompts,), reads=reads, writes=writes, rows=rows, model=self.generator, feedback=weights, chunks=self.chunks
@@ -322,9 +328,18 @@ class Rollout(Operation):
         return tuple(column for column in self.carried if column != "prompt_ids") if self.in_order_of_finish else ()
 
     @property
+    def has_images(self) -> bool:
+        """Whether its prompts have images."""
+        return "prompt_images" in self.carried
+
+    @property
     def writes(self) -> tuple[str, ...]:
         """The columns of a response; an environment's rewards are among them."""
-        own = (*(ROUTES if self.generator.routes else ()), *(REWARDS if self.gives_rewards else ()))
+        own = (
+            *(("images",) if self.has_images else ()),
+            *(ROUTES if self.generator.routes else ()),
+            *(REWARDS if self.gives_rewards else ()),
+        )
         return (*WRITES, *own, *((OUTPUTS,) if self.has_outputs else ()))
 
     @property
@@ -423,6 +438,7 @@ class Rollout(Operation):
                     rows, tasks = [own[n] for n in groups], [task for n in groups for task in every[n * size : (n + 1) * size]]
                 sampled, at = loop.take(step, tasks), torch.tensor(rows, dtype=torch.int64)
                 carried = {name: repeat_rows(rows_at(columns[name], at), size) for name in self.of_prompts}
+                carried |= {"images": repeat_rows(rows_at(columns["prompt_images"], at), size)} if self.has_images else {}
                 yield self.pack_part(context, loop.decoder, sampled, repeat_rows(ids[at], size), carried)
         except GeneratorExit:
             raise
@@ -449,7 +465,7 @@ class Rollout(Operation):
     def encode_prompts(self, context: Context, columns: Columns) -> list[list[int]]:
         """Encode the prompts of a batch; cut off the beginning of long ones if their data set says so."""
         most = most_tokens(self.overlong, context, self.generator.max_context, self.sampling)
-        return encoded_prompts(context.tokenizer(self.generator.path), columns, most)
+        return encoded_prompts(self.generator.path, context.tokenizer(self.generator.path), columns, most)
 
     def tasks(self, context: Context, columns: Columns) -> list[list[Task]]:
         """Make a task for each response of this rank, by part.
@@ -462,15 +478,16 @@ class Rollout(Operation):
         places = ids.tolist()
         encoded = self.encode_prompts(context, columns) if self.agent is None else [()] * len(places)
         items = [item_of(columns, row) if self.agent is not None else {} for row in range(len(places))]
+        shown: Sequence[Images | None] = images_of(context.tokenizer(self.generator.path), columns) or [None] * len(places)
         return [
-            [self.task(places[row], member, encoded[row], items[row]) for row in rows for member in range(self.group_size)]
+            [self.task(places[row], member, encoded[row], items[row], shown[row]) for row in rows for member in range(self.group_size)]
             for rows in self.shares(context, ids)
         ]
 
-    def task(self, place: int, member: int, prompt: Sequence[int], item: Mapping[str, Any]) -> Task:
+    def task(self, place: int, member: int, prompt: Sequence[int], item: Mapping[str, Any], images: Images | None = None) -> Task:
         """Make the task of a response to the prompt at a place in the data order."""
         seed = seed_of(self.generator.seed, place, member)
-        return Task(Request(f"{self.prefix}{place}.{member}", prompt, self.sampling, seed), member, item)
+        return Task(Request(f"{self.prefix}{place}.{member}", prompt, self.sampling, seed, images=images), member, item)
 
 
 # The conversations of a rollout: the loop that samples them, and the checks of a launch.
@@ -573,14 +590,29 @@ def agent_of(tools: Tools | None, agent: Any) -> Agent | Program | None:
     return Program(agent) if isinstance(agent, str | Sequence) or inspect.iscoroutinefunction(agent) else Agent(agent)
 
 
-def check_options(name: str, routes: bool, **options: Any) -> None:
-    """Raise GraphError for options that exclude each other, or exclude a generator with `routes`."""
+def check_images(name: str, generator: Generator, prompts: Output, **options: Any) -> None:
+    """Raise GraphError for prompts with images whose generator reads none, or with options that have no images."""
+    if "prompt_images" not in prompts.columns:
+        return
+    if generator.images is None:
+        raise GraphError(f"node '{name}' samples from prompts with images; set Generator(images=) to the most images of a prompt")
+    given = next((option for option, value in options.items() if value), None)
+    if given is not None:
+        raise GraphError(f"node '{name}' samples from prompts with images, with which {given} is not supported; leave out {given}")
+    source = prompts.node.operation
+    if isinstance(source, PromptSource) and source.overlong.policy == "truncate_left":
+        raise GraphError(f"node '{name}' samples from prompts with images, whose tokens cannot be cut off; use overlong='drop'")
+
+
+def check_options(name: str, generator: Generator, prompts: Output, **options: Any) -> None:
+    """Raise GraphError for options that exclude each other, or that a generator with `routes`, or prompts with images, exclude."""
+    check_images(name, generator, prompts, **options)
     refill = options["refill"]
     if options["tools"] is not None and options["agent"] is not None:
         raise GraphError(
             f"node '{name}' has tools= and agent=; choose one: an environment receives parsed tool calls with rg.Agent(…, calls=…)"
         )
-    if routes and (options["tools"] is not None or options["agent"] is not None):
+    if generator.routes and (options["tools"] is not None or options["agent"] is not None):
         raise GraphError(
             f"node '{name}' samples conversations, and its generator has routes=True: routes are recorded for one turn only; leave out "
             "routes, or tools and agent"

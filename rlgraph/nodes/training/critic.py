@@ -13,7 +13,7 @@ from rlgraph.graph.nodes import Output, declare
 from rlgraph.nodes.base import Context, Stage, list_columns, tensor_of
 from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.streamed import chunks_of
-from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
+from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, beside_tokens
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_loss, checked_schedule, trained_tokens
 from rlgraph.settings import Count, check_arguments, refuse_unknown
 
@@ -44,7 +44,9 @@ class Critic(TrainedModel):
         * `inputs`: outputs with the prompts and the responses.
         * `name`: the node's name in plans and errors.
         """
-        return Output(declare(name, Values(self), inputs, reads=TOKENS, writes=("values",), model=self))
+        return Output(
+            declare(name, Values(self), inputs, reads=(*TOKENS, *beside_tokens(name, self, inputs)), writes=("values",), model=self)
+        )
 
     @check_arguments()
     def update(
@@ -79,7 +81,7 @@ class Critic(TrainedModel):
         schedule = checked_schedule(name, inputs, epochs, mini_batches)
         chunks = chunks_of(name, inputs) if streamed else 1
         training = CriticUpdate(model=self, loss=loss, schedule=schedule, guards=guards, name=name, tried=trial, chunks=chunks)
-        return training.declare(inputs, (*TOKENS, *loss.reads, *optional))
+        return training.declare(inputs, (*TOKENS, *beside_tokens(name, self, inputs), *loss.reads, *optional))
 
 
 @dataclass(frozen=True, eq=False)

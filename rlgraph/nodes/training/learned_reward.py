@@ -21,7 +21,7 @@ from rlgraph.graph.nodes import Output, declare
 from rlgraph.nodes.base import Context, Fired, Stage, list_columns, tensor_of
 from rlgraph.nodes.rewards.reward import check_column, spread
 from rlgraph.nodes.training.guards import Guards
-from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel
+from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, beside_tokens
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Training, Update, check_taken, checked_schedule
 from rlgraph.settings import Count, Name, check_arguments, refuse_unknown
 from rlgraph.values.lora import LoRA
@@ -114,7 +114,16 @@ class LearnedReward(TrainedModel):
     def rewards(self, *inputs: Output, writes: str = "rewards", name: str = "reward") -> Output:
         """Declare `rewards` [B]: the reward of each response under the current weights. A rollout with `chunks` is scored part by part."""
         check_column(name, writes)
-        return Output(declare(name, LearnedRewards(self, writes), inputs, reads=TOKENS, writes=(writes,), model=self))
+        return Output(
+            declare(
+                name,
+                LearnedRewards(self, writes),
+                inputs,
+                reads=(*TOKENS, *beside_tokens(name, self, inputs)),
+                writes=(writes,),
+                model=self,
+            )
+        )
 
     @check_arguments()
     def step_rewards(self, *inputs: Output, separator: Name = "\n", writes: str = "step_rewards", name: str = "step_rewards") -> Output:
@@ -125,7 +134,8 @@ class LearnedReward(TrainedModel):
         steps of a response.
         """
         operation = StepRewards(self, separator, writes)
-        return Output(declare(name, operation, inputs, reads=TOKENS, writes=(writes, "step_mask"), model=self))
+        reads = (*TOKENS, *beside_tokens(name, self, inputs))
+        return Output(declare(name, operation, inputs, reads=reads, writes=(writes, "step_mask"), model=self))
 
     @check_arguments()
     def update(
@@ -149,7 +159,7 @@ class LearnedReward(TrainedModel):
         optional = [column for column in loss.optional_reads if column in given]
         schedule = checked_schedule(name, inputs, epochs, mini_batches)
         training = RewardUpdate(model=self, loss=loss, schedule=schedule, guards=guards, name=name, tried=trial)
-        return training.declare(inputs, (*TOKENS, *loss.reads, *optional))
+        return training.declare(inputs, (*TOKENS, *beside_tokens(name, self, inputs), *loss.reads, *optional))
 
 
 @dataclass(frozen=True, eq=False)

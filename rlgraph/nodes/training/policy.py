@@ -12,7 +12,14 @@ from rlgraph.graph.nodes import Node, Operation, Output, declare
 from rlgraph.nodes.base import Context, Stage, list_columns
 from rlgraph.nodes.training.guards import Guards
 from rlgraph.nodes.training.streamed import chunks_of
-from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, TrainedModel, check_whole_vocabulary, columns_to_check, routes_read
+from rlgraph.nodes.training.trained_model import (
+    TOKENS,
+    ModelScores,
+    TrainedModel,
+    beside_tokens,
+    check_whole_vocabulary,
+    columns_to_check,
+)
 from rlgraph.nodes.training.update import DEFAULT_GUARDS, Part, PolicyUpdate, Update, check_taken, checked_also, checked_schedule, own_name
 from rlgraph.settings import Count, Natural, check_arguments, refuse_unknown
 from rlgraph.values.sampling import Sampling
@@ -85,7 +92,7 @@ class Policy(TrainedModel):
             return Output(declare(name, SampledLogProbs(), inputs, reads=("rollout_log_probs",), writes=("old_log_probs",)))
         operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs), sum_pi_squared)
         writes = ("old_log_probs", *(("sum_pi_squared",) if sum_pi_squared else ()))
-        reads = (*TOKENS, *routes_read(name, self, inputs))
+        reads = (*TOKENS, *beside_tokens(name, self, inputs))
         return Output(declare(name, operation, inputs, reads=reads, writes=writes, model=self))
 
     @check_arguments()
@@ -102,7 +109,8 @@ class Policy(TrainedModel):
                 f"node '{name}': the policy has no adapter to leave out; use rg.Reference(…).log_probs(…), or adapter=rg.LoRA(…)"
             )
         operation = LogProbs(self, "ref_log_probs", sampling_temperature(inputs), base=True)
-        return Output(declare(name, operation, inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
+        reads = (*TOKENS, *beside_tokens(name, self, inputs))
+        return Output(declare(name, operation, inputs, reads=reads, writes=("ref_log_probs",), model=self))
 
     @check_arguments()
     def update(
@@ -137,7 +145,7 @@ class Policy(TrainedModel):
         check_taken(name, loss, self.scores, inputs, mini_batches)
         check_warmup(name, inputs, critic_warmup)
         behaviour, reads = columns_read(name, inputs, loss)
-        reads += _mismatch_columns(guards, inputs) + columns_to_check(name, self, inputs) + routes_read(name, self, inputs)
+        reads += _mismatch_columns(guards, inputs) + columns_to_check(name, self, inputs) + beside_tokens(name, self, inputs)
         parts, more = list[Part](), list(inputs)
         sizes: list[tuple[object, Sequence[Output]]] = [(loss, inputs)]
         for number, (outputs, other, weight) in enumerate(checked_also(name, also)):
@@ -147,7 +155,7 @@ class Policy(TrainedModel):
             sizes.append((other, outputs))
             parts.append(Part(f"also{number}.", own_name(outputs[0].node.name, [part.name for part in parts]), other, weight, found))
             more += [output.with_prefix(parts[-1].prefix) for output in outputs]
-            reads += tuple(parts[-1].prefix + column for column in read)
+            reads += tuple(parts[-1].prefix + column for column in (*read, *beside_tokens(name, self, outputs)))
         if any(chosen_at(other) is not None for other in (loss, *(part.loss for part in parts))):
             check_whole_vocabulary(name, self)
         training = PolicyUpdate(

@@ -16,9 +16,9 @@ from rlgraph.columns import Columns
 from rlgraph.errors import DataError, GraphError, show_value
 from rlgraph.graph.nodes import Feedback, Node, Output, declare
 from rlgraph.graph.traits import ModelTraits
-from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
+from rlgraph.nodes.base import Context, Fired, Stage, list_columns, tensor_of
 from rlgraph.nodes.training.policy import LogProbs, sampling_temperature
-from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, check_scored
+from rlgraph.nodes.training.trained_model import TOKENS, TrainedModel, beside_tokens, check_scored
 from rlgraph.settings import Count, check_arguments, refuse_unknown
 from rlgraph.values.lora import LoRA
 from rlgraph.values.optimizers import AdamW
@@ -183,6 +183,8 @@ class Reference(TrainedModel):
         check_scored(name, self, temperature)
         operation = LogProbs(self, "ref_log_probs", temperature)
         if cache is not None:
+            if "images" in list_columns(inputs):
+                raise GraphError(f"node '{name}' has a cache, and gets images, which its rows are not told apart by; leave out cache")
             if self.dtype == "auto":
                 raise GraphError(
                     f"node '{name}' has cache={show_value(str(cache))} of a reference with dtype='auto', which may be another one "
@@ -190,7 +192,8 @@ class Reference(TrainedModel):
                     "machine; pass dtype='bfloat16' or 'float32'"
                 )
             operation = CachedLogProbs(self, "ref_log_probs", temperature, cache=os.path.abspath(cache))
-        return Output(declare(name, operation, inputs, reads=TOKENS, writes=("ref_log_probs",), model=self))
+        reads = (*TOKENS, *beside_tokens(name, self, inputs))
+        return Output(declare(name, operation, inputs, reads=reads, writes=("ref_log_probs",), model=self))
 
     @check_arguments()
     def old_log_probs(self, *inputs: Output, weights: Feedback, name: str = "old_log_probs") -> Output:
@@ -221,7 +224,8 @@ class Reference(TrainedModel):
                 "continuous): no single version wrote them; use a separate edge with depth=0, or policy.log_probs(rollout)"
             )
         operation = LogProbs(self, "old_log_probs", sampling_temperature(inputs))
-        return Output(declare(name, operation, inputs, reads=TOKENS, writes=("old_log_probs",), model=self, feedback=weights))
+        reads = (*TOKENS, *beside_tokens(name, self, inputs))
+        return Output(declare(name, operation, inputs, reads=reads, writes=("old_log_probs",), model=self, feedback=weights))
 
 
 def _mixes_versions(output: Output, weights: Feedback) -> bool:

@@ -18,7 +18,7 @@ from rlgraph.nodes.items import read
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.nodes.training.policy import sampling_temperature
 from rlgraph.nodes.training.reference import Reference
-from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, check_scored, check_whole_vocabulary
+from rlgraph.nodes.training.trained_model import TOKENS, ModelScores, beside_tokens, check_scored, check_whole_vocabulary
 from rlgraph.settings import Count, Name, check_arguments, refuse_unknown
 
 OWN = ("teacher_log_probs",)
@@ -104,7 +104,7 @@ class Teacher(Reference):
         temperature = sampling_temperature(inputs)
         check_scored(name, self, temperature, top_k if top else 1)
         operation = Teaching(self, temperature, top, top_k, only)
-        reads = TOKENS if only is None else (*TOKENS, "data_sources")
+        reads = (*TOKENS, *beside_tokens(name, self, inputs), *(() if only is None else ("data_sources",)))
         return Output(declare(name, operation, inputs, reads=reads, writes=writes, model=self))
 
 

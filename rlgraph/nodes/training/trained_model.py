@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 
 from rlgraph.columns import Columns, rows_of
+from rlgraph.engines.hf.images import check_sees
 from rlgraph.engines.hf.pretrained import ModelSummary
 from rlgraph.engines.precision import INSTALL, is_installed
 from rlgraph.engines.registry import TRAINERS, TrainerSpec, exactness, trainer_of
@@ -212,6 +213,27 @@ def routes_read(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ...]
             "or leave out router_replay"
         )
     return ROUTES
+
+
+def beside_tokens(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ...]:
+    """The columns that a model computes with beside the tokens: routes, if it replays them, and images, if the batch has some.
+
+    Raises GraphError for images that the model, or its trainer, does not read.
+    """
+    routes = routes_read(name, model, inputs)
+    if "images" not in list_columns(inputs):
+        return routes
+    where = f"node '{name}'"
+    if not model.spec.reads_images:
+        raise GraphError(
+            f"{where} gets images, which trainer='{model.spec.name}' does not read; use trainer='fsdp', or leave the images out"
+        )
+    if model.context_parallel > 1:
+        raise GraphError(
+            f"{where} gets images, and its ranks share rows (context_parallel={model.context_parallel}): leave out one of both"
+        )
+    check_sees(where, model.path)
+    return (*routes, "images")
 
 
 # Whether a model reads the tokens of its batch as they were written: with the vocabulary of the model that wrote them.

@@ -1,0 +1,107 @@
+"""Models that read images: trainers and engines compute with them what transformers does, row by row."""
+
+import itertools
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import seeing
+from support.paths import PROGRAMS
+from support.tiny import WeightedLikelihood
+from support.trainer_engines import fsdp_engine
+
+import rlgraph as rg
+from rlgraph.engines.forward.head import PolicyHead, ValueHead
+from rlgraph.engines.fsdp.sharding import local
+from rlgraph.engines.hf.images import expand_images, processor_of, read_images
+from rlgraph.engines.transformers.engine import TransformersEngine
+from rlgraph.errors import DataError
+from rlgraph.nodes.rollout.decode_loop import columns_of
+
+NEAR = {"atol": 2e-5, "rtol": 2e-5}
+
+
+@pytest.fixture(scope="module", params=seeing.KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return seeing.folder_of(kind, tmp_path_factory.mktemp(kind))
+
+
+@pytest.fixture(scope="module")
+def net(folder: Path) -> Any:
+    from transformers import AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def test_a_prompt_has_the_tokens_that_the_models_processor_writes(kind: str, folder: Path) -> None:
+    mark, processor = seeing.SPECIAL[kind][0], processor_of(str(folder))
+    text, urls = f"a{mark}b{mark}", seeing.row(2, 3)
+    plain = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+    expected = processor(text=[text], images=[read_images(urls)], add_special_tokens=False)["input_ids"][0]
+    assert expand_images(folder, plain, urls) == list(expected)
+    with pytest.raises(DataError, match="writes 2 marks for a prompt with 1 images"):
+        expand_images(folder, plain, seeing.row(2))
+    with pytest.raises(DataError, match="writes 2 marks for a prompt with 0 images"):
+        expand_images(folder, plain, "[]")
+
+
+def test_a_trainer_scores_rows_with_images_as_transformers_does_each_in_every_layout(kind: str, folder: Path, net: Any) -> None:
+    batch = seeing.batch_of(folder, kind)
+    with torch.no_grad():
+        expected = seeing.direct_log_probs(net, folder, batch)
+    for flat, shared in itertools.product((False, True), repeat=2):
+        layout = {"flat": flat, "shared": shared, "micro_batch_tokens": 60}
+        with closing(fsdp_engine(PolicyHead(folder), optimizer=rg.AdamW(lr=1e-3), dtype=torch.float32, **layout)) as engine:
+            torch.testing.assert_close(engine.scores(batch), expected, **NEAR)
+
+
+def test_an_update_has_the_gradients_of_transformers_and_leaves_the_tower_out(kind: str, folder: Path, net: Any) -> None:
+    batch = seeing.batch_of(folder, kind)
+    net.zero_grad()
+    loss = -(seeing.direct_log_probs(net, folder, batch) * batch["advantages"]).sum() / batch["response_mask"].sum()
+    loss.backward()
+    optimizer = rg.AdamW(lr=1e-3, grad_clip=1e9)
+    with closing(fsdp_engine(PolicyHead(folder), optimizer=optimizer, dtype=torch.float32, recompute=True)) as engine:
+        engine.update(batch, WeightedLikelihood())
+        moments = {name: local(moment) for name, moment in engine.state().items() if name.endswith("exp_avg")}
+    gradients = {name: parameter.grad for name, parameter in net.named_parameters() if not any(of in name for of in seeing.TOWERS)}
+    assert len(moments) == len(gradients)
+    found, expected = (torch.stack(sorted(each.norm() for each in of.values())) for of in (moments, gradients))
+    torch.testing.assert_close(found / 0.1, expected, **NEAR)
+
+
+def test_a_critic_sees_the_images(folder: Path, kind: str) -> None:
+    batch = seeing.batch_of(folder, kind)
+    with closing(fsdp_engine(ValueHead(folder), optimizer=rg.AdamW(lr=1e-1), dtype=torch.float32)) as critic:
+        batch["returns"], batch["values"] = torch.ones_like(batch["advantages"]), torch.zeros_like(batch["advantages"])
+        critic.update(batch, rg.losses.ValueLoss())
+        values = critic.scores(batch)
+        other = critic.scores({**batch, "images": [*batch["images"][2:4], *batch["images"][2:]]})
+    assert not torch.allclose(values[:2], other[:2], atol=1e-3)
+    torch.testing.assert_close(values[2:], other[2:], **NEAR)
+
+
+def test_the_engine_transformers_samples_with_the_log_probs_of_the_trainer(kind: str, folder: Path) -> None:
+    prompts, shown, urls = seeing.requests(folder, kind)
+    engine = TransformersEngine(folder, dtype=torch.float32, images=True)
+    responses = engine.generate(prompts, rg.Sampling(max_tokens=12), [1, 1, 2, 3], shown)
+    batch = columns_of(prompts, responses, torch.arange(4)) | {"images": urls}
+    with closing(fsdp_engine(PolicyHead(folder), optimizer=rg.AdamW(lr=1e-3), dtype=torch.float32)) as trainer:
+        torch.testing.assert_close(trainer.scores(batch), batch["rollout_log_probs"], **NEAR)
+    assert responses[0].tokens != responses[1].tokens, "the same text and seed, and another image"
+
+
+@pytest.mark.stage("families")
+@pytest.mark.vllm
+def test_vllm_samples_with_the_log_probs_of_the_trainer_before_and_after_new_weights() -> None:
+    found = subprocess.run([sys.executable, str(PROGRAMS / "sampled_images.py"), "idefics3"], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "equal"

@@ -1,0 +1,132 @@
+"""Jobs whose prompts have images: from rows of data to weights, in workers as in one process; and what is refused before they start."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import digests, forked_workers, seeing
+from support.digests import DigestPolicy
+from support.direct_forward import read_first_batch
+
+import rlgraph as rg
+from rlgraph.engines.hf.images import processor_of, read_images
+from rlgraph.errors import DataError, GraphError
+from rlgraph.nodes.training.trained_model import TOKENS
+
+ROWS = [
+    *({"prompt": f"<image>what {index}?", "images": [seeing.picture(index)], "answer": str(index)} for index in range(6)),
+    {"prompt": "none", "images": [], "answer": "n"},
+    {"prompt": "<image>or<image>", "images": [seeing.picture(8), seeing.picture(9)], "answer": "e"},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(seeing.folder_of("idefics3", tmp_path_factory.mktemp("idefics3")))
+
+
+def share_of_letters(responses: list[str], answers: list[str]) -> list[float]:
+    return [sum(letter.isalpha() for letter in response) / (len(response) + 1) for response in responses]
+
+
+def graph(
+    model: str, *, depth: int = 1, data: Any = ROWS, images: int | None = 2, rollout: dict[str, Any] | None = None, **policy: Any
+) -> rg.Graph:
+    generator = rg.Generator(
+        model,
+        pool=rg.Pool("rollout"),
+        engine="transformers",
+        sampling=rg.Sampling(max_tokens=6),
+        dtype="float32",
+        images=images,
+        max_context=64,
+    )
+    learner = DigestPolicy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32", **policy)
+    weights = rg.feedback("weights", depth=depth)
+    prompts = rg.prompts(data, count=4, seed=3)
+    sampled = generator.rollout(prompts, weights, group_size=2, **(rollout or {}))
+    advantages = rg.advantages(sampled, rg.reward(share_of_letters, prompts, sampled), estimator=rg.GRPO())
+    reference = rg.Reference(model, pool=rg.Pool("reference"), dtype="float32").log_probs(sampled)
+    step = learner.update(sampled, advantages, reference, learner.log_probs(sampled), loss=rg.ClippedLoss(kl_coef=0.1))
+    weights.close(step.weights)
+    score = rg.evaluate(generator, data, weights, reward=share_of_letters, every=2) if images else None
+    return rg.Graph("sees", step.metrics, *([score] if score else []))
+
+
+@pytest.mark.stage("jobs")
+def test_workers_equal_one_process_in_every_bit_and_engine_and_trainer_agree(model: str) -> None:
+    made = graph(model, rollout={"chunks": 2})
+    with forked_workers.job(made) as job:
+        found = [digests.clockless_metrics(step) for step in job.steps(4)]
+    assert found == digests.run_here(made, 4)
+    assert found[0]["guards/mismatch"] < 1e-5
+    assert "val/reward/mean@1" in found[1]
+
+
+def test_another_image_is_another_run(model: str) -> None:
+    other = [ROWS[0] | {"images": [seeing.picture(77)]}, *ROWS[1:]]
+    first, second = (digests.run_here(graph(model, depth=0, data=data), 2) for data in (ROWS, other))
+    assert [step["digest/weights"] for step in first] != [step["digest/weights"] for step in second]
+
+
+def test_an_example_with_images_is_learnt_as_the_chat_template_and_the_processor_write_it(model: str) -> None:
+    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-2), dtype="float32", self_test=False)
+    examples = rg.examples([{"prompt": row["prompt"], "images": row["images"], "completion": row["answer"]} for row in ROWS], 8, policy)
+    batch, processor = read_first_batch(examples), processor_of(model)
+    for urls, prompt, prompt_mask, response, mask in zip(*(batch[name] for name in ("images", *TOKENS)), strict=True):
+        parts = [{"type": "image"}] * len(json.loads(urls))
+        own = next(row for row in ROWS if json.dumps(row["images"]) == urls)
+        texts = [{"type": "text", "text": text} for text in own["prompt"].split("<image>") if text]
+        content = [*parts[:1], *texts[:1], *parts[1:], *texts[1:]]
+        said = [{"role": "user", "content": content}, {"role": "assistant", "content": own["answer"]}]
+        text = processor.tokenizer.apply_chat_template(said, tokenize=False)
+        given = {"images": [read_images(urls)]} if parts else {}
+        [expected] = processor(text=[text], **given, add_special_tokens=False)["input_ids"]
+        assert [*prompt[prompt_mask].tolist(), *response[: len(mask.nonzero())].tolist()] == list(expected)
+    step = policy.update(examples, loss=rg.SFTLoss())
+    with rg.compile(rg.Graph("sft", step.metrics), rg.Cluster(cpus=2)).run_here() as job:
+        losses = [each.metrics["actor/pg_loss"] for each in job.steps(8)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.stage("jobs")
+def test_a_checkpoint_exports_the_whole_folder_with_the_tower_as_it_was(model: str, tmp_path: Path) -> None:
+    made = graph(model, depth=0)
+    with forked_workers.job(made) as job:
+        list(job.steps(2))
+        job.export(tmp_path / "out", dtype="float32")
+    old, new = (load_file(Path(of) / "model.safetensors") for of in (model, tmp_path / "out"))
+    assert old.keys() == new.keys()
+    same = {name for name in old if torch.equal(old[name], new[name])}
+    assert {name for name in same if "vision" not in name and "connector" not in name} == set()
+    assert len(same) == sum("vision" in name or "connector" in name for name in old)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"images": None}, GraphError, r"node 'rollout' samples from prompts with images; set Generator\(images=\)"),
+        ({"images": 1}, DataError, r"item 7 of the data set has 2 images, but node 'rollout' reads at most 1: raise Generator\(images=\)"),
+        ({"rollout": {"agent": "true"}}, GraphError, "with which agent is not supported; leave out agent"),
+        ({"trainer": "megatron"}, GraphError, "gets images, which trainer='megatron' does not read"),
+        ({"context_parallel": 2}, GraphError, r"ranks share rows \(context_parallel=2\)"),
+    ],
+    ids=["no images", "too many", "agent", "megatron", "context"],
+)
+def test_what_cannot_read_images_is_refused_before_anything_starts(
+    model: str, given: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        rg.compile(graph(model, **given), rg.Cluster(cpus=4)).run_here()
+
+
+def test_a_model_without_images_and_cut_prompts_are_refused(model: str, tmp_path: Path) -> None:
+    from rlgraph.engines.hf.pretrained import tiny_model
+
+    with pytest.raises(DataError, match=r"Generator\(images=2\) gets images, and the model .* is of the family 'llama'"):
+        graph(str(tiny_model(tmp_path / "tiny")))
+    with pytest.raises(GraphError, match="whose tokens cannot be cut off"):
+        graph(model, data=rg.data.rows(ROWS, overlong="truncate_left"))

@@ -1,0 +1,151 @@
+"""Tiny random models that read images, with their processors, and images for them."""
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+VOCAB, SIDE, PATCH = 300, 28, 7
+TEXT = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 0}  # fmt: skip
+TOWER = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+IDEFICS = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<row_1_col_1>"]
+SPECIAL = {  # the token of an image, and the others of a family
+    "idefics3": ("<image>", IDEFICS),
+    "llava": ("<image>", []),
+}
+TOWERS = ("vision", "connector", "projector")  # in the names of parameters that are not of the language model
+KINDS = tuple(SPECIAL)
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' }}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{{ PLACE if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
+    "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+
+
+def folder_of(kind: str, folder: Path) -> Path:
+    """Write a tiny random model of a family that reads images, its tokenizer, chat template and processor."""
+    from transformers import AutoModelForImageTextToText
+
+    from rlgraph.engines.hf.pretrained import quiet
+
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        processor = _processor(kind)
+        config = _config(kind, processor.tokenizer.convert_tokens_to_ids(SPECIAL[kind][0]))
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() > 1 else torch.nn.init.normal_(parameter, 1.0, 0.1)
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+    return folder
+
+
+def _tokenizer(kind: str) -> Any:
+    from rlgraph.engines.hf.pretrained import byte_tokenizer
+
+    made, (image, more) = byte_tokenizer(), SPECIAL[kind]
+    made.add_special_tokens({"additional_special_tokens": [image, *more]})
+    made.chat_template = TEMPLATE.replace("PLACE", repr(image))
+    return made
+
+
+def _processor(kind: str) -> Any:
+    import transformers
+
+    size, tokenizer = {"height": SIDE, "width": SIDE}, _tokenizer(kind)
+    if kind == "llava":
+        images = transformers.CLIPImageProcessorPil(size=size, crop_size=size)
+        return transformers.LlavaProcessor(images, tokenizer, patch_size=PATCH, vision_feature_select_strategy="default",
+                                           num_additional_image_tokens=1)  # fmt: skip
+    edge = {"longest_edge": SIDE}
+    images = transformers.Idefics3ImageProcessorPil(size=edge, max_image_size=edge)
+    return transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
+
+
+def _config(kind: str, token: int) -> Any:
+    import transformers
+
+    if kind == "llava":
+        tower = transformers.CLIPVisionConfig(**TOWER, image_size=SIDE, patch_size=PATCH)
+        return transformers.LlavaConfig(text_config=transformers.LlamaConfig(**TEXT), vision_config=tower, image_token_id=token)
+    tower = {**TOWER, "image_size": SIDE, "patch_size": PATCH}
+    return transformers.Idefics3Config(text_config=transformers.LlamaConfig(**TEXT), vision_config=tower, image_token_id=token,
+                                       scale_factor=2, pad_token_id=0)  # fmt: skip
+
+
+def picture(seed: int, width: int = 40, height: int = 24) -> str:
+    """Draw random pixels, as a data URL."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def row(*seeds: int) -> str:
+    """The images of a row, as the column has them."""
+    return json.dumps([picture(seed) for seed in seeds])
+
+
+def requests(folder: Path, kind: str) -> tuple[list[list[int]], list[Any], list[str]]:
+    """Make four prompts: with one image, the same text with another image, two images, and none. Give their tokens, images and columns."""
+    from rlgraph.engines.api import Images
+    from rlgraph.engines.hf.images import expand_images, processor_of
+
+    mark, tokenizer = SPECIAL[kind][0], processor_of(str(folder)).tokenizer
+    texts, urls = [f"user: {mark}hi", f"user: {mark}hi", f"user: {mark}a{mark}b", "none"], [row(1), row(4), row(2, 3), row()]
+    plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    shown = [Images(*each) if each[0] != "[]" else None for each in zip(urls, plain, strict=True)]
+    return [expand_images(folder, tokens, own) for tokens, own in zip(plain, urls, strict=True)], shown, urls
+
+
+def batch_of(folder: Path, kind: str, *, seed: int = 1) -> dict[str, Any]:
+    """Make eight rows, in groups of two: with one image, the same text with another image, two images, and none.
+
+    The third response has the token of an image, which is of none.
+    """
+    from rlgraph.columns import pad_rows
+
+    encoded, _, urls = requests(folder, kind)
+    encoded, images = ([each for each in rows for _ in range(2)] for rows in (encoded, urls))
+    numbers = torch.Generator().manual_seed(seed)
+    responses = [torch.randint(1, 250, (length,), generator=numbers).tolist() for length in (3, 8, 5, 2, 6, 7, 1, 4)]
+    responses[2][1] = token_of(folder)
+    prompts, prompt_mask = pad_rows(encoded, torch.int64, left=True)
+    tokens, mask = pad_rows(responses, torch.int64, left=False)
+    tensors = {"prompts": prompts, "prompt_mask": prompt_mask, "responses": tokens, "response_mask": mask}
+    return {**tensors, "images": images, "advantages": torch.randn(tokens.shape, generator=numbers)}
+
+
+def token_of(folder: Path) -> int:
+    from transformers import AutoConfig
+
+    return int(AutoConfig.from_pretrained(folder).image_token_id)
+
+
+def direct_log_probs(net: Any, folder: Path, batch: dict[str, Any]) -> torch.Tensor:
+    """Compute the log-probs `[B, T]` of the responses by the model's own forward, one row after another."""
+    from rlgraph.engines.hf.images import processor_of, read_images
+
+    processor, found = processor_of(str(folder)), []
+    for prompt, prompt_mask, response, mask, urls in zip(
+        *(batch[name] for name in ("prompts", "prompt_mask", "responses", "response_mask", "images")), strict=True
+    ):
+        read, images = prompt[prompt_mask], read_images(urls)
+        given = processor(text=[processor.image_token * len(images)], images=[images], return_tensors="pt") if images else {}
+        pixels = {name: value for name, value in given.items() if "pixel" in name}
+        embedded = net.get_input_embeddings()(torch.cat([read, response]))
+        if images:
+            found_in = net.model.get_image_features(**pixels).pooler_output
+            features = found_in if isinstance(found_in, torch.Tensor) else torch.cat(list(found_in))
+            embedded = embedded.clone()
+            embedded[: len(read)][read == token_of(folder)] = features.flatten(0, -2)
+        logits = net(inputs_embeds=embedded[None]).logits[0, len(read) - 1 : -1]
+        own = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        found.append(torch.where(mask, own, 0.0))
+    return torch.stack(found)
