@@ -15,7 +15,7 @@ from support.public import PUBLIC, unique_values
 
 import rlgraph as rg
 from rlgraph import algorithms, settings
-from rlgraph.errors import ConfigError, GraphError, PlanError, RlgraphError, show_value
+from rlgraph.errors import ConfigError, GraphError, RlgraphError, show_value
 from rlgraph.graph.nodes import Due, Output
 from rlgraph.nodes.base import checked_metrics
 from rlgraph.nodes.environments.tools import Python, Tool
@@ -180,42 +180,6 @@ def made(**given: Any) -> rg.Generator:
     return rg.Generator("m", **{"pool": POOL, **given})
 
 
-WRONG: dict[str, tuple[Callable[[], object], str]] = {
-    "a pool by name": (lambda: made(pool="rollout"), r"pool is a Pool; write pool=rg.Pool('rollout')"),
-    "sampling as a dict": (lambda: made(sampling={"max_tokens": 8}), "write sampling=rg.Sampling(max_tokens=…)"),
-    "a number as text": (lambda: made(max_context="64"), "Generator(max_context='64')"),
-    "how to write it": (lambda: made(max_context="64"), "write max_context=64, without quotes"),
-    "no context": (lambda: made(max_context=0), "a whole number of tokens, at least 2"),
-    "an optimizer's name": (lambda: rg.Policy("m", pool=POOL, optimizer="adamw"), "write optimizer=rg.AdamW(…)"),  # type: ignore[arg-type]
-    "an optimizer's class": (
-        lambda: rg.Policy("m", pool=POOL, optimizer=rg.AdamW),  # type: ignore[arg-type]
-        "that is the class: write optimizer=rg.AdamW()",
-    ),
-    "a dtype of torch": (lambda: made(dtype=torch.float32), "write dtype='float32'"),
-    "a dtype's other name": (lambda: made(dtype="fp32"), "write dtype='float32'"),
-    "no seed": (lambda: made(seed=None), "leave it out for 0"),
-    "a fraction as a count": (lambda: rg.Sampling(max_tokens=8.5), "max_tokens is a whole number of at least 1"),  # type: ignore[arg-type]
-    "a whole float as a count": (lambda: rg.Sampling(max_tokens=8.0), "write max_tokens=8"),  # type: ignore[arg-type]
-    "a flag as a count": (lambda: rg.Sampling(max_tokens=True), "max_tokens is a whole number"),
-    "a flag as text": (lambda: rg.Sampling(ignore_eos="true"), "write ignore_eos=True"),  # type: ignore[arg-type]
-    "one token for several": (lambda: rg.Sampling(stop_token_ids=2), "write stop_token_ids=(2,)"),  # type: ignore[arg-type]
-    "a token of numpy for several": (lambda: rg.Sampling(stop_token_ids=np.int64(2)), "stop_token_ids is a tuple, each a whole number"),  # type: ignore[arg-type]
-    "a wrong token": (lambda: rg.Sampling(stop_token_ids=(2, "x")), "item 1 is 'x'"),  # type: ignore[arg-type]
-    "NaN": (lambda: rg.AdamW(lr=float("nan")), "lr is a learning rate above 0"),
-    "an edge that is none": (lambda: made().rollout(rg.prompts(QUESTIONS, 1), "weights"), "pass what rlgraph.feedback(...) returned"),  # type: ignore[arg-type]
-    "prompts that are a list": (lambda: made().rollout(QUESTIONS), "pass the output of another node"),  # type: ignore[arg-type]
-    "a graph of outputs alone": (lambda: rg.Graph(rg.prompts(QUESTIONS, 1)), "Graph(name=the batch of 'prompts')"),  # type: ignore[arg-type]
-    "a cluster by count": (lambda: rg.compile("g", 2), "pass a graph, e.g. rg.Graph"),  # type: ignore[arg-type]
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_an_error_says_the_rule_and_what_to_write(name: str) -> None:
-    declare, words = WRONG[name]
-    with pytest.raises((GraphError, PlanError), match=re.escape(words)):
-        declare()
-
-
 def test_equivalent_values_are_converted_to_the_type() -> None:
     sampling = rg.Sampling(max_tokens=np.int64(8), temperature=np.float32(0.5), stop_token_ids=[np.int32(2), torch.tensor(3)])  # type: ignore[arg-type]
     assert sampling == rg.Sampling(max_tokens=8, temperature=0.5, stop_token_ids=(2, 3))
@@ -233,11 +197,6 @@ def test_an_unknown_setting_is_refused_with_those_that_there_are() -> None:
         rg.Sampling(best_of=2)  # type: ignore[call-arg]
     with pytest.raises(GraphError, match="did you mean 'recompute'"):
         rg.Policy("tiny", pool=rg.Pool("train"), recompte=True)  # type: ignore[call-arg]
-
-
-def test_an_unknown_argument_is_pythons_own_error() -> None:
-    with pytest.raises(TypeError, match=r"rollout\(\) got an unexpected keyword argument 'groups'"):
-        made().rollout(rg.prompts(QUESTIONS, 1), groups=2)
 
 
 HUGE: dict[str, tuple[Any, str]] = {

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 
 import pytest
-from support import fakes
 
 import rlgraph as rg
 from rlgraph import algorithms
-from rlgraph.errors import DataError, GraphError, RlgraphError
+from rlgraph.errors import GraphError, RlgraphError
 
 ITEMS = [{"prompt": "1 + 1 =", "answer": "2"}]
 
@@ -78,11 +77,6 @@ def two_of_a_name() -> object:
     parts = Parts()
     again = rg.reward(exact, parts.prompts, parts.rollout)
     return rg.Graph("twice", parts.rewards, again)
-
-
-def depth_in_one_pool() -> object:
-    pool = rg.Pool("shared")
-    return fakes.vector_loop(1, pools=(pool, pool), middle=lambda rollout: fakes.score_on_pool(pool, rollout))
 
 
 def closed_twice() -> object:
@@ -172,13 +166,8 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     ),
     "closed twice": (closed_twice, GraphError, "closed twice"),
     "closed with metrics": (close_with_metrics, GraphError, "closed with the metrics of 'update'; close it with the weights"),
-    "negative depth": (lambda: rg.feedback("w", depth=-1), GraphError, "depth=-1; depth is how many weight versions"),
-    "depth that is no number": (lambda: rg.feedback("w", depth=True), GraphError, "depth=True"),
     "a depth beyond all channels": (lambda: rg.feedback("w", depth=63), GraphError, "at most 62 are possible"),
-    "three buffers": (lambda: rg.feedback("w", depth=1, buffers=3), GraphError, "buffers=3"),
-    "a buffer of no use": (lambda: rg.feedback("w", depth=0, buffers=2), GraphError, "nothing is decoded while weights arrive"),
     "latest of one": (lambda: rg.feedback("w", depth=0, latest=True), GraphError, "only one version exists"),
-    "depth in one pool": (depth_in_one_pool, GraphError, "every model is in pool 'shared' and nothing can overlap"),
     "two nodes of a name": (two_of_a_name, GraphError, "2 nodes called 'reward'; use different names, with name="),
     "two pools of a name": (two_pools_of_a_name, GraphError, "2 different pools called 'gpu'"),
     "ratios against a truncated distribution": (
@@ -190,19 +179,9 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     "a correction by those of likely ones": (read_from(rg.Sampling(min_p=0.1), corrected), GraphError, "'correction' .* min_p=0.1"),
     "a bypass of greedy responses": (read_from(rg.Sampling(temperature=0), bypassed), GraphError, "temperature=0: .* temperature above 0"),
     "another batch of truncated responses": (read_from(rg.Sampling(top_p=0.9), also), GraphError, "reads 'rollout_log_probs'"),
-    "a share of 0": (lambda: rg.Pool("p", share=0), GraphError, r"share=0\): share is a positive number, or None"),
     "a share of infinity": (lambda: rg.Pool("p", share=float("inf")), GraphError, "share=inf"),
     "half a GPU": (lambda: rg.Pool("p", gpus=0.5), GraphError, "gpus=0.5"),  # type: ignore[arg-type]
-    "GPUs and cores": (lambda: rg.Pool("p", gpus=1, cpus=1), GraphError, "both gpus=1 and cpus=1"),
-    "a share and a count": (lambda: rg.Pool("p", share=2, gpus=1), GraphError, "a share and an exact count"),
-    "no outputs": (lambda: rg.Graph("empty"), GraphError, "graph 'empty' has no outputs"),
     "an output that is none": (lambda: rg.Graph("g", 3), GraphError, "was given int 3 as an output"),  # type: ignore[arg-type]
-    "an estimator class": (lambda: rg.advantages(Parts().rollout, estimator=rg.GRPO), GraphError, "pass an estimator object"),  # type: ignore[arg-type]
-    "a loss class": (lambda: Parts().policy.update(Parts().rollout, loss=rg.ClippedLoss), GraphError, "pass a loss object"),  # type: ignore[arg-type]
-    "group of none": (lambda: Parts().generator.rollout(Parts().prompts, group_size=0), GraphError, "group_size=0"),
-    "turns without tools": (lambda: Parts().generator.rollout(Parts().prompts, max_turns=3), GraphError, "max_turns=3 but no tools"),
-    "weights that are none": (lambda: Parts().generator.rollout(Parts().prompts, 3), GraphError, "pass what rlgraph.feedback"),  # type: ignore[arg-type]
-    "an unknown engine": (lambda: rg.Generator("m", pool=rg.Pool("p"), engine="llama"), GraphError, "'vllm', 'transformers'"),  # type: ignore[arg-type]
     "a negative KL": (
         lambda: rg.stages.kl_shaped_rewards(Parts().rollout, Parts().rewards, coef=-1.0),
         GraphError,
@@ -210,16 +189,6 @@ WRONG: dict[str, tuple[Callable[[], object], type[RlgraphError], str]] = {
     ),
     "a reward without parameters": (lambda: rg.reward(lambda: [1.0]), GraphError, "name the columns it reads"),
     "tools on GPUs": (lambda: rg.Tools([rg.tools.python], pool=rg.Pool("p")), GraphError, "tools run on host cores"),
-    "no tools": (lambda: rg.Tools([], pool=rg.Pool("p", cpus=2)), GraphError, "has no tool"),
-    "an empty data set": (lambda: rg.prompts([], count=4), DataError, "the data set is empty"),
-    "no prompts a step": (lambda: rg.prompts(ITEMS, count=0), DataError, "count=0; count is the number of prompts per step"),
-    "a data set of strings": (lambda: rg.prompts(["a"], count=1), DataError, "each item is a mapping with the prompt under 'prompt'"),  # type: ignore[list-item]
-    "a field of another name": (lambda: rg.prompts([{"question": "?"}], count=1), DataError, "pass the name of that field as prompt="),
-    "a field of lists": (
-        lambda: rg.prompts([{"prompt": "?", "answer": [1]}], count=1),
-        DataError,
-        "item 0 of the data set has answer=",
-    ),
     "a node of two arguments": (lambda: rg.node(reads="a", writes="b")(lambda a, b: a), GraphError, "a function of one argument"),
     "a node that writes nothing": (lambda: rg.node(reads="a", writes="")(lambda a: a), GraphError, "reads and writes at least one column"),
 }

@@ -21,22 +21,6 @@ def length(responses: list[str]) -> list[float]:
     return [float(len(r)) for r in responses]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"mini_batches": 4}, "has mini_batches=4 for a batch of 6 rows; mini-batches must have equal sizes"),
-        ({"mini_batches": 0}, "mini_batches is a whole number of at least 1"),
-        ({"epochs": 1.5}, "epochs is a whole number of at least 1"),
-        ({"critic_warmup": -1}, "critic_warmup is a whole number of at least 0"),
-        ({"critic_warmup": 2}, "has critic_warmup=2, but no critic's values reach it"),
-    ],
-)
-def test_settings_without_a_meaning_are_refused_where_they_are_declared(settings: dict[str, Any], message: str) -> None:
-    policy, _, rollout, advantages = graph_parts()
-    with pytest.raises(GraphError, match=message):
-        policy.update(rollout, advantages, loss=rg.ClippedLoss(), **settings)
-
-
 def test_weights_of_a_critic_close_no_feedback() -> None:
     _, critic, rollout, _ = graph_parts()
     values = critic.values(rollout)
@@ -62,11 +46,6 @@ def test_a_reference_follows_no_rollout_whose_responses_run_through_several_vers
     with pytest.raises(GraphError, match="of 'rollout', whose responses run through several versions"):
         reference.old_log_probs(rollout, weights=weights)
     assert reference.old_log_probs(rollout, weights=rg.feedback("old", depth=0)).columns == ("old_log_probs",)
-
-
-def test_a_reference_takes_no_optimizer() -> None:
-    with pytest.raises(GraphError, match="there is no setting 'optimizer'"):
-        rg.Reference("m", pool=rg.Pool("logp"), optimizer=rg.AdamW())
 
 
 def test_old_log_probs_declared_after_the_update_are_refused() -> None:

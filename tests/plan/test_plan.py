@@ -1,6 +1,5 @@
 """Compiling: placement, workers, channels, and what a plan predicts and guarantees."""
 
-import inspect
 import json
 import pickle
 from dataclasses import replace
@@ -165,15 +164,6 @@ def test_a_second_buffer_hides_the_time_that_weights_take() -> None:
     assert (two.prediction.period_s, two.loops[0].hidden) == (pytest.approx(1.0), True)
 
 
-def test_a_plan_comes_back_from_json_equal_and_cannot_be_launched() -> None:
-    plan = rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(cpus=2))
-    again = rg.Plan.from_json(plan.to_json())
-    assert again == plan
-    assert str(again) == str(plan)
-    with pytest.raises(PlanError, match="read from JSON and has no graph"):
-        again.launch()
-
-
 def test_nodes_of_one_pool_in_different_processes_fire_one_after_another() -> None:
     pool = rg.Pool("shared")
     plan = rg.compile(grpo(pool, pool, depth=0), rg.Cluster(gpus=2))
@@ -200,9 +190,6 @@ WRONG = {
         lambda: rg.compile(grpo(rg.Pool("a"), rg.Pool("b")), rg.Cluster(), rg.planning.Costs({"rollout": 1.0})),
         "costs lack node 'prompts'",
     ),
-    "a negative cost": (lambda: rg.planning.Costs({"rollout": -1.0}), "the cost of 'rollout' is -1.0"),
-    "a negative cluster": (lambda: rg.Cluster(gpus=-1), "gpus is a whole number of at least 0"),
-    "no graph": (lambda: rg.compile("graph", rg.Cluster()), "pass a graph, e.g. rg.Graph"),  # type: ignore[arg-type]
 }
 
 
@@ -227,6 +214,7 @@ def test_there_is_one_kind_of_plan_whoever_makes_it_and_its_graph_is_in_no_file(
     assert {type(each) for each in (plan, read, tuned, plan.values, compile_plan(graph, rg.Cluster(cpus=2)))} == {rg.Plan}
     assert plan.source is graph
     assert read == plan == plan.values
+    assert str(read) == str(plan)
     assert '"source"' not in plan.to_json()
     Trace(plan, (), ()).to_file(tmp_path / "trace.json")
     assert Trace.from_file(tmp_path / "trace.json").plan == plan
@@ -293,5 +281,3 @@ def test_a_plan_does_what_the_facade_does(tmp_path: Path) -> None:
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes() == plan._repr_svg_().encode()
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
     assert str(plan) == api.text(plan)
-    told = [inspect.signature(function).parameters for function in (rg.Plan.launch, api.launch)]
-    assert [(p.name, p.default) for p in list(told[0].values())[1:]] == [(p.name, p.default) for p in list(told[1].values())[1:]]

@@ -89,16 +89,6 @@ def test_the_plan_asks_the_spec_what_an_engine_takes(model: str) -> None:
     assert "optimizer" not in parts["train"]
 
 
-def test_settings_that_an_engine_does_not_take_are_errors_that_name_who_does(model: str) -> None:
-    pool = rg.Pool("p")
-    with pytest.raises(GraphError, match=r"engine='unigram', memory=0.5.: 'unigram' has no such setting; .* use engine='vllm'"):
-        rg.Generator(model, pool=pool, engine=ENGINE, memory=0.5)
-    with pytest.raises(GraphError, match=r"engine='unigram', tensor_parallel=2.: .* use engine='vllm'"):
-        rg.Generator(model, pool=pool, engine=ENGINE, tensor_parallel=2)
-    with pytest.raises(GraphError, match=r"Policy.trainer='unigram', recompute=True.: 'unigram' has no such setting; .* trainer='fsdp'"):
-        rg.Policy(model, pool=pool, trainer=TRAINER, recompute=True)
-
-
 def test_an_unknown_name_lists_the_names(model: str) -> None:
     with pytest.raises(GraphError, match=r"engine='llama'.: engine is one of \['vllm', 'transformers', 'sglang'\] or an EngineSpec"):
         rg.Generator(model, pool=rg.Pool("p"), engine="llama")

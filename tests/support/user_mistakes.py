@@ -208,14 +208,18 @@ POOLS = {
 }
 SAMPLING = {
     "no tokens": call_mistake("max_tokens is a whole number of at least 1", lambda: rg.Sampling(max_tokens=0)),
+    "a flag as tokens": call_mistake("max_tokens is a whole number", lambda: rg.Sampling(max_tokens=True)),
     "tokens as text": call_mistake("write max_tokens=8, without quotes", lambda: rg.Sampling(max_tokens="8")),  # type: ignore[arg-type]
     "tokens as a float": call_mistake("write max_tokens=8", lambda: rg.Sampling(max_tokens=8.0)),  # type: ignore[arg-type]
     "a negative temperature": call_mistake("at least 0, and 0 is greedy", lambda: rg.Sampling(temperature=-1)),
     "no temperature": call_mistake("leave it out for 1.0", lambda: rg.Sampling(temperature=None)),  # type: ignore[arg-type]
     "top_p in percent": call_mistake("at most 1, and 1 keeps all tokens", lambda: rg.Sampling(top_p=95)),
+    "top_p of 0": call_mistake("Sampling(top_p=", lambda: rg.Sampling(top_p=0.0)),
     "top_k of -1": call_mistake("top_k is a whole number of at least 0", lambda: rg.Sampling(top_k=-1)),
     "a stop token as text": call_mistake("item 0 is '</s>'", lambda: rg.Sampling(stop_token_ids=("</s>",))),  # type: ignore[arg-type]
     "one stop token": call_mistake("write stop_token_ids=(2,)", lambda: rg.Sampling(stop_token_ids=2)),  # type: ignore[arg-type]
+    "a stop token of numpy": call_mistake("a tuple, each a whole number", lambda: rg.Sampling(stop_token_ids=np.int64(2))),  # type: ignore[arg-type]
+    "a stop token below 0": call_mistake("stop_token_ids", lambda: rg.Sampling(stop_token_ids=(-1,))),
     "min_p in percent": call_mistake("at most 1, and 0 keeps all tokens", lambda: rg.Sampling(min_p=5)),
     "one stop string": call_mistake("write stop=('</answer>',)", lambda: rg.Sampling(stop="</answer>")),  # type: ignore[arg-type]
     "an empty stop string": call_mistake("item 0 is ''", lambda: rg.Sampling(stop=("",))),
@@ -227,6 +231,8 @@ OPTIMIZER = {
     "one beta": call_mistake("betas is a tuple of 2", lambda: rg.AdamW(betas=0.9)),  # type: ignore[arg-type]
     "three betas": call_mistake("it has 3", lambda: rg.AdamW(betas=(0.9, 0.9, 0.9))),  # type: ignore[arg-type]
     "a beta of 1": call_mistake("item 1 is 1.0", lambda: rg.AdamW(betas=(0.9, 1.0))),
+    "an epsilon of 0": call_mistake("AdamW(eps=", lambda: rg.AdamW(eps=0.0)),
+    "a negative weight decay": call_mistake("AdamW(weight_decay=", lambda: rg.AdamW(weight_decay=-1.0)),
     "no clipping": call_mistake("1e9 does not clip", lambda: rg.AdamW(grad_clip=0)),
     "no clipping, as None": call_mistake("1e9 does not clip", lambda: rg.AdamW(grad_clip=None)),  # type: ignore[arg-type]
     "half a step of warm-up": call_mistake("warmup_steps is a whole number", lambda: rg.AdamW(warmup_steps=0.5)),  # type: ignore[arg-type]
