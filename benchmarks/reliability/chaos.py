@@ -1,7 +1,7 @@
 """Kills, cuts and freezes at random on three hosts of namespaces: nothing lost, doubled or reordered, the weights of an undisturbed run.
 
     python benchmarks/reliability/chaos.py --minutes 60 --json PATH
-    python benchmarks/reliability/chaos.py --minutes 1 --vector       a vector in place of the model, which loads at once: what a test runs
+    python benchmarks/reliability/chaos.py --minutes 1 --vector       a vector in place of the model, which loads at once
 
 A real tiny model is trained by GRPO on the CPU: generator on host 1, reference on host 2, trainer on host 3. The driver stays; each event
 hits a worker, a host or a link, and most lead to a restart from the last checkpoint. Which event, whom and for how long is drawn from

@@ -1,25 +1,15 @@
-"""Benchmarks whose runs learn: what stops a run, what a file of results skips, and a run that is stopped and goes on."""
+"""Benchmarks whose runs learn: what stops a run, what a file of results skips, and the tables."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-import time
 import xml.etree.ElementTree as ET
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import forked_workers
-from support.templates import model_with
 
-import rlgraph as rg
 from benchmarks.lib import learning_plots, learning_runs
 from benchmarks.lib.learning_runs import Flat, Results, chosen, entry, named
 from benchmarks.report import staleness_tables
-from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 
 KEYS = [{"depth": depth, "correction": name, "seed": seed} for seed in (0, 1) for depth in (0, 1) for name in ("disabled", "proximal")]
 
@@ -110,14 +100,6 @@ def test_runs_that_shared_a_machine_count_the_seconds_of_a_step_alone() -> None:
     assert alone["depth=1,correction=disabled,seed=1"]["accuracy"][-1][:2] == [2, 0.5]
 
 
-def test_seconds_alone_are_kept_beside_the_runs(tmp_path: Path) -> None:
-    results = Results(tmp_path / "runs.json", {"steps": 4})
-    results.keep("depth=1,correction=disabled", 0.25, "alone")
-    results.keep("seed=0", {"from": "one"})
-    again = Results(tmp_path / "runs.json", {"steps": 4})
-    assert (again.alone, again.runs) == ({"depth=1,correction=disabled": 0.25}, {"seed=0": {"from": "one"}})
-
-
 def test_curves_are_means_where_all_seeds_are() -> None:
     assert learning_plots.mean_curve([([0, 10], [0.0, 1.0]), ([0, 20], [0.0, 1.0])]) == ([0, 10], [0.0, 0.75])
     assert math.isnan(learning_plots.at([0, 1], [0.0, 1.0], 1.5))
@@ -128,72 +110,9 @@ def test_curves_are_means_where_all_seeds_are() -> None:
     assert all(text in texts for text in ("no correction", "proximal", "depth 0", "depth 1", "seconds", "updates"))
 
 
-@pytest.mark.stage("jobs")
-def test_a_run_whose_time_is_over_is_saved_and_goes_on_to_the_same_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("reasoning_gym", exc_type=ImportError)
-    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
-    small = {
-        "engine": "transformers",
-        "prompts": 2,
-        "group_size": 2,
-        "questions": 2,
-        "samples": 2,
-        "max_tokens": 4,
-        "max_context": 900,
-        "shots": 1,
-    }
-    arguments = [f"{name}={value}" for name, value in small.items()]
-    cfg = rg.config(learning_runs.Settings, [*arguments, f"model={model_with(tmp_path / 'model', 'smollm2')}", "every=2"])
-    cfg = replace(cfg, steps=8, depth=2, loss="proximal")
-    whole = learning_runs.run_until_flat(cfg, tmp_path / "whole", Flat(), math.inf)
-    assert learning_runs.run_until_flat(cfg, tmp_path / "stopped", Flat(), time.monotonic()) is None
-    done = len((tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines())
-    resumed = learning_runs.run_until_flat(cfg, tmp_path / "stopped", Flat(), math.inf, export=tmp_path / "exported")
-    assert whole is not None
-    assert resumed is not None
-    assert 0 < done < 8
-    assert resumed["steps"] == 8
-    assert (resumed["reward"], resumed["staleness_worst"]) == (whole["reward"], 2)
-    assert [each[2:] for each in resumed["accuracy"]] == [each[2:] for each in whole["accuracy"]]
-    assert json.loads((tmp_path / "exported" / "config.json").read_text())["model_type"] == "llama"
-
-
 def test_the_table_by_updates_has_each_seed_and_the_largest_fall() -> None:
     falling = entry([line(n, 1.0, **evaluated(n, accuracy)) for n, accuracy in enumerate((0.2, 0.96, 0.7))], "steps", Flat(window=1))
     steady = entry([line(n, 1.0, **evaluated(n, accuracy)) for n, accuracy in enumerate((0.2, 0.5, 0.8))], "flat", Flat(window=1))
     keys = [{"depth": 8, "correction": "disabled", "seed": seed} for seed in (0, 1)]
     runs = {named(key): run | {"key": key} for key, run in zip(keys, (falling, steady), strict=True)}
     assert staleness_tables.by_updates(runs).splitlines()[2:] == ["| `disabled` | 8 | 1, – | 0.700, 0.800 | 0.560 | 0.26 |"]
-
-
-AT_ONCE = """
-from benchmarks.lib import learning_runs as runs
-
-given = runs.parser("", "none.json").parse_intermixed_args()
-results = runs.Results(given.json, {"length": 1})
-for key, _ in runs.runs_to_do(results, [{"seed": seed} for seed in range(3)], given):
-    if f"fail={key['seed']}" in given.settings:
-        raise SystemExit("it fails")
-    results.keep(runs.named(key), {"key": key})
-print(sorted(results.runs))
-"""
-
-
-def at_once(folder: Path, *settings: str) -> "subprocess.CompletedProcess[str]":
-    program = folder / "program.py"
-    program.write_text(AT_ONCE)
-    command = [sys.executable, str(program), "--json", str(folder / "runs.json"), "--work", str(folder), "--at-once", "3", *settings]
-    path = os.pathsep.join([str(Path(learning_runs.__file__).parent), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, timeout=200, check=False)
-
-
-@pytest.mark.stage("jobs")
-def test_runs_at_once_add_to_one_file_and_those_that_fail_are_named(tmp_path: Path) -> None:
-    failed = at_once(tmp_path, "fail=1")
-    assert failed.returncode == 1
-    assert str(tmp_path / "seed=1.log") in failed.stderr
-    assert "it fails" in (tmp_path / "seed=1.log").read_text()
-    assert set(json.loads((tmp_path / "runs.json").read_text())["runs"]) == {"seed=0", "seed=2"}
-    done = at_once(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "['seed=0', 'seed=1', 'seed=2']" in done.stdout

@@ -438,7 +438,7 @@ def test_recipes_of_scripts_train(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.stage("recipes")
 def test_a_script_runs_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With forked workers: on Ray a script of verl does, by the same code."""
+    """With forked workers: on Ray `rlgraph run` is tried by the test of the wheel."""
     for name in ("argv", "path"):  # the command changes both
         monkeypatch.setattr(sys, name, [*vars(sys)[name]])
     monkeypatch.chdir(tmp_path)

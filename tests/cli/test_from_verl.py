@@ -4,7 +4,6 @@ import ast
 import contextlib
 import json
 import re
-import subprocess
 import sys
 from collections import Counter
 from functools import cache
@@ -17,14 +16,18 @@ from oracle.batches import batch
 from pyarrow import Table
 from pyarrow.parquet import write_table
 from safetensors.torch import save_file
+from support import forked_workers
 from support.paths import TESTS
 from support.qwen3_shapes import QWEN3_8B, QWEN3_30B_A3B
+from typer.testing import CliRunner
 
 import rlgraph as rg
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import ConfigError
 from rlgraph.graph.graph import Graph
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 from rlgraph_cli import recipe as recipes
+from rlgraph_cli.app import app
 from rlgraph_cli.from_verl.command import translate
 from rlgraph_cli.from_verl.recipe import write_recipe
 from rlgraph_cli.from_verl.script import Call, parse_override, read_call
@@ -452,9 +455,12 @@ def test_the_flags_of_the_proposal_run_one_step_off(tmp_path: Path) -> None:
     assert plan.certificate.staleness_bound == 1
 
 
-@pytest.mark.ray
 @pytest.mark.stage("recipes")
-def test_a_script_runs_by_one_command(tmp_path: Path) -> None:
+def test_a_script_runs_by_one_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("argv", "path"):  # the command changes both
+        monkeypatch.setattr(sys, name, [*vars(sys)[name]])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(DISPATCHES, "compiled_graph", forked_workers.Forked)
     stood = stand_in(tmp_path)
     model = tiny_model(tmp_path / "model", chat=True, context=1024)
     text = script(tmp_path, SCRIPT.replace("--config-name='one_step_off_ppo_megatron_trainer.yaml' \\\n", "\\\n"))
@@ -465,8 +471,7 @@ def test_a_script_runs_by_one_command(tmp_path: Path) -> None:
         "out": str(tmp_path / "run"),
     }
     small = [word for name, value in chosen.items() for word in ("--set", f"{name}={value}")]
-    command = [sys.executable, "-m", "rlgraph", "from-verl", str(text), "-o", str(tmp_path / "written.py"), "--plan", "--run", *small]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "BECOMES (" in done.stdout
+    done = CliRunner().invoke(app, ["from-verl", str(text), "-o", str(tmp_path / "written.py"), "--plan", "--run", *small])
+    assert done.exit_code == 0, done.output
+    assert "BECOMES (" in done.output
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 1

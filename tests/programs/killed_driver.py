@@ -1,4 +1,4 @@
-"""A program as a user writes it, for tests that stop it: `python killed_driver.py FOLDER STEPS [forked]`. Says which workers it has."""
+"""A program as a user writes it, for tests that stop it: `python killed_driver.py FOLDER STEPS [forked]`."""
 
 import sys
 from pathlib import Path
@@ -16,6 +16,5 @@ if __name__ == "__main__":
         DISPATCHES["compiled_graph"] = forked_workers.Forked
     plan = rg.compile(fakes.vector_loop(1, generate_s=0.05, train_s=0.05), rg.Cluster(cpus=2))
     with plan.launch(checkpoint=folder / "checkpoints", every=4) as job:
-        print("workers", *job.pids.values(), flush=True)
         for step in rg.record(job, steps, folder):
             print("did", step.index, flush=True)

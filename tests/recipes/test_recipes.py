@@ -1,4 +1,4 @@
-"""Every recipe runs: two steps on a tiny random model, from a fresh folder. Two do so on Ray, as programs of their own.
+"""Every recipe runs: two steps on a tiny random model, from a fresh folder. One does so on Ray, as a program of its own.
 
 The workers of the others are forked: what differs between recipes is their graphs, for which Ray starts the same processes.
 """
@@ -54,11 +54,12 @@ TINY = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2", "steps
 
 
 def quick(one: str, names: Iterable[str]) -> list[Any]:
-    """List the names: `one` is quick, the others are in the stage of recipes."""
-    return [name if name == one else pytest.param(name, marks=pytest.mark.stage("recipes")) for name in sorted(names)]
+    """List the names: `one` is quick, the others are in the stage of recipes; tools run in a sandbox."""
+    marks = {name: [pytest.mark.stage("recipes")] * (name != one) + [pytest.mark.sandbox] * (name == "tools") for name in names}
+    return [pytest.param(name, marks=marks[name]) for name in sorted(names)]
 
 
-@pytest.mark.parametrize("name", quick("ppo", RECIPES.keys() - {"tools", "mathematics", *BEYOND, *STAGED, "curriculum"}))
+@pytest.mark.parametrize("name", quick("ppo", RECIPES.keys() - {"one_step_off", "dapo", "mathematics", *BEYOND, *STAGED, "curriculum"}))
 def test_a_recipe_leaves_its_metrics_pictures_and_timelines(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -189,7 +190,6 @@ RUNS = [
     pytest.param("tools", "engine=sglang", marks=pytest.mark.stage("sglang")),
     pytest.param("dapo", "engine=sglang", marks=pytest.mark.stage("sglang")),  # batches that join, refill and evaluation
     pytest.param("one_step_off", "engine=sglang trainer=megatron", marks=pytest.mark.stage("sglang")),
-    pytest.param("tools", "engine=transformers", marks=pytest.mark.sandbox),
 ]
 
 

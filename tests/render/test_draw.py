@@ -67,16 +67,6 @@ def test_a_picture_shows_no_seconds_of_placeholder_costs_and_no_critical_cycle_o
     assert not any("placeholder" in line or "~" in line for line in measured)
 
 
-def test_weights_are_violet_unless_they_set_the_step_so_that_red_means_the_critical_cycle_alone(plans: dict[str, Plan]) -> None:
-    root = ElementTree.fromstring(svg(plans["one_step_off"]))
-    assert [group.get("stroke") for group in root.iter(f"{SVG}g") if group.get("class") == "loop"] == ["#7a3fb0"]
-    assert "#c2330f" not in svg(plans["one_step_off"])
-
-
-def test_the_tooltip_of_a_box_lists_the_columns_it_writes(plans: dict[str, Plan]) -> None:
-    assert any("writes advantages, returns" in tip.splitlines() for tip in tips(ElementTree.fromstring(svg(plans["ppo"])), "node"))
-
-
 def test_a_feedback_edge_is_dashed_and_says_its_bound_buffers_and_transport(plans: dict[str, Plan]) -> None:
     picture = svg(plans["k_step_off"])
     assert "weights: depth 2 (staleness at most 2), 2 buffers, peer" in shown(ElementTree.fromstring(picture))
@@ -104,11 +94,6 @@ def test_the_critical_cycle_is_drawn_in_red_and_nothing_else_is(plans: dict[str,
         if group.get("class") == "edge"
     }
     assert {name for name, stroke in edges.items() if stroke == red} == {"critic.values → advantages", "advantages → policy.update"}
-
-
-def test_the_tooltip_of_an_edge_lists_columns_transport_slots_and_bytes(plans: dict[str, Plan]) -> None:
-    tip = next(tip for tip in tips(ElementTree.fromstring(svg(plans["ppo"])), "edge") if tip.startswith("reward → kl"))
-    assert tip.splitlines()[1:] == ["columns rewards", "channel reward: shm, 2 slots, 512 B a batch"]
 
 
 def test_nodes_of_a_shared_pool_are_numbered_in_the_order_of_the_plan(plans: dict[str, Plan]) -> None:

@@ -53,11 +53,6 @@ def test_a_report_is_well_formed_and_has_every_section(root: ElementTree.Element
     assert all(len(shown(section(root, key))) > 40 for key in SECTIONS)
 
 
-def test_the_facade_of_a_plan_writes_the_report(run: Run, tmp_path: Path) -> None:
-    run.plan.facade.report(run, tmp_path / "run.html")
-    assert (tmp_path / "run.html").read_text(encoding="utf-8") == page(run)
-
-
 def test_a_report_is_self_contained(run: Run) -> None:
     text = page(run)
     assert not re.search(r"""(src|href)=["'](?!#|data:)""", text)
@@ -117,15 +112,6 @@ def test_the_timeline_has_a_block_for_each_firing_of_the_last_steps_predicted_an
     for step in range(35, 40):
         told = [title for title in blocks if title.startswith(f"policy.update, step {step}:")]
         assert len(told) == 2 * min(len(run.plan.node("policy.update").workers), 2)
-
-
-def test_the_legend_of_a_timeline_lists_the_kinds_that_it_draws_and_no_other(root: ElementTree.Element) -> None:
-    found = section(root, "timeline")
-    listed = [key.get("class") for key in found.iter("i") if not key.get("title")]
-    drawn = {block.get("class") for block in found.iter("i") if block.get("title")}
-    assert len(listed) == len(set(listed))
-    assert set(listed) == drawn
-    assert "tools" not in drawn
 
 
 def test_settings_and_names_are_shown_as_they_are_and_never_as_markup(root: ElementTree.Element) -> None:

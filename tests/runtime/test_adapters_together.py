@@ -13,7 +13,7 @@ from support.adapter_loops import LORAS, NAMES, loops, small_tokens
 
 import rlgraph as rg
 from rlgraph.engines.lora import BaseWeights, read_adapter
-from rlgraph.errors import GraphError
+from rlgraph.errors import ExportError, GraphError
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.local import LocalJob
 from rlgraph.runtime.measure import Step
@@ -104,7 +104,6 @@ def check(found: Found, expected: Found) -> None:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "two policies": {},
     "two policies and two critics": {"critic": True},
     "two policies that time-share with their generators": {"rollouts": "turns", "depth": 0},
 }
@@ -165,13 +164,15 @@ def test_processes_of_one_pool_have_the_bits_of_one_process(model: str, tmp_path
     assert sum(bases[name]["pss"] for name in holding) <= 1.1 * weights  # of four processes
 
 
-def test_the_models_of_one_process_have_the_same_frozen_tensors(model: str) -> None:
+def test_the_models_of_one_process_have_the_same_frozen_tensors(model: str, tmp_path: Path) -> None:
     with rg.compile(loops(model, critic=True), rg.Cluster(cpus=4)).run_here() as job:
         heads = [engine(job, name)._head for name in ("policy", "critic", "policy2", "critic2")]
         places = [{p.data_ptr() for p in head.parameters() if not p.requires_grad} for head in heads]
         trained = [
             tensor.data_ptr() for name in ("policy", "critic", "policy2", "critic2") for tensor in engine(job, name).weights().values()
         ]
+        with pytest.raises(ExportError, match="'critic' is a critic with an adapter"):
+            job.export(tmp_path / "critic", policy="critic")
     assert places[0] == places[1] == places[2] == places[3]
     assert len(places[0]) == len(BaseWeights(model))
     assert len({*trained, *places[0]}) == len(trained) + len(places[0])

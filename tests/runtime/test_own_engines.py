@@ -70,16 +70,6 @@ def test_workers_of_their_own_write_checkpoints_and_a_resumed_job_repeats_the_ru
     assert found == oracle(graph, 9)
 
 
-@pytest.mark.stage("jobs")
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_here", "registered")
-def test_a_name_that_only_the_driver_knows_runs_on_ray(model: str) -> None:
-    graph = loop(model, "unigram", "unigram")
-    with rg.compile(graph, Cluster(cpus=2)).launch() as job:
-        found = [bits(step) for step in job.steps(4)]
-    assert found == oracle(graph, 4)
-
-
 def test_the_plan_asks_the_spec_what_an_engine_takes(model: str) -> None:
     pools = {"rollout": rg.Pool("rollout", gpus=1), "train": rg.Pool("train", gpus=1)}
     plan = rg.compile(loop(model, **pools), Cluster(gpus=2))

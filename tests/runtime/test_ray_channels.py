@@ -23,20 +23,19 @@ def bits(step: Step) -> tuple[int, float, float, int]:
     return step.index, step.metrics["loss"], step.metrics["weight"], step.staleness
 
 
-def job(graph: Graph, dispatch: str) -> Job:
+def job(graph: Graph) -> Job:
     plan = with_transport(compile_plan(graph, Cluster(cpus=2)), "ray")
     assert {end.transport for end in plan.loops} == {"ray"}
-    return Job(graph, plan, dispatch_name=dispatch, deadline_s=60.0)
+    return Job(graph, plan, dispatch_name="compiled_graph", deadline_s=60.0)
 
 
 @pytest.mark.stage("jobs")
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_here")
-@pytest.mark.parametrize(("dispatch", "depth", "buffers", "ranks"), [("compiled_graph", 2, 2, 2), ("calls", 0, 1, 1)])
-def test_bits_are_those_of_the_oracle(dispatch: str, depth: int, buffers: int, ranks: int) -> None:
-    with job(fakes.vector_loop(depth, buffers=buffers, ranks=ranks), dispatch) as running:
+def test_bits_are_those_of_the_oracle() -> None:
+    with job(fakes.vector_loop(2, buffers=2, ranks=2)) as running:
         found = [bits(step) for step in running.steps(6)]
-    graph = fakes.vector_loop(depth, buffers=buffers)
+    graph = fakes.vector_loop(2, buffers=2)
     with LocalJob(graph, compile_plan(graph, Cluster(cpus=2))) as here:
         assert found == [bits(step) for step in here.steps(6)]
 
@@ -45,12 +44,14 @@ def test_bits_are_those_of_the_oracle(dispatch: str, depth: int, buffers: int, r
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_here")
 def test_a_killed_writer_is_named_at_once_though_ray_tells_its_readers_nothing() -> None:
-    with job(fakes.vector_loop(1, generate_s=0.05), "compiled_graph") as running:
+    with job(fakes.vector_loop(1, generate_s=0.05)) as running:
         steps = running.steps(1000)
         next(steps)
+        pids, folder = set(running.pids.values()), running.session.folder
         os.kill(running.pids["generator"], signal.SIGKILL)
         with pytest.raises(WorkerDied, match="worker 'generator'"):
             list(steps)
+    assert forked_workers.traces(folder, pids) == []
 
 
 def test_workers_that_are_none_of_rays_are_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:

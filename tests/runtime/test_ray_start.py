@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -13,7 +12,9 @@ import psutil
 import pytest
 import ray
 from support import namespaces
+from support.forked_workers import traces
 from support.paths import PROGRAMS, TESTS
+from support.scripted_conversations import wait_until
 
 from rlgraph.errors import DispatchError
 from rlgraph.runtime.driver import ray_cluster
@@ -217,35 +218,20 @@ def test_ray_starts_from_a_program_in_which_a_fork_crashes() -> None:
     assert "a task ran" in done.stdout, done.stderr[-2000:]
 
 
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 @pytest.mark.ray
 @pytest.mark.stage("kills")
-@pytest.mark.parametrize("victim", ["driver", "ray::RuntimeEnvAgent"])
-def test_what_is_left_of_a_job_ends_with_its_driver_and_an_agent_of_ray_that_ended_is_named(victim: str, tmp_path: Path) -> None:
+def test_an_agent_of_ray_that_ended_is_named_and_ends_what_there_is_of_the_job(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAMS / "killed_driver.py"), str(tmp_path), "100000"]
     program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert program.stdout is not None
     any(line.startswith("did") for line in program.stdout)
     family = [psutil.Process(program.pid), *psutil.Process(program.pid).children(recursive=True)]
-    killed = family[0] if victim == "driver" else next(each for each in family if each.name() == victim)
-    semaphores = re.compile(f"sem.*[^0-9]({'|'.join(str(each.pid) for each in family)})-.*")
-    assert any(map(semaphores.fullmatch, os.listdir("/dev/shm")))
-    killed.kill()
+    next(each for each in family if each.name() == "ray::RuntimeEnvAgent").kill()
     errors = program.communicate(timeout=100)[1]
-    if victim != "driver":
-        assert re.search(r"DispatchError: Ray's runtime_env_agent on this host ended; its log /\S+/runtime_env_agent.log ends: ", errors), (
-            errors
-        )
-    end = time.monotonic() + 20
-    while (left := [*map(str, filter(alive, family)), *filter(semaphores.fullmatch, os.listdir("/dev/shm"))]) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert left == []
+    assert re.search(r"DispatchError: Ray's runtime_env_agent on this host ended; its log /\S+/runtime_env_agent.log ends: ", errors), (
+        errors
+    )
+    wait_until(lambda: traces(tmp_path / "none", {each.pid for each in family}) == [], 20.0)
 
 
 @pytest.mark.parametrize("mode", ["", "token"])

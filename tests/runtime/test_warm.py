@@ -18,7 +18,6 @@ from rlgraph.columns import Column, Columns
 from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.errors import NodeError, PlanError, RlgraphError, WorkerDied
 from rlgraph.runtime.driver import warm as warm_module
-from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.warm import Warm
 
 pytestmark = pytest.mark.stage("jobs")
@@ -69,19 +68,6 @@ def test_without_engines_none_is_kept(model: str) -> None:
     with rg.compile(digest_loop(model, "transformers"), rg.Cluster(cpus=2)).launch() as job:
         assert forked_workers.alive(pid := job.pids["generator"])
     assert wait_until(lambda: not forked_workers.alive(pid))
-
-
-@pytest.mark.vllm
-@pytest.mark.usefixtures("warm")
-def test_an_engine_of_vllm_is_forked_too_and_its_run_is_that_of_an_engine_started_anew(model: str) -> None:
-    graph = digest_loop(model, "vllm")
-    plan = rg.compile(graph, rg.Cluster(cpus=2))
-    with plan.launch() as job:
-        first = [clockless_metrics(step) for step in job.steps(3)]
-        assert parent(job.pids["generator"]) != parent(job.pids["policy"])  # vLLM changes torch for its whole process
-    assert launched(graph)[0] == first
-    with Job(graph, plan, dispatch_name="forked", deadline_s=240.0) as job:  # whose worker imports vLLM itself
-        assert [clockless_metrics(step) for step in job.steps(3)] == first
 
 
 COUNTED: list[int] = []

@@ -5,6 +5,7 @@ The server that they are forked from has imported torch and transformers once, w
 
 import multiprocessing
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,9 @@ def alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+def traces(folder: str | Path, pids: set[int]) -> list[str]:
+    """List what is left of a job that has ended: its folder, its workers' processes, and shared memory with the id of one in its name."""
+    shared = [path.name for path in Path("/dev/shm").iterdir() if set(re.findall(r"\d+", path.name)) & set(map(str, pids))]
+    return [*shared, *(str(pid) for pid in pids if alive(pid)), *([str(folder)] if Path(folder).exists() else [])]
