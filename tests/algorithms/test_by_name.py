@@ -133,8 +133,3 @@ def test_the_greedy_baseline_is_generated_beside_the_responses_and_repeated_for_
     assert (plan.node("greedy").rows, plan.node("rollout").rows) == (2, 8)
     assert plan.node("greedy").workers == plan.node("rollout").workers
     assert plan.certificate.staleness_bound == 1
-
-
-def test_an_unknown_name_lists_the_known_ones(model: str) -> None:
-    with pytest.raises(GraphError, match=r"there is no estimator 'grop'; choose one of \['dr_grpo'"):
-        steps(model, estimator="grop")

@@ -169,32 +169,6 @@ def test_discount_steps_over_tool_tokens() -> None:
     assert torch.allclose(alg.ReinforcePlusPlus(gamma=0.5)(columns)["returns"], torch.tensor([[0.25, 0, 0.5, 1]]))
 
 
-@quick
-@given(seeds, st.floats(0, 1), st.floats(0, 1))
-def test_gae_equals_its_definition_token_by_token(seed: int, gamma: float, lam: float) -> None:
-    columns = batch(seed, length=13)
-    rewards, values, mask = columns["token_rewards"], columns["values"], columns["response_mask"]
-    expected, plain = torch.zeros_like(values), torch.zeros_like(values)
-    for row in range(8):
-        following, advantage = 0.0, 0.0
-        for t in reversed(range(13)):
-            if mask[row, t]:
-                advantage = float(rewards[row, t] + gamma * following - values[row, t] + gamma * lam * advantage)
-                following = float(values[row, t])
-                plain[row, t], expected[row, t] = advantage, advantage + following
-    whitened, found = (alg.GAE(gamma=gamma, lam=lam, whiten=whiten)(columns) for whiten in (True, False))
-    assert torch.equal(whitened["returns"], found["returns"])
-    assert torch.allclose(found["returns"], expected, atol=1e-10)
-    assert torch.allclose(found["advantages"], plain, atol=1e-10)
-
-
-def test_advantages_are_whitened_over_the_tokens() -> None:
-    columns = batch(3)
-    advantages = alg.GAE()(columns)["advantages"][columns["response_mask"]]
-    assert abs(float(advantages.mean())) < 1e-7
-    assert abs(float(advantages.std()) - 1) < 1e-6
-
-
 def test_without_gaps_both_alignments_of_the_token_baseline_agree() -> None:
     columns = batch(5, gaps=False)
     by_column, by_token = (alg.OptimalTokenBaseline(align=align)(columns)["advantages"] for align in ("column", "token"))

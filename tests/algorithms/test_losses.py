@@ -93,31 +93,6 @@ def test_the_order_of_rows_does_not_matter(name: str, seed: int) -> None:
     assert torch.allclose(plain[1][order], shuffled[1], atol=1e-12, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["clipped", "clipped_without_dual", "gspo", "cispo", "reinforce", "dppo_tv", "dppo_kl", "dro", "proximal"])
-@quick
-@given(seeds)
-def test_at_ratio_one_the_gradient_is_the_policy_gradient(name: str, seed: int) -> None:
-    columns = batch(seed)
-    columns["old_log_probs"] = columns["rollout_log_probs"] = columns["log_probs"]
-    loss = dataclasses.replace(LOSSES[name], aggregation="token-mean")
-    mask = columns["response_mask"]
-    expected = torch.where(mask, -columns["advantages"], 0.0) / mask.sum()
-    columns["weight_version"].fill_(3)  # one version old, where the proximal policy is the rollout's
-    del columns["rollout_is_weights"]
-    assert torch.allclose(evaluate(loss, columns)[1], expected, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["sapo", "gmpo"])
-def test_at_ratio_one_sequence_losses_have_the_policy_gradient_of_each_response(name: str) -> None:
-    columns = batch(1)
-    mask = columns["response_mask"]
-    columns["old_log_probs"] = columns["log_probs"]
-    columns["advantages"] = columns["rewards"][:, None].expand(8, 9)
-    expected = torch.where(mask, -columns["advantages"], 0.0) / mask.sum(-1, keepdim=True).clamp(min=1) / 8
-    del columns["rollout_is_weights"]
-    assert torch.allclose(evaluate(LOSSES[name], columns)[1], expected, atol=1e-7)
-
-
 @every_loss
 def test_gradients_agree_with_finite_differences(name: str) -> None:
     loss = ALL_LOSSES[name]
@@ -204,21 +179,6 @@ def test_a_clamped_ratio_has_no_slope(name: str) -> None:
     assert not evaluate(ALL_LOSSES[name], columns)[1].any()
 
 
-@pytest.mark.parametrize("name", [name for name, loss in ALL_LOSSES.items() if loss.optional_reads])
-def test_importance_weights_multiply_the_loss_where_they_are_given(name: str) -> None:
-    columns = batch(4)
-    without = {key: column for key, column in columns.items() if key != "rollout_is_weights"}
-    ones = {**columns, "rollout_is_weights": torch.ones(8, 9, dtype=torch.float64)}
-    assert torch.allclose(evaluate(ALL_LOSSES[name], ones)[1], evaluate(ALL_LOSSES[name], without)[1], atol=1e-9)
-    assert not torch.allclose(evaluate(ALL_LOSSES[name], columns)[1], evaluate(ALL_LOSSES[name], without)[1], atol=1e-9)
-
-
-def test_token_sum_over_tokens_is_token_mean() -> None:
-    columns = batch(6)
-    total, mean = (evaluate(alg.ClippedLoss(aggregation=mode), columns)[0] for mode in ("token-sum", "token-mean"))
-    assert float(total / columns["response_mask"].sum()) == pytest.approx(float(mean))
-
-
 def test_entropy_and_kl_terms_add_up_with_their_coefficients() -> None:
     columns = batch(7)
     plain = evaluate(alg.ClippedLoss(), columns)[0]
@@ -241,16 +201,6 @@ def test_a_loss_reads_the_columns_its_options_need() -> None:
     assert not alg.ClippedLoss().needs_entropy
 
 
-def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
-    columns = {key: torch.full((1, 1), value) for key, value in (("log_probs", -1.0), ("old_log_probs", -4.0), ("advantages", -2.0))}
-    columns["response_mask"] = torch.ones(1, 1).bool()
-    value, gradient, metrics = evaluate(alg.ClippedLoss(clip_c=3.0), columns)
-    assert float(value) == pytest.approx(6.0)
-    assert float(gradient) == 0
-    assert metrics["actor/pg_clipfrac_lower"] == 1
-    assert float(evaluate(alg.ClippedLoss(clip_c=None), columns)[0]) == pytest.approx(2 * torch.tensor(3.0).exp().item())
-
-
 def test_clip_cov_draws_from_a_generator_of_its_own() -> None:
     columns = batch(0)
     torch.manual_seed(1)
@@ -268,13 +218,6 @@ def test_kl_cov_names_the_absolute_log_ratio_apart() -> None:
     difference = (columns["log_probs"] - columns["old_log_probs"])[columns["response_mask"]]
     assert metrics["actor/ppo_kl"] == pytest.approx(-float(difference.mean()))
     assert metrics["actor/ppo_kl_abs"] == pytest.approx(float(difference.abs().mean()))
-
-
-def test_value_loss_takes_the_larger_of_plain_and_clipped_error() -> None:
-    columns = {"values": torch.full((1, 2), 0.2), "returns": torch.zeros(1, 2), "response_mask": torch.ones(1, 2).bool()}
-    value, metrics = alg.ValueLoss(clip=0.5)(torch.tensor([[1.0, 2.0]]), columns, alg.Totals(2, 1))
-    assert float(value) == pytest.approx(1.25)
-    assert metrics == pytest.approx({"critic/vf_loss": 1.25, "critic/vpred_mean": 1.5, "critic/vf_clipfrac": 0.0})
 
 
 def test_value_loss_agrees_with_finite_differences_and_ignores_what_is_masked() -> None:

@@ -19,27 +19,6 @@ def test_a_name_and_options_make_an_object() -> None:
     assert alg.loss("bypass_ppo_clip", clip_high=0.28) == alg.Bypass(alg.ClippedLoss(clip_high=0.28))
 
 
-@pytest.mark.parametrize("name", alg.ESTIMATORS)
-def test_every_estimator_can_be_made_by_name(name: str) -> None:
-    assert "advantages" in alg.estimator(name).writes
-
-
-BEYOND = ("sft", "dft", "dpo", "ipo", "kto", "orpo", "simpo")  # losses beyond policy gradients
-
-
-@pytest.mark.parametrize("name", alg.LOSSES)
-def test_every_loss_can_be_made_by_name(name: str) -> None:
-    reads = alg.loss(name, **({"beta": 0.1} if name == "dro" else {})).reads
-    assert ("advantages" in reads) is (name not in BEYOND)
-    assert ("preferences" in reads) is (name in BEYOND and name not in ("sft", "dft"))
-
-
-@pytest.mark.parametrize(("look_up", "known"), [(alg.estimator, "grpo"), (alg.loss, "clipped"), (alg.correction, "decoupled_seq_is")])
-def test_an_unknown_name_lists_the_known_ones(look_up: object, known: str) -> None:
-    with pytest.raises(GraphError, match=f"'gpro'.*'{known}'"):
-        look_up("gpro")
-
-
 def test_an_unknown_option_is_an_error_of_the_graph() -> None:
     with pytest.raises(GraphError, match=r"there is no setting 'clip_ratio'; did you mean"):
         alg.loss("clipped", clip_ratio=0.2)
