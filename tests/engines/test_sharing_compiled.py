@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from programs.parallel_ranks import Case, assemble_shards, run_one_process, run_ranks
+from programs.parallel_ranks import Case, check_training, run_one_process, run_ranks
 from support.tiny import tiny_qwen
 
 import rlgraph as rg
@@ -16,15 +15,9 @@ from rlgraph.errors import GraphError
 
 pytestmark = pytest.mark.stage("ranks")
 
-NEAR = {"atol": 5e-6, "rtol": 5e-6}
-AFTER_STEPS = {"atol": 5e-6, "rtol": 2e-5}  # as of ranks whose layers are not compiled
 FAST = "aot_eager_decomp_partition"  # traces, and decides what to keep, as the usual compiler; runs plain operations
-STEPS = 10
-RANKS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "tp2": (2, ("llama",)),
-    "tp2, norms of heads, selective": (2, ("selective",)),
-    "tp2 × dp2, recomputing": (4, ("recompute",)),
-}
+STEPS = 4
+RANKS = {"tp2": (2, "llama"), "tp2, norms of heads, selective": (2, "selective"), "tp2 × dp2, recomputing": (4, "recompute")}
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +26,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     llama = Case("llama", tiny_model(parent / "llama", hidden=128, tied=False), steps=STEPS, compiled=FAST)
     found = [
         llama,
-        replace(llama, name="recompute", recompute=True),
-        replace(llama, name="selective", recompute="selective", folder=tiny_qwen(parent, "qwen3")),
+        replace(llama, name="recompute", recompute=True, folder=tiny_model(parent / "one", hidden=128, layers=1)),
+        replace(llama, name="selective", recompute="selective", folder=tiny_qwen(parent, "qwen3", layers=1)),
     ]
     return {case.name: case for case in found}
 
@@ -49,22 +42,11 @@ def alone(cases: dict[str, Case], tmp_path_factory: pytest.TempPathFactory) -> C
 def test_layers_that_ranks_share_train_alike_where_they_are_compiled(
     ranks: str, cases: dict[str, Case], alone: Callable[[str], tuple[dict[str, Any], Path]], tmp_path: Path
 ) -> None:
-    world, names = RANKS[ranks]
-    eager = [replace(cases["llama"], name="eager", compiled="")] if "llama" in names else []
-    results = run_ranks([*eager, *(cases[name] for name in names)], tmp_path / "out", world, tensor_parallel=2)
-    for name in names:
-        many = results[name]
-        for one in (alone(name)[0], *([results["eager"][0]] if name == "llama" else [])):
-            for found, wanted in zip(many[0]["metrics"], one["metrics"], strict=True):
-                assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-            torch.testing.assert_close(many[0]["scores"], one["scores"], **NEAR)
-            torch.testing.assert_close(many[0]["scores after"], one["scores after"], **AFTER_STEPS)
-        for held in ("moments", "weights after"):
-            whole, expected = assemble_shards([rank[held] for rank in many]), assemble_shards([alone(name)[0][held]])
-            for parameter, tensor in whole.items():
-                torch.testing.assert_close(tensor, expected[parameter], **NEAR)
-        assert all(rank["traced"]["breaks"] == 0 and 2 <= rank["traced"]["graphs"] <= 4 for rank in many), many[0]["traced"]
-        assert all(rank["goes on"] == rank["goes on again"] for rank in many), "equal updates give equal bits"
+    world, name = RANKS[ranks]
+    one, many = alone(name)[0], run_ranks([cases[name]], tmp_path / "out", world, tensor_parallel=2)[name]
+    check_training(one, many, least=1e-6)
+    assert all(rank["traced"]["breaks"] == 0 and 1 <= rank["traced"]["graphs"] <= 4 for rank in many), many[0]["traced"]
+    assert all(rank["goes on"] == rank["goes on again"] for rank in many), "equal updates give equal bits"
 
 
 def test_a_policy_takes_both_settings_but_none_for_rows_that_ranks_share_as_well() -> None:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from programs.parallel_ranks import MUON, Case, assemble_shards, copy_shards, engine_of, run_exporting, run_one_process
+from programs.parallel_ranks import MUON, Case, check_saved, check_training, engine_of, run_exporting, run_one_process
 from support.families import folder_of
 from support.tiny import tiny_qwen
 
@@ -20,20 +19,19 @@ from rlgraph.errors import GraphError
 
 pytestmark = pytest.mark.stage("ranks")
 
-NEAR = {"atol": 5e-6, "rtol": 5e-6}
-AFTER_STEPS = {"atol": 5e-6, "rtol": 2e-5}  # in which rounding adds up, on some processors to 8e-6
+
 RANKS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {  # the world, what its ranks share, and the models
-    "tp2": (2, {"tensor_parallel": 2}, ("llama", "qwen2", "qwen3", "critic", "saving", "selective", "muon")),
+    "tp2": (2, {"tensor_parallel": 2}, ("qwen2", "qwen3", "critic", "saving", "selective", "muon")),
     "tp4": (4, {"tensor_parallel": 4}, ("wide",)),
     "cp2": (2, {"context_parallel": 2}, ("qwen2", "critic", "saving", "muon")),
     "cp4": (4, {"context_parallel": 4}, ("qwen3",)),  # of two heads of keys
     "ring 2": (2, {"context_parallel": 2}, ("nine", "nine critic", "nine saving", "nine muon")),
     "ring 3": (3, {"context_parallel": 3}, ("qwen3",)),
-    "cp4 (ring 2)": (4, {"context_parallel": 4}, ("fourteen", "six")),
+    "cp4 (ring 2)": (4, {"context_parallel": 4}, ("fourteen",)),
     "ring 2 × dp2": (4, {"context_parallel": 2}, ("nine critic",)),
     "forced ring 2": (2, {"context_parallel": 2, "ring": 2}, ("llama",)),  # where heads would do
     "tp2 × cp4 (ring 2)": (8, {"tensor_parallel": 2, "context_parallel": 4}, ("twelve",)),
-    "tp2 × cp2 × dp2": (8, {"tensor_parallel": 2, "context_parallel": 2}, ("qwen3", "muon")),
+    "tp2 × cp2 × dp2": (8, {"tensor_parallel": 2, "context_parallel": 2}, ("muon",)),
 }
 
 
@@ -50,7 +48,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
         Case("wide", tiny_model(parent / "wide", hidden=256)),
         Case("qwen2", tiny_qwen(parent, "qwen2")),
         Case("qwen3", tiny_qwen(parent, "qwen3")),
-        Case("six", tiny_model(parent / "six", hidden=192)),
         Case("twelve", tiny_model(parent / "twelve", hidden=384)),
         Case("fourteen", tiny_qwen(parent, "qwen2", name="fourteen", heads=14, head=16)),  # as Qwen 2 of 0.5B has
     ]
@@ -74,24 +71,9 @@ def test_ranks_that_share_a_model_train_it_as_one_process_does(
     given = [replace(cases[name], begins=alone(name)[1]) for name in names]
     results = run_exporting(given, tmp_path, world, alone(names[0])[0]["weights"], **shared)
     for name in names:
-        one, many = alone(name)[0], results[name]
-        assert all(rank["metrics"] == many[0]["metrics"] for rank in many)
-        for found, wanted in zip(many[0]["metrics"], one["metrics"], strict=True):
-            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6)
-        for column in ("scores", "squares", "scores after") if "squares" in one else ("scores", "scores after"):
-            assert all(torch.equal(rank[column], many[0][column]) for rank in many)
-            torch.testing.assert_close(many[0][column], one[column], **(AFTER_STEPS if column == "scores after" else NEAR))
-        for held in ("weights", "moments", "weights after", "loaded"):
-            whole = assemble_shards([rank[held] for rank in many])
-            expected = assemble_shards([one["weights after" if held == "loaded" else held]])
-            assert list(whole) == list(expected)
-            exact = held in ("weights", "loaded")  # they are read, not computed
-            for parameter, tensor in whole.items():
-                torch.testing.assert_close(tensor, expected[parameter], **({"atol": 0, "rtol": 0} if exact else NEAR))
-        engine = engine_of(cases[name])  # one process goes on from what the ranks saved
-        engine.load(tmp_path / "out" / name)
-        kept = assemble_shards([rank["weights after"] for rank in many])
-        assert all(torch.equal(tensor, kept[parameter]) for parameter, tensor in assemble_shards([copy_shards(engine)]).items())
+        check_training(alone(name)[0], results[name], least=1e-6)
+        engine = engine_of(cases[name])
+        check_saved(engine, tmp_path / "out" / name, results[name])
         engine.close()
 
 

@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -34,6 +35,8 @@ PATIENCE_S = 280  # of ranks that compile on busy cores
 PLAIN_COMPILE = torch.nn.Module.compile
 GOES_ON = 3  # steps, from a state that another engine saved
 MICRO_BATCH_TOKENS = 48  # two passes
+NEAR = {"atol": 5e-6, "rtol": 5e-6}
+AFTER_STEPS = {"atol": 5e-6, "rtol": 2e-5}  # in which rounding adds up, on some processors to 8e-6
 # A large eps: else Adam makes a whole step of a gradient that is nothing but rounding, and no two ways to sum would agree.
 ADAMW, MUON = AdamW(lr=5e-3, eps=1e-3, weight_decay=0.1, grad_clip=0.5), Muon(lr=1e-3, eps=1e-3, weight_decay=0.1)
 
@@ -155,6 +158,39 @@ def assemble_shards(ranks: list[list[WeightShard]]) -> dict[str, torch.Tensor]:
     """Put the boxes of all ranks together, as a generator does."""
     sent = [[shard for shard in shards if shard.replica == 0] for shards in ranks]
     return Assembly(sent).assemble([[shard.tensor for shard in shards] for shards in sent])
+
+
+def check_training(
+    one: dict[str, Any],
+    many: list[dict[str, Any]],
+    *,
+    least: float = 1e-5,
+    after: dict[str, float] = NEAR,
+    scores_after: dict[str, float] = AFTER_STEPS,
+    loaded: dict[str, torch.Tensor] | None = None,
+) -> None:
+    """Check that ranks found what one process did; what they read, and do not compute, to the bit. Metrics may differ by `least`."""
+    assert all(rank["metrics"] == many[0]["metrics"] for rank in many)
+    for column in [name for name in ("metrics", "goes on") if name in one]:
+        for found, wanted in zip(many[0][column], one[column], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-4, abs=least)
+    for column in [name for name in ("scores", "squares", "scores after") if name in one]:
+        assert all(torch.equal(rank[column], many[0][column]) for rank in many)
+        torch.testing.assert_close(many[0][column], one[column], **(scores_after if column == "scores after" else NEAR))
+    expected = {name: assemble_shards([one[name]]) for name in ("weights", "moments", "weights after")}
+    expected |= {"loaded": loaded or expected["weights after"], "taken": expected["weights"]}
+    for name in [name for name in expected if name in many[0]]:
+        whole, near = assemble_shards([rank[name] for rank in many]), {"moments": NEAR, "weights after": after}.get(name)
+        assert whole.keys() == expected[name].keys()
+        for parameter, tensor in whole.items():
+            torch.testing.assert_close(tensor, expected[name][parameter], **(near or {"atol": 0, "rtol": 0}))
+
+
+def check_saved(engine: Any, folder: Path, many: list[dict[str, Any]]) -> None:
+    """Check that one process goes on from the weights that ranks saved."""
+    engine.load(folder)
+    kept = assemble_shards([rank["weights after"] for rank in many])
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in assemble_shards([copy_shards(engine)]).items())
 
 
 def be_rank(cases: list[Case], out: Path, rank: int, world: int, ranks: dict[str, int]) -> None:
