@@ -315,37 +315,3 @@ def test_calls_that_begin_together_do_not_look_like_one_that_blocks(monkeypatch:
         calls.begin(Call(None, "session"), slow, 1e9)
     wait_until(lambda: ended.extend(calls.take_finished_calls(0.0)) or len(calls) == 0)  # type: ignore[func-returns-value]
     assert [call.failed for call in ended] == [None] * 10
-
-
-def test_calls_that_begin_together_wake_the_event_loop_once() -> None:
-    """Each time it wakes, its thread takes the interpreter's lock from the one that decodes."""
-    calls, ended = EnvironmentCalls(), []
-    hand, handed = calls._loop.call_soon_threadsafe, []
-
-    def counted(*given: Any) -> Any:
-        handed.append(given)
-        return hand(*given)
-
-    calls._loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
-    for _ in range(100):
-        calls.begin(Call(None, "step"), lambda: asyncio.sleep(0.0, "said"), 10.0)
-    wait_until(lambda: ended.extend(calls.take_finished_calls(0.0)) or len(calls) == 0)  # type: ignore[func-returns-value]
-    assert [call.value for call in ended] == ["said"] * 100
-    assert len(handed) == 1
-
-
-def test_time_is_not_asserted_but_a_program_waits_for_nobody(folder: Path) -> None:
-    """Twenty sessions that each wait for all others to have begun end: none waits for another's answer."""
-    begun: list[int] = []
-
-    async def program(client: rg.agents.AgentClient) -> float:
-        begun.append(1)
-        end = time.monotonic() + 30
-        while len(begun) < 20:
-            assert time.monotonic() < end
-            await asyncio.sleep(0.01)
-        await ask(client)
-        return 1.0
-
-    rolled = Rolled(folder, lambda text: "hm", [{"prompt": ""}] * 20, agent=program)
-    assert rolled.columns["rewards"].tolist() == [1.0] * 20

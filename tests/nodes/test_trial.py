@@ -17,7 +17,6 @@ from rlgraph.nodes.trial import try_functions
 
 REWARDS: dict[str, tuple[Callable[..., Any], str]] = {
     "nothing": (lambda responses: None, "node 'reward': reward function <lambda> returned NoneType"),
-    "a wrong count": (lambda responses: [0.0], "returned 1 rewards for 4 responses"),
     "text": (lambda response: "good", "returned 'good' for response 0 (prompt 0 of the data order: '0 + 1 =')"),
     "NaN": (lambda response, answer: float("nan"), "a reward is a finite number"),
     "an unknown name": (lambda response: responses, "raised NameError: name 'responses' is not defined"),  # type: ignore[name-defined]  # noqa: F821
@@ -155,7 +154,6 @@ def standardised(batch: Any) -> Columns:
 
 ADVANTAGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "nothing": (lambda batch: None, "node 'mine' returned None; it returns its columns by name"),
-    "a wrong count": (lambda batch: {"advantages": spread_out(batch)[:3]}, "returned 3 rows, but the batch has 4"),
     "text": (lambda batch: {"advantages": "high"}, "node 'mine' returned advantages='high'; a column is a tensor"),
     "NaN": (lambda batch: {"advantages": spread_out(batch) / 0}, "node 'mine' returned advantages with NaN or an infinity"),
     "a mask": (

@@ -1,6 +1,5 @@
 """The files of deploy/ for KubeRay: each is what KubeRay's own schema takes, and asks for what docs/cluster.md says."""
 
-import copy
 import functools
 import gzip
 import json
@@ -52,17 +51,6 @@ def cluster_of(found: dict[str, Any]) -> dict[str, Any]:
 def test_a_file_is_what_kuberays_schema_takes(name: str) -> None:
     found = document(name)
     validator(found["kind"]).validate(found)
-
-
-def test_the_schema_refuses_what_kuberay_does_not_know() -> None:
-    found = document(FILES[0])
-    wrong: list[dict[str, Any]] = [copy.deepcopy(found) for _ in range(3)]
-    wrong[0]["spec"]["authOptions"]["mode"] = "password"
-    wrong[1]["spec"]["workerGroupSpecs"][0]["replicas"] = "two"
-    wrong[2]["spec"]["headGroup"] = wrong[2]["spec"].pop("headGroupSpec")
-    for each in wrong:
-        with pytest.raises(jsonschema.ValidationError):
-            validator("RayCluster").validate(each)
 
 
 @pytest.mark.parametrize("name", FILES)

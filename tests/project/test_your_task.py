@@ -1,14 +1,11 @@
 """The tutorial on a task of one's own: its two programs run as they stand on the page, with a random model, and its commands exist."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import forked_workers
+from support import forked_programs, forked_workers
 from support.recipe_runs import run_program
 
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
@@ -18,27 +15,19 @@ PAGE = (ROOT / "docs" / "your_task.md").read_text()
 TINY = ["model=tiny", "engine=transformers"]
 
 
+pytestmark = pytest.mark.stage("recipes")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with the programs of the page and the data that the first one writes."""
     for name, code in zip(("make_data.py", "task.py"), re.findall(r"```python\n(.*?)```", PAGE, re.S), strict=True):
         (tmp_path / name).write_text(code)
-    run(tmp_path, "make_data.py")
+    made = forked_programs.run(str(tmp_path / "make_data.py"), cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
     return tmp_path
 
 
-def run(folder: Path, *command: str) -> str:
-    variables = os.environ | {"PYTHONPATH": str(ROOT)}
-    ended = subprocess.run([sys.executable, *command], cwd=folder, env=variables, capture_output=True, text=True, timeout=250, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
-
-
-def test_the_tutorials_recipe_is_planned(folder: Path) -> None:
-    assert "staleness at most 1" in run(folder, "-m", "rlgraph", "plan", "task.py", *TINY)
-
-
-@pytest.mark.stage("recipes")
 def test_the_tutorials_recipe_trains_evaluates_and_exports(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "python task.py model=tiny engine=transformers steps=2 every=1 out=runs/trial\n" in PAGE
     monkeypatch.chdir(folder)
@@ -48,5 +37,5 @@ def test_the_tutorials_recipe_trains_evaluates_and_exports(folder: Path, monkeyp
     assert all({"critic/rewards/mean", "val/acc/mean@1", "critic/advantages/zero"} < line.keys() for line in lines)
     assert (folder / "runs" / "trial" / "model" / "model.safetensors").exists()
     assert "rlgraph export runs/task/checkpoints runs/task/model-bf16 --dtype bfloat16\n" in PAGE
-    run(folder, "-m", "rlgraph", "export", "runs/trial/checkpoints", "runs/trial/model-bf16", "--dtype", "bfloat16")
+    forked_programs.run("-m", "rlgraph", "export", "runs/trial/checkpoints", "runs/trial/model-bf16", "--dtype", "bfloat16", cwd=folder)
     assert (folder / "runs" / "trial" / "model-bf16" / "config.json").exists()

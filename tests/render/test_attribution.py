@@ -87,10 +87,7 @@ def test_a_wait_for_data_outranks_a_wait_for_order_on_a_shared_device(plans: dic
     plan = plans["ppo_cores"]
     turn = next(c for c in plan.channels if c.kind == "order")
     after, before = plan.node(turn.readers[0]), plan.node(turn.writer)
-    spans = [
-        Span(turn.name, "wait", 3, after.workers[0], 0.0, 4.0),
-        Span("rollout", "wait", 3, before.workers[0], 0.0, 4.0),
-    ]
+    spans = [Span(turn.name, "wait", 3, after.workers[0], 0.0, 4.0), Span("rollout", "wait", 3, before.workers[0], 0.0, 4.0)]
     uses = {row.use for row in attribute(spans, plan).of_pool(before.pool)}
     assert uses == {"data"}
 

@@ -45,20 +45,6 @@ def test_a_line_has_a_gap_where_a_value_is_missing() -> None:
     assert len(list(group.iter(f"{SVG}path"))) == 2
 
 
-def test_a_single_value_between_gaps_is_a_dot() -> None:
-    values = [math.nan if x % 2 else 1.0 for x in range(81)]
-    (group,) = series(svg("t", range(81), {"reward": values}, "y"))
-    assert len(list(group.iter(f"{SVG}circle"))) == 41
-
-
-def test_only_several_series_have_a_legend() -> None:
-    one = svg("t", [0, 1], {"reward": [0.0, 1.0]}, "y")
-    two = svg("t", [0, 1], {"reward": [0.0, 1.0], "length": [0.0, 2.0]}, "y")
-    texts = [[t.text for t in ElementTree.fromstring(picture).iter(f"{SVG}text")] for picture in (one, two)]
-    assert "reward" not in texts[0]
-    assert {"reward", "length"} <= set(texts[1])
-
-
 @given(st.lists(st.floats(-1e12, 1e12), max_size=20) | st.lists(st.integers(0, 10**6), max_size=20))
 def test_ticks_enclose_all_values_and_are_few(values: list[float]) -> None:
     found = ticks(values, whole=all(isinstance(value, int) for value in values))
@@ -66,10 +52,6 @@ def test_ticks_enclose_all_values_and_are_few(values: list[float]) -> None:
     assert all(a < b for a, b in pairwise(found))
     room = 1e-6 * (found[-1] - found[0])
     assert all(found[0] - room <= value <= found[-1] + room for value in values)
-
-
-def test_ticks_of_steps_are_whole_numbers() -> None:
-    assert ticks([0, 1, 2], whole=True) == [0.0, 1.0, 2.0]
 
 
 def test_a_series_of_the_wrong_length_is_refused() -> None:

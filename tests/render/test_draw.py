@@ -99,12 +99,7 @@ def test_the_critical_cycle_is_drawn_in_red_and_nothing_else_is(plans: dict[str,
 def test_nodes_of_a_shared_pool_are_numbered_in_the_order_of_the_plan(plans: dict[str, Plan]) -> None:
     nodes = tips(ElementTree.fromstring(svg(plans["ppo"])), "node")
     order = {tip.split(":")[0]: match[1] for tip in nodes if (match := re.search(r"number (\d of \d) in the order of pool train", tip))}
-    assert order == {
-        "policy.log_probs": "1 of 4",
-        "critic.values": "2 of 4",
-        "policy.update": "3 of 4",
-        "critic.update": "4 of 4",
-    }
+    assert order == {"policy.log_probs": "1 of 4", "critic.values": "2 of 4", "policy.update": "3 of 4", "critic.update": "4 of 4"}
 
 
 def test_a_picture_is_self_contained(plans: dict[str, Plan]) -> None:

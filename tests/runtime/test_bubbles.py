@@ -4,7 +4,6 @@ import pytest
 from support import fakes, forked_workers
 
 from rlgraph.analysis.attribution import Bubbles
-from rlgraph.values.pool import Pool
 
 STEPS = 10
 
@@ -34,24 +33,9 @@ def test_a_slow_update_leaves_the_generator_waiting_for_its_versions() -> None:
     assert not any(row.use == "start" for row in steady.of_pool("rollout"))
 
 
-def test_a_slow_rollout_leaves_the_trainer_waiting_for_data() -> None:
-    _, steady = measured(1, generate_s=0.3, train_s=0.1)
-    assert steady.residual <= 0.01
-    assert part(steady, "policy", "data", "rollout") == pytest.approx(2 / 3, abs=0.2)
-    assert steady.busy("rollout") > 0.7
-
-
 def test_on_policy_each_pool_waits_for_the_other() -> None:
     _, steady = measured(0, generate_s=0.2, train_s=0.2, ranks=2)
     assert steady.residual <= 0.01
     for rank in range(2):
         assert part(steady, f"generator[{rank}]", "weights", "update") == pytest.approx(0.5, abs=0.2)
     assert part(steady, "policy", "data", "rollout") == pytest.approx(0.5, abs=0.2)
-
-
-def test_one_time_shared_pool_is_busy_though_each_of_its_workers_waits() -> None:
-    pool = Pool("shared")
-    _, steady = measured(0, generate_s=0.2, train_s=0.2, pools=(pool, pool))
-    assert steady.residual <= 0.01
-    assert steady.busy("shared") > 0.7
-    assert part(steady, "generator", "node") == pytest.approx(0.5, abs=0.2)
