@@ -257,13 +257,11 @@ def test_a_transfer_that_hangs_breaks_the_channel_at_both_ends(carried: Any, mon
     monkeypatch.setattr(Gloo, "send", lambda self, memory: lambda: go_on.wait(LONG))
     writer.put(1, {"x": torch.ones(3)}, LONG)
     with pytest.raises(
-        ChannelBroken,
-        match=r"'edge', a reader, step 1: the writer .* columns on a GPU failed: it did not end within 0\.3 s",
+        ChannelBroken, match=r"'edge', a reader, step 1: the writer .* columns on a GPU failed: it did not end within 0\.3 s"
     ):
         reader.take(1, LONG)
     with pytest.raises(
-        ChannelBroken,
-        match=r"'edge', the writer, step 2: a reader .* columns on a GPU failed: it did not end within 0\.3 s",
+        ChannelBroken, match=r"'edge', the writer, step 2: a reader .* columns on a GPU failed: it did not end within 0\.3 s"
     ):
         writer.put(2, {"x": torch.ones(3)}, LONG)
     go_on.set()

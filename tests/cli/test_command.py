@@ -146,11 +146,7 @@ def test_tune_ranks_the_values_that_a_setting_lists(recipe: Path) -> None:
 
 REFUSED = {
     "a page both served and written": (["report", "a", "--watch", "--out", "page.html"], 2, "--watch serves the page and --out writes it"),
-    "a profile of nothing": (
-        ["run", "lengths.py", "--profile", "0"],
-        2,
-        "error: --profile 0: recipe 'lengths.py' does not call rg.record",
-    ),
+    "a profile of nothing": (["run", "lengths.py", "--profile", "0"], 2, "error: --profile 0: recipe 'lengths.py' does not call rg.record"),
     "a profile of no steps": (["run", "lengths.py", "--profile", "3..5"], 2, "error: --profile 3..5: pass a step, e.g. 3, or the first"),
     "a worker without a profile": (["run", "lengths.py", "--worker", "policy"], 2, "--worker names the workers that --profile profiles"),
     "an unknown option": (["plan", "lengths.py", "--drow", "x.svg"], 2, "No such option: --drow"),

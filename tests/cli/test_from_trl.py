@@ -128,13 +128,7 @@ def test_a_script_is_read_without_running_it(tmp_path: Path, monkeypatch: pytest
     found = given(script)
     assert {
         key: found[key] for key in ("output_dir", "num_generations", "per_device_train_batch_size", "num_iterations", "peft_config.r")
-    } == {
-        "output_dir": "runs/tiny-4",
-        "num_generations": 4,
-        "per_device_train_batch_size": 4,
-        "num_iterations": 2,
-        "peft_config.r": 4,
-    }
+    } == {"output_dir": "runs/tiny-4", "num_generations": 4, "per_device_train_batch_size": 4, "num_iterations": 2, "peft_config.r": 4}
     assert (found["learning_rate"], found["model"], script.kind) == (2e-6, "tiny", "GRPO")
     assert [(each.name, each.arguments) for each in script.rewards] == [
         ("exact", ["prompts", "completions", "answer"]),

@@ -35,8 +35,7 @@ def frozen(engine: FsdpEngine) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "dtype"),
-    [("tied", "process", torch.bfloat16), ("tied", "host", torch.float32), ("untied", "host", torch.bfloat16)],
+    ("model", "kind", "dtype"), [("tied", "process", torch.bfloat16), ("tied", "host", torch.float32), ("untied", "host", torch.bfloat16)]
 )
 def test_with_a_shared_base_models_train_with_the_same_bits(
     model: str, kind: str, dtype: torch.dtype, request: pytest.FixtureRequest, tmp_path: Path

@@ -21,13 +21,7 @@ gpus = 2 if sys.argv[1].endswith("tensor_parallel") else 1  # for one engine, an
 folder = str(tiny_llama(Path("model")))
 rollout_pool = rg.Pool("rollout", gpus=gpus)
 generator = rg.Generator(
-    folder,
-    pool=rollout_pool,
-    sampling=rg.Sampling(max_tokens=8),
-    max_context=48,
-    memory=0.2,
-    max_sequences=16,
-    tensor_parallel=gpus,
+    folder, pool=rollout_pool, sampling=rg.Sampling(max_tokens=8), max_context=48, memory=0.2, max_sequences=16, tensor_parallel=gpus
 )
 policy = rg.Policy(folder, pool=rollout_pool if colocated else rg.Pool("train", gpus=1))
 weights = rg.feedback("weights", depth=0 if colocated else 1, buffers=2 if sys.argv[1] == "second_buffer" else 1)

@@ -33,20 +33,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted(file for file in (ROOT / "rlgraph").rglob("*.py") if "engines" not in file.relative_to(ROOT).parts)
 # What may be looked at by the name of an attribute: values that a user gave, of whatever kind, and other libraries.
 LOOKED_AT = {
-    *(
-        "value",
-        "function",
-        "inner",
-        "loss",
-        "estimator",
-        "by",
-        "data",
-        "refill",
-        "self.environment",
-        "type(value)",
-        "self.cls",
-        "cls",
-    ),
+    *("value", "function", "inner", "loss", "estimator", "by", "data", "refill", "self.environment", "type(value)", "self.cls", "cls"),
     "setting",  # of a setting, whose fields are checked one by one
     *("made", "found"),  # fields(...) of our own values, one by one
     *("source", "self.source"),  # a stream of rows, by any library

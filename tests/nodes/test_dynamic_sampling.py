@@ -144,11 +144,7 @@ WRONG = {
     "one round": ({}, {"rounds": 1}, "Refill\\(rounds=1\\)"),
     "a column that there is": ({}, {"writes": "answers"}, "a column that it has already"),
     "a column of another kind": ({}, {"writes": "returns"}, "which holds regression target"),
-    "a reward of what there is not": (
-        {},
-        {"reward": lambda solutions: []},
-        "reads column 'solutions', which neither",
-    ),
+    "a reward of what there is not": ({}, {"reward": lambda solutions: []}, "reads column 'solutions', which neither"),
     "no function": ({}, {"reward": 3}, "reward is a function"),
 }
 

@@ -10,11 +10,7 @@ from rlgraph.nodes.base import Context
 from rlgraph.nodes.training.guards import Guards, UpdateGuard
 from rlgraph.nodes.training.update import Training, UpdateSchedule
 
-BATCH = {
-    "responses": torch.arange(8)[:, None],
-    "texts": [str(i) for i in range(8)],
-    "response_mask": torch.ones(8, 1, dtype=torch.bool),
-}
+BATCH = {"responses": torch.arange(8)[:, None], "texts": [str(i) for i in range(8)], "response_mask": torch.ones(8, 1, dtype=torch.bool)}
 
 
 class Recorder:

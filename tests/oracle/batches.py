@@ -44,11 +44,7 @@ def batch(name: str, dtype: str) -> Arrays:
         "sum_pi_squared": probabilities**2 + (1 - probabilities) ** 2 * random.uniform(0.2, 1.0, (rows, length)),
         "upstream": random.normal(size=(rows, length)),
     }
-    return {
-        "response_mask": mask,
-        "group_ids": _groups(name, random, rows),
-        **{key: value.astype(dtype) for key, value in arrays.items()},
-    }
+    return {"response_mask": mask, "group_ids": _groups(name, random, rows), **{key: value.astype(dtype) for key, value in arrays.items()}}
 
 
 def _mask(name: str, random: np.random.Generator, rows: int, length: int) -> np.ndarray:

@@ -164,10 +164,7 @@ def profiled_on(cores: int, kept: float) -> Trace:
     faster = cores * kept ** np.log2(cores)
     loop = Loop(depth=1, rollout_share=cores)
     plan, spans, sampled = record_run(
-        loop,
-        lambda event, lengths: by_length(event, lengths) / (faster if event == "rollout" else 1.0),
-        lengths=UNIFORM,
-        cores=1 + cores,
+        loop, lambda event, lengths: by_length(event, lengths) / (faster if event == "rollout" else 1.0), lengths=UNIFORM, cores=1 + cores
     )
     return Trace(plan, spans, sampled)
 

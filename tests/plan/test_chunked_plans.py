@@ -78,10 +78,7 @@ def test_the_plan_prints_the_count_of_chunks() -> None:
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no whole number": (lambda: Parts(0), "chunks=0; chunks is a whole number of chunks"),
     "true": (lambda: Parts(True), "chunks=True"),
-    "no divisor of the prompts": (
-        lambda: Parts(3),
-        "chunks=3, which does not divide the 16 rows per step of 'prompts'",
-    ),
+    "no divisor of the prompts": (lambda: Parts(3), "chunks=3, which does not divide the 16 rows per step of 'prompts'"),
     "no node that takes a chunk": (
         lambda: Parts(by_group=False).graph(),
         r"no node can work on a chunk .* 'reward' takes the whole batch .* 'update' takes the whole batch .* leave chunks out",

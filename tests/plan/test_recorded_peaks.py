@@ -71,10 +71,7 @@ def test_a_recorded_peak_is_within_a_tenth_of_the_plan(peak: int, given: tuple[A
 
 @pytest.mark.parametrize(
     ("shape", "tokens", "settings", "instant"),
-    [
-        ("4B", 8192, {"fused_head": False}, "head"),
-        ("1.7B", 16384, {"recompute": True}, "backward of a layer"),
-    ],
+    [("4B", 8192, {"fused_head": False}, "head"), ("1.7B", 16384, {"recompute": True}, "backward of a layer")],
 )
 def test_the_peak_is_that_of_the_largest_instant_and_prints(shape: str, tokens: int, settings: dict[str, Any], instant: str) -> None:
     need, *_ = planned_update(shape, (4, 16384), "H200", {"dp": 1}, tokens, settings)

@@ -16,14 +16,7 @@ from rlgraph.engines.fsdp.sharding import full, local
 from rlgraph.values.optimizers import AdamW
 
 OPTIMIZERS = {"8bit": EightBitAdamW, "16bit": SixteenBitAdamW}
-SHAPES = (
-    (128, 64),
-    (65, 256),
-    (300, 64),
-    (301, 7),
-    (8192,),
-    (3, 4),
-)  # 8 bits cut the third within a block, the fifth in its middle
+SHAPES = ((128, 64), (65, 256), (300, 64), (301, 7), (8192,), (3, 4))  # 8 bits cut the third within a block, the fifth in its middle
 
 
 def settings_of(moments: Any) -> AdamW:

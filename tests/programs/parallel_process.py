@@ -10,11 +10,7 @@ from pathlib import Path
 
 from rlgraph.engines.vllm import arguments as engine_arguments
 
-os.environ |= engine_arguments.ENVIRONMENT | {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
+os.environ |= engine_arguments.ENVIRONMENT | {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 def found(worker, config, folder: str) -> dict[str, int]:

@@ -153,12 +153,7 @@ def jobs(hosts: Hosts) -> None:
     run_together(*(lambda n=n: hosts.do(f"stop {n}", n, f"{RLGRAPH} cluster stop; {LEFT}") for n in (1, 2)))
 
 
-CASES: dict[str, Callable[[Hosts], None]] = {
-    "tokens": tokens,
-    "symmetric run": symmetric_run,
-    "slurm": slurm,
-    "jobs": jobs,
-}
+CASES: dict[str, Callable[[Hosts], None]] = {"tokens": tokens, "symmetric run": symmetric_run, "slurm": slurm, "jobs": jobs}
 
 
 if __name__ == "__main__":

@@ -248,10 +248,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_starts(tmp_p
 
 
 def test_two_jobs_do_not_share_a_folder(tmp_path: Path) -> None:
-    with (
-        job(fakes.vector_loop(1), tmp_path),
-        pytest.raises(CheckpointError, match="is in use by another job"),
-    ):
+    with job(fakes.vector_loop(1), tmp_path), pytest.raises(CheckpointError, match="is in use by another job"):
         job(fakes.vector_loop(1), tmp_path)
 
 

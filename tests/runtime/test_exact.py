@@ -99,16 +99,10 @@ def imitates(model: str) -> object:
 
 REFUSED: dict[str, tuple[Callable[[str, str], object], str]] = {
     "depth": (lambda m, o: loop(m, depth=1), "at depth=1: responses from older weights have different log-probs; use depth=0"),
-    "engine": (
-        lambda m, o: loop(m, generator={"engine": "transformers"}),
-        "its engine uses different kernels than the trainer",
-    ),
+    "engine": (lambda m, o: loop(m, generator={"engine": "transformers"}), "its engine uses different kernels than the trainer"),
     "folder": (lambda m, o: loop(m, base=o), "pass the same path"),
     "the generator's dtype": (lambda m, o: loop(m, generator={"dtype": "auto"}), r"use rg.Generator\(…, dtype='float32'\)"),
-    "the policy's dtype": (
-        lambda m, o: loop(m, policy={"dtype": "auto"}),
-        "exact works with float32 on cores and bfloat16 on GPUs; write",
-    ),
+    "the policy's dtype": (lambda m, o: loop(m, policy={"dtype": "auto"}), "exact works with float32 on cores and bfloat16 on GPUs; write"),
     "another dtype": (lambda m, o: loop(m, policy={"dtype": "bfloat16"}), r"dtype='bfloat16', and has .* use .*dtype='bfloat16'\)"),
     "an engine on several GPUs": (lambda m, o: loop(m, generator={"tensor_parallel": 2}), "spans 2 GPUs, which sum in a different order"),
     "fp8 weights": (lambda m, o: loop(m, generator={"weights_dtype": "fp8"}), "its engine has weights_dtype="),

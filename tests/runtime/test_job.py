@@ -52,8 +52,7 @@ def test_a_launch_without_a_temporary_folder_names_the_fix(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("dispatch", "depth", "buffers"),
-    [("forked", 0, 1), ("forked", 2, 2), pytest.param("processes", 1, 1, marks=pytest.mark.stage("jobs"))],
+    ("dispatch", "depth", "buffers"), [("forked", 0, 1), ("forked", 2, 2), pytest.param("processes", 1, 1, marks=pytest.mark.stage("jobs"))]
 )
 def test_a_run_equals_the_oracle_bit_for_bit(dispatch: str, depth: int, buffers: int) -> None:
     graph = fakes.vector_loop(depth, buffers=buffers)

@@ -93,8 +93,7 @@ def test_the_last_node_of_a_graph_that_hangs_is_found_by_the_driver(monkeypatch:
 
 @pytest.mark.stage("kills")
 @pytest.mark.parametrize(
-    ("dispatch", "worker"),
-    [("forked", "prompts"), pytest.param("compiled_graph", "generator", marks=pytest.mark.ray)],
+    ("dispatch", "worker"), [("forked", "prompts"), pytest.param("compiled_graph", "generator", marks=pytest.mark.ray)]
 )
 @pytest.mark.usefixtures("ray_unless_forked")
 def test_a_stopped_process_is_named_as_stopped_soon_after_the_deadline(dispatch: str, worker: str) -> None:

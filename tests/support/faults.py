@@ -71,11 +71,7 @@ HANGS: dict[str, Callable[[], None]] = {
     "holds the interpreter": _hold_the_interpreter,
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
 }
-OTHERS: dict[str, Callable[[], None]] = {
-    "slow": lambda: time.sleep(SLOW_S),
-    "broken socket": _cut_channels,
-    "full channel": _keep_slots,
-}
+OTHERS: dict[str, Callable[[], None]] = {"slow": lambda: time.sleep(SLOW_S), "broken socket": _cut_channels, "full channel": _keep_slots}
 ACTS = ENDS | RAISES | HANGS | OTHERS
 SHAPES = ("wrong rows", "no column", "no tensor")
 

@@ -122,8 +122,7 @@ MISTAKES = {
         "choose a divisor of 2", lambda: policy().update(pairs(), loss=rg.losses.SimPO(), mini_batches=4)
     ),
     "a further loss of pairs for labels": call_mistake(
-        "'examples' writes single rows",
-        lambda: policy().update(pairs(), loss=rg.losses.SimPO(), also=[(labels(), rg.losses.SimPO(), 1.0)]),
+        "'examples' writes single rows", lambda: policy().update(pairs(), loss=rg.losses.SimPO(), also=[(labels(), rg.losses.SimPO(), 1.0)])
     ),
     "a policy's loss for a reward model": call_mistake(
         "the log-probs of a policy", lambda: judge().update(pairs(), loss=rg.losses.SimPO())
