@@ -200,17 +200,6 @@ def test_a_timed_out_writer_was_blocked_for_its_deadline(make_shm):
     assert 0.1 <= writer.statistics().blocked_s < LONG
 
 
-def test_a_blocked_writer_goes_on_when_a_slot_comes_back(make_shm):
-    writer, [reader] = make_shm(slots=1)
-    writer.put(0, {}, LONG)
-    thread = threading.Thread(target=writer.put, args=(1, {}, LONG))
-    thread.start()
-    reader.take(0, LONG)
-    reader.release()
-    assert reader.take(1, LONG) == {}
-    thread.join()
-
-
 @pytest.mark.parametrize(("method", "error"), [("close", ChannelClosed), ("fail", ChannelBroken)])
 @pytest.mark.parametrize("role", ["writer", "reader"])
 def test_another_thread_ends_a_wait(make_shm, role, method, error):
@@ -240,17 +229,6 @@ def test_a_path_is_that_of_one_channel(tmp_path):
     with pytest.raises(ChannelError, match=r"channel 'other': .* is in use"):
         HostWriter("other", 1, 1, b"key", address)
     writer.close()
-
-
-def test_messages_cross_between_processes(tmp_path):
-    address = str(tmp_path / "a")
-    with peer("write", address, 50):
-        reader = HostReader("edge", b"key", address, START_S)
-        for step in range(50):
-            got = reader.take(step, LONG)
-            assert (got["x"].tolist(), got["who"]) == ([step] * 1000, ["écrivain"])
-            reader.release()
-        reader.close()
 
 
 def test_a_killed_writer_breaks_the_channel_long_before_the_deadline_and_leaves_nothing(tmp_path):

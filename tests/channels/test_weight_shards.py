@@ -1,7 +1,6 @@
 """Any cut of any parameters among trainer ranks arrives bit for bit at every generator, and what is no cut is refused before a copy."""
 
 import random
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -171,16 +170,6 @@ def test_the_reader_plans_the_assembly_again_only_for_another_sharding(make_shm:
         reader.release()
         assert all(shard.tensor.is_meta for shards in reader._assembly.shards for shard in shards)
     assert len(cuts) == 3  # the empty one it begins with, and one for each way of cutting
-
-
-def test_many_boxes_are_checked_in_no_time() -> None:
-    """A sweep: all pairs of these would be 200 million."""
-    rows = [[box("w", (20_000, 2), (row, 0), (1, 2))] for row in range(20_000)]
-    columns = [[box("w", (2, 20_000), (0, column), (2, 1))] for column in range(20_000)]
-    done = threading.Event()
-    thread = threading.Thread(target=lambda: [parameters(cut) for cut in (rows, columns)] and done.set(), daemon=True)
-    thread.start()
-    assert done.wait(LONG)
 
 
 def test_a_message_without_a_description_is_refused(make_shm: Any) -> None:

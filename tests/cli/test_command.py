@@ -138,12 +138,6 @@ def test_run_does_what_python_does_with_a_recipe(recipe: Path) -> None:
     assert ended.stdout.splitlines()[-1] == "ran [0, 1] 6 False"
 
 
-def test_tune_ranks_the_values_that_a_setting_lists(recipe: Path) -> None:
-    ended = rlgraph("tune", "lengths.py", "cores=2", "count=4,8,16", cwd=recipe.parent)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("3 plans compared on 2 cores, the best first\ncount  ")
-
-
 REFUSED = {
     "a page both served and written": (["report", "a", "--watch", "--out", "page.html"], 2, "--watch serves the page and --out writes it"),
     "a profile of nothing": (["run", "lengths.py", "--profile", "0"], 2, "error: --profile 0: recipe 'lengths.py' does not call rg.record"),

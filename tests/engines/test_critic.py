@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from programs.data_parallel_ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from support.tiny import LENGTHS, batch_of, returns_of
 from support.trainer_engines import fsdp_engine
@@ -106,16 +105,6 @@ def test_an_update_is_the_step_of_plain_pytorch(make: Any, scored: Path) -> None
         torch.testing.assert_close(tensor, expected[name].detach(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_sequences_packed_flat_give_the_same_values_and_the_same_step(make: Any, scored: Path, recompute: bool) -> None:
-    batch = returns_of(batch_of(LENGTHS, holes=True))
-    padded, flat = make(scored), make(scored, flat=True, recompute=recompute)
-    torch.testing.assert_close(flat.scores(batch), padded.scores(batch), atol=1e-5, rtol=1e-6)
-    assert flat.update(batch, LOSS) == pytest.approx(padded.update(batch, LOSS), rel=1e-4)
-    for name, tensor in flat.weights().items():
-        torch.testing.assert_close(tensor, padded.weights()[name], atol=1e-5, rtol=0)
-
-
 def test_returns_of_tool_tokens_and_padding_change_no_bit_of_an_update(make: Any, scored: Path) -> None:
     batch = returns_of(batch_of(LENGTHS, holes=True))
     outside = ~batch["response_mask"]
@@ -125,35 +114,7 @@ def test_returns_of_tool_tokens_and_padding_change_no_bit_of_an_update(make: Any
     assert all(torch.equal(tensor, second.weights()[name]) for name, tensor in first.weights().items())
 
 
-def test_every_trained_token_moves_the_weights(make: Any, scored: Path) -> None:
-    batch = returns_of(batch_of([3, 2]))
-    plain = make(scored).update(batch, LOSS)["critic/vf_loss"]
-    for row, column in batch["response_mask"].nonzero().tolist():
-        moved = batch["returns"].clone()
-        moved[row, column] += 1
-        assert make(scored).update(batch | {"returns": moved}, LOSS)["critic/vf_loss"] != plain
-
-
 def test_the_value_loss_falls(make: Any, tied: Path) -> None:
     batch, engine = returns_of(batch_of(LENGTHS)), make(tied)
     losses = [engine.update(batch, ValueLoss(clip=None))["critic/vf_loss"] for _ in range(20)]
     assert losses[-1] < 0.3 * losses[0]
-
-
-def test_training_resumes_from_a_state(make: Any, scored: Path) -> None:
-    batch, engine, other = returns_of(batch_of(LENGTHS)), make(scored), make(scored)
-    engine.update(batch, LOSS)
-    other.load_state(engine.state())
-    assert engine.update(batch, LOSS) == other.update(batch, LOSS)
-
-
-def test_two_ranks_take_the_step_of_one(make: Any, scored: Path, tmp_path: Path) -> None:
-    results = run_ranks("critic", scored, tmp_path, 2)
-    batch, engine = returns_of(batch_of(LENGTHS, holes=True)), make(scored)
-    torch.testing.assert_close(results[0]["scores"], engine.scores(batch), atol=1e-5, rtol=0)
-    assert torch.equal(results[0]["scores"], results[1]["scores"])
-    for found, again in zip(results[0]["metrics"], results[1]["metrics"], strict=True):
-        assert found == again == pytest.approx(engine.update(batch, LOSS), rel=1e-4)
-    for name, tensor in engine.weights().items():
-        rows = torch.cat([result["weights"][name] for result in results])
-        torch.testing.assert_close(rows, tensor, atol=1e-6, rtol=0)

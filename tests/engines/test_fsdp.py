@@ -78,13 +78,6 @@ def test_sequences_packed_flat_give_the_same_log_probs_and_the_same_step(make: A
         assert torch.allclose(copies(flat)[name], weight, atol=1e-5), name
 
 
-def test_recomputing_activations_gives_the_same_step(make: Any, tied: Path) -> None:
-    batch = batch_of(LENGTHS)
-    kept, recomputed = make(tied), make(tied, recompute=True)
-    assert kept.update(batch, WeightedLikelihood()) == pytest.approx(recomputed.update(batch, WeightedLikelihood()))
-    assert all(torch.allclose(copies(recomputed)[name], weight, atol=1e-6) for name, weight in copies(kept).items())
-
-
 @pytest.mark.parametrize("model", ["tied", "untied"])
 def test_log_probs_equal_those_of_transformers(make: Any, model: str, request: pytest.FixtureRequest) -> None:
     path, batch = request.getfixturevalue(model), batch_of(LENGTHS, holes=True)
@@ -161,12 +154,6 @@ def test_an_update_is_the_step_of_plain_pytorch(make: Any, model: str, entropy: 
     assert weights.keys() == expected.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(tensor, expected[name].detach(), atol=1e-6, rtol=0)
-
-
-def test_the_learning_rate_follows_the_warm_up(make: Any, tied: Path) -> None:
-    batch = batch_of(LENGTHS, holes=True)
-    engine = make(tied, optimizer=AdamW(lr=4e-3, warmup_steps=4))
-    assert [engine.update(batch, WeightedLikelihood())["actor/lr"] for _ in range(2)] == [1e-3, 2e-3]
 
 
 def test_the_micro_batches_do_not_change_the_step(make: Any, tied: Path) -> None:
@@ -254,12 +241,6 @@ def test_a_rank_alone_casts_weights_and_moves_gradients_once_an_update_to_the_sa
     assert runs[0][0] == runs[1][0]
     assert all(torch.equal(runs[0][1][name], tensor) for name, tensor in runs[1][1].items())
     assert torch.equal(runs[0][2], runs[1][2])
-
-
-def test_a_unit_ends_with_the_layer_that_fills_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "UNIT_PARAMETERS", 10)
-    layers = [torch.nn.Linear(size, 1, bias=False) for size in (4, 4, 4, 10, 30, 3)]
-    assert [[layer.in_features for layer in unit] for unit in sharding.layer_groups(layers)] == [[4, 4, 4], [10], [30], [3]]
 
 
 def test_bfloat16_passes_train_float32_weights(make: Any, tied: Path) -> None:

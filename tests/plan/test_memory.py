@@ -306,18 +306,6 @@ def logits_of(model: str, fused_head: bool | None, **settings: Any) -> rg.Graph:
     return rg.Graph("logits", step.metrics)
 
 
-def test_whole_logits_are_counted_and_a_fused_head_holds_a_few_rows_of_them(tmp_path: Path) -> None:
-    model, vocab, hidden = folder(tmp_path / "m", QWEN3_8B), 151936, 4096
-    whole, fused, follows = (
-        at(rg.compile(logits_of(model, asked, recompute=recompute), rg.Cluster(gpus=16)), "head")["logits"]
-        for asked, recompute in ((False, True), (True, False), (None, True))
-    )
-    assert whole == 2 * 2 * 16384 * vocab
-    assert fused == follows == 2 * 2 * (1 << 28) + (4 + 2) * vocab * hidden < whole
-    shared = at(rg.compile(logits_of(model, False, tensor_parallel=2), rg.Cluster(gpus=16)), "head")["logits"]
-    assert shared == 2 * 2 * 16384 * vocab // 2 + 5 * 4 * (1 << 27)  # scored by plain operations
-
-
 def test_a_plan_that_fails_by_its_logits_names_the_setting_with_which_it_fits(tmp_path: Path) -> None:
     model, cluster = folder(tmp_path / "m", QWEN3_8B), rg.Cluster(gpus=64, gpu_memory_bytes=28 * GIB)
     few = {"recompute": True, "micro_batch_tokens": 40960}

@@ -90,19 +90,6 @@ def test_ranks_that_share_experts_come_in_whole_groups() -> None:
     assert sum(w.model == "policy" for w in on_host.workers) == 2, "a host without GPUs runs one group"
 
 
-def test_a_plan_of_fsdp_says_how_ranks_share_experts(tmp_path: Path) -> None:
-    model = folder(tmp_path / "m", QWEN3_30B_A3B)
-    plan = rg.compile(
-        loop(rg.Pool("train", gpus=8), model, expert_parallel=4, micro_batch_tokens=1000), rg.Cluster(gpus=10, gpus_per_node=10)
-    )
-    assert "dp 8 (ep 4)" in str(plan)
-    assert passes_of(plan) == Passes(1000, expert=4, group=4)
-    plan.draw(tmp_path / "plan.svg")
-    assert "dp 8 (ep 4)" in (tmp_path / "plan.svg").read_text()
-    with pytest.raises(PlanError, match=r"has its passes and experts on 4 GPUs \(\(ep 4\)\).* has 6; .* multiple of 4"):
-        rg.compile(loop(rg.Pool("train", gpus=6), expert_parallel=4), rg.Cluster(gpus=8))
-
-
 def test_a_pool_without_a_share_gets_whole_groups() -> None:
     plan = rg.compile(loop(rg.Pool("train"), tensor_parallel=4), rg.Cluster(gpus=8))
     assert [pool.gpus for pool in plan.pools] == [(0, 1), (2, 3, 4, 5)]

@@ -123,18 +123,6 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("late_s", [0.0, 0.03125])
-def test_the_costs_of_a_run_hold_its_wakes_and_sleeps_and_predict_the_run(late_s: float) -> None:
-    plan, spans = run_of(IN_TURNS, 1, TAKEN, late_s)
-    costs = measured_costs(plan, spans, [])
-    assert costs.sleep["generator"] == SleepCost(0.5 + late_s, 0.125 + late_s, GB, Setting(1, 1))
-    assert costs.sleep["policy"] == SleepCost(0.0625 + late_s, 1.0 + late_s, GB, Setting(1, 1))
-    ends = [max(s.end_s for s in spans if s.step == step) for step in range(STEPS)]
-    again = compiled(IN_TURNS, costs)
-    assert again.prediction.step_s == pytest.approx((ends[-1] - ends[1]) / (STEPS - 2))
-    assert {s.cost for s in again.sleeps} == {"measured"}
-
-
 def test_engines_that_share_a_gpu_move_their_bytes_over_one_link() -> None:
     plan, spans = run_of(replace(IN_TURNS, generators=2, trainers=2), 2, TAKEN)
     together = replace(plan, pools=(replace(plan.pools[0], gpus=(0,)),))

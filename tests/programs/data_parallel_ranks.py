@@ -11,15 +11,14 @@ from support.tiny import LENGTHS, WeightedLikelihood, batch_of, returns_of
 from support.trainer_engines import fsdp_engine
 from torch.distributed import distributed_c10d
 
-from rlgraph.algorithms import ValueLoss
-from rlgraph.engines.forward.head import PolicyHead, ValueHead
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.values.optimizers import AdamW, Muon
 
 MICRO_BATCH_TOKENS = 16
 
 
 def run_ranks(kind: str, model: Path, out: Path, world: int) -> list[Any]:
-    """Return what each rank saved: of a policy, or as `kind` says of a critic, with Muon or with flat passes."""
+    """Return what each rank saved: with "muon" or "flat" as `kind`, of a policy with Muon or with flat passes."""
     return forked_ranks.run_ranks(be_rank, world, kind, model, out=out)
 
 
@@ -58,9 +57,9 @@ def be_rank(kind: str, folder: Path, out: Path, rank: int, world: int) -> None:
     distributed_c10d._tensor_to_object = refused  # type: ignore[assignment]
     with forked_ranks.process_group(out, rank, world):
         batch = returns_of(batch_of(LENGTHS, holes=True))
-        head, loss = (PolicyHead(folder), WeightedLikelihood(entropy=0.1)) if kind != "critic" else (ValueHead(folder), ValueLoss())
+        loss = WeightedLikelihood(entropy=0.1)
         engine = fsdp_engine(
-            head,
+            PolicyHead(folder),
             optimizer=Muon(lr=1e-2, eps=1e-3, weight_decay=0.1) if kind == "muon" else AdamW(lr=1e-2, eps=1e-3),
             rank=rank,
             world=world,

@@ -19,7 +19,7 @@ from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 
-STEPS, PROMPTS, GROUP = 5, 2, 2
+STEPS, PROMPTS, GROUP = 4, 2, 2
 TURN = rg.Sampling(max_tokens=200, stop_token_ids=tuple(range(10, 60)))
 COMMAND = """
 import json, os, signal, sys, urllib.request

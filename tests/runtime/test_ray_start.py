@@ -19,7 +19,6 @@ from support.scripted_conversations import wait_until
 from rlgraph.errors import DispatchError
 from rlgraph.runtime.driver import ray_cluster
 
-LATE = RuntimeError("it has not registered yet")
 DYING = """
 import os, signal, sys, time, psutil, ray
 from rlgraph.runtime.driver import ray_cluster
@@ -57,32 +56,6 @@ def token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path / ".ray" / "auth_token"
-
-
-def test_a_node_of_ray_that_registers_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def late(*which: Any) -> str:
-        asked.append(which)
-        if len(asked) < 3:
-            raise LATE
-        return "the node"
-
-    monkeypatch.setattr(ray._private.services, "get_node", late)
-    with ray_cluster._patient(lambda: None):
-        assert ray._private.services.get_node("address", "id") == "the node"
-    assert asked == [("address", "id")] * 3
-    assert ray._private.services.get_node is late
-
-
-def test_a_node_of_ray_that_never_registers_is_an_error_after_the_time_for_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*which: Any) -> NoReturn:
-        raise LATE
-
-    monkeypatch.setattr(ray._private.services, "get_node", never)
-    monkeypatch.setattr(ray_cluster, "START_S", 0)
-    with ray_cluster._patient(lambda: None), pytest.raises(RuntimeError, match="not registered yet"):
-        ray._private.services.get_node("address", "id")
 
 
 @pytest.mark.timeout(20)

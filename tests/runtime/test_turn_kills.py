@@ -24,7 +24,7 @@ from rlgraph.runtime.driver.job import Job
 
 pytestmark = pytest.mark.stage("kills")
 
-STEPS = 5
+STEPS = 4
 
 
 @rg.node(reads="prompt_ids", writes="seen")

@@ -23,12 +23,10 @@ from rlgraph.nodes.base import Context, Stage
 from rlgraph.plan.compile import compile_plan
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.worker.activity import (
-    KINDS,
     WORKS,
     Activity,
     Heartbeat,
     StatusWriter,
-    describe_activity,
     event_name,
     read_status,
     status_path,
@@ -68,27 +66,6 @@ def test_ranks_are_counted_together_and_waits_left_out() -> None:
     assert under_way({"policy": Heartbeat(0, Activity("fire", "update"), 1.0)}, plan) == "update"
     assert under_way({"policy": Heartbeat(0, Activity("publish", "update", "weights", 1), 1.0)}, plan) == "publish weights"
     assert under_way({}, plan) == ""
-
-
-def test_words_name_who_is_at_the_other_end_where_the_plan_is_known() -> None:
-    plan = compile_plan(fakes.vector_loop(1), rg.Cluster(cpus=2))
-    told = {activity.kind: describe_activity(activity, plan) for activity in every_activity()}
-    assert told.keys() == set(KINDS)
-    assert told["take"] == "waiting for channel 'rollout' (written by node 'rollout')"
-    assert told["put"] == "waiting for room in channel 'rollout' (read by ['score', 'update'])"
-    assert told["receive"] == "waiting for version 3 of 'weights' (published by node 'update')"
-    assert told["publish"] == "publishing version 3 of 'weights' (read by ['rollout'])"
-    assert told["load"] == "loading version 3 of 'weights' before node 'rollout'"
-    assert told["probe"] == "trying prompt 7 alone in node 'rollout'"
-    assert (
-        describe_activity(Activity("take", "score", "a channel of another plan"), plan) == "waiting for channel 'a channel of another plan'"
-    )
-    assert len(set(told.values())) == len(KINDS)
-
-
-def every_activity() -> list[Activity]:
-    edges = {"take": "rollout", "put": "rollout", "receive": "weights", "publish": "weights", "load": "weights"}
-    return [Activity(kind, "rollout", edges.get(kind, ""), 3, 7) for kind in KINDS]
 
 
 def test_what_works_has_the_name_of_its_event() -> None:
