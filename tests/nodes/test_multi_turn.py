@@ -75,7 +75,7 @@ def test_a_worker_whose_host_cannot_run_code_says_so_before_its_first_step(folde
         Rolled(folder, ask_once, [{"prompt": "2 x 7?"}], tools=tools(rg.tools.python))
 
 
-def test_what_the_model_reads_is_what_the_template_renders_of_the_whole_conversation(folder: Path) -> None:
+def test_what_the_model_reads_is_what_the_template_renders_of_the_whole_conversation_and_is_not_trained_on(folder: Path) -> None:
     rolled = Rolled(folder, ask_once, [{"prompt": "2 x 7?"}], tools=tools())
     call = {"type": "function", "function": {"name": "double", "arguments": {"number": 7}}}
     messages = [
@@ -86,23 +86,15 @@ def test_what_the_model_reads_is_what_the_template_renders_of_the_whole_conversa
     text = rolled.tokenizer.apply_chat_template(messages, tools=tools().schemas, add_generation_prompt=True, tokenize=False)
     assert rolled.tokenizer.decode(rolled.engine.asked[1].prompt) == text
     assert list(rolled.engine.asked[1].prompt) == rolled.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-
-def test_no_token_is_encoded_again(folder: Path) -> None:
-    rolled = Rolled(folder, ask_once, [{"prompt": "2 x 7?"}], tools=tools())
     first, second = rolled.engine.asked
     row = rolled.columns["responses"][0].tolist()
     told = len(second.prompt) - len(first.prompt)
-    assert list(second.prompt) == [*first.prompt, *row[:told]]
+    assert list(second.prompt) == [*first.prompt, *row[:told]], "no token is encoded again"
     assert second.sampling.max_tokens == first.sampling.max_tokens - told
     assert first.seed != second.seed
-
-
-def test_what_the_model_was_told_has_no_log_probs_and_is_not_trained_on(folder: Path) -> None:
-    columns = Rolled(folder, ask_once, [{"prompt": "2 x 7?"}], tools=tools()).columns
-    mask = columns["response_mask"][0]
-    assert (columns["rollout_log_probs"][0][mask] == -0.5).all()
-    assert (columns["rollout_log_probs"][0][~mask] == 0).all()
+    mask, log_probs = rolled.columns["response_mask"][0], rolled.columns["rollout_log_probs"][0]
+    assert (log_probs[mask] == -0.5).all()
+    assert (log_probs[~mask] == 0).all()
     assert 0 < mask.sum() < len(mask)
 
 

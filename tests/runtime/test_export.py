@@ -15,7 +15,7 @@ from support.digests import ITEMS, odd_tokens
 from support.tiny import tiny_llama
 
 import rlgraph as rg
-from rlgraph.engines.hf.pretrained import check_model, tiny_model
+from rlgraph.engines.hf.pretrained import tiny_model
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 from rlgraph.runtime.local import LocalJob
@@ -137,13 +137,6 @@ def test_transformers_loads_an_export_and_its_tokenizer(trained: tuple[Path, dic
         == AutoTokenizer.from_pretrained(folder / "live32")("ab")["input_ids"]
     )
     assert GenerationConfig.from_pretrained(folder / "live").eos_token_id == 0
-
-
-def test_an_export_trains_again(trained: tuple[Path, dict[str, torch.Tensor]]) -> None:
-    folder, _ = trained
-    check_model(folder / "live", loadable=True)
-    with rg.compile(graph_of(folder / "live"), rg.Cluster(cpus=2)).run_here() as job:
-        assert len(list(job.steps(1))) == 1
 
 
 def test_the_card_has_graph_settings_and_figures_and_no_folder_of_this_machine(

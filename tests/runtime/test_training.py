@@ -80,14 +80,6 @@ def test_one_policy_scores_rollouts_of_two_temperatures_each_at_its_own(model: P
     assert abs(metrics["actor/ppo_kl"]) < 1e-5, "the update's temperature is that of its own rollout"
 
 
-def test_two_trainer_ranks_learn_what_one_does(model: Path) -> None:
-    one, two = run_here(digest_loop(model, depth=1), 3), run_in_workers(digest_loop(model, depth=1, ranks=2), 3)
-    assert two[0]["digest/batch"] == one[0]["digest/batch"]
-    for a, b in zip(one[:2], two[:2], strict=True):
-        assert a["actor/grad_norm"] == pytest.approx(b["actor/grad_norm"], rel=1e-4)
-        assert a["actor/pg_loss"] == pytest.approx(b["actor/pg_loss"], abs=1e-5)
-
-
 def test_a_node_that_passes_an_input_on_gives_a_copy_of_it() -> None:
     read = {"values": torch.arange(6.0).view(2, 3), "texts": ["a", "b"]}
     written = copy_views({"same": read["values"], "part": read["values"][:, 1:], "new": torch.zeros(2), "texts": read["texts"]}, read)
