@@ -2,7 +2,6 @@
 
 import base64
 import io
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,8 +70,8 @@ def _add_parts(messages: list[dict[str, Any]], count: int) -> int:
     """Write parts for `count` images into messages of text; return how many there are."""
     marked = [message for message in messages if MARK in (message.get("content") or "")]
     for message in marked:
-        pieces = re.split(f"({MARK})", message["content"])
-        message["content"] = [{"type": "image"} if piece == MARK else {"type": "text", "text": piece} for piece in pieces if piece]
+        parts = [part for text in message["content"].split(MARK) for part in ({"type": "image"}, {"type": "text", "text": text})]
+        message["content"] = [part for part in parts[1:] if part.get("text") != ""]
     asked = next((message for message in messages if message["role"] == "user"), None)
     if marked or asked is None:
         return sum(part["type"] == "image" for message in marked for part in message["content"])
@@ -114,14 +113,13 @@ def _read(where: str, image: Any, folder: Path) -> tuple[Any, Any]:
     except ImportError:
         raise DataError(f"{where}: images are read with Pillow, which is not installed: pip install pillow") from None
     image = unwrap_image(image)
-    content = _content(where, image, folder)
+    content = image if dimensions(image) or isinstance(image, Image.Image) else _content(where, image, folder)
     if isinstance(image, str | Path):
         where = f"{where}, {show_value(str(image))},"
     try:
-        if hasattr(content, "__array_interface__") and not isinstance(content, Image.Image):
-            content = Image.fromarray(content)
+        content = Image.fromarray(content) if dimensions(content) else content
         opened: Any = Image.open(io.BytesIO(content)) if isinstance(content, bytes) else content
-        large, frames = opened.width * opened.height > MOST_PIXELS, opened.n_frames if hasattr(opened, "n_frames") else 1
+        large, frames = opened.width * opened.height > MOST_PIXELS, _frames(opened)
         if isinstance(content, bytes) and not large:
             opened.verify() if opened.format in VERIFIED else opened.load()
             if opened.format == "JPEG" and content.rfind(b"\xff\xd9") < content.rfind(b"\xff\xda"):  # its end, and its last scan
@@ -138,13 +136,18 @@ def _read(where: str, image: Any, folder: Path) -> tuple[Any, Any]:
     return content, opened
 
 
+def _frames(value: Any) -> int:
+    """Count the frames of an image of PIL; formats without frames do not know."""
+    return int(value.n_frames) if hasattr(value, "n_frames") else 1
+
+
 def _content(where: str, image: Any, folder: Path) -> Any:
-    """Read the bytes of an image; an image of PIL and an array stay as they are."""
+    """Read the bytes of an image that is a path, bytes or a data URL."""
     try:
         if isinstance(image, str) and image.startswith("data:"):
             head, _, data = image.partition(",")
             return base64.b64decode(data if head.endswith(";base64") else "-", validate=True)
-        if isinstance(image, str) and re.match("https?://", image):
+        if isinstance(image, str) and image.startswith(("http://", "https://")):
             raise DataError(f"{where} is {show_value(image)}; nothing is downloaded while training: download it, and write its path")
         if isinstance(image, str | Path):
             return (folder / Path(str(image).removeprefix("file://")).expanduser()).read_bytes()
@@ -157,7 +160,7 @@ def _content(where: str, image: Any, folder: Path) -> Any:
         raise DataError(
             f"{where} is {show_value(image)} ({error}); a data URL is 'data:image/png;base64,' and the bytes in base64"
         ) from None
-    if isinstance(image, bytes) or hasattr(image, "__array_interface__"):  # which images of PIL have, too
+    if isinstance(image, bytes):
         return image
     raise DataError(
         f"{where} is {show_value(image)}; an image is a path, bytes, a data URL, an image of PIL or an array of bytes [height, width, 3]: "

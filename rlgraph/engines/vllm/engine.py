@@ -311,8 +311,7 @@ class VllmEngine(GenerateEngine):
         engine_args: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        self._summary, self._dtype = check_model(path), getattr(torch, dtype)
-        self._shapes = parameter_shapes(path)
+        self._summary, self._dtype, self._shapes = check_model(path), getattr(torch, dtype), parameter_shapes(path)
         _prepare_process(threads)
         from vllm.platforms import current_platform
 

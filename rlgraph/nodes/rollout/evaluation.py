@@ -208,9 +208,7 @@ def evaluate(
     Raises GraphError for several greedy `samples`, an unknown `source` or an evaluation that delays other nodes; DataError as `rg.prompts`.
     """
     questions = _questions(name, data, chat, prompt)
-    if questions.images_in is not None and generator.images is None:
-        raise GraphError(f"node '{name}' asks questions with images; set Generator(images=) to the most images of a question")
-    sampling = _check(name, questions, samples, sampling_of(generator, sampling), source)
+    sampling = _check(name, generator, questions, samples, sampling_of(generator, sampling), source)
     due = Due(every, steps, at_start)
     answer = Answer(generator, questions, samples, sampling, due)
     rows = len(data) * samples
@@ -238,8 +236,10 @@ def _questions(name: str, data: Dataset, chat: Chat | None, prompt: str) -> Prom
     return questions
 
 
-def _check(name: str, questions: Prompts, samples: int, sampling: Sampling, source: str) -> Sampling:
+def _check(name: str, generator: Generator, questions: Prompts, samples: int, sampling: Sampling, source: str) -> Sampling:
     """Check and return a sampling, and check a source. Raises GraphError for several greedy samples, or an unknown source."""
+    if questions.images_in is not None and generator.images is None:
+        raise GraphError(f"node '{name}' asks questions with images; set Generator(images=) to the most images of a question")
     if samples > 1 and sampling.temperature == 0:
         raise GraphError(
             f"node '{name}' has samples={samples} of a greedy sampling, which are all equal; leave samples out, or set a temperature, e.g. "

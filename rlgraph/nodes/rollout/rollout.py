@@ -135,7 +135,7 @@ class Generator(Model):
     * `drafts`: `rg.options.PromptLookup(…)` guesses tokens ahead. None: each step decodes one token per sequence.
     * `routes`: writes the experts that the engine chose for each token into `prompt_routes` [B, P, L, E] and `routes`
       [B, T, L, E], for a policy with `router_replay=True`. It requires rollouts without tools or agents, and engines of one GPU.
-    * `images`: the most images of a prompt, whose model then reads them; see docs/images.md. None: prompts have none.
+    * `images`: the most images of a prompt, whose model then reads them; see docs/engines.md. None: prompts have none.
     * `engine_args`: arguments for the engine itself, e.g. `{"max_num_batched_tokens": 32768}`. An argument that rlgraph sets is an error.
     * `self_test`: at the start, compares the engine `transformers` with the model's own forward pass.
     """
