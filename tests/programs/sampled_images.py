@@ -31,9 +31,12 @@ def main(family: str, folder: Path) -> None:
     prompts, shown, urls = seeing.requests(folder, family)
     engine = VllmEngine(folder, max_model_len=256, dtype="float32", images=2, kv_cache_bytes=1 << 28)
     trainer = fsdp_engine(PolicyHead(folder), optimizer=rg.AdamW(lr=1e-2), dtype=torch.float32)
+    calls, encode = list[int](), engine.model().embed_multimodal
+    engine.model().embed_multimodal = lambda **given: calls.append(1) or encode(**given)
     with closing(engine), closing(trainer):
         for step in range(2):
             sampled = engine.generate(prompts, rg.Sampling(max_tokens=24), [step * 100 + row for row in range(len(prompts))], shown)
+            assert len(calls) <= len(urls) * (step + 1), "each image is encoded once, and not in each decode step"
             batch = columns_of(prompts, sampled, torch.arange(len(prompts))) | {"images": urls}
             torch.testing.assert_close(trainer.scores(batch), batch["rollout_log_probs"], **NEAR)
             if step == 0:

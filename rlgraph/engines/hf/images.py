@@ -99,7 +99,8 @@ class ImageTower:
             config.get_text_config().num_hidden_layers = 0
             model = AutoModelForImageTextToText.from_pretrained(path, config=config, dtype=dtype)
         self.token = int(config.image_token_id)
-        self._model = model.to(device).eval().requires_grad_(False).model
+        model.set_input_embeddings(torch.nn.Identity())  # those of tokens are the engine's own
+        self._model = model.model.to(device).eval().requires_grad_(False)
         self._device, self._dtype = device, dtype
         self._kept: dict[str, torch.Tensor] = {}
 

@@ -114,10 +114,9 @@ def _lengths(
     node: str, path: str, tokenizer: Any, source: Prompts, chats: Callable[[Columns], list[str]] | None, images: int | None
 ) -> list[int]:
     """Count the tokens of every prompt."""
-    rows = [source.data[index] for index in range(len(source.data))]
     if source.images_in is not None:
-        return [_length_with_images(node, path, tokenizer, source, index, images or 0) for index in range(len(rows))]
-    columns = source.columns(rows)
+        return [_length_with_images(node, path, tokenizer, source, index, images or 0) for index in range(len(source.data))]
+    columns = source.columns([source.data[index] for index in range(len(source.data))])
     if chats is not None:
         encoded = check_conversations(path, tokenizer, chats(columns))
     elif source.chat is not None:
