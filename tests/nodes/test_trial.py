@@ -237,7 +237,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
     "nothing": (lambda *_: None, "node 'update': its loss 'Loss' returned None; it returns its value and its metrics"),
     "no metrics": (
         lambda p, batch, totals: surrogate(p, batch).sum().detach(),
-        "returned tensor(15.5101); it returns its value and its metrics",
+        "; it returns its value and its metrics",
     ),
     "a loss of each token": (lambda p, batch, totals: (surrogate(p, batch), {}), "as its value; it must be a tensor of one number"),
     "a plain number": (lambda p, batch, totals: (surrogate(p, batch).sum().item(), {}), "as its value; it must be a tensor of one number"),

@@ -283,7 +283,7 @@ class Answer(Operation):
         asked = [tokens for tokens in encoded for _ in range(self.samples)]
         # Each evaluation uses the same seeds, so that two evaluations differ only by their weights. They differ from the seeds of rollouts.
         seeds = [(i * self.samples + sample) * 2 + 1 for i in mine for sample in range(self.samples)]
-        responses = context.engine.generate(asked, self.sampling, seeds, shown)
+        responses = context.engine.generate(asked, self.sampling, seeds, **({"images": shown} if shown else {}))
         written = columns_of(asked, responses, torch.tensor(mine, dtype=torch.int64).repeat_interleave(self.samples))
         return {name: written[name] for name in (*ANSWERS, *ASKED)}
 
