@@ -85,7 +85,7 @@ class MicroBatch:
     Entry i of `predicts` says which position of the flattened input gives the distribution of `targets[i]`, and
     `(row[i], column[i])` is where that token lies in a [len(rows), T] column. `repeats` counts the sequences that a position of
     the flattened input is of: several for a shared prompt, and none for padding. `routes` [S x L, layers, k] are the experts of each
-    token of the flattened input, -1 where none are known; None without the columns. `images` are those of its prompts.
+    token of the flattened input, -1 where none are known; None without the columns. `images` belong to its prompts.
     """
 
     rows: torch.Tensor
@@ -180,7 +180,7 @@ def read(batch: Columns) -> list[torch.Tensor]:
 
 
 def _repeats(batch: Columns) -> torch.Tensor:
-    """Tell of each row `[B]` whether its prompt and its images are those of the row before; of the first, of the last row."""
+    """Tell whether each row `[B]` has the prompt and the images of the row before; the first, of the last row."""
     prompts, prompt_mask, *_ = read(batch)
     same = ((prompts == prompts.roll(1, 0)) | ~prompt_mask).all(-1) & (prompt_mask == prompt_mask.roll(1, 0)).all(-1)
     images = list(batch.get("images", ()))

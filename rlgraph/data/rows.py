@@ -135,7 +135,7 @@ class FileRow(dict[str, Any]):
 
 
 def folder_of(row: Row, working: Path) -> Path:
-    """Find the folder in which relative paths of a row begin: that of its file, or the working directory."""
+    """Find the folder in which relative paths of a row begin: its file's folder, or the working directory."""
     return working / row.folder if isinstance(row, FileRow) else working
 
 

@@ -155,27 +155,28 @@ def _words_read(template: str) -> frozenset[str]:
 # Encode the texts of prompts as token ids.
 
 
-def encoded_prompts(path: str | Path, tokenizer: Any, columns: Columns, most: int | None = None) -> list[list[int]]:
+def encode_with_images(
+    path: str | Path, tokenizer: Any, columns: Columns, most: int | None = None
+) -> tuple[list[list[int]], list[Images | None]]:
     """Encode the prompts of a batch: by the model's chat template where they are conversations, in `prompt_messages`; else as text.
 
     Of a prompt with more than `most` tokens the last ones stay. With `prompt_images` the processor of the model at `path` writes the tokens
-    of its images.
+    of each image, and the second list has the images; None for a prompt without.
     """
     if "prompt_messages" in columns:
         whole = chat_tokens(tokenizer, [str(text) for text in columns["prompt_messages"]])
     else:
         whole = prompt_tokens(tokenizer, [str(text) for text in columns["prompt_texts"]])
     if "prompt_images" in columns:
-        return [expand_images(path, tokens, str(urls)) for tokens, urls in zip(whole, columns["prompt_images"], strict=True)]
-    return whole if most is None else [tokens[-most:] for tokens in whole]
+        rows = list(zip(whole, map(str, columns["prompt_images"]), strict=True))
+        images = [Images(urls, tokens) if urls != "[]" else None for tokens, urls in rows]
+        return [expand_images(path, tokens, urls) for tokens, urls in rows], images
+    return whole if most is None else [tokens[-most:] for tokens in whole], [None] * len(whole)
 
 
-def images_of(tokenizer: Any, columns: Columns) -> list[Images | None]:
-    """The images of each prompt of a batch, None of one without; empty for a batch without the column."""
-    if "prompt_images" not in columns:
-        return []
-    plain = chat_tokens(tokenizer, [str(text) for text in columns["prompt_messages"]])
-    return [Images(str(urls), tokens) if urls != "[]" else None for urls, tokens in zip(columns["prompt_images"], plain, strict=True)]
+def encoded_prompts(path: str | Path, tokenizer: Any, columns: Columns, most: int | None = None) -> list[list[int]]:
+    """Encode the prompts of a batch as `encode_with_images` does, and leave the images out."""
+    return encode_with_images(path, tokenizer, columns, most)[0]
 
 
 def prompt_tokens(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
@@ -379,7 +380,7 @@ class Example:
     """A text or a conversation to learn from, and of which the model learns what follows `prompt`.
 
     Of text it learns `completion` and the end of the text. Of a conversation (`prompt` and `completion` are then messages) it learns
-    what the assistant says: "all" of it, or the "last" of its messages. `images` are those of its messages: a JSON list of data URLs.
+    what the assistant says: "all" of it, or the "last" of its messages. `images`: a JSON list of data URLs.
     """
 
     prompt: str | Sequence[Mapping[str, Any]]
@@ -394,7 +395,7 @@ class Example:
 class Encoded:
     """The tokens of an example, and for each whether it is learnt. The first one never is, since nothing predicts it.
 
-    `whole` is the number of its tokens before it was cut. `images` are those of the example.
+    `whole` is the number of its tokens before it was cut. `images` belong to the example.
     """
 
     tokens: list[int]

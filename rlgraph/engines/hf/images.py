@@ -18,7 +18,7 @@ from rlgraph.engines.hf.pretrained import quiet
 from rlgraph.errors import DataError
 
 FAMILIES = ("idefics3", "llava")  # whose language models are plain: causal, and tokens counted one by one
-KEPT = 256  # rows whose features a tower keeps: those of a batch are read by several passes
+KEPT = 256  # rows whose features a tower keeps: several passes read the rows of a batch
 
 
 def check_sees(where: str, path: str | Path) -> None:
@@ -99,13 +99,13 @@ class ImageTower:
             config.get_text_config().num_hidden_layers = 0
             model = AutoModelForImageTextToText.from_pretrained(path, config=config, dtype=dtype)
         self.token = int(config.image_token_id)
-        model.set_input_embeddings(torch.nn.Identity())  # those of tokens are the engine's own
+        model.set_input_embeddings(torch.nn.Identity())  # the engine embeds tokens itself
         self._model = model.model.to(device).eval().requires_grad_(False)
         self._device, self._dtype = device, dtype
         self._kept: dict[str, torch.Tensor] = {}
 
     def features(self, row: str) -> torch.Tensor:
-        """Compute the features `[n, H]` of the images of a row, in their order; those of the last rows are kept."""
+        """Compute the features `[n, H]` of the images of a row, in their order; the features of the last rows are kept."""
         if row not in self._kept:
             while len(self._kept) >= KEPT:
                 del self._kept[next(iter(self._kept))]

@@ -257,7 +257,7 @@ class DynamicSampler:
             position = (self.passed + len(self.groups)) * self.context.world + self.context.rank
             item = source.item(position)
             columns = source.columns([item])
-            prompt = rollout.encode_prompts(self.context, columns)[0] if rollout.agent is None else ()
+            prompt = rollout.encode_prompts(self.context, columns)[0][0] if rollout.agent is None else ()
             own = item_of(columns, 0) if rollout.agent is not None else {}
             tasks = [rollout.task(position, member, prompt, own) for member in range(rollout.group_size)]
             group = Group(position, item, tasks)

@@ -1,7 +1,7 @@
 """Evaluation: every few steps a generator answers a separate data set; means, verl's bootstrap and pass@k of the scores."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import comb
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from rlgraph.columns import Column, Columns, rows_of_rank, truncation_mask
 from rlgraph.data.rows import Dataset, Mix
-from rlgraph.engines.hf.chat_template import encoded_prompts, images_of
+from rlgraph.engines.hf.chat_template import encode_with_images
 from rlgraph.engines.registry import sampling_of
 from rlgraph.errors import DataError, GraphError, choices
 from rlgraph.graph.nodes import Due, Feedback, Node, Operation, Output, declare
@@ -278,12 +278,13 @@ class Answer(Operation):
         mine = rows_of_rank(count, context.rank, context.world)
         asking = self.questions.columns([self.questions.row(i) for i in mine])
         most = most_tokens(self.questions.overlong, context, self.generator.max_context, self.sampling) if mine else None
-        encoded = encoded_prompts(self.generator.path, context.tokenizer(self.generator.path), asking, most) if mine else []
-        shown = [own for own in images_of(context.tokenizer(self.generator.path), asking) for _ in range(self.samples)] if mine else []
+        path = self.generator.path
+        encoded, images = encode_with_images(path, context.tokenizer(path), asking, most) if mine else ([], [])
         asked = [tokens for tokens in encoded for _ in range(self.samples)]
+        shown = [own for own in images for _ in range(self.samples)]
         # Each evaluation uses the same seeds, so that two evaluations differ only by their weights. They differ from the seeds of rollouts.
         seeds = [(i * self.samples + sample) * 2 + 1 for i in mine for sample in range(self.samples)]
-        responses = context.engine.generate(asked, self.sampling, seeds, **({"images": shown} if shown else {}))
+        responses = context.engine.generate(asked, self.sampling, seeds, **({"images": shown} if any(shown) else {}))
         written = columns_of(asked, responses, torch.tensor(mine, dtype=torch.int64).repeat_interleave(self.samples))
         return {name: written[name] for name in (*ANSWERS, *ASKED)}
 
@@ -343,6 +344,6 @@ class Grade(Operation):
     def items(self) -> dict[str, list[Any]]:
         """The columns of the whole data set, in order."""
         data = [self.questions.row(i) for i in range(self.questions.size)]
-        columns = self.questions.columns(data).items()
+        columns = replace(self.questions, images_in=None).columns(data).items()  # no grader reads the images
         found = {name: column.tolist() if isinstance(column, torch.Tensor) else list(column) for name, column in columns}
         return {"prompts": found["prompt_texts"], **found}

@@ -127,7 +127,7 @@ def _lengths(
 
 
 def _length_with_images(node: str, path: str, tokenizer: Any, source: Prompts, index: int, most: int) -> int:
-    """Count the tokens of a prompt and its images, by their sizes. One row at a time: those of all images would not fit in memory."""
+    """Count the tokens of a prompt and its images, by their sizes. One row at a time: all images at once would not fit in memory."""
     columns = source.columns([source.data[index]])
     messages, urls = (str(columns[name][0]) for name in ("prompt_messages", "prompt_images"))
     [tokens] = check_conversations(path, tokenizer, [messages], first=index)

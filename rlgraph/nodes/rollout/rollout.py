@@ -15,7 +15,7 @@ import torch
 from rlgraph.columns import Column, Columns, repeat_rows, rows_at, rows_of_rank
 from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Images, Request
-from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate, encoded_prompts, images_of, reads
+from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate, encode_with_images, reads
 from rlgraph.engines.hf.images import check_sees
 from rlgraph.engines.hf.model_files import header_shapes
 from rlgraph.engines.hf.pretrained import check_model
@@ -462,10 +462,10 @@ class Rollout(Operation):
             for rows in (part.tolist() for part in torch.arange(len(ids)).chunk(self.chunks))
         ]
 
-    def encode_prompts(self, context: Context, columns: Columns) -> list[list[int]]:
-        """Encode the prompts of a batch; cut off the beginning of long ones if their data set says so."""
+    def encode_prompts(self, context: Context, columns: Columns) -> tuple[list[list[int]], list[Images | None]]:
+        """Encode the prompts of a batch, and give their images; cut off the beginning of long ones if their data set says so."""
         most = most_tokens(self.overlong, context, self.generator.max_context, self.sampling)
-        return encoded_prompts(self.generator.path, context.tokenizer(self.generator.path), columns, most)
+        return encode_with_images(self.generator.path, context.tokenizer(self.generator.path), columns, most)
 
     def tasks(self, context: Context, columns: Columns) -> list[list[Task]]:
         """Make a task for each response of this rank, by part.
@@ -476,9 +476,9 @@ class Rollout(Operation):
         ids = columns["prompt_ids"]
         assert isinstance(ids, torch.Tensor)
         places = ids.tolist()
-        encoded = self.encode_prompts(context, columns) if self.agent is None else [()] * len(places)
+        none: tuple[Sequence[Sequence[int]], Sequence[Images | None]] = [()] * len(places), [None] * len(places)
+        encoded, shown = self.encode_prompts(context, columns) if self.agent is None else none
         items = [item_of(columns, row) if self.agent is not None else {} for row in range(len(places))]
-        shown: Sequence[Images | None] = images_of(context.tokenizer(self.generator.path), columns) or [None] * len(places)
         return [
             [self.task(places[row], member, encoded[row], items[row], shown[row]) for row in rows for member in range(self.group_size)]
             for rows in self.shares(context, ids)
