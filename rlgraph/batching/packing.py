@@ -65,13 +65,17 @@ class SharedPrompts:
 
 @dataclass(frozen=True)
 class PromptImages:
-    """The images of the prompts of an input, in the order of its tokens, as in the column `images`; `prompts` [S, L] is true on prompts."""
+    """The images of the prompts of an input `[S, L]`, in the order of its tokens, as in the column `images`.
+
+    `row` [S, L] is the index in `rows` of the prompt that a token is of, or is written behind; `prompts` [S, L] is true on prompts.
+    """
 
     rows: tuple[str, ...]
     prompts: torch.Tensor
+    row: torch.Tensor
 
     def to(self, device: torch.device) -> "PromptImages":
-        return replace(self, prompts=self.prompts.to(device))
+        return replace(self, prompts=self.prompts.to(device), row=self.row.to(device))
 
 
 @dataclass(frozen=True)
@@ -278,20 +282,16 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
         column=torch.cat([none, *columns]),
         repeats=repeats.flatten(),
         routes=None if routes is None else routes.flatten(0, 1),
-        images=_images(batch, sequences, [(index * length, s.prompt) for index, s in enumerate(sequences)], shape),
+        images=_images(batch, sequences, torch.arange(shape[0])[:, None].masked_fill(segments == IGNORED, IGNORED), positions),
     )
 
 
-def _images(
-    batch: Columns, sequences: Sequence[PackedSequence], begins: Sequence[tuple[int, int]], shape: tuple[int, int]
-) -> PromptImages | None:
-    """Find the images of an input of this shape; the prompts of its sequences begin at these places, and have so many tokens."""
+def _images(batch: Columns, sequences: Sequence[PackedSequence], of: torch.Tensor, positions: torch.Tensor) -> PromptImages | None:
+    """Find the images of an input whose tokens are of the sequences `of` [S, L], at these `positions` [S, L] in them."""
     if "images" not in batch or not sequences:
         return None
-    prompts = torch.zeros(shape, dtype=torch.bool)
-    for first, count in begins:
-        prompts.view(-1)[first : first + count] = True
-    return PromptImages(tuple(str(batch["images"][sequence.rows[0]]) for sequence in sequences), prompts)
+    prompts = positions < torch.tensor([*(sequence.prompt for sequence in sequences), 0])[of]  # behind the sequences, of none, lies padding
+    return PromptImages(tuple(str(batch["images"][sequence.rows[0]]) for sequence in sequences), prompts, of)
 
 
 @dataclass(frozen=True)
@@ -338,11 +338,12 @@ class _FlatRow:
     repeats: list[torch.Tensor] = field(default_factory=list)
     sees: list[tuple[range, range]] = field(default_factory=list)  # a prompt before it, and itself
     routes: list[torch.Tensor] = field(default_factory=list)
+    of: list[torch.Tensor] = field(default_factory=list)
 
-    def add(self, tokens: torch.Tensor, repeats: int = 1, *, prompt: range = range(0), routes: torch.Tensor | None = None) -> int:
-        """Add a segment of so many sequences, behind a prompt that lies elsewhere in the row; give the place of its first token.
+    def add(self, tokens: torch.Tensor, of: int, repeats: int = 1, *, prompt: range = range(0), routes: torch.Tensor | None = None) -> int:
+        """Add a segment of a sequence, or of several, behind a prompt that lies elsewhere in the row; give the place of its first token.
 
-        An empty tensor adds no segment.
+        `of` is its place among the sequences, those that share a prompt counted once. An empty tensor adds no segment.
         """
         start, size = self.starts[-1], len(tokens)
         if size:
@@ -350,6 +351,7 @@ class _FlatRow:
             self.positions.append(torch.arange(len(prompt), len(prompt) + size))
             self.starts.append(start + size)
             self.repeats.append(torch.full((size,), repeats))
+            self.of.append(torch.full((size,), of))
             self.sees.append((prompt, range(start, start + size)))
             if routes is not None:
                 self.routes.append(routes)
@@ -370,34 +372,34 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: 
     sharing = [sequence for sequence in sequences if sequence.shares]
     row, told = _FlatRow(), Routes.of(batch)
     places = []
-    for first, count in ((s.rows[0], len(s.rows)) for s in sharing):
-        start = row.add(prompts[first][prompt_mask[first]], count, routes=None if told is None else told.prompt(first))
+    for of, (first, count) in enumerate((s.rows[0], len(s.rows)) for s in sharing):
+        start = row.add(prompts[first][prompt_mask[first]], of, count, routes=None if told is None else told.prompt(first))
         places.append(range(start, row.starts[-1]))
-    begins = [(place.start, len(place)) for place in places]  # of the prompts
     lasts, firsts = [], []  # of each response: the place of its prompt's last token, and of its own first one
-    for sequence, place in zip(sharing, places, strict=True):
+    for of, (sequence, place) in enumerate(zip(sharing, places, strict=True)):
         lasts += [place.stop - 1] * len(sequence.rows)
         for r, n in zip(sequence.rows, sequence.responses, strict=True):
-            firsts.append(row.add(responses[r, : n - 1], prompt=place, routes=None if told is None else told.response(r, n - 1)))
-    for sequence in sequences[len(sharing) :]:
+            firsts.append(row.add(responses[r, : n - 1], of, prompt=place, routes=None if told is None else told.response(r, n - 1)))
+    for of, sequence in enumerate(sequences[len(sharing) :], len(sharing)):
         first, behind = sequence.rows[0], max(sequence.responses) - 1  # of several responses each has one token
         routes = None if told is None else torch.cat([told.prompt(first), told.response(first, behind)])
-        start = row.add(torch.cat([prompts[first][prompt_mask[first]], responses[first, :behind]]), len(sequence.rows), routes=routes)
-        begins.append((start, sequence.prompt))
+        tokens = torch.cat([prompts[first][prompt_mask[first]], responses[first, :behind]])
+        start = row.add(tokens, of, len(sequence.rows), routes=routes)
         lasts += [start + sequence.prompt - 1] * len(sequence.rows)
         firsts += [start + sequence.prompt] * len(sequence.rows)
     spare = -row.starts[-1] % multiple if sequences else multiple
-    row.add(torch.zeros(spare, dtype=torch.long), 0, routes=None if told is None else told.all_missing(spare))
+    row.add(torch.zeros(spare, dtype=torch.long), IGNORED, 0, routes=None if told is None else told.all_missing(spare))
     rows = [r for s in sequences for r in s.rows]
     sizes = [size for s in sequences for size in s.responses]
     trained = [response_mask[r, :size].nonzero()[:, 0] for r, size in zip(rows, sizes, strict=True)]
     predicts = [torch.where(t == 0, last, first + t - 1) for t, last, first in zip(trained, lasts, firsts, strict=True)]
     none = torch.zeros(0, dtype=torch.long)
     own = [*(s.prompt for s in sequences), *([spare] if spare else [])]
+    positions = torch.cat(row.positions)[None]
     return MicroBatch(
         rows=torch.tensor(rows, dtype=torch.long),
         tokens=torch.cat(row.tokens)[None],
-        positions=torch.cat(row.positions)[None],
+        positions=positions,
         mask=None,
         predicts=torch.cat([none, *predicts]),
         targets=torch.cat([none, *(responses[r, t] for r, t in zip(rows, trained, strict=True))]),
@@ -409,7 +411,7 @@ def pack_flat(batch: Columns, sequences: Sequence[PackedSequence], *, multiple: 
         shared=_shared_prompts_of(row, sharing) if sharing else None,
         repeats=torch.cat(row.repeats),
         routes=None if told is None else torch.cat(row.routes),
-        images=_images(batch, sequences, begins, (1, row.starts[-1])),
+        images=_images(batch, sequences, torch.cat(row.of)[None], positions),
     )
 
 

@@ -44,6 +44,7 @@ class EngineSpec(Estimates):
     * `shares_steps`: responses that join later are decoded in the same steps as running responses.
     * `merges_adapters`: it may follow a policy with `adapter=`: each version is then computed from the base and the adapter.
     * `samples_exactly`: a policy with `exact=True` computes bit-identical log-probs.
+    * `own_processor`: it loads a model's processor of images itself, with all that the processor imports.
     * `fixed_rotation`: rotary factors that depend on the length of a text are chosen once for all texts, from `max_context`.
     * `check_arguments`: `check_arguments(given)` checks `engine_args` when the generator is declared, and returns the arguments that
       need a GPU, each with the reason.
@@ -67,6 +68,7 @@ class EngineSpec(Estimates):
     shares_steps: bool = True
     merges_adapters: bool = False
     samples_exactly: bool = False
+    own_processor: bool = False
     fixed_rotation: bool = False
     check_arguments: Callable[[Mapping[str, Any]], Mapping[str, str]] | None = None
     prepare: Callable[[], None] | None = None

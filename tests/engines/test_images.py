@@ -1,6 +1,8 @@
 """Models that read images: trainers and engines compute with them what transformers does, row by row."""
 
+import importlib.util
 import itertools
+import json
 import subprocess
 import sys
 from contextlib import closing
@@ -9,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support import seeing
-from support.paths import PROGRAMS
 from support.tiny import WeightedLikelihood
 from support.trainer_engines import fsdp_engine
 
@@ -18,6 +20,7 @@ import rlgraph as rg
 from rlgraph.engines.forward.head import PolicyHead, ValueHead
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.engines.hf.images import expand_images, processor_of, read_images
+from rlgraph.engines.hf.pretrained import parameter_shapes
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError
 from rlgraph.nodes.rollout.decode_loop import columns_of
@@ -100,8 +103,36 @@ def test_the_engine_transformers_samples_with_the_log_probs_of_the_trainer(kind:
     assert responses[0].tokens != responses[1].tokens, "the same text and seed, and another image"
 
 
+def test_a_folder_in_the_layout_in_which_qwen_is_published_is_the_same_model(tmp_path: Path) -> None:
+    """Its config.json has the language model's entries beside the tower's, and its tensors older names."""
+    scores = []
+    for layout in ("nested", "published"):
+        folder = seeing.folder_of("qwen2_5_vl", tmp_path / layout)
+        if layout == "published":
+            file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+            text = config.pop("text_config")
+            (folder / "config.json").write_text(json.dumps({**text, **config}))
+            old = {name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
+                   for name, tensor in load_file(file).items()}  # fmt: skip
+            save_file(old, file, {"format": "pt"})
+            assert parameter_shapes(folder).keys() == {name for name in old if not name.startswith("visual.")}
+        with closing(fsdp_engine(PolicyHead(folder), optimizer=rg.AdamW(lr=1e-3), dtype=torch.float32)) as engine:
+            scores.append(engine.scores(seeing.batch_of(folder, "qwen2_5_vl")))
+    assert torch.equal(*scores)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "internvl"])
+def test_vllm_needs_torchvision_for_a_processor_that_reads_videos_too(family: str, tmp_path: Path) -> None:
+    folder, pool = str(seeing.folder_of(family, tmp_path / family)), rg.Pool("rollout")
+    if importlib.util.find_spec("torchvision") is None:
+        with pytest.raises(DataError, match="needs torchvision"):
+            rg.Generator(folder, pool=pool, engine="vllm", images=1)
+    assert rg.Generator(folder, pool=pool, engine="transformers", images=1).images == 1
+
+
 @pytest.mark.stage("families")
 @pytest.mark.vllm
 def test_vllm_samples_with_the_log_probs_of_the_trainer_before_and_after_new_weights() -> None:
-    found = subprocess.run([sys.executable, str(PROGRAMS / "sampled_images.py"), "idefics3"], capture_output=True, text=True, check=True)
+    program = Path(__file__).parents[1] / "gpu" / "images_here.py"
+    found = subprocess.run([sys.executable, str(program), "idefics3", "--smoke"], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines()[-1] == "equal"

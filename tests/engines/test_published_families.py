@@ -31,7 +31,7 @@ pytestmark = pytest.mark.stage("families")
 
 DENSE = ["mistral", "qwen2", "gemma2", "gemma3_text", "phi3", "smollm3", "olmo2"]
 EXPERTS = ["qwen3_moe", "mixtral", "olmoe"]
-FAMILIES = [*DENSE, *EXPERTS, "gemma3, text part"]
+FAMILIES = [*DENSE, *EXPERTS, "gemma3, text part", "qwen2_5_vl, text part", "qwen3_vl, text part"]
 NEAR = 2e-4
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support import seeing
 
 sys.path[:0] = [str(folder) for folder in Path(__file__).parents[1:3]]
 
@@ -191,9 +192,11 @@ def folder_of(name: str, parent: Path) -> Path:
     """Make a folder with a small random model of a family, its heads as wide as those of the published ones."""
     from rlgraph.engines.forward.self_test import miniature
 
-    folder = parent / name
-    if name.removesuffix(NESTED_PART) in NESTED:
-        return nested_folder(name.removesuffix(NESTED_PART), folder)
+    folder, kind = parent / name, name.removesuffix(NESTED_PART)
+    if kind in NESTED:
+        return nested_folder(kind, folder)
+    if kind in seeing.KINDS:
+        return seeing.folder_of(kind, folder)
     return save(miniature(default_config(name), "eager"), folder)
 
 

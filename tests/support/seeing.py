@@ -14,11 +14,16 @@ TEXT = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hi
         "num_key_value_heads": 1, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 0}  # fmt: skip
 TOWER = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 IDEFICS = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<row_1_col_1>"]
+QWEN = ["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
 SPECIAL = {  # the token of an image, and the others of a family
     "idefics3": ("<image>", IDEFICS),
+    "internvl": ("<IMG_CONTEXT>", ["<img>", "</img>", "<video>"]),
     "llava": ("<image>", []),
+    "qwen2_5_vl": ("<|image_pad|>", QWEN),
+    "qwen3_vl": ("<|image_pad|>", QWEN),
 }
-TOWERS = ("vision", "connector", "projector")  # in the names of parameters that are not of the language model
+QWEN_KINDS = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+TOWERS = ("visual", "vision", "connector", "projector")  # in the names of parameters that are not of the language model
 KINDS = tuple(SPECIAL)
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' }}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -35,13 +40,16 @@ def folder_of(kind: str, folder: Path) -> Path:
 
     with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        processor = _processor(kind)
-        config = _config(kind, processor.tokenizer.convert_tokens_to_ids(SPECIAL[kind][0]))
+        tokenizer = _tokenizer(kind)
+        config = _config(kind, tokenizer)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() > 1 else torch.nn.init.normal_(parameter, 1.0, 0.1)
         model.save_pretrained(folder)
-        processor.save_pretrained(folder)
+        for part in _processors(kind, tokenizer):
+            part.save_pretrained(folder)
+        if kind == "internvl":
+            (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
     return folder
 
 
@@ -51,31 +59,57 @@ def _tokenizer(kind: str) -> Any:
     made, (image, more) = byte_tokenizer(), SPECIAL[kind]
     made.add_special_tokens({"additional_special_tokens": [image, *more]})
     made.chat_template = TEMPLATE.replace("PLACE", repr(image))
+    if kind == "internvl":
+        named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": image, "video_token": "<video>"}
+        made._set_model_specific_special_tokens(special_tokens=named)
     return made
 
 
-def _processor(kind: str) -> Any:
+def _processors(kind: str, tokenizer: Any) -> list[Any]:
+    """The processor of a family; the parts of one that has a part for videos, which needs torchvision."""
     import transformers
 
-    size, tokenizer = {"height": SIDE, "width": SIDE}, _tokenizer(kind)
+    size = {"height": SIDE, "width": SIDE}
     if kind == "llava":
         images = transformers.CLIPImageProcessorPil(size=size, crop_size=size)
-        return transformers.LlavaProcessor(images, tokenizer, patch_size=PATCH, vision_feature_select_strategy="default",
-                                           num_additional_image_tokens=1)  # fmt: skip
-    edge = {"longest_edge": SIDE}
-    images = transformers.Idefics3ImageProcessorPil(size=edge, max_image_size=edge)
-    return transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)
+        return [transformers.LlavaProcessor(images, tokenizer, patch_size=PATCH, vision_feature_select_strategy="default",
+                                           num_additional_image_tokens=1)]  # fmt: skip
+    if kind == "idefics3":
+        edge = {"longest_edge": SIDE}
+        images = transformers.Idefics3ImageProcessorPil(size=edge, max_image_size=edge)
+        return [transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)]
+    if kind == "internvl":
+        return [transformers.GotOcr2ImageProcessorPil(size=size, crop_to_patches=False), tokenizer]
+    pixels = {"min_pixels": SIDE * SIDE, "max_pixels": 4 * SIDE * SIDE}
+    return [transformers.Qwen2VLImageProcessorPil(patch_size=PATCH, merge_size=2, **pixels), tokenizer]
 
 
-def _config(kind: str, token: int) -> Any:
+def _config(kind: str, tokenizer: Any) -> Any:
     import transformers
 
+    token, tower, text = tokenizer.convert_tokens_to_ids(SPECIAL[kind][0]), {**TOWER, "image_size": SIDE, "patch_size": PATCH}, TEXT
     if kind == "llava":
-        tower = transformers.CLIPVisionConfig(**TOWER, image_size=SIDE, patch_size=PATCH)
-        return transformers.LlavaConfig(text_config=transformers.LlamaConfig(**TEXT), vision_config=tower, image_token_id=token)
-    tower = {**TOWER, "image_size": SIDE, "patch_size": PATCH}
-    return transformers.Idefics3Config(text_config=transformers.LlamaConfig(**TEXT), vision_config=tower, image_token_id=token,
-                                       scale_factor=2, pad_token_id=0)  # fmt: skip
+        return transformers.LlavaConfig(text_config=transformers.LlamaConfig(**text),
+                                        vision_config=transformers.CLIPVisionConfig(**tower), image_token_id=token)  # fmt: skip
+    if kind == "idefics3":
+        return transformers.Idefics3Config(text_config=transformers.LlamaConfig(**text), vision_config=tower, image_token_id=token,
+                                           scale_factor=2, pad_token_id=0)  # fmt: skip
+    if kind == "internvl":
+        tower |= {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]}
+        return transformers.InternVLConfig(text_config=transformers.Qwen2Config(**text), vision_config=tower, image_token_id=token,
+                                           image_seq_length=4, downsample_ratio=0.5)  # fmt: skip
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": PATCH, "out_hidden_size": 64}
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": kind == "qwen3_vl"}
+    text = {**text, "head_dim": 32, "rope_parameters": rotary}
+    if kind == "qwen2_5_vl":
+        tower |= {"window_size": 2 * SIDE, "fullatt_block_indexes": [1]}
+        del text["head_dim"]
+    else:
+        tower |= {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+    names = {"video_token_id": "<|video_pad|>", "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}
+    more = {name: tokenizer.convert_tokens_to_ids(text) for name, text in names.items()}
+    family = getattr(transformers, f"{QWEN_KINDS[kind]}Config")
+    return family(text_config=text, vision_config=tower, image_token_id=token, tie_word_embeddings=kind == "qwen3_vl", **more)
 
 
 def picture(seed: int, width: int = 40, height: int = 24) -> str:
@@ -129,7 +163,11 @@ def token_of(folder: Path) -> int:
 
 
 def direct_log_probs(net: Any, folder: Path, batch: dict[str, Any]) -> torch.Tensor:
-    """Compute the log-probs `[B, T]` of the responses by the model's own forward, one row after another."""
+    """Compute the log-probs `[B, T]` of the responses by the model's own forward, one row after another.
+
+    The token of an image in a response is of none: it is embedded, and not counted.
+    """
+    from rlgraph.engines.hf.images import TEXT as READ
     from rlgraph.engines.hf.images import processor_of, read_images
 
     processor, found = processor_of(str(folder)), []
@@ -138,14 +176,23 @@ def direct_log_probs(net: Any, folder: Path, batch: dict[str, Any]) -> torch.Ten
     ):
         read, images = prompt[prompt_mask], read_images(urls)
         given = processor(text=[processor.image_token * len(images)], images=[images], return_tensors="pt") if images else {}
-        pixels = {name: value for name, value in given.items() if "pixel" in name}
-        embedded = net.get_input_embeddings()(torch.cat([read, response]))
-        if images:
-            found_in = net.model.get_image_features(**pixels).pooler_output
-            features = found_in if isinstance(found_in, torch.Tensor) else torch.cat(list(found_in))
-            embedded = embedded.clone()
-            embedded[: len(read)][read == token_of(folder)] = features.flatten(0, -2)
-        logits = net(inputs_embeds=embedded[None]).logits[0, len(read) - 1 : -1]
-        own = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
-        found.append(torch.where(mask, own, 0.0))
+        pixels = {name: value for name, value in given.items() if name not in READ}
+        tokens = torch.cat([read, response])
+        own = tokens == token_of(folder)
+        own[len(read) :] = False
+        if images and hasattr(net.model, "get_rope_index"):  # which shows by the type of a token where an image is
+            counted = torch.where(own | (tokens != token_of(folder)), tokens, 1)
+            hook = net.get_input_embeddings().register_forward_pre_hook(lambda module, given, all=tokens: (all[None],))
+            logits = net(input_ids=counted[None], mm_token_type_ids=own[None].int(), **pixels).logits[0, len(read) - 1 : -1]
+            hook.remove()
+        else:
+            embedded = net.get_input_embeddings()(tokens)
+            if images:
+                found_in = net.model.get_image_features(**pixels).pooler_output
+                features = found_in if isinstance(found_in, torch.Tensor) else torch.cat(list(found_in))
+                embedded = embedded.clone()
+                embedded[own] = features.flatten(0, -2)
+            logits = net(inputs_embeds=embedded[None]).logits[0, len(read) - 1 : -1]
+        scores = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
+        found.append(torch.where(mask, scores, 0.0))
     return torch.stack(found)

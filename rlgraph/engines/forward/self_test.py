@@ -19,6 +19,7 @@ from rlgraph.batching.packing import pack, pack_flat, plan_micro_batches
 from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.hf.backbone import backbone_of, layers_of
+from rlgraph.engines.hf.language_model import causal_class
 from rlgraph.engines.hf.model_files import FamilyOptions, text_config
 from rlgraph.engines.hf.pretrained import check_model, quiet
 from rlgraph.errors import DataError
@@ -64,11 +65,9 @@ def miniature(config: Any, implementation: str, seed: int = 0) -> Any:
 
 
 def _build_miniature(config: Any, shrink: Callable[[Any], dict[str, Any]], implementation: str) -> Any:
-    from transformers import AutoModelForCausalLM
-
     def make() -> Any:
         small = type(config).from_dict(shrink(config))
-        return AutoModelForCausalLM.from_config(small, dtype=torch.float32, attn_implementation=implementation)
+        return causal_class(small).from_config(small, dtype=torch.float32, attn_implementation=implementation)
 
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in make().parameters())

@@ -17,6 +17,7 @@ from rlgraph.batching.packing import MicroBatch
 from rlgraph.engines.forward.packed_attention import padded_implementation
 from rlgraph.engines.hf.folder_weights import FolderWeights, PartsByName
 from rlgraph.engines.hf.images import ImageTower
+from rlgraph.engines.hf.language_model import causal_class
 from rlgraph.engines.hf.model_files import FamilyOptions, text_config
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError
@@ -62,9 +63,7 @@ SHORT_SEQUENCE = 128  # tokens; the unfused kernel is 2.3 times as fast at 54 an
 
 def load_causal(path: str | Path) -> Any:
     """Build the language model of a folder without its weights, as `skeleton` does. Raises DataError for a folder without one."""
-    from transformers import AutoModelForCausalLM
-
-    return skeleton(AutoModelForCausalLM, path)
+    return skeleton(causal_class(text_config(path)), path)
 
 
 def load_headless(path: str | Path) -> Any:
@@ -120,14 +119,11 @@ def predicting_states(backbone: Any, micro_batch: MicroBatch, tower: ImageTower 
         more |= {"context_ring": micro_batch.ring} if micro_batch.ring is not None else {}
     elif micro_batch.mask is not None:
         more = {"shared_positions": micro_batch.positions}
-    given = {"input_ids": micro_batch.tokens}
+    given = {"input_ids": micro_batch.tokens, "position_ids": micro_batch.positions}
     if tower is not None and micro_batch.images is not None:
-        shown = micro_batch.images
-        given = {"inputs_embeds": tower.embed(backbone.get_input_embeddings(), micro_batch.tokens, shown.prompts, shown.rows)}
+        given = tower.inputs(backbone.get_input_embeddings(), micro_batch.tokens, micro_batch.positions, micro_batch.images)
     with _attention(backbone, micro_batch):
-        hidden = backbone(
-            **given, attention_mask=micro_batch.mask, position_ids=micro_batch.positions, use_cache=False, **more
-        ).last_hidden_state
+        hidden = backbone(**given, attention_mask=micro_batch.mask, use_cache=False, **more).last_hidden_state
     states: torch.Tensor = hidden.flatten(0, 1)[micro_batch.predicts]
     return states
 

@@ -5,30 +5,41 @@ a row travel as a JSON list of data URLs. The tower and its projector stay as th
 """
 
 import base64
+import importlib.util
 import io
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rlgraph.batching.packing import PromptImages
+from rlgraph.engines.hf.model_files import FamilyOptions
 from rlgraph.engines.hf.pretrained import quiet
 from rlgraph.errors import DataError
 
-FAMILIES = ("idefics3", "llava")  # whose language models are plain: causal, and tokens counted one by one
+FAMILIES = ("idefics3", "internvl", "llava", "qwen2_5_vl", "qwen3_vl")  # causal within images too; by tests/engines/test_images.py
+FILMS = ("internvl", "qwen2_5_vl", "qwen3_vl")  # whose processors read videos too
+TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")  # what a processor makes beside what a tower reads
 KEPT = 256  # rows whose features a tower keeps: several passes read the rows of a batch
 
 
-def check_sees(where: str, path: str | Path) -> None:
-    """Raise DataError for a model that is given images, and that reads none or is of a family whose images are not supported."""
+def check_sees(where: str, path: str | Path, *, whole: bool = False) -> None:
+    """Raise DataError for a model that is given images, and that reads none or is of a family whose images are not supported.
+
+    With `whole` also where the whole processor of the model cannot be loaded: the part for videos needs torchvision.
+    """
     kind = json.loads((Path(path) / "config.json").read_text(encoding="utf-8")).get("model_type")
     if kind not in FAMILIES:
         raise DataError(
             f"{where} gets images, and the model '{path}' is of the family {kind!r}; images are read by {', '.join(FAMILIES)}: use "
             "a model of one of these, or leave the images out"
         )
+    if whole and kind in FILMS and importlib.util.find_spec("torchvision") is None:
+        raise DataError(f"{where}: the processor of '{path}' ({kind}) needs torchvision, of your torch's version: pip install torchvision")
 
 
 def open_images(urls: str) -> list[Any]:
@@ -46,13 +57,27 @@ def read_images(urls: str) -> list[Any]:
 @lru_cache(maxsize=4)
 def processor_of(path: str) -> Any:
     """Load the processor of a folder, which cuts images into patches and writes their tokens. Raises DataError for a folder without one."""
-    from transformers import AutoProcessor
+    from transformers import AutoConfig, AutoProcessor
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     with quiet():
-        found = AutoProcessor.from_pretrained(path)
+        config = AutoConfig.from_pretrained(path)
+        bare = config.model_type in FILMS and importlib.util.find_spec("torchvision") is None  # which the part for videos needs
+        found = _without_videos(PROCESSOR_MAPPING[type(config)], path) if bare else AutoProcessor.from_pretrained(path)
     if not hasattr(found, "image_processor"):
         raise DataError(f"model '{path}' has no processor of images (preprocessor_config.json); copy it from the published model")
     return found
+
+
+def _without_videos(kind: Any, path: str) -> Any:
+    """Load a processor without its part for videos, which transformers insists on."""
+    from transformers import AutoImageProcessor, AutoTokenizer
+
+    unchecked = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, argument: type(argument)})
+    settings = Path(path) / "processor_config.json"
+    given = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
+    own = {name: given[name] for name in ("image_seq_length",) if name in given}
+    return unchecked(AutoImageProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path), **own)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -84,6 +109,18 @@ def expand_images(path: str | Path, prompt: Sequence[int], urls: str) -> list[in
     return [token for own in prompt for token in (next(written) if own == mark else (own,))]
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What a tower makes of the images of a row: features `[n, H]`, what is added behind the first layers `[n, H]` each, and their `grid`.
+
+    The grid [images, 3] counts patches in time, height and width.
+    """
+
+    features: torch.Tensor
+    deep: tuple[torch.Tensor, ...]
+    grid: torch.Tensor | None
+
+
 class ImageTower:
     """The part of a model that makes features of images, frozen. `token` is the id in whose places they go.
 
@@ -96,16 +133,18 @@ class ImageTower:
         self._path = str(path)
         with quiet():  # about the weights of the layers that are left out
             config = AutoConfig.from_pretrained(path)
-            config.get_text_config().num_hidden_layers = 0
+            text = config.get_text_config()
+            text.num_hidden_layers = 0
             model = AutoModelForImageTextToText.from_pretrained(path, config=config, dtype=dtype)
         self.token = int(config.image_token_id)
+        self._axes = "mrope_section" in FamilyOptions(text).rope_parameters
         model.set_input_embeddings(torch.nn.Identity())  # the engine embeds tokens itself
         self._model = model.model.to(device).eval().requires_grad_(False)
         self._device, self._dtype = device, dtype
-        self._kept: dict[str, torch.Tensor] = {}
+        self._kept: dict[str, Seen] = {}
 
-    def features(self, row: str) -> torch.Tensor:
-        """Compute the features `[n, H]` of the images of a row, in their order; the features of the last rows are kept."""
+    def see(self, row: str) -> Seen:
+        """Compute what the language model reads of the images of a row, in their order; that of the last rows is kept."""
         if row not in self._kept:
             while len(self._kept) >= KEPT:
                 del self._kept[next(iter(self._kept))]
@@ -113,28 +152,58 @@ class ImageTower:
         return self._kept[row]
 
     @torch.no_grad()
-    def _compute(self, row: str) -> torch.Tensor:
+    def _compute(self, row: str) -> Seen:
         processor, images = processor_of(self._path), read_images(row)
         read = processor(text=[processor.image_token * len(images)], images=[images], return_tensors="pt")
-        pixels = {name: value.to(self._device) for name, value in read.items() if "pixel" in name}
-        pixels["pixel_values"] = pixels["pixel_values"].to(self._dtype)
-        found = self._model.get_image_features(**pixels).pooler_output
-        found = found if isinstance(found, torch.Tensor) else torch.cat(list(found))
-        return found.reshape(-1, found.shape[-1])
+        given = {name: value.to(self._device) for name, value in read.items() if name not in TEXT}
+        given["pixel_values"] = given["pixel_values"].to(self._dtype)
+        found = self._model.get_image_features(**given)
+        deep = tuple(_join(layer) for layer in found.get("deepstack_features", ()))
+        return Seen(_join(found.pooler_output), deep, read.get("image_grid_thw"))
 
-    def embed(self, embed: torch.nn.Module, tokens: torch.Tensor, prompts: torch.Tensor, rows: Sequence[str]) -> torch.Tensor:
-        """Embed `tokens` [S, L], with the features of the images of `rows` in the places of theirs, one row behind another.
+    def inputs(self, embed: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, shown: PromptImages) -> dict[str, Any]:
+        """Make what the language model reads of `tokens` at `positions` [S, L]: embeddings, with features in the places of images.
 
-        `prompts` [S, L] is true on the tokens of prompts: a model may write the token of an image too, which is of none. Raises DataError
-        if there are not as many places as features: a prompt was cut off, or encoded with another processor.
+        A model may write the token of an image too, which is of none. Raises DataError if the prompts have not as many places as
+        features: one was cut off, or encoded with another processor.
         """
         embedded: torch.Tensor = embed(tokens)
-        places = prompts & (tokens == self.token)
-        shown = [self.features(row) for row in rows if row != "[]"]
-        count = sum(len(each) for each in shown)
+        places = shown.prompts & (tokens == self.token)
+        seen = [self.see(row) for row in shown.rows if row != "[]"]
+        count = sum(len(each.features) for each in seen)
         if int(places.sum()) != count:
             raise DataError(
                 f"prompts have {int(places.sum())} tokens of images for {count} features; an image's tokens cannot be cut off: raise "
                 "max_context, or drop long prompts (overlong='drop')"
             )
-        return embedded.masked_scatter(places[..., None], torch.cat(shown).to(embedded.dtype)) if shown else embedded
+        if not seen:
+            return {"inputs_embeds": embedded, "position_ids": positions}
+        features = torch.cat([each.features for each in seen]).to(embedded.dtype)
+        given = {"inputs_embeds": embedded.masked_scatter(places[..., None], features)}
+        given["position_ids"] = self.positions(tokens, positions, shown)
+        deep = [torch.cat(layer).to(embedded.dtype) for layer in zip(*(each.deep for each in seen), strict=True)]
+        return given | ({"visual_pos_masks": places, "deepstack_visual_embeds": deep} if deep else {})
+
+    def positions(self, tokens: torch.Tensor, positions: torch.Tensor, shown: PromptImages) -> torch.Tensor:
+        """Find the positions that rotate `tokens`: as given, or [4, S, L] for a model that counts images in time, height and width.
+
+        The first of the four are those given, by which attention knows its sequences.
+        """
+        if not self._axes:
+            return positions
+        host, prompts, of = tokens.cpu(), shown.prompts.cpu(), shown.row.cpu()
+        found, shifts = positions.cpu().expand(3, *positions.shape).clone(), torch.zeros(len(shown.rows) + 1, dtype=torch.long)
+        for index, row in enumerate(shown.rows):
+            if row == "[]":
+                continue
+            own = prompts & (of == index)
+            read = host[own][None]
+            axes, shift = self._model.get_rope_index(read, (read == self.token).int(), image_grid_thw=self.see(row).grid)
+            found[:, own], shifts[index] = axes[:, 0], shift
+        return torch.cat([positions[None], torch.where(prompts, found, found + shifts[of]).to(positions.device)])
+
+
+def _join(found: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """Join features `[n, H]` that are one tensor, or one for each image."""
+    whole = found if isinstance(found, torch.Tensor) else torch.cat(list(found))
+    return whole.reshape(-1, whole.shape[-1])

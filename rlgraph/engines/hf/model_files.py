@@ -25,13 +25,15 @@ T = TypeVar("T")
 
 NESTED = "text_config"
 PREFIXES = ("model.language_model.", "language_model.", "model.text_model.")
+PLAIN_PREFIXES = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")  # of multimodal folders without one of the former
+FLAT_CONFIGS = ("qwen2_5_vl",)  # types whose published config.json has the entries of the language model beside the tower's
 UNSCALED = ("aya_vision", "cohere2_vision")  # types whose class of transformers ignores the text model's logit_scale
 DRAFTS = ("mtp.", "model.mtp.")  # layers that predict several tokens at once, which no trainer and no plain decoding uses
 
 
 def is_nested(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a multimodal model with a language model in it."""
-    return isinstance(config.get(NESTED), dict)
+    return isinstance(config.get(NESTED), dict) or config.get("model_type") in FLAT_CONFIGS
 
 
 def text_config(path: str | Path) -> Any:
@@ -116,7 +118,7 @@ def is_text(name: str, nested: bool) -> bool:
     >>> is_text("model.language_model.norm.weight", True), is_text("vision_tower.norm.weight", True), is_text("mtp.norm.weight", False)
     (True, False, False)
     """
-    return not name.startswith(DRAFTS) and (not nested or name.startswith(("lm_head.", *PREFIXES)))
+    return not name.startswith(DRAFTS) and (not nested or name.startswith((*PLAIN_PREFIXES, *PREFIXES)))
 
 
 def is_head(name: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from rlgraph.batching.packing import IGNORED, PromptImages
 from rlgraph.engines.api import GenerateEngine, Request, Response, check_request, check_weights
 from rlgraph.engines.forward.experts import TELLING, routers_of, tells
 from rlgraph.engines.forward.packed_attention import padded_implementation
@@ -171,7 +172,7 @@ class _Batch:
         self._numbers = torch.stack([_uniform(request.seed, longest) for request in requests]).to(device)
 
     def decode(self, model: Any) -> dict[str, Response]:
-        logits, self.cache = next_logits(model, self._tokens, self._mask, self.cache, self._embed if self._tower else None)
+        logits, self.cache = next_logits(model, self._tokens, self._mask, self.cache, self._read if self._tower else None)
         if self._chosen is not None:
             fresh = self._tokens.shape[1] - sum(part.shape[1] for part in self._routes)  # what is read again keeps its routes
             self._routes.append(self._chosen.take(len(self._tokens))[:, -fresh:])
@@ -181,14 +182,16 @@ class _Batch:
         self._mask = torch.cat([self._mask, self._mask.new_ones(len(chosen), 1)], dim=1)
         return self._append_tokens(chosen.tolist(), log_probs.tolist())
 
-    def _embed(self, embed: Any, tokens: torch.Tensor) -> torch.Tensor:
-        """Embed the tokens that a pass reads: the last ones, or all, with the images of the prompts among them."""
-        if tokens.shape[1] < self._mask.shape[1]:
-            embedded: torch.Tensor = embed(tokens)
-            return embedded
+    def _read(self, embed: Any, tokens: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+        """Make what a pass reads of the last tokens, or of all, with the images of the prompts among them."""
         assert self._tower is not None
-        prompts = (self._mask != 0) & (torch.arange(tokens.shape[1], device=tokens.device) < self._width)
-        return self._tower.embed(embed, tokens, prompts, self._images)
+        places = torch.arange(self._mask.shape[1], device=tokens.device)
+        row = torch.arange(len(tokens), device=tokens.device)[:, None].masked_fill(self._mask == 0, IGNORED)
+        shown = PromptImages(tuple(self._images), (self._mask != 0) & (places < self._width), row)
+        if tokens.shape[1] == self._mask.shape[1]:
+            return self._tower.inputs(embed, tokens, positions, shown)
+        whole = (self._mask.cumsum(-1) - 1).clamp(min=0)
+        return {"inputs_embeds": embed(tokens), "position_ids": self._tower.positions(self._tokens, whole, shown)[..., -tokens.shape[1] :]}
 
     def _append_tokens(self, chosen: list[int], log_probs: list[float]) -> dict[str, Response]:
         """Append each unfinished row's token, and return the responses that end with it."""
@@ -237,16 +240,20 @@ class ChosenExperts:
 
 
 def next_logits(
-    model: Any, tokens: torch.Tensor, mask: torch.Tensor, cache: Any, embed: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
+    model: Any,
+    tokens: torch.Tensor,
+    mask: torch.Tensor,
+    cache: Any,
+    read: Callable[[Any, torch.Tensor, torch.Tensor], dict[str, Any]] | None = None,
 ) -> tuple[torch.Tensor, Any]:
     """Compute the next logits `[B, V]` after `tokens [B, L]`, and the new cache. Without a cache it reads all tokens, else the last.
 
-    `embed` embeds these tokens by the model's embedding; None: as the model does.
+    `read` makes the model's arguments of its embedding, these tokens and their positions; None: as text.
     """
     fresh = tokens if cache is None else tokens[:, -1:]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
-    given = {"input_ids": fresh} if embed is None else {"inputs_embeds": embed(model.get_input_embeddings(), fresh)}
-    out = model(**given, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    given = {"input_ids": fresh, "position_ids": positions} if read is None else read(model.get_input_embeddings(), fresh, positions)
+    out = model(**given, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1], out.past_key_values
 
 

@@ -19,6 +19,7 @@ import torch
 from rlgraph.engines import copy_plan
 from rlgraph.engines.api import Finish, GenerateEngine, Images, Request, Response, check_request, check_weights
 from rlgraph.engines.hf.images import read_images
+from rlgraph.engines.hf.language_model import AXES, PARTS
 from rlgraph.engines.hf.model_files import header_shapes, in_text_model, is_head
 from rlgraph.engines.hf.pretrained import check_model, parameter_shapes
 from rlgraph.engines.lora import MergedWeights, describe_weights
@@ -248,7 +249,10 @@ def language_model(config: Any) -> Any:
     text = config.get_text_config()
     if text is config:
         return config
-    text.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]]
+    text.architectures = [PARTS.get(text.model_type) or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[text.model_type]]
+    if text.model_type in PARTS:
+        text.tie_word_embeddings = config.tie_word_embeddings
+        text.rope_parameters = {name: value for name, value in text.rope_parameters.items() if name not in AXES}
     return text
 
 

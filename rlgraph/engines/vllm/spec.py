@@ -9,7 +9,6 @@ from rlgraph.engines.api import GenerateEngine, Place, TrainEngine
 from rlgraph.engines.registry import EngineSpec, TrainerSpec, dtype_of
 from rlgraph.engines.vllm import arguments
 from rlgraph.engines.vllm.arguments import check_arguments
-from rlgraph.errors import GraphError
 from rlgraph.plan.estimates import compute_weights, paged_memory
 from rlgraph.plan.model_shapes import Need, Workload
 
@@ -38,8 +37,6 @@ def load(generator: Any, place: Place) -> GenerateEngine:
     """Make the engine of a `Generator`."""
     from rlgraph.engines.vllm.engine import VllmEngine
 
-    if generator.images is not None and place.device == "cuda":
-        raise GraphError(f"Generator(images={generator.images}): vLLM reads images on host cores so far; use engine='transformers' on GPUs")
     return VllmEngine(
         generator.path,
         max_model_len=generator.max_context,
@@ -69,6 +66,7 @@ ENGINE = EngineSpec(
     spans_devices=True,
     merges_adapters=True,
     samples_exactly=True,
+    own_processor=True,
     fixed_rotation=True,
     check_arguments=check_arguments,
     shares=(arguments.MEMORY_ALONE, arguments.MEMORY_SHARED),

@@ -182,7 +182,7 @@ class Generator(Model):
                 "tensor_parallel"
             )
         if self.images is not None:
-            check_sees(f"Generator(images={self.images})", self.path)
+            check_sees(f"Generator(images={self.images}, engine={self.spec.name!r})", self.path, whole=self.spec.own_processor)
         check_told(self)
         _ = self.spec, self._gpu_only  # so that they are looked up and checked when the model is declared
         sampling_of(self, None)
