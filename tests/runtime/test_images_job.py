@@ -126,7 +126,11 @@ def test_what_cannot_read_images_is_refused_before_anything_starts(
 def test_a_model_without_images_and_cut_prompts_are_refused(model: str, tmp_path: Path) -> None:
     from rlgraph.engines.hf.pretrained import tiny_model
 
-    with pytest.raises(DataError, match=r"Generator\(images=2\) gets images, and the model .* is of the family 'llama'"):
+    with pytest.raises(DataError, match=r"Generator\(images=2, engine='transformers'\) gets images, .* of the family 'llama'"):
         graph(str(tiny_model(tmp_path / "tiny")))
-    with pytest.raises(GraphError, match="whose tokens cannot be cut off"):
-        graph(model, data=rg.data.rows(ROWS, overlong="truncate_left"))
+    cut = rg.data.rows(ROWS, overlong="truncate_left")
+    with pytest.raises(GraphError, match=r"node 'rollout' samples .* whose tokens cannot be cut off"):
+        graph(model, data=cut)
+    generator = rg.Generator(model, pool=rg.Pool("rollout", cpus=1), engine="transformers", images=2)
+    with pytest.raises(GraphError, match=r"node 'evaluate' asks .* whose tokens cannot be cut off"):
+        rg.evaluate(generator, cut, rg.feedback("weights", depth=0), reward=lambda response: 1.0, every=1)

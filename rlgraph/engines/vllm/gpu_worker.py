@@ -18,7 +18,9 @@ class GpuWorker(Extension, Worker):
     """Named as `worker_cls` and made by vLLM, in the engine's process or, where it spans GPUs, in one for each of them."""
 
     def init_device(self) -> None:
-        if self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+        # Qwen3-VL adds features of images behind its first layers, and clears them by code that a recorded step leaves out.
+        sees = self.vllm_config.model_config.is_multimodal_model
+        if self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs() and not sees:
             record_prompts()
         super().init_device()
 

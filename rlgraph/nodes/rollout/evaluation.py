@@ -240,6 +240,8 @@ def _check(name: str, generator: Generator, questions: Prompts, samples: int, sa
     """Check and return a sampling, and check a source. Raises GraphError for several greedy samples, or an unknown source."""
     if questions.images_in is not None and generator.images is None:
         raise GraphError(f"node '{name}' asks questions with images; set Generator(images=) to the most images of a question")
+    if questions.images_in is not None and questions.overlong.policy == "truncate_left":
+        raise GraphError(f"node '{name}' asks questions with images, whose tokens cannot be cut off; use overlong='drop'")
     if samples > 1 and sampling.temperature == 0:
         raise GraphError(
             f"node '{name}' has samples={samples} of a greedy sampling, which are all equal; leave samples out, or set a temperature, e.g. "
