@@ -34,7 +34,7 @@ def planned_update(
     sequences, length = size
     world, prompt = math.prod(way.values()), length // 4
     with tempfile.TemporaryDirectory() as folder:
-        config(shape).save_pretrained(folder)  # type: ignore[attr-defined]
+        config(shape).save_pretrained(folder)
         sampling = rg.Sampling(max_tokens=length + 1 - prompt, ignore_eos=True)
         generator = rg.Generator(folder, pool=rg.Pool("rollout", gpus=1), sampling=sampling, max_context=length + 1)
         policy = rg.Policy(

@@ -26,11 +26,21 @@ MIXTURES = {  # hidden, layers, heads, key-value heads, intermediate of an exper
     "30B-A3B": (2048, 48, 32, 4, 768, 128, 8),
     "30B-A3B-8": (2048, 8, 32, 4, 768, 128, 8),  # eight layers of it: 90 GB of weights, gradients and moments
 }
+SEEING = {  # the language model of Qwen2.5-VL as above, then its tower: layers, hidden, heads, intermediate, those that see all of an image
+    "toy-VL": ((64, 2, 2, 1, 128, True), (2, 32, 2, 48, [1])),  # for the first seconds of a script on a CPU
+    "3B-VL": ((2048, 36, 16, 2, 11008, True), (32, 1280, 16, 3420, [7, 15, 23, 31])),
+}
+MARKS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+TEMPLATE = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{{ '<|vision_start|><|image_pad|><|vision_end|>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{% endfor %}"
+)
 VOCAB, CONTEXT = 151936, 40960
 BLOCK = 15_485_863  # numbers, a prime: rows of a matrix do not repeat
 
 
-def config(shape: str) -> object:
+def config(shape: str) -> Any:
     """Make the configuration of a shape."""
     from transformers import Qwen3Config, Qwen3MoeConfig
 
@@ -60,10 +70,30 @@ def config(shape: str) -> object:
     )
 
 
+def seeing_config(shape: str) -> Any:
+    """Make the configuration of a shape that reads images, for a byte tokenizer with `MARKS` behind its bytes."""
+    from transformers import Qwen2_5_VLConfig
+
+    (hidden, layers, heads, kv_heads, intermediate, tied), (depth, width, tower_heads, tower_intermediate, whole) = SEEING[shape]
+    axes = [hidden // heads // 8, hidden // heads * 3 // 16, hidden // heads * 3 // 16]
+    text = {"vocab_size": VOCAB, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "intermediate_size": intermediate, "max_position_embeddings": CONTEXT,
+            "eos_token_id": VOCAB - 1, "bos_token_id": None, "pad_token_id": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": axes}}  # fmt: skip
+    tower = {"depth": depth, "hidden_size": width, "num_heads": tower_heads, "intermediate_size": tower_intermediate,
+             "fullatt_block_indexes": whole, "out_hidden_size": hidden, "patch_size": 14, "window_size": 112}  # fmt: skip
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = dict(zip(names, range(257, 257 + len(names)), strict=True))
+    return Qwen2_5_VLConfig(text_config=text, vision_config=tower, tie_word_embeddings=tied, **ids,
+                            architectures=["Qwen2_5_VLForConditionalGeneration"])  # fmt: skip
+
+
 def causal_model(shape: str) -> Any:
     """Make a model of a shape, on the device of the context and with random weights."""
-    from transformers import Qwen3ForCausalLM, Qwen3MoeForCausalLM
+    from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
+    if shape in SEEING:
+        return Qwen2_5_VLForConditionalGeneration(seeing_config(shape))
     return (Qwen3MoeForCausalLM if shape in MIXTURES else Qwen3ForCausalLM)(config(shape))
 
 
@@ -81,8 +111,15 @@ def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) 
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
     _write(target / "model.safetensors", dict(tensors_of(shape)), hole=headers_only)
-    byte_tokenizer().save_pretrained(target)
-    config(shape).save_pretrained(target)  # type: ignore[attr-defined]
+    tokenizer = byte_tokenizer()
+    if shape in SEEING:
+        from transformers import Qwen2VLImageProcessorPil
+
+        tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS)})
+        tokenizer.chat_template = TEMPLATE
+        Qwen2VLImageProcessorPil(patch_size=14, merge_size=2).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    (seeing_config if shape in SEEING else config)(shape).save_pretrained(target)
     return str(target)
 
 

@@ -9,11 +9,15 @@ Uses the GPUs of one host. A file of results holds each job by its name. `one_st
 The step computed from the costs of the run itself is a fit (`fitted_s`): it shows whether node times explain the step.
 """
 
+import io
 import json
 import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -31,6 +35,7 @@ class Config:
     micro_batch_tokens: int = 65536
     compiled: bool = False
     recompute: bool = False
+    image: int = 0  # pixels of a side of the image of each prompt, for a shape that reads images; 0: prompts are text
     rank: int = 0  # of an adapter; 0 trains all weights
     memory: float | None = None  # share of a GPU that its engines take
     steps: int = 7
@@ -49,11 +54,24 @@ def length(responses: list[str]) -> list[float]:
 SUMS = [{"prompt": f"2 + 3 = 5\n7 + 6 = 13\n{a} + {b} ="} for a in range(1, 10) for b in range(1, 10)]
 
 
+def pictured(side: int) -> list[dict[str, Any]]:
+    """The sums, each behind an image: a JPEG file of so many pixels a side."""
+    from PIL import Image
+
+    rows = []
+    for index, row in enumerate(SUMS):
+        drawn = torch.randint(0, 256, (16, 16, 3), generator=torch.Generator().manual_seed(index), dtype=torch.uint8)
+        file = io.BytesIO()
+        Image.fromarray(drawn.numpy()).resize((side, side)).save(file, "JPEG", quality=90)
+        rows.append({"prompt": f"<image>{row['prompt']}", "images": [file.getvalue()]})
+    return rows
+
+
 def model_path(name: str) -> str:
     """Find or make the folder of a model: smollm2, a folder, or a shape of `shapes.py` with random weights."""
-    from benchmarks.lib.shapes import SHAPES, random_model
+    from benchmarks.lib.shapes import SEEING, SHAPES, random_model
 
-    if name in SHAPES:
+    if name in {**SHAPES, **SEEING}:
         return random_model(name, ".models")
     return name if Path(name).is_dir() else str(rg.model_folder(name))
 
@@ -67,7 +85,8 @@ def graph(cfg: Config) -> rg.Graph:
         model,
         pool=rollout_pool,
         sampling=rg.Sampling(max_tokens=cfg.response_tokens, ignore_eos=True),
-        max_context=64 + cfg.response_tokens,
+        max_context=64 + (cfg.image // 28 + 1) ** 2 + cfg.response_tokens,
+        images=1 if cfg.image else None,
         memory=cfg.memory,
         engines_per_gpu=cfg.engines_per_gpu,
         max_sequences=cfg.prompts * cfg.group_size // cfg.engines_per_gpu,
@@ -83,7 +102,7 @@ def graph(cfg: Config) -> rg.Graph:
     )
     weights = rg.feedback("weights", depth=0 if colocated else 1, buffers=1 if colocated else 2)
 
-    prompts = rg.prompts(SUMS, count=cfg.prompts)
+    prompts = rg.prompts(pictured(cfg.image) if cfg.image else SUMS, count=cfg.prompts)
     rollout = generator.rollout(prompts, weights, group_size=cfg.group_size)
     rewards = rg.reward(length, rollout)
     advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())

@@ -1,6 +1,7 @@
 """TRL 1.16's GRPOTrainer on the job of `peer_job.py mode=colocated`, on one GPU with vLLM in the trainer's process.
 
     python benchmarks/peers/run_trl.py MODEL --site SITE [--rank 32] [--json PATH]     # MODEL: a folder, or a shape of shapes.py
+    python benchmarks/peers/run_trl.py 3B-VL --image 512 --site SITE     # each prompt with an image; the tower is frozen, as rlgraph's is
     python benchmarks/peers/run_trl.py toy --site SITE --smoke     # two steps of a tiny model with transformers' own generation, on a CPU
 
 SITE holds requirements_trl.txt; torch, transformers, accelerate and vLLM are those of the environment. README.md beside this says why each
@@ -33,10 +34,11 @@ def settings(given: argparse.Namespace, folder: str) -> dict[str, Any]:
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": given.engine_memory,
-        "vllm_max_model_length": 64 + given.response_tokens,
+        "vllm_max_model_length": 64 + 2 * (given.image // 28 + 1) ** 2 + given.response_tokens,  # vLLM gets an image's tokens twice
         "vllm_enable_sleep_mode": given.sleep,
         "vllm_importance_sampling_correction": False,  # it takes a second pass over the responses
-        "generation_kwargs": {"ignore_eos": True},
+        # Random weights write marks of images too, which transformers would look for images of.
+        "generation_kwargs": {"ignore_eos": True} | ({"logit_bias": {257 + mark: -100.0 for mark in range(4)}} if given.image else {}),
     }
     return {
         "output_dir": f"{folder}-trl",
@@ -61,9 +63,10 @@ def settings(given: argparse.Namespace, folder: str) -> dict[str, Any]:
     }
 
 
-def length(completions: list[str], **columns: Any) -> list[float]:
+def length(completions: list[Any], **columns: Any) -> list[float]:
     """The reward of `peer_job.py`: it differs between responses; what it says does not matter here."""
-    return [float(len(completion)) for completion in completions]
+    texts = [found if isinstance(found, str) else found[0]["content"] for found in completions]  # of prompts with images: messages
+    return [float(len(text)) for text in texts]
 
 
 def train(given: argparse.Namespace, folder: str, arguments: dict[str, Any], done: Callable[[list[float]], None]) -> None:
@@ -94,21 +97,43 @@ def train(given: argparse.Namespace, folder: str, arguments: dict[str, Any], don
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     sums = [{"prompt": f"2 + 3 = 5\n7 + 6 = 13\n{a} + {b} ="} for a in range(1, 10) for b in range(1, 10)]
-    adapter: dict[str, Any] = {}
+    more: dict[str, Any] = {"model": folder, "processing_class": tokenizer}
+    if given.image:
+        more, sums = seeing(folder, given.image)
     if given.rank:
         from peft import LoraConfig  # type: ignore[import-not-found]
 
-        adapter["peft_config"] = LoraConfig(r=given.rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        more["peft_config"] = LoraConfig(r=given.rank, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = GRPOTrainer(
-        model=folder,
         reward_funcs=length,
         args=GRPOConfig(**arguments),
         train_dataset=Dataset.from_list(sums * 20),
-        processing_class=tokenizer,
         callbacks=[Clock()],
-        **adapter,
+        **more,
     )
     trainer.train()
+
+
+def seeing(folder: str, side: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The arguments of the trainer for a model that reads images, its tower frozen, and the rows of `peer_job.py` as TRL has them."""
+    import io
+
+    import torch
+    from PIL import Image
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    from benchmarks.peers.peer_job import pictured
+
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    model.model.visual.requires_grad_(False)
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": row["prompt"].removeprefix("<image>")}],
+            "image": Image.open(io.BytesIO(row["images"][0])),
+        }
+        for row in pictured(side)
+    ]
+    return {"model": model, "processing_class": AutoProcessor.from_pretrained(folder)}, rows
 
 
 def parsed() -> argparse.Namespace:
@@ -116,6 +141,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("model", help="a folder, or random weights of a Qwen3 shape")
     parser.add_argument("--site", type=Path, required=True, help="folder with TRL and what requirements_trl.txt names")
     parser.add_argument("--rank", type=int, default=0, help="train an adapter of this rank by PEFT; all weights without it")
+    parser.add_argument("--image", type=int, default=0, help="pixels of a side of the image of each prompt; 0: prompts are text")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--response-tokens", type=int, default=1024)
@@ -148,6 +174,7 @@ def write(given: argparse.Namespace, arguments: dict[str, Any], seconds: list[fl
         row = {
             "model": given.model,
             "rank": given.rank,
+            "image": given.image,
             "steps_timed": len(timed),
             "step_s": statistics.median(timed),
             "spread_s": [min(timed), max(timed)],

@@ -86,7 +86,7 @@ def write_process(shape: str, folder: str) -> None:
     index = {name: file for file, held in zip(names, files, strict=True) for name, _ in held}
     Path(folder, "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": index}))
     byte_tokenizer().save_pretrained(folder)
-    config(shape).save_pretrained(folder)  # type: ignore[attr-defined]
+    config(shape).save_pretrained(folder)
 
 
 def _write_file(file: Path, tensors: Tensors, seed: int, device: str) -> None:
