@@ -43,6 +43,8 @@ def lines() -> list[Sequence[str]]:
          f"{learned('tools_cpu.jsonl')}, {environment[1]}, {agent[1]}"),
         ("`mathematics`", "chat data, validation, export", CORES, UNKNOWN, accuracy),
         ("`reasoning`", "long-tailed answers, fine-tuned and then reinforced", "2 H200", UNKNOWN, "the first picture above"),
+        ("`vision`", "a model that reads [images](docs/engines.md#images), fine-tuned and then reinforced", CORES, UNKNOWN,
+         learned("vision_cpu.jsonl")),
         ("`one_gpu`", "models that time-share a GPU, with an adapter or fp8", "1 GPU", UNKNOWN, UNKNOWN),
         ("`sft`, `dpo`, `online_dpo`, `kto`, `distill`, `teachers`, `reward_model`, `process_rewards`, `mixture`, `self_play`, "
          "`curriculum`", "[beyond RL](docs/beyond_rl.md)", CORES, UNKNOWN, UNKNOWN),

@@ -48,6 +48,10 @@ STAGED: dict[str, tuple[list[str], dict[str, set[str]]]] = {  # recipes of sever
         ["examples=2", "teacher_steps=1", "prompts=2", "top_k=4", "steps=1"],
         {"sums": {"actor/nll"}, "differences": {"actor/nll"}, "student": {"actor/distillation", "critic/right/mean", "teachers/sums"}},
     ),
+    "vision": (
+        [*LEAST, "held_out=2", "every=1", "sft_steps=1", "rl_steps=1"],
+        {"fine_tuning": {"actor/nll"}, "reinforcement": {"critic/rewards/mean", "actor/pg_loss", "val/reward/mean@1"}},
+    ),
 }
 VALIDATED = ["train=train.jsonl", "validation=train.jsonl", "samples=2", "evaluate_every=1", "continuous=true", "max_prompt_tokens=150"]
 TINY = ["model=tiny", "engine=transformers", "prompts=2", "group_size=2", "steps=2"]
