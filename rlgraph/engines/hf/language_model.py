@@ -1,6 +1,6 @@
 """Language models that transformers has only as a part of a multimodal model: made one with a head of its own."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -24,20 +24,20 @@ def _with_head(part: Any) -> Any:
     """Make a class of causal models of a class of models without a head."""
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    class LanguageModel(part.__base__):  # type: ignore[misc]  # a class of the family, found when it is loaded
-        config_class = part.config_class
-        _tied_weights_keys: ClassVar = {"lm_head.weight": "model.embed_tokens.weight"}
+    family = part.__base__
 
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.model = part(config)
-            self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-            self.post_init()
+    def begin(self: Any, config: Any) -> None:
+        family.__init__(self, config)
+        self.model = part(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
 
-        def forward(self, logits_to_keep: int = 0, **given: Any) -> Any:
-            """Compute the logits `[B, L, V]` of the last tokens, all for 0; see transformers' own causal models for what is given."""
-            out = self.model(**given)
-            logits = self.lm_head(out.last_hidden_state[:, -logits_to_keep:])
-            return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
+    def forward(self: Any, logits_to_keep: int = 0, **given: Any) -> Any:
+        """Compute the logits `[B, L, V]` of the last tokens, all for 0; see transformers' own causal models for what is given."""
+        out = self.model(**given)
+        logits = self.lm_head(out.last_hidden_state[:, -logits_to_keep:])
+        return CausalLMOutputWithPast(logits=logits, past_key_values=out.past_key_values)
 
-    return LanguageModel
+    tied = {"lm_head.weight": "model.embed_tokens.weight"}
+    own = {"__init__": begin, "forward": forward, "config_class": part.config_class, "_tied_weights_keys": tied}
+    return type("LanguageModel", (family,), {**own, "__module__": part.__module__})  # whose code says which attention it has
