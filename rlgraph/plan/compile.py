@@ -54,15 +54,15 @@ from rlgraph.plan.plan import (
 )
 from rlgraph.plan.play import Timed, critical_cycle
 from rlgraph.plan.roofline import (
+    assumed_layers,
     assumed_lengths,
-    assumed_recompute,
     assumed_shards,
     device_of,
     roofline,
     single_number_caveats,
     width_assumptions,
     with_decode_terms,
-    with_recompute,
+    with_layers_as_set,
     with_shards,
     with_sleep,
 )
@@ -99,8 +99,8 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
     device = device_of(cluster.gpu) if cluster.gpu else None
     if costs is None and device is not None and has_shapes(graph, shapes):
         return with_sleep(graph, roofline(graph, device, shapes), cluster, device, shapes)
-    again = with_recompute(graph, with_decode_terms(graph, check_costs(graph, costs), device, shapes), shapes)
-    shared = with_shards(graph, with_sharing(graph, again, device, shapes), device, shapes)
+    as_set = with_layers_as_set(graph, with_decode_terms(graph, check_costs(graph, costs), device, shapes), device, shapes)
+    shared = with_shards(graph, with_sharing(graph, as_set, device, shapes), device, shapes)
     return with_sleep(graph, shared, cluster, device, shapes)
 
 
@@ -149,7 +149,7 @@ def build_plan(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, sh
                 *assumed_lengths(graph, priced),
                 *assumed_sharing(graph, priced),
                 *assumed_shards(graph, settings, priced),
-                *assumed_recompute(graph, settings, priced),
+                *assumed_layers(graph, settings, priced),
             ),
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),

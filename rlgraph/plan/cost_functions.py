@@ -30,8 +30,8 @@ class Passes:
     """A batch is cut into `mini_batches` of equal rows. Each is cut as the trainer does: distributed to the ranks, in micro-batches
     (passes) of at most `tokens` tokens, packed one behind the other. The rows are in groups of `group` with one prompt, which a pass holds
     once. `tensor` × `context` × `pipeline` ranks compute a pass together: it is cut between them. A pipeline waits for one more pass per
-    stage behind the first. `expert` ranks share experts, and cut no pass. `recompute` is what its layers compute again (None: unknown, in
-    costs that an earlier version wrote); it does not change the passes."""
+    stage behind the first. `expert` ranks share experts, and cut no pass. `recompute` is what its layers compute again, and
+    `compiled` whether they are (None: unknown, in costs that an earlier version wrote); these do not change the passes."""
 
     tokens: int
     mini_batches: int = 1
@@ -41,6 +41,7 @@ class Passes:
     expert: int = 1
     group: int = 1
     recompute: Recompute | None = field(default=None, compare=False)
+    compiled: bool | None = field(default=None, compare=False)
 
     @property
     def ranks_per_pass(self) -> int:
@@ -91,6 +92,7 @@ def passes_of(node: "Node", gpus: int) -> Passes | None:
         model.expert_parallel,
         group,
         model.recompute,
+        model.compiled,
     )
 
 
@@ -371,11 +373,12 @@ class NodeCost:
         measured = 0.0 if self.measured is None else sum(each.seconds(self.measured) for each in self.shards)
         return sum(each.seconds(setting) for each in self.shards) - measured
 
-    def recomputes_otherwise(self, setting: Setting) -> bool:
-        """Whether layers recompute more, or less, in a setting than in the measured one."""
+    def computes_otherwise(self, setting: Setting) -> bool:
+        """Whether layers recompute more or less in a setting than in the measured one, or are compiled in one of both alone."""
         if self.measured is None or self.measured.passes is None or setting.passes is None:
             return False
-        return self.measured.passes.recompute not in (None, setting.passes.recompute)
+        then, now = self.measured.passes, setting.passes
+        return then.recompute not in (None, now.recompute) or then.compiled not in (None, now.compiled)
 
     def _rows_scale(self, setting: Setting) -> float:
         return setting.rows / self.measured.rows if self.measured else 1.0

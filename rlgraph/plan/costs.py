@@ -24,7 +24,7 @@ from rlgraph.settings import AtLeastZero, Natural
 # Costs as a YAML file that people read and change.
 
 C = TypeVar("C")
-NOTHING_AGAIN = "recompute", False  # this value is known, the default is not
+KNOWN = ("recompute", False), ("compiled", False)  # these values are known, the defaults are not
 HEAD = """\
 # What each node of a graph costs, in seconds: rlgraph.planning.Costs.from_file reads it. A node's cost is a number of seconds, or the
 # seconds by count of devices, as {1: 38.2, 2: 19.0}, or
@@ -51,7 +51,7 @@ def _cost(value: Any) -> Any:
 def _short(value: Any) -> Any:
     """Round the values to six digits, and leave out zeros and empty values, which are the defaults."""
     if isinstance(value, dict):
-        return {key: _short(part) for key, part in value.items() if part not in (None, "", [], (), 0) or (key, part) == NOTHING_AGAIN}
+        return {key: _short(part) for key, part in value.items() if part not in (None, "", [], (), 0) or (key, part) in KNOWN}
     if isinstance(value, list | tuple):
         return [_short(part) for part in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
@@ -200,7 +200,7 @@ class Costs:
             return self.source
         cost = self.cost_of(node)
         counts = [count for count, _ in cost.by_devices]
-        elsewhere = cost.measured not in (None, setting) or (counts and setting.devices not in counts) or cost.recomputes_otherwise(setting)
+        elsewhere = cost.measured not in (None, setting) or (counts and setting.devices not in counts) or cost.computes_otherwise(setting)
         return "scaled" if elsewhere else self.source
 
     def sleep_source(self, model: str, setting: Setting) -> CostSource:

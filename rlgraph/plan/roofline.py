@@ -33,7 +33,6 @@ from rlgraph.plan.model_shapes import (
     recomputed_operations,
 )
 from rlgraph.plan.placement import model_names
-from rlgraph.settings import Recompute
 
 # What a pass of sharded ranks costs a GPU beside its products: shards are gathered, and gradients reduced to shards.
 #
@@ -275,7 +274,7 @@ def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float
     exchange = traits.ranks_per_pass * exchange_s(shape, device, traits, trains=trains)
     return NodeCost(
         parallel_s=epochs_of(node) * _optimizer_s(node.model, shape, device) if trains else 0.0,
-        token_s=walks * _token_s(node, shape, lengths, device) + walks_of(node) * exchange,
+        token_s=walks * _token_s(node, traits, shape, lengths, device) + walks_of(node) * exchange,
         pass_s=walks * estimates.launch_s(shape, traits, trains=trains),
         sharded_pass_s=walks * estimates.launch_s(shape, traits, trains=trains, sharded=gathers(node)),
         shards=shards_of(node, shape, device, idle_alone=not compiled),  # `TRAINING` is of ranks that gather, the other of one rank
@@ -287,10 +286,10 @@ def _in_fp8(shape: ModelShape) -> float:
     return shape.weight_bytes(2, fp8=True) / shape.weight_bytes(2)
 
 
-def _token_s(node: Node, shape: ModelShape, lengths: Lengths, device: Device) -> float:
+def _token_s(node: Node, traits: ModelTraits, shape: ModelShape, lengths: Lengths, device: Device) -> float:
     """Estimate the GPU's seconds per token forwards and backwards: of compiled layers by kinds of kernels, of others by one share."""
     assert node.model is not None
-    traits, trains = node.model.traits, node.traits.work == "train"
+    trains = node.traits.work == "train"
     compiled, keys = trains and traits.compiled, lengths.sequence_of_a_token / 2
     logit = estimates.FUSED_LOGIT_BYTES if compiled or (trains and traits.fused_head) else estimates.LOGIT_BYTES
     moved, of_products, of_attention = logit.value * shape.vocab, TRAINING, TRAINING
@@ -464,14 +463,14 @@ def _decode_mean(costs: Costs, cost: NodeCost, setting: Setting, rows: int) -> f
     return replace(costs, nodes={**costs.nodes, "": bare}).mean("", setting, rows)
 
 
-# Take measured costs of trainers to other settings of `recompute`: by the operations of a token, and what the host launches.
+# Take measured costs of trainers to other settings of `recompute` and `compiled`: by the estimate of a token, and what the host launches.
 
 
-def with_recompute(graph: Graph, costs: Costs, shapes: Shapes) -> Costs:
-    """Scale the seconds of updates that were measured with another `recompute` than the graph's, where that and the shape are known.
+def with_layers_as_set(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
+    """Scale the seconds of updates that were measured with another `recompute` or `compiled` than the graph's.
 
-    Tokens take longer by the operations that are computed again. A pass takes the host longer as `host_times.launch_s` says; where ranks
-    gather shards that was not seen.
+    Tokens take longer by the operations that are computed again; where layers are compiled in one of both alone, by the estimates for the
+    `device`. A pass takes the host longer as `estimates.launch_s` says; where ranks gather shards that was not seen.
     """
     nodes = dict(costs.nodes)
     for node in graph.nodes:
@@ -479,37 +478,43 @@ def with_recompute(graph: Graph, costs: Costs, shapes: Shapes) -> Costs:
         shape = shapes.get(model.path) if model is not None else None
         if model is None or shape is None or costs.lengths is None or not isinstance(cost, NodeCost):
             continue
-        measured = _other_recompute(node, cost)
-        if measured is None:
+        now, then = model.traits, _measured_traits(node, cost)
+        if then is None or (device is None and then.compiled != now.compiled):
             continue
-        then = replace(model.traits, recompute=measured)
         adapter, keys = adapter_size(model, shape), costs.lengths.sequence_of_a_token / 2
-        now_and_then = [sum(operations(traits, shape, keys, adapter, trains=True)) for traits in (model.traits, then)]
-        launches = [estimates.launch_s(shape, traits) for traits in (model.traits, then)]
+        if device is None or then.compiled == now.compiled:
+            tokens = [float(sum(operations(traits, shape, keys, adapter, trains=True))) for traits in (now, then)]
+        else:
+            tokens = [_token_s(node, traits, shape, costs.lengths, device) for traits in (now, then)]
+        launches = [estimates.launch_s(shape, traits) for traits in (now, then)]
         nodes[node.name] = replace(
             cost,
-            token_s=cost.token_s * now_and_then[0] / now_and_then[1],
+            token_s=cost.token_s * tokens[0] / tokens[1],
             pass_s=cost.pass_s * launches[0] / launches[1],
         )
     return replace(costs, nodes=nodes)
 
 
-def _other_recompute(node: Node, cost: NodeCost) -> Recompute | None:
-    """Look up the `recompute` that an update was measured with; None if that is not known, or is the model's."""
+def _measured_traits(node: Node, cost: NodeCost) -> ModelTraits | None:
+    """The traits that an update was measured with; None if that is not known, or if they compute as the model's do."""
     if node.traits.work != "train" or node.model is None or cost.measured is None or cost.measured.passes is None:
         return None
-    measured = cost.measured.passes.recompute
-    return None if measured == node.model.traits.recompute else measured
+    traits, measured = node.model.traits, cost.measured.passes
+    recompute = traits.recompute if measured.recompute is None else measured.recompute
+    then = replace(traits, recompute=recompute, compiled=traits.compiled if measured.compiled is None else measured.compiled)
+    return None if (then.recompute, then.compiled) == (traits.recompute, traits.compiled) else then
 
 
-def assumed_recompute(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> tuple[str, ...]:
-    """Name the updates that were measured with another `recompute`."""
+def assumed_layers(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> tuple[str, ...]:
+    """Name the updates that were measured with another `recompute` or `compiled`."""
     found = []
     for node in graph.nodes:
         cost = costs.nodes.get(node.name)
-        then = _other_recompute(node, cost) if isinstance(cost, NodeCost) else None
-        if isinstance(cost, NodeCost) and cost.token_s and then is not None and cost.recomputes_otherwise(settings[node.name]):
-            found.append(
-                f"'{node.name}' was measured with recompute={then!r}: its seconds are scaled by the operations of the model's shape"
-            )
+        then = _measured_traits(node, cost) if isinstance(cost, NodeCost) else None
+        if isinstance(cost, NodeCost) and cost.token_s and then is not None and cost.computes_otherwise(settings[node.name]):
+            assert node.model is not None
+            now = node.model.traits
+            known = {"recompute": (then.recompute, now.recompute), "compiled": (then.compiled, now.compiled)}
+            said = ", ".join(f"{name}={was!r}" for name, (was, is_now) in known.items() if was != is_now)
+            found.append(f"'{node.name}' was measured with {said}: its seconds are scaled by estimates for the model's shape")
     return tuple(found)

@@ -219,6 +219,7 @@ SEVERAL = {  # recipes that run several graphs one after the other, and their gr
     "process_rewards": ["judge", "policy"],
     "reasoning": ["fine_tuning", "reinforcement"],
     "teachers": ["sums", "differences", "student"],
+    "vision": ["fine_tuning", "reinforcement"],
 }
 ONE_GRAPH = sorted(path for path in (ROOT / "recipes").glob("*.py") if path.stem not in SEVERAL)
 

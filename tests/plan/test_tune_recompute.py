@@ -1,4 +1,4 @@
-"""`rg.tune` over `recompute`: the least that fits, more where longer passes are faster, and costs of another setting."""
+"""`rg.tune` over `recompute`: the least that fits, more where longer passes are faster. And costs of other settings of the layers."""
 
 import json
 from pathlib import Path
@@ -10,6 +10,8 @@ from support.qwen3_shapes import QWEN3_8B
 
 import rlgraph as rg
 from rlgraph.plan.cost_functions import NodeCost, Passes, Setting
+from rlgraph.plan.model_shapes import ModelShape
+from rlgraph.plan.roofline import device_of, roofline
 from rlgraph.settings import RECOMPUTE, Recompute
 
 CLUSTER = rg.Cluster(gpus=4, gpu="H200", gpu_memory_bytes=141 * 10**9)
@@ -29,8 +31,9 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def measured(recompute: Recompute | None, token_s: float = 1e-4, pass_s: float = 0.0) -> rg.planning.Costs:
-    update = NodeCost(token_s=token_s, pass_s=pass_s, measured=Setting(2, 2, 64, Passes(8192, recompute=recompute)))
+def measured(recompute: Recompute | None, token_s: float = 1e-4, pass_s: float = 0.0, compiled: bool | None = None) -> rg.planning.Costs:
+    passes = Passes(8192, recompute=recompute, compiled=compiled)
+    update = NodeCost(token_s=token_s, pass_s=pass_s, measured=Setting(2, 2, 64, passes))
     nodes = dict.fromkeys(["prompts", "rollout", "reward", "advantages"], 0.1) | {"update": update}
     return rg.planning.Costs(nodes, source="measured", lengths=rg.planning.Lengths((0.0, 1.0), (1024.0, 1024.0), 8.0))
 
@@ -75,3 +78,29 @@ def test_a_plan_says_that_costs_were_measured_with_another_recompute(model: str,
     assert kept is not None
     assert kept.passes is not None
     assert kept.passes.recompute is False
+
+
+def test_costs_of_layers_that_were_not_compiled_are_scaled_as_estimates_are(model: str, tmp_path: Path) -> None:
+    def planned(costs: rg.planning.Costs, compiled: bool) -> rg.Plan:
+        return rg.compile(loop(model, compiled=compiled, micro_batch_tokens=8192), CLUSTER, costs)
+
+    def seconds(costs: rg.planning.Costs, compiled: bool) -> float:
+        return planned(costs, compiled).node("update").seconds
+
+    def estimate(compiled: bool) -> float:
+        device = device_of("H200")
+        assert device is not None
+        costs = roofline(loop(model, compiled=compiled, micro_batch_tokens=8192), device, {model: ModelShape.from_config(QWEN3_8B)})
+        return costs.cost_of("update").token_s
+
+    plain, estimated = measured(False, compiled=False), estimate(True) / estimate(False)
+    assert 0.4 < estimated < 0.8
+    assert seconds(plain, True) / seconds(plain, False) == pytest.approx(estimated, rel=0.02)
+    assert seconds(measured(False, token_s=1e-4 * estimated, compiled=True), False) == pytest.approx(seconds(plain, False), rel=0.02)
+    plan = planned(plain, True)
+    assert plan.node("update").cost == "scaled"
+    assert any("measured with compiled=False" in said for said in plan.prediction.assumed)
+    assert not any("compiled" in said for said in planned(plain, False).prediction.assumed)
+    assert seconds(measured(False), True) == seconds(measured(False), False), "an earlier version did not write it"
+    plain.to_file(tmp_path / "costs.yaml")
+    assert seconds(rg.planning.Costs.from_file(tmp_path / "costs.yaml"), True) == pytest.approx(seconds(plain, True))
