@@ -2,7 +2,9 @@
 
 import base64
 import io
+import json
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ PARTS = ("image", "image_url")  # types of the parts of a message that are image
 KEYS = ("bytes", "image", "image_url", "url", "path")  # of a mapping, the first of which that is not None holds the image
 MARK = "<image>"  # the place of an image in a text of verl's
 MOST_PIXELS = 64_000_000
+THUMBNAIL = 192  # pixels of a side of an image in a record of samples
 VERIFIED = ("PNG", "JPEG", "MPO", "WEBP")  # formats that Pillow checks, or that end with a mark, so that nothing is decoded
 MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")  # that PNG has
 
@@ -166,3 +169,25 @@ def _content(where: str, image: Any, folder: Path) -> Any:
         f"{where} is {show_value(image)}; an image is a path, bytes, a data URL, an image of PIL or an array of bytes [height, width, 3]: "
         "convert it, or rename its field"
     )
+
+
+@lru_cache(maxsize=256)
+def thumbnails(urls: str) -> str:
+    """Make the images of a row, a JSON list of data URLs, small enough to record one for each response: at most 192 pixels a side.
+
+    >>> thumbnails("[]")
+    '[]'
+    """
+    return json.dumps([_thumbnail(url) for url in json.loads(urls)])
+
+
+def _thumbnail(url: str) -> str:
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2])))
+    if max(image.size) <= THUMBNAIL:
+        return url
+    small, file = image.convert("RGB"), io.BytesIO()
+    small.thumbnail((THUMBNAIL, THUMBNAIL))
+    small.save(file, "JPEG", quality=80)
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()

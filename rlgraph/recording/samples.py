@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TextIO
 
@@ -101,7 +102,7 @@ def _write_table(samples: Sequence[Sample], path: Path) -> None:
 def _type_of(name: str, pyarrow: Any) -> Any:
     if name in (*TEXTS, "columns"):
         return pyarrow.string()
-    if name == "token_texts":
+    if name in ("token_texts", "images"):
         return pyarrow.list_(pyarrow.string())
     if name in REALS:
         return pyarrow.float64()
@@ -116,7 +117,7 @@ DIGITS = 5  # of a number of each token
 BROKEN = "\ufffd"  # what a decoder gives for part of a character
 OWN = (  # columns with a field of their own
     *("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version", "finish_reasons", "group_ids"),
-    *("old_log_probs", "advantages", "loss_mask", "rewards", "token_rewards", "prompt_texts", "prompt_ids"),
+    *("old_log_probs", "advantages", "loss_mask", "rewards", "token_rewards", "prompt_texts", "prompt_ids", "images"),
 )
 
 
@@ -205,6 +206,8 @@ def _record(rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTex
     ids = [] if tokens is None else tokens[:length].tolist()
     prompt_mask = values.get("prompt_mask")
     prompt_ids = values["prompts"][prompt_mask].tolist() if prompt_mask is not None else []
+    images = json.loads(values.get("images", "[]"))
+    asked = _once(prompt_ids) if images else prompt_ids
     versions = values["weight_version"][:length] if "weight_version" in values else np.zeros(0, np.int32)
     advantages = _tokens(values, "advantages", length)
     sampled, trained = _tokens(values, "rollout_log_probs", length), _tokens(values, "old_log_probs", length)
@@ -214,7 +217,8 @@ def _record(rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTex
         "rollout": rollout,
         "row": row,
         "group": int(values["group_ids"]) if "group_ids" in values else row,
-        "prompt": decoder.decode(prompt_ids) if decoder and prompt_ids else str(values.get("prompt_texts", "")),
+        "prompt": decoder.decode(asked) if decoder and asked else str(values.get("prompt_texts", "")),
+        "images": images,
         "response": decoder.decode(ids) if decoder else "",
         "reward": _plain(values["rewards"]) if "rewards" in values else None,
         "advantage": _mean(advantages, policy),
@@ -237,6 +241,12 @@ def _record(rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTex
     }
     assert record.keys() == FIELDS.keys() - {"step", "kind"}
     return record
+
+
+def _once(ids: Sequence[int]) -> list[int]:
+    """Leave one token of each run of more than three equal ones: the tokens of an image."""
+    runs = [(token, len(list(run))) for token, run in groupby(ids)]
+    return [token for token, length in runs for _ in range(length if length <= 3 else 1)]
 
 
 def _tokens(values: Mapping[str, Any], name: str, length: int) -> list[float]:

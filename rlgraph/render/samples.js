@@ -166,6 +166,14 @@ function showSample(samples) {
   place.append(factsOf(sample));
   const colour = colouring(sample);
   place.append(legendOf(colour));
+  const images = element("p", "images");
+  for (const url of sample.images ?? []) {
+    const image = element("img");
+    image.alt = "an image of the prompt";
+    if (url.startsWith("data:image/")) image.src = url;
+    images.append(image);
+  }
+  if (images.childElementCount) place.append(images);
   for (const [role, said] of turnsOf(sample.prompt, "prompt")) {
     const [made, text] = turn(role, "asked");
     text.textContent = said;

@@ -12,6 +12,7 @@ from support.simulated_run import simulate_run
 from rlgraph.plan.plan import Plan
 from rlgraph.render.report import as_script, page, shown_samples
 
+DOT = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
 PROBE = """
 const rows = () => [...document.querySelectorAll("#samples-list tbody tr")];
 const field = (name) => document.querySelector(`#filters [name="${name}"]`);
@@ -53,6 +54,8 @@ found.others = document.querySelectorAll("#sample p.muted button").length;
 const before = document.querySelector("#sample h3").textContent;
 document.querySelector("#sample p.muted button").click();
 found.moved = document.querySelector("#sample h3").textContent !== before;
+set("sort", "oldest"); rows()[0].click();
+found.shown = [...document.querySelectorAll(".images img")].map((image) => image.getAttribute("src"));
 found.wide = document.documentElement.scrollWidth - innerWidth;
 document.title = JSON.stringify(found);
 """
@@ -62,6 +65,7 @@ document.title = JSON.stringify(found);
 def folder(tmp_path: Path) -> Path:
     samples = [sample(step, row, tool=row == 1) for step in range(4) for row in range(8)]
     samples[-1] = sample(3, 7, response=f"hostile {HOSTILE}" * 3)
+    samples[0]["images"] = [DOT, "javascript:alert(1)"]
     samples[8] |= {"kind": "evaluation", "rollout": "evaluate"}
     return write(tmp_path / "run", samples)
 
@@ -74,6 +78,7 @@ def test_a_browser_filters_sorts_and_colours_samples_and_no_text_becomes_markup(
     samples, _ = shown_samples(folder)
     assert console == ""
     assert found["all"] == "32 of 32 samples"
+    assert found["shown"] == [DOT, None], "an image, and an address that is none"
     assert found["step"] == ["2"] * 8
     assert len(found["rewards"]) == sum(s["reward"] >= 1 for s in samples) > 0
     assert set(found["rewards"]) == {"1"}

@@ -12,12 +12,13 @@ from support.digests import DigestPolicy
 from support.direct_forward import read_first_batch
 
 import rlgraph as rg
-from rlgraph.engines.hf.images import processor_of, read_images
+from rlgraph.analysis.samples import read_samples
+from rlgraph.engines.hf.images import open_images, processor_of, read_images
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.training.trained_model import TOKENS
 
 ROWS = [
-    *({"prompt": f"<image>what {index}?", "images": [seeing.picture(index)], "answer": str(index)} for index in range(6)),
+    *({"prompt": f"<image>what {index}?", "images": [seeing.picture(index, 40 * index)], "answer": str(index)} for index in range(1, 7)),
     {"prompt": "none", "images": [], "answer": "n"},
     {"prompt": "<image>or<image>", "images": [seeing.picture(8), seeing.picture(9)], "answer": "e"},
 ]
@@ -93,11 +94,21 @@ def test_an_example_with_images_is_learnt_as_the_chat_template_and_the_processor
 
 
 @pytest.mark.stage("jobs")
-def test_a_checkpoint_exports_the_whole_folder_with_the_tower_as_it_was(model: str, tmp_path: Path) -> None:
+def test_a_run_records_small_images_and_exports_the_whole_folder_with_the_tower_as_it_was(model: str, tmp_path: Path) -> None:
     made = graph(model, depth=0)
     with forked_workers.job(made) as job:
-        list(job.steps(2))
+        list(rg.record(job, 2, tmp_path / "run", samples=1.0, quiet=True))
         job.export(tmp_path / "out", dtype="float32")
+    samples = [sample for sample in read_samples(tmp_path / "run") if sample["kind"] == "training"]
+    known = {url for row in ROWS for url in row["images"]}
+    for sample in samples:
+        for url in sample["images"]:
+            [image] = open_images(json.dumps([url]))
+            assert image.width <= 192
+            assert (url in known) == (image.width < 192)
+        assert sample["prompt"].count("<image>") == len(sample["images"])
+        assert not {"images", "prompt_images"} & sample["columns"].keys()
+    assert {len(sample["images"]) for sample in samples} == {0, 1, 2}
     old, new = (load_file(Path(of) / "model.safetensors") for of in (model, tmp_path / "out"))
     assert old.keys() == new.keys()
     same = {name for name in old if torch.equal(old[name], new[name])}

@@ -37,6 +37,7 @@ def sample(step: int, row: int, *, response: str | None = None, tool: bool = Fal
         "row": row,
         "group": step * 2 + row // 4,
         "prompt": CHAT.format(a, b),
+        "images": [],
         "response": "".join(texts),
         "reward": float(good),
         "advantage": advantage,

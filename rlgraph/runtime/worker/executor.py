@@ -22,6 +22,7 @@ import torch
 from rlgraph import notices
 from rlgraph.channels.api import Reader, Statistics, Writer
 from rlgraph.columns import Column, Columns, concat_rows, repeat_rows, rows_of_rank
+from rlgraph.data.images import thumbnails
 from rlgraph.engines.hf.model_files import forbid_downloads
 from rlgraph.errors import GraphError, StalenessError, show_value
 from rlgraph.graph.nodes import Model
@@ -170,7 +171,7 @@ class SampleTap:
         size = max(MESSAGE_BYTES // max(sum(_row_bytes(column) for column in columns.values()), 1), 1)
         for first in range(0, len(own), size):
             rows = own[first : first + size]
-            cells = {name: _cells(column, [row - here.start for row in rows]) for name, column in columns.items()}
+            cells = {name: _cells(name, column, [row - here.start for row in rows]) for name, column in columns.items()}
             yield SampledRows(source.node, source.rollout, step, rows, cells)
 
 
@@ -185,16 +186,18 @@ def rows_of_firing(node: NodeSpec, chunk: int, rows: int, rank: int, world: int)
 
 
 def _is_sampled_column(name: str, column: Column) -> bool:
-    return not isinstance(column, torch.Tensor) or column.ndim == 1 or name in TOKENS
+    """Whether a sample has this column. Images of prompts it has by its response."""
+    return name != "prompt_images" and (not isinstance(column, torch.Tensor) or column.ndim == 1 or name in TOKENS)
 
 
 def _row_bytes(column: Column) -> int:
     return column[0].nbytes if isinstance(column, torch.Tensor) and len(column) else 64
 
 
-def _cells(column: Column, rows: list[int]) -> Cells:
+def _cells(name: str, column: Column, rows: list[int]) -> Cells:
     if not isinstance(column, torch.Tensor):
-        return Cells("text", [len(rows)], text=[column[row] for row in rows])
+        text = [thumbnails(column[row]) if name == "images" else column[row] for row in rows]
+        return Cells("text", [len(rows)], text=text)
     picked = column.detach()[torch.tensor(rows, device=column.device)]
     if picked.dtype == torch.int64 and picked.ndim > 1:
         picked = picked.to(torch.int32)  # token ids
