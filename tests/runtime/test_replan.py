@@ -93,7 +93,7 @@ def test_a_change_whose_checkpoint_cannot_be_written_leaves_the_plan_as_it_is(
 
 
 def test_a_run_with_long_rollouts_gives_its_generator_a_device_of_the_trainer(tmp_path: Path) -> None:
-    loop = Loop(generators=1, trainers=2, times=Times(step_s=1e-4, sequence_s=2e-4, train_token_s=1e-5))
+    loop = Loop(generators=1, trainers=2, times=Times(step_s=1e-4, sequence_s=5e-4, train_token_s=1e-5))
     other = replace(loop, generators=2, trainers=1).graph()
     looks = Replanner(Replan(every=8, gain=0.1, graphs=(other,)), lambda graph: {})
     with job(rg.compile(loop.graph(), rg.Cluster(cpus=3)), tmp_path, replanner=looks) as running:
