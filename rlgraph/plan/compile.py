@@ -62,7 +62,7 @@ from rlgraph.plan.roofline import (
     single_number_caveats,
     width_assumptions,
     with_decode_terms,
-    with_layers_as_set,
+    with_layer_settings,
     with_shards,
     with_sleep,
 )
@@ -99,7 +99,7 @@ def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shap
     device = device_of(cluster.gpu) if cluster.gpu else None
     if costs is None and device is not None and has_shapes(graph, shapes):
         return with_sleep(graph, roofline(graph, device, shapes), cluster, device, shapes)
-    as_set = with_layers_as_set(graph, with_decode_terms(graph, check_costs(graph, costs), device, shapes), device, shapes)
+    as_set = with_layer_settings(graph, with_decode_terms(graph, check_costs(graph, costs), device, shapes), device, shapes)
     shared = with_shards(graph, with_sharing(graph, as_set, device, shapes), device, shapes)
     return with_sleep(graph, shared, cluster, device, shapes)
 

@@ -374,7 +374,7 @@ class NodeCost:
         return sum(each.seconds(setting) for each in self.shards) - measured
 
     def computes_otherwise(self, setting: Setting) -> bool:
-        """Whether layers recompute more or less in a setting than in the measured one, or are compiled in one of both alone."""
+        """Whether layers recompute more or less in a setting than in the measured one, or are compiled in only one of the two."""
         if self.measured is None or self.measured.passes is None or setting.passes is None:
             return False
         then, now = self.measured.passes, setting.passes

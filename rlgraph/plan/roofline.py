@@ -466,7 +466,7 @@ def _decode_mean(costs: Costs, cost: NodeCost, setting: Setting, rows: int) -> f
 # Take measured costs of trainers to other settings of `recompute` and `compiled`: by the estimate of a token, and what the host launches.
 
 
-def with_layers_as_set(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
+def with_layer_settings(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
     """Scale the seconds of updates that were measured with another `recompute` or `compiled` than the graph's.
 
     Tokens take longer by the operations that are computed again; where layers are compiled in one of both alone, by the estimates for the

@@ -207,7 +207,7 @@ def _record(rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTex
     prompt_mask = values.get("prompt_mask")
     prompt_ids = values["prompts"][prompt_mask].tolist() if prompt_mask is not None else []
     images = json.loads(values.get("images", "[]"))
-    asked = _once(prompt_ids) if images else prompt_ids
+    asked = _without_repeats(prompt_ids) if images else prompt_ids
     versions = values["weight_version"][:length] if "weight_version" in values else np.zeros(0, np.int32)
     advantages = _tokens(values, "advantages", length)
     sampled, trained = _tokens(values, "rollout_log_probs", length), _tokens(values, "old_log_probs", length)
@@ -243,7 +243,7 @@ def _record(rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTex
     return record
 
 
-def _once(ids: Sequence[int]) -> list[int]:
+def _without_repeats(ids: Sequence[int]) -> list[int]:
     """Leave one token of each run of more than three equal ones: the tokens of an image."""
     runs = [(token, len(list(run))) for token, run in groupby(ids)]
     return [token for token, length in runs for _ in range(length if length <= 3 else 1)]

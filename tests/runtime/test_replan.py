@@ -93,15 +93,20 @@ def test_a_change_whose_checkpoint_cannot_be_written_leaves_the_plan_as_it_is(
 
 
 def test_a_run_with_long_rollouts_gives_its_generator_a_device_of_the_trainer(tmp_path: Path) -> None:
-    loop = Loop(generators=1, trainers=2, times=Times(step_s=1e-4, sequence_s=5e-4, train_token_s=1e-5))
+    loop = Loop(generators=1, trainers=2, times=Times(step_s=1e-4, sequence_s=2e-4, train_token_s=1e-5))
     other = replace(loop, generators=2, trainers=1).graph()
     looks = Replanner(Replan(every=8, gain=0.1, graphs=(other,)), lambda graph: {})
     with job(rg.compile(loop.graph(), rg.Cluster(cpus=3)), tmp_path, replanner=looks) as running:
-        found = [(step.metrics["tokens"], step.staleness) for step in islice(running.steps(5000), 15)]
+        found, after = list[Any](), 0
+        for step in islice(running.steps(5000), 100):  # a look at the plan takes seconds on a loaded machine
+            found.append((step.metrics["tokens"], step.staleness))
+            after += running.plan.source is other
+            if after == 5:
+                break
         assert running.plan.source is other
         assert running.notices[-1].startswith("after step 8, rollout 1, train 2 -> rollout 2, train 1: predicted ")
     with digests.plan(replace(loop, trainers=1, times=Times(0.0, 0.0, 0.0, 0.0, 0.0)).graph()).run_here() as here:
-        assert found == [(step.metrics["tokens"], step.staleness) for step in here.steps(15)]
+        assert found == [(step.metrics["tokens"], step.staleness) for step in here.steps(len(found))]
 
 
 def test_a_plan_of_other_nodes_or_a_job_without_checkpoints_is_refused(model: str, tmp_path: Path) -> None:
