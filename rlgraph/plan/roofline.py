@@ -469,8 +469,8 @@ def _decode_mean(costs: Costs, cost: NodeCost, setting: Setting, rows: int) -> f
 def with_layer_settings(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
     """Scale the seconds of updates that were measured with another `recompute` or `compiled` than the graph's.
 
-    Tokens take longer by the operations that are computed again; where layers are compiled in one of both alone, by the estimates for the
-    `device`. A pass takes the host longer as `estimates.launch_s` says; where ranks gather shards that was not seen.
+    Tokens take longer by the operations that are computed again; where only one of the two is compiled, by the estimates for the `device`,
+    if it is known. A pass takes the host longer as `estimates.launch_s` says; where ranks gather shards that was not seen.
     """
     nodes = dict(costs.nodes)
     for node in graph.nodes:
@@ -479,7 +479,7 @@ def with_layer_settings(graph: Graph, costs: Costs, device: Device | None, shape
         if model is None or shape is None or costs.lengths is None or not isinstance(cost, NodeCost):
             continue
         now, then = model.traits, _measured_traits(node, cost)
-        if then is None or (device is None and then.compiled != now.compiled):
+        if then is None:
             continue
         adapter, keys = adapter_size(model, shape), costs.lengths.sequence_of_a_token / 2
         if device is None or then.compiled == now.compiled:
