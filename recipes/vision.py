@@ -19,7 +19,7 @@ import rlgraph as rg
 class Config:
     model: str = "tiny"  # a folder with a model that reads images, or tiny: made in OUT
     engine: str = "transformers"  # or vllm
-    examples: int = 64  # a step of fine-tuning
+    examples: int = 64  # examples per step of fine-tuning
     sft_steps: int = 40
     prompts: int = 32  # prompts per step of GRPO
     group_size: int = 8  # responses per prompt

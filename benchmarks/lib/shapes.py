@@ -42,6 +42,8 @@ BLOCK = 15_485_863  # numbers, a prime: rows of a matrix do not repeat
 
 def config(shape: str) -> Any:
     """Make the configuration of a shape."""
+    if shape in SEEING:
+        return seeing_config(shape)
     from transformers import Qwen3Config, Qwen3MoeConfig
 
     own: dict[str, Any] = {}
@@ -93,7 +95,7 @@ def causal_model(shape: str) -> Any:
     from transformers import Qwen2_5_VLForConditionalGeneration, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
     if shape in SEEING:
-        return Qwen2_5_VLForConditionalGeneration(seeing_config(shape))
+        return Qwen2_5_VLForConditionalGeneration(config(shape))
     return (Qwen3MoeForCausalLM if shape in MIXTURES else Qwen3ForCausalLM)(config(shape))
 
 
@@ -119,7 +121,7 @@ def random_model(shape: str, folder: str | Path, *, headers_only: bool = False) 
         tokenizer.chat_template = TEMPLATE
         Qwen2VLImageProcessorPil(patch_size=14, merge_size=2).save_pretrained(target)
     tokenizer.save_pretrained(target)
-    (seeing_config if shape in SEEING else config)(shape).save_pretrained(target)
+    config(shape).save_pretrained(target)
     return str(target)
 
 

@@ -54,7 +54,7 @@ def length(responses: list[str]) -> list[float]:
 SUMS = [{"prompt": f"2 + 3 = 5\n7 + 6 = 13\n{a} + {b} ="} for a in range(1, 10) for b in range(1, 10)]
 
 
-def pictured(side: int) -> list[dict[str, Any]]:
+def sums_with_images(side: int) -> list[dict[str, Any]]:
     """The sums, each behind an image: a JPEG file of so many pixels a side."""
     from PIL import Image
 
@@ -102,7 +102,7 @@ def graph(cfg: Config) -> rg.Graph:
     )
     weights = rg.feedback("weights", depth=0 if colocated else 1, buffers=1 if colocated else 2)
 
-    prompts = rg.prompts(pictured(cfg.image) if cfg.image else SUMS, count=cfg.prompts)
+    prompts = rg.prompts(sums_with_images(cfg.image) if cfg.image else SUMS, count=cfg.prompts)
     rollout = generator.rollout(prompts, weights, group_size=cfg.group_size)
     rewards = rg.reward(length, rollout)
     advantages = rg.advantages(rollout, rewards, estimator=rg.GRPO())

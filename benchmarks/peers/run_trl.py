@@ -99,7 +99,7 @@ def train(given: argparse.Namespace, folder: str, arguments: dict[str, Any], don
     sums = [{"prompt": f"2 + 3 = 5\n7 + 6 = 13\n{a} + {b} ="} for a in range(1, 10) for b in range(1, 10)]
     more: dict[str, Any] = {"model": folder, "processing_class": tokenizer}
     if given.image:
-        more, sums = seeing(folder, given.image)
+        more, sums = seeing_arguments(folder, given.image)
     if given.rank:
         from peft import LoraConfig  # type: ignore[import-not-found]
 
@@ -114,7 +114,7 @@ def train(given: argparse.Namespace, folder: str, arguments: dict[str, Any], don
     trainer.train()
 
 
-def seeing(folder: str, side: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def seeing_arguments(folder: str, side: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The arguments of the trainer for a model that reads images, its tower frozen, and the rows of `peer_job.py` as TRL has them."""
     import io
 
@@ -122,7 +122,7 @@ def seeing(folder: str, side: int) -> tuple[dict[str, Any], list[dict[str, Any]]
     from PIL import Image
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
-    from benchmarks.peers.peer_job import pictured
+    from benchmarks.peers.peer_job import sums_with_images
 
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     model.model.visual.requires_grad_(False)
@@ -131,7 +131,7 @@ def seeing(folder: str, side: int) -> tuple[dict[str, Any], list[dict[str, Any]]
             "prompt": [{"role": "user", "content": row["prompt"].removeprefix("<image>")}],
             "image": Image.open(io.BytesIO(row["images"][0])),
         }
-        for row in pictured(side)
+        for row in sums_with_images(side)
     ]
     return {"model": model, "processing_class": AutoProcessor.from_pretrained(folder)}, rows
 

@@ -183,15 +183,15 @@ class _Batch:
         return self._append_tokens(chosen.tolist(), log_probs.tolist())
 
     def _read(self, embed: Any, tokens: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
-        """Make what a pass reads of the last tokens, or of all, with the images of the prompts among them."""
+        """Make what a pass reads of the last tokens, or of all, from the `positions` of all, with the images of the prompts among them."""
         assert self._tower is not None
         places = torch.arange(self._mask.shape[1], device=tokens.device)
         row = torch.arange(len(tokens), device=tokens.device)[:, None].masked_fill(self._mask == 0, IGNORED)
         shown = PromptImages(tuple(self._images), (self._mask != 0) & (places < self._width), row)
         if tokens.shape[1] == self._mask.shape[1]:
             return self._tower.inputs(embed, tokens, positions, shown)
-        whole = (self._mask.cumsum(-1) - 1).clamp(min=0)
-        return {"inputs_embeds": embed(tokens), "position_ids": self._tower.positions(self._tokens, whole, shown)[..., -tokens.shape[1] :]}
+        last = self._tower.positions(self._tokens, positions, shown)[..., -tokens.shape[1] :]
+        return {"inputs_embeds": embed(tokens), "position_ids": last}
 
     def _append_tokens(self, chosen: list[int], log_probs: list[float]) -> dict[str, Response]:
         """Append each unfinished row's token, and return the responses that end with it."""
@@ -248,11 +248,12 @@ def next_logits(
 ) -> tuple[torch.Tensor, Any]:
     """Compute the next logits `[B, V]` after `tokens [B, L]`, and the new cache. Without a cache it reads all tokens, else the last.
 
-    `read` makes the model's arguments of its embedding, these tokens and their positions; None: as text.
+    `read` makes the model's arguments of its embedding, these tokens and the positions `[B, L]` of all; None: as text.
     """
     fresh = tokens if cache is None else tokens[:, -1:]
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -fresh.shape[1] :]
-    given = {"input_ids": fresh, "position_ids": positions} if read is None else read(model.get_input_embeddings(), fresh, positions)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    text = {"input_ids": fresh, "position_ids": positions[:, -fresh.shape[1] :]}
+    given = text if read is None else read(model.get_input_embeddings(), fresh, positions)
     out = model(**given, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1], out.past_key_values
 
