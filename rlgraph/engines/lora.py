@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from torch.nn.functional import linear
 
+from rlgraph.engines.hf.model_files import in_text_model
 from rlgraph.engines.hf.pretrained import check_model, parameter_shapes
 from rlgraph.engines.precision import bitsandbytes
 from rlgraph.errors import DataError
@@ -115,8 +116,12 @@ class BaseWeights(Mapping[str, torch.Tensor]):
     def with_adapter(self, adapter: Mapping[str, torch.Tensor], scale: float, dtype: torch.dtype) -> "MergedWeights":
         """The weights with an adapter merged in, `adapter` by the names `….lora_A.weight` and `….lora_B.weight` of its matrices.
 
-        Raises DataError for an adapter of another model.
+        Of a language model in a multimodal folder they are named as in a text model, or as in the whole. Raises DataError for an adapter
+        of another model.
         """
+        named = {in_text_model(name).removesuffix(".weight"): name.removesuffix(".weight") for name in self._tensors}
+        parts = [(name, in_text_model(name)[: name.rfind(".lora_") - len(name)]) for name in adapter]
+        adapter = {named.get(module, module) + name[name.rfind(".lora_") :]: adapter[name] for name, module in parts}
         changed = tuple(name.removesuffix(A) + ".weight" for name in adapter if name.endswith(A))
         for name in changed:
             module = name.removesuffix(".weight")
@@ -253,7 +258,9 @@ class InitialWeights:
         assert self._file is not None
         with safe_open(self._file, "pt") as tensors:
             there = tensors.keys()
-            own = next((known for known in (PEFT + name, f"{PEFT}model.{name}") if known in there), None)  # the second of a critic
+            own = next(
+                (known for known in there if in_text_model(known.removeprefix(PEFT)) in (name, f"model.{name}")), None
+            )  # of a critic
             if own is None:
                 raise DataError(f"'{self._file}' has no '{PEFT + name}'; it is an adapter of another model, or of other targets")
             found: torch.Tensor = tensors.get_tensor(own).float()
@@ -399,13 +406,14 @@ class SavedAdapter(msgspec.Struct, frozen=True):
         return self.alpha / self.rank
 
 
-def peft_names(shapes: Mapping[str, Numbers]) -> dict[str, tuple[str, Numbers]]:
-    """Name the matrices of an adapter as PEFT does: (trainer's name, shape) by each name.
+def peft_names(shapes: Mapping[str, Numbers], part: str = "model.") -> dict[str, tuple[str, Numbers]]:
+    """Name the matrices of an adapter as PEFT does: (trainer's name, shape) by each name. `part` begins those of a language model.
 
     >>> peft_names({"model.layers.0.self_attn.q_proj.lora_A.weight": (8, 64)})
     {'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight': ('model.layers.0.self_attn.q_proj.lora_A.weight', (8, 64))}
     """
-    return {PEFT + name: (name, shape) for name, shape in shapes.items()}
+    named = {part + name.removeprefix("model.") if name.startswith("model.") else name: name for name in shapes}
+    return {PEFT + own: (name, shapes[name]) for own, name in named.items()}
 
 
 def write_config(folder: Path, adapter: SavedAdapter, base: str, names: Mapping[str, Numbers]) -> None:

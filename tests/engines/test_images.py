@@ -1,5 +1,6 @@
 """Models that read images: trainers and engines compute with them what transformers does, row by row."""
 
+import copy
 import importlib.util
 import itertools
 import json
@@ -20,10 +21,14 @@ import rlgraph as rg
 from rlgraph.engines.forward.head import PolicyHead, ValueHead
 from rlgraph.engines.fsdp.sharding import local
 from rlgraph.engines.hf.images import expand_images, processor_of, read_images
+from rlgraph.engines.hf.model_files import in_text_model
 from rlgraph.engines.hf.pretrained import parameter_shapes
+from rlgraph.engines.lora import PEFT, BaseWeights, SavedAdapter, peft_names, read_adapter, write_config
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError
 from rlgraph.nodes.rollout.decode_loop import columns_of
+from rlgraph.runtime.checkpoint.export import language_part
+from rlgraph.values.lora import TENSORS
 
 NEAR = {"atol": 2e-5, "rtol": 2e-5}
 
@@ -80,6 +85,31 @@ def test_an_update_has_the_gradients_of_transformers_and_leaves_the_tower_out(ki
     assert len(moments) == len(gradients)
     found, expected = (torch.stack(sorted(each.norm() for each in of.values())) for of in (moments, gradients))
     torch.testing.assert_close(found / 0.1, expected, **NEAR)
+
+
+def test_an_adapter_of_the_language_model_is_the_model_with_merged_weights_and_pefts_by_name(
+    kind: str, folder: Path, net: Any, tmp_path: Path
+) -> None:
+    batch, given = seeing.batch_of(folder, kind), {"optimizer": rg.AdamW(lr=1e-2), "dtype": torch.float32}
+    with closing(fsdp_engine(PolicyHead(folder), adapter=rg.LoRA(rank=2, alpha=4.0), **given)) as engine:
+        engine.update(batch, WeightedLikelihood())
+        engine.update(batch, WeightedLikelihood())
+        scores, matrices = engine.scores(batch), {name: tensor.clone() for name, tensor in engine.weights().items()}
+    weights = BaseWeights(folder).with_adapter(matrices, 2.0, torch.float32)
+    assert len(weights.changed) == 7 * 2
+    merged, own = copy.deepcopy(net), dict(net.named_parameters())
+    names = peft_names({name: tuple(tensor.shape) for name, tensor in matrices.items()}, language_part(str(folder)))
+    assert {peft.removeprefix(PEFT).split(".lora_")[0] + ".weight" for peft in names} <= own.keys()
+    by_text = {in_text_model(name): name for name in own}
+    merged.load_state_dict({by_text[in_text_model(name)]: weights[name] for name in weights.changed}, strict=False)
+    with torch.no_grad():
+        torch.testing.assert_close(scores, seeing.direct_log_probs(merged, folder, batch), **NEAR)
+    save_file({peft: matrices[name] for peft, (name, _) in names.items()}, tmp_path / TENSORS)
+    write_config(tmp_path, SavedAdapter.of(rg.LoRA(rank=2, alpha=4.0)), "base", dict.fromkeys(matrices, (1,)))
+    with closing(fsdp_engine(PolicyHead(folder), adapter=rg.LoRA.load(tmp_path), **given)) as again:
+        assert torch.equal(again.scores(batch), scores)
+    assert torch.equal(BaseWeights(folder).with_adapter(read_adapter(tmp_path), 2.0, torch.float32)[weights.changed[0]],
+                       weights[weights.changed[0]])  # fmt: skip
 
 
 def test_a_critic_sees_the_images(folder: Path, kind: str) -> None:

@@ -116,6 +116,17 @@ def test_a_run_records_small_images_and_exports_the_whole_folder_with_the_tower_
     assert len(same) == sum("vision" in name or "connector" in name for name in old)
 
 
+@pytest.mark.stage("jobs")
+def test_an_adapter_reaches_the_engine_and_is_exported_with_the_tower(model: str, tmp_path: Path) -> None:
+    with forked_workers.job(graph(model, depth=0, adapter=rg.LoRA(rank=2))) as job:
+        steps = list(job.steps(3))
+        job.export(tmp_path / "out", dtype="float32")
+    assert steps[-1].metrics["guards/mismatch"] < 1e-5
+    old, new = (load_file(Path(of) / "model.safetensors") for of in (model, tmp_path / "out"))
+    assert old.keys() == new.keys()
+    assert all(torch.equal(old[name], new[name]) != ("_proj" in name and "text_model" in name) for name in old)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "said"),
     [

@@ -1,6 +1,6 @@
 """The attention of a trained model: sliding windows, soft caps and sinks, on padded rows, shared prompts and rows packed flat.
 
-Two implementations for transformers' `AttentionInterface`. `PADDED` takes rows of one sequence each, or a prompt and the responses
+Implementations for transformers' `AttentionInterface`. `PADDED` takes rows of one sequence each, or a prompt and the responses
 that share it. `FLAT` takes sequences that lie one behind the other in one row, without padding: how a GPU's passes are packed.
 A setting of a layer that neither knows is refused by name, since leaving it out gives other log-probs without a word.
 """
@@ -22,6 +22,7 @@ from rlgraph.engines.hf.model_files import text_config
 from rlgraph.errors import DataError
 
 PADDED, FLAT, FLAT_HALF = "rlgraph_padded", "rlgraph_packed", "rlgraph_packed_half"
+PARTS = "rlgraph_flash_parts"  # transformers gives segments to an implementation with "flash" in its name
 WITHOUT_EFFECT = frozenset(  # what models hand on to attention and its result does not depend on
     (
         *("dropout", "is_causal", "position_ids", "cache_position", "past_key_values", "use_cache", "output_attentions", "layer_idx"),
@@ -60,6 +61,7 @@ def register() -> None:
     AttentionMaskInterface.register(PADDED, sdpa_mask)
     AttentionInterface.register(FLAT, attend)  # has no mask: it would be the square of all tokens of a pass
     AttentionInterface.register(FLAT_HALF, partial(attend_half, dtype=torch.bfloat16))
+    AttentionInterface.register(PARTS, attend_parts)
 
 
 def attend_rows(
@@ -156,6 +158,26 @@ def attend(
             k, v = (x[:, :, seen[index]] for x in (key, value))
         parts.append(_attend_one(q, k, v, scaling, sliding_window, softcap, s_aux))
     return torch.cat(parts, dim=2).transpose(1, 2), None
+
+
+def attend_parts(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within each part of an image, in both directions: `[1, L, H, D]` from `[1, H, L, D]`, in bfloat16 on a GPU.
+
+    Part i lies at `cu_seq_lens_q[i]` up to the next entry. transformers' own implementations launch some kernels for each part.
+    """
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return flash.forward(q, k, v, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, False, scaling)[0][None], None
 
 
 def _attend_one(

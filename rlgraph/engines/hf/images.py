@@ -17,12 +17,14 @@ from typing import Any
 import torch
 
 from rlgraph.batching.packing import PromptImages
+from rlgraph.engines.forward.packed_attention import PARTS, register
 from rlgraph.engines.hf.model_files import FamilyOptions
 from rlgraph.engines.hf.pretrained import quiet
 from rlgraph.errors import DataError
 
 FAMILIES = ("idefics3", "internvl", "llava", "qwen2_5_vl", "qwen3_vl")  # causal within images too; by tests/engines/test_images.py
 FILMS = ("internvl", "qwen2_5_vl", "qwen3_vl")  # whose processors read videos too
+PARTED = ("qwen2_5_vl", "qwen3_vl")  # whose towers attend within parts of images
 TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")  # what a processor makes beside what a tower reads
 KEPT = 256  # rows whose features a tower keeps: several passes read the rows of a batch
 
@@ -139,6 +141,9 @@ class ImageTower:
         self.token = int(config.image_token_id)
         self._axes = "mrope_section" in FamilyOptions(text).rope_parameters
         model.set_input_embeddings(torch.nn.Identity())  # the engine embeds tokens itself
+        if config.model_type in PARTED and device.type == "cuda" and dtype != torch.float32:
+            register()
+            config.vision_config._attn_implementation = PARTS
         self._model = model.model.to(device).eval().requires_grad_(False)
         self._device, self._dtype = device, dtype
         self._kept: dict[str, Seen] = {}

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 
 from rlgraph.columns import Columns, rows_of
+from rlgraph.engines.hf.images import FAMILIES as FAMILIES_WITH_IMAGES
 from rlgraph.engines.hf.images import check_sees
 from rlgraph.engines.hf.pretrained import ModelSummary
 from rlgraph.engines.precision import INSTALL, is_installed
@@ -155,9 +156,10 @@ def check_adapter_folder(model: Any, summary: ModelSummary) -> None:
     """Raise GraphError for an adapter of an untested family, with unknown targets, or that differs from the folder from which it starts."""
     lora: LoRA = model.adapter
     where = f"{type(model).__name__}({str(summary.path)!r}, adapter=LoRA(…))"
-    if summary.model_type not in FAMILIES or summary.nested:
+    tested = (*FAMILIES, *FAMILIES_WITH_IMAGES)
+    if summary.model_type not in tested:
         raise GraphError(
-            f"{where}: adapters are tested for {', '.join(FAMILIES)}, and this model is a '{summary.model_type}'; train it without adapter="
+            f"{where}: adapters are tested for {', '.join(tested)}, and this model is a '{summary.model_type}'; train it without adapter="
         )
     unknown = [] if lora.targets == ALL_LINEAR else [name for name in lora.targets if name not in PROJECTIONS]
     if unknown:

@@ -59,7 +59,7 @@ class AdapterExport:
 
     def write_adapter(self, folder: str | Path) -> Exported:
         """Write the adapter as a folder in PEFT's format. If that fails, raises ExportError and leaves no folder."""
-        layout = _layout(self.shapes, self.dtype)
+        layout = _layout(self.shapes, self.dtype, language_part(self.path))
         with GrowingExport(folder, layout) as growing:
             try:
                 write_config(growing.path, self.adapter, self.base, self.shapes)
@@ -73,7 +73,9 @@ class AdapterExport:
     def write_full_model(self, folder: str | Path, most_file_bytes: int) -> Exported:
         """Write the full model with the adapter merged in: one tensor at a time is in memory, besides the adapter."""
         own, path = _layout(self.shapes, "float32"), self.path
-        layout = plan_files(export_names(parameter_shapes(path), path, "log_probs", f"export('{folder}')"), self.dtype, most_file_bytes)
+        others = other_tensors(path)
+        names = export_names(parameter_shapes(path), path, "log_probs", f"export('{folder}')") | _own_names(others)
+        layout = plan_files(names, self.dtype, most_file_bytes)
         with GrowingExport(folder, layout) as growing:
             apart = growing.path / APART
             try:
@@ -83,6 +85,7 @@ class AdapterExport:
                 write_companions(growing.path, Path(path), self.dtype, "log_probs")
                 self._add_files(growing.path)
                 write_shards(growing.path, layout, _merge_adapter(path, apart, self.adapter, DTYPES[self.dtype][1]))
+                write_shards(growing.path, layout, _as_they_are(others))
                 shutil.rmtree(apart)
             except OSError as error:
                 raise growing.note_failure(error) from error
@@ -94,8 +97,15 @@ class AdapterExport:
             (folder / name).write_text(text, encoding="utf-8")
 
 
-def _layout(shapes: Mapping[str, Numbers], dtype: ExportDtype) -> ExportLayout:
-    return plan_files(peft_names(shapes), dtype, most_bytes=1 << 62, single=TENSORS)
+def _layout(shapes: Mapping[str, Numbers], dtype: ExportDtype, part: str = "model.") -> ExportLayout:
+    return plan_files(peft_names(shapes, part), dtype, most_bytes=1 << 62, single=TENSORS)
+
+
+def language_part(path: str) -> str:
+    """How the names of the language model begin in transformers' model of a folder."""
+    if not check_model(path).nested:
+        return "model."
+    return "model.text_model." if any(name.startswith("model.text_model.") for name in parameter_shapes(path)) else "model.language_model."
 
 
 def _merge_adapter(path: str, apart: Path, adapter: SavedAdapter, dtype: torch.dtype) -> Iterator[WeightShard]:
@@ -156,8 +166,7 @@ def write_export(
     others = other_tensors(model.path)
     if others and model.scores == "values":
         raise ExportError(f"{where}: '{model.path}' is not the folder of a plain text model, so a critic of it cannot be exported")
-    names = export_names(shapes, model.path, model.scores, where) | {name: (name, shape) for name, (_, shape) in others.items()}
-    layout = plan_files(names, dtype, most_file_bytes)
+    layout = plan_files(export_names(shapes, model.path, model.scores, where) | _own_names(others), dtype, most_file_bytes)
     with GrowingExport(folder, layout) as growing:
         try:
             write_companions(growing.path, Path(model.path), dtype, model.scores)
@@ -179,6 +188,10 @@ def base_of(path: str) -> str:
     """The hub id of a model's folder, if it is in the cache of a hub; else the folder."""
     found = revision_of(path)
     return path if found is None else found[0]
+
+
+def _own_names(tensors: Mapping[str, tuple[Path, Numbers]]) -> dict[str, tuple[str, Numbers]]:
+    return {name: (name, shape) for name, (_, shape) in tensors.items()}
 
 
 def _as_they_are(tensors: Mapping[str, tuple[Path, tuple[int, ...]]]) -> Iterator[WeightShard]:
