@@ -1,4 +1,4 @@
-"""What vLLM samples of prompts with images, scored by a trainer and by transformers in float32, before and after new weights.
+"""What vLLM samples of prompts with images, scored by a trainer and by transformers in float32, before and after new weights, with the tower and without.
 
 `images_here.py FAMILY [--smoke]`, of support/seeing.py, prints "equal". A GPU computes in bfloat16, and is compared on average; `--smoke`
 takes host cores and float32, and compares each token.
@@ -42,11 +42,13 @@ def main(family: str, folder: Path) -> None:
     net = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     prompts, shown, urls = ([each for each in column for _ in range(4)] for column in seeing.requests(folder, family))
     engine = VllmEngine(folder, max_model_len=256, dtype=str(DTYPE).removeprefix("torch."), images=2, **SPACE)
-    trainer = fsdp_engine(PolicyHead(folder), optimizer=rg.AdamW(lr=1e-2), device="cpu" if SMOKE else "cuda", dtype=DTYPE)
+    given = {"optimizer": rg.AdamW(lr=1e-2), "device": "cpu" if SMOKE else "cuda", "dtype": DTYPE}
+    trainers = [fsdp_engine(PolicyHead(folder), train_vision=vision, **given) for vision in (False, True)]
     calls, encode = list[int](), engine.model().embed_multimodal
     engine.model().embed_multimodal = lambda **given: calls.append(1) or encode(**given)
-    with closing(engine), closing(trainer):
-        for step in range(2):
+    with closing(engine), closing(trainers[0]), closing(trainers[1]):
+        for step in range(3):
+            trainer = trainers[step // 2]
             sampled = engine.generate(prompts, rg.Sampling(max_tokens=24), [step * 100 + row for row in range(len(prompts))], shown)
             assert len(calls) <= len(urls) * (step + 1), "each image is encoded once, and not in each decode step"
             batch = columns_of(prompts, sampled, torch.arange(len(prompts))) | {"images": urls}
@@ -55,9 +57,10 @@ def main(family: str, folder: Path) -> None:
             if step == 0:
                 with torch.no_grad():
                     compare("trainer and transformers", scores, seeing.direct_log_probs(net, folder, batch), mask)
+            if step < 2:  # the second one publishes its tower too
                 batch["advantages"] = torch.randn(mask.shape, generator=torch.Generator().manual_seed(0))
-                trainer.update(batch, WeightedLikelihood())
-                engine.load_weights({box.name: box.tensor.detach().to(DTYPE, copy=True) for box in trainer.weight_shards()})
+                trainers[step].update(batch, WeightedLikelihood())
+                engine.load_weights({box.name: box.tensor.detach().to(DTYPE, copy=True) for box in trainers[step].weight_shards()})
     print("equal")
 
 

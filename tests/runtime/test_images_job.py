@@ -16,6 +16,8 @@ from rlgraph.analysis.samples import read_samples
 from rlgraph.engines.hf.images import open_images, processor_of, read_images
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.training.trained_model import TOKENS
+from rlgraph.runtime.checkpoint.store import Recovery
+from rlgraph.runtime.driver.job import Job
 
 ROWS = [
     *({"prompt": f"<image>what {index}?", "images": [seeing.picture(index, 40 * index)], "answer": str(index)} for index in range(1, 7)),
@@ -125,6 +127,23 @@ def test_an_adapter_reaches_the_engine_and_is_exported_with_the_tower(model: str
     old, new = (load_file(Path(of) / "model.safetensors") for of in (model, tmp_path / "out"))
     assert old.keys() == new.keys()
     assert all(torch.equal(old[name], new[name]) != ("_proj" in name and "text_model" in name) for name in old)
+
+
+@pytest.mark.stage("jobs")
+def test_a_tower_that_is_trained_on_two_ranks_reaches_the_engine_and_both_exports(model: str, tmp_path: Path) -> None:
+    """Some passes have no image: their ranks add up gradients of the tower too."""
+    made = graph(model, depth=0, train_vision=True, data_parallel=2)
+    plan = rg.compile(made, rg.Cluster(cpus=2))
+    kept = Recovery(tmp_path / "kept", every=3, keep=1)
+    with Job(made, plan, recovery=kept, dispatch_name="forked", deadline_s=60.0) as job:
+        steps = list(job.steps(3))
+        job.export(tmp_path / "out", dtype="float32")
+    assert steps[-1].metrics["guards/mismatch"] < 1e-5
+    rg.runs.export(tmp_path / "kept", tmp_path / "later", dtype="float32")
+    old, new, later = (load_file(Path(of) / "model.safetensors") for of in (model, tmp_path / "out", tmp_path / "later"))
+    assert old.keys() == new.keys() == later.keys()
+    assert not [name for name in old if torch.equal(old[name], new[name])]
+    assert all(torch.equal(new[name], later[name]) for name in new)
 
 
 @pytest.mark.parametrize(

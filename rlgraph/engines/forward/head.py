@@ -16,10 +16,11 @@ from rlgraph.batching.packing import MicroBatch, response_lengths
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.api import PolicyLossFn, ValueLossFn
 from rlgraph.engines.forward.collectives import VocabularyShard, sum_filled
-from rlgraph.engines.hf.backbone import LogitShape, backbone_of, layers_of, load_causal, load_headless, predicting_states
+from rlgraph.engines.hf.backbone import VISION, LogitShape, backbone_of, layers_of, predicting_states
 from rlgraph.engines.hf.folder_weights import FolderWeights
 from rlgraph.engines.hf.images import ImageTower
 from rlgraph.engines.hf.pretrained import value_head
+from rlgraph.engines.hf.unloaded import load_causal, load_headless, load_vision
 from rlgraph.engines.lora import InitialWeights, is_adapter
 from rlgraph.errors import DataError
 from rlgraph.plan.model_shapes import LOGITS_AT_ONCE
@@ -148,16 +149,22 @@ class Head(torch.nn.Module, ABC):
     """A model and its head as one module, so that FSDP gathers all that lies outside of the layers around a whole pass.
 
     `prefix` begins the names of its metrics; `loss_name` is the name of the whole loss. `folder` has the weights of a model whose
-    parameters are on the meta device; None for a model that is in memory. `begins` makes the first matrices of an adapter.
+    parameters are on the meta device; None for a model that is in memory. `begins` makes the first matrices of an adapter. `vision` makes
+    features of images where it is trained too, and `vision_folder` has its weights.
     """
 
     prefix: ClassVar[str]
     loss_name: ClassVar[str]
     model: Any
     path: str | Path
-    tower: ImageTower | None = None  # of images; no module of this one, since it is whole on each rank, and frozen
+    tower: ImageTower | None = None  # a frozen one is whole on each rank
     folder: FolderWeights | None = None
+    vision_folder: FolderWeights | None = None
     begins: InitialWeights | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision: torch.nn.Module | None = None
 
     @property
     @abstractmethod
@@ -174,12 +181,22 @@ class Head(torch.nn.Module, ABC):
         """The modules that are trained beside an adapter, and not frozen: none of a language model."""
         return ()
 
+    def train_vision(self) -> None:
+        """Make the tower a part of this module, so that it is trained."""
+        self.vision = load_vision(self.path)
+        self.vision_folder = FolderWeights(self.path, self.vision, whole=True)
+
     def load_tower(self, device: torch.device, dtype: torch.dtype) -> None:
         """Load what makes features of images, once, when the first batch has some."""
-        self.tower = self.tower or ImageTower(self.path, device, dtype)
+        self.tower = self.tower or ImageTower(self.path, device, dtype, self.vision)
 
     def fill(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> bool:
         """Copy the box at `offsets` of a parameter or buffer of this module from the folder to `out`; False if the folder lacks it."""
+        if name.startswith(VISION) and self.vision_folder is not None:
+            found = self.vision_folder.holds(name.removeprefix(VISION))
+            if found:
+                self.vision_folder.fill(name.removeprefix(VISION), offsets, out)
+            return found
         own = name.removeprefix("model.")
         if self.begins is not None and is_adapter(own):
             shape = tuple(self.get_parameter(name).shape)

@@ -19,9 +19,9 @@ from rlgraph.batching.packing import pack, pack_flat, plan_micro_batches
 from rlgraph.engines.forward import packed_attention
 from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.hf.backbone import backbone_of, layers_of
-from rlgraph.engines.hf.language_model import causal_class
 from rlgraph.engines.hf.model_files import FamilyOptions, text_config
 from rlgraph.engines.hf.pretrained import check_model, quiet
+from rlgraph.engines.hf.unloaded import causal_class
 from rlgraph.errors import DataError
 
 # A small random model of the same making as a large one: its attention and its kinds of layers, at a width that costs nothing.

@@ -80,6 +80,8 @@ class FsdpEngine:
         tensor, context, exact, recompute = settings.tensor_parallel, settings.context_parallel, settings.exact, settings.recompute
         tells = not settings.compiled and tensor * context == 1  # layers tell which experts they chose
         self._routing = Routing(routers_of(head.model) if tells else [], settings.load_balance, replay=settings.router_replay)
+        if settings.train_vision:
+            head.train_vision()
         self._adapters = [] if settings.adapter is None else _attach_adapter(head, settings.adapter, dtype, world)
         self._made_group = init_distributed(rank, world)
         self._device, self._dtype = torch.device(device), dtype
@@ -97,7 +99,8 @@ class FsdpEngine:
         self._alike: Places = () if self._ranks.matrices is None else share_matrices(head, self._ranks.matrices)
         self._experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)
         self._units = [*self._experts, *shard(head, head.layers, self._ranks.sharded, dtype, head.backbone.get_input_embeddings())]
-        self._parts = {} if head.folder is None else head.folder.parts()
+        own = {} if head.folder is None else head.folder.parts()
+        self._parts = {**own, **({} if head.vision_folder is None else backbone.vision_parts(head.vision_folder))}
         if head.folder is not None:
             load_shards(head, self._device, shared_base)
         for projection in self._adapters:

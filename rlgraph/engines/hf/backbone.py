@@ -11,66 +11,19 @@ from typing import Any, Literal
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import rms_norm
-from torch.overrides import TorchFunctionMode
 
 from rlgraph.batching.packing import MicroBatch
 from rlgraph.engines.forward.packed_attention import padded_implementation
 from rlgraph.engines.hf.folder_weights import FolderWeights, PartsByName
 from rlgraph.engines.hf.images import ImageTower
-from rlgraph.engines.hf.language_model import causal_class
-from rlgraph.engines.hf.model_files import FamilyOptions, text_config
+from rlgraph.engines.hf.model_files import FamilyOptions
 from rlgraph.engines.hf.pretrained import check_model
+from rlgraph.engines.hf.unloaded import load_causal, load_headless, load_vision
 from rlgraph.errors import DataError
-
-# A Hugging Face model without the memory of its weights: parameters on the meta device, buffers as its code computes them.
-
-
-def skeleton(auto: Any, path: str | Path) -> Any:
-    """Build the text model of a folder by a class like `AutoModelForCausalLM`, in float32 and without dropout.
-
-    Its parameters are on the meta device. Tables that are computed and in no file, such as rotary frequencies, are in host memory.
-
-    Raises DataError for a folder without a model, or with quantised weights, which cannot be trained.
-    """
-    check_model(path)
-    config = text_config(path)
-    if FamilyOptions(config).quantization_config is not None:
-        raise DataError(
-            f"model '{path}': config.json has a quantization_config; a trainer requires weights in bfloat16, float16 or float32"
-        )
-    with _EmptyOnMeta():
-        model = auto.from_config(config, dtype=torch.float32, attn_implementation=padded_implementation(auto, path))
-    kept: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters stay one
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.is_meta:
-                kept.setdefault(parameter, torch.nn.Parameter(parameter.detach().to("meta")))
-                module.register_parameter(name, kept[parameter])
-    return model.eval()
-
-
-class _EmptyOnMeta(TorchFunctionMode):
-    """Makes `torch.empty`, which modules of torch make their parameters of, give tensors on the meta device."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **{**(kwargs or {}), "device": "meta"}) if func is torch.empty else func(*args, **(kwargs or {}))
-
 
 # A Hugging Face model as a trainer runs it: built in float32, its hidden states where tokens are predicted, and their logits.
 
 SHORT_SEQUENCE = 128  # tokens; the unfused kernel is 2.3 times as fast at 54 and its memory grows with the square
-
-
-def load_causal(path: str | Path) -> Any:
-    """Build the language model of a folder without its weights, as `skeleton` does. Raises DataError for a folder without one."""
-    return skeleton(causal_class(text_config(path)), path)
-
-
-def load_headless(path: str | Path) -> Any:
-    """Build the model of a folder without its language head and its weights. Raises DataError for a folder that holds none."""
-    from transformers import AutoModel
-
-    return skeleton(AutoModel, path)
 
 
 def backbone_of(model: Any) -> Any:
@@ -136,6 +89,8 @@ def _attention(backbone: Any, micro_batch: MicroBatch) -> AbstractContextManager
     return context
 
 
+VISION = "vision."  # begins the names of a tower's parameters in a trained model, of which it is a module
+
 # The text model of a folder: loaded with its weights in one process, and what its parameters are in the folder.
 
 
@@ -154,23 +109,19 @@ def load_text_model(path: str | Path, dtype: torch.dtype) -> Any:
                 weights.fill(f"{at}.weight", (0, 0), table.weight.detach())
         return plain.eval()
     model = load_causal(path)
-    weights = FolderWeights(path, model)
-    made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters stay one
-    for place, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in made:
-                made[parameter] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
-                weights.fill(f"{place}.{name}", (0,) * parameter.dim(), made[parameter].detach())
-            module.register_parameter(name, made[parameter])
-        for name, buffer in module.named_buffers(recurse=False):
-            if weights.holds(f"{place}.{name}"):
-                weights.fill(f"{place}.{name}", (0,) * buffer.dim(), buffer)
+    FolderWeights(path, model).load(dtype)
     return model
 
 
-def parts_of(path: str | Path, scores: Literal["log_probs", "values"]) -> PartsByName:
-    """Find the tensors of a folder that each parameter of a trained model is made of, for a policy or a critic."""
-    return FolderWeights(path, load_causal(path) if scores == "log_probs" else load_headless(path)).parts()
+def parts_of(path: str | Path, scores: Literal["log_probs", "values"], *, vision: bool = False) -> PartsByName:
+    """Find the tensors of a folder that each parameter of a trained model is made of: of a policy or a critic, and of its tower."""
+    own = FolderWeights(path, load_causal(path) if scores == "log_probs" else load_headless(path)).parts()
+    return {**own, **(vision_parts(FolderWeights(path, load_vision(path), whole=True)) if vision else {})}
+
+
+def vision_parts(folder: FolderWeights) -> PartsByName:
+    """Name the parameters of a tower as a trained model does, which has it as `vision`."""
+    return {VISION + name: parts for name, parts in folder.parts().items()}
 
 
 # The RMS norms of a Hugging Face model as one kernel each, where its own code launches eight, and more in the backward pass.

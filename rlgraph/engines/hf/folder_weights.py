@@ -215,12 +215,13 @@ Pieces: TypeAlias = Iterator[tuple[slice, torch.Tensor]]  # of a box, each with 
 class FolderWeights:
     """The weights of the folder `path` for `model`, a `skeleton` or a built model.
 
-    Raises DataError for a parameter that the folder does not hold, or holds in another shape.
+    Of a multimodal folder that is the language model; with `whole` the model has all of its parts, or some. Raises DataError for a
+    parameter that the folder does not hold, or holds in another shape.
     """
 
-    def __init__(self, path: str | Path, model: Any) -> None:
+    def __init__(self, path: str | Path, model: Any, *, whole: bool = False) -> None:
         self._path, self._model = path, model
-        self._nested = check_model(path).nested
+        self._nested = check_model(path).nested and not whole
         found = [(file, header_shapes(file)) for file in sorted(check_model(path).path.glob("*.safetensors"))]
         self._reader = PieceReader(file for file, _ in found)
         self._files = {name: (file, shape) for file, shapes in found for name, shape in shapes.items()}  # by tensor of the folder
@@ -250,6 +251,19 @@ class FolderWeights:
         for part, run in zip(sources, runs, strict=True):
             if run is None:
                 _copy(self._read(part.name, part.offsets, tuple(part.tensor.shape)), part.tensor)
+
+    def load(self, dtype: torch.dtype) -> None:
+        """Give the model its parameters in host memory, in `dtype`, and the buffers that the folder holds."""
+        made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters stay one
+        for place, module in self._model.named_modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter not in made:
+                    made[parameter] = torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype))
+                    self.fill(f"{place}.{name}", (0,) * parameter.dim(), made[parameter].detach())
+                module.register_parameter(name, made[parameter])
+            for name, buffer in module.named_buffers(recurse=False):
+                if self.holds(f"{place}.{name}"):
+                    self.fill(f"{place}.{name}", (0,) * buffer.dim(), buffer)
 
     def holds(self, name: str) -> bool:
         """Whether the folder has what a parameter or buffer of this name is made of."""

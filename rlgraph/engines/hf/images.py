@@ -1,25 +1,28 @@
 """Images of prompts: their tokens, by a model's own processor, and the features that the model's tower makes of them.
 
 A prompt has one token for each feature of its images, and the features take the place of the embeddings of these tokens. The images of
-a row travel as a JSON list of data URLs. The tower and its projector stay as the folder has them: they are frozen, and not published.
+a row travel as a JSON list of data URLs. The tower and its projector stay as the folder has them unless they are trained too.
 """
 
 import base64
 import importlib.util
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from rlgraph.batching.packing import PromptImages
 from rlgraph.engines.forward.packed_attention import PARTS, register
+from rlgraph.engines.hf.folder_weights import FolderWeights, PartsByName
 from rlgraph.engines.hf.model_files import FamilyOptions
 from rlgraph.engines.hf.pretrained import quiet
+from rlgraph.engines.hf.unloaded import load_vision
 from rlgraph.errors import DataError
 
 FAMILIES = ("idefics3", "internvl", "llava", "qwen2_5_vl", "qwen3_vl")  # causal within images too; by tests/engines/test_images.py
@@ -124,39 +127,52 @@ class Seen:
 
 
 class ImageTower:
-    """The part of a model that makes features of images, frozen. `token` is the id in whose places they go.
+    """The part of a model that makes features of images. `token` is the id in whose places they go.
 
-    It is loaded in `dtype` on a `device`, without the layers of the language model.
+    It is `trained`, a module of the model that trains it, or else loaded from the folder in `dtype` on a `device`, and frozen.
     """
 
-    def __init__(self, path: str | Path, device: torch.device, dtype: torch.dtype) -> None:
-        from transformers import AutoConfig, AutoModelForImageTextToText
-
-        self._path = str(path)
-        with quiet():  # about the weights of the layers that are left out
-            config = AutoConfig.from_pretrained(path)
-            text = config.get_text_config()
-            text.num_hidden_layers = 0
-            model = AutoModelForImageTextToText.from_pretrained(path, config=config, dtype=dtype)
+    def __init__(self, path: str | Path, device: torch.device, dtype: torch.dtype, trained: torch.nn.Module | None = None) -> None:
+        self._path, self._trained = str(path), trained is not None
+        model: Any = load_vision(path) if trained is None else trained
+        self._parts: PartsByName = {}
+        if trained is None:
+            folder = FolderWeights(path, model, whole=True)
+            folder.load(dtype)
+            self._parts = folder.parts()
+            model.to(device).requires_grad_(False)
+        config = model.config
         self.token = int(config.image_token_id)
-        self._axes = "mrope_section" in FamilyOptions(text).rope_parameters
-        model.set_input_embeddings(torch.nn.Identity())  # the engine embeds tokens itself
+        self._axes = "mrope_section" in FamilyOptions(config.get_text_config()).rope_parameters
         if config.model_type in PARTED and device.type == "cuda" and dtype != torch.float32:
             register()
             config.vision_config._attn_implementation = PARTS
-        self._model = model.model.to(device).eval().requires_grad_(False)
+        self._whole, self._model = model, model.model
         self._device, self._dtype = device, dtype
         self._kept: dict[str, Seen] = {}
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors of the folder that a frozen tower is."""
+        return {part.name: part.shape for parts in self._parts.values() for part in parts}
+
+    def replace_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Copy the weights of a tower that is trained elsewhere, by their names in the folder, and forget what the old ones saw."""
+        self._kept.clear()
+        for name, parameter in self._whole.named_parameters():
+            for part in self._parts[name]:
+                part.view_of(parameter).copy_(weights[part.name])
+
     def see(self, row: str) -> Seen:
-        """Compute what the language model reads of the images of a row, in their order; that of the last rows is kept."""
+        """Compute what the language model reads of the images of a row, in their order; a frozen tower keeps that of the last rows."""
+        if self._trained:
+            return self._compute(row)
         if row not in self._kept:
             while len(self._kept) >= KEPT:
                 del self._kept[next(iter(self._kept))]
             self._kept[row] = self._compute(row)
         return self._kept[row]
 
-    @torch.no_grad()
     def _compute(self, row: str) -> Seen:
         processor, images = processor_of(self._path), read_images(row)
         read = processor(text=[processor.image_token * len(images)], images=[images], return_tensors="pt")
@@ -174,25 +190,30 @@ class ImageTower:
         """
         embedded: torch.Tensor = embed(tokens)
         places = shown.prompts & (tokens == self.token)
-        seen = [self.see(row) for row in shown.rows if row != "[]"]
+        by_row = {row: self.see(row) for row in dict.fromkeys(shown.rows) if row != "[]"}
+        seen = [by_row[row] for row in shown.rows if row != "[]"]
         count = sum(len(each.features) for each in seen)
         if int(places.sum()) != count:
             raise DataError(
                 f"prompts have {int(places.sum())} tokens of images for {count} features; an image's tokens cannot be cut off: raise "
                 "max_context, or drop long prompts (overlong='drop')"
             )
+        if self._trained:  # all ranks have to add up gradients of the same parameters, also where no image uses them
+            embedded = embedded + sum(0.0 * parameter.sum() for parameter in self._model.parameters())
         if not seen:
             return {"inputs_embeds": embedded, "position_ids": positions}
         features = torch.cat([each.features for each in seen]).to(embedded.dtype)
         given = {"inputs_embeds": embedded.masked_scatter(places[..., None], features)}
-        given["position_ids"] = self.positions(tokens, positions, shown)
+        given["position_ids"] = self.positions(tokens, positions, shown, by_row)
         deep = [torch.cat(layer).to(embedded.dtype) for layer in zip(*(each.deep for each in seen), strict=True)]
         return given | ({"visual_pos_masks": places, "deepstack_visual_embeds": deep} if deep else {})
 
-    def positions(self, tokens: torch.Tensor, positions: torch.Tensor, shown: PromptImages) -> torch.Tensor:
+    def positions(
+        self, tokens: torch.Tensor, positions: torch.Tensor, shown: PromptImages, seen: Mapping[str, Seen] = MappingProxyType({})
+    ) -> torch.Tensor:
         """Find the positions that rotate `tokens`: as given, or [4, S, L] for a model that counts images in time, height and width.
 
-        The first of the four are those given, by which attention knows its sequences.
+        The first of the four are those given, by which attention knows its sequences. `seen` is what is known of the rows.
         """
         if not self._axes:
             return positions
@@ -203,7 +224,7 @@ class ImageTower:
                 continue
             own = prompts & (of == index)
             read = host[own][None]
-            axes, shift = self._model.get_rope_index(read, (read == self.token).int(), image_grid_thw=self.see(row).grid)
+            axes, shift = self._model.get_rope_index(read, (read == self.token).int(), image_grid_thw=(seen.get(row) or self.see(row)).grid)
             found[:, own], shifts[index] = axes[:, 0], shift
         return torch.cat([positions[None], torch.where(prompts, found, found + shifts[of]).to(positions.device)])
 

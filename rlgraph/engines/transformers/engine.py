@@ -113,7 +113,11 @@ class TransformersEngine(GenerateEngine):
         """Copy new weights into place; see `GenerateEngine`."""
         parameters = dict(self._model.named_parameters())
         parts = {name: self._parts[name] or (whole_part(name, tuple(p.shape)),) for name, p in parameters.items()}
-        check_weights(describe_weights(weights), {part.name: part.shape for of in parts.values() for part in of})
+        described, tower = describe_weights(weights), {} if self._tower is None else self._tower.shapes
+        sees_anew = not tower.keys().isdisjoint(described)
+        check_weights(described, {part.name: part.shape for of in parts.values() for part in of} | (tower if sees_anew else {}))
+        if self._tower is not None and sees_anew:
+            self._tower.replace_weights(weights)
         for name, parameter in parameters.items():
             for part in parts[name]:
                 part.view_of(parameter).copy_(weights[part.name])

@@ -19,9 +19,9 @@ import torch
 from rlgraph.engines import copy_plan
 from rlgraph.engines.api import Finish, GenerateEngine, Images, Request, Response, check_request, check_weights
 from rlgraph.engines.hf.images import read_images
-from rlgraph.engines.hf.language_model import AXES, PARTS
 from rlgraph.engines.hf.model_files import header_shapes, in_text_model, is_head
-from rlgraph.engines.hf.pretrained import check_model, parameter_shapes
+from rlgraph.engines.hf.pretrained import check_model, other_tensors, parameter_shapes
+from rlgraph.engines.hf.unloaded import AXES, PARTS
 from rlgraph.engines.lora import MergedWeights, describe_weights
 from rlgraph.engines.precision import in_company
 from rlgraph.engines.stop_strings import StopStrings, stop_strings
@@ -316,6 +316,7 @@ class VllmEngine(GenerateEngine):
     ) -> None:
         super().__init__()
         self._summary, self._dtype, self._shapes = check_model(path), getattr(torch, dtype), parameter_shapes(path)
+        self._tower = {} if images is None else {name: shape for name, (_, shape) in other_tensors(path).items()}
         _prepare_process(threads)
         from vllm.platforms import current_platform
 
@@ -345,6 +346,7 @@ class VllmEngine(GenerateEngine):
         self._running, self._names = dict[str, _Running](), dict[str, str]()  # by vLLM's own name of the request; that, by request id
         self._loads, self._asleep, self.decoded, self.decodings = 0, set[str](), 0, 0  # `decoded` tokens, by so many steps of a sequence
         self.copies: copy_plan.CopyPlan | None = None
+        self._copied = frozenset[str]()  # the names of the weights that they are of
         self._fp8 = fp8_weights.QuantisedWeights(self.model()) if weights_dtype and not self._on_cpu else None
         self._checked: dict[str, torch.Tensor] = {}  # the weights that were found to be the model's
         self._shared, self._requests = SharedWeights(self.llm.collective_rpc), CoreRequests(self.llm, self._summary.eos_token_ids)
@@ -466,8 +468,9 @@ class VllmEngine(GenerateEngine):
     def replace_weights(self, weights: Mapping[str, torch.Tensor], running: Running) -> None:
         """Load new weights; see `GenerateEngine`."""
         described = describe_weights(weights)
+        sees_anew = not self._tower.keys().isdisjoint(described)
         if not copy_plan.same_tensors(described, self._checked):
-            check_weights(described, self._shapes)
+            check_weights(described, self._shapes | (self._tower if sees_anew else {}))
             self._checked = dict(described)
         if self._text_alone:
             weights = as_text_model(weights)
@@ -476,8 +479,6 @@ class VllmEngine(GenerateEngine):
         self._see_all_tokens()
         if self._on_cpu:
             self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": list(weights.items())})
-            if self._summary.nested and not self._text_alone:  # vLLM has just dropped the features of images that its scheduler counts on
-                self.llm.reset_encoder_cache()
             repack_weights(self.model(), self.llm.vllm_config, tied=not any(is_head(name) for name in self._shapes))
         elif self.parallel:
             self._shared.load(weights)
@@ -485,6 +486,8 @@ class VllmEngine(GenerateEngine):
             self._fp8.load(weights)
         else:
             self._copy(weights)
+        if sees_anew or (self._on_cpu and self._tower):  # on host cores vLLM has just dropped the features that its scheduler counts on
+            self.llm.reset_encoder_cache()
         self._loads += 1
         if self._held is not None:
             self._held.give_back()
@@ -500,8 +503,8 @@ class VllmEngine(GenerateEngine):
 
         The copies are under way when this returns; they are done before this thread's next decode step begins.
         """
-        if self.copies is None:
-            self.copies = copy_plan.record(self.model(), weights)
+        if self.copies is None or self._copied != weights.keys():
+            self.copies, self._copied = copy_plan.record(self.model(), weights), frozenset(weights)
         elif isinstance(weights, MergedWeights):
             for name in weights.changed:  # one at a time: no second model of merged matrices is in memory
                 self.copies.replay_one(name, weights[name])
@@ -596,7 +599,7 @@ class VllmEngine(GenerateEngine):
     def renew(self) -> None:
         """Load the weights of the folder as they are now, and be as a new engine is; see `GenerateEngine`."""
         self.wake()
-        weights = folder_weights(self._summary.path, self._shapes)
+        weights = folder_weights(self._summary.path, self._shapes | self._tower)
         self.replace_weights({name: tensor.to(self._dtype) for name, tensor in weights.items()}, "recompute")
         self.forget()
 

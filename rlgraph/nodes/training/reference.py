@@ -156,6 +156,7 @@ class Reference(TrainedModel):
     optimizer: AdamW = field(default_factory=AdamW, init=False)  # no effect without training, so neither can be set
     recompute: bool = field(default=False, init=False)
     adapter: LoRA | None = field(default=None, init=False)
+    train_vision: bool = field(default=False, init=False)
     exact: bool = field(default=False, init=False)
     fused_head: bool | None = field(default=None, init=False)
     offload: Literal["moments", "never"] | None = field(default=None, init=False)

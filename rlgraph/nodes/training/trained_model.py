@@ -54,6 +54,7 @@ def check_exact_settings(model: Any) -> None:
         "load_balance": (model.load_balance, 0.0),
         "router_replay": (model.router_replay, False),
         "adapter": (model.adapter, None),
+        "train_vision": (model.train_vision, False),
     }
     for name, (value, plain) in given.items():
         if value != plain:
@@ -125,6 +126,19 @@ def check_installed(model: Any) -> None:
     if (eight or four) and not is_installed():
         given = "optimizer=rg.AdamW(moments='8bit')" if eight else f"adapter=LoRA(base='{model.adapter.base}')"
         raise GraphError(f"{type(model).__name__}({given}): the package bitsandbytes is not installed: {INSTALL}")
+
+
+def check_vision(model: Any) -> None:
+    """Raise GraphError for settings with which the tower of a model that reads images cannot be trained."""
+    given = {
+        "adapter": (model.adapter, None),
+        "tensor_parallel": (model.tensor_parallel, 1),
+        "expert_parallel": (model.expert_parallel, 1),
+        "optimizer": (isinstance(model.optimizer, Muon), False),
+    }
+    for name, (value, plain) in given.items():
+        if value != plain:
+            raise GraphError(f"{type(model).__name__}(train_vision=True) does not work with {name}=; leave out one of the two")
 
 
 # Checks of a model that trains an adapter: of its settings when it is declared, of its folder before anything starts.
@@ -223,9 +237,11 @@ def beside_tokens(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ..
     Raises GraphError for images that the model, or its trainer, does not read.
     """
     routes = routes_read(name, model, inputs)
-    if "images" not in list_columns(inputs):
-        return routes
     where = f"node '{name}'"
+    if "images" not in list_columns(inputs):
+        if model.train_vision:
+            raise GraphError(f"{where} is of a model with train_vision=True, and its batch has no images; leave out train_vision")
+        return routes
     if not model.spec.reads_images:
         raise GraphError(
             f"{where} gets images, which trainer='{model.spec.name}' does not read; use trainer='fsdp', or leave the images out"
@@ -354,6 +370,8 @@ class TrainedModel(Model, TrainerSettings):
             check_adapter(self)
         if self.exact:
             check_exact_settings(self)
+        if self.train_vision:
+            check_vision(self)
         if self.expert_parallel > 1 and self.compiled:
             raise GraphError(
                 f"{type(self).__name__}(expert_parallel={self.expert_parallel}, compiled=True): layers whose experts are split over ranks "

@@ -166,13 +166,14 @@ def write_export(
     others = other_tensors(model.path)
     if others and model.scores == "values":
         raise ExportError(f"{where}: '{model.path}' is not the folder of a plain text model, so a critic of it cannot be exported")
-    layout = plan_files(export_names(shapes, model.path, model.scores, where) | _own_names(others), dtype, most_file_bytes)
+    text = {name: shape for name, shape in shapes.items() if name not in others}
+    layout = plan_files(export_names(text, model.path, model.scores, where) | _own_names(others), dtype, most_file_bytes)
     with GrowingExport(folder, layout) as growing:
         try:
             write_companions(growing.path, Path(model.path), dtype, model.scores)
             (growing.path / CARD).write_text(source.card, encoding="utf-8")
             write(growing.path, layout)
-            write_shards(growing.path, layout, _as_they_are(others))
+            write_shards(growing.path, layout, _as_they_are({name: others[name] for name in others.keys() - shapes.keys()}))
         except OSError as error:
             raise growing.note_failure(error) from error
         growing.finish()

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from rlgraph.analysis.run import CardFacts
-from rlgraph.engines.hf.backbone import parts_of
+from rlgraph.engines.hf.backbone import VISION, parts_of
 from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, ExportLayout, check_target, write_shards
 from rlgraph.engines.hf.folder_weights import folder_shards
 from rlgraph.engines.hf.pretrained import parameter_shapes
@@ -40,8 +40,9 @@ def export_checkpoint(
     check_source(model, where)
     check_apart(model, adapter, where)
     shards = _find_shards(model, found, where)
-    known = parameter_shapes(model.path)
-    parts = {} if model.adapter is not None or all(shard.box.name in known for shard in shards) else parts_of(model.path, model.scores)
+    known, vision = parameter_shapes(model.path), any(shard.box.name.startswith(VISION) for shard in shards)
+    renamed = model.adapter is None and not all(shard.box.name in known for shard in shards)
+    parts = parts_of(model.path, model.scores, vision=vision) if renamed else {}
     base = base_of(chosen_model.path)
     facts = CardFacts(model.name, base, manifest["step"], dtype, manifest["settings"], **manifest.get("figures", NO_FIGURES))
     source = Source(model, manifest["step"], card(Plan.from_json((found / "plan.json").read_text()), facts), adapter)
