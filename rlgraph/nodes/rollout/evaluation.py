@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rlgraph.columns import Column, Columns, rows_of_rank, truncation_mask
+from rlgraph.columns import Column, Columns, repeat_rows, rows_of_rank, truncation_mask
 from rlgraph.data.rows import Dataset, Mix
 from rlgraph.engines.hf.chat_template import encode_with_images
 from rlgraph.engines.registry import sampling_of
@@ -157,7 +157,7 @@ def pass_at(k: int, samples: int, right: int) -> float:
 
 NAME, SOURCE = "evaluate", "data_source"
 ANSWERS = ("responses", "response_mask", "weight_version", "finish_reasons", "group_ids")
-ASKED = ("prompts", "prompt_mask")  # read only by a recorder of samples
+ASKED = ("prompts", "prompt_mask")  # read only by a recorder of samples, as images are
 
 
 @accept_old_names(at_once="concurrency")
@@ -212,7 +212,7 @@ def evaluate(
     due = Due(every, steps, at_start)
     answer = Answer(generator, questions, samples, sampling, due)
     rows = len(data) * samples
-    answers = Output(declare(name, answer, (), reads=(), writes=(*ANSWERS, *ASKED), rows=rows, model=generator, feedback=weights, due=due))
+    answers = Output(declare(name, answer, (), reads=(), writes=answer.writes, rows=rows, model=generator, feedback=weights, due=due))
     messages = () if questions.chat is None else ("prompt_messages",)
     texts = ("prompts", "prompt_texts", *messages, *(plural(f) for f in questions.fields))
     scored = match_parameters(
@@ -263,6 +263,11 @@ class Answer(Operation):
     due: Due
 
     @property
+    def writes(self) -> tuple[str, ...]:
+        """The columns of a response."""
+        return (*ANSWERS, *ASKED, *(("images",) if self.questions.images_in is not None else ()))
+
+    @property
     def traits(self) -> NodeTraits:
         dims = {"T": self.sampling.max_tokens}
         return NodeTraits(work="generate", dims=dims, sampling=self.sampling, group_size=self.samples, given=())
@@ -288,7 +293,9 @@ class Answer(Operation):
         seeds = [(i * self.samples + sample) * 2 + 1 for i in mine for sample in range(self.samples)]
         responses = context.engine.generate(asked, self.sampling, seeds, **({"images": shown} if any(shown) else {}))
         written = columns_of(asked, responses, torch.tensor(mine, dtype=torch.int64).repeat_interleave(self.samples))
-        return {name: written[name] for name in (*ANSWERS, *ASKED)}
+        if "images" in self.writes:
+            written["images"] = repeat_rows(asking["prompt_images"], self.samples)
+        return {name: written[name] for name in self.writes}
 
     def check(self, node: Node) -> None:
         """Check model and prompts before anything starts. Raises DataError for a folder without a model, or a prompt that does not fit."""
