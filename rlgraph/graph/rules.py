@@ -116,6 +116,17 @@ def check_route_readers(graph: UncheckedGraph) -> None:
             )
 
 
+def check_image_readers(graph: UncheckedGraph) -> None:
+    """Refuse a generator with `images` that nobody shows an image: its engine would load the part that reads them for nothing."""
+    shown = {node.model for node in graph.nodes if "images" in node.writes}
+    for node in graph.nodes:
+        if node.model is not None and node.model.traits.images is not None and node.model not in shown:
+            raise GraphError(
+                f"graph '{graph.name}': the generator of node '{node.name}' has images={node.model.traits.images}, and no prompt of its "
+                "rollouts and evaluations has an image; put an item with an image first in the data, or leave out images"
+            )
+
+
 # The round of its pool in which a node fires: an update on the rollout's own pool comes one or more rounds later.
 #
 #     depth=0    rollout 0, update 0, rollout 1, update 1, ...
@@ -407,4 +418,5 @@ GRAPH_RULES: tuple[Callable[[UncheckedGraph], None], ...] = (
     check_adapters,
     check_exact,
     check_route_readers,
+    check_image_readers,
 )

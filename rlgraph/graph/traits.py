@@ -169,6 +169,7 @@ class ModelTraits(TrainerSettings):
     * `memory`: the share of a GPU's memory that it reserves; None: it reserves nothing.
     * `weights_dtype`: the dtype of the layers' matrices in its engine, "fp8"; None: the dtype that it computes in.
     * `drafts`: the method by which its engine guesses tokens ahead; None: no guesses.
+    * `images`: the most images of a prompt that its engine reads; None: it reads none.
     * `engine_args`: the user's arguments for its engine.
     * `gpu_only`: the arguments that need a GPU, each with the reason.
     * `shares_steps`: responses that join later share each decode step with the responses already decoding.
@@ -193,6 +194,7 @@ class ModelTraits(TrainerSettings):
     memory: float | None = None
     weights_dtype: str | None = None
     drafts: PromptLookup | None = None
+    images: int | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
     gpu_only: Mapping[str, str] = field(default_factory=dict)
     shares_steps: bool = True

@@ -151,12 +151,17 @@ def test_a_tower_that_is_trained_on_two_ranks_reaches_the_engine_and_both_export
     ("given", "error", "said"),
     [
         ({"images": None}, GraphError, r"node 'rollout' samples from prompts with images; set Generator\(images=\)"),
+        (
+            {"data": [{"prompt": "2 + 3 =", "answer": "5"}] * 4},
+            GraphError,
+            "graph 'sees': the generator of node 'rollout' has images=2, and no prompt .* put an item with an image first",
+        ),
         ({"images": 1}, DataError, r"item 7 of the data set has 2 images, but node 'rollout' reads at most 1: raise Generator\(images=\)"),
         ({"rollout": {"agent": "true"}}, GraphError, "with which agent is not supported; leave out agent"),
         ({"trainer": "megatron"}, GraphError, "gets images, which trainer='megatron' does not read"),
         ({"context_parallel": 2}, GraphError, r"ranks share rows \(context_parallel=2\)"),
     ],
-    ids=["no images", "too many", "agent", "megatron", "context"],
+    ids=["no images", "no image shown", "too many", "agent", "megatron", "context"],
 )
 def test_what_cannot_read_images_is_refused_before_anything_starts(
     model: str, given: dict[str, Any], error: type[Exception], said: str

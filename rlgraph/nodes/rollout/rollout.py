@@ -214,6 +214,7 @@ class Generator(Model):
             memory=self.memory,
             weights_dtype=self.weights_dtype,
             drafts=self.drafts,
+            images=self.images,
             engine_args=self.engine_args,
             gpu_only=self._gpu_only,
             shares_steps=self.spec.shares_steps,
