@@ -10,6 +10,7 @@ The step computed from the costs of the run itself is a fit (`fitted_s`): it sho
 """
 
 import io
+import itertools
 import json
 import statistics
 import sys
@@ -52,14 +53,15 @@ def length(responses: list[str]) -> list[float]:
 
 
 SUMS = [{"prompt": f"2 + 3 = 5\n7 + 6 = 13\n{a} + {b} ="} for a in range(1, 10) for b in range(1, 10)]
+IMAGES = 512
 
 
 def sums_with_images(side: int) -> list[dict[str, Any]]:
-    """The sums, each behind an image: a JPEG file of so many pixels a side."""
+    """Sums behind images, JPEG files of so many pixels a side: enough that no step of a run has an image of another one."""
     from PIL import Image
 
     rows = []
-    for index, row in enumerate(SUMS):
+    for index, row in enumerate(itertools.islice(itertools.cycle(SUMS), IMAGES)):
         drawn = torch.randint(0, 256, (16, 16, 3), generator=torch.Generator().manual_seed(index), dtype=torch.uint8)
         file = io.BytesIO()
         Image.fromarray(drawn.numpy()).resize((side, side)).save(file, "JPEG", quality=90)

@@ -127,6 +127,20 @@ def check_image_readers(graph: UncheckedGraph) -> None:
             )
 
 
+def check_vision_readers(graph: UncheckedGraph) -> None:
+    """Refuse readers of a tower that is trained which are no generators with images."""
+    for feedback in graph.feedbacks:
+        source = feedback.source.node.model if feedback.source is not None else None
+        if source is None or not source.traits.train_vision:
+            continue
+        for node in graph.nodes:
+            if node.feedback is feedback and node.model is not None and node.model.traits.images is None:
+                raise GraphError(
+                    f"graph '{graph.name}': node '{node.name}' follows feedback '{feedback.name}', which carries the part that reads images; "
+                    "only a generator with images= has one: use policy.log_probs(rollout), or leave out train_vision"
+                )
+
+
 # The round of its pool in which a node fires: an update on the rollout's own pool comes one or more rounds later.
 #
 #     depth=0    rollout 0, update 0, rollout 1, update 1, ...
@@ -419,4 +433,5 @@ GRAPH_RULES: tuple[Callable[[UncheckedGraph], None], ...] = (
     check_exact,
     check_route_readers,
     check_image_readers,
+    check_vision_readers,
 )

@@ -26,6 +26,9 @@ ROWS = [
 ]
 
 
+ROWS_OF_TEXT = [{"prompt": "what?", "answer": "n"}] * 8
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(seeing.folder_of("idefics3", tmp_path_factory.mktemp("idefics3")))
@@ -159,9 +162,11 @@ def test_a_tower_that_is_trained_on_two_ranks_reaches_the_engine_and_both_export
         ({"images": 1}, DataError, r"item 7 of the data set has 2 images, but node 'rollout' reads at most 1: raise Generator\(images=\)"),
         ({"rollout": {"agent": "true"}}, GraphError, "with which agent is not supported; leave out agent"),
         ({"trainer": "megatron"}, GraphError, "gets images, which trainer='megatron' does not read"),
+        ({"train_vision": True, "adapter": rg.LoRA(rank=2)}, GraphError, "train_vision=True[)] does not work with adapter="),
+        ({"train_vision": True, "data": ROWS_OF_TEXT}, GraphError, "train_vision=True, and its batch has no images"),
         ({"context_parallel": 2}, GraphError, r"ranks share rows \(context_parallel=2\)"),
     ],
-    ids=["no images", "no image shown", "too many", "agent", "megatron", "context"],
+    ids=["no images", "no image shown", "too many", "agent", "megatron", "vision and adapter", "vision of nothing", "context"],
 )
 def test_what_cannot_read_images_is_refused_before_anything_starts(
     model: str, given: dict[str, Any], error: type[Exception], said: str

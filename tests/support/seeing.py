@@ -21,10 +21,12 @@ SPECIAL = {  # the token of an image, and the others of a family
     "llava": ("<image>", []),
     "qwen2_5_vl": ("<|image_pad|>", QWEN),
     "qwen3_vl": ("<|image_pad|>", QWEN),
+    "smolvlm": ("<image>", [*IDEFICS, "<video>"]),
 }
 QWEN_KINDS = {"qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
 TOWERS = ("visual", "vision", "connector", "projector")  # in the names of parameters that are not of the language model
 KINDS = tuple(SPECIAL)
+COUNTED = {"internvl": "image_seq_length", "smolvlm": "image_seq_len"}
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' }}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{{ PLACE if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}"
@@ -48,8 +50,8 @@ def folder_of(kind: str, folder: Path) -> Path:
         model.save_pretrained(folder)
         for part in _processors(kind, tokenizer):
             part.save_pretrained(folder)
-        if kind == "internvl":
-            (folder / "processor_config.json").write_text(json.dumps({"image_seq_length": 4}))
+        if kind in COUNTED:
+            (folder / "processor_config.json").write_text(json.dumps({COUNTED[kind]: 4}))
     return folder
 
 
@@ -78,6 +80,9 @@ def _processors(kind: str, tokenizer: Any) -> list[Any]:
         edge = {"longest_edge": SIDE}
         images = transformers.Idefics3ImageProcessorPil(size=edge, max_image_size=edge)
         return [transformers.Idefics3Processor(images, tokenizer, image_seq_len=4)]
+    if kind == "smolvlm":
+        edge = {"longest_edge": SIDE}
+        return [transformers.SmolVLMImageProcessorPil(size=edge, max_image_size=edge), tokenizer]
     if kind == "internvl":
         return [transformers.GotOcr2ImageProcessorPil(size=size, crop_to_patches=False), tokenizer]
     pixels = {"min_pixels": SIDE * SIDE, "max_pixels": 4 * SIDE * SIDE}
@@ -91,8 +96,9 @@ def _config(kind: str, tokenizer: Any) -> Any:
     if kind == "llava":
         return transformers.LlavaConfig(text_config=transformers.LlamaConfig(**text),
                                         vision_config=transformers.CLIPVisionConfig(**tower), image_token_id=token)  # fmt: skip
-    if kind == "idefics3":
-        return transformers.Idefics3Config(text_config=transformers.LlamaConfig(**text), vision_config=tower, image_token_id=token,
+    if kind in ("idefics3", "smolvlm"):
+        family = transformers.Idefics3Config if kind == "idefics3" else transformers.SmolVLMConfig
+        return family(text_config=transformers.LlamaConfig(**text), vision_config=tower, image_token_id=token,
                                            scale_factor=2, pad_token_id=0)  # fmt: skip
     if kind == "internvl":
         tower |= {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH]}

@@ -25,8 +25,9 @@ from rlgraph.engines.hf.pretrained import quiet
 from rlgraph.engines.hf.unloaded import load_vision
 from rlgraph.errors import DataError
 
-FAMILIES = ("idefics3", "internvl", "llava", "qwen2_5_vl", "qwen3_vl")  # causal within images too; by tests/engines/test_images.py
-FILMS = ("internvl", "qwen2_5_vl", "qwen3_vl")  # whose processors read videos too
+FAMILIES = ("idefics3", "internvl", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")  # causal within images too; by tests/engines/test_images.py
+FILMS = ("internvl", "qwen2_5_vl", "qwen3_vl", "smolvlm")  # whose processors read videos too
+NEEDS = {"smolvlm": "num2words"}  # a package that the processor imports, also for images alone
 PARTED = ("qwen2_5_vl", "qwen3_vl")  # whose towers attend within parts of images
 TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")  # what a processor makes beside what a tower reads
 KEPT = 256  # rows whose features a tower keeps: several passes read the rows of a batch
@@ -35,7 +36,7 @@ KEPT = 256  # rows whose features a tower keeps: several passes read the rows of
 def check_sees(where: str, path: str | Path, *, whole: bool = False) -> None:
     """Raise DataError for a model that is given images, and that reads none or is of a family whose images are not supported.
 
-    With `whole` also where the whole processor of the model cannot be loaded: the part for videos needs torchvision.
+    Also for one whose processor lacks a package; with `whole` also torchvision, which its part for videos needs.
     """
     kind = json.loads((Path(path) / "config.json").read_text(encoding="utf-8")).get("model_type")
     if kind not in FAMILIES:
@@ -43,6 +44,8 @@ def check_sees(where: str, path: str | Path, *, whole: bool = False) -> None:
             f"{where} gets images, and the model '{path}' is of the family {kind!r}; images are read by {', '.join(FAMILIES)}: use "
             "a model of one of these, or leave the images out"
         )
+    if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
+        raise DataError(f"{where}: the processor of '{path}' ({kind}) needs {NEEDS[kind]}: pip install {NEEDS[kind]}")
     if whole and kind in FILMS and importlib.util.find_spec("torchvision") is None:
         raise DataError(f"{where}: the processor of '{path}' ({kind}) needs torchvision, of your torch's version: pip install torchvision")
 
@@ -81,8 +84,8 @@ def _without_videos(kind: Any, path: str) -> Any:
     unchecked = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, argument: type(argument)})
     settings = Path(path) / "processor_config.json"
     given = json.loads(settings.read_text(encoding="utf-8")) if settings.exists() else {}
-    own = {name: given[name] for name in ("image_seq_length",) if name in given}
-    return unchecked(AutoImageProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path), **own)
+    own = {name: given[name] for name in ("image_seq_length", "image_seq_len") if name in given}
+    return unchecked(AutoImageProcessor.from_pretrained(path), AutoTokenizer.from_pretrained(path), video_processor=None, **own)
 
 
 @lru_cache(maxsize=1 << 16)
