@@ -136,7 +136,7 @@ def check_vision_readers(graph: UncheckedGraph) -> None:
         for node in graph.nodes:
             if node.feedback is feedback and node.model is not None and node.model.traits.images is None:
                 raise GraphError(
-                    f"graph '{graph.name}': node '{node.name}' follows feedback '{feedback.name}', which carries the part that reads images; "
+                    f"graph '{graph.name}': node '{node.name}' follows feedback '{feedback.name}', which carries the tower; "
                     "only a generator with images= has one: use policy.log_probs(rollout), or leave out train_vision"
                 )
 

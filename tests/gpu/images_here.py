@@ -1,4 +1,4 @@
-"""What vLLM samples of prompts with images, scored by a trainer and by transformers in float32, before and after new weights, with the tower and without.
+"""What vLLM samples of prompts with images, scored by a trainer and by transformers in float32, before and after new ones, also of the tower.
 
 `images_here.py FAMILY [--smoke]`, of support/seeing.py, prints "equal". A GPU computes in bfloat16, and is compared on average; `--smoke`
 takes host cores and float32, and compares each token.

@@ -25,7 +25,7 @@ from rlgraph.engines.hf.pretrained import quiet
 from rlgraph.engines.hf.unloaded import load_vision
 from rlgraph.errors import DataError
 
-FAMILIES = ("idefics3", "internvl", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")  # causal within images too; by tests/engines/test_images.py
+FAMILIES = ("idefics3", "internvl", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")  # by tests/engines/test_images.py
 FILMS = ("internvl", "qwen2_5_vl", "qwen3_vl", "smolvlm")  # whose processors read videos too
 NEEDS = {"smolvlm": "num2words"}  # a package that the processor imports, also for images alone
 PARTED = ("qwen2_5_vl", "qwen3_vl")  # whose towers attend within parts of images
