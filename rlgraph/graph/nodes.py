@@ -16,7 +16,7 @@ import networkx as nx
 from rlgraph import settings
 from rlgraph.columns import COLUMNS
 from rlgraph.errors import GraphError, choices, show_value
-from rlgraph.graph.traits import ModelTraits, NodeTraits
+from rlgraph.graph.traits import ImageSizes, ModelTraits, NodeTraits
 from rlgraph.notices import accept_old_names, old_attribute
 from rlgraph.settings import Count, Name, Natural, Range, check_arguments
 from rlgraph.values.pool import Pool
@@ -156,6 +156,11 @@ class Operation(ABC):
     def prompt_characters(self) -> float | None:
         """The mean characters of its prompts, from which their tokens are estimated; None if unknown."""
         return None
+
+    @property
+    def image_sizes(self) -> ImageSizes:
+        """The sizes of the images of its first prompts, from which the work with images is estimated; empty if it has none."""
+        return ()
 
 
 _serial = itertools.count()

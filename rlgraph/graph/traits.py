@@ -16,6 +16,7 @@ from rlgraph.values.sampling import BatchAdmission, Running, Sampling
 from rlgraph.values.trainer import TrainerSettings
 
 Work: TypeAlias = Literal["generate", "train", "forward", "host"]
+ImageSizes: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]  # width and height of each image of some prompts
 Preferences: TypeAlias = Literal["pairs", "labels", "mismatched"]
 
 
@@ -175,6 +176,8 @@ class ModelTraits(TrainerSettings):
     * `shares_steps`: responses that join later share each decode step with the responses already decoding.
     * `any_vocabulary`: the number of ranks that share matrices need not divide the vocabulary.
     * `any_heads`: the number of ranks that share rows need not divide the heads.
+    * `tower`: counts the part of the model that reads images, and its work for prompts with images of some sizes, as a `Tower` of
+      `rlgraph.plan.model_shapes`. None: it reads none.
     * `prepare`: imports the packages of its engine into a warm process from which its workers are forked. None: other nodes' imports
       suffice.
     * `made_of`: returns a description of its engine by which a later job finds a cached engine. It is None, or returns None, if the engine
@@ -200,6 +203,7 @@ class ModelTraits(TrainerSettings):
     shares_steps: bool = True
     any_vocabulary: bool = False
     any_heads: bool = False
+    tower: Callable[[ImageSizes], Any] | None = None
     prepare: Callable[[], None] | None = None
     made_of: Callable[[], str | None] | None = None
 

@@ -16,10 +16,11 @@ from rlgraph.columns import Column, pad_rows
 from rlgraph.data.images import FIELDS, data_url, images_of
 from rlgraph.data.rows import Dataset, Mix, digest, folder_of, place_of, rows
 from rlgraph.engines.hf.chat_template import Encoded, Example, Learns, encode_example, prompt_tokens
+from rlgraph.engines.hf.images import open_images
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.errors import DataError, show_value
 from rlgraph.graph.nodes import Model, Node, Operation, Output, declare
-from rlgraph.graph.traits import NodeTraits, Preferences
+from rlgraph.graph.traits import ImageSizes, NodeTraits, Preferences
 from rlgraph.nodes.base import Context, Stage, tensor_of
 from rlgraph.nodes.conversations import TEMPLATE_KWARGS, TOOLS, Chat, check_prompt, check_text, checked_messages, is_conversation
 from rlgraph.nodes.items import Mixed, Order, Shuffled, check_data, notify_repeats, read
@@ -185,6 +186,12 @@ class Examples(DrawnRows):
         """Mean characters of the first 8 examples, for an estimate of their tokens."""
         texts = [_characters(example) for index in range(min(len(self.data), 8)) for example in self._of(index, read(self.data, index))]
         return sum(texts) / len(texts)
+
+    @cached_property
+    def image_sizes(self) -> ImageSizes:
+        """The sizes of the images of the first 8 examples."""
+        made = [example for index in range(min(len(self.data), 8)) for example in self._of(index, read(self.data, index))]
+        return tuple(tuple(image.size for image in open_images(example.images)) for example in made) if self.images else ()
 
     def check(self, node: Node) -> None:
         """Tokenise every row before anything starts. Raises DataError for a row that cannot be learnt."""

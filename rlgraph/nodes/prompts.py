@@ -4,7 +4,7 @@ import bisect
 import itertools
 import json
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,9 +17,10 @@ from rlgraph.data.images import data_url, images_of
 from rlgraph.data.rows import Dataset, Mix, Overlong, Results, Rows, digest, folder_of, place_of, rows
 from rlgraph.data.streams import Stream, StreamReader, stream
 from rlgraph.engines.hf.chat_template import check_conversations, encoded_prompts
+from rlgraph.engines.hf.images import open_images
 from rlgraph.errors import DataError
 from rlgraph.graph.nodes import Feedback, Node, Operation, Output, declare
-from rlgraph.graph.traits import NodeTraits
+from rlgraph.graph.traits import ImageSizes, NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage, tensor_of
 from rlgraph.nodes.conversations import Chat, is_conversation, last_question, starts_with_system, text_of
 from rlgraph.nodes.items import (
@@ -108,13 +109,28 @@ class PromptSource(Operation):
                 ]
         return columns | {plural(f): column_of(plural(f), [item[f] for item in items], first[f]) for f in self.fields}
 
-    def mean_characters(self, items: Iterable[Mapping[str, Any]]) -> float | None:
-        """Compute the mean characters of prompts; None if one of them is not a prompt."""
+    @property
+    def sample(self) -> Sequence[Mapping[str, Any]]:
+        """The first items, from which the work with prompts is estimated."""
+        return [self.first]
+
+    @property
+    def prompt_characters(self) -> float | None:
+        """Mean characters of the first prompts, for an estimate of their tokens; None if one of them is not a prompt."""
         try:
-            sizes = [sum(len(text) for text in self._texts(item)) for item in items]
+            sizes = [sum(len(text) for text in self._texts(item)) for item in self.sample]
         except (DataError, KeyError):
             return None
         return sum(sizes) / len(sizes)
+
+    @cached_property
+    def image_sizes(self) -> ImageSizes:
+        """The sizes of the images of the first prompts; empty if one of them cannot be read."""
+        try:
+            rows = self.columns(self.sample).get("prompt_images", ())
+        except (DataError, KeyError):
+            return ()
+        return tuple(tuple(image.size for image in open_images(str(urls))) for urls in rows)
 
     def _texts(self, item: Mapping[str, Any]) -> list[str]:
         """Collect the texts of a prompt, one per message."""
@@ -239,11 +255,6 @@ class StreamedPrompts(PromptSource):
     def overlong_prompts(self) -> int:
         return 0
 
-    @property
-    def prompt_characters(self) -> float | None:
-        """The characters of the first prompt, for an estimate of their tokens."""
-        return self.mean_characters([self.start_row])
-
     def check(self, node: Node) -> None:
         self.rooms.clear()  # the rollouts that read it report theirs again
 
@@ -357,9 +368,8 @@ class Prompts(PromptSource):
         return [self.row(index % self.size) for index in range(PROMPTS)]
 
     @property
-    def prompt_characters(self) -> float | None:
-        """Mean characters of the first 8 prompts, for an estimate of their tokens; None if one of them is not a prompt."""
-        return self.mean_characters(self.data[index] for index in range(min(len(self.data), 8)))
+    def sample(self) -> Sequence[Mapping[str, Any]]:
+        return [self.data[index] for index in range(min(len(self.data), 8))]
 
     def start(self, context: Context) -> Stage:
         return PromptsByResults(self) if self.by_results else lambda step, columns: self.fire(step, context.set_aside)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from rlgraph.channels.api import transport_of
 from rlgraph.errors import PlanError
@@ -15,7 +16,7 @@ from rlgraph.plan.costs import Costs
 from rlgraph.plan.estimates import PIECE_BYTES, default_estimates
 from rlgraph.plan.events import Sleeps, evaluations, readers, sleep_costs
 from rlgraph.plan.lengths import Lengths
-from rlgraph.plan.model_shapes import MOMENTS, ModelShape, Need, Shapes, Workload, adapter_size, frozen_bytes
+from rlgraph.plan.model_shapes import MOMENTS, ModelShape, Need, Shapes, Workload, adapter_size, frozen_bytes, generators_tower, tower_of
 from rlgraph.plan.placement import model_names
 from rlgraph.plan.plan import PlannedMemory, PlannedWorker
 from rlgraph.settings import RECOMPUTE, Recompute
@@ -95,7 +96,7 @@ def loading_peaks(graph: Graph, cluster: Cluster, workers: Sequence[PlannedWorke
         estimates, shape = model.traits.estimates or default_estimates(works), shapes[model.path]
         adapter = adapter_size(model, shape)
         if adapter is None:
-            size = estimates.loading_bytes(shape.parameters, itemsize_of(model, cluster))
+            size = estimates.loading_bytes(shape.parameters + generators_tower(graph, model), itemsize_of(model, cluster))
         else:
             size = frozen_bytes(model, shape, adapter, itemsize_of(model, cluster)) + adapter.bytes
         whole, host = {f"whole weights of {worker.model}": size}, {f"whole weights of {worker.model}": size}
@@ -292,7 +293,15 @@ def _need(
     largest = max((size for size in followed if size is not None), key=lambda size: size.matrices, default=None)
     if largest is not None:  # on a host the base is mapped from its files
         work = replace(work, merged=largest.matrices if cluster.gpus else 0, version_bytes=largest.bytes)
-    return (model.traits.estimates or default_estimates(works)).memory_estimate(work)
+    need = (model.traits.estimates or default_estimates(works)).memory_estimate(work)
+    tower = max(filter(None, map(tower_of, nodes)), key=attrgetter("kept"), default=None)
+    if tower is None:
+        return need
+    size = tower.parameters * work.itemsize
+    if not generates:  # it is whole on each rank, and stays while others use the device
+        return _with(need, {"image tower": size, "features of images": tower.kept * work.itemsize})
+    size = int(size / max(work.width, 1.0))
+    return replace(need, runs={**need.runs, "image tower": size}, least=need.least + size)
 
 
 def _source(node: Node) -> Model | None:

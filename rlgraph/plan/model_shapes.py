@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from rlgraph.errors import DataError
 from rlgraph.graph.graph import Graph
-from rlgraph.graph.nodes import Model
-from rlgraph.graph.traits import ModelTraits
+from rlgraph.graph.nodes import Model, Node
+from rlgraph.graph.traits import ImageSizes, ModelTraits
 from rlgraph.settings import Recompute
 from rlgraph.values.lora import ALL_LINEAR
 
@@ -146,6 +146,37 @@ def _shape(path: str) -> ModelShape | None:
 def _shape_by(text: str) -> ModelShape | None:
     config = json.loads(text)
     return ModelShape.from_config(config) if isinstance(config, dict) else None  # the load refuses anything but a config
+
+
+# The tower of a model: the part that reads images. It is frozen, and whole in each worker.
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Its `parameters`, the `operations` for the images of a prompt, on average, their `tokens`, and the elements of features that a
+    worker keeps, of as many prompts as it keeps."""
+
+    parameters: int
+    operations: float
+    tokens: float
+    kept: int
+
+
+def tower_of(node: Node) -> Tower | None:
+    """Count the tower of a node's model, and its work with the images that the node is given; None for a node without images."""
+    count = node.model.traits.tower if node.model is not None else None
+    return None if count is None or "images" not in (*node.reads, *node.writes) else count(_sizes_of_images(node))
+
+
+def generators_tower(graph: Graph, model: Model) -> int:
+    """Count the parameters of the tower that an engine loads with the rest of its model; trainers load theirs at their first step."""
+    found = [tower_of(node) for node in graph.nodes if node.model is model and node.traits.work == "generate"]
+    return max((tower.parameters for tower in found if tower is not None), default=0)
+
+
+def _sizes_of_images(node: Node) -> ImageSizes:
+    """Find the sizes of images of a node's prompts, at the source that they come from."""
+    return node.operation.image_sizes or next((found for output in node.inputs if (found := _sizes_of_images(output.node))), ())
 
 
 # The size of an adapter, by the shape of its model.

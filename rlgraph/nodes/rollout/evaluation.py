@@ -16,7 +16,7 @@ from rlgraph.engines.hf.chat_template import encode_with_images
 from rlgraph.engines.registry import sampling_of
 from rlgraph.errors import DataError, GraphError, choices
 from rlgraph.graph.nodes import Due, Feedback, Node, Operation, Output, declare
-from rlgraph.graph.traits import NodeTraits
+from rlgraph.graph.traits import ImageSizes, NodeTraits
 from rlgraph.nodes.base import Context, Fired, Stage
 from rlgraph.nodes.conversations import Chat
 from rlgraph.nodes.prompts import Prompts, is_stream, plural, prompts
@@ -271,6 +271,11 @@ class Answer(Operation):
     def traits(self) -> NodeTraits:
         dims = {"T": self.sampling.max_tokens}
         return NodeTraits(work="generate", dims=dims, sampling=self.sampling, group_size=self.samples, given=())
+
+    @property
+    def image_sizes(self) -> ImageSizes:
+        """The sizes of the images of its first questions."""
+        return self.questions.image_sizes
 
     def cursor(self, step: int) -> dict[str, Any]:
         """Describe the items for a checkpoint, since a curve must use one data set."""

@@ -16,6 +16,7 @@ from rlgraph.columns import Column, Columns, repeat_rows, rows_at, rows_of_rank
 from rlgraph.data.rows import Overlong
 from rlgraph.engines.api import Images, Request
 from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate, encode_with_images, reads
+from rlgraph.engines.hf.image_costs import tower_of_folder
 from rlgraph.engines.hf.images import check_sees
 from rlgraph.engines.hf.model_files import header_shapes
 from rlgraph.engines.hf.pretrained import check_model
@@ -221,6 +222,7 @@ class Generator(Model):
             merges_adapters=self.spec.merges_adapters,
             samples_exactly=self.spec.samples_exactly,
             estimates=self.spec,
+            tower=None if self.images is None else partial(tower_of_folder, self.path),
             prepare=self.spec.prepare,
             made_of=partial(made_of, self) if self.spec.renews else None,
         )

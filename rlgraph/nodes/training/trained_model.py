@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 
 from rlgraph.columns import Columns, rows_of
+from rlgraph.engines.hf.image_costs import tower_of_folder
 from rlgraph.engines.hf.images import FAMILIES as FAMILIES_WITH_IMAGES
 from rlgraph.engines.hf.images import check_sees
 from rlgraph.engines.hf.pretrained import ModelSummary
@@ -432,6 +433,7 @@ class TrainedModel(Model, TrainerSettings):
             shares_base=self.spec.shares_base,
             any_vocabulary=self.spec.any_vocabulary,
             any_heads=self.spec.any_heads,
+            tower=functools.partial(tower_of_folder, self.path),
             prepare=self.spec.prepare,
         )
 

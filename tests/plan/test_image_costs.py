@@ -1,0 +1,81 @@
+"""What a plan knows of the part of a model that reads images, before anything is loaded: its memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import seeing
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import rlgraph as rg
+from rlgraph.engines.hf.image_costs import tower_of_folder
+from rlgraph.engines.hf.images import KEPT, ImageTower
+from rlgraph.plan.memory import loading_peaks
+from rlgraph.plan.model_shapes import shapes_of
+
+SIZES = (112, 56), (40, 24)
+ROWS = [{"prompt": "<image>what?", "images": [seeing.picture(seed, *SIZES[seed])], "answer": "1"} for seed in (0, 1)]
+ASKED = [{"prompt": "<image>or<image>?", "images": [image for row in ROWS for image in row["images"]]}]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(seeing.folder_of("llava", tmp_path_factory.mktemp("llava")))
+
+
+def length(response: str) -> float:
+    return float(len(response))
+
+
+def graph(model: str) -> rg.Graph:
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), images=2, sampling=rg.Sampling(max_tokens=6))
+    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3))
+    weights = rg.feedback("weights", depth=1)
+    asked = rg.prompts(ROWS, count=2)
+    sampled = generator.rollout(asked, weights, group_size=4)
+    reference = rg.Reference(model, pool=rg.Pool("reference")).log_probs(sampled)
+    advantages = rg.advantages(sampled, rg.reward(length, sampled), estimator=rg.GRPO())
+    step = policy.update(sampled, advantages, reference, policy.log_probs(sampled), loss=rg.ClippedLoss(kl_coef=0.1))
+    weights.close(step.weights)
+    score = rg.evaluate(generator, ASKED, weights, reward=length, every=2, samples=3, sampling=rg.Sampling(max_tokens=6))
+    return rg.Graph("sees", step.metrics, score)
+
+
+@pytest.mark.parametrize("kind", seeing.KINDS)
+def test_a_tower_is_counted_as_it_is_loaded_and_as_it_computes(kind: str, tmp_path: Path) -> None:
+    folder = str(seeing.folder_of(kind, tmp_path))
+    found = tower_of_folder(folder, (SIZES[:1], SIZES[1:]))
+    weights = load_file(tmp_path / "model.safetensors")
+    assert found.parameters == sum(each.numel() for name, each in weights.items() if any(part in name for part in seeing.TOWERS))
+    tower = ImageTower(folder, torch.device("cpu"), torch.float32)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counted:  # which does not see the kernels of a CPU
+        seen = [tower.see(f'["{row["images"][0]}"]') for row in ROWS]
+    assert found.kept == KEPT * sum(part.numel() for each in seen for part in (each.features, *each.deep)) / len(seen)
+    assert found.operations == pytest.approx(counted.get_total_flops() / len(seen), rel=0.05)  # class tokens and windows at edges
+
+
+def test_a_folder_without_a_processor_has_a_tower_and_no_work(model: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((Path(model) / "config.json").read_text())
+    found, whole = (tower_of_folder(str(folder), (SIZES,)) for folder in (tmp_path, model))
+    assert (found.parameters, found.operations, found.tokens, found.kept) == (whole.parameters, 0.0, 0.0, 0)
+
+
+def test_each_node_that_reads_images_needs_memory_for_the_tower_and_those_that_keep_features_for_them(model: str) -> None:
+    tower = tower_of_folder(model, (SIZES[:1], SIZES[1:]))
+    plan = rg.compile(graph(model), rg.Cluster(gpus=3, gpu="H100"))
+    memory = {need.pool: dict(need.parts) for need in plan.memory if not need.loading}
+    expected = {"image tower": 2 * tower.parameters, "features of images": 2 * tower.kept}
+    assert {part: memory["rollout"].get(part) for part in expected} == {"image tower": 2 * tower.parameters, "features of images": None}
+    for pool in ("train", "reference"):
+        assert {part: memory[pool][part] for part in expected} == expected
+    assert "image tower" in str(plan)
+
+
+def test_an_engine_loads_its_tower(model: str) -> None:
+    made, shapes = graph(model), shapes_of(graph(model))
+    whole = 2 * (shapes[model].parameters + tower_of_folder(model, ()).parameters)
+    plan = rg.compile(made, rg.Cluster(gpus=3, gpu="H100"))
+    loading = {need.pool: dict(need.parts) for need in loading_peaks(made, plan.cluster, plan.workers, shapes)}
+    assert loading["rollout"] == {"whole weights of generator": whole}
