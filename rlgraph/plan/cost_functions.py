@@ -82,7 +82,7 @@ def passes_of(node: "Node", gpus: int) -> Passes | None:
     if model.micro_batch_tokens is None or not (on_gpus or model.recompute or model.ranks_per_pass > 1):
         return None
     tensor, context = model.tensor_parallel, model.context_parallel
-    group = _group(node) if model.shared_prompts else 1
+    group = group_of(node) if model.shared_prompts else 1
     return Passes(
         model.micro_batch_tokens * context,
         max(node.traits.mini_batches, node.chunks),
@@ -96,13 +96,13 @@ def passes_of(node: "Node", gpus: int) -> Passes | None:
     )
 
 
-def _group(node: "Node") -> int:
+def group_of(node: "Node") -> int:
     """Find how many adjacent rows of a node have one prompt, from the node that its responses come from; 1 if unknown.
 
     An update on several batches counts each response with its own prompt.
     """
-    source = node.source_of("responses") if "responses" in node.reads else None
-    if source is None or source.rows != node.rows:
+    source = node.source_of("responses") if "responses" in node.reads else node
+    if source.rows != node.rows:
         return 1
     return source.traits.group_size or (2 if source.traits.preferences == "pairs" else 1)
 

@@ -16,9 +16,9 @@ from rlgraph.graph.nodes import Model, Node
 from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan import estimates
 from rlgraph.plan.cluster import Cluster, itemsize_of
-from rlgraph.plan.cost_functions import DOUBLING, Decode, NodeCost, Setting, Shards, SleepCost, passes_of
+from rlgraph.plan.cost_functions import DOUBLING, Decode, NodeCost, Setting, Shards, SleepCost, group_of, passes_of
 from rlgraph.plan.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
-from rlgraph.plan.estimates import DECODING, GENERATING, ITEMSIZE, LINKED, Device, default_estimates, exchange_s
+from rlgraph.plan.estimates import DECODING, GENERATING, ITEMSIZE, LINKED, PREFILL, Device, default_estimates, exchange_s
 from rlgraph.plan.events import readers
 from rlgraph.plan.lengths import Array, Lengths
 from rlgraph.plan.model_shapes import (
@@ -30,7 +30,9 @@ from rlgraph.plan.model_shapes import (
     ModelShape,
     Shapes,
     adapter_size,
+    generators_tower,
     recomputed_operations,
+    tower_of,
 )
 from rlgraph.plan.placement import model_names
 
@@ -148,7 +150,8 @@ def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
     generator's engine. The host's time for each decode step, sequence and pass, and what logits take, are those of `host_times`.
     """
     lengths = _lengths(graph)
-    nodes = {node.name: _cost(node, device, shapes, lengths) for node in graph.nodes}
+    towers = _towers_s(graph, device)
+    nodes = {node.name: _cost(node, device, shapes, lengths, towers.get(node.name, 0.0)) for node in graph.nodes}
     sources = [f.source.node.model for f in graph.feedbacks if f.source and f.source.node.model]
     moved = max((_version_bytes(model, shapes) for model in sources), default=0.0)
     written = max((_swap_bytes(model, shapes) for model in sources), default=0.0)
@@ -162,6 +165,19 @@ def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
         publish_bytes=int(moved),
         on=f"the roofline of {device.flops / 1e12:.0f} TFLOP/s and {device.bandwidth / 1e12:.2f} TB/s",
     )
+
+
+def _towers_s(graph: Graph, device: Device) -> dict[str, float]:
+    """Estimate the GPU's seconds in which towers make features of the images of a step, by node.
+
+    Each prompt is read once, also where several responses have it, and by the first node of a trained model, whose workers keep features.
+    """
+    found: dict[str, float] = {}
+    for node in graph.nodes:
+        tower, generates = tower_of(node), node.traits.work == "generate"
+        if tower is not None and (generates or not any(graph.node(name).model is node.model for name in found)):
+            found[node.name] = tower.operations * node.rows / group_of(node) / (device.flops * (PREFILL if generates else TRAINING))
+    return found
 
 
 def _version_bytes(model: Model, shapes: Shapes) -> float:
@@ -193,7 +209,7 @@ def _sleep(graph: Graph, model: Model, costs: Costs, cluster: Cluster, device: D
     published = min((itemsize_of(node.model, cluster) for f in graph.feedbacks for node in readers(graph, f)), default=2)
     adapter = adapter_size(model, shapes.get(model.path))
     count = shapes[model.path].parameters if model.path in shapes else (costs.publish_bytes or 0) // published
-    count = count if adapter is None else adapter.parameters
+    count = (count if adapter is None else adapter.parameters) + generators_tower(graph, model)
     # What only scores keeps its memory in most engines.
     sleeps = (works & {"generate", "train"} or model.traits.frees_memory) and not _stays(model)
     size = (model.traits.estimates or default_estimates(works)).sleep_bytes(count, itemsize_of(model, cluster)) if sleeps else 0
@@ -213,6 +229,7 @@ def _lengths(graph: Graph) -> Lengths:
     most, always = _limit(graph)
     characters = [c for node in graph.nodes if (c := node.operation.prompt_characters) is not None]
     prompt = max(characters) / CHARACTERS if characters else PROMPT_TOKENS
+    prompt += max((tower.tokens for node in graph.nodes if node.due is None and (tower := tower_of(node)) is not None), default=0.0)
     if most is None and characters:  # examples and pairs: all that they are is given, and nothing is sampled
         return Lengths((0.0, 1.0), (1.0, 1.0), max(prompt - 1, 1.0))
     most = most or 1024.0
@@ -261,19 +278,19 @@ def decode_estimate(node: Node, device: Device, shape: ModelShape, lengths: Leng
     return replace(law, sequence_s=law.sequence_s * traits.kv_itemsize / 2) if traits.kv_itemsize is not None else law
 
 
-def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths) -> float | NodeCost:
+def _cost(node: Node, device: Device, shapes: Shapes, lengths: Lengths, tower_s: float) -> float | NodeCost:
     if node.model is None:
         return NOMINAL["host"].serial_s
     shape: ModelShape = shapes[node.model.path]
     if node.traits.work == "generate":
-        return NodeCost(decode=decode_estimate(node, device, shape, lengths), measured=Setting(1, 1, node.rows))
+        return NodeCost(parallel_s=tower_s, decode=decode_estimate(node, device, shape, lengths), measured=Setting(1, 1, node.rows))
     trains = node.traits.work == "train"
     walks = walks_of(node) * (1.0 if trains else FORWARD)
     traits = node.model.traits
     compiled = trains and traits.compiled
     exchange = traits.ranks_per_pass * exchange_s(shape, device, traits, trains=trains)
     return NodeCost(
-        parallel_s=epochs_of(node) * _optimizer_s(node.model, shape, device) if trains else 0.0,
+        parallel_s=tower_s + (epochs_of(node) * _optimizer_s(node.model, shape, device) if trains else 0.0),
         token_s=walks * _token_s(node, traits, shape, lengths, device) + walks_of(node) * exchange,
         pass_s=walks * estimates.launch_s(shape, traits, trains=trains),
         sharded_pass_s=walks * estimates.launch_s(shape, traits, trains=trains, sharded=gathers(node)),

@@ -1,4 +1,4 @@
-"""What a plan knows of the part of a model that reads images, before anything is loaded: its memory."""
+"""What a plan knows of the part of a model that reads images, before anything is loaded: its memory, and its time in a step."""
 
 from pathlib import Path
 
@@ -12,10 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 import rlgraph as rg
 from rlgraph.engines.hf.image_costs import tower_of_folder
 from rlgraph.engines.hf.images import KEPT, ImageTower
+from rlgraph.plan.compile import priced_for
+from rlgraph.plan.estimates import PREFILL
 from rlgraph.plan.memory import loading_peaks
 from rlgraph.plan.model_shapes import shapes_of
+from rlgraph.plan.roofline import DEVICES, TRAINING, roofline
 
-SIZES = (112, 56), (40, 24)
+H100, SIZES = DEVICES["H100"], ((112, 56), (40, 24))
 ROWS = [{"prompt": "<image>what?", "images": [seeing.picture(seed, *SIZES[seed])], "answer": "1"} for seed in (0, 1)]
 ASKED = [{"prompt": "<image>or<image>?", "images": [image for row in ROWS for image in row["images"]]}]
 
@@ -29,11 +32,11 @@ def length(response: str) -> float:
     return float(len(response))
 
 
-def graph(model: str) -> rg.Graph:
+def graph(model: str, *, prompts: int = 2) -> rg.Graph:
     generator = rg.Generator(model, pool=rg.Pool("rollout"), images=2, sampling=rg.Sampling(max_tokens=6))
     policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3))
     weights = rg.feedback("weights", depth=1)
-    asked = rg.prompts(ROWS, count=2)
+    asked = rg.prompts(ROWS, count=prompts)
     sampled = generator.rollout(asked, weights, group_size=4)
     reference = rg.Reference(model, pool=rg.Pool("reference")).log_probs(sampled)
     advantages = rg.advantages(sampled, rg.reward(length, sampled), estimator=rg.GRPO())
@@ -73,9 +76,30 @@ def test_each_node_that_reads_images_needs_memory_for_the_tower_and_those_that_k
     assert "image tower" in str(plan)
 
 
-def test_an_engine_loads_its_tower(model: str) -> None:
+def test_an_engine_loads_and_sleeps_with_its_tower(model: str) -> None:
     made, shapes = graph(model), shapes_of(graph(model))
     whole = 2 * (shapes[model].parameters + tower_of_folder(model, ()).parameters)
     plan = rg.compile(made, rg.Cluster(gpus=3, gpu="H100"))
     loading = {need.pool: dict(need.parts) for need in loading_peaks(made, plan.cluster, plan.workers, shapes)}
     assert loading["rollout"] == {"whole weights of generator": whole}
+    assert priced_for(made, plan.cluster, None, shapes).sleep["generator"].bytes == whole
+
+
+def test_an_estimate_counts_the_images_of_a_step_once_for_each_prompt_and_model(model: str) -> None:
+    made = graph(model)
+    costs, more = (roofline(each, H100, shapes_of(each)) for each in (made, graph(model, prompts=4)))
+    tower = tower_of_folder(model, (SIZES[:1], SIZES[1:]))
+    a_prompt = tower.operations / H100.flops
+
+    def shared_s(name: str) -> float:
+        return costs.cost_of(name).parallel_s
+
+    assert shared_s("rollout") == pytest.approx(2 * a_prompt / PREFILL)
+    assert shared_s("evaluate") == shared_s("rollout")  # one question with two images
+    scored = next(node.name for node in made.nodes if node.writes == ("old_log_probs",))
+    compared = next(node.name for node in made.nodes if node.writes == ("ref_log_probs",))
+    assert shared_s(scored) == shared_s(compared) == pytest.approx(2 * a_prompt / TRAINING)
+    assert shared_s("update") == more.cost_of("update").parallel_s  # its model has kept the features
+    assert more.cost_of("rollout").parallel_s == 2 * shared_s("rollout")
+    assert costs.lengths is not None
+    assert costs.lengths.prompt_tokens == pytest.approx(len("what?") / 3 + tower.tokens)
