@@ -16,7 +16,19 @@ from rlgraph.plan.costs import Costs
 from rlgraph.plan.estimates import PIECE_BYTES, default_estimates
 from rlgraph.plan.events import Sleeps, evaluations, readers, sleep_costs
 from rlgraph.plan.lengths import Lengths
-from rlgraph.plan.model_shapes import MOMENTS, ModelShape, Need, Shapes, Workload, adapter_size, frozen_bytes, generators_tower, tower_of
+from rlgraph.plan.model_shapes import (
+    GRADIENT,
+    MASTER,
+    MOMENTS,
+    ModelShape,
+    Need,
+    Shapes,
+    Workload,
+    adapter_size,
+    frozen_bytes,
+    generators_tower,
+    tower_of,
+)
 from rlgraph.plan.placement import model_names
 from rlgraph.plan.plan import PlannedMemory, PlannedWorker
 from rlgraph.settings import RECOMPUTE, Recompute
@@ -297,6 +309,9 @@ def _need(
     tower = max(filter(None, map(tower_of, nodes)), key=attrgetter("kept"), default=None)
     if tower is None:
         return need
+    if work.trained and work.traits.train_vision:  # a shard as of the other weights; features are not kept
+        each = MASTER + GRADIENT + MOMENTS[work.traits.optimizer.moments]
+        return _with(need, {"image tower": int(each * tower.parameters) // work.workers})
     size = tower.parameters * work.itemsize
     if not generates:  # it is whole on each rank, and stays while others use the device
         return _with(need, {"image tower": size, "features of images": tower.kept * work.itemsize})

@@ -171,12 +171,15 @@ def _towers_s(graph: Graph, device: Device) -> dict[str, float]:
     """Estimate the GPU's seconds in which towers make features of the images of a step, by node.
 
     Each prompt is read once, also where several responses have it, and by the first node of a trained model, whose workers keep features.
+    A tower that is trained keeps none, and an update computes three times as much.
     """
     found: dict[str, float] = {}
     for node in graph.nodes:
         tower, generates = tower_of(node), node.traits.work == "generate"
-        if tower is not None and (generates or not any(graph.node(name).model is node.model for name in found)):
-            found[node.name] = tower.operations * node.rows / group_of(node) / (device.flops * (PREFILL if generates else TRAINING))
+        learns = node.model is not None and node.model.traits.train_vision
+        if tower is not None and (generates or learns or not any(graph.node(name).model is node.model for name in found)):
+            walks = 3 * epochs_of(node) if learns and node.traits.work == "train" else 1
+            found[node.name] = walks * tower.operations * node.rows / group_of(node) / (device.flops * (PREFILL if generates else TRAINING))
     return found
 
 

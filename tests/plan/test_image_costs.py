@@ -1,6 +1,7 @@
 """What a plan knows of the part of a model that reads images, before anything is loaded: its memory, and its time in a step."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,9 +33,9 @@ def length(response: str) -> float:
     return float(len(response))
 
 
-def graph(model: str, *, prompts: int = 2) -> rg.Graph:
+def graph(model: str, *, prompts: int = 2, **given: Any) -> rg.Graph:
     generator = rg.Generator(model, pool=rg.Pool("rollout"), images=2, sampling=rg.Sampling(max_tokens=6))
-    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3))
+    policy = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), **given)
     weights = rg.feedback("weights", depth=1)
     asked = rg.prompts(ROWS, count=prompts)
     sampled = generator.rollout(asked, weights, group_size=4)
@@ -103,3 +104,15 @@ def test_an_estimate_counts_the_images_of_a_step_once_for_each_prompt_and_model(
     assert more.cost_of("rollout").parallel_s == 2 * shared_s("rollout")
     assert costs.lengths is not None
     assert costs.lengths.prompt_tokens == pytest.approx(len("what?") / 3 + tower.tokens)
+
+
+def test_a_tower_that_is_trained_is_sharded_and_computes_in_each_node_and_backwards(model: str) -> None:
+    made, tower = graph(model, train_vision=True), tower_of_folder(model, (SIZES[:1], SIZES[1:]))
+    plan = rg.compile(made, rg.Cluster(gpus=4, gpu="H100"))
+    ranks = sum(worker.model == "policy" for worker in plan.workers)
+    train = next(dict(need.parts) for need in plan.memory if need.pool == "train" and not need.loading)
+    assert train["image tower"] == (4 + 4 + 8) * tower.parameters // ranks
+    assert "features of images" not in train
+    costs, frozen = (roofline(each, H100, shapes_of(each)) for each in (made, graph(model)))
+    more = costs.cost_of("update").parallel_s - frozen.cost_of("update").parallel_s
+    assert more == pytest.approx(3 * 2 * tower.operations / (H100.flops * TRAINING))
