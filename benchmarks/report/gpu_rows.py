@@ -32,18 +32,18 @@ BESIDE_PEERS = [
     beside(f"1.7B, {BATCH}, on policy on one H200", "1.7B, one engine", "TRL 1.16 with Liger", "trl_1.7b_h200.json"),
     beside(f"4B by an adapter of rank 32, {BATCH}, on policy on one H200", "4B by an adapter, compiled", "TRL 1.16 with PEFT and Liger",
            "trl_4b_adapter_h200.json"),
+    Row(f"Qwen2.5-VL's 3B shape, {BATCH}, an image of 512 x 512 in each prompt, on policy on one H200: a step, median of {{steps}}",
+        seconds("images_h200.json", "rlgraph", "step_s", form="{:.1f} s"),
+        "benchmarks/peers/peer_job.py mode=colocated model=3B-VL image=512 prompts=32 engines_per_gpu=1 micro_batch_tokens=12288 "
+        "compiled=true", "TRL 1.16 with Liger, median of {peer_steps}",
+        seconds("trl_3b_images_h200.json", "step_s", form="{:.1f} s"),
+        {"steps": count("images_h200.json", "rlgraph", "steps_timed"), "peer_steps": count("trl_3b_images_h200.json", "steps_timed")}),
 ]  # fmt: skip
 PEERS = [
     *BESIDE_PEERS,
     peer_job("1024 tokens, one step off", "one_step_off", "benchmarks/peers/peer_job.py"),
     peer_job("1024 tokens, time-shared on both", "colocated", "benchmarks/peers/peer_job.py mode=colocated"),
     peer_job("64 tokens, one step off", "one_step_off_64_tokens", "benchmarks/peers/peer_job.py response_tokens=64"),
-    Row(f"Qwen2.5-VL's 3B shape, {BATCH}, each prompt with one of 81 images of 512 x 512 whose features are kept, one H200: a step, "
-        "median of {steps}", seconds("images_h200.json", "rlgraph", "step_s", form="{:.1f} s"),
-        "benchmarks/peers/peer_job.py mode=colocated model=3B-VL image=512 prompts=32 engines_per_gpu=1 micro_batch_tokens=12288 "
-        "compiled=true", "estimated with nothing measured, without the tower",
-        seconds("images_h200.json", "rlgraph", "predicted_s", form="{:.1f} s"),
-        {"steps": count("images_h200.json", "rlgraph", "steps_timed")}),
 ]  # fmt: skip
 
 

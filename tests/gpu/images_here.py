@@ -1,4 +1,4 @@
-"""What vLLM samples of prompts with images, scored by a trainer and by transformers in float32, before and after new ones, also of the tower.
+"""What vLLM samples of prompts with images, scored by trainer and transformers in float32, before and after new weights, also of a tower.
 
 `images_here.py FAMILY [--smoke]`, of support/seeing.py, prints "equal". A GPU computes in bfloat16, and is compared on average; `--smoke`
 takes host cores and float32, and compares each token.
