@@ -52,7 +52,8 @@ COLUMNS: dict[str, ColumnSpec] = {
         torch.int8, ("B",), "rollout", "why each response ended: 0 by itself, 1 at the token limit, 2 at the turn limit, 3 aborted"
     ),
     "group_ids": ColumnSpec(torch.int64, ("B",), "rollout", "equal for the responses of one prompt"),
-    "images": ColumnSpec(str, ("B",), "rollout", "the images of each prompt: a JSON list of data URLs"),
+    "images": ColumnSpec(str, ("B",), "rollout", "the images of each prompt, and of the turns behind it: a JSON list of data URLs"),
+    "image_mask": ColumnSpec(torch.bool, ("B", "T"), "rollout", "true on the tokens of images in a response, which tools answered with"),
     "outputs": ColumnSpec(str, ("B",), "rollout", "what an agent program returned or printed"),
     "loss_mask": ColumnSpec(
         torch.bool, ("B", "T"), "rollout_correction", "true on the tokens that are trained; replaces `response_mask` where it is given"

@@ -64,18 +64,19 @@ class SharedPrompts:
 
 
 @dataclass(frozen=True)
-class PromptImages:
-    """The images of the prompts of an input `[S, L]`, in the order of its tokens, as in the column `images`.
+class InputImages:
+    """The images of an input `[S, L]`, in the order of its tokens, as in the column `images`.
 
-    `row` [S, L] is the index in `rows` of the prompt that a token is of, or is written behind; `prompts` [S, L] is true on prompts.
+    `row` [S, L] is the index in `rows` of the prompt that a token is of, or is written behind. `given` [S, L] is true on prompts, and on
+    the images behind them: a token of an image elsewhere was written by the model, and is of none.
     """
 
     rows: tuple[str, ...]
-    prompts: torch.Tensor
+    given: torch.Tensor
     row: torch.Tensor
 
-    def to(self, device: torch.device) -> "PromptImages":
-        return replace(self, prompts=self.prompts.to(device), row=self.row.to(device))
+    def to(self, device: torch.device) -> "InputImages":
+        return replace(self, given=self.given.to(device), row=self.row.to(device))
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class MicroBatch:
     Entry i of `predicts` says which position of the flattened input gives the distribution of `targets[i]`, and
     `(row[i], column[i])` is where that token lies in a [len(rows), T] column. `repeats` counts the sequences that a position of
     the flattened input is of: several for a shared prompt, and none for padding. `routes` [S x L, layers, k] are the experts of each
-    token of the flattened input, -1 where none are known; None without the columns. `images` belong to its prompts.
+    token of the flattened input, -1 where none are known; None without the columns. `images` are those that it shows.
     """
 
     rows: torch.Tensor
@@ -108,7 +109,7 @@ class MicroBatch:
     ring: Any = None
     repeats: torch.Tensor | None = None
     routes: torch.Tensor | None = None
-    images: PromptImages | None = None
+    images: InputImages | None = None
 
     def shard(self, group: Any, rank: int, ranks: int, *, ring: int = 1) -> "MicroBatch":
         """Take the shard of a row for one of the ranks of a group, some of them a `ring`: its tokens, and what they predict."""
@@ -128,7 +129,7 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> "MicroBatch":
-        parts = torch.Tensor | SharedPrompts | PromptImages
+        parts = torch.Tensor | SharedPrompts | InputImages
         moved: dict[str, Any] = {name: value.to(device) if isinstance(value, parts) else value for name, value in vars(self).items()}
         return MicroBatch(**moved)
 
@@ -184,10 +185,13 @@ def read(batch: Columns) -> list[torch.Tensor]:
 
 
 def _repeats(batch: Columns) -> torch.Tensor:
-    """Tell whether each row `[B]` has the prompt and the images of the row before; the first, of the last row."""
+    """Tell whether each row `[B]` has the prompt and the images of the row before, all in the prompt; the first, of the last row."""
     prompts, prompt_mask, *_ = read(batch)
     same = ((prompts == prompts.roll(1, 0)) | ~prompt_mask).all(-1) & (prompt_mask == prompt_mask.roll(1, 0)).all(-1)
-    images = list(batch.get("images", ()))
+    images, behind = list(batch.get("images", ())), batch.get("image_mask")
+    if isinstance(behind, torch.Tensor):
+        own = behind.cpu().any(-1)
+        same &= ~(own | own.roll(1, 0))
     return same & torch.tensor([here == before for here, before in zip(images, [*images[-1:], *images], strict=False)]) if images else same
 
 
@@ -286,12 +290,16 @@ def pack(batch: Columns, sequences: Sequence[PackedSequence]) -> MicroBatch:
     )
 
 
-def _images(batch: Columns, sequences: Sequence[PackedSequence], of: torch.Tensor, positions: torch.Tensor) -> PromptImages | None:
+def _images(batch: Columns, sequences: Sequence[PackedSequence], of: torch.Tensor, positions: torch.Tensor) -> InputImages | None:
     """Find the images of an input whose tokens are of the sequences `of` [S, L], at these `positions` [S, L] in them."""
     if "images" not in batch or not sequences:
         return None
-    prompts = positions < torch.tensor([*(sequence.prompt for sequence in sequences), 0])[of]  # behind the sequences, of none, lies padding
-    return PromptImages(tuple(str(batch["images"][sequence.rows[0]]) for sequence in sequences), prompts, of)
+    firsts = [sequence.rows[0] for sequence in sequences]
+    place = positions - torch.tensor([*(sequence.prompt for sequence in sequences), 0])[of]  # behind the sequences, of none, lies padding
+    given, mask = place < 0, batch.get("image_mask")
+    if isinstance(mask, torch.Tensor):
+        given |= torch.nn.functional.pad(mask.cpu()[firsts], (0, 0, 0, 1))[of, place.clamp(0, mask.shape[1] - 1)]
+    return InputImages(tuple(str(batch["images"][row]) for row in firsts), given, of)
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ Finish: TypeAlias = Literal["stop", "length", "turns", "abort"]  # as in `column
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a prompt: a JSON list of data URLs. `prompt` has one token for each, as the chat template writes it."""
+    """The images of a prompt: a JSON list of data URLs, and for each the places `(begin, end)` of its tokens in the prompt."""
 
     urls: str
-    prompt: Sequence[int]
+    places: Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)

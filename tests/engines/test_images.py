@@ -26,7 +26,6 @@ from rlgraph.engines.hf.pretrained import parameter_shapes
 from rlgraph.engines.lora import PEFT, BaseWeights, SavedAdapter, peft_names, read_adapter, write_config
 from rlgraph.engines.transformers.engine import TransformersEngine
 from rlgraph.errors import DataError
-from rlgraph.nodes.rollout.decode_loop import columns_of
 from rlgraph.runtime.checkpoint.export import language_part
 from rlgraph.values.lora import TENSORS
 
@@ -55,7 +54,7 @@ def test_a_prompt_has_the_tokens_that_the_models_processor_writes(kind: str, fol
     text, urls = f"a{mark}b{mark}", seeing.row(2, 3)
     plain = processor.tokenizer(text, add_special_tokens=False)["input_ids"]
     expected = processor(text=[text], images=[read_images(urls)], add_special_tokens=False)["input_ids"][0]
-    assert expand_images(folder, plain, urls) == list(expected)
+    assert expand_images(folder, plain, urls)[0] == list(expected)
     with pytest.raises(DataError, match="writes 2 marks for a prompt with 1 images"):
         expand_images(folder, plain, seeing.row(2))
     with pytest.raises(DataError, match="writes 2 marks for a prompt with 0 images"):
@@ -129,10 +128,10 @@ def test_a_critic_sees_the_images(folder: Path, kind: str) -> None:
 
 
 def test_the_engine_transformers_samples_with_the_log_probs_of_the_trainer(kind: str, folder: Path) -> None:
-    prompts, shown, urls = seeing.requests(folder, kind)
+    prompts, shown = seeing.requests(folder, kind)
     engine = TransformersEngine(folder, dtype=torch.float32, images=True)
-    responses = engine.generate(prompts, rg.Sampling(max_tokens=12), [1, 1, 2, 3], shown)
-    batch = columns_of(prompts, responses, torch.arange(4)) | {"images": urls}
+    responses = engine.generate(prompts, rg.Sampling(max_tokens=12), [1, 1, 2, 3, 4], shown)
+    batch = seeing.rollout_of(folder, kind, responses)
     with closing(fsdp_engine(PolicyHead(folder), optimizer=rg.AdamW(lr=1e-3), dtype=torch.float32)) as trainer:
         torch.testing.assert_close(trainer.scores(batch), batch["rollout_log_probs"], **NEAR)
     assert responses[0].tokens != responses[1].tokens, "the same text and seed, and another image"

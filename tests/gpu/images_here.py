@@ -19,7 +19,6 @@ from support.trainer_engines import fsdp_engine
 import rlgraph as rg
 from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.vllm.engine import VllmEngine
-from rlgraph.nodes.rollout.decode_loop import columns_of
 
 SMOKE = "--smoke" in sys.argv
 DTYPE = torch.float32 if SMOKE else torch.bfloat16
@@ -40,7 +39,7 @@ def main(family: str, folder: Path) -> None:
 
     seeing.folder_of(family, folder)
     net = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    prompts, shown, urls = ([each for each in column for _ in range(4)] for column in seeing.requests(folder, family))
+    prompts, shown = ([each for each in column for _ in range(4)] for column in seeing.requests(folder, family))
     engine = VllmEngine(folder, max_model_len=256, dtype=str(DTYPE).removeprefix("torch."), images=2, **SPACE)
     given = {"optimizer": rg.AdamW(lr=1e-2), "device": "cpu" if SMOKE else "cuda", "dtype": DTYPE}
     trainers = [fsdp_engine(PolicyHead(folder), train_vision=vision, **given) for vision in (False, True)]
@@ -50,8 +49,8 @@ def main(family: str, folder: Path) -> None:
         for step in range(3):
             trainer = trainers[step // 2]
             sampled = engine.generate(prompts, rg.Sampling(max_tokens=24), [step * 100 + row for row in range(len(prompts))], shown)
-            assert len(calls) <= len(urls) * (step + 1), "each image is encoded once, and not in each decode step"
-            batch = columns_of(prompts, sampled, torch.arange(len(prompts))) | {"images": urls}
+            assert len(calls) <= len(prompts) * (step + 1), "each image is encoded once, and not in each decode step"
+            batch = seeing.rollout_of(folder, family, sampled)
             mask, scores = batch["response_mask"], trainer.scores(batch)
             compare(f"step {step}: vLLM and trainer", scores, batch["rollout_log_probs"], mask)
             if step == 0:

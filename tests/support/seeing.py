@@ -132,34 +132,62 @@ def row(*seeds: int) -> str:
     return json.dumps([picture(seed) for seed in seeds])
 
 
-def requests(folder: Path, kind: str) -> tuple[list[list[int]], list[Any], list[str]]:
-    """Make four prompts: with one image, the same text with another image, two images, and none. Give their tokens, images and columns."""
+def requests(folder: Path, kind: str) -> tuple[list[list[int]], list[Any]]:
+    """Make five prompts: with one image, the same text with another image, two images, none, and a conversation before its second turn.
+
+    Returns their tokens and images. In the conversation text is followed by a turn with the token of an image, which is of none, and then
+    two images of a tool.
+    """
     from rlgraph.engines.api import Images
     from rlgraph.engines.hf.images import expand_images, processor_of
 
     mark, tokenizer = SPECIAL[kind][0], processor_of(str(folder)).tokenizer
-    texts, urls = [f"user: {mark}hi", f"user: {mark}hi", f"user: {mark}a{mark}b", "none"], [row(1), row(4), row(2, 3), row()]
-    plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    shown = [Images(*each) if each[0] != "[]" else None for each in zip(urls, plain, strict=True)]
-    return [expand_images(folder, tokens, own) for tokens, own in zip(plain, urls, strict=True)], shown, urls
+    texts = [f"user: {mark}hi", f"user: {mark}hi", f"user: {mark}a{mark}b", "none", f"tool: {mark}and{mark}ok"]
+    urls = [row(1), row(4), row(2, 3), row(), row(5, 6)]
+    rows = [
+        expand_images(folder, tokenizer(text, add_special_tokens=False)["input_ids"], own) for text, own in zip(texts, urls, strict=True)
+    ]
+    begun = [*BEGUN[0], 40, token_of(folder), 41]
+    tokens, places = rows[4]
+    rows[4] = [*begun, *tokens], [(begin + len(begun), end + len(begun)) for begin, end in places]
+    return [tokens for tokens, _ in rows], [Images(own, at) if at else None for own, (_, at) in zip(urls, rows, strict=True)]
+
+
+BEGUN = [50, 51, 52], 3  # the prompt of the conversation, and the number of tokens of its first turn
+
+
+def rollout_of(folder: Path, kind: str, responses: list[Any]) -> dict[str, Any]:
+    """Make the batch of responses to `requests`, equally many to each. The mask is false on the first turn of a conversation."""
+    from rlgraph.engines.api import Images, Response
+    from rlgraph.nodes.rollout.decode_loop import Outcome, image_columns, pack_outcomes
+
+    group, rows = len(responses) // 5, []
+    prompts, shown = ([each for each in column for _ in range(group)] for column in requests(folder, kind))
+    for number, (prompt, response, images) in enumerate(zip(prompts, responses, shown, strict=True)):
+        begun = len(BEGUN[0]) if number >= 4 * group else len(prompt)
+        read = prompt[begun:]
+        whole = Response([*read, *response.tokens], [0.0] * len(read) + response.log_probs, [0] * (len(read) + len(response.tokens)))
+        written = [False] * len(read) + [True] * len(response.tokens)
+        rows.append(Outcome(prompt[:begun], whole, written, images=images or Images("[]", ())))
+    batch = pack_outcomes(rows, torch.arange(len(rows)) // group)
+    return batch | image_columns(rows, batch["responses"])
 
 
 def batch_of(folder: Path, kind: str, *, seed: int = 1) -> dict[str, Any]:
-    """Make eight rows, in groups of two: with one image, the same text with another image, two images, and none.
+    """Make two responses to each of `requests`.
 
-    The third response has the token of an image, which is of none.
+    The third response has the token of an image, which is of none. What is learnt of the last one ends before its second image.
     """
-    from rlgraph.columns import pad_rows
+    from rlgraph.engines.api import Response
 
-    encoded, _, urls = requests(folder, kind)
-    encoded, images = ([each for each in rows for _ in range(2)] for rows in (encoded, urls))
     numbers = torch.Generator().manual_seed(seed)
-    responses = [torch.randint(1, 250, (length,), generator=numbers).tolist() for length in (3, 8, 5, 2, 6, 7, 1, 4)]
+    responses = [torch.randint(1, 250, (length,), generator=numbers).tolist() for length in (3, 8, 5, 2, 6, 7, 1, 4, 5, 3)]
     responses[2][1] = token_of(folder)
-    prompts, prompt_mask = pad_rows(encoded, torch.int64, left=True)
-    tokens, mask = pad_rows(responses, torch.int64, left=False)
-    tensors = {"prompts": prompts, "prompt_mask": prompt_mask, "responses": tokens, "response_mask": mask}
-    return {**tensors, "images": images, "advantages": torch.randn(tokens.shape, generator=numbers)}
+    batch = rollout_of(folder, kind, [Response(tokens, [0.0] * len(tokens)) for tokens in responses])
+    second = requests(folder, kind)[1][4].places[1][0] - len(BEGUN[0])
+    batch["response_mask"][8:, : BEGUN[1]] = True
+    batch["response_mask"][9, second - 1 :] = torch.arange(batch["responses"].shape[1] - second + 1) == 0
+    return {**batch, "advantages": torch.randn(batch["responses"].shape, generator=numbers)}
 
 
 def token_of(folder: Path) -> int:
@@ -171,21 +199,21 @@ def token_of(folder: Path) -> int:
 def direct_log_probs(net: Any, folder: Path, batch: dict[str, Any]) -> torch.Tensor:
     """Compute the log-probs `[B, T]` of the responses by the model's own forward, one row after another.
 
-    The token of an image in a response is of none: it is embedded, and not counted.
+    The token of an image that the model wrote is of none: it is embedded, and not counted.
     """
     from rlgraph.engines.hf.images import TEXT as READ
     from rlgraph.engines.hf.images import processor_of, read_images
 
     processor, found = processor_of(str(folder)), []
-    for prompt, prompt_mask, response, mask, urls in zip(
-        *(batch[name] for name in ("prompts", "prompt_mask", "responses", "response_mask", "images")), strict=True
+    for prompt, prompt_mask, response, mask, urls, shown in zip(
+        *(batch[name] for name in ("prompts", "prompt_mask", "responses", "response_mask", "images", "image_mask")), strict=True
     ):
         read, images = prompt[prompt_mask], read_images(urls)
         given = processor(text=[processor.image_token * len(images)], images=[images], return_tensors="pt") if images else {}
         pixels = {name: value for name, value in given.items() if name not in READ}
         tokens = torch.cat([read, response])
         own = tokens == token_of(folder)
-        own[len(read) :] = False
+        own[len(read) :] &= shown
         if images and hasattr(net.model, "get_rope_index"):  # which shows by the type of a token where an image is
             counted = torch.where(own | (tokens != token_of(folder)), tokens, 1)
             hook = net.get_input_embeddings().register_forward_pre_hook(lambda module, given, all=tokens: (all[None],))

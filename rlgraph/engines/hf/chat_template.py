@@ -168,9 +168,8 @@ def encode_with_images(
     else:
         whole = prompt_tokens(tokenizer, [str(text) for text in columns["prompt_texts"]])
     if "prompt_images" in columns:
-        rows = list(zip(whole, map(str, columns["prompt_images"]), strict=True))
-        images = [Images(urls, tokens) if urls != "[]" else None for tokens, urls in rows]
-        return [expand_images(path, tokens, urls) for tokens, urls in rows], images
+        rows = [(*expand_images(path, tokens, urls), urls) for tokens, urls in zip(whole, map(str, columns["prompt_images"]), strict=True)]
+        return [tokens for tokens, *_ in rows], [Images(urls, places) if places else None for _, places, urls in rows]
     return whole if most is None else [tokens[-most:] for tokens in whole], [None] * len(whole)
 
 
@@ -451,7 +450,7 @@ def encode_example(path: str | Path, tokenizer: Any, example: Example, where: st
 
 def _with_images(path: str | Path, made: Encoded, urls: str, where: str) -> Encoded:
     """Write the tokens of the images, all of which are in the prompt. Raises DataError for one that follows what is learnt."""
-    tokens = expand_images(path, made.tokens, urls)
+    tokens, _ = expand_images(path, made.tokens, urls)
     if mark_of(path) in made.tokens[len(made.prompt) :]:
         raise DataError(f"{where} has an image behind a turn that is learnt; pass learns='last', or make an example of each turn")
     return Encoded(tokens, [False] * (len(tokens) - len(made.tokens)) + made.learnt)

@@ -9,15 +9,16 @@ import importlib.util
 import io
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from rlgraph.batching.packing import PromptImages
+from rlgraph.batching.packing import InputImages
 from rlgraph.engines.forward.packed_attention import PARTS, register
 from rlgraph.engines.hf.folder_weights import FolderWeights, PartsByName
 from rlgraph.engines.hf.model_files import FamilyOptions
@@ -104,8 +105,11 @@ def mark_of(path: str | Path) -> int:
     return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
 
 
-def expand_images(path: str | Path, prompt: Sequence[int], urls: str) -> list[int]:
-    """Write the tokens of a prompt's images in the places of their marks, one mark for each. Raises DataError for more marks or fewer."""
+def expand_images(path: str | Path, prompt: Sequence[int], urls: str) -> tuple[list[int], list[tuple[int, int]]]:
+    """Write the tokens of a prompt's images in the places of their marks, one mark for each, and tell where each begins and ends.
+
+    Raises DataError for more marks or fewer.
+    """
     images, mark = open_images(urls), mark_of(path)
     count = list(prompt).count(mark)
     if count != len(images):
@@ -114,19 +118,37 @@ def expand_images(path: str | Path, prompt: Sequence[int], urls: str) -> list[in
             "for each part {'type': 'image'}, and a prompt whose text has none"
         )
     written = iter([tokens_of_image(str(path), *image.size) for image in images])
-    return [token for own in prompt for token in (next(written) if own == mark else (own,))]
+    tokens, places = list[int](), list[tuple[int, int]]()
+    for own in prompt:
+        begin = len(tokens)
+        tokens += next(written) if own == mark else (own,)
+        places += [(begin, len(tokens))] if own == mark else []
+    return tokens, places
 
 
 @dataclass(frozen=True)
 class Seen:
     """What a tower makes of the images of a row: features `[n, H]`, what is added behind the first layers `[n, H]` each, and their `grid`.
 
-    The grid [images, 3] counts patches in time, height and width.
+    The grid [images, 3] counts patches in time, height and width. `ends` are the numbers of features up to the end of each image.
     """
 
     features: torch.Tensor
     deep: tuple[torch.Tensor, ...]
     grid: torch.Tensor | None
+    ends: tuple[int, ...]
+
+    def first(self, count: int) -> "Seen":
+        """Take the features of the first images, `count` in all: a row may end before an image that a tool has answered with.
+
+        Raises DataError if that is not at the end of an image: one was cut off, or encoded with another processor.
+        """
+        if count not in (0, *self.ends):
+            raise DataError(
+                f"a row has {count} tokens of images for {len(self.features)} features; an image's tokens cannot be cut off: raise "
+                "max_context, or drop long prompts (overlong='drop')"
+            )
+        return replace(self, features=self.features[:count], deep=tuple(layer[:count] for layer in self.deep))
 
 
 class ImageTower:
@@ -183,24 +205,19 @@ class ImageTower:
         given["pixel_values"] = given["pixel_values"].to(self._dtype)
         found = self._model.get_image_features(**given)
         deep = tuple(_join(layer) for layer in found.get("deepstack_features", ()))
-        return Seen(_join(found.pooler_output), deep, read.get("image_grid_thw"))
+        ends = accumulate(tokens_of_image(self._path, *image.size).count(self.token) for image in images)
+        return Seen(_join(found.pooler_output), deep, read.get("image_grid_thw"), tuple(ends))
 
-    def inputs(self, embed: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, shown: PromptImages) -> dict[str, Any]:
+    def inputs(self, embed: torch.nn.Module, tokens: torch.Tensor, positions: torch.Tensor, shown: InputImages) -> dict[str, Any]:
         """Make what the language model reads of `tokens` at `positions` [S, L]: embeddings, with features in the places of images.
 
-        A model may write the token of an image too, which is of none. Raises DataError if the prompts have not as many places as
-        features: one was cut off, or encoded with another processor.
+        A model may write the token of an image too, which is of none. Raises DataError as `Seen.first`.
         """
         embedded: torch.Tensor = embed(tokens)
-        places = shown.prompts & (tokens == self.token)
+        places = shown.given & (tokens == self.token)
+        counts = shown.row[places].bincount(minlength=len(shown.rows)).tolist()
         by_row = {row: self.see(row) for row in dict.fromkeys(shown.rows) if row != "[]"}
-        seen = [by_row[row] for row in shown.rows if row != "[]"]
-        count = sum(len(each.features) for each in seen)
-        if int(places.sum()) != count:
-            raise DataError(
-                f"prompts have {int(places.sum())} tokens of images for {count} features; an image's tokens cannot be cut off: raise "
-                "max_context, or drop long prompts (overlong='drop')"
-            )
+        seen = [by_row[row].first(count) for row, count in zip(shown.rows, counts, strict=True) if row != "[]"]
         if self._trained:  # all ranks have to add up gradients of the same parameters, also where no image uses them
             embedded = embedded + sum(0.0 * parameter.sum() for parameter in self._model.parameters())
         if not seen:
@@ -212,7 +229,7 @@ class ImageTower:
         return given | ({"visual_pos_masks": places, "deepstack_visual_embeds": deep} if deep else {})
 
     def positions(
-        self, tokens: torch.Tensor, positions: torch.Tensor, shown: PromptImages, seen: Mapping[str, Seen] = MappingProxyType({})
+        self, tokens: torch.Tensor, positions: torch.Tensor, shown: InputImages, seen: Mapping[str, Seen] = MappingProxyType({})
     ) -> torch.Tensor:
         """Find the positions that rotate `tokens`: as given, or [4, S, L] for a model that counts images in time, height and width.
 
@@ -220,16 +237,17 @@ class ImageTower:
         """
         if not self._axes:
             return positions
-        host, prompts, of = tokens.cpu(), shown.prompts.cpu(), shown.row.cpu()
-        found, shifts = positions.cpu().expand(3, *positions.shape).clone(), torch.zeros(len(shown.rows) + 1, dtype=torch.long)
+        host, places, of = positions.cpu(), (shown.given & (tokens == self.token)).cpu(), shown.row.cpu()
+        found, shifts = host.expand(3, *host.shape).clone(), torch.zeros(len(shown.rows) + 1, dtype=torch.long)
         for index, row in enumerate(shown.rows):
-            if row == "[]":
+            images = places & (of == index)
+            if row == "[]" or not bool(images.any()):
                 continue
-            own = prompts & (of == index)
-            read = host[own][None]
-            axes, shift = self._model.get_rope_index(read, (read == self.token).int(), image_grid_thw=(seen.get(row) or self.see(row)).grid)
-            found[:, own], shifts[index] = axes[:, 0], shift
-        return torch.cat([positions[None], torch.where(prompts, found, found + shifts[of]).to(positions.device)])
+            own = (of == index) & (host <= host[images].max())  # up to its last image, behind which all tokens are shifted alike
+            types = images[own][None].int()
+            axes, shift = self._model.get_rope_index(types, types, image_grid_thw=(seen.get(row) or self.see(row)).grid)
+            found[:, own], shifts[index] = axes[:, 0] - shift, shift
+        return torch.cat([positions[None], (found + shifts[of]).to(positions.device)])
 
 
 def _join(found: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rlgraph.batching.packing import IGNORED, PromptImages
+from rlgraph.batching.packing import IGNORED, InputImages
 from rlgraph.engines.api import GenerateEngine, Request, Response, check_request, check_weights
 from rlgraph.engines.forward.experts import TELLING, routers_of, tells
 from rlgraph.engines.forward.packed_attention import padded_implementation
@@ -171,6 +171,10 @@ class _Batch:
         self._steps = 0
         self._tokens, self._mask = _pad_left([request.prompt for request in requests], device)
         self._width = self._tokens.shape[1]  # of the prompts
+        self._given = torch.zeros_like(self._mask, dtype=torch.bool)  # true on the tokens of images
+        for own, request in zip(self._given, requests, strict=True):
+            for begin, end in request.images.places if request.images else ():
+                own[self._width - len(request.prompt) :][begin:end] = True
         # One number a token, drawn beforehand, so that what a prompt gets does not depend on the others.
         longest = max(row.limit for row in rows)
         self._numbers = torch.stack([_uniform(request.seed, longest) for request in requests]).to(device)
@@ -189,9 +193,9 @@ class _Batch:
     def _read(self, embed: Any, tokens: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
         """Make what a pass reads of the last tokens, or of all, from the `positions` of all, with the images of the prompts among them."""
         assert self._tower is not None
-        places = torch.arange(self._mask.shape[1], device=tokens.device)
         row = torch.arange(len(tokens), device=tokens.device)[:, None].masked_fill(self._mask == 0, IGNORED)
-        shown = PromptImages(tuple(self._images), (self._mask != 0) & (places < self._width), row)
+        given = torch.nn.functional.pad(self._given, (0, self._mask.shape[1] - self._width))
+        shown = InputImages(tuple(self._images), given, row)
         if tokens.shape[1] == self._mask.shape[1]:
             return self._tower.inputs(embed, tokens, positions, shown)
         last = self._tower.positions(self._tokens, positions, shown)[..., -tokens.shape[1] :]

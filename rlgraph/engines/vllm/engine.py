@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 
 from rlgraph.engines import copy_plan
 from rlgraph.engines.api import Finish, GenerateEngine, Images, Request, Response, check_request, check_weights
-from rlgraph.engines.hf.images import read_images
+from rlgraph.engines.hf.images import mark_of, read_images
 from rlgraph.engines.hf.model_files import header_shapes, in_text_model, is_head
 from rlgraph.engines.hf.pretrained import check_model, other_tensors, parameter_shapes
 from rlgraph.engines.hf.unloaded import AXES, PARTS
@@ -66,7 +66,7 @@ class CoreRequests:
     def __init__(self, llm: Any, ends: tuple[int, ...]) -> None:
         self._llm, self._ends = llm, ends
         self._checked: dict[tuple[object, ...], Any] = {}  # by way to sample
-        self._seen: tuple[Images | None, Any] = None, None  # what was read last: the responses to a prompt share it
+        self._seen: tuple[str, Any] = "", None  # what was read last: the responses to a prompt share it
         self._numbers = count()
 
     def make(self, request: Request, salt: str) -> Any:
@@ -89,21 +89,30 @@ class CoreRequests:
         return made
 
     def _features(self, request: Request, images: Images) -> Any:
-        """Have vLLM's processor read the images of a prompt. Raises DataError if it writes other tokens for them than ours."""
-        if images != self._seen[0]:
+        """Have vLLM's processor read the images, without the rest of the prompt, in which the model may have written a mark itself.
+
+        Raises DataError if it writes other tokens for them than ours.
+        """
+        if images.urls != self._seen[0]:
             given = {
-                "prompt_token_ids": list(images.prompt),
+                "prompt_token_ids": [mark_of(self._llm.vllm_config.model_config.model)] * len(images.places),
                 "multi_modal_data": {"image": read_images(images.urls)},
             }
             params, tasks = self._params(request.sampling), self._llm.get_supported_tasks()
-            self._seen = images, self._llm.input_processor.process_inputs(request.id, given, params, supported_tasks=tasks)
+            self._seen = images.urls, self._llm.input_processor.process_inputs(request.id, given, params, supported_tasks=tasks)
         read = self._seen[1]
-        if list(read.prompt_token_ids) != list(request.prompt):
+        own = [token for begin, end in images.places for token in request.prompt[begin:end]]
+        if list(read.prompt_token_ids) != own:
             raise DataError(
-                f"request '{request.id}': vLLM's processor makes {len(read.prompt_token_ids)} tokens of prompt and images, transformers' "
-                f"{len(request.prompt)}; use engine='transformers', or versions of both that agree"
+                f"request '{request.id}': vLLM's processor makes {len(read.prompt_token_ids)} tokens of its images, transformers' "
+                f"{len(own)}; use engine='transformers', or versions of both that agree"
             )
-        return read.mm_features
+        found, before = [], 0  # tokens of the images before
+        for feature, (begin, end) in zip(read.mm_features, images.places, strict=True):
+            position = replace(feature.mm_position, offset=feature.mm_position.offset - before + begin)
+            found.append(replace(feature, mm_position=position))
+            before += end - begin
+        return found
 
     def make_next_turn(self, request: Request, name: str, tokens: list[int]) -> Any:
         """Make the request by which the one of this `name` goes on: it reads `tokens` after what it has read."""
@@ -158,7 +167,8 @@ class KVCacheHolds:
         self._names[conversation] = name
 
     def next_turn(self, request: Request) -> tuple[str, list[int]] | None:
-        """Give the name of the held request that this one goes on from, and the tokens that are new; None where nothing is held.
+        """Give the name of the held request that this one goes on from, and the tokens that are new; None where nothing is held, and
+        for one with images.
 
         The seed of the turn is set as that of a new request is.
         """
@@ -167,7 +177,7 @@ class KVCacheHolds:
             return None
         held = self._scheduler.requests[name]
         known = held.num_computed_tokens
-        if known >= len(request.prompt) or list(held.all_token_ids[:known]) != list(request.prompt[:known]):
+        if request.images is not None or known >= len(request.prompt) or list(held.all_token_ids[:known]) != list(request.prompt[:known]):
             self._client.abort_requests([name])
             return None
         generator = self._runner.requests[name].generator
@@ -371,7 +381,7 @@ class VllmEngine(GenerateEngine):
         else:
             # Requests that began under other weights share no prefix with this one: their keys and values are not the new model's.
             made = self._requests.make(request, salt=str(self._loads))
-            made.resumable = self._held is not None and bool(request.conversation)
+            made.resumable = self._held is not None and bool(request.conversation) and request.images is None
         self.llm.engine_core.add_request(made)
         self._names[request.id] = made.request_id
         texts = stop_strings(self._summary.path, request.sampling)
@@ -423,7 +433,7 @@ class VllmEngine(GenerateEngine):
 
     def _hold(self, row: "_Running", name: str) -> None:
         """Keep what vLLM has read of a conversation whose turn has ended, if the engine holds such."""
-        if self._held is not None and row.request.conversation:
+        if self._held is not None and row.request.conversation and row.request.images is None:
             self._held.hold(row.request.conversation, name)
 
     def _see_all_tokens(self) -> None:

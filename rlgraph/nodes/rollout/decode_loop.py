@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from rlgraph.columns import FINISH_REASONS, Column, pad_rows
-from rlgraph.engines.api import GenerateEngine, Request, Response
+from rlgraph.engines.api import GenerateEngine, Images, Request, Response
 from rlgraph.errors import DataError, GraphError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.rollout.fitting import text_config
@@ -78,7 +78,7 @@ class Outcome:
     """A response to a prompt. `written` marks the tokens that the policy wrote; None: all of them.
 
     `rewards` maps places of tokens to an environment's rewards. `counts` belong to a conversation, and `output` is the value that a
-    program returned, or its printed text.
+    program returned, or its printed text. `images` are those of the prompt and of a conversation's turns.
     """
 
     prompt: Sequence[int]
@@ -87,6 +87,7 @@ class Outcome:
     rewards: Mapping[int, float] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
     output: str = ""
+    images: Images | None = None
 
 
 def seed_of(seed: int, prompt: int, member: int) -> int:
@@ -238,6 +239,16 @@ def columns_of(prompts: Sequence[Sequence[int]], responses: Sequence[Response], 
         "finish_reasons": torch.tensor([FINISH_REASONS.index(r.finish) for r in responses], dtype=torch.int8),
         "group_ids": group_ids,
     }
+
+
+def image_columns(sampled: Sequence[Outcome], responses: Column) -> dict[str, Column]:
+    """Pack the images of conversations into `images` [B], and `image_mask` [B, T], true on their tokens in the responses [B, T]."""
+    assert isinstance(responses, torch.Tensor)
+    mask = torch.zeros(responses.shape, dtype=torch.bool)
+    for row, one in enumerate(sampled):
+        for begin, end in one.images.places if one.images else ():
+            mask[row, max(begin - len(one.prompt), 0) : max(end - len(one.prompt), 0)] = True
+    return {"images": [one.images.urls if one.images else "[]" for one in sampled], "image_mask": mask}
 
 
 def pack_outcomes(

@@ -115,7 +115,7 @@ def _lengths(
 ) -> list[int]:
     """Count the tokens of every prompt."""
     if source.images_in is not None:
-        return [_length_with_images(node, path, tokenizer, source, index, images or 0) for index in range(len(source.data))]
+        return [_length_with_images(node, path, tokenizer, source, index, chats, images or 0) for index in range(len(source.data))]
     columns = source.columns([source.data[index] for index in range(len(source.data))])
     if chats is not None:
         encoded = check_conversations(path, tokenizer, chats(columns))
@@ -126,18 +126,20 @@ def _lengths(
     return [len(tokens) for tokens in encoded]
 
 
-def _length_with_images(node: str, path: str, tokenizer: Any, source: Prompts, index: int, most: int) -> int:
+def _length_with_images(
+    node: str, path: str, tokenizer: Any, source: Prompts, index: int, chats: Callable[[Columns], list[str]] | None, most: int
+) -> int:
     """Count the tokens of a prompt and its images, by their sizes. One row at a time: all images at once would not fit in memory."""
     columns = source.columns([source.data[index]])
-    messages, urls = (str(columns[name][0]) for name in ("prompt_messages", "prompt_images"))
-    [tokens] = check_conversations(path, tokenizer, [messages], first=index)
+    messages, urls = chats(columns) if chats else [str(columns["prompt_messages"][0])], str(columns["prompt_images"][0])
+    [tokens] = check_conversations(path, tokenizer, messages, first=index)
     count = len(open_images(urls))
     if count > most:
         raise DataError(
             f"{place_of(source.data, index)} has {count} images, but node '{node}' reads at most {most}: raise Generator(images=), or "
             "leave the item out"
         )
-    return len(expand_images(path, tokens, urls))
+    return len(expand_images(path, tokens, urls)[0])
 
 
 def expect_prompts(room: Room, tokenizer: Any, source: StreamedPrompts) -> None:

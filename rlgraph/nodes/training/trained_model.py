@@ -238,8 +238,9 @@ def beside_tokens(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ..
     Raises GraphError for images that the model, or its trainer, does not read.
     """
     routes = routes_read(name, model, inputs)
+    shown = tuple(column for column in ("images", "image_mask") if column in list_columns(inputs))
     where = f"node '{name}'"
-    if "images" not in list_columns(inputs):
+    if not shown:
         if model.train_vision:
             raise GraphError(f"{where} is of a model with train_vision=True, and its batch has no images; leave out train_vision")
         return routes
@@ -252,7 +253,7 @@ def beside_tokens(name: str, model: Any, inputs: Sequence[Any]) -> tuple[str, ..
             f"{where} gets images, and its ranks share rows (context_parallel={model.context_parallel}): leave out one of both"
         )
     check_sees(where, model.path)
-    return (*routes, "images")
+    return (*routes, *shown)
 
 
 # Whether a model reads the tokens of its batch as they were written: with the vocabulary of the model that wrote them.
