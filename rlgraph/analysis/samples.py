@@ -18,7 +18,7 @@ FIELDS: dict[str, str] = {
     "row": "its row in the batch of the step",
     "group": "the place of its prompt in the data order; of an evaluation, its item",
     "prompt": "the prompt as text, a run of the tokens of an image as one",
-    "images": "the images of the prompt as data URLs, at most 192 pixels a side",
+    "images": "the images of the prompt and of tools as data URLs, at most 192 pixels a side",
     "response": "the response as text, special tokens included",
     "reward": "its reward",
     "advantage": "the mean advantage of its tokens",

@@ -73,14 +73,41 @@ def _add_parts(messages: list[dict[str, Any]], count: int) -> int:
     """Write parts for `count` images into messages of text; return how many there are."""
     marked = [message for message in messages if MARK in (message.get("content") or "")]
     for message in marked:
-        parts = [part for text in message["content"].split(MARK) for part in ({"type": "image"}, {"type": "text", "text": text})]
-        message["content"] = [part for part in parts[1:] if part.get("text") != ""]
+        message["content"] = parts_of(message["content"])
     asked = next((message for message in messages if message["role"] == "user"), None)
     if marked or asked is None:
         return sum(part["type"] == "image" for message in marked for part in message["content"])
     if count:
         asked["content"] = [*({"type": "image"} for _ in range(count)), {"type": "text", "text": asked["content"]}]
     return count
+
+
+def parts_of(text: str) -> list[dict[str, str]]:
+    """Split a text at its marks `<image>` into the parts of a message.
+
+    >>> parts_of("<image>What is this?")
+    [{'type': 'image'}, {'type': 'text', 'text': 'What is this?'}]
+    """
+    parts = [part for piece in text.split(MARK) for part in ({"type": "image"}, {"type": "text", "text": piece})]
+    return [part for part in parts[1:] if part.get("text") != ""]
+
+
+def read_parts(content: Any) -> tuple[str, list[Any]] | None:
+    """Write an answer with images as text with a mark `<image>` in the place of each, and list the images; None for one without.
+
+    An image is one of PIL, a data URL, or among the parts of a list, as in the messages of OpenAI; one without data is None.
+
+    >>> read_parts([{"type": "text", "text": "A plot:"}, {"type": "image", "image": "a.png"}])
+    ('A plot:<image>', ['a.png'])
+    """
+    if (isinstance(content, str) and content.startswith("data:image/")) or type(content).__module__.startswith("PIL."):
+        return MARK, [content]
+    parts = content if isinstance(content, list | tuple) else ()
+    kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]
+    if not set(kinds) & set(PARTS) or not set(kinds) <= {*PARTS, "text"}:
+        return None
+    text = "".join(str(part.get("text", "")) if kind == "text" else MARK for kind, part in zip(kinds, parts, strict=True))
+    return text, [unwrap_image(part) for kind, part in zip(kinds, parts, strict=True) if kind != "text"]
 
 
 def check_image(where: str, image: Any, folder: Path) -> None:

@@ -117,7 +117,7 @@ DIGITS = 5  # of a number of each token
 BROKEN = "\ufffd"  # what a decoder gives for part of a character
 OWN = (  # columns with a field of their own
     *("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version", "finish_reasons", "group_ids"),
-    *("old_log_probs", "advantages", "loss_mask", "rewards", "token_rewards", "prompt_texts", "prompt_ids", "images"),
+    *("old_log_probs", "advantages", "loss_mask", "rewards", "token_rewards", "prompt_texts", "prompt_ids", "images", "image_mask"),
 )
 
 
@@ -208,6 +208,7 @@ def _record(rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTex
     prompt_ids = values["prompts"][prompt_mask].tolist() if prompt_mask is not None else []
     images = json.loads(values.get("images", "[]"))
     asked = _without_repeats(prompt_ids) if images else prompt_ids
+    repeats = _repeated(ids, values.get("image_mask"))
     versions = values["weight_version"][:length] if "weight_version" in values else np.zeros(0, np.int32)
     advantages = _tokens(values, "advantages", length)
     sampled, trained = _tokens(values, "rollout_log_probs", length), _tokens(values, "old_log_probs", length)
@@ -219,7 +220,7 @@ def _record(rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTex
         "group": int(values["group_ids"]) if "group_ids" in values else row,
         "prompt": decoder.decode(asked) if decoder and asked else str(values.get("prompt_texts", "")),
         "images": images,
-        "response": decoder.decode(ids) if decoder else "",
+        "response": decoder.decode([token for token, again in zip(ids, repeats, strict=True) if not again]) if decoder else "",
         "reward": _plain(values["rewards"]) if "rewards" in values else None,
         "advantage": _mean(advantages, policy),
         "finish": FINISH_REASONS[int(values["finish_reasons"])] if "finish_reasons" in values else "",
@@ -229,7 +230,7 @@ def _record(rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTex
         "version_max": int(versions[policy].max()) if len(versions) and policy.any() else 0,
         "log_prob_diff": _mean(diffs, policy),
         "columns": others,
-        "token_texts": decoder.texts(ids) if decoder else [],
+        "token_texts": ["" if again else text for text, again in zip(decoder.texts(ids), repeats, strict=True)] if decoder else [],
         "token_ids": ids,
         "token_policy": policy.astype(int).tolist(),
         "token_trained": values["loss_mask"][:length].astype(int).tolist() if "loss_mask" in values else [],
@@ -247,6 +248,11 @@ def _without_repeats(ids: Sequence[int]) -> list[int]:
     """Leave one token of each run of more than three equal ones: the tokens of an image."""
     runs = [(token, len(list(run))) for token, run in groupby(ids)]
     return [token for token, length in runs for _ in range(length if length <= 3 else 1)]
+
+
+def _repeated(ids: Sequence[int], shown: Any) -> list[bool]:
+    """Flag the tokens of images that are equal to the token before."""
+    return [place > 0 and token == ids[place - 1] and shown is not None and bool(shown[place]) for place, token in enumerate(ids)]
 
 
 def _tokens(values: Mapping[str, Any], name: str, length: int) -> list[float]:

@@ -169,7 +169,7 @@ function showSample(samples) {
   const images = element("p", "images");
   for (const url of sample.images ?? []) {
     const image = element("img");
-    image.alt = "an image of the prompt";
+    image.alt = "an image of the conversation";
     if (url.startsWith("data:image/")) image.src = url;
     images.append(image);
   }

@@ -19,6 +19,24 @@ from rlgraph.nodes.training.trained_model import TOKENS
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 
+
+class Shows:
+    """Answers the first turn with an image, of another size in each conversation, and rewards letters."""
+
+    def __init__(self, prompt: str) -> None:
+        self.place, self.turns = len(prompt), 0
+
+    async def reset(self) -> None:
+        return None
+
+    async def step(self, said: rg.agents.Message) -> rg.agents.Turn:
+        self.turns += 1
+        shown = rg.agents.Message("user", "and <image>?", images=[seeing.picture(self.place, 16 * self.place + 20 * len(said.content))])
+        return rg.agents.Turn([shown], reward=share_of_letters([said.content], [])[0], done=self.turns == 2)
+
+    async def close(self) -> None: ...
+
+
 ROWS = [
     *({"prompt": f"<image>what {index}?", "images": [seeing.picture(index, 40 * index)], "answer": str(index)} for index in range(1, 7)),
     {"prompt": "none", "images": [], "answer": "n"},
@@ -39,22 +57,30 @@ def share_of_letters(responses: list[str], answers: list[str]) -> list[float]:
 
 
 def graph(
-    model: str, *, depth: int = 1, data: Any = ROWS, images: int | None = 2, rollout: dict[str, Any] | None = None, **policy: Any
+    model: str,
+    *,
+    depth: int = 1,
+    data: Any = ROWS,
+    images: int | None = 2,
+    tokens: int = 6,
+    rollout: dict[str, Any] | None = None,
+    **policy: Any,
 ) -> rg.Graph:
     generator = rg.Generator(
         model,
         pool=rg.Pool("rollout"),
         engine="transformers",
-        sampling=rg.Sampling(max_tokens=6),
+        sampling=rg.Sampling(max_tokens=tokens),
         dtype="float32",
         images=images,
-        max_context=64,
+        max_context=58 + tokens,
     )
     learner = DigestPolicy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), dtype="float32", **policy)
     weights = rg.feedback("weights", depth=depth)
     prompts = rg.prompts(data, count=4, seed=3)
     sampled = generator.rollout(prompts, weights, group_size=2, **(rollout or {}))
-    advantages = rg.advantages(sampled, rg.reward(share_of_letters, prompts, sampled), estimator=rg.GRPO())
+    judged = [] if "rewards" in sampled.columns else [rg.reward(share_of_letters, prompts, sampled)]
+    advantages = rg.advantages(sampled, *judged, estimator=rg.GRPO())
     reference = rg.Reference(model, pool=rg.Pool("reference"), dtype="float32").log_probs(sampled)
     step = learner.update(sampled, advantages, reference, learner.log_probs(sampled), loss=rg.ClippedLoss(kl_coef=0.1))
     weights.close(step.weights)
@@ -70,6 +96,21 @@ def test_workers_equal_one_process_in_every_bit_and_engine_and_trainer_agree(mod
     assert found == digests.run_here(made, 4)
     assert found[0]["guards/mismatch"] < 1e-5
     assert "val/reward/mean@1" in found[1]
+
+
+@pytest.mark.stage("jobs")
+def test_a_job_learns_from_conversations_whose_environment_shows_images_and_records_them(model: str, tmp_path: Path) -> None:
+    made = graph(model, images=3, tokens=60, rollout={"agent": rg.Agent(Shows, turn_tokens=4), "concurrency": 1})
+    with forked_workers.job(made) as job:
+        found = [step.metrics for step in rg.record(job, 2, tmp_path / "run", samples=1.0, quiet=True)]
+    here = digests.run_here(made, 2)
+    assert [step["digest/weights"] for step in found] == [step["digest/weights"] for step in here]
+    assert found[0]["guards/mismatch"] < 1e-5
+    samples = [sample for sample in read_samples(tmp_path / "run") if sample["kind"] == "training"]
+    shown = [sample["response"].count("<image>") for sample in samples]
+    assert shown == [len(sample["images"]) - sample["prompt"].count("<image>") for sample in samples]
+    assert sum(shown) > len(samples) / 2
+    assert all("".join(sample["token_texts"]) == sample["response"] for sample in samples)
 
 
 def test_another_image_is_another_run(model: str) -> None:
@@ -160,7 +201,7 @@ def test_a_tower_that_is_trained_on_two_ranks_reaches_the_engine_and_both_export
             "graph 'sees': the generator of node 'rollout' has images=2, and no prompt .* put an item with an image first",
         ),
         ({"images": 1}, DataError, r"item 7 of the data set has 2 images, but node 'rollout' reads at most 1: raise Generator\(images=\)"),
-        ({"rollout": {"agent": "true"}}, GraphError, "with which agent is not supported; leave out agent"),
+        ({"rollout": {"agent": "true"}}, GraphError, "with which an agent program is not supported; leave it out"),
         ({"trainer": "megatron"}, GraphError, "gets images, which trainer='megatron' does not read"),
         ({"train_vision": True, "adapter": rg.LoRA(rank=2)}, GraphError, "train_vision=True[)] does not work with adapter="),
         ({"train_vision": True, "data": ROWS_OF_TEXT}, GraphError, "train_vision=True, and its batch has no images"),

@@ -89,12 +89,14 @@ class Rolled:
         max_context: int = 3000,
         close: str = "<|im_end|>",
         chat: rg.options.Chat | None = None,
+        images: int | None = None,
         **options: Any,
     ) -> None:
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        generator = rg.Generator(str(folder), pool=rg.Pool("rollout"), sampling=rg.Sampling(max_tokens=max_tokens), max_context=max_context)
+        sampling = rg.Sampling(max_tokens=max_tokens)
+        generator = rg.Generator(str(folder), pool=rg.Pool("rollout"), sampling=sampling, max_context=max_context, images=images)
         source = rg.prompts(prompts, count=len(prompts), chat=chat)
         node = generator.rollout(source, **options).node
         self.engine = Scripted(self.tokenizer, script, close, max_context + 1000)

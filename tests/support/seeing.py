@@ -161,7 +161,7 @@ def rollout_of(folder: Path, kind: str, responses: list[Any]) -> dict[str, Any]:
     from rlgraph.engines.api import Images, Response
     from rlgraph.nodes.rollout.decode_loop import Outcome, image_columns, pack_outcomes
 
-    group, rows = len(responses) // 5, []
+    group, rows = len(responses) // 5, list[Outcome]()
     prompts, shown = ([each for each in column for _ in range(group)] for column in requests(folder, kind))
     for number, (prompt, response, images) in enumerate(zip(prompts, responses, shown, strict=True)):
         begun = len(BEGUN[0]) if number >= 4 * group else len(prompt)

@@ -1,6 +1,7 @@
 """Environments that answer the turns of a model, and the limits of a conversation with one."""
 
 import inspect
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -128,13 +129,15 @@ class Agent:
 
     def make(self, columns: Mapping[str, str], item: Mapping[str, Any]) -> Environment:
         """Make the environment of a conversation from the `item` of its prompt, a value for each column. Raises the errors of the class."""
-        return self.environment(**{name: convert_argument(name, item[column]) for name, column in columns.items()})
+        images = str(item.get("prompt_images", "[]"))
+        return self.environment(**{name: convert_argument(name, item[column], images) for name, column in columns.items()})
 
 
-def convert_argument(name: str, value: Any) -> Any:
-    """Convert the value of a column for a parameter of this name."""
+def convert_argument(name: str, value: Any, images: str = "[]") -> Any:
+    """Convert the value of a column for a parameter of this name, with the images of its prompt: a JSON list of data URLs."""
     if name == "messages":
-        return [Message.of(message) for message in ChatPrompt.from_json(value).messages]
+        shown = iter(json.loads(images))
+        return [Message.of(message, shown) for message in ChatPrompt.from_json(value).messages]
     return value.item() if isinstance(value, torch.Tensor) else value
 
 

@@ -4,11 +4,14 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from rlgraph import settings
+from rlgraph.data.images import MARK, data_url, parts_of, read_parts
+from rlgraph.errors import DataError
 from rlgraph.settings import AtLeastZero, Finite, Name
 
 
@@ -65,13 +68,16 @@ class Message:
     >>> Message("user", "1 + 1 =").as_dict()
     {'role': 'user', 'content': '1 + 1 ='}
 
-    Lone surrogates become U+FFFD. Raises GraphError for a role or a content that is not text.
+    Lone surrogates become U+FFFD. Raises GraphError for a role or a content that is not text, and DataError for an image that cannot be
+    read, or if the content has another number of marks `<image>`.
 
     * `role`: "system", "user", "assistant" or "tool".
     * `content`: the text, of a message of the model without its end-of-turn token and its thinking.
     * `reasoning`: the model's thinking.
     * `tool_calls`: the calls in the model's text.
     * `name`, `tool_call_id`: for the answer of a tool, the tool's name and the id of the call.
+    * `images`: what rows of data may hold: images of PIL, paths, data URLs. Each has the place of an `<image>` in the content, or all
+      come before it. They are kept as data URLs.
     """
 
     role: Name
@@ -80,23 +86,36 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     name: str = ""
     tool_call_id: str = ""
+    images: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
         settings.check(self)
         for name in ("content", "reasoning", "name", "tool_call_id"):  # at construction: a text that can be sent and written
             object.__setattr__(self, name, whole_text(getattr(self, name)))
+        if not self.images:
+            return
+        where = f"the answer of the tool '{self.name}'" if self.name else f"a message of role '{self.role}'"
+        text = self.content if MARK in self.content else MARK * len(self.images) + self.content
+        if text.count(MARK) != len(self.images):
+            raise DataError(f"{where} has {len(self.images)} images, and {text.count(MARK)} marks in its text; write one mark per image")
+        urls = tuple(data_url(f"{where}: image {number}", image, Path.cwd()) for number, image in enumerate(self.images))
+        object.__setattr__(self, "content", text)
+        object.__setattr__(self, "images", urls)
 
     @classmethod
-    def of(cls, message: Mapping[str, Any]) -> "Message":
-        """Make a message from a mapping, as in data sets."""
+    def of(cls, message: Mapping[str, Any], images: Iterable[Any] = ()) -> "Message":
+        """Make a message from a mapping, as in data sets. Parts that are images without data get the next of `images`."""
         functions = [call["function"] for call in message.get("tool_calls") or ()]
         calls = tuple(ToolCall(function["name"], function.get("arguments") or {}) for function in functions)
         others = {key: str(message[key]) for key in ("name", "tool_call_id") if message.get(key)}
-        return cls(message["role"], message.get("content") or "", str(message.get("reasoning_content") or ""), calls, **others)
+        text, own = read_parts(message.get("content")) or (message.get("content") or "", [])
+        rest = iter(images)
+        shown = [next(rest, None) if image is None else image for image in own]
+        return cls(message["role"], text, str(message.get("reasoning_content") or ""), calls, **others, images=shown)
 
     def as_dict(self) -> dict[str, Any]:
-        """Make the mapping that a chat template reads. Malformed calls have no arguments in it."""
-        made: dict[str, Any] = {"role": self.role, "content": self.content}
+        """Make the mapping that a chat template reads: images are parts without data. Malformed calls have no arguments in it."""
+        made: dict[str, Any] = {"role": self.role, "content": parts_of(self.content) if self.images else self.content}
         made |= {"reasoning_content": self.reasoning} if self.reasoning else {}
         if self.tool_calls:
             calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in self.tool_calls]

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypeVar, Union, get_args, get_origin,
 from weakref import WeakKeyDictionary
 
 from rlgraph import settings
+from rlgraph.data.images import MARK, read_parts
 from rlgraph.errors import GraphError, function_name, show_value
 from rlgraph.nodes import sandbox
 from rlgraph.nodes.environments.agent import Agent, check_format
@@ -212,7 +213,8 @@ class Tools:
 
     A tool is `rg.tools.python`, `rg.tools.calculator`, or your async function, whose signature and docstring are described to
     the model by its chat template. The model calls it by name with arguments, and reads the `str` of the result, or the error of a call
-    that raises, takes longer than `deadline_s` or is malformed. The first turn without a call is the last.
+    that raises, takes longer than `deadline_s` or is malformed. The first turn without a call is the last. A result with images is an
+    image of PIL, a data URL, or a list of parts `{"type": "image", "image": …}` and `{"type": "text", "text": …}`.
 
     * `calls`: the format of calls: "hermes" (Qwen 2.5 and 3), "llama3_json", "pythonic", "qwen3_coder", "vllm:NAME" for a parser of
       vLLM, or a function of a turn's text and the tools' schemas that returns `rg.agents.ToolCall`s. The launch refuses a format in which
@@ -293,13 +295,9 @@ class ToolCalls:
     async def step(self, said: Message) -> Turn:
         if not said.tool_calls:
             return Turn(done=True)
-        results = [await self._result(call) for call in said.tool_calls[:MOST_CALLS]]
-        skipped = [(f"error: a turn calls at most {MOST_CALLS} tools", True)] * (len(said.tool_calls) - MOST_CALLS)
-        answers = [
-            Message("tool", text, name=call.name, tool_call_id=call_id(place))
-            for place, (call, (text, _)) in enumerate(zip(said.tool_calls, [*results, *skipped], strict=True))
-        ]
-        return Turn(tuple(answers), info={"calls": len(results), "failures": sum(failed for _, failed in results)})
+        answers = [await self._answer(place, call) for place, call in enumerate(said.tool_calls)]
+        failures = [failed for _, failed in answers[:MOST_CALLS]]
+        return Turn([answer for answer, _ in answers], info={"calls": len(failures), "failures": sum(failures)})
 
     async def close(self) -> None:
         if self._sandbox is not None:
@@ -309,22 +307,28 @@ class ToolCalls:
             if failed is not None:
                 raise failed
 
-    async def _result(self, call: ToolCall) -> tuple[str, bool]:
-        """Call a tool. Returns the text for the model, and whether the call failed."""
+    async def _answer(self, place: int, call: ToolCall) -> tuple[Message, bool]:
+        """Make the call at a place of its turn. Returns the answer for the model, and whether the call failed."""
+        message = partial(Message, "tool", name=call.name, tool_call_id=call_id(place))
         try:
+            if place >= MOST_CALLS:
+                raise ToolError(f"a turn calls at most {MOST_CALLS} tools")
             if call.error:
                 raise ToolError(call.error)
             known = self.tools.by_name()
             if call.name not in known:
                 raise ToolError(f"there is no tool '{call.name}'; the tools are {sorted(known)}")
             result = await self._call_tool(known[call.name], call.arguments)
+            text, images = read_parts(result) or (str(result), [])
+            text = self._truncate(text)
+            return message(text, images=images[: text.count(MARK)]), False
         except ToolError as error:
-            return self._truncate(f"error: {error}"), True
+            failure = str(error)
         except TimeoutError:
-            return self._truncate(f"error: no answer within {self.tools.deadline_s:g} s"), True
+            failure = f"no answer within {self.tools.deadline_s:g} s"
         except (Exception, SystemExit) as error:  # noqa: BLE001 (the model reads any failure of a tool)
-            return self._truncate(f"error: {type(error).__name__}: {error}"), True
-        return self._truncate(str(result)), False
+            failure = f"{type(error).__name__}: {error}"
+        return message(self._truncate(f"error: {failure}")), True
 
     async def _call_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> object:
         if not isinstance(tool, Python):

@@ -75,7 +75,7 @@ class RewardModel(Model):
         inputs = with_conversations(inputs)
         if "prompt_images" in list_columns(inputs) or "images" in list_columns(inputs):
             raise GraphError(
-                f"node '{name}' is of a reward model, which reads texts, and its prompts have images; use rg.reward or rg.LearnedReward"
+                f"node '{name}' is of a reward model, which reads texts, and its inputs have images; use rg.reward or rg.LearnedReward"
             )
         messages = (MESSAGES,) if MESSAGES in list_columns(inputs) else ()
         reads = ("responses", TOKEN_COLUMNS["responses"], *prompt, *messages)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from rlgraph.columns import Columns
-from rlgraph.engines.api import Finish, Request, Response
+from rlgraph.engines.api import Finish, Images, Request, Response
 from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate, reads
 from rlgraph.engines.registry import vllm_calls
 from rlgraph.errors import GraphError, show_value
@@ -28,7 +28,8 @@ NEXT_TURN = 7_368_787  # added to the seed for each turn
 class Conversation:
     """A conversation so far. `written` marks the tokens that the model sampled; it read the others between its turns.
 
-    `rewards` maps the place of a turn's last token to its reward, and `counts` are added to the metrics.
+    `rewards` maps the place of a turn's last token to its reward, and `counts` are added to the metrics. `images` are data URLs, and
+    `places` tell where in the prompt and all turns their tokens begin and end.
     """
 
     task: Task
@@ -46,6 +47,8 @@ class Conversation:
     counts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     finish: Finish = "stop"
     ended: bool = False
+    images: list[str] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def room(self) -> int:
@@ -63,7 +66,13 @@ class Conversation:
             self.task.request.sampling.of_turn(self.room if most is None else min(self.room, most), close),
             (self.task.request.seed + NEXT_TURN * self.turn) % 2**31,
             self.task.request.id,
+            self.shown if self.images else None,
         )
+
+    @property
+    def shown(self) -> Images:
+        """The images so far, of the prompt and of all turns."""
+        return Images(json.dumps(self.images), list(self.places))
 
     def append_turn(self, response: Response) -> None:
         """Append a turn of the model."""
@@ -79,9 +88,16 @@ class Conversation:
         place = len(self.written) - 1 - self.written[::-1].index(True)
         self.rewards[place] = self.rewards.get(place, 0.0) + reward
 
-    def append_input(self, tokens: Sequence[int]) -> None:
-        """Append tokens that the model reads. They are not trained on, since the policy did not write them."""
-        said = list(tokens)[: self.room]
+    def append_input(self, tokens: Sequence[int], images: Sequence[str] = (), places: Sequence[tuple[int, int]] = ()) -> None:
+        """Append tokens that the model reads, with their images. They are not trained on, since the policy did not write them.
+
+        What there is no room for is left out: tokens, and of an image all.
+        """
+        cut = [begin for begin, end in places if end > self.room]
+        said = list(tokens)[: min([self.room, *cut])]
+        before = len(self.prompt) + len(self.tokens)
+        self.places += [(before + begin, before + end) for begin, end in places[: len(places) - len(cut)]]
+        self.images += images[: len(places) - len(cut)]
         self.tokens += said
         self.log_probs += [0.0] * len(said)
         self.versions += [self.versions[-1] if self.versions else 0] * len(said)
@@ -96,7 +112,7 @@ class Conversation:
             **self.counts,
         }
         response = Response(self.tokens, self.log_probs, self.versions, self.finish)
-        return Outcome(self.prompt, response, self.written, self.rewards, counts)
+        return Outcome(self.prompt, response, self.written, self.rewards, counts, images=self.shown)
 
 
 # The common part of loops that sample conversations.
@@ -177,7 +193,10 @@ def check_turns(template: TurnTemplate, chat: ChatPrompt, agent: Agent, tools: T
 
 # The metrics of a batch of conversations: turns, calls, and how often each limit was hit.
 
-LIMITS = ("limit_tokens", "limit_turns", "limit_seconds", "limit_cost", "overlong_prompts", "cut_turns", "cut_messages", "malformed_calls")
+LIMITS = (
+    *("limit_tokens", "limit_turns", "limit_seconds", "limit_cost", "limit_images"),
+    *("overlong_prompts", "cut_turns", "cut_messages", "malformed_calls"),
+)
 FAILURES = ("errors", "timeouts", "blocked", "template_errors")
 TOOL_COUNTS = ("calls", "failures")  # of tool calls
 

@@ -43,6 +43,7 @@ from rlgraph.nodes.rollout.decode_loop import (
     chain_parts,
     check_routes,
     check_told,
+    image_columns,
     pack_outcomes,
     route_dims,
     seed_of,
@@ -136,7 +137,7 @@ class Generator(Model):
     * `drafts`: `rg.options.PromptLookup(…)` guesses tokens ahead. None: each step decodes one token per sequence.
     * `routes`: writes the experts that the engine chose for each token into `prompt_routes` [B, P, L, E] and `routes`
       [B, T, L, E], for a policy with `router_replay=True`. It requires rollouts without tools or agents, and engines of one GPU.
-    * `images`: the most images of a prompt, whose model then reads them; see docs/engines.md. None: prompts have none.
+    * `images`: the most images of a prompt, or of a conversation, whose model then reads them; see docs/engines.md. None: they have none.
     * `engine_args`: arguments for the engine itself, e.g. `{"max_num_batched_tokens": 32768}`. An argument that rlgraph sets is an error.
     * `self_test`: at the start, compares the engine `transformers` with the model's own forward pass.
     """
@@ -317,7 +318,7 @@ class Rollout(Operation):
         messages = tuple(column for column in prompts.columns if column == "prompt_messages")
         of_agent = self.agent.reads(prompts.columns).values() if self.agent is not None else ()
         own = self.of_prompts
-        shown = ("prompt_images",) if self.has_images else ()
+        shown = ("prompt_images",) if "prompt_images" in self.carried else ()
         reads = tuple(dict.fromkeys(("prompt_texts", *messages, "prompt_ids", *of_agent, *own, *shown)))
         rows, writes = prompts.node.rows * self.group_size, (*self.writes, *own)
         node = declare(
@@ -331,15 +332,17 @@ class Rollout(Operation):
         return tuple(column for column in self.carried if column != "prompt_ids") if self.in_order_of_finish else ()
 
     @property
-    def has_images(self) -> bool:
-        """Whether its prompts have images."""
-        return "prompt_images" in self.carried
+    def shows(self) -> tuple[str, ...]:
+        """The columns of the images of a response: those of its prompt, and those that tools or environments answered with."""
+        if self.generator.images is not None and isinstance(self.agent, Agent):
+            return ("images", "image_mask")
+        return ("images",) if "prompt_images" in self.carried else ()
 
     @property
     def writes(self) -> tuple[str, ...]:
         """The columns of a response; an environment's rewards are among them."""
         own = (
-            *(("images",) if self.has_images else ()),
+            *self.shows,
             *(ROUTES if self.generator.routes else ()),
             *(REWARDS if self.gives_rewards else ()),
         )
@@ -441,7 +444,7 @@ class Rollout(Operation):
                     rows, tasks = [own[n] for n in groups], [task for n in groups for task in every[n * size : (n + 1) * size]]
                 sampled, at = loop.take(step, tasks), torch.tensor(rows, dtype=torch.int64)
                 carried = {name: repeat_rows(rows_at(columns[name], at), size) for name in self.of_prompts}
-                carried |= {"images": repeat_rows(rows_at(columns["prompt_images"], at), size)} if self.has_images else {}
+                carried |= {"images": repeat_rows(rows_at(columns["prompt_images"], at), size)} if self.shows == ("images",) else {}
                 yield self.pack_part(context, loop.decoder, sampled, repeat_rows(ids[at], size), carried)
         except GeneratorExit:
             raise
@@ -453,6 +456,7 @@ class Rollout(Operation):
     def pack_part(self, context: Context, decoder: TaskDecoder, sampled: Sequence[Outcome], ids: Column, carried: Columns) -> Fired:
         """Pack the responses of a part into columns, with the `carried` ones of their prompts, and the metrics of its conversations."""
         columns = pack_outcomes(sampled, ids, self.gives_rewards, self.has_outputs, self.generator.routes) | dict(carried)
+        columns |= image_columns(sampled, columns["responses"]) if "image_mask" in self.shows else {}
         found = context.engine.decode_metrics()
         if isinstance(decoder, ConversationLoop):
             found |= turn_metrics(sampled, decoder.seconds, self.tools is not None, context.world * self.chunks, decoder.counted)
@@ -524,6 +528,7 @@ def turn_loop(rollout: "Rollout", agent: Agent, context: Context) -> TurnLoop:
         most_prompt=rollout.overlong.limit(room),
         cut_prompts=rollout.overlong.policy == "truncate_left",
         rewarded=rollout.gives_rewards,
+        images=rollout.generator.images,
     )
     return TurnLoop(rules, template_of(path, tokenizer), context)
 
@@ -599,9 +604,9 @@ def check_images(name: str, generator: Generator, prompts: Output, **options: An
         return
     if generator.images is None:
         raise GraphError(f"node '{name}' samples from prompts with images; set Generator(images=) to the most images of a prompt")
-    given = next((option for option, value in options.items() if value), None)
-    if given is not None:
-        raise GraphError(f"node '{name}' samples from prompts with images, with which {given} is not supported; leave out {given}")
+    if options["refill"] or isinstance(agent_of(options["tools"], options["agent"]), Program):
+        given = "refill" if options["refill"] else "an agent program"
+        raise GraphError(f"node '{name}' samples from prompts with images, with which {given} is not supported; leave it out")
     source = prompts.node.operation
     if isinstance(source, PromptSource) and source.overlong.policy == "truncate_left":
         raise GraphError(f"node '{name}' samples from prompts with images, whose tokens cannot be cut off; use overlong='drop'")

@@ -6,6 +6,7 @@ sampled, so the engine finds earlier turns in its prefix cache, and the trainer 
 """
 
 import atexit
+import json
 import logging
 import time
 import weakref
@@ -14,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlgraph.data.images import MARK
 from rlgraph.engines.api import Finish
 from rlgraph.engines.hf.chat_template import ChatPrompt, TurnTemplate
-from rlgraph.errors import DataError, RlgraphError
+from rlgraph.engines.hf.images import expand_images
+from rlgraph.errors import DataError, GraphError, RlgraphError
 from rlgraph.nodes.base import Context
 from rlgraph.nodes.environments import leases
 from rlgraph.nodes.environments.agent import Agent, Environment
@@ -37,7 +40,8 @@ class TurnRules:
 
     `reads` names the column of each parameter of the environment; `chat` makes the conversation of a prompt's item. `prefix` prefixes
     request ids. If a prompt has more than `most_prompt` tokens, `cut_prompts` cuts it off, otherwise its conversation fails.
-    `rewarded` means that the environment also answers the last turn, for its reward.
+    `rewarded` means that the environment also answers the last turn, for its reward. A conversation has at most `images`; None: the
+    generator reads none.
     """
 
     agent: Agent
@@ -51,6 +55,7 @@ class TurnRules:
     most_prompt: int
     cut_prompts: bool
     rewarded: bool
+    images: int | None = None
 
 
 @dataclass(eq=False)
@@ -207,8 +212,10 @@ class TurnLoop(ConversationLoop):
 
     def _submit_first_turn(self, conversation: Conversation, messages: object) -> None:
         """Submit the first turn, after the messages that `reset` returned."""
+        images = json.loads(str(conversation.task.item.get("prompt_images", "[]")))
         if messages is not None:
-            given = [message.as_dict() for message in self._checked_messages("reset", messages)]
+            checked = self._checked_messages("reset", messages)
+            given, images = [message.as_dict() for message in checked], self._images_of(checked)
             if given[-1]["role"] == "assistant":
                 raise _CannotGoOn("errors", "reset returned messages that end with one of the assistant; the model writes what follows")
             system = [m for m in conversation.chat.messages[:1] if m["role"] == "system" and given[0]["role"] != "system"]
@@ -217,8 +224,11 @@ class TurnLoop(ConversationLoop):
             prompt = self.template.prompt(conversation.chat)
         except Exception as error:  # noqa: BLE001 (a template may raise anything)
             raise _CannotGoOn("template_errors", f"the chat template refuses the messages: {error!s:.200}") from None
-        conversation.prompt = prompt[-self.rules.most_prompt :]
-        if len(prompt) > self.rules.most_prompt and not self.rules.cut_prompts:
+        if len(images) > (self.rules.images or 0):
+            raise _CannotGoOn("overlong_prompts", f"the prompt has {len(images)} images, and the generator reads {self.rules.images}")
+        prompt, conversation.places = self._expand(prompt, images)
+        conversation.prompt, conversation.images = prompt[-self.rules.most_prompt :], images
+        if len(prompt) > self.rules.most_prompt and (images or not self.rules.cut_prompts):
             raise _CannotGoOn("overlong_prompts", f"the prompt has {len(prompt)} tokens, and there is room for {self.rules.most_prompt}")
         self._submit(conversation)
 
@@ -286,9 +296,30 @@ class TurnLoop(ConversationLoop):
             return
         if self._left_s(conversation) == 0.0:
             raise _CannotGoOn("limit_seconds", "the conversation took longer than its conversation_s")
-        self._tell(conversation, [message.as_dict() for message in messages])
+        images = self._images_of(messages)
+        if len(conversation.images) + len(images) > (self.rules.images or 0):
+            self._cut_off(conversation, "limit_images", "length")
+            return
+        self._tell(conversation, [message.as_dict() for message in messages], images)
 
-    def _tell(self, conversation: Conversation, answers: list[dict[str, Any]]) -> None:
+    def _images_of(self, messages: Sequence[Message]) -> list[str]:
+        """List the images of messages. Raises GraphError if the generator reads none."""
+        shown = next((message for message in messages if message.images), None)
+        if shown is not None and self.rules.images is None:
+            where = f"the tool '{shown.name}'" if shown.name else f"the environment, as '{shown.role}',"
+            raise GraphError(f"{where} answered with an image; set Generator(images=) to the most images of a conversation")
+        return [url for message in messages for url in message.images]
+
+    def _expand(self, tokens: list[int], images: list[str]) -> tuple[list[int], list[tuple[int, int]]]:
+        """Write the tokens of images in the places of their marks, and tell where; see `expand_images`."""
+        if self.rules.images is None:
+            return tokens, []
+        try:
+            return expand_images(self.template.path, tokens, json.dumps(images))
+        except DataError as error:
+            raise _CannotGoOn("template_errors", str(error)) from None
+
+    def _tell(self, conversation: Conversation, answers: list[dict[str, Any]], images: list[str]) -> None:
         assert conversation.said is not None
         self._check_roles(conversation.chat, answers)
         said = conversation.said.as_dict()
@@ -297,8 +328,10 @@ class TurnLoop(ConversationLoop):
         except DataError as error:
             raise _CannotGoOn("template_errors", str(error)) from None
         conversation.chat = replace(conversation.chat, messages=[*conversation.chat.messages, said, *answers], continue_final=False)
-        conversation.append_input(tokens)
-        if conversation.room == 0:
+        tokens, places = self._expand(tokens, images)
+        full = len(tokens) >= conversation.room
+        conversation.append_input(tokens, images, places)
+        if full:
             self._cut_off(conversation, "limit_tokens", "length")
         else:
             self._submit(conversation)
@@ -323,7 +356,9 @@ class TurnLoop(ConversationLoop):
             gone = len(message.content) - room
             if gone > 0:
                 conversation.counts["cut_messages"] += 1
-                message = replace(message, content=f"{message.content[:room]}… ({gone} more characters)")
+                text = message.content[:room]
+                shown = message.images[: text.count(MARK)]
+                message = replace(message, content=f"{text}… ({gone} more characters)", images=shown)
             kept.append(message)
             room = max(room - len(message.content), 0)
         return kept

@@ -121,7 +121,7 @@ def _reduce_metric(name: str, values: Sequence[float]) -> float:
 MESSAGE_BYTES = 1 << 24  # approximate size of one message; the driver reads none above 64 MiB
 TOKENS = (  # columns with one number per token that a recorder shows; other columns are sent only if they have one number per row
     *("prompts", "prompt_mask", "responses", "response_mask", "rollout_log_probs", "weight_version"),
-    *("old_log_probs", "advantages", "loss_mask", "token_rewards"),
+    *("old_log_probs", "advantages", "loss_mask", "token_rewards", "image_mask"),
 )
 
 
