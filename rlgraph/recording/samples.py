@@ -208,7 +208,7 @@ def _record(rollout: str, row: int, values: Mapping[str, Any], decoder: TokenTex
     prompt_ids = values["prompts"][prompt_mask].tolist() if prompt_mask is not None else []
     images = json.loads(values.get("images", "[]"))
     asked = _without_repeats(prompt_ids) if images else prompt_ids
-    repeats = _repeated(ids, values.get("image_mask"))
+    repeats = _flag_repeats(ids, values.get("image_mask"))
     versions = values["weight_version"][:length] if "weight_version" in values else np.zeros(0, np.int32)
     advantages = _tokens(values, "advantages", length)
     sampled, trained = _tokens(values, "rollout_log_probs", length), _tokens(values, "old_log_probs", length)
@@ -250,7 +250,7 @@ def _without_repeats(ids: Sequence[int]) -> list[int]:
     return [token for token, length in runs for _ in range(length if length <= 3 else 1)]
 
 
-def _repeated(ids: Sequence[int], shown: Any) -> list[bool]:
+def _flag_repeats(ids: Sequence[int], shown: Any) -> list[bool]:
     """Flag the tokens of images that are equal to the token before."""
     return [place > 0 and token == ids[place - 1] and shown is not None and bool(shown[place]) for place, token in enumerate(ids)]
 

@@ -66,11 +66,11 @@ class Conversation:
             self.task.request.sampling.of_turn(self.room if most is None else min(self.room, most), close),
             (self.task.request.seed + NEXT_TURN * self.turn) % 2**31,
             self.task.request.id,
-            self.shown if self.images else None,
+            self.images_so_far if self.images else None,
         )
 
     @property
-    def shown(self) -> Images:
+    def images_so_far(self) -> Images:
         """The images so far, of the prompt and of all turns."""
         return Images(json.dumps(self.images), list(self.places))
 
@@ -112,7 +112,7 @@ class Conversation:
             **self.counts,
         }
         response = Response(self.tokens, self.log_probs, self.versions, self.finish)
-        return Outcome(self.prompt, response, self.written, self.rewards, counts, images=self.shown)
+        return Outcome(self.prompt, response, self.written, self.rewards, counts, images=self.images_so_far)
 
 
 # The common part of loops that sample conversations.
