@@ -1,5 +1,6 @@
 """Count the part of a model that reads images before anything is loaded: its parameters, and its work for a prompt."""
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ def _tower_of(path: str, config_text: str, prompts: ImageSizes) -> Tower:
         model = AutoModelForImageTextToText.from_config(config)
     own = {name: each for name, each in model.named_parameters() if not is_text(name, nested=True)}
     products = {name: each.numel() for name, each in own.items() if each.dim() > 1 and "pos" not in name}  # positions are added
-    merged, vision = sum(size for name, size in products.items() if any(word in name for word in MERGED)), config.vision_config
+    merged, vision = sum(size for name, size in products.items() if any(word in name for word in MERGED)), config.vision_config.to_dict()
     try:
         images = [_image_of(path, vision, size) for images in prompts for size in images]
     except (DataError, OSError):
@@ -42,7 +43,7 @@ def _tower_of(path: str, config_text: str, prompts: ImageSizes) -> Tower:
     features = sum(found for *_, found in images) / count
     of_patch = 2 * (sum(products.values()) - merged)
     computed = sum(patches * (of_patch + attention) + 2 * merged * found for patches, attention, _, found in images)
-    widths = config.get_text_config().hidden_size * (1 + len(getattr(vision, "deepstack_visual_indexes", ())))
+    widths = config.get_text_config().hidden_size * (1 + len(vision.get("deepstack_visual_indexes", ())))
     return Tower(
         sum(each.numel() for each in own.values()),
         computed / count,
@@ -51,19 +52,19 @@ def _tower_of(path: str, config_text: str, prompts: ImageSizes) -> Tower:
     )
 
 
-def _image_of(path: str, vision: Any, size: tuple[int, int]) -> tuple[int, float, int, int]:
+def _image_of(path: str, vision: Mapping[str, Any], size: tuple[int, int]) -> tuple[int, float, int, int]:
     """Count the patches of an image, the operations of a patch in attention, and the image's tokens and features."""
     from PIL import Image
 
-    processor, sides = processor_of(path), vision.patch_size
+    processor, sides = processor_of(path), vision["patch_size"]
     read = processor(text=[processor.image_token], images=[[Image.new("RGB", size)]], return_tensors="pt")
     pixels = next(value for name, value in read.items() if name not in TEXT)
     height, width = sides if isinstance(sides, list | tuple) else (sides, sides)
-    numbers = 3 * getattr(vision, "temporal_patch_size", 1) * height * width  # of a patch
+    numbers = 3 * vision.get("temporal_patch_size", 1) * height * width  # of a patch
     patches = pixels.numel() // numbers
     keys = patches if pixels.dim() == 2 else pixels.shape[-2] * pixels.shape[-1] // (height * width)  # crops attend to themselves
-    layers = getattr(vision, "depth", None) or vision.num_hidden_layers
-    whole = len(getattr(vision, "fullatt_block_indexes", range(layers)))  # the other layers attend within windows
-    windows = min((getattr(vision, "window_size", 0) // width) ** 2, keys)
+    layers = vision.get("depth") or vision["num_hidden_layers"]
+    whole = len(vision.get("fullatt_block_indexes", range(layers)))  # the other layers attend within windows
+    windows = min((vision.get("window_size", 0) // width) ** 2, keys)
     tokens = tokens_of_image(path, *size)
-    return patches, 4.0 * vision.hidden_size * (whole * keys + (layers - whole) * windows), len(tokens), tokens.count(mark_of(path))
+    return patches, 4.0 * vision["hidden_size"] * (whole * keys + (layers - whole) * windows), len(tokens), tokens.count(mark_of(path))
