@@ -153,7 +153,7 @@ def requests(folder: Path, kind: str) -> tuple[list[list[int]], list[Any]]:
     return [tokens for tokens, _ in rows], [Images(own, at) if at else None for own, (_, at) in zip(urls, rows, strict=True)]
 
 
-BEGUN = [50, 51, 52], 3  # the prompt of the conversation, and the number of tokens of its first turn
+BEGUN = [*range(50, 130)], 3  # the prompt of the conversation, long enough to be shared, and the number of tokens of its first turn
 
 
 def rollout_of(folder: Path, kind: str, responses: list[Any]) -> dict[str, Any]:
