@@ -15,7 +15,7 @@ from benchmarks.report.exact_rows import EXACT, EXACT_ON_GPUS
 from benchmarks.report.gpu_rows import BESIDE_PEERS, ON_GPUS, weights
 from benchmarks.report.h100_rows import ON_H100S
 from benchmarks.report.learning_rows import LEARNING
-from benchmarks.report.mathematics_rows import MATHEMATICS, MATHEMATICS_IN_TEXT
+from benchmarks.report.mathematics_rows import MATHEMATICS_IN_TEXT
 from benchmarks.report.reliability_rows import RELIABLE
 from benchmarks.report.replay_rows import ROUTES
 from benchmarks.report.stage_rows import STAGES
@@ -25,7 +25,6 @@ from benchmarks.report.two_gpu_rows import ON_TWO_H200S
 
 # Those of README.md.
 SHOWN: list[Row] = [
-    MATHEMATICS[0],
     *BESIDE_PEERS,
     weights("8B")[1],
     ACCURATE[1],

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -326,7 +327,6 @@ class VllmEngine(GenerateEngine):
     ) -> None:
         super().__init__()
         self._summary, self._dtype, self._shapes = check_model(path), getattr(torch, dtype), parameter_shapes(path)
-        self._tower = {} if images is None else {name: shape for name, (_, shape) in other_tensors(path).items()}
         _prepare_process(threads)
         from vllm.platforms import current_platform
 
@@ -356,12 +356,18 @@ class VllmEngine(GenerateEngine):
         self._running, self._names = dict[str, _Running](), dict[str, str]()  # by vLLM's own name of the request; that, by request id
         self._loads, self._asleep, self.decoded, self.decodings = 0, set[str](), 0, 0  # `decoded` tokens, by so many steps of a sequence
         self.copies: copy_plan.CopyPlan | None = None
-        self._copied = frozenset[str]()  # the names of the weights that they are of
         self._fp8 = fp8_weights.QuantisedWeights(self.model()) if weights_dtype and not self._on_cpu else None
-        self._checked: dict[str, torch.Tensor] = {}  # the weights that were found to be the model's
+        self._checked, self._copied = dict[str, torch.Tensor](), frozenset[str]()  # weights that are the model's; names that copies are of
         self._shared, self._requests = SharedWeights(self.llm.collective_rpc), CoreRequests(self.llm, self._summary.eos_token_ids)
         if self._text_alone and not random_weights:
             self.replace_weights(folder_weights(self._summary.path, self._shapes), "recompute")
+
+    @cached_property
+    def _tower(self) -> dict[str, tuple[int, ...]]:
+        """The weights that may arrive beside those of the language model."""
+        if self._text_alone or not self._summary.nested:
+            return {}
+        return {name: shape for name, (_, shape) in other_tensors(self._summary.path).items()}
 
     def _connect_recorder(self, routes: bool) -> RouteRecorder | None:
         """Connect what rlgraph adds to the engine's model and its runner; with `routes` give what records them."""
