@@ -28,6 +28,7 @@ from rlgraph.plan.model_shapes import (
     frozen_bytes,
     generators_tower,
     tower_of,
+    trained_tower,
 )
 from rlgraph.plan.placement import model_names
 from rlgraph.plan.plan import PlannedMemory, PlannedWorker
@@ -315,7 +316,8 @@ def _need(
     size = tower.parameters * work.itemsize
     if not generates:  # it is whole on each rank, and stays while others use the device
         return _with(need, {"image tower": size, "features of images": tower.kept * work.itemsize})
-    size = int(size / max(work.width, 1.0))
+    more = work.copies - 1 if any(source.traits.train_vision for source in map(_source, nodes) if source is not None) else 0
+    size = int(size / max(work.width, 1.0)) + more * size  # as of the other weights
     return replace(need, runs={**need.runs, "image tower": size}, least=need.least + size)
 
 
@@ -353,6 +355,7 @@ def _transfer_memory(graph: Graph, feedback: Feedback, workers: Sequence[Planned
     writer, reading = feedback.source.node, readers(graph, feedback) or evaluations(graph, feedback)
     itemsize = itemsize_of(reading[0].model, cluster)
     parameters = shapes[writer.model.path].parameters if writer.model is not None and writer.model.path in shapes else 0
+    parameters += trained_tower(graph, writer.model)
     adapter = adapter_size(writer.model, shapes.get(writer.model.path)) if writer.model is not None else None
     version = parameters * itemsize if adapter is None else adapter.bytes
     size = staged_versions(feedback, on_gpus=on_gpus) * version

@@ -148,7 +148,7 @@ def _shape_by(text: str) -> ModelShape | None:
     return ModelShape.from_config(config) if isinstance(config, dict) else None  # the load refuses anything but a config
 
 
-# The tower of a model: the part that reads images. It is frozen, and whole in each worker.
+# The tower of a model: the part that reads images. A frozen one is whole in each worker.
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,13 @@ def generators_tower(graph: Graph, model: Model) -> int:
     """Count the parameters of the tower that an engine loads with the rest of its model; trainers load theirs at their first step."""
     found = [tower_of(node) for node in graph.nodes if node.model is model and node.traits.work == "generate"]
     return max((tower.parameters for tower in found if tower is not None), default=0)
+
+
+def trained_tower(graph: Graph, model: Model | None) -> int:
+    """Count the parameters of the tower that a model trains, and publishes with the rest."""
+    if model is None or not model.traits.train_vision:
+        return 0
+    return max((tower.parameters for node in graph.nodes if node.model is model and (tower := tower_of(node)) is not None), default=0)
 
 
 def _sizes_of_images(node: Node) -> ImageSizes:

@@ -33,6 +33,7 @@ from rlgraph.plan.model_shapes import (
     generators_tower,
     recomputed_operations,
     tower_of,
+    trained_tower,
 )
 from rlgraph.plan.placement import model_names
 
@@ -153,8 +154,8 @@ def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
     towers = _towers_s(graph, device)
     nodes = {node.name: _cost(node, device, shapes, lengths, towers.get(node.name, 0.0)) for node in graph.nodes}
     sources = [f.source.node.model for f in graph.feedbacks if f.source and f.source.node.model]
-    moved = max((_version_bytes(model, shapes) for model in sources), default=0.0)
-    written = max((_swap_bytes(model, shapes) for model in sources), default=0.0)
+    moved = max((_version_bytes(model, shapes, trained_tower(graph, model)) for model in sources), default=0.0)
+    written = max((_swap_bytes(model, shapes, trained_tower(graph, model)) for model in sources), default=0.0)
     return Costs(
         nodes,
         publish_s=moved / device.bandwidth * 2,
@@ -183,16 +184,16 @@ def _towers_s(graph: Graph, device: Device) -> dict[str, float]:
     return found
 
 
-def _version_bytes(model: Model, shapes: Shapes) -> float:
+def _version_bytes(model: Model, shapes: Shapes, tower: int) -> float:
     """The bytes of a version that a model publishes: of an adapter as it is trained, of whole weights in bfloat16."""
     adapter = adapter_size(model, shapes[model.path])
-    return 2.0 * shapes[model.path].parameters if adapter is None else float(adapter.bytes)
+    return 2.0 * (shapes[model.path].parameters + tower) if adapter is None else float(adapter.bytes)
 
 
-def _swap_bytes(model: Model, shapes: Shapes) -> float:
+def _swap_bytes(model: Model, shapes: Shapes, tower: int) -> float:
     """The traffic of memory of a new version in an engine: all weights are copied, or matrices are merged with those of an adapter."""
     adapter = adapter_size(model, shapes[model.path])
-    return 4.0 * shapes[model.path].parameters if adapter is None else estimates.MERGED_BYTES.value * adapter.matrices
+    return 4.0 * (shapes[model.path].parameters + tower) if adapter is None else estimates.MERGED_BYTES.value * adapter.matrices
 
 
 def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> Costs:

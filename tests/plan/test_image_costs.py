@@ -113,6 +113,9 @@ def test_a_tower_that_is_trained_is_sharded_and_computes_in_each_node_and_backwa
     train = next(dict(need.parts) for need in plan.memory if need.pool == "train" and not need.loading)
     assert train["image tower"] == (4 + 4 + 8) * tower.parameters // ranks
     assert "features of images" not in train
+    whole = 2 * (shapes_of(made)[model].parameters + tower.parameters)  # of a version, of which two are on their way
+    assert train["weights in staging"] == 2 * whole // ranks
     costs, frozen = (roofline(each, H100, shapes_of(each)) for each in (made, graph(model)))
+    assert costs.publish_bytes - frozen.publish_bytes == 2 * tower.parameters
     more = costs.cost_of("update").parallel_s - frozen.cost_of("update").parallel_s
     assert more == pytest.approx(3 * 2 * tower.operations / (H100.flops * TRAINING))
