@@ -52,6 +52,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(seeing.folder_of("idefics3", tmp_path_factory.mktemp("idefics3")))
 
 
+def letters(response: str) -> float:
+    return float(sum(map(str.isalpha, response)))
+
+
 def share_of_letters(responses: list[str], answers: list[str]) -> list[float]:
     return [sum(letter.isalpha() for letter in response) / (len(response) + 1) for response in responses]
 
@@ -214,6 +218,18 @@ def test_what_cannot_read_images_is_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(error, match=said):
         rg.compile(graph(model, **given), rg.Cluster(cpus=4)).run_here()
+
+
+def test_a_reference_that_follows_a_policy_whose_tower_is_trained_is_refused(model: str) -> None:
+    made = rg.Policy(model, pool=rg.Pool("train"), optimizer=rg.AdamW(lr=1e-3), train_vision=True)
+    generator = rg.Generator(model, pool=rg.Pool("rollout"), engine="transformers", images=2)
+    weights = rg.feedback("weights", depth=1)
+    sampled = generator.rollout(rg.prompts(ROWS, count=4), weights, group_size=2)
+    old = rg.Reference(model, pool=rg.Pool("reference")).old_log_probs(sampled, weights=weights)
+    step = made.update(sampled, old, rg.advantages(sampled, rg.reward(letters, sampled), estimator=rg.GRPO()), loss=rg.ClippedLoss())
+    weights.close(step.weights)
+    with pytest.raises(GraphError, match="'old_log_probs' follows feedback 'weights', which carries the tower"):
+        rg.Graph("follows", step.metrics)
 
 
 def test_a_model_without_images_and_cut_prompts_are_refused(model: str, tmp_path: Path) -> None:
