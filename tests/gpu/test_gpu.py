@@ -48,6 +48,11 @@ def test_passes_that_share_prompts_are_those_of_float32_and_of_own_prompts(alone
 
 
 @pytest.mark.gpu
+def test_bfloat16_passes_with_images_seen_in_both_directions_are_those_of_float32(alone: Alone) -> None:
+    assert alone("image_blocks_here.py").splitlines()[-1] == "equal"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", ["internvl", "qwen2_5_vl", "qwen3_vl"])
 def test_vllm_samples_prompts_with_images_as_the_trainer_scores_them(alone: Alone, family: str) -> None:
     assert alone("images_here.py", family).splitlines()[-1] == "equal"

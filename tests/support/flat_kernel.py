@@ -94,12 +94,12 @@ def _segments(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> Iterator[tuple[slice, slice, torch.Tensor, float]]:
-    assert window_size_right == (None if window_size_left is None else 0)
+    assert window_size_right == (None if window_size_left is None else 0) or window_size_right == -1  # which bounds nothing
     for (start, end), (first, last) in zip(pairwise(of_queries.tolist()), pairwise(of_keys.tolist()), strict=True):
         assert 0 < end - start <= most_queries
         assert 0 < last - first <= most_keys
         distance = torch.arange(last - first - (end - start), last - first)[:, None] - torch.arange(last - first)[None]
-        seen = distance >= 0 if causal or window_size_left is not None else torch.ones_like(distance, dtype=torch.bool)
+        seen = distance >= 0 if causal or window_size_right == 0 else torch.ones_like(distance, dtype=torch.bool)
         seen = seen if window_size_left is None else seen & (distance <= window_size_left)
         yield slice(start, end), slice(first, last), seen, q.shape[-1] ** -0.5 if scale is None else scale
 

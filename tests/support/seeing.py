@@ -15,7 +15,8 @@ TEXT = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hi
 TOWER = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
 IDEFICS = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "<row_1_col_1>"]
 QWEN = ["<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
-SPECIAL = {  # the token of an image, and the others of a family
+SPECIAL = {  # the token of an image in a text, and the others of a family
+    "gemma3": ("<start_of_image>", ["<image_soft_token>", "<end_of_image>"]),
     "idefics3": ("<image>", IDEFICS),
     "internvl": ("<IMG_CONTEXT>", ["<img>", "</img>", "<video>"]),
     "llava": ("<image>", []),
@@ -61,6 +62,9 @@ def _tokenizer(kind: str) -> Any:
     made, (image, more) = byte_tokenizer(), SPECIAL[kind]
     made.add_special_tokens({"additional_special_tokens": [image, *more]})
     made.chat_template = TEMPLATE.replace("PLACE", repr(image))
+    if kind == "gemma3":
+        made.add_tokens(["\n" * count for count in range(1, 6)])  # as published ones have them, up to 31
+        made._set_model_specific_special_tokens({"boi_token": image, "image_token": more[0], "eoi_token": more[1]})
     if kind == "internvl":
         named = {"start_image_token": "<img>", "end_image_token": "</img>", "context_image_token": image, "video_token": "<video>"}
         made._set_model_specific_special_tokens(special_tokens=named)
@@ -76,6 +80,8 @@ def _processors(kind: str, tokenizer: Any) -> list[Any]:
         images = transformers.CLIPImageProcessorPil(size=size, crop_size=size)
         return [transformers.LlavaProcessor(images, tokenizer, patch_size=PATCH, vision_feature_select_strategy="default",
                                            num_additional_image_tokens=1)]  # fmt: skip
+    if kind == "gemma3":
+        return [transformers.Gemma3Processor(transformers.Gemma3ImageProcessorPil(size=size), tokenizer, image_seq_length=4)]
     if kind == "idefics3":
         edge = {"longest_edge": SIDE}
         images = transformers.Idefics3ImageProcessorPil(size=edge, max_image_size=edge)
@@ -93,6 +99,13 @@ def _config(kind: str, tokenizer: Any) -> Any:
     import transformers
 
     token, tower, text = tokenizer.convert_tokens_to_ids(SPECIAL[kind][0]), {**TOWER, "image_size": SIDE, "patch_size": PATCH}, TEXT
+    if kind == "gemma3":
+        kinds = ["full_attention", "sliding_attention", "full_attention"]  # what the last layer makes of an image nothing reads
+        layers = {"num_hidden_layers": len(kinds), "layer_types": kinds, "sliding_window": 6}
+        text = {**text, **layers, "head_dim": 32, "query_pre_attn_scalar": 32}
+        tower |= {"vision_use_head": False}
+        return transformers.Gemma3Config(text_config=text, vision_config=tower, mm_tokens_per_image=4, tie_word_embeddings=False,
+                                         image_token_id=tokenizer.image_token_id)  # fmt: skip
     if kind == "llava":
         return transformers.LlavaConfig(text_config=transformers.LlamaConfig(**text),
                                         vision_config=transformers.CLIPVisionConfig(**tower), image_token_id=token)  # fmt: skip
@@ -142,7 +155,7 @@ def requests(folder: Path, kind: str) -> tuple[list[list[int]], list[Any]]:
     from rlgraph.engines.hf.images import expand_images, processor_of
 
     mark, tokenizer = SPECIAL[kind][0], processor_of(str(folder)).tokenizer
-    texts = [f"user: {mark}hi", f"user: {mark}hi", f"user: {mark}a{mark}b", "none", f"tool: {mark}and{mark}ok"]
+    texts = [f"user: {mark}hi", f"user: {mark}hi", f"user: {mark}a\n{mark}b", "none", f"tool: {mark}and{mark}ok"]
     urls = [row(1), row(4), row(2, 3), row(), row(5, 6)]
     rows = [
         expand_images(folder, tokenizer(text, add_special_tokens=False)["input_ids"], own) for text, own in zip(texts, urls, strict=True)
@@ -226,7 +239,8 @@ def direct_log_probs(net: Any, folder: Path, batch: dict[str, Any]) -> torch.Ten
                 features = found_in if isinstance(found_in, torch.Tensor) else torch.cat(list(found_in))
                 embedded = embedded.clone()
                 embedded[own] = features.flatten(0, -2)
-            logits = net(inputs_embeds=embedded[None]).logits[0, len(read) - 1 : -1]
+            both_ways = {"token_type_ids": own[None].long()} if net.config.model_type == "gemma3" else {}
+            logits = net(inputs_embeds=embedded[None], **both_ways).logits[0, len(read) - 1 : -1]
         scores = logits.log_softmax(-1).gather(-1, response[:, None])[:, 0]
         found.append(torch.where(mask, scores, 0.0))
     return torch.stack(found)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from rlgraph.batching.packing import SharedPrompts
 from rlgraph.engines.forward import flash, flash4
 from rlgraph.engines.forward.collectives import ranks_in, whole_heads, whole_tokens
+from rlgraph.engines.forward.image_blocks import sees_images
 from rlgraph.engines.forward.ring import RingPass, ring_attention
 from rlgraph.engines.hf.model_files import text_config
 from rlgraph.errors import DataError
@@ -64,6 +65,7 @@ def register() -> None:
     AttentionInterface.register(PARTS, attend_parts)
 
 
+@sees_images
 def attend_rows(
     module: Any,
     query: torch.Tensor,
@@ -104,6 +106,7 @@ def attend_rows(
     return _attend_plainly(query, key, value, attention_mask, scaling, softcap, s_aux).transpose(1, 2), None
 
 
+@sees_images
 def attend(
     module: Any,
     query: torch.Tensor,

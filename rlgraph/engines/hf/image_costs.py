@@ -5,7 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from rlgraph.engines.hf.images import KEPT, TEXT, mark_of, processor_of, tokens_of_image
+from rlgraph.engines.hf.images import KEPT, TEXT, processor_of, tokens_of_image
 from rlgraph.engines.hf.model_files import is_text
 from rlgraph.engines.hf.pretrained import quiet
 from rlgraph.errors import DataError
@@ -36,7 +36,7 @@ def _tower_of(path: str, config_text: str, prompts: ImageSizes) -> Tower:
     products = {name: each.numel() for name, each in own.items() if each.dim() > 1 and "pos" not in name}  # positions are added
     merged, vision = sum(size for name, size in products.items() if any(word in name for word in MERGED)), config.vision_config.to_dict()
     try:
-        images = [_image_of(path, vision, size) for images in prompts for size in images]
+        images = [_image_of(path, vision, config.image_token_id, size) for images in prompts for size in images]
     except (DataError, OSError):
         images = []
     count = max(len(prompts), 1)
@@ -52,7 +52,7 @@ def _tower_of(path: str, config_text: str, prompts: ImageSizes) -> Tower:
     )
 
 
-def _image_of(path: str, vision: Mapping[str, Any], size: tuple[int, int]) -> tuple[int, float, int, int]:
+def _image_of(path: str, vision: Mapping[str, Any], token: int, size: tuple[int, int]) -> tuple[int, float, int, int]:
     """Count the patches of an image, the operations of a patch in attention, and the image's tokens and features."""
     from PIL import Image
 
@@ -67,4 +67,4 @@ def _image_of(path: str, vision: Mapping[str, Any], size: tuple[int, int]) -> tu
     whole = len(vision.get("fullatt_block_indexes", range(layers)))  # the other layers attend within windows
     windows = min((vision.get("window_size", 0) // width) ** 2, keys)
     tokens = tokens_of_image(path, *size)
-    return patches, 4.0 * vision["hidden_size"] * (whole * keys + (layers - whole) * windows), len(tokens), tokens.count(mark_of(path))
+    return patches, 4.0 * vision["hidden_size"] * (whole * keys + (layers - whole) * windows), len(tokens), tokens.count(token)

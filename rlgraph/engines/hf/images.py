@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from rlgraph.batching.packing import InputImages
+from rlgraph.engines.forward.image_blocks import ImageBlocks
 from rlgraph.engines.forward.packed_attention import PARTS, register
 from rlgraph.engines.hf.folder_weights import FolderWeights, PartsByName
 from rlgraph.engines.hf.model_files import FamilyOptions
@@ -26,18 +27,20 @@ from rlgraph.engines.hf.pretrained import quiet
 from rlgraph.engines.hf.unloaded import load_vision
 from rlgraph.errors import DataError
 
-FAMILIES = ("idefics3", "internvl", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")  # by tests/engines/test_images.py
+FAMILIES = ("gemma3", "idefics3", "internvl", "llava", "qwen2_5_vl", "qwen3_vl", "smolvlm")  # by tests/engines/test_images.py
+BOTH_WAYS = ("gemma3",)  # whose language models attend in both directions within an image; the others are causal there too
 FILMS = ("internvl", "qwen2_5_vl", "qwen3_vl", "smolvlm")  # whose processors read videos too
 NEEDS = {"smolvlm": "num2words"}  # a package that the processor imports, also for images alone
 PARTED = ("qwen2_5_vl", "qwen3_vl")  # whose towers attend within parts of images
-TEXT = ("input_ids", "attention_mask", "mm_token_type_ids")  # what a processor makes beside what a tower reads
+TEXT = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # what a processor makes beside what a tower reads
 KEPT = 256  # rows whose features a tower keeps: several passes read the rows of a batch
 
 
 def check_sees(where: str, path: str | Path, *, whole: bool = False) -> None:
     """Raise DataError for a model that is given images, and that reads none or is of a family whose images are not supported.
 
-    Also for one whose processor lacks a package; with `whole` also torchvision, which its part for videos needs.
+    Also for one whose processor lacks a package. With `whole`, for an engine that runs the whole model in its own way, the package may be
+    torchvision, which the part for videos needs, and the model has to be causal within images.
     """
     kind = json.loads((Path(path) / "config.json").read_text(encoding="utf-8")).get("model_type")
     if kind not in FAMILIES:
@@ -47,6 +50,11 @@ def check_sees(where: str, path: str | Path, *, whole: bool = False) -> None:
         )
     if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
         raise DataError(f"{where}: the processor of '{path}' ({kind}) needs {NEEDS[kind]}: pip install {NEEDS[kind]}")
+    if whole and kind in BOTH_WAYS:
+        raise DataError(
+            f"{where}: '{path}' ({kind}) attends in both directions within an image, which vLLM does not do on host cores, and which is "
+            "not tested on GPUs; use engine='transformers'"
+        )
     if whole and kind in FILMS and importlib.util.find_spec("torchvision") is None:
         raise DataError(f"{where}: the processor of '{path}' ({kind}) needs torchvision, of your torch's version: pip install torchvision")
 
@@ -118,12 +126,29 @@ def expand_images(path: str | Path, prompt: Sequence[int], urls: str) -> tuple[l
             "for each part {'type': 'image'}, and a prompt whose text has none"
         )
     written = iter([tokens_of_image(str(path), *image.size) for image in images])
-    tokens, places = list[int](), list[tuple[int, int]]()
-    for own in prompt:
-        begin = len(tokens)
-        tokens += next(written) if own == mark else (own,)
-        places += [(begin, len(tokens))] if own == mark else []
+    tokens, places, sizes = list[int](), list[tuple[int, int]](), _newlines(str(path))
+    for before, own in zip([None, *prompt], prompt, strict=False):
+        new = list(next(written)) if own == mark else [own]
+        if mark in (before, own) and tokens and tokens[-1] in sizes and new[0] in sizes:
+            newlines = "\n" * (sizes[tokens.pop()] + sizes[new[0]])
+            new[:1] = processor_of(str(path)).tokenizer(newlines, add_special_tokens=False)["input_ids"]
+        ends = [place for place, token in enumerate(new, len(tokens)) if token not in sizes]
+        tokens += new
+        places += [(ends[0], ends[-1] + 1)] if own == mark else []
     return tokens, places
+
+
+@lru_cache(maxsize=4)
+def _newlines(path: str) -> dict[int, int]:
+    """The tokens of newlines only, with their numbers of these; empty for a processor that writes none around an image.
+
+    Those of an image and of the text next to it are encoded as one text: Gemma has tokens of up to 31.
+    """
+    processor = processor_of(path)
+    if not vars(processor).get("full_image_sequence", "").startswith("\n"):
+        return {}
+    tokens = {token for size in range(1, 64) for token in processor.tokenizer("\n" * size, add_special_tokens=False)["input_ids"]}
+    return {token: len(text) for token in tokens if not (text := processor.tokenizer.decode([token])).strip("\n")}
 
 
 @dataclass(frozen=True)
@@ -223,8 +248,9 @@ class ImageTower:
         if not seen:
             return {"inputs_embeds": embedded, "position_ids": positions}
         features = torch.cat([each.features for each in seen]).to(embedded.dtype)
-        given = {"inputs_embeds": embedded.masked_scatter(places[..., None], features)}
+        given: dict[str, Any] = {"inputs_embeds": embedded.masked_scatter(places[..., None], features)}
         given["position_ids"] = self.positions(tokens, positions, shown, by_row)
+        given |= {"image_blocks": ImageBlocks.of(places, shown.row)} if self._whole.config.model_type in BOTH_WAYS else {}
         deep = [torch.cat(layer).to(embedded.dtype) for layer in zip(*(each.deep for each in seen), strict=True)]
         return given | ({"visual_pos_masks": places, "deepstack_visual_embeds": deep} if deep else {})
 
