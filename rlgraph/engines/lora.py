@@ -14,6 +14,7 @@ import math
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias
 
@@ -22,8 +23,8 @@ import torch
 from safetensors import safe_open
 from torch.nn.functional import linear
 
-from rlgraph.engines.hf.model_files import in_text_model
-from rlgraph.engines.hf.pretrained import check_model, parameter_shapes
+from rlgraph.engines.hf.model_files import VISION, in_text_model
+from rlgraph.engines.hf.pretrained import check_model, other_tensors, parameter_shapes
 from rlgraph.engines.precision import bitsandbytes
 from rlgraph.errors import DataError
 from rlgraph.values.lora import ALL_LINEAR, CONFIG, TENSORS, LoRA
@@ -92,9 +93,12 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         shapes = parameter_shapes(folder)
         self._folder, self._rounds = folder, base is not None
         self._tensors: dict[str, torch.Tensor] = {}
+        self._others: dict[str, torch.Tensor] = {}  # of a tower
+        others = other_tensors(folder)
         for file in sorted(check_model(folder).path.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
                 self._tensors |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in shapes}  # noqa: SIM118
+                self._others |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in others}  # noqa: SIM118
         self._on_device: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -113,16 +117,28 @@ class BaseWeights(Mapping[str, torch.Tensor]):
             self._on_device[name] = round_matrix(tensor, dtype) if self._rounds else tensor
         return self._on_device[name]
 
+    @cached_property
+    def _tower(self) -> Mapping[str, Sequence[Any]]:
+        """The tensors of the folder that the parameters of its tower are; see `FolderWeights.parts`."""
+        from rlgraph.engines.hf.folder_weights import FolderWeights
+        from rlgraph.engines.hf.unloaded import load_vision
+
+        return FolderWeights(self._folder, load_vision(self._folder), whole=True).parts()
+
     def with_adapter(self, adapter: Mapping[str, torch.Tensor], scale: float, dtype: torch.dtype) -> "MergedWeights":
         """The weights with an adapter merged in, `adapter` by the names `….lora_A.weight` and `….lora_B.weight` of its matrices.
 
-        Of a language model in a multimodal folder they are named as in a text model, or as in the whole. Raises DataError for an adapter
-        of another model.
+        Of a language model in a multimodal folder they are named as in a text model, or as in the whole. With matrices beside those of a
+        tower, the tower belongs to the weights. Raises DataError for an adapter of another model.
         """
         named = {in_text_model(name).removesuffix(".weight"): name.removesuffix(".weight") for name in self._tensors}
-        parts = [(name, in_text_model(name)[: name.rfind(".lora_") - len(name)]) for name in adapter]
-        adapter = {named.get(module, module) + name[name.rfind(".lora_") :]: adapter[name] for name, module in parts}
+        parts = [(in_text_model(name.removeprefix(VISION)).partition(".lora_"), name) for name in adapter]
+        if self._others and any(module not in named for (module, _, _), _ in parts):
+            named |= {name.removesuffix(".weight"): part.name.removesuffix(".weight") for name, (part, *_) in self._tower.items()}
+        adapter = {named.get(module, module) + begin + kind: adapter[name] for (module, begin, kind), name in parts}
         changed = tuple(name.removesuffix(A) + ".weight" for name in adapter if name.endswith(A))
+        if not self._tensors.keys() >= set(changed):
+            self._tensors |= self._others
         for name in changed:
             module = name.removesuffix(".weight")
             there = tuple(self._tensors[name].shape) if name in self._tensors else None
@@ -197,11 +213,15 @@ class LoraLinear(torch.nn.Linear):
 
 
 def attach(
-    model: torch.nn.Module, layers: torch.nn.Module, lora: LoRA, dtype: torch.dtype, trained_whole: Sequence[torch.nn.Module] = ()
+    model: torch.nn.Module,
+    adapted: Sequence[torch.nn.Module],
+    lora: LoRA,
+    dtype: torch.dtype,
+    trained_whole: Sequence[torch.nn.Module] = (),
 ) -> list[LoraLinear]:
-    """Freeze a model in `dtype`, on the meta device or in memory, and put adapters beside the targets among its layers; return these.
+    """Freeze a model in `dtype`, on the meta device or in memory, and put adapters beside the targets in its `adapted` parts; return these.
 
-    Modules that are `trained_whole` are left as they are. Raises DataError for targets that no projection of the layers has.
+    Modules that are `trained_whole` are left as they are. Raises DataError for targets that no projection of the parts has.
     """
     kept: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # tied parameters stay one
     for module in (module for module in model.modules() if module not in trained_whole):
@@ -210,27 +230,22 @@ def attach(
                 kept[parameter] = torch.nn.Parameter(parameter.detach().to(dtype), requires_grad=False)
             module.register_parameter(name, kept[parameter])
     made = []
-    for name, projection in [(name, module) for name, module in layers.named_modules() if type(module) is torch.nn.Linear]:
-        if is_target(name, lora):
-            parent, _, own = name.rpartition(".")
-            made.append(LoraLinear(projection, lora))
-            setattr(layers.get_submodule(parent), own, made[-1])
-    lacking = (
-        [] if lora.targets == ALL_LINEAR else [t for t in lora.targets if not any(n.rpartition(".")[2] == t for n, _ in _linear(layers))]
-    )
+    there = {name.rpartition(".")[2] for part in adapted for name, module in part.named_modules() if isinstance(module, torch.nn.Linear)}
+    for part in adapted:
+        for name, projection in [(name, module) for name, module in part.named_modules() if type(module) is torch.nn.Linear]:
+            if is_target(name, lora):
+                parent, _, own = name.rpartition(".")
+                made.append(LoraLinear(projection, lora))
+                setattr(part.get_submodule(parent), own, made[-1])
+    lacking = [] if lora.targets == ALL_LINEAR else [target for target in lora.targets if target not in there]
     if lacking or not made:
-        there = sorted({name.rpartition(".")[2] for name, _ in _linear(layers)})
-        raise DataError(f"LoRA(targets={list(lora.targets)}): the layers have no projection {lacking[:3]}; they have {there}")
+        raise DataError(f"LoRA(targets={list(lora.targets)}): the layers have no projection {lacking[:3]}; they have {sorted(there)}")
     return made
 
 
 def is_target(name: str, lora: LoRA) -> bool:
     """Whether the projection of this name gets an adapter."""
     return lora.targets == ALL_LINEAR or name.rpartition(".")[2] in lora.targets
-
-
-def _linear(layers: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    return ((name, module) for name, module in layers.named_modules() if isinstance(module, torch.nn.Linear) and ".lora_" not in name)
 
 
 class InitialWeights:
@@ -258,9 +273,8 @@ class InitialWeights:
         assert self._file is not None
         with safe_open(self._file, "pt") as tensors:
             there = tensors.keys()
-            own = next(
-                (known for known in there if in_text_model(known.removeprefix(PEFT)) in (name, f"model.{name}")), None
-            )  # of a critic
+            names = (name.removeprefix(VISION), f"model.{name}")  # the second of a critic
+            own = next((known for known in there if in_text_model(known.removeprefix(PEFT)) in names), None)
             if own is None:
                 raise DataError(f"'{self._file}' has no '{PEFT + name}'; it is an adapter of another model, or of other targets")
             found: torch.Tensor = tensors.get_tensor(own).float()
@@ -412,7 +426,7 @@ def peft_names(shapes: Mapping[str, Numbers], part: str = "model.") -> dict[str,
     >>> peft_names({"model.layers.0.self_attn.q_proj.lora_A.weight": (8, 64)})
     {'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight': ('model.layers.0.self_attn.q_proj.lora_A.weight', (8, 64))}
     """
-    named = {part + name.removeprefix("model.") if name.startswith("model.") else name: name for name in shapes}
+    named = {part + name.removeprefix("model.") if name.startswith("model.") else name.removeprefix(VISION): name for name in shapes}
     return {PEFT + own: (name, shapes[name]) for own, name in named.items()}
 
 

@@ -310,7 +310,7 @@ def _need(
     tower = max(filter(None, map(tower_of, nodes)), key=attrgetter("kept"), default=None)
     if tower is None:
         return need
-    if work.trained and work.traits.train_vision:  # a shard as of the other weights; features are not kept
+    if work.trained and work.traits.train_vision and work.adapter is None:  # a shard as of the other weights; features are not kept
         each = MASTER + GRADIENT + MOMENTS[work.traits.optimizer.moments]
         return _with(need, {"image tower": int(each * tower.parameters) // work.workers})
     size = tower.parameters * work.itemsize

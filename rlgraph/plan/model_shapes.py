@@ -176,7 +176,7 @@ def generators_tower(graph: Graph, model: Model) -> int:
 
 def trained_tower(graph: Graph, model: Model | None) -> int:
     """Count the parameters of the tower that a model trains, and publishes with the rest."""
-    if model is None or not model.traits.train_vision:
+    if model is None or not model.traits.train_vision or model.traits.adapter is not None:
         return 0
     return max((tower.parameters for node in graph.nodes if node.model is model and (tower := tower_of(node)) is not None), default=0)
 

@@ -23,8 +23,8 @@ from transformers import AutoModel, AutoModelForCausalLM
 from rlgraph.engines.forward.head import PolicyHead, ValueHead
 from rlgraph.engines.fsdp.sharding import own_box
 from rlgraph.engines.hf import folder_weights
-from rlgraph.engines.hf.backbone import skeleton
 from rlgraph.engines.hf.folder_weights import FolderWeights, PieceReader
+from rlgraph.engines.hf.unloaded import skeleton
 from rlgraph.errors import DataError
 from rlgraph.values.optimizers import AdamW
 

@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rlgraph as rg
 from rlgraph.engines.hf.image_costs import tower_of_folder
-from rlgraph.engines.hf.images import KEPT, ImageTower
+from rlgraph.engines.hf.image_tower import ImageTower
+from rlgraph.engines.hf.images import KEPT
 from rlgraph.plan.compile import priced_for
 from rlgraph.plan.estimates import PREFILL
 from rlgraph.plan.memory import loading_peaks

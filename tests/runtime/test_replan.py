@@ -1,5 +1,6 @@
 """A run that changes its plan on its way: its steps are those of a run that was stopped and resumed with the other plan."""
 
+import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -104,7 +105,7 @@ def test_a_run_with_long_rollouts_gives_its_generator_a_device_of_the_trainer(tm
             if after == 5:
                 break
         assert running.plan.source is other
-        assert running.notices[-1].startswith("after step 8, rollout 1, train 2 -> rollout 2, train 1: predicted ")
+        assert re.match(r"after step \d+, rollout 1, train 2 -> rollout 2, train 1: predicted ", running.notices[-1])
     with digests.plan(replace(loop, trainers=1, times=Times(0.0, 0.0, 0.0, 0.0, 0.0)).graph()).run_here() as here:
         assert found == [(step.metrics["tokens"], step.staleness) for step in here.steps(len(found))]
 

@@ -16,9 +16,10 @@ from rlgraph.batching.packing import MicroBatch, response_lengths
 from rlgraph.columns import Column, Columns
 from rlgraph.engines.api import PolicyLossFn, ValueLossFn
 from rlgraph.engines.forward.collectives import VocabularyShard, sum_filled
-from rlgraph.engines.hf.backbone import VISION, LogitShape, backbone_of, layers_of, predicting_states
+from rlgraph.engines.hf.backbone import LogitShape, backbone_of, layers_of, predicting_states
 from rlgraph.engines.hf.folder_weights import FolderWeights
-from rlgraph.engines.hf.images import ImageTower
+from rlgraph.engines.hf.image_tower import ImageTower
+from rlgraph.engines.hf.model_files import VISION
 from rlgraph.engines.hf.pretrained import value_head
 from rlgraph.engines.hf.unloaded import load_causal, load_headless, load_vision
 from rlgraph.engines.lora import InitialWeights, is_adapter
@@ -192,19 +193,15 @@ class Head(torch.nn.Module, ABC):
 
     def fill(self, name: str, offsets: Sequence[int], out: torch.Tensor) -> bool:
         """Copy the box at `offsets` of a parameter or buffer of this module from the folder to `out`; False if the folder lacks it."""
-        if name.startswith(VISION) and self.vision_folder is not None:
-            found = self.vision_folder.holds(name.removeprefix(VISION))
-            if found:
-                self.vision_folder.fill(name.removeprefix(VISION), offsets, out)
-            return found
         own = name.removeprefix("model.")
         if self.begins is not None and is_adapter(own):
             shape = tuple(self.get_parameter(name).shape)
             out.copy_(self.begins(own, shape)[tuple(slice(at, at + size) for at, size in zip(offsets, out.shape, strict=True))])
             return True
-        if self.folder is None or not self.folder.holds(own):
+        folder, own = (self.vision_folder, own.removeprefix(VISION)) if own.startswith(VISION) else (self.folder, own)
+        if folder is None or not folder.holds(own):
             return False
-        self.folder.fill(own, offsets, out)
+        folder.fill(own, offsets, out)
         return True
 
     def source(self, name: str) -> str | None:

@@ -362,4 +362,4 @@ def _attach_adapter(head: Head, adapter: LoRA, dtype: torch.dtype, world: int) -
     if adapter.base is not None and world > 1:
         raise GraphError(f"FsdpEngine(world={world}): a base in '{adapter.base}' is whole on one rank; leave out base")
     head.begins = InitialWeights(adapter)
-    return attach(head, head.layers, adapter, dtype, head.unadapted_modules)
+    return attach(head, [part for part in (head.layers, head.vision) if part is not None], adapter, dtype, head.unadapted_modules)

@@ -15,8 +15,8 @@ from torch.nn.functional import rms_norm
 from rlgraph.batching.packing import MicroBatch
 from rlgraph.engines.forward.packed_attention import padded_implementation
 from rlgraph.engines.hf.folder_weights import FolderWeights, PartsByName
-from rlgraph.engines.hf.images import ImageTower
-from rlgraph.engines.hf.model_files import FamilyOptions
+from rlgraph.engines.hf.image_tower import ImageTower
+from rlgraph.engines.hf.model_files import VISION, FamilyOptions
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.hf.unloaded import load_causal, load_headless, load_vision
 from rlgraph.errors import DataError
@@ -88,8 +88,6 @@ def _attention(backbone: Any, micro_batch: MicroBatch) -> AbstractContextManager
     context: AbstractContextManager[None] = sdpa_kernel(SDPBackend.MATH) if short and not again else nullcontext()
     return context
 
-
-VISION = "vision."  # begins the names of a tower's parameters in a trained model, of which it is a module
 
 # The text model of a folder: loaded with its weights in one process, and what its parameters are in the folder.
 

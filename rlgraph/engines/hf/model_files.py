@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 NESTED = "text_config"
 PREFIXES = ("model.language_model.", "language_model.", "model.text_model.")
+VISION = "vision."  # begins the names of a tower's parameters in a trained model, of which it is a module
 PLAIN_PREFIXES = ("lm_head.", "model.embed_tokens.", "model.layers.", "model.norm.")  # of multimodal folders without one of the former
 FLAT_CONFIGS = ("qwen2_5_vl",)  # types whose published config.json has the entries of the language model beside the tower's
 UNSCALED = ("aya_vision", "cohere2_vision")  # types whose class of transformers ignores the text model's logit_scale

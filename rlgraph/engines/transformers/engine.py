@@ -15,7 +15,7 @@ from rlgraph.engines.forward.packed_attention import padded_implementation
 from rlgraph.engines.hf.backbone import load_text_model
 from rlgraph.engines.hf.chat_template import prompt_tokens, render_with_response
 from rlgraph.engines.hf.folder_weights import FolderWeights, whole_part
-from rlgraph.engines.hf.images import ImageTower
+from rlgraph.engines.hf.image_tower import ImageTower
 from rlgraph.engines.hf.model_files import FamilyOptions, rotary_limit, text_config
 from rlgraph.engines.hf.pretrained import check_model
 from rlgraph.engines.lora import describe_weights

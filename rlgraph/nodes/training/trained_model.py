@@ -132,7 +132,6 @@ def check_installed(model: Any) -> None:
 def check_vision(model: Any) -> None:
     """Raise GraphError for settings with which the tower of a model that reads images cannot be trained."""
     given = {
-        "adapter": (model.adapter, None),
         "tensor_parallel": (model.tensor_parallel, 1),
         "expert_parallel": (model.expert_parallel, 1),
         "optimizer": (isinstance(model.optimizer, Muon), False),
@@ -176,7 +175,7 @@ def check_adapter_folder(model: Any, summary: ModelSummary) -> None:
         raise GraphError(
             f"{where}: adapters are tested for {', '.join(tested)}, and this model is a '{summary.model_type}'; train it without adapter="
         )
-    unknown = [] if lora.targets == ALL_LINEAR else [name for name in lora.targets if name not in PROJECTIONS]
+    unknown = [] if lora.targets == ALL_LINEAR or model.train_vision else [name for name in lora.targets if name not in PROJECTIONS]
     if unknown:
         raise GraphError(f"{where} has the target '{unknown[0]}'; the layers have {list(PROJECTIONS)}")
     if lora.folder is not None:

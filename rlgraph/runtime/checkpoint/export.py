@@ -84,8 +84,9 @@ class AdapterExport:
                 self.write(apart, own)
                 write_companions(growing.path, Path(path), self.dtype, "log_probs")
                 self._add_files(growing.path)
-                write_shards(growing.path, layout, _merge_adapter(path, apart, self.adapter, DTYPES[self.dtype][1]))
-                write_shards(growing.path, layout, _as_they_are(others))
+                weights = BaseWeights(path, self.adapter.base).with_adapter(read_adapter(apart), self.adapter.scale, DTYPES[self.dtype][1])
+                write_shards(growing.path, layout, (_whole(name, weights[name]) for name in weights))
+                write_shards(growing.path, layout, _as_they_are({name: others[name] for name in others.keys() - weights.keys()}))
                 shutil.rmtree(apart)
             except OSError as error:
                 raise growing.note_failure(error) from error
@@ -108,11 +109,8 @@ def language_part(path: str) -> str:
     return "model.text_model." if any(name.startswith("model.text_model.") for name in parameter_shapes(path)) else "model.language_model."
 
 
-def _merge_adapter(path: str, apart: Path, adapter: SavedAdapter, dtype: torch.dtype) -> Iterator[WeightShard]:
-    weights = BaseWeights(path, adapter.base).with_adapter(read_adapter(apart), adapter.scale, dtype)
-    for name in weights:
-        tensor = weights[name]
-        yield WeightShard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
+def _whole(name: str, tensor: torch.Tensor) -> WeightShard:
+    return WeightShard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
 Metrics = Mapping[str, float]
@@ -197,9 +195,9 @@ def _own_names(tensors: Mapping[str, tuple[Path, Numbers]]) -> dict[str, tuple[s
 
 def _as_they_are(tensors: Mapping[str, tuple[Path, tuple[int, ...]]]) -> Iterator[WeightShard]:
     """Read the tensors that the trainer does not hold, one at a time."""
-    for name, (file, shape) in tensors.items():
+    for name, (file, _) in tensors.items():
         with safe_open(file, "pt") as opened:
-            yield WeightShard(name, shape, (0,) * len(shape), opened.get_tensor(name))
+            yield _whole(name, opened.get_tensor(name))
 
 
 def _meta_shard(box: ShardBox) -> WeightShard:

@@ -8,9 +8,10 @@ from typing import Any
 import msgspec
 
 from rlgraph.analysis.run import CardFacts
-from rlgraph.engines.hf.backbone import VISION, parts_of
+from rlgraph.engines.hf.backbone import parts_of
 from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, ExportLayout, check_target, write_shards
 from rlgraph.engines.hf.folder_weights import folder_shards
+from rlgraph.engines.hf.model_files import VISION
 from rlgraph.engines.hf.pretrained import parameter_shapes
 from rlgraph.engines.registry import TRAINERS, SavedShard
 from rlgraph.errors import CheckpointError, ExportError
