@@ -37,7 +37,7 @@ class TrainerSettings:
     * `router_replay`: computes with the experts in the columns `prompt_routes` and `routes` of a batch, if it has them.
     * `adapter`: `rg.LoRA(rank=…)` trains and publishes low-rank matrices, and leaves the model's weights unchanged. None: full training.
     * `train_vision`: of a model that reads images, trains the part that makes features of them too, tower and projector, and publishes
-      it. False leaves them as the folder has them.
+      it; an `adapter` then adapts this part as well. False leaves it as the folder has it.
     * `exact`: makes log-probs bit-identical to the engine `vllm`, and checks some tokens of each step before its update. It requires
       depth 0, and pools of one core with `dtype="float32"` or Hopper GPUs with `dtype="bfloat16"`.
 

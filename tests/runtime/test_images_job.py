@@ -168,14 +168,16 @@ def test_a_run_records_small_images_and_exports_the_whole_folder_with_the_tower_
 
 
 @pytest.mark.stage("jobs")
-def test_an_adapter_reaches_the_engine_and_is_exported_with_the_tower(model: str, tmp_path: Path) -> None:
-    with forked_workers.job(graph(model, depth=0, adapter=rg.LoRA(rank=2))) as job:
+@pytest.mark.parametrize("vision", [False, True], ids=["language model", "all"])
+def test_an_adapter_reaches_the_engine_and_is_exported_with_the_tower(model: str, tmp_path: Path, vision: bool) -> None:
+    with forked_workers.job(graph(model, depth=0, adapter=rg.LoRA(rank=2), train_vision=vision)) as job:
         steps = list(job.steps(3))
         job.export(tmp_path / "out", dtype="float32")
     assert steps[-1].metrics["guards/mismatch"] < 1e-5
     old, new = (load_file(Path(of) / "model.safetensors") for of in (model, tmp_path / "out"))
     assert old.keys() == new.keys()
-    assert all(torch.equal(old[name], new[name]) != ("_proj" in name and "text_model" in name) for name in old)
+    adapted = {name for name in old if old[name].dim() == 2 and not any(part in name for part in ("embed", "lm_head"))}
+    assert {name for name in old if not torch.equal(old[name], new[name])} == {n for n in adapted if vision or "text_model" in n}
 
 
 @pytest.mark.stage("jobs")
@@ -207,11 +209,11 @@ def test_a_tower_that_is_trained_on_two_ranks_reaches_the_engine_and_both_export
         ({"images": 1}, DataError, r"item 7 of the data set has 2 images, but node 'rollout' reads at most 1: raise Generator\(images=\)"),
         ({"rollout": {"agent": "true"}}, GraphError, "with which an agent program is not supported; leave it out"),
         ({"trainer": "megatron"}, GraphError, "gets images, which trainer='megatron' does not read"),
-        ({"train_vision": True, "adapter": rg.LoRA(rank=2)}, GraphError, "train_vision=True[)] does not work with adapter="),
+        ({"train_vision": True, "tensor_parallel": 2}, GraphError, "train_vision=True[)] does not work with tensor_parallel="),
         ({"train_vision": True, "data": ROWS_OF_TEXT}, GraphError, "train_vision=True, and its batch has no images"),
         ({"context_parallel": 2}, GraphError, r"ranks share rows \(context_parallel=2\)"),
     ],
-    ids=["no images", "no image shown", "too many", "agent", "megatron", "vision and adapter", "vision of nothing", "context"],
+    ids=["no images", "no image shown", "too many", "agent", "megatron", "vision and tensor", "vision of nothing", "context"],
 )
 def test_what_cannot_read_images_is_refused_before_anything_starts(
     model: str, given: dict[str, Any], error: type[Exception], said: str
