@@ -95,12 +95,13 @@ def parts_of(text: str) -> list[dict[str, str]]:
 def read_parts(content: Any) -> tuple[str, list[Any]] | None:
     """Write an answer with images as text with a mark `<image>` in the place of each, and list the images; None for one without.
 
-    An image is one of PIL, a data URL, or among the parts of a list, as in the messages of OpenAI; one without data is None.
+    An image is one of PIL, or among the parts of a list, as in the messages of OpenAI; one without data is None. A text stays one, whatever
+    it begins with: a program of the model may have written it.
 
     >>> read_parts([{"type": "text", "text": "A plot:"}, {"type": "image", "image": "a.png"}])
     ('A plot:<image>', ['a.png'])
     """
-    if (isinstance(content, str) and content.startswith("data:image/")) or type(content).__module__.startswith("PIL."):
+    if type(content).__module__.startswith("PIL."):
         return MARK, [content]
     parts = content if isinstance(content, list | tuple) else ()
     kinds = [part.get("type") if isinstance(part, Mapping) else None for part in parts]

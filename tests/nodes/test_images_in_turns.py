@@ -132,7 +132,10 @@ def test_an_environment_reads_the_images_of_its_prompt_and_shows_more(folder: Pa
 @pytest.mark.parametrize(
     ("result", "says"),
     [
-        ("data:image/png;base64,AAAA", "the answer of the tool 'plot': image 0, 'data:image/png;base64,AAAA', is broken, cut off"),
+        (
+            [{"type": "image", "image": "data:image/png;base64,AAAA"}],
+            "the answer of the tool 'plot': image 0, 'data:image/png;base64,AAAA', is broken, cut off",
+        ),
         ([{"type": "image", "image": "none.png"}], "the answer of the tool 'plot': image 0 is 'none.png', which cannot be read"),
         ([{"type": "image"}], "the answer of the tool 'plot': image 0 is None; an image is a path"),
         ([{"type": "image", "image": seeing.picture(1)}, {"type": "text", "text": "<image>"}], "1 images, and 2 marks in its text"),
@@ -146,6 +149,17 @@ def test_a_broken_image_is_an_error_of_its_tool(result: Any, says: str) -> None:
     turn = asyncio.run(ToolCalls(rg.Tools([plot], pool=POOL)).step(said))
     assert says in turn.messages[0].content
     assert turn.info == {"calls": 1, "failures": 1}
+
+
+def test_a_text_that_looks_like_an_image_stays_a_text() -> None:
+    """A program that the model wrote may print it, also where no image is read."""
+
+    async def plot() -> str:
+        return "data:image/png;base64,AAAA"
+
+    said = rg.agents.Message("assistant", CALL, tool_calls=(rg.agents.ToolCall("plot"),))
+    [answer] = asyncio.run(ToolCalls(rg.Tools([plot], pool=POOL)).step(said)).messages
+    assert (answer.content, answer.images) == ("data:image/png;base64,AAAA", ())
 
 
 def test_a_message_whose_images_have_other_places_is_refused() -> None:

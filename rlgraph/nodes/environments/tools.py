@@ -214,7 +214,7 @@ class Tools:
     A tool is `rg.tools.python`, `rg.tools.calculator`, or your async function, whose signature and docstring are described to
     the model by its chat template. The model calls it by name with arguments, and reads the `str` of the result, or the error of a call
     that raises, takes longer than `deadline_s` or is malformed. The first turn without a call is the last. A result with images is an
-    image of PIL, a data URL, or a list of parts `{"type": "image", "image": …}` and `{"type": "text", "text": …}`.
+    image of PIL, or a list of parts `{"type": "image", "image": …}` and `{"type": "text", "text": …}`.
 
     * `calls`: the format of calls: "hermes" (Qwen 2.5 and 3), "llama3_json", "pythonic", "qwen3_coder", "vllm:NAME" for a parser of
       vLLM, or a function of a turn's text and the tools' schemas that returns `rg.agents.ToolCall`s. The launch refuses a format in which
