@@ -87,12 +87,12 @@ def sees_images(attention: Callable[..., tuple[torch.Tensor, None]]) -> Callable
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: Any,
+        attention_mask: Any,
         *,
         image_blocks: ImageBlocks | None = None,
         **given: Any,
     ) -> tuple[torch.Tensor, None]:
-        out, _ = attention(module, query, key, value, mask, **given)
+        out, _ = attention(module, query, key, value, attention_mask, **given)
         if image_blocks is None:
             return out, None
         images = image_blocks.attend(query, key, value, given.get("scaling"), given.get("sliding_window"))

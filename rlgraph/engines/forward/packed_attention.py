@@ -251,9 +251,11 @@ def _some_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, gro
     return [whole_heads(x, group) for x in (query, key, value)]
 
 
-def attend_half(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, dtype: Any, **settings: Any) -> Any:
+def attend_half(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, *, dtype: Any, **settings: Any
+) -> Any:
     """Attend as `attend` does in `dtype`, in a model of float32: so the kernel of a GPU is tested, and rounding nowhere else."""
-    out, _ = attend(module, query.to(dtype), key.to(dtype), value.to(dtype), mask, **settings)
+    out, _ = attend(module, query.to(dtype), key.to(dtype), value.to(dtype), attention_mask, **settings)
     return out.to(query.dtype), None
 
 
