@@ -85,7 +85,7 @@ class AdapterExport:
                 write_companions(growing.path, Path(path), self.dtype, "log_probs")
                 self._add_files(growing.path)
                 weights = BaseWeights(path, self.adapter.base).with_adapter(read_adapter(apart), self.adapter.scale, DTYPES[self.dtype][1])
-                write_shards(growing.path, layout, (_whole(name, weights[name]) for name in weights))
+                write_shards(growing.path, layout, (_whole_shard(name, weights[name]) for name in weights))
                 write_shards(growing.path, layout, _as_they_are({name: others[name] for name in others.keys() - weights.keys()}))
                 shutil.rmtree(apart)
             except OSError as error:
@@ -109,7 +109,7 @@ def language_part(path: str) -> str:
     return "model.text_model." if any(name.startswith("model.text_model.") for name in parameter_shapes(path)) else "model.language_model."
 
 
-def _whole(name: str, tensor: torch.Tensor) -> WeightShard:
+def _whole_shard(name: str, tensor: torch.Tensor) -> WeightShard:
     return WeightShard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor)
 
 
@@ -197,7 +197,7 @@ def _as_they_are(tensors: Mapping[str, tuple[Path, tuple[int, ...]]]) -> Iterato
     """Read the tensors that the trainer does not hold, one at a time."""
     for name, (file, _) in tensors.items():
         with safe_open(file, "pt") as opened:
-            yield _whole(name, opened.get_tensor(name))
+            yield _whole_shard(name, opened.get_tensor(name))
 
 
 def _meta_shard(box: ShardBox) -> WeightShard:
