@@ -94,7 +94,7 @@ class BaseWeights(Mapping[str, torch.Tensor]):
         self._folder, self._rounds = folder, base is not None
         self._tensors: dict[str, torch.Tensor] = {}
         self._others: dict[str, torch.Tensor] = {}  # of a tower
-        others = other_tensors(folder)
+        others = other_tensors(folder) if check_model(folder).nested else {}
         for file in sorted(check_model(folder).path.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
                 self._tensors |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in shapes}  # noqa: SIM118

@@ -24,13 +24,18 @@ def check_exact(graph: UncheckedGraph) -> None:
                 f"graph '{graph.name}': the model of node '{node.name}' has exact=True, and no generator follows its weights; close a "
                 "feedback edge with them, or leave out exact"
             )
+    for feedback, source, node, model in _followers(graph):
+        if source.traits.exact:
+            _check_reader(graph, feedback, source, node, model)
+
+
+def _followers(graph: UncheckedGraph) -> Iterator[tuple[Feedback, Model, Node, Model]]:
+    """List each feedback edge with the model that writes it, a node that follows it, and the node's model."""
     for feedback in graph.feedbacks:
         source = feedback.source.node.model if feedback.source is not None else None
-        if source is None or not source.traits.exact:
-            continue
         for node in graph.nodes:
-            if node.feedback is feedback and node.model is not None:
-                _check_reader(graph, feedback, source, node, node.model)
+            if source is not None and node.feedback is feedback and node.model is not None:
+                yield feedback, source, node, node.model
 
 
 def exact_models(graph: UncheckedGraph) -> set[Model]:
@@ -76,30 +81,26 @@ def _check_reader(graph: UncheckedGraph, feedback: Feedback, source: Model, node
 
 def check_adapters(graph: UncheckedGraph) -> None:
     """Refuse readers of an adapter that do not generate, cannot merge adapters, read another folder, or span devices."""
-    for feedback in graph.feedbacks:
-        source = feedback.source.node.model if feedback.source is not None else None
-        if source is None or source.traits.adapter is None:
+    for feedback, source, node, model in _followers(graph):
+        if source.traits.adapter is None:
             continue
-        for node in graph.nodes:
-            if node.feedback is not feedback or node.model is None:
-                continue
-            where = f"graph '{graph.name}': node '{node.name}' follows feedback '{feedback.name}', which carries an adapter"
-            if node.traits.work != "generate":
-                raise GraphError(f"{where}; only a generator merges one: use policy.log_probs(rollout), or leave out adapter=")
-            if not node.model.traits.merges_adapters:
-                raise GraphError(
-                    f"{where}, but its engine is not tested with adapters: use engine='transformers' or 'vllm', or leave out adapter="
-                )
-            if node.model.path != source.path:
-                raise GraphError(
-                    f"{where} of '{source.path}', and its own model is '{node.model.path}'; both must start from one folder, since only "
-                    "the adapter is sent: pass the same path"
-                )
-            if node.model.group > 1:
-                raise GraphError(
-                    f"{where}, but its engine spans {node.model.group} devices, while adapters arrive unsharded: use "
-                    "tensor_parallel=1, or leave out adapter="
-                )
+        where = f"graph '{graph.name}': node '{node.name}' follows feedback '{feedback.name}', which carries an adapter"
+        if node.traits.work != "generate":
+            raise GraphError(f"{where}; only a generator merges one: use policy.log_probs(rollout), or leave out adapter=")
+        if not model.traits.merges_adapters:
+            raise GraphError(
+                f"{where}, but its engine is not tested with adapters: use engine='transformers' or 'vllm', or leave out adapter="
+            )
+        if model.path != source.path:
+            raise GraphError(
+                f"{where} of '{source.path}', and its own model is '{model.path}'; both must start from one folder, since only "
+                "the adapter is sent: pass the same path"
+            )
+        if model.group > 1:
+            raise GraphError(
+                f"{where}, but its engine spans {model.group} devices, while adapters arrive unsharded: use "
+                "tensor_parallel=1, or leave out adapter="
+            )
 
 
 # The rule of graphs whose engines report the experts that they chose, `Generator(routes=True)`.
@@ -129,16 +130,12 @@ def check_image_readers(graph: UncheckedGraph) -> None:
 
 def check_vision_readers(graph: UncheckedGraph) -> None:
     """Refuse readers of a tower that is trained which are no generators with images."""
-    for feedback in graph.feedbacks:
-        source = feedback.source.node.model if feedback.source is not None else None
-        if source is None or not source.traits.train_vision:
-            continue
-        for node in graph.nodes:
-            if node.feedback is feedback and node.model is not None and node.model.traits.images is None:
-                raise GraphError(
-                    f"graph '{graph.name}': node '{node.name}' follows feedback '{feedback.name}', which carries the tower; "
-                    "only a generator with images= has one: use policy.log_probs(rollout), or leave out train_vision"
-                )
+    for feedback, source, node, model in _followers(graph):
+        if source.traits.train_vision and model.traits.images is None:
+            raise GraphError(
+                f"graph '{graph.name}': node '{node.name}' follows feedback '{feedback.name}', which carries the tower; "
+                "only a generator with images= has one: use policy.log_probs(rollout), or leave out train_vision"
+            )
 
 
 # The round of its pool in which a node fires: an update on the rollout's own pool comes one or more rounds later.

@@ -144,6 +144,13 @@ def whole_part(name: str, shape: Numbers) -> FolderPart:
     return FolderPart(name, shape, tuple((0, size) for size in shape))
 
 
+def copy_parts(parameters: Mapping[str, torch.Tensor], parts: PartsByName, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy weights, by their names in the folder, into the parameters whose `parts` they are."""
+    for name, parameter in parameters.items():
+        for part in parts[name]:
+            part.view_of(parameter).copy_(weights[part.name])
+
+
 def fused_parts(operations: Iterable[Any], sources: Mapping[str, list[str]], shapes: Mapping[str, Numbers]) -> tuple[FolderPart, ...]:
     """Find the parts of a parameter that transformers makes of `sources`, the tensors by pattern and in their order.
 

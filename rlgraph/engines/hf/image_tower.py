@@ -15,7 +15,7 @@ import torch
 from rlgraph.batching.packing import InputImages
 from rlgraph.engines.forward.image_blocks import ImageBlocks
 from rlgraph.engines.forward.packed_attention import PARTS, register
-from rlgraph.engines.hf.folder_weights import FolderWeights, PartsByName
+from rlgraph.engines.hf.folder_weights import FolderWeights, PartsByName, copy_parts
 from rlgraph.engines.hf.images import BOTH_WAYS, KEPT, TEXT, processor_of, read_images, tokens_of_image
 from rlgraph.engines.hf.model_files import FamilyOptions
 from rlgraph.engines.hf.unloaded import load_vision
@@ -82,9 +82,7 @@ class ImageTower:
     def replace_weights(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Copy the weights of a tower that is trained elsewhere, by their names in the folder, and forget what the old ones saw."""
         self._kept.clear()
-        for name, parameter in self._whole.named_parameters():
-            for part in self._parts[name]:
-                part.view_of(parameter).copy_(weights[part.name])
+        copy_parts(dict(self._whole.named_parameters()), self._parts, weights)
 
     def see(self, row: str) -> Seen:
         """Compute what the language model reads of the images of a row, in their order; a frozen tower keeps that of the last rows."""

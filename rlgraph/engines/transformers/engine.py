@@ -14,7 +14,7 @@ from rlgraph.engines.forward.experts import TELLING, routers_of, tells
 from rlgraph.engines.forward.packed_attention import padded_implementation
 from rlgraph.engines.hf.backbone import load_text_model
 from rlgraph.engines.hf.chat_template import prompt_tokens, render_with_response
-from rlgraph.engines.hf.folder_weights import FolderWeights, whole_part
+from rlgraph.engines.hf.folder_weights import FolderWeights, copy_parts, whole_part
 from rlgraph.engines.hf.image_tower import ImageTower
 from rlgraph.engines.hf.model_files import FamilyOptions, rotary_limit, text_config
 from rlgraph.engines.hf.pretrained import check_model
@@ -118,9 +118,7 @@ class TransformersEngine(GenerateEngine):
         check_weights(described, {part.name: part.shape for of in parts.values() for part in of} | (tower if sees_anew else {}))
         if self._tower is not None and sees_anew:
             self._tower.replace_weights(weights)
-        for name, parameter in parameters.items():
-            for part in parts[name]:
-                part.view_of(parameter).copy_(weights[part.name])
+        copy_parts(parameters, parts, weights)
         if running == "recompute":
             for batch in self._batches:
                 batch.cache = None
