@@ -1,11 +1,13 @@
 """Weights in fp8: rows, versions written into an engine's own tensors, and what a plan says of such an engine."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import rlgraph as rg
 from rlgraph.engines.lora import A, B, BaseWeights
@@ -50,6 +52,7 @@ class Model(torch.nn.Module):
         attention.qkv_proj.bias = torch.nn.Parameter(torch.zeros(HEADS + 2 * KEYS))
         mlp.gate_up_proj, mlp.down_proj = Layer([WIDE, WIDE], HIDDEN), Layer([HIDDEN], WIDE)
         layer.self_attn, layer.mlp = attention, mlp
+        layer.input_layernorm, layer.post_attention_layernorm = (torch.nn.LayerNorm(HIDDEN, bias=False) for _ in range(2))
         self.model.layers = torch.nn.ModuleList([layer])
         self.model.embed_tokens = torch.nn.Embedding(320, HIDDEN)
         self.model.norm = torch.nn.LayerNorm(HIDDEN, bias=False)
@@ -63,7 +66,8 @@ def weights(seed: int) -> dict[str, torch.Tensor]:
     found = {"model.embed_tokens.weight": torch.randn(300, HIDDEN)}  # vLLM pads the vocabulary
     found |= {f"model.layers.0.{name}.weight": torch.randn(shape) * (1 + row) for row, (name, shape) in enumerate(layers.items())}
     found |= {f"model.layers.0.self_attn.{name}_proj.bias": torch.randn(sides[name][0]) for name in "qkv"}
-    return found | {"model.norm.weight": torch.randn(HIDDEN)}
+    norms = ("layers.0.input_layernorm", "layers.0.post_attention_layernorm", "norm")
+    return found | {f"model.{name}.weight": torch.randn(HIDDEN) for name in norms}
 
 
 def held(model: Model) -> dict[str, torch.Tensor]:
@@ -90,9 +94,12 @@ def test_a_version_is_quantised_into_the_tensors_that_the_engine_has() -> None:
     assert len(loader.names) == 7
 
 
-def test_of_an_adapter_only_what_it_changes_is_quantised_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    base: Any = BaseWeights.__new__(BaseWeights)
-    base._tensors, base._on_device, base._folder, base._rounds = weights(1), {}, "base", False
+def test_of_an_adapter_only_what_it_changes_is_quantised_again(tmp_path: Path) -> None:
+    sizes = {"hidden_size": HIDDEN, "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": WIDE}
+    config = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 1, "vocab_size": 300, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True, "max_position_embeddings": 64}))
+    save_file(weights(1), tmp_path / "model.safetensors")
+    base = BaseWeights(tmp_path)
     module = "model.layers.0.self_attn.k_proj"
     adapter = {module + A: torch.randn(4, HIDDEN), module + B: torch.randn(KEYS, 4)}
     model = Model()
@@ -104,7 +111,7 @@ def test_of_an_adapter_only_what_it_changes_is_quantised_again(monkeypatch: pyte
     after = held(model)
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {f"model.layers.0.self_attn.qkv_proj.{kind}" for kind in ("weight", "weight_scale")}
-    expected = quantise(base._tensors[module + ".weight"] + adapter[module + B] @ adapter[module + A])
+    expected = quantise(base[module + ".weight"] + adapter[module + B] @ adapter[module + A])
     rows = slice(HEADS, HEADS + KEYS)
     assert torch.equal(after["model.layers.0.self_attn.qkv_proj.weight"].t()[rows], expected[0].float())
 
@@ -137,8 +144,6 @@ CONFIG = {
 
 
 def planned(folder: Path, cluster: rg.Cluster, *, config: Any = None, **given: Any) -> rg.Plan:
-    import json
-
     (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
     generator = rg.Generator(str(folder), pool=rg.Pool("rollout"), sampling=rg.Sampling(max_tokens=512), max_context=1024, **given)
     rollout = generator.rollout(rg.prompts([{"prompt": "1"}], count=4))
