@@ -5,6 +5,8 @@ from pathlib import Path
 
 from hypothesis import settings
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: its threads spin while they wait for cores of other tests
+
 from rlgraph.engines.precision import leave_out_broken_amx
 
 pytest_plugins = [
