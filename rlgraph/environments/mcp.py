@@ -92,6 +92,8 @@ def mcp(
     * `env`: beside PATH, HOME and a few others, all that the server sees of the environment.
     * `only`: the names of the tools to take. None: all.
 
+    The model reads the text and the images of a result, images with `Generator(images=)`.
+
     Raises GraphError without the package mcp, for a server that does not start, and for a name that is none of its tools.
     """
     where = f"mcp({', '.join(map(show_value, command))})"
@@ -133,7 +135,7 @@ class OwnSession:
         self.server = server
         self._sessions: list[_Session] = []
 
-    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
+    async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str | list[dict[str, str]]:
         """Call a tool."""
         if not self._sessions or not self._sessions[-1].usable():
             self._sessions.append(_start_session(self.server))
@@ -145,15 +147,16 @@ class OwnSession:
             await _end(session)
 
 
-async def _call_session(name: str, session: OwnSession, /, **arguments: Any) -> str:
+async def _call_session(name: str, session: OwnSession, /, **arguments: Any) -> str | list[dict[str, str]]:
     return await session.call_tool(name, arguments)
 
 
-async def _call_server(server: McpServer, name: str, /, **arguments: Any) -> str:
+async def _call_server(server: McpServer, name: str, /, **arguments: Any) -> str | list[dict[str, str]]:
     return await _answer(_session(server), name, arguments)
 
 
-async def _answer(session: _Session, name: str, arguments: Mapping[str, Any]) -> str:
+async def _answer(session: _Session, name: str, arguments: Mapping[str, Any]) -> str | list[dict[str, str]]:
+    """Call a tool. Returns its text, or the parts of a message if there are images among them."""
     session.calls += 1
     try:
         client = await asyncio.wait_for(asyncio.shield(session.ready), START_S)
@@ -165,10 +168,20 @@ async def _answer(session: _Session, name: str, arguments: Mapping[str, Any]) ->
         raise ToolError(f"{name}: {_inner(error)!s:.300}") from None
     finally:
         session.calls -= 1
-    text = "\n".join(part.text for part in result.content if part.type == "text")
+    parts = [_read_part(part) for part in result.content]
     if result.is_error:
-        raise ToolError(text)
-    return text
+        raise ToolError("\n".join(part.get("text", "") for part in parts))
+    if any(part["type"] == "image" for part in parts):
+        return [piece for part in parts for piece in (part, {"type": "text", "text": "\n"})][:-1]
+    return "\n".join(part["text"] for part in parts)
+
+
+def _read_part(part: Any) -> dict[str, str]:
+    """Convert a part of a result to one of a message; a part that is neither text nor an image is named in a text."""
+    if part.type == "image":
+        return {"type": "image", "image": f"data:{part.mime_type};base64,{part.data}"}
+    found = (part.resource if part.type == "resource" else part).model_dump(include={"text"}).get("text")
+    return {"type": "text", "text": f"({part.type} left out: only text and images are read)" if found is None else found}
 
 
 def _session(server: McpServer) -> _Session:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from support.environment_turns import run_turns, take_turns
 from support.forked_workers import alive
 from support.paths import PROGRAMS
@@ -14,6 +15,7 @@ from support.scripted_conversations import Rolled, wait_until
 from support.templates import model_with
 
 import rlgraph as rg
+from rlgraph.data.images import data_url
 from rlgraph.environments.mcp import close_servers
 from rlgraph.nodes.environments.tools import ToolCalls
 
@@ -75,7 +77,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_tools_of_a_server_of_mcp_are_described_and_called() -> None:
     tools = {tool.name: tool for tool in server()}
-    assert sorted(tools) == ["add", "die", "fail", "note", "process"]
+    assert sorted(tools) == ["add", "die", "fail", "note", "process", "show"]
     described = tools["add"].schema["function"]
     assert described["description"] == "Add two whole numbers."
     assert described["parameters"]["properties"]["a"]["type"] == "integer"
@@ -104,6 +106,20 @@ def test_tools_of_a_server_of_mcp_are_described_and_called() -> None:
     assert dead.messages[0].content.startswith("error: die: ")
     assert dead.messages[1].content == "2"
     assert not any(alive(pid) for pid in pids)
+
+
+def test_images_of_a_server_of_mcp_are_read_and_other_parts_are_named() -> None:
+    made, url = ToolCalls(rg.Tools(server())), data_url("here", Image.new("RGB", (4, 2)), Path())
+
+    async def show() -> rg.agents.Message:
+        call = rg.agents.ToolCall("show", {"data": url.partition(",")[2]})
+        turn = await made.step(rg.agents.Message("assistant", "", tool_calls=(call,)))
+        await close_servers()
+        return turn.messages[0]
+
+    answer = asyncio.run(show())
+    assert answer.content == "A plot:\n<image>\n(audio left out: only text and images are read)\nthe notes"
+    assert answer.images == (url,)
 
 
 def test_a_conversation_with_a_server_of_mcp_of_its_own_keeps_its_state_to_itself() -> None:

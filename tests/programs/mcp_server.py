@@ -6,6 +6,7 @@ import sys
 import time
 
 from mcp.server import MCPServer
+from mcp.types import AudioContent, EmbeddedResource, ImageContent, TextContent, TextResourceContents
 
 server = MCPServer("tests")
 notes: list[str] = []
@@ -34,6 +35,14 @@ def note(text: str) -> str:
 def fail(why: str) -> str:
     """Fail."""
     raise ValueError(why)
+
+
+@server.tool()
+def show(data: str) -> list[TextContent | ImageContent | AudioContent | EmbeddedResource]:
+    """Show an image, among other parts."""
+    resource = EmbeddedResource(type="resource", resource=TextResourceContents(uri="notes://all", text="the notes"))
+    image, audio = ImageContent(type="image", data=data, mime_type="image/png"), AudioContent(type="audio", data="", mime_type="audio/wav")
+    return [TextContent(type="text", text="A plot:"), image, audio, resource]
 
 
 @server.tool()
