@@ -1,5 +1,6 @@
 """Estimate the peak memory of each device and of the host from model shapes, and refuse a plan that cannot fit."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from rlgraph.graph.graph import Graph
 from rlgraph.graph.nodes import Feedback, Model, Node
 from rlgraph.plan.channels import homes_of, slot_bytes, staged_versions, weights_transport
 from rlgraph.plan.cluster import Cluster, itemsize_of, precision_of
-from rlgraph.plan.cost_functions import Setting, SleepCost
+from rlgraph.plan.cost_functions import Setting, SleepCost, group_of
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.estimates import PIECE_BYTES, default_estimates
 from rlgraph.plan.events import Sleeps, evaluations, readers, sleep_costs
@@ -20,13 +21,16 @@ from rlgraph.plan.model_shapes import (
     GRADIENT,
     MASTER,
     MOMENTS,
+    STEP,
     ModelShape,
     Need,
     Shapes,
+    Tower,
     Workload,
     adapter_size,
     frozen_bytes,
     generators_tower,
+    tokens_of,
     tower_of,
     trained_tower,
 )
@@ -154,6 +158,7 @@ def _fullest(pool: str | None, each: Iterable[Parts], limit: int | None) -> Plan
 PROMPT_TOKENS = 512.0  # assumed if neither a context nor lengths are known
 GIB = 1 << 30
 SLOTS_LEAST = 64 << 20  # share of all slots: less is lost in each process's own memory
+IMAGES = "activations of images"
 REST = "rest of the engine's share"
 EVEN = 16  # divides the sides of matrices in fp8; vLLM pads other matrices
 
@@ -310,15 +315,23 @@ def _need(
     tower = max(filter(None, map(tower_of, nodes)), key=attrgetter("kept"), default=None)
     if tower is None:
         return need
-    if work.trained and work.traits.train_vision and work.adapter is None:  # a shard as of the other weights; features are not kept
-        each = MASTER + GRADIENT + MOMENTS[work.traits.optimizer.moments]
-        return _with(need, {"image tower": int(each * tower.parameters) // work.workers})
     size = tower.parameters * work.itemsize
+    if work.trained and work.traits.train_vision:  # a shard as of the other weights; features are not kept
+        each = MASTER + GRADIENT + MOMENTS[work.traits.optimizer.moments] if work.adapter is None else work.itemsize
+        need = _with(need, {"image tower": int(each * tower.parameters) // work.workers})
+        return _with_activations(need, work, tower, min(map(group_of, nodes)))
     if not generates:  # it is whole on each rank, and stays while others use the device
         return _with(need, {"image tower": size, "features of images": tower.kept * work.itemsize})
     more = work.copies - 1 if any(source.traits.train_vision for source in map(_source, nodes) if source is not None) else 0
     size = int(size / max(work.width, 1.0)) + more * size  # as of the other weights
     return replace(need, runs={**need.runs, "image tower": size}, least=need.least + size)
+
+
+def _with_activations(need: Need, work: Workload, tower: Tower, group: int) -> Need:
+    """Add what a pass of a rank keeps of the images of its prompts, which `group` of its rows share, until its backward pass ends."""
+    rows = min(tokens_of(work) / work.usual, work.rows / work.workers)
+    size = int(math.ceil(rows / group) * tower.activations(work.traits.recompute) * work.itemsize)
+    return Need.of(need.stays, {at: there if at == STEP else {**there, IMAGES: size} for at, there in need.instants.items()})
 
 
 def _source(node: Node) -> Model | None:
@@ -420,6 +433,7 @@ FIXES = {
     "engine's weights": "raise tensor_parallel, use buffers=1, or a smaller model",
     "optimizer": 'set offload="moments" or rg.AdamW(moments="16bit"), give that pool more devices, or use a smaller model',
     "activations": "lower micro_batch_tokens, raise tensor_parallel, or set recompute='selective' or True",
+    IMAGES: "lower micro_batch_tokens, set recompute=True, leave out train_vision, or use smaller images",
     "gradients of layers": "raise tensor_parallel, train an adapter, or use a smaller model",
     "logits": "set fused_head=True, lower micro_batch_tokens, or raise tensor_parallel",
     "keys and values": "lower max_context or max_tokens",

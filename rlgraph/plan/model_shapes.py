@@ -153,13 +153,25 @@ def _shape_by(text: str) -> ModelShape | None:
 
 @dataclass(frozen=True)
 class Tower:
-    """Its `parameters`, the `operations` for the images of a prompt, on average, their `tokens`, and the elements of features that a
-    worker keeps, of as many prompts as it keeps."""
+    """Its `parameters`, the `operations` for the images of a prompt, on average, their `tokens` and `patches`, and the elements of features
+    that a worker keeps, of as many prompts as it keeps. Its layers are those of `shape`, which has no vocabulary."""
 
     parameters: int
     operations: float
     tokens: float
     kept: int
+    patches: float
+    shape: ModelShape
+
+    def activations(self, recompute: Recompute) -> float:
+        """Count the elements that a pass keeps of the images of a prompt for the backward pass."""
+        whole = kept_by_layer(self.shape)
+        by_layers = self.shape.layers * kept_by_layer(self.shape, recompute) + (whole if recompute else 0)
+        return self.patches * by_layers
+
+    def repeated(self, recompute: Recompute) -> float:
+        """Count the operations that the backward pass repeats for the images of a prompt."""
+        return self.operations if recompute is True else self.patches * recomputed_operations(self.shape, recompute)
 
 
 def tower_of(node: Node) -> Tower | None:

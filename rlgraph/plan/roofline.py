@@ -172,15 +172,18 @@ def _towers_s(graph: Graph, device: Device) -> dict[str, float]:
     """Estimate the GPU's seconds in which towers make features of the images of a step, by node.
 
     Each prompt is read once, also where several responses have it, and by the first node of a trained model, whose workers keep features.
-    A tower that is trained keeps none, and an update computes three times as much.
+    A tower that is trained keeps none, and an update computes three times as much, and again what `recompute` says.
     """
     found: dict[str, float] = {}
     for node in graph.nodes:
         tower, generates = tower_of(node), node.traits.work == "generate"
-        learns = node.model is not None and node.model.traits.train_vision
+        traits = node.model.traits if node.model is not None else ModelTraits()
+        learns = traits.train_vision
         if tower is not None and (generates or learns or not any(graph.node(name).model is node.model for name in found)):
-            walks = 3 * epochs_of(node) if learns and node.traits.work == "train" else 1
-            found[node.name] = walks * tower.operations * node.rows / group_of(node) / (device.flops * (PREFILL if generates else TRAINING))
+            work = tower.operations
+            if learns and node.traits.work == "train":
+                work = epochs_of(node) * (3 * work + tower.repeated(traits.recompute))
+            found[node.name] = work * node.rows / group_of(node) / (device.flops * (PREFILL if generates else TRAINING))
     return found
 
 

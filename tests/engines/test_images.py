@@ -74,7 +74,7 @@ def test_a_trainer_scores_rows_with_images_as_transformers_does_each_in_every_la
             torch.testing.assert_close(engine.scores(batch), expected, **NEAR)
 
 
-@pytest.mark.parametrize("given", [{"recompute": True}, {"train_vision": True, "flat": True}], ids=str)
+@pytest.mark.parametrize("given", [{"recompute": True}, {"train_vision": True, "recompute": "selective"}], ids=str)
 def test_an_update_has_the_gradients_of_transformers(kind: str, folder: Path, net: Any, given: dict[str, Any]) -> None:
     """Without `train_vision` the tower has none."""
     batch = seeing.batch_of(folder, kind)

@@ -1,5 +1,6 @@
 """What a plan knows of the part of a model that reads images, before anything is loaded: its memory, and its time in a step."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -7,17 +8,21 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import seeing
+from support.tiny import WeightedLikelihood
+from support.trainer_engines import fsdp_engine
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import rlgraph as rg
+from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.hf.image_costs import tower_of_folder
 from rlgraph.engines.hf.image_tower import ImageTower
 from rlgraph.engines.hf.images import KEPT
 from rlgraph.plan.compile import priced_for
 from rlgraph.plan.estimates import PREFILL
 from rlgraph.plan.memory import loading_peaks
-from rlgraph.plan.model_shapes import shapes_of
+from rlgraph.plan.model_shapes import kept_by_layer, shapes_of
 from rlgraph.plan.roofline import DEVICES, TRAINING, roofline
 
 H100, SIZES = DEVICES["H100"], ((112, 56), (40, 24))
@@ -59,6 +64,29 @@ def test_a_tower_is_counted_as_it_is_loaded_and_as_it_computes(kind: str, tmp_pa
         seen = [tower.see(f'["{row["images"][0]}"]') for row in ROWS]
     assert found.kept == KEPT * sum(part.numel() for each in seen for part in (each.features, *each.deep)) / len(seen)
     assert found.operations == pytest.approx(counted.get_total_flops() / len(seen), rel=0.05)  # class tokens and windows at edges
+
+
+def kept_by_update(model: str, **given: Any) -> int:
+    """Count the bytes that the backward pass of an update finds in memory, besides parameters."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = 0 if isinstance(tensor, torch.nn.Parameter) else storage.nbytes()
+        return tensor
+
+    given |= {"optimizer": rg.AdamW(lr=1e-3), "dtype": torch.float32, "micro_batch_tokens": 4096}
+    with closing(fsdp_engine(PolicyHead(model), **given)) as engine, saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.update(seeing.batch_of(Path(model), "llava"), WeightedLikelihood())
+    return sum(kept.values())
+
+
+def test_recompute_frees_what_the_layers_of_a_trained_tower_keep(model: str) -> None:
+    kept = {(vision, way): kept_by_update(model, train_vision=vision, recompute=way) for vision in (False, True) for way in (False, True)}
+    by_tower = kept[True, False] - kept[True, True] - (kept[False, False] - kept[False, True])
+    tower = tower_of_folder(model, (SIZES[1:] * 6,))  # the six images of the batch
+    a_layer = kept_by_layer(tower.shape) - kept_by_layer(tower.shape, True)
+    assert by_tower / 4 == pytest.approx(tower.patches * tower.shape.layers * a_layer, rel=0.25)
 
 
 def test_a_folder_without_a_processor_has_a_tower_and_no_work(model: str, tmp_path: Path) -> None:
@@ -114,6 +142,10 @@ def test_a_tower_that_is_trained_is_sharded_and_computes_in_each_node_and_backwa
     train = next(dict(need.parts) for need in plan.memory if need.pool == "train" and not need.loading)
     assert train["image tower"] == (4 + 4 + 8) * tower.parameters // ranks
     assert "features of images" not in train
+    assert train["activations of images"] == 2 * 2 * tower.activations(False)  # of both prompts
+    again = rg.compile(graph(model, train_vision=True, recompute=True), rg.Cluster(gpus=4, gpu="H100"))
+    less = next(dict(need.parts) for need in again.memory if need.pool == "train" and not need.loading)
+    assert less["activations of images"] == 2 * 2 * tower.activations(True) < train["activations of images"]
     whole = 2 * (shapes_of(made)[model].parameters + tower.parameters)  # of a version, of which two are on their way
     assert train["weights in staging"] == 2 * whole // ranks
     costs, frozen = (roofline(each, H100, shapes_of(each)) for each in (made, graph(model)))

@@ -96,6 +96,8 @@ class FsdpEngine:
         self._check_sharing(head)
         self._exchanged = self._install_operations(head, compiled=settings.compiled, exact=exact)
         prepare_layers(head.layers, recompute=recompute, compiled=settings.compiled, tensor_parallel=tensor)
+        if head.vision is not None:  # whose layers are not compiled: each of its images has another size
+            prepare_layers(backbone.vision_layers(head.vision), recompute=recompute, compiled=False)
         self._alike: Places = () if self._ranks.matrices is None else share_matrices(head, self._ranks.matrices)
         self._experts = [] if self._ranks.experts is None else self._shared_experts(head, self._ranks.experts, dtype)
         self._units = [*self._experts, *shard(head, head.layers, self._ranks.sharded, dtype, head.backbone.get_input_embeddings())]

@@ -40,6 +40,13 @@ def layers_of(backbone: Any) -> Any:
     raise DataError(f"{type(backbone).__name__} has no list of {count} layers, by which a trainer shards a model; rlgraph cannot train it")
 
 
+def vision_layers(tower: Any) -> list[Any]:
+    """List the layers of what makes features of images."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in tower.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 @dataclass(frozen=True)
 class LogitShape:
     """The transform of a head's output into logits: multiply by `scale`, then cap softly at `cap`."""

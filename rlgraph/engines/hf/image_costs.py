@@ -10,7 +10,7 @@ from rlgraph.engines.hf.model_files import is_text
 from rlgraph.engines.hf.pretrained import quiet
 from rlgraph.errors import DataError
 from rlgraph.graph.traits import ImageSizes
-from rlgraph.plan.model_shapes import Tower
+from rlgraph.plan.model_shapes import ModelShape, Tower
 
 MERGED = ("merger", "projector", "connector")  # in the names of modules that compute with features, not with patches
 
@@ -49,7 +49,20 @@ def _tower_of(path: str, config_text: str, prompts: ImageSizes) -> Tower:
         computed / count,
         sum(tokens for _, _, tokens, _ in images) / count,
         int(KEPT * features * widths),
+        sum(patches for patches, *_ in images) / count,
+        _shape_of(vision, gated=any("gate" in name for name in own)),
     )
+
+
+def _shape_of(vision: Mapping[str, Any], *, gated: bool) -> ModelShape:
+    """The shape of a tower's layers: without a gate, half as wide inside as with one that keeps as much for the backward pass."""
+    hidden, heads = vision["hidden_size"], vision.get("num_heads") or vision["num_attention_heads"]
+    inner = vision["intermediate_size"] if gated else vision["intermediate_size"] // 2
+    return ModelShape(_layers(vision), hidden, heads, heads, hidden // heads, inner, vocab=0)
+
+
+def _layers(vision: Mapping[str, Any]) -> int:
+    return int(vision.get("depth") or vision["num_hidden_layers"])
 
 
 def _image_of(path: str, vision: Mapping[str, Any], token: int, size: tuple[int, int]) -> tuple[int, float, int, int]:
@@ -63,7 +76,7 @@ def _image_of(path: str, vision: Mapping[str, Any], token: int, size: tuple[int,
     numbers = 3 * vision.get("temporal_patch_size", 1) * height * width  # of a patch
     patches = pixels.numel() // numbers
     keys = patches if pixels.dim() == 2 else pixels.shape[-2] * pixels.shape[-1] // (height * width)  # crops attend to themselves
-    layers = vision.get("depth") or vision["num_hidden_layers"]
+    layers = _layers(vision)
     whole = len(vision.get("fullatt_block_indexes", range(layers)))  # the other layers attend within windows
     windows = min((vision.get("window_size", 0) // width) ** 2, keys)
     tokens = tokens_of_image(path, *size)
