@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from rlgraph import notices
 from rlgraph.analysis.run import Run
 from rlgraph.engines.hf import model_files
 from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported
@@ -370,7 +371,9 @@ def _replanner(replan: Replan, source: Graph, plan: Plan, recovery: "Recovery | 
 
     if recovery is None:
         raise PlanError("launch(replan=): a change of plan continues from a checkpoint; pass checkpoint='folder' too")
-    if not replan.graphs and len(splits(source, plan.cluster)) == 1:
+    if plan.cluster.hosts > 1 and not recovery.restarts:
+        notices.here.say("launch(replan=, restarts=0): a lost host ends the run; pass restarts=2 to continue on the hosts that are left")
+    if not replan.graphs and plan.cluster.hosts == 1 and len(splits(source, plan.cluster)) == 1:
         raise PlanError(
             f"launch(replan=): there is one way to divide the devices among the pools of graph '{plan.graph}'; give them `share=None`, "
             "pass Replan(graphs=[…]) with other pools, or leave replan out"

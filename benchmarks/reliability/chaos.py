@@ -2,6 +2,7 @@
 
     python benchmarks/reliability/chaos.py --minutes 60 --json PATH
     python benchmarks/reliability/chaos.py --minutes 1 --vector       a vector in place of the model, which loads at once
+    python benchmarks/reliability/chaos.py --minutes 30 --vector --replan   hosts stay away for longer, and the run continues on the others
 
 A real tiny model is trained by GRPO on the CPU: generator on host 1, reference on host 2, trainer on host 3. The driver stays; each event
 hits a worker, a host or a link, and most lead to a restart from the last checkpoint. Which event, whom and for how long is drawn from
@@ -42,11 +43,14 @@ from rlgraph.columns import Columns  # noqa: E402
 from rlgraph.engines.hf.pretrained import tiny_model  # noqa: E402
 from rlgraph.graph.nodes import Output, declare  # noqa: E402
 from rlgraph.nodes.base import Context  # noqa: E402
+from rlgraph.plan.plan import Replan  # noqa: E402
+from rlgraph.plan.replan import Replanner  # noqa: E402
 from rlgraph.runtime.checkpoint.store import Recovery  # noqa: E402
 from rlgraph.runtime.driver.job import Job  # noqa: E402
 
 EVERY = 4  # steps between two checkpoints
 LONGEST_S = 10.0  # of a cut or a freeze: those of up to about 5 s are survived without a restart
+AWAY_S = 60.0  # the same where the plan follows the hosts
 PAUSE_S = 4.0  # at most, after an event
 PATIENCE_S = 120.0  # for the next step, on a machine that does other work too
 COMPARED = ("weight", "weights", "prompt/", "length/", "loss", "rewards/", "actor/pg_loss", "actor/grad_norm")
@@ -103,7 +107,8 @@ def graph(model: str, depth: int) -> rg.Graph:
 class Faults:
     """Makes events on a thread until it is told to end; all is healed when `end` returns."""
 
-    def __init__(self, control: hosts.Control, running: Job, seed: int) -> None:
+    def __init__(self, control: hosts.Control, running: Job, seed: int, longest_s: float) -> None:
+        self._longest_s = longest_s
         self.events: Counter[str] = Counter()
         self._control, self._running, self._draw = control, running, random.Random(seed)
         self._over, self._stepped = threading.Event(), threading.Event()
@@ -140,7 +145,7 @@ class Faults:
 
     def _happen(self, what: str) -> None:
         control, draw = self._control, self._draw
-        host, seconds = draw.choice((2, 3)), draw.uniform(0.2, LONGEST_S)
+        host, seconds = draw.choice((2, 3)), draw.uniform(0.2, self._longest_s)
         if what == "a worker is killed":
             dispatch = self._running.session.dispatch
             assert isinstance(dispatch, placed_workers.Placed)
@@ -173,15 +178,17 @@ class Faults:
             control("join", host)
 
 
-def disturbed(control: hosts.Control, model: str, depth: int, minutes: float, seed: int) -> Mapping[str, object]:
+def disturbed(control: hosts.Control, model: str, depth: int, minutes: float, seed: int, *, replan: bool) -> Mapping[str, object]:
     """Run with events for so long, then compare with an undisturbed run of as many steps."""
     made = graph(model, depth)
     plan = rg.compile(made, rg.Cluster(cpus=2 * hosts.HOSTS, hosts=hosts.HOSTS))
     recovery = Recovery(Path(tempfile.mkdtemp(dir=control.shared)), EVERY, 2, restarts=1000)
     found: list[Kept] = []
     workers: set[int] = set()
-    with Job(made, plan, dispatch_name="placed", deadline_s=60, recovery=recovery) as running:
-        faults = Faults(control, running, seed)
+    plans: list[int] = []  # the hosts of each plan, in their order
+    looks = Replanner(Replan(every=20, gain=0.05), lambda graph: {}) if replan else None
+    with Job(made, plan, dispatch_name="placed", deadline_s=60, recovery=recovery, replanner=looks) as running:
+        faults = Faults(control, running, seed, AWAY_S if replan else LONGEST_S)
         steps = running.steps(10**6)
         for _ in range(2):
             found.append(kept(next(steps)))
@@ -190,6 +197,7 @@ def disturbed(control: hosts.Control, model: str, depth: int, minutes: float, se
         for step in steps:
             found.append(kept(step))
             workers.add(running.pids.get("policy", 0))
+            plans += [running.plan.cluster.hosts] if plans[-1:] != [running.plan.cluster.hosts] else []
             faults.stepped()
             if time.monotonic() > until:
                 break
@@ -203,6 +211,7 @@ def disturbed(control: hosts.Control, model: str, depth: int, minutes: float, se
         "events": dict(faults.events),
         "events_in_all": sum(faults.events.values()),
         "trainers": len(workers),  # one more than there were restarts that reached a step
+        "hosts_of_plans": plans,
         "wrong": wrong,
         "weights": found[-1][2].get("weights", found[-1][2].get("weight")),
     }
@@ -227,8 +236,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--depth", type=int, default=1)
     parser.add_argument("--vector", action="store_true", help="train a vector, which loads at once, and no model")
+    parser.add_argument("--replan", action="store_true", help="continue on the hosts that are left, and use those that come back")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.replan and not given.vector:
+        parser.error("--replan: the bits of a model depend on the cores of its workers, so on the plan; add --vector")
     if not given.inside:
         if why := namespaces.explain_refusal():
             sys.exit(f"this machine makes no hosts of namespaces: {why}")
@@ -252,7 +264,7 @@ def made_model(folder: Path) -> str:
 
 def run(given: argparse.Namespace, model: str) -> int:
     def case(control: hosts.Control) -> Mapping[str, object]:
-        return disturbed(control, model, given.depth, given.minutes, given.seed)
+        return disturbed(control, model, given.depth, given.minutes, given.seed, replan=given.replan)
 
     load = round(os.getloadavg()[0], 1)
 

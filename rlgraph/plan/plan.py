@@ -468,6 +468,7 @@ class Plan:
         * `fresh`: moves existing checkpoints aside and starts from the beginning.
         * `export_every`: the steps between two exports of the policy as a Hugging Face folder, `exports/step-…` next to the checkpoints.
         * `replan`: looks every few steps for a faster plan, and changes to it: `rg.planning.Replan(every=50)`. It requires `checkpoint`.
+          A job that loses a host continues under a plan for the others.
         * `transport`: how columns cross processes of a host: "shm" (the default), or "ray" with the channels of Ray's Compiled Graphs. The
           results are bit-identical.
         * `wait_for_hosts_s`: how many seconds the start waits for hosts that Ray lacks, and for GPUs that other jobs hold.

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from rlgraph.errors import PlanError
 from rlgraph.graph.graph import Graph
 from rlgraph.plan.calibrate import Trace, costs_of
+from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import best_plan, build_plan, priced_for
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.model_shapes import Shapes
-from rlgraph.plan.plan import Plan, Replan
+from rlgraph.plan.plan import LEAST_STEPS, Plan, Replan
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,27 @@ class Replanner:
     last: Change | None = None
     refused: list[tuple[int, Mapping[str, int]]] = field(default_factory=list)  # graph and devices of changes that did not pay
     seconds: deque[float] = field(default_factory=deque)  # of the steps since the last look
+    costs: Costs | None = None  # of the last look
 
     def note(self, seconds: float) -> bool:
         """Record the seconds of a step; return whether a look is due."""
         self.seconds.append(seconds)
         return len(self.seconds) == self.wanted.every
 
-    def look(self, trace: Trace, plan: Plan, *, steps_left: int, change_s: float) -> Change | None:
-        """Look at the steps since the last look. Return a change that is predicted to pay for itself in the steps that are left."""
+    def fit(self, trace: Trace, plan: Plan, cluster: Cluster) -> Plan:
+        """Make the best plan for a cluster that has lost hosts, by the steps so far. Raises PlanError if no plan fits."""
+        if len({span.step for span in trace.spans}) >= LEAST_STEPS:
+            self.costs = costs_of([trace])
+        self.seconds.clear()
+        self.last = None
+        found = self._candidates(plan, self.costs, cluster)
+        return min(found, key=lambda made: made.prediction.step_s) if found else self._best_plan(plan.source, self.costs, cluster)
+
+    def look(self, trace: Trace, plan: Plan, cluster: Cluster, *, steps_left: int, change_s: float) -> Change | None:
+        """Look at the steps since the last look, and at the `cluster` as it is now.
+
+        Returns a change that is predicted to pay for itself in the steps that are left.
+        """
         assert isinstance(plan.source, Graph)
         seconds = list(self.seconds)[min(plan.window, len(self.seconds) // 2) :]  # the first steps after a change fill the pipeline
         measured_s, last = statistics.median(seconds), self.last
@@ -61,7 +75,7 @@ class Replanner:
             spans=[span for span in trace.spans if span.step >= steps[0]],
             sampled=[sampled for sampled in trace.sampled if sampled.step >= steps[0]],
         )
-        costs = costs_of([recent])
+        costs = self.costs = costs_of([recent])
         if last is not None and key(last.after) != key(plan):  # its workers could not start
             self.refused.append(key(last.after))
         elif last is not None and not last.is_return:
@@ -70,7 +84,7 @@ class Replanner:
                 self.refused.append(key(plan))
                 return self._remember(Change(plan, earlier, measured_s, is_return=True))
         present = self._price(plan, costs)
-        best = min(self._candidates(plan, costs), key=lambda found: found.prediction.step_s, default=present)
+        best = min(self._candidates(plan, costs, cluster), key=lambda found: found.prediction.step_s, default=present)
         saved_s = present.prediction.step_s - best.prediction.step_s
         if saved_s < self.wanted.gain * present.prediction.step_s or saved_s * steps_left <= change_s or key(best) == key(plan):
             return None
@@ -87,14 +101,17 @@ class Replanner:
         shapes = self.shapes_of(graph)
         return build_plan(graph, plan.cluster, priced_for(graph, plan.cluster, costs, shapes), key(plan)[1], shapes)
 
-    def _candidates(self, plan: Plan, costs: Costs) -> list[Plan]:
+    def _best_plan(self, graph: object, costs: Costs | None, cluster: Cluster) -> Plan:
+        assert isinstance(graph, Graph)
+        shapes = self.shapes_of(graph)
+        return best_plan(graph, cluster, priced_for(graph, cluster, costs, shapes), shapes)
+
+    def _candidates(self, plan: Plan, costs: Costs | None, cluster: Cluster) -> list[Plan]:
         """Make the best plan of each graph, without plans that do not fit or did not pay."""
         found = []
         for graph in dict.fromkeys((plan.source, *self.wanted.graphs)):
-            assert isinstance(graph, Graph)
-            shapes = self.shapes_of(graph)
             try:
-                made = best_plan(graph, plan.cluster, priced_for(graph, plan.cluster, costs, shapes), shapes)
+                made = self._best_plan(graph, costs, cluster)
             except PlanError:
                 continue
             if key(made) not in self.refused:

@@ -28,6 +28,7 @@ from rlgraph.graph.graph import Graph
 from rlgraph.plan.channels import shape_of
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
+from rlgraph.plan.replan import Replanner
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver.job import Job
 from rlgraph.runtime.driver.session import Links
@@ -68,9 +69,12 @@ def job(
     encrypt: bool = False,
     hosts: int = HOSTS,
     costs: rg.planning.Costs | None = None,
+    replanner: Replanner | None = None,
 ) -> Job:
     plan = compile_plan(made, Cluster(cpus=2 * HOSTS, hosts=hosts), costs)
-    return Job(made, plan, dispatch_name="placed", deadline_s=deadline_s, recovery=recovery, links=Links(encrypt=encrypt))
+    return Job(
+        made, plan, dispatch_name="placed", deadline_s=deadline_s, recovery=recovery, links=Links(encrypt=encrypt), replanner=replanner
+    )
 
 
 def created(running: Job, worker: str) -> tuple[int, int]:
@@ -171,6 +175,25 @@ def goes_on(control: Control, lost: Fault, back: Fault) -> Mapping[str, object]:
         restarts = running._restarts.used
     again_s = next((at - is_back[0] for at in arrived if at > is_back[0]), 0.0)
     return {"error": "", "same": found == expected, "restarts": restarts, "again_s": round(again_s, 1)}
+
+
+def goes_on_without(control: Control) -> Mapping[str, object]:
+    """Lose host 3 for good: the job goes on from its checkpoint on the two others, and ends with the numbers of one process."""
+    made, count = graph(), 40
+    with LocalJob(made, compile_plan(made, Cluster(cpus=2))) as here:
+        expected = [step.metrics["loss"] for step in here.steps(count)]
+    recovery = Recovery(Path(tempfile.mkdtemp(dir=control.shared)), every=4, keep=2, restarts=1)
+    with job(made, recovery, replanner=Replanner(rg.planning.Replan(every=1000), lambda graph: {})) as running:
+        steps = running.steps(count)
+        found = [next(steps).metrics["loss"] for _ in range(6)]
+        control("kill", 3)
+        began = time.monotonic()
+        found.append(next(steps).metrics["loss"])
+        again_s = time.monotonic() - began
+        found += [step.metrics["loss"] for step in steps]
+        hosts = running.plan.cluster.hosts
+    host_is_back(3)(control, running)
+    return {"error": "", "same": found == expected, "hosts": hosts, "again_s": round(again_s, 1)}
 
 
 def disk_full(control: Control) -> Mapping[str, object]:
@@ -312,6 +335,7 @@ CASES: dict[str, Callable[[Control], Mapping[str, object]]] = {
     "encrypted": encrypted,
     "host killed, and back": lambda c: goes_on(c, on("kill", 3), host_is_back(3)),
     "silent cut, and back": lambda c: goes_on(c, on("cut", 3), on("join", 3)),
+    "host killed, for good": goes_on_without,
     "short cut": lambda c: survives(c, both(on("cut", 3), both(lambda *_: time.sleep(1.5), on("join", 3))), lambda *_: None),
 }
 

@@ -24,7 +24,8 @@ from support import fakes
 from rlgraph.errors import PlanError, WorkerDied
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
-from rlgraph.plan.plan import Plan
+from rlgraph.plan.plan import Plan, Replan
+from rlgraph.plan.replan import Replanner
 from rlgraph.runtime.checkpoint.store import Recovery
 from rlgraph.runtime.driver import ray_cluster, ray_dispatch
 from rlgraph.runtime.driver.job import Job
@@ -38,9 +39,10 @@ Bits = tuple[int, float, int]
 STORE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
-def job(dispatch: str, recovery: Recovery | None = None) -> Job:
+def job(dispatch: str, recovery: Recovery | None = None, replanner: Replanner | None = None) -> Job:
     graph = fakes.vector_loop(1)
-    return Job(graph, compile_plan(graph, Cluster(cpus=4, hosts=2)), dispatch_name=dispatch, deadline_s=60, recovery=recovery)
+    plan = compile_plan(graph, Cluster(cpus=4, hosts=2))
+    return Job(graph, plan, dispatch_name=dispatch, deadline_s=60, recovery=recovery, replanner=replanner)
 
 
 def bits(step: Step) -> Bits:
@@ -78,7 +80,8 @@ def run(cluster: RayCluster, hosts: contextlib.ExitStack, folder: Path) -> None:
     with LocalJob(graph, compile_plan(graph, Cluster(cpus=2))) as here:
         expected = [bits(step) for step in here.steps(60)]
     names_a_lost_host(cluster, other, expected[:5])
-    goes_on_by_itself(cluster, hosts, expected, folder)
+    goes_on_with_what_is_left(cluster, expected, folder / "left")
+    goes_on_by_itself(cluster, hosts, expected, folder / "back")
     share_gpus(cluster)
     wait_for_gpus(cluster)
 
@@ -132,6 +135,21 @@ def goes_on_by_itself(cluster: RayCluster, hosts: contextlib.ExitStack, expected
         assert running._restarts.used == 1
     assert found == expected, (found, expected)
     print("the job waited for another host")
+
+
+def goes_on_with_what_is_left(cluster: RayCluster, expected: list[Bits], folder: Path) -> None:
+    """A job that may change its plan goes on without its lost host."""
+    other, shared = cluster.add_node(**STORE), Pool("shared")
+    looks = Replanner(Replan(every=1000, graphs=(fakes.vector_loop(1, pools=(shared, shared)),)), lambda graph: {})
+    with job("calls", Recovery(folder, every=4, keep=2, restarts=1), looks) as running:
+        steps = running.steps(len(expected))
+        found = [bits(next(steps)) for _ in range(6)]
+        cluster.remove_node(other, allow_graceful=False)
+        os.kill(running.pids["policy"], signal.SIGKILL)
+        found += [bits(step) for step in steps]
+        assert (running.plan.cluster.hosts, running._restarts.used) == (1, 1)
+    assert found == expected, (found, expected)
+    print("the job went on with one host")
 
 
 def share_gpus(cluster: RayCluster) -> None:

@@ -49,7 +49,7 @@ WITHIN_A_VERSION = {
         rf"^the network between {HOST_1}, with {GENERATORS}, and {HOST_2}, with {TRAINERS}, is cut: .*'weights' ended, and both hosts",
     ),
 }
-SURVIVED = ["slow link", "short cut", "clock jump", "host killed, and back", "silent cut, and back"]
+SURVIVED = ["slow link", "short cut", "clock jump", "host killed, and back", "silent cut, and back", "host killed, for good"]
 
 PORTS, ENCRYPTED, PASSED_ON, THROUGH_A_TREE = OWN = "ports", "encrypted", "weights passed on", "weights through a tree"
 

@@ -1,13 +1,15 @@
 """A run that changes its plan on its way: its steps are those of a run that was stopped and resumed with the other plan."""
 
+import os
 import re
+import signal
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import digests
+from support import digests, forked_workers
 from support.digests import ITEMS, clockless_metrics, odd_tokens
 from support.simulated_stages import Loop, Times
 
@@ -17,7 +19,9 @@ from rlgraph.errors import PlanError
 from rlgraph.plan.plan import Replan
 from rlgraph.plan.replan import Replanner
 from rlgraph.runtime.checkpoint.store import Checkpoints, Recovery
+from rlgraph.runtime.driver.hosts import FoundHosts
 from rlgraph.runtime.driver.job import Job
+from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def job(plan: rg.Plan, folder: Path, **options: Any) -> Job:
     assert isinstance(plan.source, rg.Graph)
-    return Job(plan.source, plan, dispatch_name="forked", deadline_s=60.0, recovery=Recovery(folder, 100, 2), **options)
+    options = {"dispatch_name": "forked", "deadline_s": 60.0, "recovery": Recovery(folder, 100, 2)} | options
+    return Job(plan.source, plan, **options)
 
 
 def trained_on(model: str, ranks: int, depth: int = 1) -> rg.Plan:
@@ -107,6 +112,50 @@ def test_a_run_with_long_rollouts_gives_its_generator_a_device_of_the_trainer(tm
         assert running.plan.source is other
         assert re.match(r"after step \d+, rollout 1, train 2 -> rollout 2, train 1: predicted ", running.notices[-1])
     with digests.plan(replace(loop, trainers=1, times=Times(0.0, 0.0, 0.0, 0.0, 0.0)).graph()).run_here() as here:
+        assert found == [(step.metrics["tokens"], step.staleness) for step in here.steps(len(found))]
+
+
+class Elastic(forked_workers.Forked):
+    """Workers of `there` hosts of two cores."""
+
+    there = 2
+
+    def hosts(self, plan: rg.Plan, patience_s: float = 0.0) -> FoundHosts:
+        if plan.cluster.hosts > Elastic.there:
+            raise PlanError(f"only {Elastic.there} hosts")
+        return super().hosts(plan, patience_s)
+
+    def devices(self) -> rg.Cluster:
+        return rg.Cluster(cpus=2 * Elastic.there, hosts=Elastic.there)
+
+
+def test_a_run_continues_on_the_hosts_that_are_left_and_uses_one_that_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DISPATCHES, "elastic", Elastic)
+    monkeypatch.setattr(Elastic, "there", 2)
+    large = Loop(generators=2, trainers=2, times=Times(step_s=1e-4, sequence_s=2e-4, train_token_s=1e-4))
+    small = replace(large, generators=1, trainers=1).graph()
+    looks = Replanner(Replan(every=8, graphs=(small,)), lambda graph: {})
+    found, cores = list[Any](), list[int]()
+    with job(
+        rg.compile(large.graph(), Elastic().devices()),
+        tmp_path,
+        dispatch_name="elastic",
+        recovery=Recovery(tmp_path, 4, 2, restarts=1),
+        replanner=looks,
+    ) as running:
+        for step in islice(running.steps(5000), 100):
+            found.append((step.metrics["tokens"], step.staleness))
+            cores += [running.plan.cluster.cpus] if cores[-1:] != [running.plan.cluster.cpus] else []
+            if step.index == 5:
+                Elastic.there = 1
+                os.kill(running.pids["policy[1]"], signal.SIGKILL)
+            if cores == [4, 2]:
+                Elastic.there = 2
+            if len(cores) == 3:
+                break
+    assert cores == [4, 2, 4]
+    assert re.match(r"after step \d+, with 1 of 2 hosts left: rollout 2, train 2 -> rollout 1, train 1", running.notices[0])
+    with digests.plan(replace(large, generators=1, trainers=1, times=Times(0.0, 0.0, 0.0, 0.0, 0.0)).graph()).run_here() as here:
         assert found == [(step.metrics["tokens"], step.staleness) for step in here.steps(len(found))]
 
 

@@ -14,6 +14,7 @@ from ray import cloudpickle
 from support import forked_workers, namespaces
 
 from rlgraph.errors import PlanError, WorkerDied
+from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent, RemoteHostAgent
 from rlgraph.runtime.driver.ray_dispatch import DISPATCHES
@@ -91,20 +92,29 @@ def call(n: int, timeout_s: float, *what: Any) -> Any:
 
 
 class Placed(forked_workers.Forked):
-    """A `Dispatch` over the hosts of namespaces; host 1 is the driver's."""
+    """A `Dispatch` over the hosts of namespaces, `most` of which a plan has had; host 1 is the driver's."""
+
+    most = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.created: dict[str, tuple[int, int]] = {}  # the host and process of each worker
 
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
-        wanted = range(1, plan.cluster.hosts + 1)
-        end = time.monotonic() + patience_s
-        while silent := [n for n in wanted if call(n, 1.0, "read_clock") is None]:
+        Placed.most = max(Placed.most, plan.cluster.hosts)
+        end = time.monotonic() + max(patience_s, 5.0)  # a host that was cut off until now may need seconds
+        while len(there := self._answering()) < plan.cluster.hosts:
             if time.monotonic() > end:
-                raise PlanError(f"hosts {silent} did not answer")
+                raise PlanError(f"only hosts {there} of {plan.cluster.hosts} answer")
             time.sleep(0.2)
-        return FoundHosts([(str(n), namespaces.address(n)) for n in wanted])
+        return FoundHosts([(str(n), namespaces.address(n)) for n in there[: plan.cluster.hosts]])
+
+    def devices(self) -> Cluster:
+        hosts = len(self._answering())
+        return Cluster(cpus=2 * hosts, hosts=hosts)
+
+    def _answering(self) -> list[int]:
+        return [n for n in range(1, Placed.most + 1) if call(n, 1.0, "read_clock") is not None]
 
     def host_agent(self, host: str, folder: str) -> HostAgent:
         return RemoteHostAgent(lambda method, timeout_s, *rest: call(int(host), timeout_s, "ask", folder, method, *rest))

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 from rlgraph import notices
 from rlgraph.errors import PlanError
 from rlgraph.plan.channels import lies_in_ray
+from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent
 from rlgraph.runtime.driver.warm import PROCESSES, WARM, ForkedProcesses, Processes, current_processes
@@ -23,6 +24,9 @@ class Dispatch(Protocol):
 
         Raises PlanError if after `patience_s` there are fewer hosts, or others hold the GPUs.
         """
+
+    def devices(self) -> Cluster:
+        """Describe the hosts that answer now, and their devices."""
 
     def death(self, hosts: Collection[int]) -> str:
         """Name a process of Ray that ended although the job needs it, with its log; empty if none did. Ask Ray itself only for `hosts`."""

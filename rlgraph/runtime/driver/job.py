@@ -23,6 +23,7 @@ from rlgraph.nodes.prompts import Prompts
 from rlgraph.notices import old_attribute
 from rlgraph.plan.calibrate import Trace, costs_of
 from rlgraph.plan.channels import check_encrypted
+from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
@@ -215,6 +216,7 @@ class JobExports:
 
 KEPT_SPANS, KEPT_SAMPLED, KEPT_STEPS = 100_000, 2_000, 50_000  # spans of some thousand steps
 HOST_BACK_S = 300.0  # time for a lost host, or a replacement, to start again
+HOST_LOST_S = 10.0  # the same for a job that continues on the other hosts
 
 
 class Job:
@@ -243,6 +245,9 @@ class Job:
         self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
         self._restarts = Restarts(recovery.restarts if recovery else 0)
         self._replanner, self._change_s = replanner, 0.0
+        self._first, self._uses_all = plan.cluster, True  # hosts of the cluster
+        if replanner is not None and plan.cluster.hosts > 1:
+            self._links = replace(links, follows=True)
         self._coming: tuple[Graph, Plan] | None = None  # to be changed to
         self._earlier: tuple[Mapping[str, float], ...] = ()  # metrics of the steps under earlier plans
         self._begin_plan(graph, plan)
@@ -319,6 +324,7 @@ class Job:
             self._release()
             raise
         self._change_s = time.monotonic() - self._launch_s
+        self._uses_all = not self._links.follows or self.session.dispatch.devices().hosts == self._first.hosts
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -396,6 +402,7 @@ class Job:
     def _restart(self, error: Exception) -> None:
         """Start the workers again from the newest checkpoint. Raises the error if no restart is left."""
         self._settle()
+        patience_s = HOST_LOST_S if self._links.follows else HOST_BACK_S
         while True:
             newest = self._checkpoints.newest if self._checkpoints else 0
             if not self._restarts.allows(error, newest, ready=self.session.is_ready):
@@ -406,14 +413,28 @@ class Job:
             )
             assert self._checkpoints is not None
             self._look_for_poison(self._checkpoints)
-            self.session = self._new_session(self._checkpoints.start(self._poison_prompts.probe), HOST_BACK_S)
             try:
-                self.session.start()
+                self._start_again(self._checkpoints, patience_s)
             except RlgraphError as again:
-                error = again
+                error, patience_s = again, HOST_BACK_S
             else:
                 self._begin_session()
                 return
+
+    def _start_again(self, checkpoints: Checkpoints, patience_s: float) -> None:
+        """Start the workers from the newest checkpoint; with too few hosts, under a plan for those that are left."""
+        self.session = self._new_session(checkpoints.start(self._poison_prompts.probe), patience_s)
+        try:
+            self.session.start()
+        except PlanError:
+            if self.session.left is None or self._replanner is None:
+                raise
+            before, plan = devices_of(self.plan), self._replanner.fit(self.trace(), self.plan, self.session.left)
+            graph = plan.facade.checked_source(plan)
+            self._take_plan(graph, replace(plan, source=graph), time.monotonic())
+            hosts = f"{plan.cluster.hosts} of {self._first.hosts} hosts"
+            self.notice(f"after step {checkpoints.newest}, with {hosts} left: {before} -> {devices_of(plan)}")
+            self._start_again(checkpoints, patience_s)
 
     def _begin_session(self) -> None:
         self._signals.install()
@@ -569,11 +590,18 @@ class Job:
             raise PlanError(f"job.replan(…): the plan is of another graph: {found}; only pools and their devices may change")
         self._coming = graph, replace(plan, source=graph)
 
+    def _devices(self) -> Cluster:
+        """Describe the devices that a plan may use now: those of the first plan, or of all hosts that there are if it used all."""
+        if not self._links.follows:
+            return self.plan.cluster
+        found = self.session.dispatch.devices()
+        return found if self._uses_all or found.hosts < self._first.hosts else self._first
+
     def _look_for_plan(self, seconds: float) -> None:
         """Look for a faster plan if it is time; the last step lasted `seconds`."""
         left = self._asked - self._finished
         if self._replanner is not None and self._replanner.note(seconds) and left > 0:
-            change = self._replanner.look(self.trace(), self.plan, steps_left=left, change_s=self._change_s)
+            change = self._replanner.look(self.trace(), self.plan, self._devices(), steps_left=left, change_s=self._change_s)
             if change is not None:
                 self.notice(f"after step {self._finished}, {change}")
                 self.replan(change.after)
@@ -582,6 +610,11 @@ class Job:
         """Change the plan if another is to come, steps are left, and those in flight are done."""
         if self._coming is not None and self._finished < self._asked and self._finished == self.session.ticked:
             self._change_plan(*self._coming)
+
+    def _take_plan(self, graph: Graph, plan: Plan, began_s: float) -> None:
+        """Continue under another plan, whose workers are to be started; the change began at `began_s`."""
+        self._launch_s, self._start_s, self._earlier = began_s, 0.0, (*self._earlier, *self._metrics)
+        self._begin_plan(graph, plan)
 
     def _change_plan(self, graph: Graph, plan: Plan) -> None:
         """Save, end the workers, and start the workers of another plan. If they cannot start, continue under the plan before."""
@@ -593,9 +626,7 @@ class Job:
             self._say(f"{error}\nthe plan stays as it is")
             return
         self.session.close()
-        self._launch_s = began_s
-        self._earlier, self._start_s = (*self._earlier, *self._metrics), 0.0
-        self._begin_plan(graph, plan)
+        self._take_plan(graph, plan, began_s)
         self.session = self._new_session(self._checkpoints.start())
         try:
             self.session.start()

@@ -196,17 +196,23 @@ def living_hosts(*, connected: bool) -> list[RayHost]:
     Raises PlanError if Ray refuses this program's token, or a host does not answer.
     """
     if connected:
-        return _described_nodes()
+        return _described_nodes(_living_nodes())
     _connect("rg.cluster() looks for hosts")
     try:
-        return _described_nodes()
+        return _described_nodes(_living_nodes())
     finally:
         call_or_abandon("the end of Ray", ray.shutdown, RAY_S)
 
 
-def _described_nodes() -> list[RayHost]:
+def answering_hosts() -> list[RayHost]:
+    """List the hosts of this program's Ray that answer, with their devices: Ray lists a lost host as alive for a while."""
     here = ray.get_runtime_context().get_node_id()
-    nodes = {node["NodeID"]: node for node in _living_nodes()}
+    return _described_nodes([node for node in _living_nodes() if node["NodeID"] == here or _answers(node["NodeID"])])
+
+
+def _described_nodes(alive: Sequence[dict[str, Any]]) -> list[RayHost]:
+    here = ray.get_runtime_context().get_node_id()
+    nodes = {node["NodeID"]: node for node in alive}
     task = ray.remote(num_cpus=0, max_retries=0)(_devices)
     asked = {host: task.options(scheduling_strategy=on_host(host)).remote() for host in nodes if host != here}
     found = []

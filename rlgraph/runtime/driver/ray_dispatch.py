@@ -18,11 +18,14 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rlgraph.errors import DispatchError, PlanError, WorkerDied
 from rlgraph.plan.channels import writers_of
+from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.plan import Plan
+from rlgraph.runtime.driver.discovery import span
 from rlgraph.runtime.driver.hosts import Ask, FoundHosts, HostAgent, LocalHostAgent, RemoteHostAgent, worker_environment
 from rlgraph.runtime.driver.ray_cluster import (
     OWN,
     RAY_S,
+    answering_hosts,
     awaited_hosts,
     call_or_abandon,
     call_with_deadline,
@@ -138,6 +141,10 @@ class Actors:
         self._reserved = Reservation(plan, found.hosts[: plan.cluster.hosts], patience_s)
         self._nodes = [node for node, _ in found.hosts]
         return found
+
+    @said_by_ray()
+    def devices(self) -> Cluster:
+        return span(answering_hosts())[0]
 
     def death(self, hosts: Collection[int]) -> str:
         if self._started_ray:

@@ -14,9 +14,10 @@ from rich.text import Text
 
 from rlgraph.analysis.words import Terminal
 from rlgraph.channels.host.connection import bound, close_listener, listen
-from rlgraph.errors import ChannelTimeout, DispatchError, RlgraphError
+from rlgraph.errors import ChannelTimeout, DispatchError, PlanError, RlgraphError
 from rlgraph.graph.graph import Graph
 from rlgraph.plan.channels import lies_in_ray
+from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.plan import Plan
 from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.gathering import Gatherer
@@ -78,10 +79,12 @@ ABANDON_S = 0.25  # for workers of a failed session to end
 
 @dataclass(frozen=True)
 class Links:
-    """How a job connects to its hosts: how long it waits for missing or lost hosts, and whether it encrypts."""
+    """How a job connects to its hosts: how long it waits for missing or lost hosts, whether it encrypts, and whether it follows the hosts
+    that there are, with a plan for these."""
 
     wait_s: float = 0.0
     encrypt: bool = False
+    follows: bool = False
 
     def with_wait(self, wait_s: float) -> "Links":
         """Return a copy that waits at least this many seconds."""
@@ -117,6 +120,7 @@ class Session:
         self.folder = ""
         self._dispatching = self.ended = self.failed = False
         self.ticked = self.reported = self.first
+        self.left: Cluster | None = None  # of the hosts, where there are too few for the plan
         self.did: Heartbeat | None = None  # activity of the worker that failed, when it failed
 
     @property
@@ -179,9 +183,14 @@ class Session:
                 "a folder that this user can write"
             ) from None
         authkey = secrets.token_bytes(32)
-        self.dispatch.begin(self.plan.cluster.hosts, stores=lies_in_ray(self.plan))
+        hosts = max(self.plan.cluster.hosts, 2) if self._links.follows else self.plan.cluster.hosts  # another one may join
+        self.dispatch.begin(hosts, stores=lies_in_ray(self.plan))
         orphan_cleanup.claim(Path(self.folder), (), self.dispatch.folders())
-        found = self.dispatch.hosts(self.plan, self._links.wait_s)
+        try:
+            found = self.dispatch.hosts(self.plan, self._links.wait_s)
+        except PlanError:
+            self.left = self.dispatch.devices() if self._links.follows else None
+            raise
         self._hosts = self._made_hosts(found)
         patience_s = self._deadline_s + FIRST_S
         addresses, encrypt = self._hosts.addresses, self._links.encrypt

@@ -17,8 +17,9 @@ from typing import Any, TypeAlias
 from rlgraph import notices
 from rlgraph.errors import RlgraphError, WorkerDied
 from rlgraph.graph.traits import ModelTraits
+from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.plan import Plan
-from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent, worker_environment
+from rlgraph.runtime.driver.hosts import FoundHosts, HostAgent, LocalHostAgent, local_cluster, worker_environment
 from rlgraph.runtime.driver.sendable import pickle_value
 from rlgraph.runtime.messages import PID_BYTES, ForkOrder, send_order
 from rlgraph.runtime.worker.spec import WorkerSpec
@@ -342,6 +343,9 @@ class WithoutRay:
 
     def hosts(self, plan: Plan, patience_s: float = 0.0) -> FoundHosts:
         return FoundHosts()
+
+    def devices(self) -> Cluster:
+        return local_cluster()
 
     def death(self, hosts: Collection[int]) -> str:
         return ""
