@@ -43,8 +43,11 @@ try:
     print(ray.get(ray.remote(lambda: "a task ran").remote()))
     ray_cluster.stop_ray()
 finally:
-    lines = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
-    left = [line for line in lines if any(session in line for session in killed)]
+    end, left = time.monotonic() + 10, [""]
+    while left and time.monotonic() < end:  # an agent that had just begun to start sees last that its raylet has ended
+        time.sleep(0.1)
+        lines = [" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])]
+        left = [line for line in lines if any(session in line for session in killed)]
     print(len(killed), "killed, left:", left)
 """
 
