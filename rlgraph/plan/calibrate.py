@@ -24,12 +24,16 @@ from rlgraph.plan.schedule import MOVING, WORK, Dependency, Sampled, Span
 
 @dataclass(frozen=True)
 class Trace:
-    """A recorded run: its plan, the spans of each worker, the sampled tokens, and the bytes of a published version."""
+    """A recorded run: its plan, the spans of each worker, the sampled tokens, and the bytes of a published version.
+
+    At most `window` steps were in flight; 0: as many as the plan allows.
+    """
 
     plan: Plan
     spans: Sequence[Span]
     sampled: Sequence[Sampled]
     published_bytes: int = 0
+    window: int = 0
 
     def to_file(self, path: str | Path) -> None:
         """Write the trace as JSON, which `Trace.from_file` reads."""
@@ -278,7 +282,7 @@ def interruptions(spans: Iterable[Span]) -> Mapping[Span, Sequence[Span]]:
     return found
 
 
-def latencies(plan: Plan, spans: Sequence[Span], first_step: int, together: Collection[str] = ()) -> Mapping[str, float]:
+def latencies(trace: Trace, first_step: int, together: Collection[str] = ()) -> Mapping[str, float]:
     """Average, by event, the seconds from the end of its last wait to its start: copies, wake-ups, messages.
 
     Played with the events' own seconds and these, the schedule lasts as long as the run did. An event that waited for room in a channel
@@ -286,7 +290,7 @@ def latencies(plan: Plan, spans: Sequence[Span], first_step: int, together: Coll
     nodes that would be far ahead. Weights that load within a firing have no latency. Events that wait for a step before the first span are
     left out. For nodes whose ranks work `together` the last rank counts, because the others wait for it.
     """
-    schedule = plan.schedule
+    spans, schedule, window = trace.spans, trace.plan.schedule, trace.window or trace.plan.window
     within = {span for inner in interruptions(spans).values() for span in inner}
     measured: dict[tuple[str, int], list[Span]] = {}
     for span in spans:
@@ -313,7 +317,7 @@ def latencies(plan: Plan, spans: Sequence[Span], first_step: int, together: Coll
                     unknown.add((event.name, step))
                 continue
             starts = [d for d in waits[event.name] if not d.holds]
-            window_s = step_ends.get(step - plan.window, 0.0)
+            window_s = step_ends.get(step - window, 0.0)
             ends[event.name, step] = {
                 span.worker: max([span.end_s, *(_ready_time(ends, d, step, span.worker) for d in waits[event.name] if d.holds)])
                 for span in found
@@ -447,13 +451,14 @@ def _spans(traces: Sequence[Trace]) -> list[Span]:
 
     Events that are due at some steps only, e.g. evaluations, count from their first firing, if there is no later one.
     """
-    later = {span.name for trace in traces for span in trace.spans if span.step >= _first(trace)}
+    firsts = [_first(trace) for trace in traces]
+    later = {span.name for trace, first in zip(traces, firsts, strict=True) for span in trace.spans if span.step >= first}
     rare = {name for trace in traces for name in trace.plan.due_events()} - later
     return [
         replace(span, step=_global_step(run, span.step))
-        for run, trace in enumerate(traces)
+        for run, (trace, first) in enumerate(zip(traces, firsts, strict=True))
         for span in trace.spans
-        if span.step >= _first(trace) or span.name in rare
+        if span.step >= first or span.name in rare
     ]
 
 
@@ -462,7 +467,7 @@ def _late(traces: Sequence[Trace]) -> Mapping[str, float]:
     found: dict[str, list[float]] = {}
     for trace in traces:
         together = [node.name for node in trace.plan.nodes if node.work in TOGETHER]
-        for event, seconds in latencies(trace.plan, trace.spans, _first(trace), together).items():
+        for event, seconds in latencies(trace, _first(trace), together).items():
             found.setdefault(event, []).append(seconds)
     return {event: float(np.mean(seconds)) for event, seconds in found.items()}
 

@@ -51,9 +51,10 @@ class Replanner:
         return len(self.seconds) == self.wanted.every
 
     def fit(self, trace: Trace, plan: Plan, cluster: Cluster) -> Plan:
-        """Make the best plan for a cluster that has lost hosts, by the steps so far. Raises PlanError if no plan fits."""
-        if len({span.step for span in trace.spans}) >= LEAST_STEPS:
-            self.costs = costs_of([trace])
+        """Make the best plan for a cluster that has lost hosts, by the last steps. Raises PlanError if no plan fits."""
+        recent = self._recent(trace)
+        if len({span.step for span in recent.spans}) >= LEAST_STEPS:
+            self.costs = costs_of([recent])
         self.seconds.clear()
         self.last = None
         found = self._candidates(plan, self.costs, cluster)
@@ -69,13 +70,7 @@ class Replanner:
         measured_s, last = statistics.median(seconds), self.last
         self.seconds.clear()
         self.last = None
-        steps = sorted({span.step for span in trace.spans})[-self.wanted.every :]
-        recent = replace(
-            trace,
-            spans=[span for span in trace.spans if span.step >= steps[0]],
-            sampled=[sampled for sampled in trace.sampled if sampled.step >= steps[0]],
-        )
-        costs = self.costs = costs_of([recent])
+        costs = self.costs = costs_of([self._recent(trace)])
         if last is not None and key(last.after) != key(plan):  # its workers could not start
             self.refused.append(key(last.after))
         elif last is not None and not last.is_return:
@@ -89,6 +84,12 @@ class Replanner:
         if saved_s < self.wanted.gain * present.prediction.step_s or saved_s * steps_left <= change_s or key(best) == key(plan):
             return None
         return self._remember(Change(present, best, measured_s))
+
+    def _recent(self, trace: Trace) -> Trace:
+        """Cut a trace down to the steps between two looks."""
+        first = min(sorted({span.step for span in trace.spans})[-self.wanted.every :], default=0)
+        spans = [span for span in trace.spans if span.step >= first]
+        return replace(trace, spans=spans, sampled=[sampled for sampled in trace.sampled if sampled.step >= first])
 
     def _remember(self, change: Change) -> Change:
         self.last = change

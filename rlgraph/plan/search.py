@@ -331,7 +331,7 @@ def _period(schedule: Schedule, durations: Durations) -> float:
 
 def _durations(plan: Plan, trace: Trace, steps: Sequence[int]) -> Durations:
     """Measure the seconds of each event in each step, its latency included; among several workers the longest counts."""
-    late = latencies(plan, trace.spans, steps[0])
+    late = latencies(trace, steps[0])
     within = interruptions(trace.spans)
     longest: dict[tuple[str, int], float] = {}
     for span in trace.spans:

@@ -27,7 +27,7 @@ def recorded(generate_s: float, train_s: float, share: int | None = None) -> Tra
 
 def look(replanner: Replanner, trace: Trace, taken_s: float, left: int = 100) -> Change | None:
     assert [replanner.note(taken_s) for _ in range(STEPS)][-1]
-    return replanner.look(trace, trace.plan, steps_left=left, change_s=5.0)
+    return replanner.look(trace, trace.plan, trace.plan.cluster, steps_left=left, change_s=5.0)
 
 
 def looks(*graphs: rg.Graph, gain: float = 0.1) -> Replanner:

@@ -115,6 +115,14 @@ def test_a_run_with_long_rollouts_gives_its_generator_a_device_of_the_trainer(tm
         assert found == [(step.metrics["tokens"], step.staleness) for step in here.steps(len(found))]
 
 
+def test_a_source_that_waits_for_older_steps_to_be_saved_costs_no_more_than_its_work(tmp_path: Path) -> None:
+    slow = Times(start_s=0.1, step_s=0.0, sequence_s=0.0, train_start_s=0.1, train_token_s=0.0)
+    with job(rg.compile(Loop(times=slow).graph(), rg.Cluster(cpus=2)), tmp_path) as running:
+        assert len(list(running.steps(10))) == 10
+        costs = running.costs()
+    assert costs.cost_of("prompts").serial_s < 0.5 * costs.cost_of("update").serial_s
+
+
 class Elastic(forked_workers.Forked):
     """Workers of `there` hosts of two cores."""
 

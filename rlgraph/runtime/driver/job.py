@@ -646,7 +646,7 @@ class Job:
 
     def trace(self) -> Trace:
         """Return the firings of the run so far, from which `costs` are fitted and which `rlgraph.planning.replay` plays again."""
-        return Trace(self.plan.values, tuple(self.spans()), tuple(self._sampled), self._published_bytes)
+        return Trace(self.plan.values, tuple(self.spans()), tuple(self._sampled), self._published_bytes, self.session.window)
 
     @property
     def observed_maxima(self) -> Observed:

@@ -110,7 +110,7 @@ class Session:
         self.plan, self.first = plan, start.resume.step if start and start.resume else 0
         self._start_at, self._links, self._owner = start, links, os.getpid()
         # A graceful end waits for all steps in flight, so start no more of them than can overlap.
-        self._window = plan.window - 2 if start else plan.window
+        self.window = plan.window - 2 if start else plan.window
         self._graph, self._deadline_s = graph, deadline_s
         self.dispatch = make_dispatch(dispatch_name)
         self._actors: list[Any] = []
@@ -249,7 +249,7 @@ class Session:
 
     def _step(self, last: int) -> Sequence[messages.Report]:
         step = self.reported
-        while self.ticked < min(last, step + self._window):
+        while self.ticked < min(last, step + self.window):
             self.group.tell(messages.Go(self.ticked))
             self.ticked += 1
         reports = self.group.reports(step)
