@@ -169,7 +169,7 @@ class Tower:
         by_layers = self.shape.layers * kept_by_layer(self.shape, recompute) + (whole if recompute else 0)
         return self.patches * by_layers
 
-    def repeated(self, recompute: Recompute) -> float:
+    def repeated_work(self, recompute: Recompute) -> float:
         """Count the operations that the backward pass repeats for the images of a prompt."""
         return self.operations if recompute is True else self.patches * recomputed_operations(self.shape, recompute)
 

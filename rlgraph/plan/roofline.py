@@ -182,7 +182,7 @@ def _towers_s(graph: Graph, device: Device) -> dict[str, float]:
         if tower is not None and (generates or learns or not any(graph.node(name).model is node.model for name in found)):
             work = tower.operations
             if learns and node.traits.work == "train":
-                work = epochs_of(node) * (3 * work + tower.repeated(traits.recompute))
+                work = epochs_of(node) * (3 * work + tower.repeated_work(traits.recompute))
             found[node.name] = work * node.rows / group_of(node) / (device.flops * (PREFILL if generates else TRAINING))
     return found
 

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import pytest
 import ray
 from ray.cluster_utils import Cluster as RayCluster
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from support import fakes
 
 from rlgraph.errors import PlanError, WorkerDied
@@ -36,6 +37,7 @@ from rlgraph.runtime.measure import Step
 from rlgraph.values.pool import Pool
 
 Bits = tuple[int, float, int]
+PREEMPTED = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
 STORE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 
 
@@ -138,7 +140,7 @@ def goes_on_by_itself(cluster: RayCluster, hosts: contextlib.ExitStack, expected
 
 
 def goes_on_with_what_is_left(cluster: RayCluster, expected: list[Bits], folder: Path) -> None:
-    """A job that may change its plan goes on without its lost host."""
+    """A job that may change its plan goes on without its lost host, and without one that is announced to end."""
     other, shared = cluster.add_node(**STORE), Pool("shared")
     looks = Replanner(Replan(every=1000, graphs=(fakes.vector_loop(1, pools=(shared, shared)),)), lambda graph: {})
     with job("calls", Recovery(folder, every=4, keep=2, restarts=1), looks) as running:
@@ -149,6 +151,17 @@ def goes_on_with_what_is_left(cluster: RayCluster, expected: list[Bits], folder:
         found += [bits(step) for step in steps]
         assert (running.plan.cluster.hosts, running._restarts.used) == (1, 1)
     assert found == expected, (found, expected)
+    other = cluster.add_node(**STORE)
+    with job("calls", Recovery(folder / "drained", every=1000, keep=2), looks) as running:
+        found = []
+        for step in running.steps(len(expected)):
+            found.append(bits(step))
+            if step.index == 5:
+                told = "about to be taken back", int(1000 * time.time()) + 60_000
+                assert ray._raylet.GcsClient(address=cluster.address).drain_node(other.node_id, PREEMPTED, *told)[0]
+        assert running.plan.cluster.hosts == 1
+    assert found == expected, (found, expected)
+    cluster.remove_node(other, allow_graceful=False)
     print("the job went on with one host")
 
 

@@ -26,7 +26,10 @@ class Dispatch(Protocol):
         """
 
     def devices(self) -> Cluster:
-        """Describe the hosts that answer now, and their devices."""
+        """Describe the hosts that answer now and are to stay, and their devices."""
+
+    def loses_hosts(self) -> bool:
+        """Whether a host of the workers is about to end, as Ray was told."""
 
     def death(self, hosts: Collection[int]) -> str:
         """Name a process of Ray that ended although the job needs it, with its log; empty if none did. Ask Ray itself only for `hosts`."""

@@ -245,7 +245,7 @@ class Job:
         self._checkpoints = Checkpoints(graph, plan, recovery) if recovery else None
         self._restarts = Restarts(recovery.restarts if recovery else 0)
         self._replanner, self._change_s = replanner, 0.0
-        self._first, self._uses_all = plan.cluster, True  # hosts of the cluster
+        self._first, self._uses_all, self._needs_all = plan.cluster, True, False  # hosts of the cluster
         if replanner is not None and plan.cluster.hosts > 1:
             self._links = replace(links, follows=True)
         self._coming: tuple[Graph, Plan] | None = None  # to be changed to
@@ -414,14 +414,14 @@ class Job:
             assert self._checkpoints is not None
             self._look_for_poison(self._checkpoints)
             try:
-                self._start_again(self._checkpoints, patience_s)
+                self._restart_workers(self._checkpoints, patience_s)
             except RlgraphError as again:
                 error, patience_s = again, HOST_BACK_S
             else:
                 self._begin_session()
                 return
 
-    def _start_again(self, checkpoints: Checkpoints, patience_s: float) -> None:
+    def _restart_workers(self, checkpoints: Checkpoints, patience_s: float) -> None:
         """Start the workers from the newest checkpoint; with too few hosts, under a plan for those that are left."""
         self.session = self._new_session(checkpoints.start(self._poison_prompts.probe), patience_s)
         try:
@@ -434,7 +434,7 @@ class Job:
             self._take_plan(graph, replace(plan, source=graph), time.monotonic())
             hosts = f"{plan.cluster.hosts} of {self._first.hosts} hosts"
             self.notice(f"after step {checkpoints.newest}, with {hosts} left: {before} -> {devices_of(plan)}")
-            self._start_again(checkpoints, patience_s)
+            self._restart_workers(checkpoints, patience_s)
 
     def _begin_session(self) -> None:
         self._signals.install()
@@ -597,11 +597,26 @@ class Job:
         found = self.session.dispatch.devices()
         return found if self._uses_all or found.hosts < self._first.hosts else self._first
 
+    def _leave_hosts(self, replanner: Replanner) -> None:
+        """Change to a plan without the hosts that are about to end. If none fits, continue until they have ended."""
+        try:
+            plan = replanner.fit(self.trace(), self.plan, self._devices())
+        except PlanError as error:
+            self._needs_all = True
+            self._say(f"a host is about to end, and the run cannot do without it: {error}")
+            return
+        self.notice(f"after step {self._finished}, a host is about to end: {devices_of(self.plan)} -> {devices_of(plan)}")
+        self.replan(plan)
+
     def _look_for_plan(self, seconds: float) -> None:
-        """Look for a faster plan if it is time; the last step lasted `seconds`."""
-        left = self._asked - self._finished
-        if self._replanner is not None and self._replanner.note(seconds) and left > 0:
-            change = self._replanner.look(self.trace(), self.plan, self._devices(), steps_left=left, change_s=self._change_s)
+        """Look for a faster plan if it is time, or for one without a host that is about to end; the last step lasted `seconds`."""
+        left, replanner = self._asked - self._finished, self._replanner
+        if replanner is None or self._coming is not None or left <= 0:
+            return
+        if self._links.follows and not self._needs_all and self.session.dispatch.loses_hosts():
+            self._leave_hosts(replanner)
+        elif replanner.note(seconds):
+            change = replanner.look(self.trace(), self.plan, self._devices(), steps_left=left, change_s=self._change_s)
             if change is not None:
                 self.notice(f"after step {self._finished}, {change}")
                 self.replan(change.after)

@@ -183,7 +183,13 @@ def ray_hosts(plan: Plan) -> FoundHosts:
 
 
 def _living_nodes() -> list[dict[str, Any]]:
-    return [node for node in ray.nodes() if node["Alive"]]
+    draining = draining_hosts()
+    return [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
+
+
+def draining_hosts() -> set[str]:
+    """The ids of other hosts that are about to end: a cloud has announced that it takes them back, or a user ran `ray drain-node`."""
+    return set(ray._private.state.state.get_draining_nodes()) - {ray.get_runtime_context().get_node_id()}
 
 
 def _gpus(node: dict[str, Any]) -> int:

@@ -30,6 +30,7 @@ from rlgraph.runtime.driver.ray_cluster import (
     call_or_abandon,
     call_with_deadline,
     deaths_of,
+    draining_hosts,
     gpus_per_host,
     on_host,
     ray_hosts,
@@ -145,6 +146,10 @@ class Actors:
     @said_by_ray()
     def devices(self) -> Cluster:
         return span(answering_hosts())[0]
+
+    @said_by_ray()
+    def loses_hosts(self) -> bool:
+        return not draining_hosts().isdisjoint(self._nodes)
 
     def death(self, hosts: Collection[int]) -> str:
         if self._started_ray:

@@ -17,6 +17,7 @@ START = (
     "ray._private.node:Node.get_session_dir_path",
     "ray._private.services:ConsolePopen",
     "ray._private.services:get_node",
+    "ray._private.state:GlobalState.get_draining_nodes",
     "ray._private.utils:detect_fate_sharing_support_linux",
     "ray._private.utils:set_sigterm_handler",
     "ray._private.worker:_global_node",

@@ -347,6 +347,9 @@ class WithoutRay:
     def devices(self) -> Cluster:
         return local_cluster()
 
+    def loses_hosts(self) -> bool:
+        return False
+
     def death(self, hosts: Collection[int]) -> str:
         return ""
 
