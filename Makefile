@@ -33,7 +33,7 @@ $(READY): requirements/cpu.lock requirements/from_source.lock requirements/insta
 demo: $(READY)
 	$(BIN)/python recipes/one_step_off.py
 
-# Whether the library works, in ten minutes.
+# Whether the library works, in seven minutes.
 test: $(READY)
 	$(TESTS) --stage=quick $(PYTEST)
 
