@@ -427,9 +427,10 @@ class Job:
         try:
             self.session.start()
         except PlanError:
-            if self.session.left is None or self._replanner is None:
+            left = self.session.left
+            if left is None or left.hosts >= self.plan.cluster.hosts or self._replanner is None:
                 raise
-            before, plan = devices_of(self.plan), self._replanner.fit(self.trace(), self.plan, self.session.left)
+            before, plan = devices_of(self.plan), self._replanner.fit(self.trace(), self.plan, left)
             graph = plan.facade.checked_source(plan)
             self._take_plan(graph, replace(plan, source=graph), time.monotonic())
             hosts = f"{plan.cluster.hosts} of {self._first.hosts} hosts"
