@@ -31,6 +31,14 @@ def faults(on: str, told: str) -> Row:
                count(FAULTS, on, "faults"))  # fmt: skip
 
 
+def chaos(file: str, told: str) -> Row:
+    words = {"minutes": count(file, "minutes")} | ({"plans": count(file, "hosts_of_plans", reduce="count")} if told else {})
+    return Row(f"kills of workers and hosts, cuts and freezes on three hosts in {{minutes}} minutes{told}, "
+               "after which every step equals the same step of an undisturbed run",
+               count(file, "events_in_all"), "benchmarks/reliability/chaos.py",
+               "steps that differ", count(file, "wrong", reduce="count"), words)  # fmt: skip
+
+
 RELIABLE = [
     Row("states reached by every order of firing of all training graphs of up to 5 nodes, none with a broken bound or a deadlock",
         count("model_check.json", "states_in_all"), "benchmarks/reliability/model_check.py"),
@@ -38,10 +46,8 @@ RELIABLE = [
     kills("ray", "worker, driver and Ray's own processes on Ray"),
     faults("forked", "forked workers"),
     faults("ray", "workers on Ray"),
-    Row("kills of workers and hosts, cuts and freezes on three hosts in {minutes} minutes, "
-        "after which every step equals the same step of an undisturbed run",
-        count("chaos_cpu.json", "events_in_all"), "benchmarks/reliability/chaos.py",
-        "steps that differ", count("chaos_cpu.json", "wrong", reduce="count"), {"minutes": count("chaos_cpu.json", "minutes")}),
+    chaos("chaos_cpu.json", ""),
+    chaos("chaos_hosts_cpu.json", " and for up to a minute each, through which the run went on with the other hosts, by {plans} plans"),
     Row("malformed inputs to channels and driver", count("fuzz_cpu.json", Each(), "cases", reduce="sum"), "benchmarks/reliability/fuzz.py",
         "inputs whose code ran", count("fuzz_cpu.json", "code that ran", reduce="count")),
     Row("a checkpoint of {size} every 10 steps, SmolLM2: share of the time that training stands still",

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch.distributed.tensor import DTensor
 # The first are the names from torch 2.13 on, where the old ones warn.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _sum_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+Exchange: TypeAlias = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
 def ranks_in(group: Any) -> int:
@@ -39,31 +42,31 @@ def gathered_rows(part: torch.Tensor, group: Any, *, summed: bool = True) -> tor
 
     What each rank does with them gives a gradient: these are `summed`, or, where every rank does the same, each rank takes its own.
     """
-    found: torch.Tensor = _Gather.apply(part, group, summed)
+    found: torch.Tensor = _Exchange.apply(part, group, all_rows, sum_of_rows if summed else own_rows)
     return found
 
 
 def scattered_sum(part: torch.Tensor, group: Any) -> torch.Tensor:
     """Sum the tensors `[1, L, H]` of all ranks, and keep this rank's rows `[1, l, H]` of the sum."""
-    found: torch.Tensor = _ScatterSum.apply(part, group)
+    found: torch.Tensor = _Exchange.apply(part, group, sum_of_rows, all_rows)
     return found
 
 
 def whole_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
     """Exchange tokens for heads: of `[1, H, l, D]`, all heads of this rank's tokens, make `[1, h, L, D]`, some heads of all tokens."""
-    found: torch.Tensor = _Heads.apply(part, group)
+    found: torch.Tensor = _Exchange.apply(part, group, _to_heads, _to_tokens)
     return found
 
 
 def whole_tokens(part: torch.Tensor, group: Any) -> torch.Tensor:
     """Exchange heads for tokens: the inverse of `whole_heads`."""
-    found: torch.Tensor = _Tokens.apply(part, group)
+    found: torch.Tensor = _Exchange.apply(part, group, _to_tokens, _to_heads)
     return found
 
 
 def sent_rows(rows: torch.Tensor, counts: list[int], taken: list[int], group: Any) -> torch.Tensor:
     """Send `counts[i]` of the rows `[n, H]`, in order, to rank i, and give the `taken[i]` rows of each rank i, `[m, H]`, in their order."""
-    found: torch.Tensor = _SentRows.apply(rows, counts, taken, group)
+    found: torch.Tensor = _Exchange.apply(rows, group, partial(_exchange_rows, counts, taken), partial(_exchange_rows, taken, counts))
     return found
 
 
@@ -85,7 +88,7 @@ def passed_on(block: torch.Tensor, group: Any) -> Callable[[], torch.Tensor]:
 
 def sum_filled(part: torch.Tensor, group: Any) -> torch.Tensor:
     """Add up tensors of which each rank has filled some places, the others being 0; every rank then does the same with the whole."""
-    found: torch.Tensor = _Filled.apply(part, group)
+    found: torch.Tensor = _Exchange.apply(part, group, _sum, _same)
     return found
 
 
@@ -117,26 +120,17 @@ def sum_of_rows(whole: torch.Tensor, group: Any) -> torch.Tensor:
     return found
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: Any, summed: bool) -> torch.Tensor:
-        ctx.group, ctx.summed = group, summed
-        return all_rows(part, group)
+class _Exchange(torch.autograd.Function):
+    """An exchange between ranks, `send`, whose gradients come `back` by another."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return (sum_of_rows if ctx.summed else own_rows)(grads[0], ctx.group), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return sum_of_rows(part, group)
+    def forward(ctx: Any, part: torch.Tensor, group: Any, send: Exchange, back: Exchange) -> torch.Tensor:
+        ctx.group, ctx.back = group, back
+        return send(part, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_rows(grads[0], ctx.group), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.back(grads[0], ctx.group), None, None, None
 
 
 def _to_heads(part: torch.Tensor, group: Any) -> torch.Tensor:
@@ -159,55 +153,20 @@ def exchange_parts(parts: torch.Tensor, group: Any) -> torch.Tensor:
     return found
 
 
-class _Heads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _to_heads(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_tokens(grads[0], ctx.group), None
-
-
-class _Tokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return _to_tokens(part, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _to_heads(grads[0], ctx.group), None
-
-
-def _exchange_rows(rows: torch.Tensor, counts: list[int], taken: list[int], group: Any) -> torch.Tensor:
+def _exchange_rows(counts: list[int], taken: list[int], rows: torch.Tensor, group: Any) -> torch.Tensor:
     found = rows.new_empty((sum(taken), *rows.shape[1:]))
     dist.all_to_all_single(found, rows.contiguous(), taken, counts, group=group)
     return found
 
 
-class _SentRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, counts: list[int], taken: list[int], group: Any) -> torch.Tensor:
-        ctx.counts, ctx.taken, ctx.group = counts, taken, group
-        return _exchange_rows(rows, counts, taken, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchange_rows(grads[0], ctx.taken, ctx.counts, ctx.group), None, None, None
+def _sum(part: torch.Tensor, group: Any) -> torch.Tensor:
+    whole = part.clone()
+    dist.all_reduce(whole, group=group)
+    return whole
 
 
-class _Filled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, group: Any) -> torch.Tensor:
-        whole = part.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grads[0], None
+def _same(part: torch.Tensor, group: Any) -> torch.Tensor:
+    return part
 
 
 # A vocabulary that is cut between ranks: each has the logits of its words, and log-probs follow from few numbers a token of each rank.
