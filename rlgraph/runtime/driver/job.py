@@ -17,7 +17,7 @@ from rlgraph.analysis.findings import findings
 from rlgraph.analysis.run import InvariantMonitor, Observed, Run
 from rlgraph.analysis.words import Terminal, graph_settings
 from rlgraph.engines.hf.export import AdapterForm, ExportDtype, Exported, ExportLayout, check_target
-from rlgraph.errors import CheckpointError, ExportError, NodeError, PlanError, RlgraphError, StalenessError
+from rlgraph.errors import CheckpointError, DispatchError, ExportError, NodeError, PlanError, RlgraphError, StalenessError
 from rlgraph.graph.graph import Graph
 from rlgraph.nodes.prompts import Prompts
 from rlgraph.notices import old_attribute
@@ -595,7 +595,10 @@ class Job:
         """Describe the devices that a plan may use now: those of the first plan, or of all hosts that there are if it used all."""
         if not self._links.follows:
             return self.plan.cluster
-        found = self.session.dispatch.devices()
+        try:
+            found = self.session.dispatch.devices()
+        except DispatchError:  # the job hears of Ray's death otherwise
+            return self.plan.cluster
         return found if self._uses_all or found.hosts < self._first.hosts else self._first
 
     def _leave_hosts(self, replanner: Replanner) -> None:

@@ -147,9 +147,11 @@ class Actors:
     def devices(self) -> Cluster:
         return span(answering_hosts())[0]
 
-    @said_by_ray()
     def loses_hosts(self) -> bool:
-        return not draining_hosts().isdisjoint(self._nodes)
+        try:
+            return not draining_hosts().isdisjoint(self._nodes)
+        except ray.exceptions.RayError:  # whose death the job hears of otherwise
+            return False
 
     def death(self, hosts: Collection[int]) -> str:
         if self._started_ray:
