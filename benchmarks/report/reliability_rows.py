@@ -47,7 +47,7 @@ RELIABLE = [
     faults("forked", "forked workers"),
     faults("ray", "workers on Ray"),
     chaos("chaos_cpu.json", ""),
-    chaos("chaos_hosts_cpu.json", " and for up to a minute each, through which the run went on with the other hosts, by {plans} plans"),
+    chaos("chaos_hosts_cpu.json", " and for up to a minute each, during which the run continued on the other hosts, under {plans} plans"),
     Row("malformed inputs to channels and driver", count("fuzz_cpu.json", Each(), "cases", reduce="sum"), "benchmarks/reliability/fuzz.py",
         "inputs whose code ran", count("fuzz_cpu.json", "code that ran", reduce="count")),
     Row("a checkpoint of {size} every 10 steps, SmolLM2: share of the time that training stands still",
