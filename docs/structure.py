@@ -79,7 +79,6 @@ SEPARATE: Mapping[str, str] = {
     "rlgraph.nodes.walls.calls": "the seccomp filter",
     "rlgraph.nodes.walls.child": "a program that runs a model's code",
     "rlgraph.nodes.walls.session": "a program that holds a sandbox between runs",
-    "rlgraph.plan.search": "the search of `rg.tune`; what is above it prints",
     "rlgraph.record": "`rg.record`",
     "rlgraph.runtime.checkpoint.offline_export": "imports 800 modules for models that a driver of a job does without",
     "rlgraph.runtime.driver.job": "`rg.Job`",

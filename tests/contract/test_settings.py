@@ -25,9 +25,9 @@ from rlgraph.nodes.training.update import UpdateSchedule
 from rlgraph.plan.cost_functions import Decode, NodeCost, Setting, SleepCost
 from rlgraph.plan.lengths import Lengths
 from rlgraph.plan.plan import Plan
-from rlgraph.plan.search import deeper
 from rlgraph.runtime.checkpoint.store import difference
 from rlgraph.runtime.local import LocalJob
+from rlgraph.tuning import deeper
 
 LONG = "x" * 10**5
 POOL = rg.Pool("p")

@@ -8,8 +8,8 @@ import pytest
 from support.tunable_graph import build, costs
 
 import rlgraph as rg
+from rlgraph import tuning
 from rlgraph.plan import compile as compiling
-from rlgraph.plan import search
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.lengths import Lengths
 from rlgraph.plan.placement import Counts, Divisions, best_first
@@ -62,7 +62,7 @@ def test_a_division_that_does_not_fit_is_left_out() -> None:
 def test_compiling_and_tuning_choose_the_same_where_divisions_are_searched(monkeypatch: pytest.MonkeyPatch, train_s: float) -> None:
     cluster, priced = Cluster(gpus=24), costs(train_s)
     plan, tuned = rg.compile(build(1), cluster, priced), rg.tune(build, cluster, priced, depth=(1, 2))
-    for module in (compiling, search):
+    for module in (compiling, tuning):
         monkeypatch.setattr(module, "FEW", 4)
     searched, retuned = rg.compile(build(1), cluster, priced), rg.tune(build, cluster, priced, depth=(1, 2))
     assert searched.prediction.period_s == pytest.approx(plan.prediction.period_s)

@@ -11,7 +11,7 @@ from rlgraph.errors import PlanError
 from rlgraph.plan.calibrate import Trace
 from rlgraph.plan.play import simulate
 from rlgraph.plan.schedule import Event, Sampled
-from rlgraph.plan.search import Replayed, replay_trace
+from rlgraph.tuning import Replayed, replay_trace
 
 STEPS = 60
 LENGTHS = LONG_TAIL.batches(STEPS, 16).astype(int)
