@@ -91,7 +91,7 @@ class Tuning:
         cells = [
             [
                 *(str(row.settings[name]) for name in names),
-                ", ".join(f"{p.name} {len(p.gpus) or p.cpus}" for p in row.plan.pools),
+                row.plan.split,
                 words.seconds(row.step_s, row.plan.prediction.cost),
                 _rate(row.tokens_per_s if row.tokens_per_s is not None else row.samples_per_s),
                 f"{row.gpu_s_per_sample:.4g}",
@@ -349,7 +349,7 @@ def _sum(tuned: Tuned) -> str:
 
 def _devices_of(tuned: Tuned) -> str:
     pools = [p for p in tuned.plan.pools if any(n.pool == p.name for n in tuned.plan.nodes)]
-    return " + ".join(f"{len(p.gpus) or p.cpus} ({p.name})" for p in pools)
+    return " + ".join(f"{p.count} ({p.name})" for p in pools)
 
 
 # Replay a recorded run under another depth or another split of the devices.
@@ -483,7 +483,7 @@ def _counts(plan: Plan, shares: Mapping[str, float] | None) -> Mapping[str, int]
     """Divide the devices of the named pools again by share."""
     if not shares:
         return {}
-    pools = {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
+    pools = plan.counts
     for name, share in shares.items():
         if name not in pools:
             raise PlanError(f"replay(shares={dict(shares)}): the plan has no pool '{name}'; its pools are {sorted(pools)}")

@@ -110,7 +110,7 @@ def _balance(run: Run, side: LoopBalance) -> Iterator[str]:
 
 def _split_advice(generator: PlannedPool, trainer: PlannedPool, side: LoopBalance) -> str:
     """Name the split of the devices at which both sides last equally long, assuming that a side speeds up in proportion to its devices."""
-    counts = [len(pool.gpus) or pool.cpus for pool in (generator, trainer)]
+    counts = [generator.count, trainer.count]
     total = sum(counts)
     loads = [side.generate_s * counts[0], side.train_s * counts[1]]
     best = min(max(round(total * loads[0] / sum(loads)), 1), total - 1) if total > 1 and sum(loads) > 0 else counts[0]

@@ -501,14 +501,12 @@ def _by_firing(sampled: Iterable[Sampled]) -> Tokens:
 
 def _place(plan: Plan) -> str:
     devices = f"{plan.cluster.gpus} GPUs" if plan.cluster.gpus else f"{plan.cluster.cpus} cores"
-    pools = ", ".join(f"{pool.name} {len(pool.gpus) or pool.cpus}" for pool in plan.pools)
-    return f"{devices} ({pools})" if pools else devices
+    return f"{devices} ({plan.split})" if plan.pools else devices
 
 
 def setting_of(plan: Plan, node: PlannedNode) -> Setting:
     """Look up the setting in which a node of a plan runs."""
-    pools = {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
-    return Setting(pools[node.pool] if node.pool else 1, len(node.workers), node.rows, node.passes)
+    return Setting(plan.counts[node.pool] if node.pool else 1, len(node.workers), node.rows, node.passes)
 
 
 def _cost(

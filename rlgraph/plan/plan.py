@@ -194,6 +194,11 @@ class PlannedPool:
     cpus: int
     busy: float  # predicted share of the period in which the pool works
 
+    @property
+    def count(self) -> int:
+        """The number of devices."""
+        return len(self.gpus) or self.cpus
+
 
 @dataclass(frozen=True)
 class PlannedJoin:
@@ -521,6 +526,16 @@ class Plan:
         if unknown:
             raise PlanError(f"Plan.from_json: {unknown[0]} means nothing here; {here}")
         return plan
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """The devices of each pool: GPUs, or for pools on the host cores."""
+        return {pool.name: pool.count for pool in self.pools}
+
+    @property
+    def split(self) -> str:
+        """The devices of each pool in words, e.g. "rollout 3, train 1"."""
+        return ", ".join(f"{name} {count}" for name, count in self.counts.items())
 
     def steps_ahead(self) -> Mapping[str, int]:
         """Count for each worker how many steps ahead of the finished step it runs, because other workers need them.

@@ -232,10 +232,9 @@ class Rehearsal:
     def __str__(self) -> str:
         cluster = self.plan.cluster
         devices = f"{cluster.gpus} GPUs" if cluster.gpus else f"{cluster.cpus} cores"
-        pools = ", ".join(f"{pool.name} {len(pool.gpus) or pool.cpus}" for pool in self.plan.pools)
         shares = ", ".join(f"{name} {share:.1%}" for name, share in self.lost_to.items())
         lines = [
-            f"{self.plan.graph}: {self.steps} steps on {devices} of {cluster.hosts} host(s) ({pools}) in {_long(self.wall_s)}",
+            f"{self.plan.graph}: {self.steps} steps on {devices} of {cluster.hosts} host(s) ({self.plan.split}) in {_long(self.wall_s)}",
             f"  a step: median {self.step_s:.4g} s, p95 {self.p95_s:.4g} s",
             f"  lost to {shares}",
             f"  {self.failures} failures, {self.redone} steps done again; devices idle {self.idle:.1%} of the time without failures",
@@ -272,7 +271,7 @@ def prepare_course(
             f"rehearse: batches or versions join while '{joining[0]}' decodes, which a rehearsal does not simulate; leave `continuous` and "
             "`interrupt` out, or use plan.prediction.step_s"
         )
-    settings = settings_on(graph, cluster, {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools})
+    settings = settings_on(graph, cluster, plan.counts)
     schedule, unknown = with_links(plan, graph, priced, site)
     drawn = drawn_times(schedule, graph, settings, priced, priced.choose_draws(max(node.rows for node in graph.nodes)))
     course = Course.draw(schedule, drawn, plan.workers, _trainer_names(graph), site, steps, every, np.random.default_rng(seed))
@@ -483,6 +482,6 @@ def _summarize(plan: Plan, course: Course, site: ClusterSite, every: int | None,
 
 
 def _idle(plan: Plan, course: Course, calm_s: float) -> float:
-    devices = {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
-    busy = sum(course.busy_s(event) * devices[event.pool] for event in course.schedule.events if event.pool in devices)
+    devices = plan.counts
+    busy = sum(course.busy_s(event) * devices[event.pool] for event in course.schedule.events if event.pool is not None)
     return 1 - busy / max(calm_s * sum(devices.values()), 1e-12)

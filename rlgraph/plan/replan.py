@@ -27,9 +27,9 @@ class Change:
     def __str__(self) -> str:
         was, now = (plan.prediction.step_s for plan in (self.before, self.after))
         if self.is_return:
-            return f"{devices_of(self.before)} did not pay, so the run returns to {devices_of(self.after)}"
+            return f"{self.before.split} did not pay, so the run returns to {self.after.split}"
         return (
-            f"{devices_of(self.before)} -> {devices_of(self.after)}: predicted {now:.3g} s per step in place of {was:.3g} s "
+            f"{self.before.split} -> {self.after.split}: predicted {now:.3g} s per step in place of {was:.3g} s "
             f"(measured {self.measured_s:.3g} s)"
         )
 
@@ -100,7 +100,7 @@ class Replanner:
         graph = plan.source
         assert isinstance(graph, Graph)
         shapes = self.shapes_of(graph)
-        return build_plan(graph, plan.cluster, priced_for(graph, plan.cluster, costs, shapes), key(plan)[1], shapes)
+        return build_plan(graph, plan.cluster, priced_for(graph, plan.cluster, costs, shapes), plan.counts, shapes)
 
     def _best_plan(self, graph: object, costs: Costs | None, cluster: Cluster) -> Plan:
         assert isinstance(graph, Graph)
@@ -122,9 +122,4 @@ class Replanner:
 
 def key(plan: Plan) -> tuple[int, Mapping[str, int]]:
     """Tell plans apart: the graph, and the devices of each pool."""
-    return id(plan.source), {pool.name: len(pool.gpus) or pool.cpus for pool in plan.pools}
-
-
-def devices_of(plan: Plan) -> str:
-    """Describe the devices of the pools, e.g. "rollout 3, train 1"."""
-    return ", ".join(f"{name} {count}" for name, count in key(plan)[1].items())
+    return id(plan.source), plan.counts

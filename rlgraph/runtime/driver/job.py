@@ -27,7 +27,7 @@ from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import compile_plan
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.plan import Plan
-from rlgraph.plan.replan import Replanner, devices_of
+from rlgraph.plan.replan import Replanner
 from rlgraph.plan.schedule import Sampled, Span
 from rlgraph.runtime import messages
 from rlgraph.runtime.checkpoint.export import Source, check_source, model_card, write_export
@@ -430,11 +430,11 @@ class Job:
             left = self.session.left
             if left is None or left.hosts >= self.plan.cluster.hosts or self._replanner is None:
                 raise
-            before, plan = devices_of(self.plan), self._replanner.fit(self.trace(), self.plan, left)
+            before, plan = self.plan.split, self._replanner.fit(self.trace(), self.plan, left)
             graph = plan.facade.checked_source(plan)
             self._take_plan(graph, replace(plan, source=graph), time.monotonic())
             hosts = f"{plan.cluster.hosts} of {self._first.hosts} hosts"
-            self.notice(f"after step {checkpoints.newest}, with {hosts} left: {before} -> {devices_of(plan)}")
+            self.notice(f"after step {checkpoints.newest}, with {hosts} left: {before} -> {plan.split}")
             self._restart_workers(checkpoints, patience_s)
 
     def _begin_session(self) -> None:
@@ -609,7 +609,7 @@ class Job:
             self._needs_all = True
             self._say(f"a host is about to end, and the run cannot do without it: {error}")
             return
-        self.notice(f"after step {self._finished}, a host is about to end: {devices_of(self.plan)} -> {devices_of(plan)}")
+        self.notice(f"after step {self._finished}, a host is about to end: {self.plan.split} -> {plan.split}")
         self.replan(plan)
 
     def _look_for_plan(self, seconds: float) -> None:
@@ -657,7 +657,7 @@ class Job:
         else:
             self._begin_session()
         self._change_s = time.monotonic() - began_s
-        self._say(f"the run continues under {devices_of(self.plan)} after {self._change_s:.0f} s")
+        self._say(f"the run continues under {self.plan.split} after {self._change_s:.0f} s")
 
     def spans(self) -> Sequence[Span]:
         """Return the spans of each worker so far, in seconds from the first tick."""
