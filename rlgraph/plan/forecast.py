@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import lcm
-from typing import Protocol
 
 import numpy as np
 
@@ -23,6 +22,7 @@ from rlgraph.plan.lengths import Array, Lengths
 from rlgraph.plan.plan import PlannedJoin, PlannedWait
 from rlgraph.plan.play import WARM_UP_STEPS, Engines, Played, play
 from rlgraph.plan.schedule import Dependency, Event, Reason, Schedule
+from rlgraph.values.sampling import BatchAdmission
 
 # Simulate batches and versions that join while responses decode: an engine, played from decode step to decode step.
 
@@ -36,24 +36,7 @@ def never(version: int) -> float:
     return float("inf")
 
 
-class Rule(Protocol):
-    """When batches and versions join; `rlgraph.nodes.rollout.rollout.BatchAdmission` is one."""
-
-    @property
-    def interrupt(self) -> str | None: ...
-
-    @property
-    def continuous(self) -> bool: ...
-
-    @property
-    def interrupt_rule(self) -> str: ...
-
-    def needs(self, step: int) -> int: ...
-
-    def ahead(self) -> int: ...
-
-
-def rule_of(node: Node) -> Rule | None:
+def rule_of(node: Node) -> BatchAdmission | None:
     """Look up the rule by which batches or versions join while a node decodes; None if none do."""
     rule = node.traits.admission
     return rule if rule is not None and (rule.continuous or rule.interrupt) else None
@@ -94,7 +77,7 @@ class Machine:
     With `shared` all running responses share each decode step; else responses that began together have separate steps.
     """
 
-    rule: Rule
+    rule: BatchAdmission
     decode: Decode
     lengths: Array
     prompt_tokens: float
@@ -212,7 +195,7 @@ class JoinedFirings(Engines):
 class Decoder:
     """A rollout whose batches join: its rule, its cost and its setting, from which engines are built. See `Machine` for `shared`."""
 
-    rule: Rule
+    rule: BatchAdmission
     cost: NodeCost
     setting: Setting
     lengths: Lengths
@@ -289,29 +272,14 @@ def plan_join(node: Node) -> PlannedJoin | None:
     return PlannedJoin(rule.ahead(), shares_steps(node)) if rule is not None and rule.continuous else None
 
 
-@dataclass(frozen=True)
-class ReadyVersions:
-    """The rule by which batches join if every version arrives in time."""
-
-    beside: int
-    interrupt: None = None
-    continuous: bool = True
-    interrupt_rule: str = "keep"
-
-    def needs(self, step: int) -> int:
-        return 0
-
-    def ahead(self) -> int:
-        return self.beside
-
-
 def count_decode_work(lengths: Array, join: PlannedJoin) -> Array:
     """Count `[steps, 3]` the decode steps of each firing of an engine, the sequences summed over them, and the batches that it began,
     for responses `[steps, rows]`.
 
     They follow from the lengths: a batch joins when half of the responses before it have ended, whenever that is.
     """
-    machine = Machine(ReadyVersions(join.ahead), Decode(), lengths, 0.0, 0.0, never, join.shared)
+    rule = BatchAdmission("keep", continuous=True, depth=join.ahead)  # with every version at hand, depth is what joins ahead
+    machine = Machine(rule, Decode(), lengths, 0.0, 0.0, never, join.shared, version=ALL)
     for step in range(len(lengths)):
         machine.fire(step, 0.0)
     return np.array(machine.decoded)
