@@ -198,8 +198,7 @@ class _Problem:
     @property
     def rows(self) -> int:
         """The responses per step: the rows of an update."""
-        nodes = self.graph.nodes
-        return max((node.rows for node in nodes if node.traits.work == "train"), default=max(node.rows for node in nodes))
+        return max((node.rows for node in self.graph.nodes if node.traits.work == "train"), default=self.graph.rows)
 
     def drafts(self, divisions: Iterable[Counts]) -> Iterator[_Draft]:
         """Yield a draft for each division that fits."""

@@ -173,7 +173,7 @@ PLAIN = (str, int, float, bool, type(None), Enum, PurePath)
 def graph_settings(graph: Graph, plan: Plan) -> Mapping[str, Mapping[str, str]]:
     """Collect the settings of each model, node and feedback edge. Functions appear by name; data is left out."""
     found: dict[str, dict[str, str]] = {}
-    for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None):
+    for model in graph.models:
         used = [node.name for node in graph.nodes if node.model is model]
         planned = next((m for m in plan.models if m.name == plan.node(used[0]).model), None)
         dtype = {"dtype": f"{planned.dtype} ({planned.why})"} if planned is not None else {}

@@ -583,6 +583,16 @@ class UncheckedGraph:
         extra = (n.traits.host_pool for n in self.nodes)
         return tuple(dict.fromkeys(p for p in (*(n.pool for n in self.nodes), *extra) if p is not None))
 
+    @cached_property
+    def models(self) -> tuple[Model, ...]:
+        """The models in order of first use."""
+        return tuple(dict.fromkeys(n.model for n in self.nodes if n.model is not None))
+
+    @cached_property
+    def rows(self) -> int:
+        """The most rows that a node has in a step."""
+        return max(n.rows for n in self.nodes)
+
     def node(self, name: str) -> Node:
         """Return the node called `name`. Raises GraphError with the known names."""
         for node in self.nodes:

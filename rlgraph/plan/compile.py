@@ -212,27 +212,26 @@ def place_and_schedule(
     """Place the workers and build the schedule with mean seconds."""
     workers, settings = place_and_configure(graph, cluster, counts)
     hosts = first_workers(workers)
-    rows = max(node.rows for node in graph.nodes)
-    seconds = {n.name: mean_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes}
+    seconds = {n.name: mean_seconds(graph, n, settings[n.name], costs) * _rate(n) for n in graph.nodes}
     batches = {writer: list(by_transport.values()) for writer, by_transport in batch_transports(graph, workers).items()}
     schedule = events.schedule(graph, hosts, seconds, costs, sleep_costs(graph, workers, settings, costs.sleep), batches)
-    return workers, settings, _with_chunks(schedule, graph, settings, costs, rows)
+    return workers, settings, _with_chunks(schedule, graph, settings, costs)
 
 
-def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
+def mean_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs) -> float:
     """Predict the mean seconds of a firing. If batches join others, every version is assumed to arrive in time."""
     if is_played(graph, node, costs):
-        return saturated_seconds(node, setting, costs, rows)
-    return costs.mean(node.name, setting, rows)
+        return saturated_seconds(node, setting, costs, graph.rows)
+    return costs.mean(node.name, setting, graph.rows)
 
 
-def bound_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs, rows: int) -> float:
+def bound_seconds(graph: Graph, node: Node, setting: Setting, costs: Costs) -> float:
     """Predict the least mean seconds from one firing to the next. Engines that need not wait for each other have their own mean, since an
     engine that is done begins the next batch; with all edges at depth 0, a step waits for the last engine."""
     waits = bool(graph.feedbacks) and all(feedback.depth == 0 for feedback in graph.feedbacks)
     if waits or is_played(graph, node, costs):
-        return mean_seconds(graph, node, setting, costs, rows)
-    return costs.mean(node.name, setting, rows, of_each=True)
+        return mean_seconds(graph, node, setting, costs)
+    return costs.mean(node.name, setting, graph.rows, of_each=True)
 
 
 def _rate(node: Node) -> float:
@@ -240,13 +239,13 @@ def _rate(node: Node) -> float:
     return 1.0 if node.due is None else 1 / node.due.every
 
 
-def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, rows: int) -> Schedule:
+def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs) -> Schedule:
     """Set the time of each chunk of a batch: the first chunk of a rollout lasts longest."""
     shares: dict[str, list[float]] = {}
     for node in (node for node in graph.nodes if node.chunks > 1):
         cost = costs.cost_of(node.name)
         shares[node.name] = (
-            cost.chunk_shares(settings[node.name], costs.lengths, costs.choose_draws(rows), rows, node).mean(axis=0).tolist()
+            cost.chunk_shares(settings[node.name], costs.lengths, costs.choose_draws(graph.rows), graph.rows, node).mean(axis=0).tolist()
         )
     if not shares:
         return schedule
@@ -261,12 +260,11 @@ def _with_chunks(schedule: Schedule, graph: Graph, settings: Settings, costs: Co
 
 def candidates(graph: Graph, cluster: Cluster, costs: Costs, divisions: Divisions) -> Iterator[tuple[Counts, float]]:
     """Yield divisions with a lower bound of their period, or, for many divisions, nearly the period itself; the shortest first."""
-    rows = max(node.rows for node in graph.nodes)
 
     def load(counts: Counts) -> float:  # of the busiest pool
         settings = settings_on(graph, cluster, counts)
         return max(
-            sum(bound_seconds(graph, n, settings[n.name], costs, rows) * _rate(n) for n in graph.nodes if n.pool is p) for p in graph.pools
+            sum(bound_seconds(graph, n, settings[n.name], costs) * _rate(n) for n in graph.nodes if n.pool is p) for p in graph.pools
         )
 
     if len(divisions) <= FEW:  # all of them: more ranks of a small model may take longer, which `best_first` does not expect
@@ -282,14 +280,14 @@ def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Cal
     It is an approximation: with other counts other channels can leave a host, which changes the order of puts.
     """
     workers, settings, schedule = place_and_schedule(graph, cluster, like, costs)
-    with_time, seconds, rows = Timed(schedule), schedule.seconds(), max(node.rows for node in graph.nodes)
+    with_time, seconds = Timed(schedule), schedule.seconds()
     asleep = sleep_costs(graph, workers, settings, costs.sleep)
     first = {name: worker for worker in reversed(workers) for name in worker.nodes}
-    usual = {node.name: mean_seconds(graph, node, settings[node.name], costs, rows) for node in graph.nodes}
+    usual = {node.name: mean_seconds(graph, node, settings[node.name], costs) for node in graph.nodes}
 
     def scale(event: Event, there: Settings) -> float:
         if event.kind == "fire":
-            now, then = bound_seconds(graph, graph.node(event.node), there[event.node], costs, rows), usual[event.node]
+            now, then = bound_seconds(graph, graph.node(event.node), there[event.node], costs), usual[event.node]
         elif event.kind in ("wake", "sleep"):
             new, old = sleep_cost(graph, first[event.node], there, costs.sleep), asleep[event.node]
             now, then = (new.wake_s, old.wake_s) if event.kind == "wake" else (new.sleep_s, old.sleep_s)
@@ -316,7 +314,6 @@ def _pools(graph: Graph, cluster: Cluster, counts: Counts, schedule: Schedule, s
 
 
 def _nodes(graph: Graph, workers: Sequence[PlannedWorker], settings: Settings, costs: Costs) -> list[PlannedNode]:
-    rows = max(node.rows for node in graph.nodes)
     return [
         PlannedNode(
             name=node.name,
@@ -327,7 +324,7 @@ def _nodes(graph: Graph, workers: Sequence[PlannedWorker], settings: Settings, c
             reads=node.reads,
             writes=node.writes,
             rows=node.rows,
-            seconds=mean_seconds(graph, node, settings[node.name], costs, rows),
+            seconds=mean_seconds(graph, node, settings[node.name], costs),
             cost=costs.source_at(node.name, settings[node.name]),
             chunks=node.chunks,
             due=node.due,

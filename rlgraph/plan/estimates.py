@@ -308,7 +308,7 @@ def _cut_by_tensor(kv_heads: int, vocab: int | None, intermediate: int) -> Mappi
 
 def check_shared(graph: Graph, shapes: Shapes) -> None:
     """Raise PlanError for a model of known shape that its ranks do not divide."""
-    for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None):
+    for model in graph.models:
         shape, traits = shapes.get(model.path), model.traits
         if shape is None or traits.worker_multiple == 1:
             continue

@@ -397,7 +397,7 @@ def forecast(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs)
         uneven = {name: factors.tolist() for name, factors in bursts(schedule, graph, steps + schedule.most_lag).items()}
         once = play(schedule, steps, lambda event, step: event.seconds * (uneven[event.name][step] if event.name in uneven else 1.0))
         return Forecast(schedule, once, steps, WARM_UP_STEPS)
-    rows = max(node.rows for node in nodes)
+    rows = graph.rows
     together = [node for node in nodes if is_played(graph, node, costs)]
     steps = drawn_step_count(costs, rows) if together else costs.choose_draws(rows)
     drawn = drawn_times(schedule, graph, settings, costs, steps)
@@ -456,14 +456,13 @@ def _dues(schedule: Schedule, graph: Graph) -> dict[str, list[Due]]:
 
 def drawn_times(schedule: Schedule, graph: Graph, settings: Settings, costs: Costs, steps: int) -> dict[str, Array]:
     """Draw the seconds `[steps, engines]` of the events of each node whose firings differ, `[steps, 1]` if engines work together."""
-    rows = max(node.rows for node in graph.nodes)
     relative: dict[str, Array] = {}  # seconds of each firing `[steps, engines]`, relative to the mean of the last engine
     of_chunks: dict[str, Array] = {}
     for node in (node for node in graph.nodes if costs.varies(node.name)):
         cost = costs.cost_of(node.name)
-        drawn = cost.each(settings[node.name], costs.lengths, steps, rows)
+        drawn = cost.each(settings[node.name], costs.lengths, steps, graph.rows)
         relative[node.name] = drawn / max(float(drawn.max(axis=1).mean()), 1e-12)
-        shares = cost.chunk_shares(settings[node.name], costs.lengths, steps, rows, node)
+        shares = cost.chunk_shares(settings[node.name], costs.lengths, steps, graph.rows, node)
         of_chunks[node.name] = shares / np.maximum(shares.mean(axis=0), 1e-12)
 
     def times(event: Event) -> Array:

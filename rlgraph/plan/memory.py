@@ -183,7 +183,7 @@ def needs(
     by_name, bases = model_names(graph), shared_bases(graph, cluster, workers)
     shared = {by_name[name]: base_bytes(by_name[name], cluster, shapes) for base in bases for name in base.models}
     for pool in (pool for pool in graph.pools if pool.cpus is None):
-        models = [m for m in dict.fromkeys(n.model for n in graph.nodes) if m is not None and m.pool is pool]
+        models = [model for model in graph.models if model.pool is pool]
         if not models or any(model.path not in shapes for model in models):
             continue
         each = {model: _need(graph, model, shapes[model.path], settings, lengths, cluster, recompute) for model in models}
@@ -447,8 +447,8 @@ FIXES = {
 
 def check_drafts(graph: Graph) -> None:
     """Raise PlanError for an engine with drafts that spans GPUs."""
-    for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None and node.model.traits.drafts):
-        if model.group > 1:
+    for model in graph.models:
+        if model.traits.drafts and model.group > 1:
             raise PlanError(
                 f"graph '{graph.name}': Generator('{model.path}', drafts={model.traits.drafts}, tensor_parallel={model.group}): an engine "
                 "with drafts runs on one GPU; leave one of them out"
@@ -458,7 +458,7 @@ def check_drafts(graph: Graph) -> None:
 def check_fp8(graph: Graph, shapes: Shapes) -> None:
     """Raise PlanError for an engine with fp8 weights that spans GPUs or computes in float32, and for a model that cannot have such weights:
     a mixture of experts, or matrices that 16 does not divide."""
-    for model in dict.fromkeys(node.model for node in graph.nodes if node.model is not None and node.model.traits.weights_dtype):
+    for model in (model for model in graph.models if model.traits.weights_dtype):
         traits, shape = model.traits, shapes.get(model.path)
         here = f"graph '{graph.name}': Generator('{model.path}', weights_dtype='{traits.weights_dtype}'"
         other = f"tensor_parallel={model.group}" if model.group > 1 else "dtype='float32'" if traits.dtype == "float32" else None
@@ -478,9 +478,8 @@ def check_fp8(graph: Graph, shapes: Shapes) -> None:
 
 def check_moments_stay(graph: Graph) -> None:
     """Raise PlanError for `offload="never"` on a GPU that no other model uses."""
-    models = list(model_names(graph).values())
-    for model in models:
-        if model.traits.moments_stay and not any(other.pool is model.pool for other in models if other is not model):
+    for model in graph.models:
+        if model.traits.moments_stay and not any(other.pool is model.pool for other in graph.models if other is not model):
             raise PlanError(
                 f"graph '{graph.name}': {type(model).__name__}('{model.path}', offload='never'): no other model uses the pool "
                 f"'{model.pool.name}', so the moments stay on its GPUs anyway; leave it out"

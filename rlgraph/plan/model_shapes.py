@@ -120,8 +120,7 @@ Shapes = Mapping[str, ModelShape]  # by the path of the model
 
 def has_shapes(graph: Graph, shapes: Shapes) -> bool:
     """Whether the graph has models and the shape of each is known."""
-    paths = {node.model.path for node in graph.nodes if node.model is not None}
-    return bool(paths) and paths <= shapes.keys()
+    return bool(graph.models) and all(model.path in shapes for model in graph.models)
 
 
 # Read the shapes of a graph's models from their config.json, so that a plan knows them before the models load.
@@ -129,8 +128,7 @@ def has_shapes(graph: Graph, shapes: Shapes) -> bool:
 
 def shapes_of(graph: Graph) -> Mapping[str, ModelShape]:
     """Read the shapes of the graph's models that have a config.json on this machine; no other file of a model is read."""
-    paths = {node.model.path for node in graph.nodes if node.model is not None}
-    found = {path: _shape(path) for path in paths}
+    found = {model.path: _shape(model.path) for model in graph.models}
     return {path: shape for path, shape in found.items() if shape is not None}
 
 

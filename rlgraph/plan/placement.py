@@ -84,7 +84,6 @@ class Divisions:
 
 def splits(graph: Graph, cluster: Cluster) -> Divisions:
     """Find the ways to divide the cluster among the pools. Raises PlanError if the pools need more than the cluster has."""
-    models = _models(graph)
     shared = [p for p in graph.pools if p.cpus is None and p.gpus is None]
     fixed = {p.name: p.cpus or p.gpus or 0 for p in graph.pools if p not in shared}
     if cluster.gpus == 0 and any(p.gpus is not None for p in graph.pools):
@@ -93,7 +92,9 @@ def splits(graph: Graph, cluster: Cluster) -> Divisions:
     exact = sum(p.gpus or 0 for p in graph.pools)
     total = (cluster.gpus or cluster.cpus) - exact
     _check_host_pools(graph, cluster)
-    groups = {p.name: lcm(*(m.group * m.traits.worker_multiple for m in models if m.pool is p)) if cluster.gpus else 1 for p in shared}
+    groups = {
+        p.name: lcm(*(m.group * m.traits.worker_multiple for m in graph.models if m.pool is p)) if cluster.gpus else 1 for p in shared
+    }
     least = sum(groups.values())
     if exact > cluster.gpus or (cluster.gpus and total < least):
         raise PlanError(
@@ -302,14 +303,10 @@ def _host_chains(graph: Graph) -> list[list[Node]]:
     return chains
 
 
-def _models(graph: Graph) -> list[Model]:
-    return list(dict.fromkeys(n.model for n in graph.nodes if n.model is not None))
-
-
 def model_names(graph: Graph) -> dict[str, Model]:
     """Name the models of a graph as plans and costs do: by their roles, numbered if several have the same role."""
     found: dict[str, Model] = {}
-    for model in _models(graph):
+    for model in graph.models:
         found[_unique(model.role, found)] = model
     return found
 

@@ -273,7 +273,7 @@ def prepare_course(
         )
     settings = settings_on(graph, cluster, plan.counts)
     schedule, unknown = with_links(plan, graph, priced, site)
-    drawn = drawn_times(schedule, graph, settings, priced, priced.choose_draws(max(node.rows for node in graph.nodes)))
+    drawn = drawn_times(schedule, graph, settings, priced, priced.choose_draws(graph.rows))
     course = Course.draw(schedule, drawn, plan.workers, _trainer_names(graph), site, steps, every, np.random.default_rng(seed))
     uneven = bursts(schedule, graph, steps + schedule.most_lag)
     seconds = {name: each * uneven[name][:, None] if name in uneven else each for name, each in course.seconds.items()}

@@ -376,13 +376,12 @@ def width_assumptions(graph: Graph, settings: Mapping[str, Setting], costs: Cost
 
     `devices` is the word for them, "cores" or "GPUs".
     """
-    rows = max(node.rows for node in graph.nodes)
     for node in (node for node in graph.nodes if node.model is not None):
         cost, setting = costs.cost_of(node.name), settings[node.name]
         if cost.measured is None or cost.measured.width == setting.width or (cost.decode is not None and cost.decode.doubling is not None):
             continue
         kept = DOUBLING if cost.decode is not None else 1.0
-        seconds, *bounds = (_mean(costs, cost, setting, share, rows) for share in (kept, NONE, 1.0))
+        seconds, *bounds = (_mean(costs, cost, setting, share, graph.rows) for share in (kept, NONE, 1.0))
         if max(bounds) - min(bounds) > CLOSE_WIDTHS * seconds:
             yield (
                 f"'{node.name}' was measured on {cost.measured.width:.3g} {devices} an engine and is predicted on {setting.width:.3g}: "
@@ -450,7 +449,6 @@ def _terms(decode: Decode) -> Sequence[str]:
 def single_number_caveats(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> Iterator[str]:
     """Say how far the seconds of a generator may be off if its fit has a single number and it runs with other rows per engine than
     were measured: the number may stand for decode steps, for sequences or for the firing."""
-    rows = max(node.rows for node in graph.nodes)
     for node in graph.nodes:
         cost, setting = costs.cost_of(node.name), settings[node.name]
         there, decode = cost.measured, cost.decode
@@ -464,14 +462,14 @@ def single_number_caveats(graph: Graph, settings: Mapping[str, Setting], costs: 
         if not _single(cost):
             continue
         here = replace(there, rows=setting.rows, engines=setting.engines, devices=setting.devices)
-        seconds = _decode_mean(costs, cost, here, rows)
+        seconds = _decode_mean(costs, cost, here, graph.rows)
         bounds = [seconds]
         for term in TERMS:
             unit: dict[str, Any] = {term: 1.0}
             one = replace(cost, decode=Decode(**unit, doubling=decode.doubling))
             at = _decode_mean(costs, one, there, there.rows)
             if at:
-                bounds.append(_decode_mean(costs, one, here, rows) * _decode_mean(costs, cost, there, there.rows) / at)
+                bounds.append(_decode_mean(costs, one, here, graph.rows) * _decode_mean(costs, cost, there, there.rows) / at)
         if max(bounds) - min(bounds) > CLOSE_TERMS * seconds:
             yield (
                 f"'{node.name}' was measured on {there.rows / there.engines:.4g} responses per engine and is predicted on "
