@@ -20,7 +20,7 @@ from rlgraph.errors import GraphError, PlanError, PlanWarning, show_value
 from rlgraph.graph.graph import Graph
 from rlgraph.plan.calibrate import WARM_UP, Trace, interruptions, latencies, measured_costs, setting_of
 from rlgraph.plan.cluster import Cluster
-from rlgraph.plan.compile import build_plan, period_on, place_and_configure, place_and_schedule, priced_for, settings_on
+from rlgraph.plan.compile import build_plan, period_on, place_and_configure, place_and_schedule, settings_on
 from rlgraph.plan.cost_functions import NodeCost, Setting
 from rlgraph.plan.costs import Costs, warnings_of
 from rlgraph.plan.memory import needs_that_fit
@@ -28,6 +28,7 @@ from rlgraph.plan.model_shapes import Shapes, shapes_of
 from rlgraph.plan.placement import FEW, Counts, Divisions, best_first, divide_devices, splits
 from rlgraph.plan.plan import Plan, PlannedNode
 from rlgraph.plan.play import critical_cycle, play
+from rlgraph.plan.roofline import priced_for
 from rlgraph.plan.schedule import WORK, Dependency, Event, Schedule
 from rlgraph.render.text import align_rows, wrap_line
 from rlgraph.settings import Natural, Positive, check_arguments

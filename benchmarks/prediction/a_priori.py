@@ -41,12 +41,11 @@ from benchmarks.prediction.ways import Way
 from benchmarks.speed import overlap
 from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan import estimates
-from rlgraph.plan.compile import priced_for
 from rlgraph.plan.cost_functions import Passes, Setting
 from rlgraph.plan.estimates import DECODING
 from rlgraph.plan.lengths import PROBABILITIES
 from rlgraph.plan.model_shapes import AdapterSize, ModelShape, shapes_of
-from rlgraph.plan.roofline import DEVICES, OPTIMIZER_BYTES, TRAINING, operations
+from rlgraph.plan.roofline import DEVICES, OPTIMIZER_BYTES, TRAINING, operations, priced_for
 
 RESULTS = Path(__file__).parents[1] / "results"
 H200 = DEVICES["H200"]

@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 
 import rlgraph as rg
-from rlgraph.plan.compile import priced_for
 from rlgraph.plan.lengths import PROBABILITIES
 from rlgraph.plan.model_shapes import ModelShape, shapes_of
-from rlgraph.plan.roofline import DEVICES
+from rlgraph.plan.roofline import DEVICES, priced_for
 
 CORES, LINK = 16, 50e9  # of a host for each GPU: cores, and bytes a second each way of a port of 400 Gbit/s
 # hidden, layers, heads, key-value heads, intermediate (of an expert), vocabulary, experts, experts of a token

@@ -20,12 +20,12 @@ from rlgraph.plan.advice import advise
 from rlgraph.plan.channels import batch_transports, planned_channels, planned_loops
 from rlgraph.plan.cluster import Cluster, precision_of
 from rlgraph.plan.cost_functions import Setting, passes_of
-from rlgraph.plan.costs import Costs, check_costs, warnings_of
-from rlgraph.plan.estimates import assumed_sharing, check_shared, ring_of, with_sharing
+from rlgraph.plan.costs import Costs, warnings_of
+from rlgraph.plan.estimates import check_shared, ring_of
 from rlgraph.plan.events import Sleeps, sleep_cost, sleep_costs
 from rlgraph.plan.forecast import Settings, forecast, is_played, left_out, plan_join, saturated_seconds
 from rlgraph.plan.memory import check_drafts, check_fp8, check_gpu_settings, check_moments_stay, needs_that_fit
-from rlgraph.plan.model_shapes import Shapes, has_shapes
+from rlgraph.plan.model_shapes import Shapes
 from rlgraph.plan.placement import (
     FEW,
     Counts,
@@ -53,19 +53,7 @@ from rlgraph.plan.plan import (
     Prediction,
 )
 from rlgraph.plan.play import Timed, critical_cycle
-from rlgraph.plan.roofline import (
-    assumed_layers,
-    assumed_lengths,
-    assumed_shards,
-    device_of,
-    roofline,
-    single_number_caveats,
-    width_assumptions,
-    with_decode_terms,
-    with_layer_settings,
-    with_shards,
-    with_sleep,
-)
+from rlgraph.plan.roofline import assumptions, priced_for
 from rlgraph.plan.schedule import Dependency, Event, Schedule
 
 NOTHING_KNOWN: Shapes = {}
@@ -89,19 +77,6 @@ def best_plan(graph: Graph, cluster: Cluster, priced: Costs, shapes: Shapes) -> 
     """
     counts, warnings = _find_best_counts(graph, cluster, priced)
     return build_plan(graph, cluster, priced, counts, shapes, warnings)
-
-
-def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes) -> Costs:
-    """Use the given costs, or estimate them: by the roofline if devices and shapes are known, else placeholders.
-
-    Missing sleep costs of models that time-share devices are estimated too.
-    """
-    device = device_of(cluster.gpu) if cluster.gpu else None
-    if costs is None and device is not None and has_shapes(graph, shapes):
-        return with_sleep(graph, roofline(graph, device, shapes), cluster, device, shapes)
-    as_set = with_layer_settings(graph, with_decode_terms(graph, check_costs(graph, costs), device, shapes), device, shapes)
-    shared = with_shards(graph, with_sharing(graph, as_set, device, shapes), device, shapes)
-    return with_sleep(graph, shared, cluster, device, shapes)
 
 
 def build_plan(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, shapes: Shapes, warnings: tuple[str, ...] = ()) -> Plan:
@@ -143,14 +118,7 @@ def build_plan(graph: Graph, cluster: Cluster, priced: Costs, counts: Counts, sh
             waits=expected.waits(),
             warnings=warnings,
             left_out=tuple(left_out(graph, priced)),
-            assumed=(
-                *width_assumptions(graph, settings, priced, "GPUs" if cluster.gpus else "cores"),
-                *single_number_caveats(graph, settings, priced),
-                *assumed_lengths(graph, priced),
-                *assumed_sharing(graph, priced),
-                *assumed_shards(graph, settings, priced),
-                *assumed_layers(graph, settings, priced),
-            ),
+            assumed=tuple(assumptions(graph, settings, priced, "GPUs" if cluster.gpus else "cores")),
         ),
         certificate=certify(graph, schedule, channels, cycle.period_s),
         memory=memory,

@@ -1,16 +1,14 @@
 """Estimates before anything starts: bytes and decode seconds of an engine, exchanges of ranks that share a pass, host times of a device."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from math import gcd
 
 from rlgraph import settings
 from rlgraph.errors import PlanError
 from rlgraph.graph.graph import Graph
-from rlgraph.graph.nodes import Node
 from rlgraph.graph.traits import ModelTraits, Work
-from rlgraph.plan.cost_functions import Decode, NodeCost
-from rlgraph.plan.costs import FORWARD, Costs, epochs_of, walks_of
+from rlgraph.plan.cost_functions import Decode
 from rlgraph.plan.model_shapes import (
     GRADIENT,
     MASTER,
@@ -361,51 +359,3 @@ def exchange_s(shape: ModelShape, device: Device, traits: ModelTraits, *, trains
     waits = 0.0 if traits.micro_batch_tokens is None else calls * CALL_S / (traits.micro_batch_tokens * context)  # of full passes
     sent = walks * (gathered + exchanged + dispatched) + home
     return layers * (sent * ITEMSIZE / (device.peer_link * LINKED) + walks * waits)
-
-
-def with_sharing(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
-    """Take measured costs of trainers to other numbers of ranks that share a pass: exchanges are added, those measured are taken off.
-
-    More ranks shorten a pass on their GPUs but not on the host. A run whose GPU is slower than its host does not show the host's time per
-    pass; then the table's time is used.
-    """
-    nodes = dict(costs.nodes)
-    for node, cost, measured in _other_sharing(graph, costs):
-        shape = shapes.get(node.model.path) if node.model is not None else None
-        if device is None or shape is None or node.model is None:
-            continue
-        trains, traits = node.traits.work == "train", node.model.traits
-        change = epochs_of(node) * sum(
-            sign * each.ranks_per_pass * exchange_s(shape, device, each, trains=trains) for sign, each in ((1, traits), (-1, measured))
-        )
-        pass_s = cost.pass_s
-        if not pass_s and traits.ranks_per_pass > measured.ranks_per_pass:
-            walks = walks_of(node) * (1.0 if trains else FORWARD)
-            pass_s = walks * launch_s(shape, traits, trains=trains)
-        nodes[node.name] = replace(cost, token_s=max(cost.token_s + change, 0.0), pass_s=pass_s)
-    return replace(costs, nodes=nodes)
-
-
-def assumed_sharing(graph: Graph, costs: Costs) -> tuple[str, ...]:
-    """Name the nodes that were measured with other numbers of ranks that share a pass."""
-    return tuple(
-        f"'{node.name}' was measured with tensor_parallel={measured.tensor_parallel}, context_parallel={measured.context_parallel}, "
-        f"expert_parallel={measured.expert_parallel}: its exchanges of tokens are taken from the model's shape and the link between GPUs, "
-        "and the host's time of a pass from a table"
-        for node, _, measured in _other_sharing(graph, costs)
-    )
-
-
-def _other_sharing(graph: Graph, costs: Costs) -> Iterator[tuple[Node, NodeCost, ModelTraits]]:
-    """Find the nodes whose cost follows tokens and was measured with ranks that share a pass in another way, and that way."""
-    for node in graph.nodes:
-        cost = costs.nodes.get(node.name)
-        if node.model is None or not isinstance(cost, NodeCost) or cost.measured is None or not cost.token_s:
-            continue
-        passes = cost.measured.passes
-        traits = node.model.traits
-        # Padded passes, which are not described, are of no rank that shares them; how they shared experts is not known.
-        found = (passes.tensor, passes.context, passes.expert) if passes is not None else (1, 1, traits.expert_parallel)
-        if found != (traits.tensor_parallel, traits.context_parallel, traits.expert_parallel):
-            tensor, context, expert = found
-            yield node, cost, replace(traits, tensor_parallel=tensor, context_parallel=context, expert_parallel=expert)

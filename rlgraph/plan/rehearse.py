@@ -17,13 +17,14 @@ from rlgraph.graph.graph import Graph
 from rlgraph.plan import forecast
 from rlgraph.plan.channels import OnHosts, crossing_s, ends_on_hosts, least_part, shape_of
 from rlgraph.plan.cluster import Cluster
-from rlgraph.plan.compile import best_plan, priced_for, settings_on
+from rlgraph.plan.compile import best_plan, settings_on
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.forecast import bursts, drawn_times
 from rlgraph.plan.lengths import Array
 from rlgraph.plan.model_shapes import Shapes
 from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
 from rlgraph.plan.play import Engines, Played, play
+from rlgraph.plan.roofline import priced_for
 from rlgraph.plan.schedule import MOVING, Dependency, Event, Schedule
 from rlgraph.settings import AtLeastZero, Fraction, Positive, Range, Seconds
 

@@ -9,10 +9,11 @@ from rlgraph.errors import PlanError
 from rlgraph.graph.graph import Graph
 from rlgraph.plan.calibrate import Trace, costs_of
 from rlgraph.plan.cluster import Cluster
-from rlgraph.plan.compile import best_plan, build_plan, priced_for
+from rlgraph.plan.compile import best_plan, build_plan
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.model_shapes import Shapes
 from rlgraph.plan.plan import LEAST_STEPS, Plan, Replan
+from rlgraph.plan.roofline import priced_for
 
 
 @dataclass(frozen=True)

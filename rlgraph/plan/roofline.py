@@ -17,7 +17,7 @@ from rlgraph.graph.traits import ModelTraits
 from rlgraph.plan import estimates
 from rlgraph.plan.cluster import Cluster, itemsize_of
 from rlgraph.plan.cost_functions import DOUBLING, Decode, NodeCost, Setting, Shards, SleepCost, group_of, passes_of
-from rlgraph.plan.costs import FORWARD, NOMINAL, Costs, epochs_of, walks_of
+from rlgraph.plan.costs import FORWARD, NOMINAL, Costs, check_costs, epochs_of, walks_of
 from rlgraph.plan.estimates import DECODING, GENERATING, ITEMSIZE, LINKED, PREFILL, Device, default_estimates, exchange_s
 from rlgraph.plan.events import readers
 from rlgraph.plan.lengths import Array, Lengths
@@ -31,6 +31,7 @@ from rlgraph.plan.model_shapes import (
     Shapes,
     adapter_size,
     generators_tower,
+    has_shapes,
     recomputed_operations,
     tower_of,
     trained_tower,
@@ -78,30 +79,6 @@ def gathers(node: Node) -> bool:
     """Whether ranks of a node's model gather its shards in each pass."""
     estimates = node.model.traits.estimates if node.model is not None else None
     return (estimates or default_estimates({node.traits.work})).gathers_shards
-
-
-def with_shards(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
-    """Add what gathering takes to costs that a run showed, so that they hold for other numbers of ranks that share the model."""
-    nodes = dict(costs.nodes)
-    for node in graph.nodes:
-        cost, shape = costs.nodes.get(node.name), shapes.get(node.model.path) if node.model is not None else None
-        if device is not None and shape is not None and isinstance(cost, NodeCost) and cost.token_s and cost.measured is not None:
-            nodes[node.name] = replace(cost, shards=shards_of(node, shape, device))
-    return replace(costs, nodes=nodes)
-
-
-def assumed_shards(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> tuple[str, ...]:
-    """Name the nodes whose ranks share shards, and were measured in another number."""
-    found = []
-    for node in graph.nodes:
-        cost = costs.nodes.get(node.name)
-        if isinstance(cost, NodeCost) and cost.measured is not None and cost.gathering_s(settings[node.name]):
-            ranks, measured = settings[node.name].engines, cost.measured.engines
-            found.append(
-                f"'{node.name}' was measured on {measured} {'rank' if measured == 1 else 'ranks'} and is predicted on {ranks}: gathering "
-                "shards and reducing gradients are taken from the model's shape, the memory and the link of a GPU"
-            )
-    return tuple(found)
 
 
 def _shards(node: Node, parameters: float, learnt: float, device: Device, apart: int) -> Shards:
@@ -154,8 +131,7 @@ def roofline(graph: Graph, device: Device, shapes: Shapes) -> Costs:
     towers = _towers_s(graph, device)
     nodes = {node.name: _cost(node, device, shapes, lengths, towers.get(node.name, 0.0)) for node in graph.nodes}
     sources = [f.source.node.model for f in graph.feedbacks if f.source and f.source.node.model]
-    moved = max((_version_bytes(model, shapes, trained_tower(graph, model)) for model in sources), default=0.0)
-    written = max((_swap_bytes(model, shapes, trained_tower(graph, model)) for model in sources), default=0.0)
+    moved, written = map(max, zip((0.0, 0.0), *(_version_traffic(graph, model, shapes) for model in sources), strict=True))
     return Costs(
         nodes,
         publish_s=moved / device.bandwidth * 2,
@@ -187,16 +163,14 @@ def _towers_s(graph: Graph, device: Device) -> dict[str, float]:
     return found
 
 
-def _version_bytes(model: Model, shapes: Shapes, tower: int) -> float:
-    """The bytes of a version that a model publishes: of an adapter as it is trained, of whole weights in bfloat16."""
+def _version_traffic(graph: Graph, model: Model, shapes: Shapes) -> tuple[float, float]:
+    """Count the bytes of a version that a model publishes: of an adapter as it is trained, of whole weights in bfloat16. And the memory
+    traffic of that version in an engine: all weights are copied, or matrices are merged with those of an adapter."""
     adapter = adapter_size(model, shapes[model.path])
-    return 2.0 * (shapes[model.path].parameters + tower) if adapter is None else float(adapter.bytes)
-
-
-def _swap_bytes(model: Model, shapes: Shapes, tower: int) -> float:
-    """The traffic of memory of a new version in an engine: all weights are copied, or matrices are merged with those of an adapter."""
-    adapter = adapter_size(model, shapes[model.path])
-    return 4.0 * (shapes[model.path].parameters + tower) if adapter is None else estimates.MERGED_BYTES.value * adapter.matrices
+    if adapter is not None:
+        return float(adapter.bytes), estimates.MERGED_BYTES.value * adapter.matrices
+    whole = shapes[model.path].parameters + trained_tower(graph, model)
+    return 2.0 * whole, 4.0 * whole
 
 
 def with_sleep(graph: Graph, costs: Costs, cluster: Cluster, device: Device | None, shapes: Shapes) -> Costs:
@@ -261,7 +235,7 @@ def with_limits(graph: Graph, costs: Costs) -> Costs:
     return costs if tokens == costs.lengths.tokens else replace(costs, lengths=replace(costs.lengths, tokens=tokens))
 
 
-def assumed_lengths(graph: Graph, costs: Costs) -> Iterator[str]:
+def _assumed_lengths(graph: Graph, costs: Costs) -> Iterator[str]:
     """Say where many measured responses are as long as the longest, as those that a limit cut off, and this graph lets them go on."""
     most, _ = _limit(graph)
     lengths = costs.lengths
@@ -371,7 +345,7 @@ def fit_doubling(wider: Array, ideal_s: Array, seconds: Array) -> float | None:
     return float(f"{min(max(kept, LEAST), 1.0):.6g}")
 
 
-def width_assumptions(graph: Graph, settings: Mapping[str, Setting], costs: Costs, devices: str) -> Iterator[str]:
+def _width_assumptions(graph: Graph, settings: Mapping[str, Setting], costs: Costs, devices: str) -> Iterator[str]:
     """Say for each model on engines of an unmeasured width what its seconds assume, with bounds.
 
     `devices` is the word for them, "cores" or "GPUs".
@@ -446,7 +420,7 @@ def _terms(decode: Decode) -> Sequence[str]:
     return [term for term in TERMS if found[term]]
 
 
-def single_number_caveats(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> Iterator[str]:
+def _single_number_caveats(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> Iterator[str]:
     """Say how far the seconds of a generator may be off if its fit has a single number and it runs with other rows per engine than
     were measured: the number may stand for decode steps, for sequences or for the firing."""
     for node in graph.nodes:
@@ -485,40 +459,46 @@ def _decode_mean(costs: Costs, cost: NodeCost, setting: Setting, rows: int) -> f
     return replace(costs, nodes={**costs.nodes, "": bare}).mean("", setting, rows)
 
 
-# Take measured costs of trainers to other settings of `recompute` and `compiled`: by the estimate of a token, and what the host launches.
+# Convert measured costs of trainers to the settings of a graph: to other `recompute` and `compiled`, and to other ranks.
 
 
-def with_layer_settings(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
-    """Scale the seconds of updates that were measured with another `recompute` or `compiled` than the graph's.
+def with_settings(graph: Graph, costs: Costs, device: Device | None, shapes: Shapes) -> Costs:
+    """Convert the costs of nodes that were measured with other settings than the graph's."""
+    nodes = dict(costs.nodes)
+    for node in graph.nodes:
+        cost, shape = nodes[node.name], shapes.get(node.model.path) if node.model is not None else None
+        if shape is None or not isinstance(cost, NodeCost) or cost.measured is None:
+            continue
+        cost = _with_layers(node, cost, shape, costs.lengths, device)
+        if device is not None and cost.token_s:
+            cost = _with_sharing(node, cost, shape, device)
+        if device is not None and cost.token_s:
+            cost = replace(cost, shards=shards_of(node, shape, device))
+        nodes[node.name] = cost
+    return replace(costs, nodes=nodes)
+
+
+def _with_layers(node: Node, cost: NodeCost, shape: ModelShape, lengths: Lengths | None, device: Device | None) -> NodeCost:
+    """Scale the seconds of an update that was measured with another `recompute` or `compiled`.
 
     Tokens take longer by the operations that are computed again; where only one of the two is compiled, by the estimates for the `device`,
     if it is known. A pass takes the host longer as `estimates.launch_s` says; where ranks gather shards that was not seen.
     """
-    nodes = dict(costs.nodes)
-    for node in graph.nodes:
-        cost, model = costs.nodes.get(node.name), node.model
-        shape = shapes.get(model.path) if model is not None else None
-        if model is None or shape is None or costs.lengths is None or not isinstance(cost, NodeCost):
-            continue
-        now, then = model.traits, _measured_traits(node, cost)
-        if then is None:
-            continue
-        adapter, keys = adapter_size(model, shape), costs.lengths.sequence_of_a_token / 2
-        if device is None or then.compiled == now.compiled:
-            tokens = [float(sum(operations(traits, shape, keys, adapter, trains=True))) for traits in (now, then)]
-        else:
-            tokens = [_token_s(node, traits, shape, costs.lengths, device) for traits in (now, then)]
-        launches = [estimates.launch_s(shape, traits) for traits in (now, then)]
-        nodes[node.name] = replace(
-            cost,
-            token_s=cost.token_s * tokens[0] / tokens[1],
-            pass_s=cost.pass_s * launches[0] / launches[1],
-        )
-    return replace(costs, nodes=nodes)
+    then = _measured_layers(node, cost)
+    if then is None or node.model is None or lengths is None:
+        return cost
+    now = node.model.traits
+    if device is None or then.compiled == now.compiled:
+        adapter, keys = adapter_size(node.model, shape), lengths.sequence_of_a_token / 2
+        tokens = [float(sum(operations(traits, shape, keys, adapter, trains=True))) for traits in (now, then)]
+    else:
+        tokens = [_token_s(node, traits, shape, lengths, device) for traits in (now, then)]
+    launches = [estimates.launch_s(shape, traits) for traits in (now, then)]
+    return replace(cost, token_s=cost.token_s * tokens[0] / tokens[1], pass_s=cost.pass_s * launches[0] / launches[1])
 
 
-def _measured_traits(node: Node, cost: NodeCost) -> ModelTraits | None:
-    """The traits that an update was measured with; None if that is not known, or if they compute as the model's do."""
+def _measured_layers(node: Node, cost: NodeCost) -> ModelTraits | None:
+    """The traits that an update was measured with; None if that is not known, or if its layers compute as the model's do."""
     if node.traits.work != "train" or node.model is None or cost.measured is None or cost.measured.passes is None:
         return None
     traits, measured = node.model.traits, cost.measured.passes
@@ -527,16 +507,75 @@ def _measured_traits(node: Node, cost: NodeCost) -> ModelTraits | None:
     return None if (then.recompute, then.compiled) == (traits.recompute, traits.compiled) else then
 
 
-def assumed_layers(graph: Graph, settings: Mapping[str, Setting], costs: Costs) -> tuple[str, ...]:
-    """Name the updates that were measured with another `recompute` or `compiled`."""
-    found = []
-    for node in graph.nodes:
-        cost = costs.nodes.get(node.name)
-        then = _measured_traits(node, cost) if isinstance(cost, NodeCost) else None
-        if isinstance(cost, NodeCost) and cost.token_s and then is not None and cost.computes_otherwise(settings[node.name]):
-            assert node.model is not None
+def _with_sharing(node: Node, cost: NodeCost, shape: ModelShape, device: Device) -> NodeCost:
+    """Add the exchanges of the ranks that share a pass, and take off the measured ones.
+
+    More ranks shorten a pass on their GPUs but not on the host. A run whose GPU is slower than its host does not show the host's time per
+    pass; then the table's time is used.
+    """
+    measured = _measured_sharing(node, cost)
+    if measured is None or node.model is None:
+        return cost
+    trains, traits = node.traits.work == "train", node.model.traits
+    change = epochs_of(node) * sum(
+        sign * each.ranks_per_pass * exchange_s(shape, device, each, trains=trains) for sign, each in ((1, traits), (-1, measured))
+    )
+    pass_s = cost.pass_s
+    if not pass_s and traits.ranks_per_pass > measured.ranks_per_pass:
+        pass_s = walks_of(node) * (1.0 if trains else FORWARD) * estimates.launch_s(shape, traits, trains=trains)
+    return replace(cost, token_s=max(cost.token_s + change, 0.0), pass_s=pass_s)
+
+
+def _measured_sharing(node: Node, cost: NodeCost) -> ModelTraits | None:
+    """The traits that a node was measured with, if its cost follows tokens and its ranks shared passes in another way; else None."""
+    if node.model is None or cost.measured is None or not cost.token_s:
+        return None
+    passes, traits = cost.measured.passes, node.model.traits
+    # Padded passes, which are not described, are of no rank that shares them; how they shared experts is not known.
+    then = (passes.tensor, passes.context, passes.expert) if passes is not None else (1, 1, traits.expert_parallel)
+    if then == (traits.tensor_parallel, traits.context_parallel, traits.expert_parallel):
+        return None
+    return replace(traits, tensor_parallel=then[0], context_parallel=then[1], expert_parallel=then[2])
+
+
+def priced_for(graph: Graph, cluster: Cluster, costs: Costs | None, shapes: Shapes) -> Costs:
+    """Use the given costs, or estimate them: by the roofline if devices and shapes are known, else placeholders.
+
+    Missing sleep costs of models that time-share devices are estimated too.
+    """
+    device = device_of(cluster.gpu) if cluster.gpu else None
+    if costs is None and device is not None and has_shapes(graph, shapes):
+        priced = roofline(graph, device, shapes)
+    else:
+        priced = with_settings(graph, with_decode_terms(graph, check_costs(graph, costs), device, shapes), device, shapes)
+    return with_sleep(graph, priced, cluster, device, shapes)
+
+
+def assumptions(graph: Graph, settings: Mapping[str, Setting], costs: Costs, devices: str) -> Iterator[str]:
+    """Say on which unmeasured numbers the seconds of a plan rest, and how far they may be off; `devices` are "cores" or "GPUs"."""
+    yield from _width_assumptions(graph, settings, costs, devices)
+    yield from _single_number_caveats(graph, settings, costs)
+    yield from _assumed_lengths(graph, costs)
+    fitted = [(node, cost) for node in graph.nodes if isinstance(cost := costs.nodes[node.name], NodeCost)]
+    for node, cost in fitted:
+        measured = _measured_sharing(node, cost)
+        if measured is not None:
+            yield (
+                f"'{node.name}' was measured with tensor_parallel={measured.tensor_parallel}, "
+                f"context_parallel={measured.context_parallel}, expert_parallel={measured.expert_parallel}: its exchanges of tokens are "
+                "taken from the model's shape and the link between GPUs, and the host's time of a pass from a table"
+            )
+    for node, cost in fitted:
+        if cost.measured is not None and cost.gathering_s(settings[node.name]):
+            ranks, seen = settings[node.name].engines, cost.measured.engines
+            yield (
+                f"'{node.name}' was measured on {seen} {'rank' if seen == 1 else 'ranks'} and is predicted on {ranks}: gathering shards "
+                "and reducing gradients are taken from the model's shape, the memory and the link of a GPU"
+            )
+    for node, cost in fitted:
+        then = _measured_layers(node, cost)
+        if node.model is not None and then is not None and cost.token_s and cost.computes_otherwise(settings[node.name]):
             now = node.model.traits
             known = {"recompute": (then.recompute, now.recompute), "compiled": (then.compiled, now.compiled)}
             said = ", ".join(f"{name}={was!r}" for name, (was, is_now) in known.items() if was != is_now)
-            found.append(f"'{node.name}' was measured with {said}: its seconds are scaled by estimates for the model's shape")
-    return tuple(found)
+            yield f"'{node.name}' was measured with {said}: its seconds are scaled by estimates for the model's shape"

@@ -19,11 +19,10 @@ from rlgraph.engines.forward.head import PolicyHead
 from rlgraph.engines.hf.image_costs import tower_of_folder
 from rlgraph.engines.hf.image_tower import ImageTower
 from rlgraph.engines.hf.images import KEPT
-from rlgraph.plan.compile import priced_for
 from rlgraph.plan.estimates import PREFILL
 from rlgraph.plan.memory import loading_peaks
 from rlgraph.plan.model_shapes import kept_by_layer, shapes_of
-from rlgraph.plan.roofline import DEVICES, TRAINING, roofline
+from rlgraph.plan.roofline import DEVICES, TRAINING, priced_for, roofline
 
 H100, SIZES = DEVICES["H100"], ((112, 56), (40, 24))
 ROWS = [{"prompt": "<image>what?", "images": [seeing.picture(seed, *SIZES[seed])], "answer": "1"} for seed in (0, 1)]

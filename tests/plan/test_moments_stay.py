@@ -11,9 +11,9 @@ from support.qwen3_shapes import QWEN3_8B
 
 import rlgraph as rg
 from rlgraph.errors import PlanError
-from rlgraph.plan.compile import priced_for
 from rlgraph.plan.cost_functions import SleepCost
 from rlgraph.plan.model_shapes import shapes_of
+from rlgraph.plan.roofline import priced_for
 
 GPU = rg.Cluster(gpus=4, gpu="H200")
 

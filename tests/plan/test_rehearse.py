@@ -14,7 +14,7 @@ from benchmarks.prediction import daly
 from rlgraph.channels.host.channel import PART_BYTES
 from rlgraph.errors import PlanError
 from rlgraph.plan import compile as compiling
-from rlgraph.plan import rehearse
+from rlgraph.plan import rehearse, roofline
 from rlgraph.plan.channels import crossing_s, ends_on_hosts, shape_of
 from rlgraph.plan.cost_functions import Decode, NodeCost, SleepCost
 from rlgraph.plan.rehearse import Rehearsal, with_failures
@@ -48,16 +48,17 @@ def test_undisturbed_a_step_takes_the_predicted_period(loop: Loop) -> None:
 
 
 def test_a_rehearsal_plays_the_schedule_of_its_plan_and_makes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = dict.fromkeys(("with_sleep", "place_and_configure"), 0)  # costs, and schedules of which each places its workers
+    places = {"with_sleep": roofline, "place_and_configure": compiling}  # costs, and schedules of which each places its workers
+    made = dict.fromkeys(places, 0)
 
     def counted(name: str) -> None:
-        original = getattr(compiling, name)
+        original = getattr(places[name], name)
 
         def call(*given: Any) -> Any:
             made[name] += 1
             return original(*given)
 
-        monkeypatch.setattr(compiling, name, call)
+        monkeypatch.setattr(places[name], name, call)
 
     for name in made:
         counted(name)
