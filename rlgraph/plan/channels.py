@@ -21,22 +21,12 @@ from rlgraph.graph.nodes import Feedback, Node
 from rlgraph.plan import events
 from rlgraph.plan.forecast import Forecast
 from rlgraph.plan.model_shapes import Shapes
-from rlgraph.plan.placement import first_workers
-from rlgraph.plan.plan import Plan, PlannedAdapter, PlannedChannel, PlannedLoop, PlannedWorker
+from rlgraph.plan.placement import Homes, first_workers, homes_of
+from rlgraph.plan.plan import ChannelKind, Plan, PlannedAdapter, PlannedChannel, PlannedEnd, PlannedLoop, PlannedWorker
 from rlgraph.plan.play import Cycle, critical_cycle
 from rlgraph.plan.schedule import MOVING, Schedule
 
-Homes: TypeAlias = Mapping[str, Sequence[PlannedWorker]]  # the workers of each node, by its name
 HIDDEN = 0.01  # publishing is hidden if it lengthens a step by less than this
-
-
-def homes_of(workers: Sequence[PlannedWorker]) -> Homes:
-    """List the workers of each node."""
-    found: dict[str, list[PlannedWorker]] = {}
-    for worker in workers:
-        for node in worker.nodes:
-            found.setdefault(node, []).append(worker)
-    return found
 
 
 def host_transport(homes: Homes, writer: Node, *readers: Node) -> str:
@@ -77,78 +67,72 @@ def _batch_channels(graph: Graph, workers: Sequence[PlannedWorker]) -> list[Plan
     """Plan one channel for each writer and transport; it carries the columns that its readers read."""
     planned = []
     for writer, by_transport in batch_transports(graph, workers).items():
-        for transport, found in by_transport.items():
-            needed = {c for reader in found for c in graph.forward.edges[writer, reader]["columns"]}
+        for transport, readers in by_transport.items():
+            needed = {c for reader in readers for c in graph.forward.edges[writer, reader]["columns"]}
             columns = tuple(c for c in writer.writes if c in needed)
             name = writer.name if transport == first_choice("host") else f"{writer.name} ({transport})"
-            readers = tuple(reader.name for reader in found)
             size = _bytes(graph, writer, columns) if transport_of(transport).writer_keeps else None
-            held = events.slots(graph, writer) * writer.chunks
-            planned.append(
-                PlannedChannel(name, writer.name, readers, columns, transport, held, size, chunks=writer.chunks, stream=_stream(writer))
-            )
+            planned.append(_channel(name, writer, readers, columns, transport, events.slots(graph, writer) * writer.chunks, size))
     return planned
+
+
+def _channel(
+    name: str,
+    writer: Node,
+    readers: Sequence[Node],
+    columns: tuple[str, ...],
+    transport: str,
+    slots: int,
+    size: int | None,
+    kind: ChannelKind = "batch",
+    credits: int = 0,
+) -> PlannedChannel:
+    stream = writer.stream.name if writer.stream else None
+    names = tuple(reader.name for reader in readers)
+    return PlannedChannel(name, writer.name, names, columns, transport, slots, size, kind, credits, writer.chunks, stream)
 
 
 def slot_bytes(graph: Graph, workers: Sequence[PlannedWorker]) -> int:
     """Estimate the memory of batch slots on the fullest host, as far as their sizes are known."""
-    homes = {name: worker.host for worker in reversed(workers) for name in worker.nodes}
-    held: dict[int, int] = {}
+    homes, held = homes_of(workers), Counter[int]()
     for channel in _batch_channels(graph, workers):
         if channel.bytes and transport_of(channel.transport).writer_keeps == "host":
-            held[homes[channel.writer]] = held.get(homes[channel.writer], 0) + channel.slots * channel.bytes
+            held[homes[channel.writer][0].host] += channel.slots * channel.bytes
     return max(held.values(), default=0)
 
 
-def _stream(writer: Node) -> str | None:
-    return writer.stream.name if writer.stream else None
-
-
 def _bytes(graph: Graph, writer: Node, columns: Sequence[str]) -> int | None:
-    """Bound the bytes of the tensors of one message; None if a dimension has no known bound. Text is not counted."""
+    """Bound the bytes of one message by the dimensions that the nodes declare."""
     trained = [node for node in graph.nodes if node.due is None]
     sizes = {dim: size for node in (*trained, writer) for dim, size in node.traits.dims.items()}
-    total = 0
+    size = message_bytes(columns, writer.rows // writer.chunks, sizes)
+    return None if size is None else int(size)
+
+
+def message_bytes(columns: Sequence[str], rows: float, sizes: Mapping[str, float]) -> float | None:
+    """Sum the bytes of the tensors of a message of `rows` rows; None if the size of a dimension is unknown. Text is not counted."""
+    total = 0.0
     for column in columns:
         spec = COLUMNS.get(column)
         if spec is None or any(dim not in sizes for dim in spec.dims[1:]):
             return None
-        cells = writer.rows // writer.chunks
-        for dim in spec.dims[1:]:
-            cells *= sizes[dim]
-        total += cells * spec.itemsize
+        total += math.prod((sizes[dim] for dim in spec.dims[1:]), start=rows) * spec.itemsize
     return total
 
 
 def _order_channels(graph: Graph, schedule: Schedule, workers: Sequence[PlannedWorker]) -> list[PlannedChannel]:
     """Plan the order channels: a node of a pool tells the next node, in another process, that it is done, unless data does so anyway."""
     homes = homes_of(workers)
-    found = events.order_channels(graph, schedule.events, first_workers(workers))
-    planned = [
-        PlannedChannel(
-            name=order.name,
-            writer=order.writer.name,
-            readers=(order.reader.name,),
-            columns=(),
-            transport=host_transport(homes, order.writer, order.reader),
-            slots=order.slots,
-            bytes=0,
-            kind="order",
-            credits=order.credits,
-            chunks=order.writer.chunks,
-            stream=_stream(order.writer),
-        )
-        for order in found
-    ]
+    planned = []
+    for order in events.order_channels(graph, schedule.events, first_workers(workers)):
+        transport = host_transport(homes, order.writer, order.reader)
+        planned.append(_channel(order.name, order.writer, [order.reader], (), transport, order.slots, 0, "order", order.credits))
     for feedback in graph.feedbacks:
         for node in events.evaluations(graph, feedback):
             assert feedback.source is not None
             writer = feedback.source.node
-            name, chunks = events.order_channel_name(writer.name, node.name), writer.chunks
-            slots, transport = (events.ahead(graph) + 1) * chunks, host_transport(homes, writer, node)
-            planned.append(
-                PlannedChannel(name, writer.name, (node.name,), (), transport, slots, 0, "order", chunks=chunks, stream=_stream(writer))
-            )
+            name, slots = events.order_channel_name(writer.name, node.name), (events.ahead(graph) + 1) * writer.chunks
+            planned.append(_channel(name, writer, [node], (), host_transport(homes, writer, node), slots, 0, "order"))
     return planned
 
 
@@ -158,12 +142,10 @@ def _earlier_channels(graph: Graph, workers: Sequence[PlannedWorker]) -> Iterato
     for node in graph.nodes:
         if node.earlier is not None and node.earlier.source is not None:
             writer, columns, ahead = node.earlier.source.node, node.earlier.columns, node.earlier.depth + 1
-            transport, chunks = host_transport(homes, writer, node), writer.chunks
-            yield PlannedChannel(
-                node.earlier.name if graph.earlier.count(node.earlier) == 1 else f"{node.earlier.name} to {node.name}",
-                writer.name, (node.name,), columns, transport, (ahead + 1) * chunks, _bytes(graph, writer, columns), "earlier",
-                ahead * chunks, chunks, _stream(writer),
-            )  # fmt: skip
+            name = node.earlier.name if graph.earlier.count(node.earlier) == 1 else f"{node.earlier.name} to {node.name}"
+            transport, size = host_transport(homes, writer, node), _bytes(graph, writer, columns)
+            slots, credits = (ahead + 1) * writer.chunks, ahead * writer.chunks
+            yield _channel(name, writer, [node], columns, transport, slots, size, "earlier", credits)
 
 
 def planned_loops(
@@ -220,9 +202,8 @@ def with_transport(plan: Plan, asked: str) -> Plan:
     offered = [name for name, found in TRANSPORTS.items() if (found.reach, found.writer_keeps, found.carrier) == ("host", "host", None)]
     if asked not in offered:
         raise PlanError(f"transport='{asked}': a launch chooses one of {offered}, between processes of one host; leave it out elsewhere")
-    ends: tuple[PlannedChannel | PlannedLoop, ...] = (*plan.channels, *plan.loops)
-    beyond = [end for end in ends if TRANSPORTS[end.transport].reach == "hosts"]
-    on_gpus = [end for end in ends if TRANSPORTS[end.transport].writer_keeps == "gpu"]
+    beyond = [end for end in plan.ends if TRANSPORTS[end.transport].reach == "hosts"]
+    on_gpus = [end for end in plan.ends if TRANSPORTS[end.transport].writer_keeps == "gpu"]
     if asked != default and beyond:
         raise PlanError(
             f"transport='{asked}' and {plan.cluster.hosts} hosts: '{beyond[0].name}' goes from host to host, where a channel of "
@@ -233,7 +214,7 @@ def with_transport(plan: Plan, asked: str) -> Plan:
             f"transport='{asked}': '{on_gpus[0].name}' goes from GPU to GPU by transport '{on_gpus[0].transport}', and '{asked}' would "
             "send it through the host's memory; leave transport out"
         )
-    if not any(end.transport == default for end in ends):
+    if not any(end.transport == default for end in plan.ends):
         raise PlanError(f"transport='{asked}' changes nothing: in this plan no channel leaves its process; leave transport out")
 
     return replace(
@@ -250,8 +231,7 @@ def check_encrypted(plan: Plan) -> None:
             "launch(encrypt=True): the plan runs only on this host and sends nothing to another; leave encrypt out, or compile for a "
             "cluster of several hosts"
         )
-    ends: tuple[PlannedChannel | PlannedLoop, ...] = (*plan.channels, *plan.loops)
-    for end in ends:
+    for end in plan.ends:
         found = TRANSPORTS[end.transport]
         if found.reach == "hosts" and not found.encrypts:
             raise PlanError(
@@ -268,8 +248,7 @@ def check_encrypted(plan: Plan) -> None:
 
 def lies_in_ray(plan: Plan) -> bool:
     """Whether messages of the plan are in Ray's object store."""
-    taken = {channel.transport for channel in plan.channels} | {loop.transport for loop in plan.loops}
-    return any(TRANSPORTS[name].needs_ray for name in taken)
+    return any(TRANSPORTS[end.transport].needs_ray for end in plan.ends)
 
 
 def staged_versions(feedback: Feedback, *, on_gpus: bool) -> int:
@@ -482,12 +461,12 @@ def crossings(route: Route, hosts: Mapping[str, int]) -> tuple[int, int]:
     return max(entered.values(), default=0), max(left.values(), default=0)
 
 
-def routes(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[str, Route]:
+def routes(plan: Plan, end: PlannedEnd) -> Mapping[str, Route]:
     """Route the messages of each writing worker of a channel or a feedback edge."""
     return _routes(plan, end, _writers(plan, end))
 
 
-def kinds_of_routes(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[str, Route]:
+def kinds_of_routes(plan: Plan, end: PlannedEnd) -> Mapping[str, Route]:
     """Route as `routes` does, for one of the writers with equally many readers on their host: the others only begin elsewhere."""
     hosts, readers = hosts_of(plan), ends_on_hosts(plan, end)[1]
     firsts: dict[float, str] = {}
@@ -496,30 +475,30 @@ def kinds_of_routes(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[st
     return _routes(plan, end, firsts.values())
 
 
-def _routes(plan: Plan, end: PlannedChannel | PlannedLoop, wanted: Iterable[str]) -> Mapping[str, Route]:
+def _routes(plan: Plan, end: PlannedEnd, wanted: Iterable[str]) -> Mapping[str, Route]:
     hosts, writers, readers, shape = hosts_of(plan), _writers(plan, end), _readers(plan, end), shape_of(plan, end)
     turns = {writer: turn for turn, writer in enumerate(writers)}
     return {writer: route_messages(shape, writer, readers, hosts, turns[writer], len(writers)) for writer in wanted}
 
 
-def shape_of(plan: Plan, end: PlannedChannel | PlannedLoop) -> Shape:
+def shape_of(plan: Plan, end: PlannedEnd) -> Shape:
     """Choose the shape in which messages go from host to host."""
     passed_on = TRANSPORTS[end.transport].passes_on and (isinstance(end, PlannedLoop) or end.bytes is None or end.bytes >= LARGE)
     return soonest(seconds_of(plan, end)) if passed_on else "each"
 
 
-def seconds_of(plan: Plan, end: PlannedChannel | PlannedLoop) -> Mapping[Shape, float]:
+def seconds_of(plan: Plan, end: PlannedEnd) -> Mapping[Shape, float]:
     """Predict for each shape the seconds until the last host has the messages."""
     writers, readers = ends_on_hosts(plan, end)
     return ways(end.bytes, writers, readers, least=least_part(end), slots=end.slots)
 
 
-def least_part(end: PlannedChannel | PlannedLoop) -> int:
+def least_part(end: PlannedEnd) -> int:
     """The least bytes of a part in which hosts forward messages."""
     return PART_BYTES if TRANSPORTS[end.transport].carrier is None else transfer.PART_BYTES
 
 
-def ends_on_hosts(plan: Plan, end: PlannedChannel | PlannedLoop) -> tuple[OnHosts, OnHosts]:
+def ends_on_hosts(plan: Plan, end: PlannedEnd) -> tuple[OnHosts, OnHosts]:
     """Count the writers and the readers of a channel or a feedback edge on each host."""
     hosts = hosts_of(plan)
     return Counter(hosts[worker] for worker in _writers(plan, end)), Counter(hosts[worker] for worker in _readers(plan, end))
@@ -536,12 +515,12 @@ def writers_of(plan: Plan, node: str) -> tuple[str, ...]:
     return found.workers if found.work == "generate" else found.workers[:1]
 
 
-def _writers(plan: Plan, end: PlannedChannel | PlannedLoop) -> tuple[str, ...]:
+def _writers(plan: Plan, end: PlannedEnd) -> tuple[str, ...]:
     """Name the workers that write; each rank writes its own shard of weights."""
     return plan.node(end.writer).workers if isinstance(end, PlannedLoop) else writers_of(plan, end.writer)
 
 
-def _readers(plan: Plan, end: PlannedChannel | PlannedLoop) -> tuple[str, ...]:
+def _readers(plan: Plan, end: PlannedEnd) -> tuple[str, ...]:
     return tuple(dict.fromkeys(worker for reader in end.readers for worker in plan.node(reader).workers))
 
 

@@ -33,6 +33,7 @@ from rlgraph.plan.placement import (
     best_first,
     devices,
     first_workers,
+    homes_of,
     host_count,
     model_names,
     place_workers,
@@ -250,14 +251,14 @@ def period_on(graph: Graph, cluster: Cluster, costs: Costs, like: Counts) -> Cal
     workers, settings, schedule = place_and_schedule(graph, cluster, like, costs)
     with_time, seconds = Timed(schedule), schedule.seconds()
     asleep = sleep_costs(graph, workers, settings, costs.sleep)
-    first = {name: worker for worker in reversed(workers) for name in worker.nodes}
+    homes = homes_of(workers)
     usual = {node.name: mean_seconds(graph, node, settings[node.name], costs) for node in graph.nodes}
 
     def scale(event: Event, there: Settings) -> float:
         if event.kind == "fire":
             now, then = bound_seconds(graph, graph.node(event.node), there[event.node], costs), usual[event.node]
         elif event.kind in ("wake", "sleep"):
-            new, old = sleep_cost(graph, first[event.node], there, costs.sleep), asleep[event.node]
+            new, old = sleep_cost(graph, homes[event.node][0], there, costs.sleep), asleep[event.node]
             now, then = (new.wake_s, old.wake_s) if event.kind == "wake" else (new.sleep_s, old.sleep_s)
         else:
             return 1.0
@@ -282,13 +283,14 @@ def _pools(graph: Graph, cluster: Cluster, counts: Counts, schedule: Schedule, s
 
 
 def _nodes(graph: Graph, workers: Sequence[PlannedWorker], settings: Settings, costs: Costs) -> list[PlannedNode]:
+    homes = homes_of(workers)
     return [
         PlannedNode(
             name=node.name,
             work=node.traits.work,
-            model=next((w.model for w in workers if node.name in w.nodes), None),
+            model=homes[node.name][0].model,
             pool=node.pool.name if node.pool else None,
-            workers=tuple(w.name for w in workers if node.name in w.nodes),
+            workers=tuple(worker.name for worker in homes[node.name]),
             reads=node.reads,
             writes=node.writes,
             rows=node.rows,

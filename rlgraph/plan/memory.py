@@ -10,7 +10,7 @@ from rlgraph.channels.api import transport_of
 from rlgraph.errors import PlanError
 from rlgraph.graph.graph import Graph
 from rlgraph.graph.nodes import Feedback, Model, Node
-from rlgraph.plan.channels import homes_of, slot_bytes, staged_versions, weights_transport
+from rlgraph.plan.channels import slot_bytes, staged_versions, weights_transport
 from rlgraph.plan.cluster import Cluster, itemsize_of, precision_of
 from rlgraph.plan.cost_functions import Setting, SleepCost, group_of
 from rlgraph.plan.costs import Costs
@@ -34,7 +34,7 @@ from rlgraph.plan.model_shapes import (
     tower_of,
     trained_tower,
 )
-from rlgraph.plan.placement import model_names
+from rlgraph.plan.placement import homes_of, model_names
 from rlgraph.plan.plan import PlannedMemory, PlannedWorker
 from rlgraph.settings import RECOMPUTE, Recompute
 from rlgraph.values.pool import Pool

@@ -17,6 +17,7 @@ from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.plan import PlannedWorker
 
 Counts = Mapping[str, int]  # devices of each pool, by name
+Homes = Mapping[str, Sequence[PlannedWorker]]  # the workers of each node, by its name
 
 
 @dataclass(frozen=True)
@@ -321,7 +322,16 @@ def _unique(name: str, taken: Container[str]) -> str:
 
 def first_workers(workers: Sequence[PlannedWorker]) -> dict[str, str]:
     """Name the first worker of each node; nodes that run in the same processes have the same one."""
-    return {node: worker.name for worker in reversed(workers) for node in worker.nodes}
+    return {node: home[0].name for node, home in homes_of(workers).items()}
+
+
+def homes_of(workers: Sequence[PlannedWorker]) -> Homes:
+    """List the workers of each node."""
+    found: dict[str, list[PlannedWorker]] = {}
+    for worker in workers:
+        for node in worker.nodes:
+            found.setdefault(node, []).append(worker)
+    return found
 
 
 # Find the best ways to divide many devices among pools without trying every one.

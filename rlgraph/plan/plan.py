@@ -244,6 +244,9 @@ class PlannedWorker:
     host: int = 0  # the driver is on host 0
 
 
+ChannelKind: TypeAlias = Literal["batch", "order", "earlier"]
+
+
 @dataclass(frozen=True)
 class PlannedChannel:
     """A channel from one node to its readers: the columns they read, the transport, and how many messages it holds.
@@ -259,7 +262,7 @@ class PlannedChannel:
     transport: str  # a name of `channels.api.TRANSPORTS`
     slots: int
     bytes: int | None  # of one message, if the columns' sizes are known
-    kind: Literal["batch", "order", "earlier"] = "batch"
+    kind: ChannelKind = "batch"
     credits: int = 0  # messages in it before the first step; with -n the first n messages are never sent
     chunks: int = 1  # messages a step
     stream: str | None = None  # the rollout whose chunks they are
@@ -298,6 +301,9 @@ class PlannedLoop:
     def carries(self, step: int) -> bool:
         """Whether this edge carries the weights that `step` publishes."""
         return self.due is None or (self.due(step) and not self.due.begins(step))
+
+
+PlannedEnd: TypeAlias = PlannedChannel | PlannedLoop
 
 
 @dataclass(frozen=True)
@@ -521,11 +527,16 @@ class Plan:
             plan = msgspec.convert(raw, Plan)
         except (msgspec.DecodeError, UnicodeDecodeError, TypeError) as error:
             raise PlanError(f"Plan.from_json: {error}; {here}") from None
-        names = {channel.transport for channel in plan.channels} | {loop.transport for loop in plan.loops}
+        names = {end.transport for end in plan.ends}
         unknown = [f"transport '{name}'" for name in names - TRANSPORTS.keys()] + unknown_keys(raw, msgspec.to_builtins(plan), "plan")
         if unknown:
             raise PlanError(f"Plan.from_json: {unknown[0]} means nothing here; {here}")
         return plan
+
+    @property
+    def ends(self) -> tuple[PlannedEnd, ...]:
+        """All that moves between workers: channels and feedback edges."""
+        return (*self.channels, *self.loops)
 
     @property
     def counts(self) -> Mapping[str, int]:

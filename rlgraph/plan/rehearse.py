@@ -1,6 +1,5 @@
 """Simulate a whole run: its schedule, played step after step with drawn lengths, links, stragglers, checkpoints, failures and restarts."""
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,18 +10,18 @@ import numpy as np
 
 from rlgraph import settings
 from rlgraph.channels.api import transport_of
-from rlgraph.columns import COLUMNS
 from rlgraph.errors import PlanError
 from rlgraph.graph.graph import Graph
 from rlgraph.plan import forecast
-from rlgraph.plan.channels import OnHosts, crossing_s, ends_on_hosts, least_part, shape_of
+from rlgraph.plan.channels import crossing_s, ends_on_hosts, least_part, message_bytes, shape_of
 from rlgraph.plan.cluster import Cluster
 from rlgraph.plan.compile import best_plan, settings_on
 from rlgraph.plan.costs import Costs
 from rlgraph.plan.forecast import bursts, drawn_times
 from rlgraph.plan.lengths import Array
 from rlgraph.plan.model_shapes import Shapes
-from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedWorker
+from rlgraph.plan.placement import homes_of
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedEnd, PlannedWorker
 from rlgraph.plan.play import Engines, Played, play
 from rlgraph.plan.roofline import priced_for
 from rlgraph.plan.schedule import MOVING, Dependency, Event, Schedule
@@ -102,11 +101,6 @@ class ClusterSite:
 # The cost of the hosts' links: the seconds in which a version, or a batch, crosses them, and a schedule with those seconds.
 
 
-def hosts_of(workers: Sequence[PlannedWorker], node: str) -> OnHosts:
-    """Count the workers of a node on each host."""
-    return Counter(worker.host for worker in workers if node in worker.nodes)
-
-
 def with_links(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) -> tuple[Schedule, tuple[str, ...]]:
     """Add an event for each batch and each version that crosses a link, in the shape that the plan chose: it leaves as soon as it exists,
     and readers wait for it.
@@ -134,20 +128,20 @@ def with_links(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) -> tup
     return _add_transfers(found, cross_link), tuple(unknown)
 
 
-def _crossing_s(size: float, plan: Plan, end: PlannedChannel | PlannedLoop, site: ClusterSite) -> float:
+def _crossing_s(size: float, plan: Plan, end: PlannedEnd, site: ClusterSite) -> float:
     writers, readers = ends_on_hosts(plan, end)
     return crossing_s(size, site, writers, readers, shape=shape_of(plan, end), least=least_part(end), slots=end.slots)
 
 
 def _with_versions(plan: Plan, graph: Graph, costs: Costs, site: ClusterSite) -> Schedule:
     """Let the versions that leave a host cross its link, in place of the receive seconds of the costs."""
-    own = {event.name: event for event in plan.schedule.events}
+    own, homes = {event.name: event for event in plan.schedule.events}, homes_of(plan.workers)
     crossing: dict[Dependency, float] = {}
     for d in plan.schedule.dependencies:
         if d.reason != "loop" or own[d.before].kind != "publish" or d.via not in {feedback.name for feedback in graph.feedbacks}:
             continue
         writer, reader = own[d.before].node, own[d.after].node
-        if len({*hosts_of(plan.workers, writer), *hosts_of(plan.workers, reader)}) > 1:
+        if len({worker.host for node in (writer, reader) for worker in homes[node]}) > 1:
             if costs.publish_bytes is None:
                 raise PlanError(
                     f"rehearse(site=ClusterSite(bandwidth={site.bandwidth:g})): the weights of '{writer}' go to another host, "
@@ -190,16 +184,8 @@ def batch_bytes(graph: Graph, channel: PlannedChannel, costs: Costs) -> int | No
     if costs.lengths is None:
         return None
     sizes = {"T": costs.lengths.longest, "P": costs.lengths.prompt_tokens}
-    total = 0.0
-    for column in channel.columns:
-        spec = COLUMNS.get(column)
-        if spec is None or any(dim not in sizes for dim in spec.dims[1:]):
-            return None
-        cells = graph.node(channel.writer).rows / channel.chunks
-        for dim in spec.dims[1:]:
-            cells *= sizes[dim]
-        total += cells * spec.itemsize
-    return int(total)
+    size = message_bytes(channel.columns, graph.node(channel.writer).rows / channel.chunks, sizes)
+    return None if size is None else int(size)
 
 
 ALIKE = 256  # the most engines of a node that are played; each then stands for several
@@ -328,13 +314,13 @@ class Course:
         total = steps + schedule.most_lag
         count = len(next(iter(drawn.values()))) if drawn else 1
         order = np.concatenate([draw.permutation(count) for _ in range(-(-total // count))])[:total]
-        hosts = 1 + max(worker.host for worker in workers)
+        hosts, homes = 1 + max(worker.host for worker in workers), homes_of(workers)
         slow = draw.random((total, hosts)) < site.stragglers
         seconds = {
             e.name: _quantile_engines(drawn[e.name])[order] if e.name in drawn else np.full((total, 1), e.seconds) for e in schedule.events
         }
         factors = {
-            e.name: 1 + (site.slow_down - 1) * _slow(slow, sorted(hosts_of(workers, e.node)), seconds[e.name].shape[1])
+            e.name: 1 + (site.slow_down - 1) * _slow(slow, sorted({worker.host for worker in homes[e.node]}), seconds[e.name].shape[1])
             for e in schedule.events
             if e.kind == "fire" and site.stragglers
         }

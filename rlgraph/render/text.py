@@ -19,7 +19,7 @@ from rlgraph.plan.channels import (
     seconds_of,
     shape_of,
 )
-from rlgraph.plan.plan import Plan, PlannedChannel, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker
+from rlgraph.plan.plan import Plan, PlannedChannel, PlannedEnd, PlannedLoop, PlannedNode, PlannedPool, PlannedWorker
 from rlgraph.render.plan_layout import drawn_channels
 
 WIDTH = 100
@@ -216,7 +216,7 @@ def _loop(loop: PlannedLoop, plan: Plan) -> list[str]:
     return [*(part for line in lines for part in wrap_line(line, indent=4)), *_passed_on(loop, plan)]
 
 
-def _passed_on(end: PlannedChannel | PlannedLoop, plan: Plan) -> list[str]:
+def _passed_on(end: PlannedEnd, plan: Plan) -> list[str]:
     """Describe which readers forward a rank's messages, in which shape and why, and how often they cross a link; empty if none does."""
     found, hosts = kinds_of_routes(plan, end), hosts_of(plan)
     writer, route = next(((one, to) for one, to in found.items() if set(to.values()) > {one}), next(iter(found.items())))
@@ -254,7 +254,7 @@ def _shorten_middle(shown: list[str], what: str) -> list[str]:
     return [*shown[: HOPS_MOST - 1], f"{left_out} more {what}", shown[-1]] if left_out > 0 else shown
 
 
-def _shape(end: PlannedChannel | PlannedLoop, plan: Plan) -> str:
+def _shape(end: PlannedEnd, plan: Plan) -> str:
     """Name the shape, and how much later the last host would receive a message in the other shape."""
     chosen, seconds = shape_of(plan, end), seconds_of(plan, end)
     other: Shape = "tree" if chosen == "chain" else "chain"
