@@ -92,7 +92,7 @@ class Tuning:
         cells = [
             [
                 *(str(row.settings[name]) for name in names),
-                row.plan.split,
+                row.plan.split_text,
                 words.seconds(row.step_s, row.plan.prediction.cost),
                 _rate(row.tokens_per_s if row.tokens_per_s is not None else row.samples_per_s),
                 f"{row.gpu_s_per_sample:.4g}",

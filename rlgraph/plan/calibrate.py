@@ -501,7 +501,7 @@ def _by_firing(sampled: Iterable[Sampled]) -> Tokens:
 
 def _place(plan: Plan) -> str:
     devices = f"{plan.cluster.gpus} GPUs" if plan.cluster.gpus else f"{plan.cluster.cpus} cores"
-    return f"{devices} ({plan.split})" if plan.pools else devices
+    return f"{devices} ({plan.split_text})" if plan.pools else devices
 
 
 def setting_of(plan: Plan, node: PlannedNode) -> Setting:

@@ -544,7 +544,7 @@ class Plan:
         return {pool.name: pool.count for pool in self.pools}
 
     @property
-    def split(self) -> str:
+    def split_text(self) -> str:
         """The devices of each pool in words, e.g. "rollout 3, train 1"."""
         return ", ".join(f"{name} {count}" for name, count in self.counts.items())
 

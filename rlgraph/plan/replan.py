@@ -28,9 +28,9 @@ class Change:
     def __str__(self) -> str:
         was, now = (plan.prediction.step_s for plan in (self.before, self.after))
         if self.is_return:
-            return f"{self.before.split} did not pay, so the run returns to {self.after.split}"
+            return f"{self.before.split_text} did not pay, so the run returns to {self.after.split_text}"
         return (
-            f"{self.before.split} -> {self.after.split}: predicted {now:.3g} s per step in place of {was:.3g} s "
+            f"{self.before.split_text} -> {self.after.split_text}: predicted {now:.3g} s per step in place of {was:.3g} s "
             f"(measured {self.measured_s:.3g} s)"
         )
 

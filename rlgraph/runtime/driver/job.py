@@ -430,11 +430,11 @@ class Job:
             left = self.session.left
             if left is None or left.hosts >= self.plan.cluster.hosts or self._replanner is None:
                 raise
-            before, plan = self.plan.split, self._replanner.fit(self.trace(), self.plan, left)
+            before, plan = self.plan.split_text, self._replanner.fit(self.trace(), self.plan, left)
             graph = plan.facade.checked_source(plan)
             self._take_plan(graph, replace(plan, source=graph), time.monotonic())
             hosts = f"{plan.cluster.hosts} of {self._first.hosts} hosts"
-            self.notice(f"after step {checkpoints.newest}, with {hosts} left: {before} -> {plan.split}")
+            self.notice(f"after step {checkpoints.newest}, with {hosts} left: {before} -> {plan.split_text}")
             self._restart_workers(checkpoints, patience_s)
 
     def _begin_session(self) -> None:
@@ -609,7 +609,7 @@ class Job:
             self._needs_all = True
             self._say(f"a host is about to end, and the run cannot do without it: {error}")
             return
-        self.notice(f"after step {self._finished}, a host is about to end: {self.plan.split} -> {plan.split}")
+        self.notice(f"after step {self._finished}, a host is about to end: {self.plan.split_text} -> {plan.split_text}")
         self.replan(plan)
 
     def _look_for_plan(self, seconds: float) -> None:
@@ -657,7 +657,7 @@ class Job:
         else:
             self._begin_session()
         self._change_s = time.monotonic() - began_s
-        self._say(f"the run continues under {self.plan.split} after {self._change_s:.0f} s")
+        self._say(f"the run continues under {self.plan.split_text} after {self._change_s:.0f} s")
 
     def spans(self) -> Sequence[Span]:
         """Return the spans of each worker so far, in seconds from the first tick."""
