@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib.resources import files
@@ -311,24 +311,30 @@ def _bubbles(run: Run) -> Iterator[str]:
             share = row.seconds / total
             tooltip = escape(f"{row}: {share:.1%}")
             yield f'<i class="{_use_class(row, works)}" style="width:{100 * share:.4f}%" title="{tooltip}"></i>'
-        yield '</div><table><thead><tr><th class="n">device-seconds</th><th class="n">share</th><th>worker</th>'
-        yield "<th>used for</th></tr></thead><tbody>"
         small = [row for row in rows if row.seconds < LEAST * total]
-        for row in rows[: len(rows) - len(small)]:
-            key = f'<i class="key {_use_class(row, works)}"></i>'
-            yield _row(f"{row.seconds:.2f}", f"{row.seconds / total:.1%}", escape(words.clean(row.worker)), f"{key}{escape(str(row))}")
-        if small:
-            rest = sum(row.seconds for row in small)
-            yield _row(f"{rest:.2f}", f"{rest / total:.1%}", "", SMALL)
-        yield f"{_row(f'<b>{total:.2f}</b>', '<b>100.0%</b>', '', '')}</tbody></table>"
+        shown = [
+            (row.seconds, escape(words.clean(row.worker)), f'<i class="key {_use_class(row, works)}"></i>{escape(str(row))}')
+            for row in rows[: len(rows) - len(small)]
+        ]
+        shown += [(sum(row.seconds for row in small), "", SMALL)] if small else []
+        cells = [[f"{seconds:.2f}", f"{seconds / total:.1%}", *said] for seconds, *said in shown]
+        cells.append([f"<b>{total:.2f}</b>", "<b>100.0%</b>", "", ""])
+        yield f"</div>{_table(('>device-seconds', '>share', 'worker', 'used for'), cells)}"
 
 
 def _use_class(row: Row, works: dict[str, str]) -> str:
     return works.get(row.name, "host") if row.use == "node" else row.use
 
 
-def _row(seconds: str, share: str, worker: str, spent: str) -> str:
-    return f'<tr><td class="n">{seconds}</td><td class="n">{share}</td><td>{worker}</td><td>{spent}</td></tr>'
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Write a table of cells that are HTML; a column whose name begins with `>` has numbers."""
+    marks = [' class="n"' if column.startswith(">") else "" for column in columns]
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return f"<tr>{''.join(f'<{tag}{mark}>{cell}</{tag}>' for mark, cell in zip(marks, row, strict=True))}</tr>"
+
+    head = cells("th", [column.removeprefix(">") for column in columns])
+    return f"<table><thead>{head}</thead><tbody>{''.join(cells('td', row) for row in rows)}</tbody></table>"
 
 
 def _prediction_section(run: Run) -> Iterator[str]:
@@ -340,12 +346,9 @@ def _prediction_section(run: Run) -> Iterator[str]:
             f"<p>Simulated from this run's node times, a step takes <b>{words.seconds(run.priced.prediction.step_s)}</b>. "
             f"It took <b>{words.seconds(run.step_s)}</b>: {_off(run.priced.prediction.step_s, run.step_s)}.</p>"
         )
-    columns = ("measured (median)", "10th to 90th percentile", "count", *(() if nominal else ("predicted", "measured / predicted")))
-    yield "<table><thead><tr><th>event</th>"
-    yield from (f'<th class="n">{column}</th>' for column in columns)
-    yield "</tr></thead><tbody>"
-    yield from (_comparison_row(row, nominal) for row in compare_events(run))
-    yield "</tbody></table>"
+    columns = ("event", ">measured (median)", ">10th to 90th percentile", ">count", ">predicted", ">measured / predicted")
+    shown = len(columns) - 2 * nominal
+    yield _table(columns[:shown], (_comparison_cells(row)[:shown] for row in compare_events(run)))
     for what in run.plan.prediction.left_out:
         yield f"<p>Not predicted: {escape(words.clean(what))}.</p>"
     for what in run.plan.prediction.assumed:
@@ -353,20 +356,23 @@ def _prediction_section(run: Run) -> Iterator[str]:
     waits = [wait for wait in compare_waits(run) if max(wait.predicted_s, wait.measured_s) > LEAST * run.step_s]
     if waits:
         yield "<p>Waits per step. If a node waits for several inputs, the simulation counts the wait for the last of them.</p>"
-        yield '<table><thead><tr><th>waiting</th><th>for</th><th class="n">simulated</th><th class="n">measured</th></tr></thead><tbody>'
-        for wait in waits:
-            yield f"<tr><td>{escape(words.clean(wait.who))}</td><td>{escape(words.WAITS[wait.reason](words.clean(wait.on)))}</td>"
-            yield f'<td class="n">{words.seconds(wait.predicted_s)}</td><td class="n">{words.seconds(wait.measured_s)}</td></tr>'
-        yield "</tbody></table>"
+        cells = (
+            (
+                escape(words.clean(wait.who)),
+                escape(words.WAITS[wait.reason](words.clean(wait.on))),
+                words.seconds(wait.predicted_s),
+                words.seconds(wait.measured_s),
+            )
+            for wait in waits
+        )
+        yield _table(("waiting", "for", ">simulated", ">measured"), cells)
 
 
-def _comparison_row(row: EventComparison, nominal: bool) -> str:
-    cells = [words.seconds(row.measured_s), f"{words.seconds(row.p10_s)} to {words.seconds(row.p90_s)}", str(row.count)]
-    if not nominal:
-        ratio = f"{row.measured_s / row.predicted_s:.2f}" if row.predicted_s else "–"
-        cells += [words.seconds(row.predicted_s), ratio]
-    numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-    return f"<tr><td>{escape(words.clean(row.name))}</td>{numbers}</tr>"
+def _comparison_cells(row: EventComparison) -> tuple[str, ...]:
+    ratio = f"{row.measured_s / row.predicted_s:.2f}" if row.predicted_s else "–"
+    between = f"{words.seconds(row.p10_s)} to {words.seconds(row.p90_s)}"
+    name, measured, predicted = escape(words.clean(row.name)), words.seconds(row.measured_s), words.seconds(row.predicted_s)
+    return name, measured, between, str(row.count), predicted, ratio
 
 
 def _certificate(run: Run) -> Iterator[str]:
@@ -384,10 +390,7 @@ def _certificate(run: Run) -> Iterator[str]:
         *([("step time", words.seconds(proof.period_s, plan.prediction.cost), words.seconds(run.step_s), "")] if has_times(plan) else []),
         *_exact(run),
     )
-    yield "<table><thead><tr><th>bound</th><th>certified</th><th>measured</th><th></th></tr></thead><tbody>"
-    for row in rows:
-        yield f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>"
-    yield "</tbody></table>"
+    yield _table(("bound", "certified", "measured", ""), ([escape(cell) for cell in row] for row in rows))
 
 
 def _exact(run: Run) -> Iterator[tuple[str, str, str, str]]:
@@ -457,7 +460,7 @@ def joint_page(title: str, graphs: Sequence[GraphReport]) -> str:
     linked = [("graphs", "Graphs"), ("curves", "Curves"), *((f"graph-{graph.folder}", escape(graph.name)) for graph in done)]
     body = [
         *heading(shown, said, linked),
-        f'<section id="graphs"><h2>Graphs, one after the other</h2>{"".join(_graph_table(graphs))}</section>',
+        f'<section id="graphs"><h2>Graphs, one after the other</h2>{_graph_table(graphs)}</section>',
         f'<section id="curves"><h2>Curves</h2>{"".join(_joint_curves(graphs))}</section>',
         *(
             f'<section id="graph-{escape(graph.folder)}">{"".join(_graph_details(graph, graph.run))}</section>'
@@ -468,18 +471,18 @@ def joint_page(title: str, graphs: Sequence[GraphReport]) -> str:
     return document(shown, body, JOINT_SCRIPTS)
 
 
-def _graph_table(graphs: Sequence[GraphReport]) -> Iterator[str]:
-    yield '<table><thead><tr><th>graph</th><th>state</th><th class="n">steps</th><th>starts from</th>'
-    yield '<th class="n">predicted step</th><th class="n">median step</th><th class="n">total</th></tr></thead><tbody>'
-    for graph in graphs:
-        predicted = words.seconds(graph.run.plan.prediction.step_s, graph.run.plan.prediction.cost) if graph.run else ""
-        median = words.seconds(graph.run.step_s) if graph.run else ""
-        whole = words.seconds(sum(line.get("timing_s/step", 0.0) for line in graph.lines)) if graph.lines else ""
-        link = f'<a href="{quote(graph.folder)}/{FILE}">{escape(graph.name)}</a>' if graph.run else escape(graph.name)
-        yield f'<tr><td>{link}</td><td>{escape(graph.state)}</td><td class="n">{len(graph.lines)} of {graph.steps}</td>'
-        yield f"<td>{escape(words.clean(graph.starts_from))}</td>"
-        yield f'<td class="n">{predicted}</td><td class="n">{median}</td><td class="n">{whole}</td></tr>'
-    yield "</tbody></table>"
+def _graph_table(graphs: Sequence[GraphReport]) -> str:
+    columns = ("graph", "state", ">steps", "starts from", ">predicted step", ">median step", ">total")
+    return _table(columns, map(_graph_cells, graphs))
+
+
+def _graph_cells(graph: GraphReport) -> tuple[str, ...]:
+    predicted = words.seconds(graph.run.plan.prediction.step_s, graph.run.plan.prediction.cost) if graph.run else ""
+    median = words.seconds(graph.run.step_s) if graph.run else ""
+    whole = words.seconds(sum(line.get("timing_s/step", 0.0) for line in graph.lines)) if graph.lines else ""
+    link = f'<a href="{quote(graph.folder)}/{FILE}">{escape(graph.name)}</a>' if graph.run else escape(graph.name)
+    starts_from = escape(words.clean(graph.starts_from))
+    return link, escape(graph.state), f"{len(graph.lines)} of {graph.steps}", starts_from, predicted, median, whole
 
 
 def _joint_curves(graphs: Sequence[GraphReport]) -> Iterator[str]:
