@@ -112,12 +112,12 @@ class Device:
 def paged_memory(work: Workload) -> Need:
     """Estimate the memory of an engine that generates: weights, and pages of keys and values, of which those of one sequence must fit."""
     width = max(work.width, 1.0)
-    # An engine over several GPUs has its second buffer on the first of them, and that one must fit.
-    own = work.shape.weight_bytes(work.itemsize, fp8=work.in_fp8)
+    # An engine over several GPUs has its second buffer on the first of them, and that one must fit. No arriving version is in fp8.
+    own = work.shape.weight_bytes(work.itemsize, fp8=work.traits.weights_dtype is not None)
     version = work.shape.parameters * work.itemsize if work.version_bytes is None else work.version_bytes
     weights = int(own / width + (work.copies - 1) * version)
     sequences = min(-(-work.rows // work.workers), SEQUENCES)
-    per_token = work.shape.kv_bytes_per_token(work.kv_itemsize or work.itemsize) / width
+    per_token = work.shape.kv_bytes_per_token(work.traits.kv_itemsize or work.itemsize) / width
     cache = int(max(sequences * work.usual, work.longest) * per_token)
     base = {"base of merged adapters": work.merged * work.itemsize} if work.merged else {}
     # The base stays on the device while the engine sleeps: bringing 8B back takes seconds.

@@ -300,9 +300,6 @@ def _need(
         trained="train" in works,
         traits=replace(model.traits, recompute=max(model.traits.recompute, recompute if "train" in works else False, key=RECOMPUTE.index)),
         packed=model.traits.exact and not cluster.gpus,
-        in_fp8=model.traits.weights_dtype is not None,
-        kv_itemsize=model.traits.kv_itemsize,
-        plain_scores=model.traits.exact or model.traits.tensor_parallel > 1,
     )
     own, followed = adapter_size(model, shape), [adapter_size(_source(n), shape) for n in nodes]
     if own is not None:

@@ -266,9 +266,7 @@ class Workload:
     model, with the settings of its trainer. In a model that trains an adapter, only the `adapter` elements have gradients and moments. The
     model itself has `frozen_bytes`; if its matrices are `remade`, one of them at a time exists in the dtype of passes. An engine that
     merges adapters keeps the `merged` elements of the matrices that they change, and its further copies have `version_bytes` (None: full
-    weights). An engine `in_fp8` has its layers in fp8, but not arriving versions. Its keys and values have `kv_itemsize` bytes per element
-    (None: as in passes). With `packed` each rank has all matrices twice, in the layouts of its kernels. With `plain_scores` logits are
-    scored without a custom kernel, in float32 copies.
+    weights). With `packed` each rank has all matrices twice, in the layouts of its kernels.
     """
 
     shape: ModelShape
@@ -287,9 +285,6 @@ class Workload:
     merged: int = 0
     version_bytes: int | None = None
     packed: bool = False
-    in_fp8: bool = False
-    kv_itemsize: int | None = None
-    plain_scores: bool = False
 
 
 @dataclass(frozen=True)
@@ -515,7 +510,8 @@ def _logits(work: Workload, tokens: int) -> int:
     """Estimate the memory of the logits of a pass: all of them with their gradient, or some rows and the head's gradient in float32."""
     words = work.shape.vocab // work.traits.tensor_parallel
     numbers = tokens * words
-    copies = _score_copies(numbers) if work.plain_scores else 0
+    plain = work.traits.exact or work.traits.tensor_parallel > 1  # scored without a custom kernel, in float32 copies
+    copies = _score_copies(numbers) if plain else 0
     if work.traits.fused_head and numbers > LOGITS_AT_ONCE:
         head = words * work.shape.hidden if work.adapter is None else 0  # its gradient in float32, and what some rows add to it
         return 2 * LOGITS_AT_ONCE * work.itemsize + copies + (GRADIENT + work.itemsize) * head
