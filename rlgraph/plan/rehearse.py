@@ -221,7 +221,8 @@ class Rehearsal:
         devices = f"{cluster.gpus} GPUs" if cluster.gpus else f"{cluster.cpus} cores"
         shares = ", ".join(f"{name} {share:.1%}" for name, share in self.lost_to.items())
         lines = [
-            f"{self.plan.graph}: {self.steps} steps on {devices} of {cluster.hosts} host(s) ({self.plan.split_text}) in {_long(self.wall_s)}",
+            f"{self.plan.graph}: {self.steps} steps on {devices} of {cluster.hosts} host(s) ({self.plan.split_text}) "
+            f"in {_long(self.wall_s)}",
             f"  a step: median {self.step_s:.4g} s, p95 {self.p95_s:.4g} s",
             f"  lost to {shares}",
             f"  {self.failures} failures, {self.redone} steps done again; devices idle {self.idle:.1%} of the time without failures",
